@@ -1,0 +1,40 @@
+"""The environment variables that deepytorch listens to, read and checked here and nowhere else."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from deepytorch.errors import ConfigError
+
+LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What the environment asks for.
+
+    `enabled` (`DEEPYTORCH=on|off`): when off, the backend is stock Inductor and the import does nothing.
+    `log_level` (`DEEPYTORCH_LOG=debug|info|warning|error|critical`): None leaves the logger as it is.
+    """
+
+    enabled: bool = True
+    log_level: str | None = None
+
+    @classmethod
+    def read(cls, variables: Mapping[str, str] | None = None) -> Environment:
+        """The environment of this process (or `variables`); `ConfigError` for a value that is not accepted."""
+        variables = os.environ if variables is None else variables
+        switch = _choice(variables, "DEEPYTORCH", ("on", "off"))
+        return cls(enabled=switch != "off", log_level=_choice(variables, "DEEPYTORCH_LOG", LOG_LEVELS))
+
+
+def _choice(variables: Mapping[str, str], name: str, accepted: tuple[str, ...]) -> str | None:
+    found = variables.get(name, "").strip().lower()
+    if found and found not in accepted:
+        raise ConfigError(
+            f"environment variable {name}={variables[name]!r}; expected one of {', '.join(accepted)}: "
+            f"set it to one of these, or unset it"
+        )
+    return found or None

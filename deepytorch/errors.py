@@ -1,0 +1,23 @@
+"""The errors that deepytorch raises. Each says what was found, what was expected and what to do."""
+
+from __future__ import annotations
+
+
+class DeepytorchError(Exception):
+    """Base of every error that deepytorch raises on purpose."""
+
+
+class ConfigError(DeepytorchError, ValueError):
+    """An option, a mode or an environment variable has a value that is not accepted."""
+
+
+class DataError(DeepytorchError, ValueError):
+    """A data file cannot be read or does not have the expected layout."""
+
+
+class ParityError(DeepytorchError):
+    """Two runs that must agree (losses, gradients) do not."""
+
+
+class DeferredError(DeepytorchError, RuntimeError):
+    """A deferred output can no longer be computed, because what it is computed from has changed."""
