@@ -1,0 +1,77 @@
+"""What a pass is, what it is given and what it answers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+
+class Role(Enum):
+    """What a graph input is to the model."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    BATCH = "batch"
+    SIZE = "size"  # an integer that Dynamo lifted: the size of some tensor's dimension
+
+
+@dataclass(frozen=True)
+class GraphInput:
+    """One input of a region. `value` is the real tensor for buffers, whose contents a pass may look at."""
+
+    name: str
+    role: Role
+    value: torch.Tensor | None = None
+
+
+@dataclass
+class Context:
+    """What a pass may know beyond the graph. `artifacts` carries what a pass hands up besides its rewritten graph."""
+
+    inputs: list[GraphInput]
+    shape_env: Any = None  # torch.fx.experimental.symbolic_shapes.ShapeEnv; None where every size is a number
+    ends_in_break: bool = (
+        False  # the rest of the frame sees the outputs: zeros at pads would be seen by the model itself
+    )
+    artifacts: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Decline:
+    """Something a pass left as it was: `where` (a node or a region), and the `reason` in a user's words."""
+
+    where: str
+    reason: str
+
+
+@dataclass
+class Rewrite:
+    """What a pass did to a graph: one line for each change, and what it declined."""
+
+    changes: list[str] = field(default_factory=list)
+    declined: list[Decline] = field(default_factory=list)
+
+    @property
+    def fired(self) -> bool:
+        """Whether the graph is another one now."""
+        return bool(self.changes)
+
+
+@dataclass(frozen=True)
+class Pass(ABC):
+    """Rewrites one graph in place. Its fields are its whole configuration, so (class source, fields) is its cache
+    key.
+    """
+
+    requires: ClassVar[frozenset[str]] = frozenset()
+    provides: ClassVar[frozenset[str]] = frozenset()
+    exact: ClassVar[bool] = True  # the same gradients up to float rounding
+
+    @abstractmethod
+    def rewrite(self, module: fx.GraphModule, context: Context) -> Rewrite:
+        """Rewrite `module.graph` and say what changed, where, and what was declined and why."""

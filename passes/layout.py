@@ -1,0 +1,273 @@
+"""Which dimensions of a value are rows, which are positions.
+
+A layout has one entry a dimension, each a tuple of atoms whose sizes multiply to the dimension's size: `ROWS`, a
+`Positions` of some token space, or a plain number. `(rows, positions, 512)` reads `((ROWS,), (Positions,), (512,))`;
+merged, `(rows * positions, 512)` reads `((ROWS, Positions), (512,))`. A dimension of size 1 is `()`.
+
+Sizes are symbols, so a dimension's expression says what it is; only merged dimensions need their history, for the
+order of their atoms. Whether an operator mixes positions is not asked here: that is the business of the rules in
+`unpad`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+
+class _Rows:
+    def __repr__(self) -> str:
+        return "ROWS"
+
+
+ROWS = _Rows()
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Positions `offset` to `offset + size` of a token space, where size = `symbol` - `cut`."""
+
+    symbol: sympy.Symbol
+    offset: int = 0
+    cut: int = 0
+
+    @property
+    def size(self) -> sympy.Expr:
+        """How many positions: an expression in `symbol`."""
+        return self.symbol - self.cut
+
+    @property
+    def whole(self) -> bool:
+        """Whether these are all positions of the space."""
+        return self.offset == 0 and self.cut == 0
+
+
+Atom = _Rows | Positions | int
+Dim = tuple[Atom, ...]
+Layout = tuple[Dim, ...]
+
+VIEWS = frozenset({
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten.flatten.using_ints,
+    aten.unflatten.int,
+})  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Symbols:
+    """What the sizes of a region mean: one symbol counts rows, each of `positions` the positions of a token space."""
+
+    rows: sympy.Symbol
+    positions: frozenset[sympy.Symbol]
+    shape_env: Any
+
+    def expr(self, size: int | torch.SymInt) -> sympy.Expr:
+        """The size as an expression in canonical symbols."""
+        if isinstance(size, torch.SymInt):
+            return sympy.expand(self.shape_env.replace(size.node.expr))
+        return sympy.Integer(size)
+
+    def atom_size(self, atom: Atom) -> sympy.Expr:
+        """The number of elements that an atom stands for."""
+        if atom is ROWS:
+            return self.rows
+        return atom.size if isinstance(atom, Positions) else sympy.Integer(atom)
+
+    def pure(self, size: sympy.Expr) -> Dim | None:
+        """The atoms of a dimension that is one thing only; None when it is merged or foreign."""
+        if size.is_Integer:
+            return () if size == 1 else (int(size),)
+        if size == self.rows:
+            return (ROWS,)
+        for symbol in self.positions:
+            cut = symbol - size
+            if cut.is_Integer:
+                return (Positions(symbol, 0, int(cut)),)
+        return None
+
+
+def layouts(graph: fx.Graph, symbols: Symbols, from_batch: Callable[[fx.Node], bool]) -> dict[fx.Node, Layout]:
+    """The layout of every tensor of `graph` for which one is known.
+
+    Where positions start matters for values of the model alone: what is computed from the batch alone (labels that were
+    shifted, masks) is gathered by its own index, so its offset is 0, and no other value takes its offset from it.
+    """
+    known: dict[fx.Node, Layout] = {}
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            layout = _layout(node, [symbols.expr(size) for size in value.shape], symbols, known, from_batch)
+            if layout is not None:
+                known[node] = _from_start(layout) if from_batch(node) else layout
+    return known
+
+
+def _from_start(layout: Layout) -> Layout:
+    return tuple(
+        tuple(replace(atom, offset=0) if isinstance(atom, Positions) else atom for atom in dim) for dim in layout
+    )
+
+
+def _layout(
+    node: fx.Node,
+    shape: list[sympy.Expr],
+    symbols: Symbols,
+    known: dict[fx.Node, Layout],
+    from_batch: Callable[[fx.Node], bool],
+) -> Layout | None:
+    sources = [source for source in tensor_operands(node) if source in known]
+    operands = [known[source] for source in sorted(sources, key=from_batch)]  # the model's own values first
+    if node.target in VIEWS:
+        return resplit(operands[0], shape, symbols) if operands else None
+    if node.target is aten.slice.Tensor and operands:
+        return _sliced(node, operands[0], shape, symbols)
+    dims = []
+    for index, size in enumerate(shape):
+        dim = _carried(size, index, len(shape), operands, symbols)
+        dim = symbols.pure(size) if dim is None else dim
+        if dim is None:
+            return None
+        dims.append(dim)
+    return tuple(dims)
+
+
+def _carried(size: sympy.Expr, index: int, ndim: int, operands: list[Layout], symbols: Symbols) -> Dim | None:
+    """A dimension that stands in an operand already, at the same place from the right or, merged, anywhere."""
+    if size.is_Integer:
+        return None
+    for operand in operands:
+        place = len(operand) - (ndim - index)
+        if 0 <= place < len(operand) and _dim_size(operand[place], symbols) == size:
+            return operand[place]
+    for operand in operands:
+        for dim in operand:
+            if _dim_size(dim, symbols) == size:
+                return dim
+    return None
+
+
+def _dim_size(dim: Dim, symbols: Symbols) -> sympy.Expr:
+    size = sympy.Integer(1)
+    for atom in dim:
+        size = sympy.expand(size * symbols.atom_size(atom))
+    return size
+
+
+def tensor_operands(node: fx.Node) -> Iterator[fx.Node]:
+    """The tensors that a node reads, in order; those of a multi-output operator stand for its `getitem`."""
+    for source in node.all_input_nodes:
+        if isinstance(source.meta.get("val"), torch.Tensor):
+            yield source
+        elif isinstance(source.meta.get("val"), (list, tuple)):
+            yield from tensor_operands(source)
+
+
+def resplit(layout: Layout, shape: Sequence[sympy.Expr], symbols: Symbols) -> Layout | None:
+    """The layout after a view to `shape`: atoms keep their order, numbers split and merge, symbols never split."""
+    atoms = [atom for dim in layout for atom in dim]
+    result: list[Dim] = []
+    for size in shape:
+        dim: list[Atom] = []
+        reached = sympy.Integer(1)
+        while reached != size:
+            if not atoms:
+                return None
+            atom = atoms.pop(0)
+            rest = sympy.cancel(size / reached)
+            if isinstance(atom, int):
+                if not rest.is_Integer:  # a symbol follows later in this dimension: take the whole number
+                    if sympy.cancel(rest / atom).as_numer_denom()[1] != 1:
+                        return None
+                elif int(rest) % atom and atom % int(rest):
+                    return None
+                elif atom > int(rest):
+                    atoms.insert(0, atom // int(rest))
+                    atom = int(rest)
+            if isinstance(atom, int) and dim and isinstance(dim[-1], int):
+                dim[-1] *= atom
+            else:
+                dim.append(atom)
+            reached = sympy.expand(reached * symbols.atom_size(atom))
+            if len(dim) > 8:
+                return None
+        result.append(tuple(dim))
+    return tuple(result) if not atoms else None
+
+
+def _sliced(node: fx.Node, layout: Layout, shape: list[sympy.Expr], symbols: Symbols) -> Layout | None:
+    dim = (node.args[1] if len(node.args) > 1 else 0) % len(layout)
+    start = node.args[2] if len(node.args) > 2 and node.args[2] is not None else 0
+    step = node.args[4] if len(node.args) > 4 else 1
+    if _dim_size(layout[dim], symbols) == shape[dim]:
+        return layout
+    old = layout[dim]
+    if len(old) == 1 and isinstance(old[0], Positions):
+        cut = old[0].symbol - shape[dim]
+        if not (isinstance(start, int) and start >= 0 and step == 1 and cut.is_Integer):
+            return None
+        new: Dim = (Positions(old[0].symbol, old[0].offset + start, int(cut)),)
+    else:
+        pure = symbols.pure(shape[dim])
+        if pure is None:
+            return None
+        new = pure
+    return (*layout[:dim], new, *layout[dim + 1 :])
+
+
+def positions_of(layout: Layout) -> list[Positions]:
+    """Every positions atom of a layout."""
+    return [atom for dim in layout for atom in dim if isinstance(atom, Positions)]
+
+
+def has_rows(layout: Layout) -> bool:
+    """Whether some dimension counts rows."""
+    return any(atom is ROWS for dim in layout for atom in dim)
+
+
+def is_token(layout: Layout | None) -> bool:
+    """Whether a value has one entry a token: rows once, positions of one space once, numbers besides."""
+    if layout is None:
+        return False
+    rows = sum(atom is ROWS for dim in layout for atom in dim)
+    positions = positions_of(layout)
+    return rows == 1 and len(positions) == 1 and 0 <= positions[0].offset <= positions[0].cut
+
+
+def token_dims(layout: Layout) -> list[int]:
+    """The dimensions that hold the rows or the positions, in order."""
+    return [index for index, dim in enumerate(layout) if any(not isinstance(atom, int) for atom in dim)]
+
+
+def plain_size(dim: Dim) -> int:
+    """The product of the numbers in a dimension."""
+    size = 1
+    for atom in dim:
+        if isinstance(atom, int):
+            size *= atom
+    return size
+
+
+def vanishes(dim: Dim) -> bool:
+    """Whether a dimension has no place in the packed value: it is rows, positions or both, and nothing else."""
+    return bool(dim) and all(not isinstance(atom, int) for atom in dim)
+
+
+def packed_sizes(layout: Layout) -> list[int]:
+    """The packed value's sizes after its first dimension, the tokens."""
+    return [plain_size(dim) for dim in layout if not vanishes(dim)]
+
+
+def packed_dim(layout: Layout, dim: int) -> int | None:
+    """Where dimension `dim` of the padded value stands in the packed one; None when it vanishes."""
+    if vanishes(layout[dim]):
+        return None
+    return 1 + sum(not vanishes(layout[index]) for index in range(dim))

@@ -1,0 +1,1 @@
+"""The operators that passes put into graphs, each with its reference and its form for every device."""

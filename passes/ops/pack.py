@@ -1,0 +1,113 @@
+"""`deepytorch::pack_rows` and `unpack_rows`: between padded rows and packed tokens, each the other's backward.
+
+As operators they stay whole through autograd, so the backward of a gather over distinct indices is a copy and not an
+accumulation with atomics; `inline_pack` opens them for Inductor afterwards.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepytorch.passes.ops.library import LIBRARY, define_once, qualified
+
+_PACK = "pack_rows(Tensor x, Tensor indices) -> Tensor"
+_UNPACK = "unpack_rows(Tensor x, Tensor indices, SymInt num_rows) -> Tensor"
+
+
+def pack_rows(x: Tensor, indices: Tensor) -> Tensor:
+    """The rows of `x` at `indices`: (num_rows, ...) -> (len(indices), ...), any dtype.
+
+    Args:
+        x: (num_rows, ...).
+        indices: (tokens,) int64, each in 0 .. num_rows - 1 and no two alike (its backward copies, it does not add).
+
+    Raises:
+        ValueError: `x` has no dimension, or `indices` is not a vector of int64.
+    """
+    _check("pack_rows", x, indices)
+    return torch.ops.deepytorch.pack_rows.default(x, indices)
+
+
+def unpack_rows(x: Tensor, indices: Tensor, num_rows: int) -> Tensor:
+    """Zeros with the rows at `indices` set to those of `x`: (len(indices), ...) -> (num_rows, ...), any dtype.
+
+    Raises:
+        ValueError: `indices` is not a vector of int64 with one entry for each row of `x`, or `num_rows` is negative.
+    """
+    _check("unpack_rows", x, indices)
+    if x.size(0) != indices.size(0):
+        raise ValueError(
+            f"unpack_rows: found {x.size(0)} rows and {indices.size(0)} indices; expected one index for each row: "
+            "give the indices that these rows were packed with"
+        )
+    if num_rows < 0:
+        raise ValueError(f"unpack_rows: found num_rows {num_rows}; expected the number of padded rows, at least 0")
+    return torch.ops.deepytorch.unpack_rows.default(x, indices, num_rows)
+
+
+def _check(name: str, x: Tensor, indices: Tensor) -> None:
+    if x.dim() == 0:
+        raise ValueError(f"{name}: found a tensor without dimensions; expected (rows, ...): view it as one row")
+    if indices.dim() != 1 or indices.dtype != torch.int64:
+        raise ValueError(
+            f"{name}: found indices of shape {tuple(indices.shape)} and dtype {indices.dtype}; "
+            "expected (tokens,) of int64: take them from mask.flatten().nonzero().flatten()"
+        )
+
+
+def _pack(x: Tensor, indices: Tensor) -> Tensor:
+    return x.index_select(0, indices)
+
+
+def _unpack(x: Tensor, indices: Tensor, num_rows: int) -> Tensor:
+    return x.new_zeros(num_rows, *x.shape[1:]).index_copy_(0, indices, x)
+
+
+def _pack_fake(x: Tensor, indices: Tensor) -> Tensor:
+    return x.new_empty(indices.size(0), *x.shape[1:])
+
+
+def _unpack_fake(x: Tensor, indices: Tensor, num_rows: int) -> Tensor:
+    return x.new_empty(num_rows, *x.shape[1:])
+
+
+def _pack_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, indices = inputs
+    ctx.save_for_backward(indices)
+    ctx.num_rows = x.size(0)
+
+
+def _pack_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    (indices,) = ctx.saved_tensors
+    return torch.ops.deepytorch.unpack_rows.default(grad, indices, ctx.num_rows), None
+
+
+def _unpack_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[1])
+
+
+def _unpack_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    (indices,) = ctx.saved_tensors
+    return torch.ops.deepytorch.pack_rows.default(grad, indices), None, None
+
+
+def _register() -> None:
+    tags = (torch.Tag.pt2_compliant_tag,)
+    if not define_once(_PACK, tags):
+        return
+    define_once(_UNPACK, tags)
+    for name, kernel, fake, setup, backward in (
+        ("pack_rows", _pack, _pack_fake, _pack_setup, _pack_backward),
+        ("unpack_rows", _unpack, _unpack_fake, _unpack_setup, _unpack_backward),
+    ):
+        LIBRARY.impl(
+            name, torch._disable_dynamo(kernel), "CompositeExplicitAutograd"
+        )  # a graph that runs is not traced
+        torch.library.register_fake(qualified(name), fake, lib=LIBRARY)
+        torch.library.register_autograd(qualified(name), backward, setup_context=setup, lib=LIBRARY)
+
+
+_register()

@@ -1,0 +1,58 @@
+"""What the operators mean, in plain torch: slow, differentiable, used by tests and read by people."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from deepytorch.passes.ops.attention_tile import Rule, dropout_factor
+
+
+def varlen_attention_reference(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    bias: Tensor | None = None,
+    positions_q: Tensor | None = None,
+    positions_k: Tensor | None = None,
+    seed: Tensor | None = None,
+    rule: Rule,
+) -> Tensor:
+    """Attention row by row, by autograd; arguments and result as those of `varlen_attention`."""
+    group = query.size(1) // key.size(1)
+    starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    output = query.new_zeros(query.size(0), query.size(1), value.size(2))
+    for row in range(len(starts_q) - 1):
+        queries, keys = slice(starts_q[row], starts_q[row + 1]), slice(starts_k[row], starts_k[row + 1])
+        num_q, num_k = queries.stop - queries.start, keys.stop - keys.start
+        if num_q == 0 or num_k == 0:
+            continue
+        q = query[queries].transpose(0, 1)
+        k, v = (x[keys].transpose(0, 1).repeat_interleave(group, dim=0) for x in (key, value))
+        scores = (q @ k.transpose(1, 2)) * rule.scale
+        if rule.softcap > 0:
+            scores = rule.softcap * torch.tanh(scores / rule.softcap)
+        if bias is not None:
+            at_q = positions_q[queries] if positions_q is not None else torch.arange(num_q)
+            at_k = positions_k[keys] if positions_k is not None else torch.arange(num_k)
+            picked = bias[row if bias.size(0) > 1 else 0]
+            picked = picked[:, at_q] if picked.size(1) > 1 else picked
+            picked = picked[:, :, at_k] if picked.size(2) > 1 else picked
+            scores = scores + picked
+        distance = torch.arange(num_k) - torch.arange(num_q).unsqueeze(1)
+        if rule.window_left >= 0:
+            scores = scores.masked_fill(distance < -rule.window_left, float("-inf"))
+        if rule.window_right >= 0:
+            scores = scores.masked_fill(distance > rule.window_right, float("-inf"))
+        empty = (scores == float("-inf")).all(-1, keepdim=True)
+        probabilities = torch.softmax(scores.masked_fill(empty, 0.0), dim=-1).masked_fill(empty, 0.0)
+        if rule.dropout_p > 0:
+            assert seed is not None
+            indexes = torch.arange(num_q).unsqueeze(0), torch.arange(num_k).unsqueeze(0)
+            factor = dropout_factor(seed, torch.tensor([row]), q.size(0), *indexes, rule.dropout_p, scores.dtype)
+            probabilities = probabilities * factor.squeeze(0)
+        output[queries] = (probabilities @ v).transpose(0, 1).to(output.dtype)
+    return output

@@ -1,0 +1,241 @@
+"""The CPU form of `varlen_attention`: a loop over the rows inside the operator.
+
+Rows without features go to torch's own CPU flash kernel, forward and backward; all others are computed by
+`attention_tile`. A row under a window is cut into pieces of queries, each with the keys that it can see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deepytorch.passes.ops.attention_bias import BiasGradient, Span, span
+from deepytorch.passes.ops.attention_tile import (
+    NEGATIVE_INFINITY,
+    Call,
+    Extras,
+    Hidden,
+    dropout_factor,
+    hidden_by_window,
+    statistics_dtype,
+    tile_backward,
+    tile_forward,
+)
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+_TILE_QUERIES = 64  # 64 to 128 were the fastest of 32 to 256 (8 heads of 64, rows of 32 to 1024, fp32): a tile in cache
+
+
+class Tile(NamedTuple):
+    """Queries q0:q1 of one row against its keys k0:k1; all count tokens of the whole batch."""
+
+    row: int
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+    row_q0: int  # where the row's queries begin
+    row_k0: int  # where its keys begin and end
+    row_k1: int
+    causal: bool | None  # whether the flash kernel is to be causal; None where it cannot compute this tile
+
+    @property
+    def queries(self) -> range:
+        """Indexes inside the row."""
+        return range(self.q0 - self.row_q0, self.q1 - self.row_q0)
+
+    @property
+    def keys(self) -> range:
+        """Indexes inside the row."""
+        return range(self.k0 - self.row_k0, self.k1 - self.row_k0)
+
+
+def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """Output (tokens_q, heads_q, head_dim_v) and logsumexp (heads_q, tokens_q)."""
+    dtype, heads, dim_v = query.dtype, query.size(1), value.size(2)
+    q_all, k_all, v_all = (_heads_first(x) for x in (query, key, value))
+    overlay = _Overlay(call, heads, statistics_dtype(query.dtype))
+    outputs, statistics = [], []
+    for tile in _tiles(call, query.size(2) == dim_v):
+        num_q, num_k = tile.q1 - tile.q0, tile.k1 - tile.k0
+        if num_k == 0:
+            outputs.append(q_all.new_zeros(1, num_q, heads, dim_v))
+            statistics.append(_no_keys(q_all, num_q))
+            continue
+        q, k, v = q_all.narrow(2, tile.q0, num_q), k_all.narrow(2, tile.k0, num_k), v_all.narrow(2, tile.k0, num_k)
+        if tile.causal is None:
+            output, logsumexp = tile_forward(q, k, v, call.rule, overlay.of(tile)[0])
+        else:
+            output, logsumexp = _flash(q, k, v, 0.0, tile.causal, scale=call.rule.scale)
+        outputs.append(output.transpose(1, 2))
+        statistics.append(logsumexp)
+    beyond = query.size(0) - sum(output.size(1) for output in outputs)
+    if beyond or not outputs:
+        outputs.append(q_all.new_zeros(1, beyond, heads, dim_v))
+        statistics.append(_no_keys(q_all, beyond))
+    return torch.cat(outputs, dim=1).squeeze(0).to(dtype), torch.cat(statistics, dim=2).squeeze(0)
+
+
+def backward(
+    grad_output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    logsumexp: Tensor,
+    call: Call,
+    bias_gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key, value and bias; the last is empty when it is not asked for."""
+    g_all, q_all, k_all, v_all, o_all = (_heads_first(x) for x in (grad_output, query, key, value, output))
+    lse_all = logsumexp.unsqueeze(0)
+    heads, head_dim, dim_v = query.size(1), query.size(2), value.size(2)
+    overlay = _Overlay(call, heads, statistics_dtype(query.dtype))
+    grad_query: list[Tensor] = []
+    grad_key, grad_value = _Summed(k_all), _Summed(v_all)
+    grad_bias = BiasGradient(call.bias) if bias_gradient and call.bias is not None else None
+    for tile in _tiles(call, head_dim == dim_v):
+        num_q, num_k = tile.q1 - tile.q0, tile.k1 - tile.k0
+        if num_k == 0:
+            grad_query.append(q_all.new_zeros(1, num_q, heads, head_dim))
+            continue
+        g, q = g_all.narrow(2, tile.q0, num_q), q_all.narrow(2, tile.q0, num_q)
+        k, v = k_all.narrow(2, tile.k0, num_k), v_all.narrow(2, tile.k0, num_k)
+        if tile.causal is None:
+            extras, at_q, at_k = overlay.of(tile)
+            grad_q, grad_k, grad_v, grad_scores = tile_backward(g, q, k, v, call.rule, extras)
+            if grad_bias is not None:
+                grad_bias.add(tile.row, grad_scores[0], at_q, at_k)
+        else:
+            o, lse = o_all.narrow(2, tile.q0, num_q), lse_all.narrow(2, tile.q0, num_q)
+            grad_q, grad_k, grad_v = _flash_backward(g, q, k, v, o, lse, 0.0, tile.causal, scale=call.rule.scale)
+        grad_query.append(grad_q.transpose(1, 2))
+        grad_key.add(tile, grad_k.transpose(1, 2))
+        grad_value.add(tile, grad_v.transpose(1, 2))
+    beyond = query.size(0) - sum(grad.size(1) for grad in grad_query)
+    if beyond or not grad_query:
+        grad_query.append(q_all.new_zeros(1, beyond, heads, head_dim))
+    return (
+        torch.cat(grad_query, dim=1).squeeze(0).to(query.dtype),
+        grad_key.joined(key.dtype),
+        grad_value.joined(value.dtype),
+        query.new_empty(0) if grad_bias is None else grad_bias.result(),
+    )
+
+
+def _tiles(call: Call, same_head_dim: bool) -> Iterator[Tile]:
+    """The queries of every row, in order and without a gap, in pieces that have the keys they may see."""
+    left, right = call.rule.window_left, call.rule.window_right
+    plain = same_head_dim and call.bias is None and call.rule.softcap == 0 and call.rule.dropout_p == 0
+    starts_q = call.cu_seqlens_q.tolist()
+    starts_k = starts_q if call.cu_seqlens_k is call.cu_seqlens_q else call.cu_seqlens_k.tolist()
+    for row in range(len(starts_q) - 1):
+        q0, q1, k0, k1 = starts_q[row], starts_q[row + 1], starts_k[row], starts_k[row + 1]
+        num_q, num_k = q1 - q0, k1 - k0
+        if num_q == 0:
+            continue
+        sees_all_left = left < 0 or left >= num_q - 1
+        full = sees_all_left and (right < 0 or right >= num_k - 1)
+        if plain and num_k > 0 and (full or (sees_all_left and right == 0)):
+            yield Tile(row, q0, q1, k0, k1, q0, k0, k1, not full)
+            continue
+        for first in range(0, num_q, _TILE_QUERIES):
+            last = min(first + _TILE_QUERIES, num_q)
+            low = 0 if left < 0 else min(num_k, max(0, first - left))
+            high = num_k if right < 0 else min(num_k, last + right)
+            yield Tile(row, q0 + first, q0 + last, k0 + low, k0 + max(low, high), q0, k0, k1, None)
+
+
+class _Overlay:
+    """What lies over the scores of the tiles of one call. Tiles of one shape share what the window hides."""
+
+    def __init__(self, call: Call, heads: int, dtype: torch.dtype) -> None:
+        self._call = call
+        self._heads = heads
+        self._dtype = dtype
+        self._hidden: dict[tuple[int, int, int], Hidden | None] = {}
+
+    def of(self, tile: Tile) -> tuple[Extras, Span, Span]:
+        """The extras of `tile`, and where its queries and keys stand in the bias."""
+        call, bias, dropout = self._call, None, None
+        at_q = at_k = Span(0, 0)
+        if call.bias is not None:
+            bias = call.bias[tile.row if call.bias.size(0) > 1 else 0]
+            at_q = span(bias, 1, call.positions_q, tile.q0, tile.q1, tile.row_q0)
+            at_k = span(bias, 2, call.positions_k, tile.k0, tile.k1, tile.row_k0)
+            bias = at_k.of(at_q.of(bias, 1), 2)
+        if call.rule.dropout_p > 0:
+            assert call.seed is not None
+            queries, keys = (torch.arange(r.start, r.stop).unsqueeze(0) for r in (tile.queries, tile.keys))
+            row, drop = torch.tensor([tile.row]), call.rule.dropout_p
+            dropout = dropout_factor(call.seed, row, self._heads, queries, keys, drop, self._dtype)
+        left = call.rule.window_left
+        sees_none = left >= 0 and tile.queries.stop - 1 - left >= tile.keys.stop
+        return Extras(self._hidden_by_window(tile), bias, dropout, bias is not None or sees_none), at_q, at_k
+
+    def _hidden_by_window(self, tile: Tile) -> Hidden | None:
+        shape = (len(tile.queries), len(tile.keys), tile.queries.start - tile.keys.start)
+        if shape not in self._hidden:
+            self._hidden[shape] = hidden_by_window(*shape, self._call.rule, torch.device("cpu"))
+        return self._hidden[shape]
+
+
+class _Summed:
+    """The gradient of keys or values: tiles of one row may share keys, rows do not."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._like = like  # (1, heads, tokens, dim)
+        self._parts: list[Tensor] = []  # (1, tokens, heads, dim)
+        self._end = 0  # every token before this one is in a part
+
+    def add(self, tile: Tile, gradient: Tensor) -> None:
+        """Add the gradient (1, num_k, heads, dim) of the keys of a tile; tiles come in order."""
+        if tile.row_k1 > self._end:  # the first of its row
+            self._fill(tile.row_k0)
+            if (tile.k0, tile.k1) == (tile.row_k0, tile.row_k1):
+                self._parts.append(gradient)
+                self._end = tile.k1
+                return
+            self._fill(tile.row_k1)
+        self._parts[-1].narrow(1, tile.k0 - tile.row_k0, tile.k1 - tile.k0).add_(gradient)
+
+    def joined(self, dtype: torch.dtype) -> Tensor:
+        """(tokens, heads, dim), contiguous."""
+        tokens = self._like.size(2)
+        if tokens > self._end or not self._parts:
+            self._fill(tokens)
+        return torch.cat(self._parts, dim=1).squeeze(0).to(dtype)
+
+    def _fill(self, end: int) -> None:
+        if end > self._end or not self._parts:
+            _, heads, _, dim = self._like.shape
+            self._parts.append(self._like.new_zeros(1, end - self._end, heads, dim))
+            self._end = end
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    """(tokens, heads, dim) -> (1, heads, tokens, dim) in the dtype that the work is done in."""
+    if x.dtype in _HALF_UNITS and not _HALF_UNITS[x.dtype]():
+        x = x.float()
+    # The flash kernel reads head elements as if they were adjacent, and does not check it.
+    x = x if x.stride(2) == 1 else x.contiguous()
+    return x.transpose(0, 1).unsqueeze(0)
+
+
+# Without matrix units for them, torch's half kernels are slower than fp32 with a cast (backward of a row of 256 tokens,
+# 8 heads of 64, AVX-512 with bf16: bf16 2.4 ms, fp16 19.9 ms, fp32 1.9 ms), short rows most of all, and less accurate.
+_HALF_UNITS = {
+    torch.bfloat16: cache(getattr(torch.cpu, "_is_amx_tile_supported", bool)),
+    torch.float16: cache(getattr(torch.cpu, "_is_amx_fp16_supported", bool)),
+}
+
+
+def _no_keys(like: Tensor, num_q: int) -> Tensor:
+    """The logsumexp (1, heads_q, num_q) of queries that see no key."""
+    return torch.full((1, like.size(1), num_q), NEGATIVE_INFINITY, dtype=statistics_dtype(like.dtype))

@@ -1,0 +1,133 @@
+"""Backward slices of a graph: the nodes that a value is computed from, in-place writes into its memory included."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+
+from deepytorch.passes.base import Role
+
+aten = torch.ops.aten
+
+
+def writes_in_place(node: fx.Node) -> bool:
+    """Whether the operator writes into one of its arguments."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+_MAY_ALIAS = frozenset({
+    aten.reshape.default, aten.contiguous.default, aten.flatten.using_ints, aten.to.dtype, aten.to.device,
+    aten.to.dtype_layout, aten.to.other, aten.dropout.default, aten.type_as.default, aten.expand_as.default,
+    aten.view_as.default, aten.reshape_as.default, aten.unflatten.int, aten.chunk.default, aten.narrow.default,
+})  # fmt: skip
+
+
+def returns_alias(node: fx.Node) -> bool:
+    """Whether an output may share memory with an argument. `reshape`, `contiguous` and `to` may; they count."""
+    if node.target is operator.getitem:
+        return isinstance(node.args[0], fx.Node) and returns_alias(node.args[0])
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    return node.target in _MAY_ALIAS or any(result.alias_info is not None for result in node.target._schema.returns)
+
+
+def storage_roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """For every node the node whose memory it may look into: itself, or the first of a chain of views and writes."""
+    roots: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        source = node.args[0] if node.args and returns_alias(node) else None
+        roots[node] = roots[source] if isinstance(source, fx.Node) else node
+    return roots
+
+
+class Slicer:
+    """Backward slices over one graph, and what they rest on."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.order = {node: index for index, node in enumerate(graph.nodes)}
+        self._roots = storage_roots(graph)
+        self._writes: dict[fx.Node, list[fx.Node]] = {}
+        for node in graph.nodes:
+            if writes_in_place(node) and node.args and isinstance(node.args[0], fx.Node):
+                self._writes.setdefault(self._roots[node.args[0]], []).append(node)
+        self._updates_statistics = any(_updates_statistics(node) for node in graph.nodes)
+        self._from_batch: dict[fx.Node, bool] = {}
+        for node in graph.nodes:
+            self._from_batch[node] = self._is_from_batch(node)
+
+    def is_written(self, node: fx.Node) -> bool:
+        """Whether anything writes into the memory that `node` looks into."""
+        return self._roots[node] in self._writes
+
+    @property
+    def writes_inputs(self) -> bool:
+        """Whether running the graph leaves something behind: a write into the memory of an input."""
+        return self._updates_statistics or any(root.op == "placeholder" for root in self._writes)
+
+    def cannot_pack(self) -> str | None:
+        """What the graph writes to that must not be computed twice or elsewhere; None where there is no such write."""
+        for root, writes in self._writes.items():
+            if root.op == "placeholder" and root.meta["input"].role is Role.BATCH:
+                return f"{writes[0].target} writes into the batch ({root.name})"
+            if not self._from_batch[root]:
+                return f"{writes[0].target} writes in place into {root.name}, of which there are views"
+        return None
+
+    def slice(self, outputs: Iterable[fx.Node], stop: frozenset[fx.Node] = frozenset()) -> list[fx.Node]:
+        """The nodes that `outputs` are computed from, in the graph's order; nodes in `stop` end the walk and are left
+        out.
+        """
+        found: set[fx.Node] = set()
+        todo = [node for node in outputs if node not in stop]
+        while todo:
+            node = todo.pop()
+            if node in found:
+                continue
+            found.add(node)
+            todo.extend(source for source in node.all_input_nodes if source not in stop)
+            todo.extend(write for write in self._writes.get(self._roots[node], ()) if write not in stop)
+        return sorted(found, key=self.order.__getitem__)
+
+    def from_batch(self, node: fx.Node) -> bool:
+        """Whether `node` is a function of the batch, of buffers and of constants: no parameter, nothing random."""
+        return self._from_batch[node]
+
+    def leaves(self, node: fx.Node) -> list[fx.Node]:
+        """The graph inputs that `node` is computed from."""
+        return [source for source in self.slice([node]) if source.op == "placeholder"]
+
+    def _is_from_batch(self, node: fx.Node) -> bool:
+        if node.op == "placeholder":
+            role = node.meta["input"].role
+            floats = isinstance(node.meta.get("val"), torch.Tensor) and node.meta["val"].requires_grad
+            return role in (Role.BATCH, Role.BUFFER, Role.SIZE) and not floats
+        if node.op == "get_attr":
+            return True
+        if node.op != "call_function":
+            return False
+        target = node.target
+        if isinstance(target, torch._ops.OpOverload):
+            if torch.Tag.nondeterministic_seeded in target.tags and not _is_inert_dropout(node):
+                return False
+        else:
+            if not (getattr(target, "__module__", "") or "").startswith(("_operator", "math", "torch.")):
+                return False
+            if "grad_enabled" in str(target) or "autocast" in str(target):
+                return False
+        writes = self._writes.get(self._roots[node], ())
+        return all(self._from_batch.get(source, False) for source in node.all_input_nodes) and all(
+            self._from_batch.get(source, True) for write in writes for source in write.all_input_nodes
+        )
+
+
+def _is_inert_dropout(node: fx.Node) -> bool:
+    return node.target is torch.ops.aten.dropout.default and (node.args[1] == 0 or not node.args[2])
+
+
+def _updates_statistics(node: fx.Node) -> bool:
+    """Batch normalisation in training mode: its running mean and variance change, which its schema does not say."""
+    name = getattr(getattr(node.target, "_schema", None), "name", "")
+    return name.startswith("aten::") and "batch_norm" in name and any(argument is True for argument in node.args)
