@@ -1,0 +1,7 @@
+"""From a captured graph to a compiled step: backend, capture, plan, pipeline, manager, lower, runtime."""
+
+if __name__ != "deepytorch.compiler":
+    raise ImportError(
+        f"this folder was imported as {__name__!r}, which would load it twice and register its operators twice: "
+        "import `deepytorch.compiler` instead (`pip install -e .` makes it importable)"
+    )

@@ -1,0 +1,208 @@
+"""What `torch.compile(model, backend="deepytorch")` calls with every graph of Dynamo's."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+from torch._guards import CompileContext
+
+from deepytorch.compiler.capture import Captured, capture
+from deepytorch.compiler.config import CompilerConfig
+from deepytorch.compiler.dynamic import Trace, restart_as_stock, which_trace
+from deepytorch.compiler.lower import lower
+from deepytorch.compiler.manager import PassRun, run_passes
+from deepytorch.compiler.pipeline import passes_for
+from deepytorch.compiler.plan import Plan
+from deepytorch.compiler.report import LEDGER, RegionRecord
+from deepytorch.compiler.runtime import Step
+from deepytorch.config import Environment
+from deepytorch.log import logger, once
+from deepytorch.passes.base import Context
+from deepytorch.passes.slicing import Slicer
+
+# Set while `deepytorch.explain` looks at a model: regions are analysed and run in eager, nothing is lowered.
+EXPLAINING: ContextVar[list[RegionRecord] | None] = ContextVar("deepytorch_explaining", default=None)
+
+
+def deepytorch_backend(
+    module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> Callable[..., Any]:
+    """Compile one graph of Dynamo's. `mode` and `options` are those of `torch.compile`, see `CompilerConfig`.
+
+    Raises `ConfigError` for an option that is not known. Whatever else goes wrong while compiling leaves the region
+    as stock would have compiled it, or in eager if that fails too, and is logged once.
+    """
+    config = CompilerConfig.parse(mode, options, kwargs)
+    if not Environment.read().enabled:
+        config = replace(config, unpad=False)
+    if not config.unpad or not _may_have_attention(module):
+        reason = "nothing to pack: no attention in this graph" if config.unpad else "stripping padding is switched off"
+        return _lower_whole(module, example_inputs, config, _record(config, reason))
+    trace, reasons = which_trace(module, example_inputs)
+    if trace is Trace.DECLINED:
+        return _lower_whole(module, example_inputs, config, _record(config, *reasons))
+    try:
+        return _compile(module, example_inputs, config, trace)
+    except TensorifyScalarRestartAnalysis:
+        raise
+    except Exception as error:
+        once(logging.WARNING, "a region could not be analysed (%s: %s); stock compiles it", type(error).__name__, error)
+        logger.debug("traceback of the failure", exc_info=True)
+        return _lower_whole(module, example_inputs, config, _record(config, f"{type(error).__name__}: {error}"))
+
+
+def _compile(
+    module: fx.GraphModule, example_inputs: Sequence[Any], config: CompilerConfig, trace: Trace
+) -> Callable[..., Any]:
+    record = RegionRecord(_region_name(), "declined", config.lowering)
+    captured = capture(module, example_inputs)
+    padded = _copy(captured.module)
+    reason = getattr(module, "compile_subgraph_reason", None)
+    context = Context(list(captured.inputs), captured.shape_env, bool(getattr(reason, "graph_break", False)))
+    plan = Plan.initial("region", config)
+    runs = run_passes(captured.module, passes_for(plan), context, dump_dir=config.dump_graphs)
+    _describe(record, runs, plan)
+    program = context.artifacts.get("program")
+    explaining = EXPLAINING.get()
+    if explaining is not None:
+        return _explain(module, captured, program, record, explaining)
+    if program is None:
+        if trace is Trace.MARKED:
+            restart_as_stock(module, example_inputs, record.declined)
+        return _lower_whole(module, example_inputs, config, record)
+    record.outcome = "packed"
+    record.recompiles += _is_recompilation()
+    LEDGER.open(record)
+    fakes = [node.meta["val"] for node in padded.graph.nodes if node.op == "placeholder"]
+    return Step(
+        padded=padded,
+        packed=captured.module,
+        program=program,
+        inputs=captured.inputs,
+        fakes=fakes,
+        eager=module.forward,
+        lower=partial(lower, config=config, plan=plan),
+        record=record,
+        may_run_twice=not Slicer(padded.graph).writes_inputs,
+        min_padding=config.min_padding,
+    )
+
+
+def _lower_whole(
+    module: fx.GraphModule, example_inputs: Sequence[Any], config: CompilerConfig, record: RegionRecord
+) -> Callable[..., Any]:
+    """Compile a region as it is, as stock would; in eager if that fails."""
+    explaining = EXPLAINING.get()
+    if explaining is not None:
+        explaining.append(record)
+        return module.forward
+    record.recompiles += _is_recompilation()
+    LEDGER.open(record)
+    record.compiles += 1
+    started = time.perf_counter()
+    try:
+        return lower(module, example_inputs, config=config, plan=Plan.initial("region", config))
+    except (TensorifyScalarRestartAnalysis, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        message = f"{record.name}: compiling failed with {type(error).__name__}: {str(error)[:500]}"
+        record.outcome = "eager"
+        record.fallbacks.append(message)
+        once(logging.WARNING, "%s; the region runs in eager", message)
+        return module.forward
+    finally:
+        record.compile_seconds += time.perf_counter() - started
+
+
+def _explain(
+    module: fx.GraphModule, captured: Captured, program: Any, record: RegionRecord, found: list[RegionRecord]
+) -> Callable[..., Any]:
+    """Run the region in eager and read, from its first batch, what packing would save."""
+    from deepytorch.compiler.facts import Refusal, read_facts
+
+    record.outcome = "packed" if program is not None else "declined"
+    found.append(record)
+
+    def run(*inputs: Any) -> Any:
+        if program is not None:
+            with torch.no_grad():
+                facts = read_facts(program, inputs)
+            if isinstance(facts, Refusal):
+                record.padded_because[facts.reason] = record.padded_because.get(facts.reason, 0) + 1
+            else:
+                record.tokens_real += sum(facts.tokens)
+                record.tokens_padded += facts.num_positions
+                record.labels += sum(facts.labels)
+                record.relative_cost = program.relative_cost(facts.tokens, facts.labels, facts.sizes)
+        return module.forward(*inputs)
+
+    return run
+
+
+def _describe(record: RegionRecord, runs: Sequence[PassRun], plan: Plan) -> None:
+    record.plan_digest = plan.digest()
+    for run in runs:
+        record.pass_ms[run.name] = run.time_ms
+        record.changes += run.rewrite.changes
+        record.declined += [f"{decline.where}: {decline.reason}" for decline in run.rewrite.declined]
+
+
+def _record(config: CompilerConfig, *reasons: str) -> RegionRecord:
+    return RegionRecord(_region_name(), "declined", config.lowering, declined=list(reasons))
+
+
+def _copy(module: fx.GraphModule) -> fx.GraphModule:
+    graph = fx.Graph()
+    output = graph.graph_copy(module.graph, {})
+    graph.output(output)
+    return fx.GraphModule(module, graph)
+
+
+def _is_recompilation() -> bool:
+    """Whether Dynamo compiled this frame before, for other sizes or another state."""
+    current = CompileContext.current_compile_id()
+    return current is not None and bool(current.frame_compile_id)
+
+
+def _region_name() -> str:
+    current = CompileContext.current_compile_id()
+    return f"region {current}" if current is not None else "region"
+
+
+def _may_have_attention(module: fx.GraphModule) -> bool:
+    """A cheap look at a Dynamo graph, before sizes are made symbolic for its sake."""
+    for part in module.modules():
+        if isinstance(part, fx.GraphModule):
+            for node in part.graph.nodes:
+                name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+                if node.op in ("call_function", "call_method", "call_module") and (
+                    "attention" in name or "softmax" in name
+                ):
+                    return True
+    return False
+
+
+def _keep_warnings_from_breaking_graphs() -> None:
+    """Transformers warns once through a logger method that Dynamo cannot trace, and that would cut a model in two at
+    its loss (GPT-2). Dynamo has a setting for such functions: the call is left out of compiled code.
+    """
+    warning_once = getattr(logging.Logger, "warning_once", None)
+    if warning_once is not None:
+        torch._dynamo.config.ignore_logging_functions.add(warning_once)
+
+
+_keep_warnings_from_breaking_graphs()

@@ -1,0 +1,222 @@
+"""Dynamo's graph, traced once more into the one vocabulary that every pass reads: pre-dispatch ATen.
+
+What comes out (about 25 distinct overloads for a language model) keeps `linear`, `layer_norm`,
+`scaled_dot_product_attention`, `embedding`, `cross_entropy_loss` and `dropout` whole. Three things are normalised on
+top: sizes are read from tensors, not from the integers that Dynamo lifted; empty key-value caches that are about to be
+concatenated vanish; in-place arithmetic on a fresh value becomes its out-of-place form.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from deepytorch.passes.base import GraphInput, Role
+from deepytorch.passes.slicing import returns_alias, writes_in_place
+
+aten = torch.ops.aten
+
+# What the in-place form of an operator computes when it is applied to a value that nothing else looks at.
+_OUT_OF_PLACE = {
+    aten.add_.Tensor: aten.add.Tensor,
+    aten.add_.Scalar: aten.add.Scalar,
+    aten.sub_.Tensor: aten.sub.Tensor,
+    aten.mul_.Tensor: aten.mul.Tensor,
+    aten.mul_.Scalar: aten.mul.Scalar,
+    aten.div_.Tensor: aten.div.Tensor,
+    aten.masked_fill_.Scalar: aten.masked_fill.Scalar,
+    aten.masked_fill_.Tensor: aten.masked_fill.Tensor,
+    aten.relu_.default: aten.relu.default,
+    aten.silu_.default: aten.silu.default,
+    aten.clamp_.default: aten.clamp.default,
+    aten.dropout_.default: aten.dropout.default,
+}
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A region in normal form. `module` takes the inputs of Dynamo's graph, in their order."""
+
+    module: fx.GraphModule
+    inputs: tuple[GraphInput, ...]
+    fake_mode: FakeTensorMode | None
+
+    @property
+    def shape_env(self) -> Any:
+        """The symbols' environment, or None where every size is a number."""
+        return self.fake_mode.shape_env if self.fake_mode is not None else None
+
+
+def capture(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
+    """Trace `module` (a Dynamo graph) under Dynamo's own fake inputs and normalise the result."""
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    inputs = tuple(_graph_input(node, value) for node, value in zip(placeholders, example_inputs, strict=True))
+    fakes = [node.meta.get("example_value", value) for node, value in zip(placeholders, example_inputs, strict=True)]
+    fake_mode = next((f.fake_mode for f in fakes if hasattr(f, "fake_mode")), None)
+    if fake_mode is None:
+        raise RuntimeError("the graph has no fake tensor among its inputs: nothing to trace under")
+    allowed = fake_mode.allow_non_fake_inputs
+    fake_mode.allow_non_fake_inputs = True
+    try:
+        # Annotations such as activation checkpointing's recompute tags travel in node.meta.
+        with fake_mode, torch.fx.traceback.preserve_node_meta():
+            interpreter = _Inlining(module)
+            traced = make_fx(lambda *args: interpreter.run(*args), pre_dispatch=True, tracing_mode="real")(*fakes)
+    finally:
+        fake_mode.allow_non_fake_inputs = allowed
+    # make_fx's own kind of module generates its code lazily, which Dynamo cannot enter.
+    traced = fx.GraphModule(traced, traced.graph)
+    for node, graph_input in zip(_placeholders(traced), inputs, strict=True):
+        node.meta["input"] = graph_input
+    sizes_from_tensors(traced)
+    drop_empty_caches(traced.graph)
+    out_of_place(traced.graph)
+    traced.graph.eliminate_dead_code()
+    traced.graph.lint()
+    traced.recompile()
+    return Captured(traced, inputs, fake_mode)
+
+
+class _Inlining(fx.Interpreter):
+    """Runs a Dynamo graph with checkpointed parts inlined, their nodes tagged for recomputation in the backward.
+
+    Selective checkpointing brings a policy of its own, which only AOTAutograd knows how to ask: such a region raises
+    here and is left to stock.
+    """
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one call; a checkpointed part by running what is inside."""
+        if target is not torch.ops.higher_order.tag_activation_checkpoint:
+            return super().call_function(target, args, kwargs)
+        part = args[0]
+        if "_checkpoint_context_fn" in part.meta:
+            raise NotImplementedError("selective activation checkpointing (context_fn) is left to stock")
+        number = next(_CHECKPOINTS)
+        for node in part.graph.nodes:
+            node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+            node.meta["ac_graph_id"] = number
+        return _Inlining(part).run(*args[1:])
+
+
+_CHECKPOINTS = itertools.count(1_000_000)  # apart from the numbers that torch gives
+
+
+def _placeholders(module: fx.GraphModule) -> list[fx.Node]:
+    return [node for node in module.graph.nodes if node.op == "placeholder"]
+
+
+def _graph_input(node: fx.Node, value: Any) -> GraphInput:
+    if not isinstance(value, torch.Tensor):
+        return GraphInput(node.name, Role.SIZE)
+    if isinstance(value, torch.nn.Parameter):
+        return GraphInput(node.name, Role.PARAMETER)
+    return (
+        GraphInput(node.name, Role.BATCH) if is_batch_input(node, value) else GraphInput(node.name, Role.BUFFER, value)
+    )
+
+
+def is_batch_input(node: fx.Node, value: Any) -> bool:
+    """Whether an input of a Dynamo graph comes with the call, and is no state of a module."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter):
+        return False
+    source = getattr(node.meta.get("grapharg"), "source", None)
+    return source is None or not source.guard_source.is_unspecialized_nn_module()
+
+
+def sizes_from_tensors(module: fx.GraphModule) -> None:
+    """Let every size be read from the tensor it is the size of, so that the graph needs no integer inputs."""
+    graph = module.graph
+    homes: dict[Any, tuple[fx.Node, int]] = {}
+    for node in _placeholders(module):
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            for dim, size in enumerate(value.shape):
+                if isinstance(size, torch.SymInt):
+                    homes.setdefault(size.node.expr, (node, dim))
+    last = _placeholders(module)[-1]
+    for node in _placeholders(module):
+        value = node.meta.get("val")
+        if not isinstance(value, torch.SymInt) or not node.users or value.node.expr not in homes:
+            continue
+        tensor, dim = homes[value.node.expr]
+        with graph.inserting_after(last):
+            size = graph.call_function(aten.sym_size.int, (tensor, dim))
+        size.meta["val"] = value
+        node.replace_all_uses_with(size)
+
+
+def drop_empty_caches(graph: fx.Graph) -> None:
+    """`cat([empty, keys], dim)` is `keys`: what a fresh key-value cache does at its first update."""
+    for node in list(graph.nodes):
+        if node.target is not aten.cat.default:
+            continue
+        value = node.meta.get("val")
+        parts = [part for part in node.args[0] if not _is_legacy_empty(part)]
+        if len(parts) == 1 and len(parts) < len(node.args[0]) and parts[0].meta["val"].dtype == value.dtype:
+            empties = [part for part in node.args[0] if part is not parts[0]]
+            node.replace_all_uses_with(parts[0])
+            graph.erase_node(node)
+            for empty in empties:
+                _erase_chain(graph, empty)
+
+
+def _erase_chain(graph: fx.Graph, node: fx.Node) -> None:
+    """Erase a constant that nobody uses any more; `detach_` counts as a side effect, so no other clean-up would."""
+    while not node.users and node.op in ("call_function", "get_attr"):
+        sources = node.all_input_nodes
+        graph.erase_node(node)
+        if len(sources) != 1:
+            return
+        node = sources[0]
+
+
+def _is_legacy_empty(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dim() == 1 and value.shape[0] == 0
+
+
+def out_of_place(graph: fx.Graph) -> None:
+    """Turn `x.add_(y)` into `x = x + y` where `x` is fresh: no input, no view, and no view of it is alive."""
+    position = {node: index for index, node in enumerate(graph.nodes)}
+    for node in list(graph.nodes):
+        target = _OUT_OF_PLACE.get(node.target)
+        if target is None or not isinstance(node.args[0], fx.Node) or not _is_fresh(node.args[0]):
+            continue
+        mutated: fx.Node = node.args[0]
+        before, after = mutated.meta.get("val"), node.meta.get("val")
+        operands = [arg.meta.get("val") for arg in node.args[1:] if isinstance(arg, fx.Node)]
+        if not _keeps_shape_and_dtype(before, after, operands):
+            continue
+        with graph.inserting_before(node):
+            fresh = graph.call_function(target, node.args, node.kwargs)
+        fresh.meta = dict(node.meta)
+        node.replace_all_uses_with(fresh)
+        for user in list(mutated.users):
+            if user is not fresh and position.get(user, -1) > position[node]:
+                user.replace_input_with(mutated, fresh)
+        graph.erase_node(node)
+
+
+def _keeps_shape_and_dtype(before: Any, after: Any, operands: list[Any]) -> bool:
+    if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
+        return False
+    dtypes = [before.dtype, *(value.dtype for value in operands if isinstance(value, torch.Tensor) and value.dim() > 0)]
+    promoted = dtypes[0]
+    for dtype in dtypes[1:]:
+        promoted = torch.promote_types(promoted, dtype) if dtype is not torch.bool else promoted
+    return promoted == before.dtype == after.dtype
+
+
+def _is_fresh(node: fx.Node) -> bool:
+    """Whether `node` owns its memory and nothing else looks into it."""
+    if node.op != "call_function" or returns_alias(node):
+        return False
+    return not any(returns_alias(user) and not writes_in_place(user) for user in node.users)

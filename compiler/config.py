@@ -1,0 +1,154 @@
+"""What `mode=` and `options=` of `torch.compile` may say, checked before anything is compiled."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from deepytorch.errors import ConfigError
+
+Lowering = Literal["inductor", "aot_eager"]
+LOWERINGS = ("inductor", "aot_eager")
+MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+
+
+@dataclass(frozen=True)
+class CompilerConfig:
+    """How one `torch.compile` call wants its regions compiled.
+
+    `lowering`: what makes code of a graph; "aot_eager" runs it operator by operator, for debugging.
+    `mode`: one of `torch.compile`'s modes, with Inductor's meaning.
+    `unpad`: strip padding. `loss_rows`: leave out rows of the loss whose label is ignored.
+    `defer_outputs`: compute an output that the loss does not need, such as logits, at its first use.
+    `min_padding`: the padded step runs for a batch whose fraction of padded positions, from 0 to 1, is below this.
+    `dump_graphs`: a directory that gets every graph before and after each pass.
+    `inductor`: Inductor's own options, by the names of `torch._inductor.config`; they may stand among the others.
+    """
+
+    lowering: Lowering = "inductor"
+    mode: str | None = None
+    unpad: bool = True
+    loss_rows: bool = True
+    defer_outputs: bool = True
+    min_padding: float = 0.0
+    dump_graphs: str | None = None
+    inductor: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _expect("lowering", self.lowering, self.lowering in LOWERINGS, f"one of {', '.join(LOWERINGS)}")
+        _expect("mode", self.mode, self.mode is None or self.mode in MODES, f"one of {', '.join(MODES)}")
+        for name in ("unpad", "loss_rows", "defer_outputs"):
+            value = getattr(self, name)
+            _expect(name, value, isinstance(value, bool), "True or False")
+        fraction = self.min_padding
+        is_number = isinstance(fraction, (int, float)) and not isinstance(fraction, bool)
+        _expect("min_padding", fraction, is_number and 0 <= fraction <= 1, "a fraction from 0 to 1")
+        path = self.dump_graphs
+        _expect("dump_graphs", path, path is None or (isinstance(path, str) and path != ""), "a directory")
+        _expect("inductor", self.inductor, isinstance(self.inductor, Mapping), "a dict of Inductor's options")
+        checked = {_inductor_name(name): value for name, value in self.inductor.items()}
+        for name, value in checked.items():
+            _check_inductor(name, value)
+        object.__setattr__(self, "inductor", checked)
+
+    @classmethod
+    def parse(
+        cls,
+        mode: str | None = None,
+        options: Mapping[str, Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> CompilerConfig:
+        """What `torch.compile` hands a backend, as one object; `ConfigError` for a name or a value not accepted."""
+        if kwargs:
+            raise ConfigError(
+                f"the backend was called with {', '.join(sorted(kwargs))}; expected only mode and options: "
+                "leave the others to torch.compile itself"
+            )
+        if options is not None and not isinstance(options, Mapping):
+            raise ConfigError(f"options is {options!r}; expected a dict, such as options={{'lowering': 'aot_eager'}}")
+        ours: dict[str, Any] = {}
+        inductor: dict[str, Any] = {}
+        for name, value in (options or {}).items():
+            plain = name.replace("-", "_") if isinstance(name, str) else name
+            if plain in _OPTIONS:
+                ours[plain] = value
+            else:
+                inductor[_inductor_name(name)] = value
+        if isinstance(ours.get("dump_graphs"), os.PathLike):
+            ours["dump_graphs"] = os.fspath(ours["dump_graphs"])
+        nested = ours.pop("inductor", {})
+        _expect("inductor", nested, isinstance(nested, Mapping), "a dict of Inductor's options")
+        return cls(mode=mode, inductor={**nested, **inductor}, **ours)
+
+    def inductor_options(self) -> dict[str, Any]:
+        """What Inductor is patched with: what the mode stands for, and over it the options."""
+        if self.mode in (None, "default"):
+            return dict(self.inductor)
+        from torch._inductor import list_mode_options
+
+        return {**list_mode_options(self.mode), **self.inductor}
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as JSON can hold them. Objects among Inductor's options stand as their `uuid()` or `repr`."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        values["inductor"] = {name: _plain(value) for name, value in sorted(self.inductor.items())}
+        return values
+
+    def __hash__(self) -> int:
+        return hash(json.dumps(self.to_json(), sort_keys=True))
+
+
+_OPTIONS = frozenset(each.name for each in fields(CompilerConfig)) - {"mode"}
+
+
+def _expect(name: str, found: object, accepted: bool, expected: str) -> None:
+    if not accepted:
+        raise ConfigError(f"{name} is {found!r}; expected {expected}")
+
+
+def _inductor_name(name: object) -> str:
+    """`name` as Inductor's configuration spells it, or `ConfigError` with the nearest name that is known."""
+    from torch._inductor import config
+
+    known = config.get_config_copy()
+    plain = name.replace("-", "_") if isinstance(name, str) else ""
+    if plain in known:
+        return plain
+    near = _nearest(plain, [*sorted(_OPTIONS), *known])
+    hint = f"did you mean {near!r}?" if near else "leave it out"
+    raise ConfigError(
+        f"option {name!r} is not known; expected one of {', '.join(sorted(_OPTIONS))}, or an option of Inductor: {hint}"
+    )
+
+
+def _nearest(name: str, known: Iterable[str]) -> str | None:
+    return next(iter(difflib.get_close_matches(name, list(known), n=1)), None)
+
+
+def _check_inductor(name: str, value: object) -> None:
+    from torch._inductor import config
+
+    kind = config.get_type(name)  # type: ignore[attr-defined]
+    if kind is type(None):
+        return  # nobody wrote down what may stand there
+    try:
+        accepted = isinstance(value, kind) or (kind is float and isinstance(value, int))
+    except TypeError:
+        return  # a generic type, which isinstance does not know
+    spelled = kind.__name__ if isinstance(kind, type) else str(kind)
+    _expect(f"Inductor's option {name!r}", value, accepted, f"a value of type {spelled}")
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    if isinstance(value, Mapping):
+        return {str(name): _plain(each) for name, each in value.items()}
+    uuid = getattr(value, "uuid", None)
+    return repr(uuid()) if callable(uuid) else repr(value)

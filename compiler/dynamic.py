@@ -1,0 +1,112 @@
+"""Symbolic sizes from the first compile on: rows and positions of the batch are marked, and Dynamo traces once more.
+
+Left alone, Dynamo bakes the first batch's sizes into the graph, frees one dimension at the second compile and another
+at the third. Here the first trace is given back before anything is lowered: the batch's dimensions are marked on the
+example tensors, Dynamo starts over, and the marks are taken off again before guards are made, so that neither the
+user's tensors nor later calls are touched. A region that then turns out to have nothing to pack is traced a last time
+the way stock would have done it, so that a declined region costs tracing time and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any, NoReturn
+
+import torch
+from torch import fx
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis
+
+from deepytorch.compiler.capture import is_batch_input
+
+_MARK, _MARKED = "_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking"
+_OURS, _DECLINED = "_deepytorch_marked", "_deepytorch_declined"
+
+
+class RestartTrace(TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis):
+    """Has Dynamo start over: the one kind may come out of a backend, the other forgets the path of the trace before."""
+
+
+class Trace(Enum):
+    """Which trace of its region this is."""
+
+    AS_IT_COMES = "as it comes"  # nothing to mark: sizes are symbolic already, or must not become so
+    MARKED = "marked"  # the second, with symbolic sizes
+    DECLINED = "declined"  # the last, after there was nothing to pack
+
+
+def which_trace(module: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[Trace, list[str]]:
+    """The trace, and after a decline its reasons. Takes our marks off the user's tensors.
+
+    Where sizes are fixed still, Dynamo is made to start over: this does not return.
+    """
+    batch = _batch(module, example_inputs)
+    reasons = next((getattr(tensor, _DECLINED) for tensor, _ in batch if hasattr(tensor, _DECLINED)), None)
+    if reasons is not None:
+        for tensor, _ in batch:
+            tensor.__dict__.pop(_DECLINED, None)
+        return Trace.DECLINED, reasons
+    if any(hasattr(tensor, _OURS) for tensor, _ in batch):
+        for tensor, _ in batch:
+            _unmark(tensor)
+        return Trace.MARKED, []
+    if not torch._dynamo.config.automatic_dynamic_shapes and torch._dynamo.config.assume_static_by_default:
+        return Trace.AS_IT_COMES, []  # dynamic=False: the user asked for fixed sizes
+    fixed = [(tensor, _fixed_dims(fake)) for tensor, fake in batch]
+    if not any(dims for _, dims in fixed):
+        return Trace.AS_IT_COMES, []
+    for tensor, dims in fixed:
+        if dims:
+            setattr(tensor, _OURS, dims)
+            torch._dynamo.maybe_mark_dynamic(tensor, list(dims))
+    raise RestartTrace
+
+
+def restart_as_stock(module: fx.GraphModule, example_inputs: Sequence[Any], reasons: list[str]) -> NoReturn:
+    """After marking led to nothing: have Dynamo trace as if deepytorch were not there. `reasons` come with that
+    trace.
+    """
+    for tensor, _ in _batch(module, example_inputs):
+        setattr(tensor, _DECLINED, reasons)
+    raise RestartTrace
+
+
+def mark_alias(tensor: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
+    """An alias of `tensor` with these dimensions marked; the user's tensor stays unmarked."""
+    alias = tensor.view_as(tensor)
+    torch._dynamo.maybe_mark_dynamic(alias, list(dims))
+    return alias
+
+
+def symbolic_dims(fake: Any) -> tuple[int, ...]:
+    """The dimensions of a fake tensor whose sizes are symbols."""
+    if not isinstance(fake, torch.Tensor):
+        return ()
+    return tuple(dim for dim, size in enumerate(fake.shape) if isinstance(size, torch.SymInt))
+
+
+def _batch(module: fx.GraphModule, example_inputs: Sequence[Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The batch's tensors: (real, fake)."""
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    return [
+        (value, node.meta["example_value"])
+        for node, value in zip(placeholders, example_inputs, strict=True)
+        if is_batch_input(node, value) and value.dim() >= 1
+    ]
+
+
+def _fixed_dims(fake: torch.Tensor) -> set[int]:
+    return {dim for dim, size in enumerate(fake.shape) if isinstance(size, int) and size > 1}
+
+
+def _unmark(tensor: torch.Tensor) -> None:
+    ours = getattr(tensor, _OURS, None)
+    if ours is None:
+        return
+    marks: set[int] = getattr(tensor, _MARK, set())
+    marks -= ours
+    if not marks:
+        for name in (_MARK, _MARKED):
+            if hasattr(tensor, name):
+                delattr(tensor, name)
+    delattr(tensor, _OURS)

@@ -1,0 +1,205 @@
+"""From a graph to a callable: Inductor with our passes in its slots, under cache keys of their own.
+
+[Note: caches]
+Inductor keeps compiled graphs on disk, keyed by the graph and its own configuration. What rewrites a graph behind that
+key has to be part of it, or a warm cache hands out code that was rewritten otherwise, or not at all. So there is always
+a pass of ours in a slot, and its `uuid()` covers our version, every pass's source and fields, and the plan.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, is_dataclass
+from types import FunctionType
+from typing import Any, cast
+
+from torch import fx
+from torch._inductor import custom_graph_pass
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from deepytorch.compiler.config import CompilerConfig
+from deepytorch.compiler.plan import Plan
+from deepytorch.passes.ops.inline_pack import inline_pack
+from deepytorch.version import __version__
+
+GraphPass = Callable[[fx.Graph], object]  # a frozen dataclass that can be called, or a plain function
+
+# Passes that are told whether the graph is one of inference; not in every version.
+_InferenceAware: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", None)
+
+
+@dataclass(frozen=True)
+class GraphPasses:
+    """Rewrites of the graphs that AOTAutograd makes of ours, by the place where Inductor calls them.
+
+    The joint ones see forward and backward in one graph (or the forward alone, without gradients); the post-grad ones
+    see each compiled graph, functional and decomposed.
+    """
+
+    joint_pre: tuple[GraphPass, ...] = ()
+    joint_post: tuple[GraphPass, ...] = ()
+    post_grad_pre: tuple[GraphPass, ...] = ()
+    post_grad_post: tuple[GraphPass, ...] = ()
+
+    def uuid(self, plan_digest: str = "") -> str | None:
+        """What the compile caches know these passes by; None where a pass cannot be told from another one."""
+        slots = [self.joint_pre, self.joint_post, self.post_grad_pre, self.post_grad_post]
+        prints = [[fingerprint(each) for each in slot] for slot in slots]
+        if any(each is None for slot in prints for each in slot):
+            return None
+        inputs = ["deepytorch", __version__, fingerprint(inline_pack), prints, plan_digest]
+        return hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
+
+
+def lower(
+    module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    config: CompilerConfig,
+    plan: Plan | None = None,
+    passes: GraphPasses | None = None,
+) -> Callable[..., Any]:
+    """What a backend of `torch.compile` does with a graph: a callable that takes `example_inputs`' like.
+
+    `module` may be changed and must not be used afterwards. `plan` is what the passes may depend on: it is part of the
+    cache keys. With gradients, the backward may be compiled only when it is first run.
+    """
+    passes = passes or GraphPasses()
+    if config.lowering == "aot_eager":
+        return _lower_aot_eager(module, example_inputs, passes)
+    from torch._inductor.compile_fx import compile_fx
+
+    options = config.inductor_options()
+    patches = {**options, **_slots(passes, options, plan)}
+    return cast("Callable[..., Any]", compile_fx(module, list(example_inputs), config_patches=patches))
+
+
+def fingerprint(graph_pass: GraphPass) -> str | None:
+    """A hash of the source that `graph_pass` is written in and of its fields, equal in any process.
+
+    Takes the whole module of its class: what a pass calls beside itself is part of what it does. None, "do not cache",
+    for what has no source or may hold anything: lambdas in a session, closures, objects that are no dataclasses.
+    """
+    if isinstance(graph_pass, FunctionType):
+        if graph_pass.__closure__:
+            return None
+        kind, fields = graph_pass, ""
+    elif is_dataclass(graph_pass) and not isinstance(graph_pass, type):
+        kind, fields = type(graph_pass), repr(graph_pass)
+    else:
+        return None
+    try:
+        source = _module_source(kind)
+    except (OSError, TypeError):
+        return None
+    return hashlib.sha256(json.dumps([kind.__qualname__, fields, source]).encode()).hexdigest()
+
+
+def _module_source(kind: Any) -> str:
+    home = inspect.getmodule(kind)
+    if home is None:
+        raise OSError(f"{kind} belongs to no module")
+    return inspect.getsource(home)
+
+
+def _slots(passes: GraphPasses, options: dict[str, Any], plan: Plan | None) -> dict[str, CustomGraphPass]:
+    """Inductor's slots that have to be patched: ours in each, chained behind what the user had put there."""
+    from torch._inductor import config
+
+    ours = {
+        "joint_custom_pre_pass": passes.joint_pre,
+        "joint_custom_post_pass": passes.joint_post,
+        "post_grad_custom_pre_pass": (*passes.post_grad_pre, inline_pack),  # never empty: see [Note: caches]
+        "post_grad_custom_post_pass": passes.post_grad_post,
+    }
+    uuid = passes.uuid(plan.digest() if plan else "")
+    slots = {}
+    for slot, graph_passes in ours.items():
+        theirs = options[slot] if slot in options else getattr(config, slot)
+        if graph_passes:
+            slots[slot] = _chain(graph_passes, theirs, uuid)
+    return slots
+
+
+def _chain(ours: tuple[GraphPass, ...], theirs: Any, uuid: str | None) -> CustomGraphPass:
+    if theirs is None:
+        theirs = ()
+    elif not isinstance(theirs, (list, tuple)):  # newer versions take several
+        theirs = (theirs,)
+    kind = _InferenceAwareChain if any(_is_inference_aware(each) for each in theirs) else _Chain
+    return kind(ours, tuple(theirs), uuid)
+
+
+def _is_inference_aware(graph_pass: GraphPass) -> bool:
+    return _InferenceAware is not None and isinstance(graph_pass, _InferenceAware)
+
+
+class _Chain(CustomGraphPass):
+    """One pass of several: 2.11 takes one a slot. The user's come first, and see what they would see without us."""
+
+    def __init__(self, ours: tuple[GraphPass, ...], theirs: tuple[GraphPass, ...], uuid: str | None) -> None:
+        self._ours = ours
+        self._theirs = theirs
+        self._uuid = uuid
+
+    def __call__(self, graph: fx.Graph, **told: Any) -> None:
+        for each in self._theirs:
+            each(graph, **(told if _is_inference_aware(each) else {}))
+        for each in self._ours:
+            each(graph)
+
+    def uuid(self) -> str | None:
+        """None, which means "do not cache", unless each pass can say who it is."""
+        if self._uuid is None:
+            return None
+        names = [self._uuid]
+        for each in self._theirs:
+            name = each.uuid() if isinstance(each, CustomGraphPass) else None
+            if not name:
+                return None
+            names.append(repr(name))
+        return hashlib.sha256(json.dumps(names).encode()).hexdigest()
+
+
+# A chain that is told, and passes it on.
+_InferenceAwareChain: Any = (
+    _Chain if _InferenceAware is None else type("_InferenceAwareChain", (_Chain, _InferenceAware), {})
+)
+
+
+def _lower_aot_eager(module: fx.GraphModule, example_inputs: Sequence[Any], passes: GraphPasses) -> Callable[..., Any]:
+    from torch._dynamo.backends.common import aot_autograd
+
+    # the partitioner honours what activation checkpointing marked, which the default one does not
+    compiler = functools.partial(_run_as_is, passes)
+    return aot_autograd(
+        fw_compiler=compiler,
+        bw_compiler=compiler,
+        partition_fn=functools.partial(_partition, passes),
+        keep_inference_input_mutations=True,
+    )(module, list(example_inputs))
+
+
+def _partition(passes: GraphPasses, joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    _rewrite(joint, (*passes.joint_pre, *passes.joint_post))
+    return min_cut_rematerialization_partition(joint, *args, **kwargs)
+
+
+def _run_as_is(passes: GraphPasses, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    from torch._functorch.aot_autograd import make_boxed_func
+
+    _rewrite(module, (*passes.post_grad_pre, *passes.post_grad_post))
+    return make_boxed_func(module.forward)
+
+
+def _rewrite(module: fx.GraphModule, graph_passes: tuple[GraphPass, ...]) -> None:
+    for each in graph_passes:
+        each(module.graph)
+    if graph_passes:
+        module.graph.lint()
+        module.recompile()

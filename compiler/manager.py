@@ -1,0 +1,147 @@
+"""Runs passes over a graph: contracts, lint, timing, graph dumps; a pass that fails leaves the graph as it was."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import re
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+
+from deepytorch.log import logger, once
+from deepytorch.passes.base import Context, Decline, Pass, Rewrite
+
+
+@dataclass(frozen=True)
+class PassRun:
+    """One pass over one graph: what it did, and the wall time that it took."""
+
+    name: str
+    rewrite: Rewrite
+    time_ms: float
+    error: str | None = None  # the type and message of the exception that ended it
+
+    @property
+    def fired(self) -> bool:
+        """Whether the graph is another one now."""
+        return self.rewrite.fired
+
+
+def run_passes(
+    module: fx.GraphModule, passes: Sequence[Pass], context: Context, *, dump_dir: str | Path | None = None
+) -> list[PassRun]:
+    """Run `passes` over `module`, in place and in order, and say what each did.
+
+    A pass whose requirement an earlier pass declined to provide is skipped. A pass that raises, or leaves a graph that
+    does not lint, is undone: the module has an equal graph of new nodes then, and the pass counts as declined.
+    With `dump_dir`, the graph goes to numbered files there before and after each pass.
+    """
+    _check_order(passes)
+    dump = _Dump(Path(dump_dir)) if dump_dir is not None else None
+    provided: set[str] = set()
+    runs = []
+    for each in passes:
+        name = type(each).__name__
+        missing = sorted(each.requires - provided)
+        if missing:
+            reason = f"needs {', '.join(missing)}, which an earlier pass declined to provide"
+            runs.append(PassRun(name, Rewrite(declined=[Decline(name, reason)]), 0.0))
+            continue
+        if dump:
+            dump.write(module, name, "before")
+        run = _run(each, module, context)
+        if dump:
+            dump.write(module, name, "after" if run.fired else "after-unchanged")
+        if run.fired:
+            provided |= each.provides
+        runs.append(run)
+    return runs
+
+
+def _check_order(passes: Sequence[Pass]) -> None:
+    promised: set[str] = set()
+    for each in passes:
+        missing = each.requires - promised
+        assert not missing, f"{type(each).__name__} requires {sorted(missing)}, which no pass before it provides"
+        promised |= each.provides
+
+
+def _run(each: Pass, module: fx.GraphModule, context: Context) -> PassRun:
+    name = type(each).__name__
+    start = time.perf_counter()
+    before = _State(module, context)
+    error = None
+    try:
+        rewrite = each.rewrite(module, context)
+        if rewrite.fired:
+            module.graph.lint()
+            module.recompile()
+        elif before.differs(module):
+            logger.debug("%s declined after it had begun to rewrite; undone", name)
+            before.restore(module, context)
+    except Exception as exception:
+        before.restore(module, context)
+        error = f"{type(exception).__name__}: {exception}"
+        once(logging.WARNING, "pass %s failed, the region stays as it was without it (%s)", name, error)
+        logger.debug("pass %s failed", name, exc_info=True)
+        rewrite = Rewrite(declined=[Decline(name, f"the pass failed: {error}")])
+    return PassRun(name, rewrite, (time.perf_counter() - start) * 1e3, error)
+
+
+_MEMBERS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "meta")
+
+
+class _State:
+    """A module and a context as they were."""
+
+    def __init__(self, module: fx.GraphModule, context: Context) -> None:
+        self._text = str(module.graph)
+        self._graph = copy.deepcopy(module.graph)  # shares the values in meta, not the meta
+        self._members: dict[str, Any] = {kind: copy.copy(module.__dict__[kind]) for kind in _MEMBERS}
+        self._attributes = {name: value for name, value in module.__dict__.items() if name not in self._members}
+        self._artifacts = dict(context.artifacts)
+
+    def differs(self, module: fx.GraphModule) -> bool:
+        return str(module.graph) != self._text
+
+    def restore(self, module: fx.GraphModule, context: Context) -> None:
+        for name in set(module.__dict__) - set(self._attributes) - set(self._members):
+            del module.__dict__[name]
+        module.__dict__.update(self._attributes)
+        for kind, members in self._members.items():
+            module.__dict__[kind].clear()
+            module.__dict__[kind].update(members)
+        module.graph = self._graph  # recompiles
+        context.artifacts.clear()
+        context.artifacts.update(self._artifacts)
+
+
+class _Dump:
+    """Graphs as numbered text files in one folder, which only its owner may read: graphs tell about models."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def write(self, module: fx.GraphModule, name: str, stage: str) -> None:
+        """One file, whole or not at all. A disk that refuses it costs a warning, never the compilation."""
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # the process is part of the name: the ranks of one machine may share the folder
+            path = self._folder / f"{self._next_number():04d}-{os.getpid()}-{name}-{stage}.py"
+            text = module.print_readable(print_output=False)
+            with tempfile.NamedTemporaryFile("w", dir=self._folder, prefix=".", suffix=".tmp", delete=False) as file:
+                file.write(text)
+            os.replace(file.name, path)
+        except OSError as error:
+            once(logging.WARNING, "graphs are not dumped to %s: %s", self._folder, error)
+
+    def _next_number(self) -> int:
+        taken = (re.match(r"(\d{4,})-", entry.name) for entry in self._folder.iterdir())
+        return 1 + max((int(match[1]) for match in taken if match), default=0)

@@ -1,0 +1,16 @@
+"""From a Plan to the passes that carry it out: one list, read top to bottom."""
+
+from __future__ import annotations
+
+from deepytorch.compiler.plan import Plan
+from deepytorch.passes.base import Pass
+from deepytorch.passes.unpad import StripPadding
+
+
+def passes_for(plan: Plan) -> list[Pass]:
+    """The passes of `plan`, in order."""
+    config = plan.config
+    passes: list[Pass] = [StripPadding(loss_rows=config.loss_rows, defer_outputs=config.defer_outputs)]
+    unknown = set(plan.passes) - {type(each).__name__ for each in passes}
+    assert not unknown, f"a plan asks for {sorted(unknown)}, which no pass is called"
+    return [each for each in passes if type(each).__name__ in plan.passes]

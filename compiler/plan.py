@@ -1,0 +1,51 @@
+"""The Plan: every decision about one region, made once, and then only read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from deepytorch.compiler.config import CompilerConfig
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one region (one graph that Dynamo captured) is compiled.
+
+    `region`: its name in reports. `passes`: class names, in the order in which they run (`pipeline.passes_for` makes
+    them). `token_spaces`: the sizes that each mask stands for, as symbols, such as `"s0 x s1"`. `assumptions`: what is
+    taken for granted of a batch and checked when it comes, one sentence each.
+    """
+
+    region: str
+    config: CompilerConfig
+    passes: tuple[str, ...] = ()
+    token_spaces: tuple[str, ...] = ()
+    assumptions: tuple[str, ...] = ()
+
+    @classmethod
+    def initial(cls, region: str, config: CompilerConfig) -> Plan:
+        """What is tried on a region that nothing is known of yet."""
+        return cls(region, config, passes=("StripPadding",) if config.unpad else ())
+
+    def to_json(self) -> dict[str, Any]:
+        """Every field, as JSON can hold it."""
+        return {
+            "region": self.region,
+            "config": self.config.to_json(),
+            "passes": list(self.passes),
+            "token_spaces": list(self.token_spaces),
+            "assumptions": list(self.assumptions),
+        }
+
+    def digest(self) -> str:
+        """SHA-256 of the canonical JSON: equal plans have equal digests, in any process.
+
+        Where graphs are dumped is left out: it decides nothing, and differs from rank to rank.
+        """
+        decisions = self.to_json()
+        del decisions["config"]["dump_graphs"]
+        canonical = json.dumps(decisions, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode()).hexdigest()

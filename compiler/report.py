@@ -1,0 +1,110 @@
+"""What happened: one record a region, kept while the process lives, printable and as JSON."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass
+class RegionRecord:
+    """One compiled region (one graph of Dynamo's): what was done to it and how its steps went."""
+
+    name: str
+    outcome: str  # "packed", "declined" or "eager"
+    lowering: str
+    changes: list[str] = field(default_factory=list)
+    declined: list[str] = field(default_factory=list)
+    pass_ms: dict[str, float] = field(default_factory=dict)
+    plan_digest: str = ""
+    steps_packed: int = 0
+    steps_padded: int = 0
+    padded_because: dict[str, int] = field(default_factory=dict)
+    tokens_real: int = 0
+    tokens_padded: int = 0  # positions of the batches, pads among them
+    labels: int = 0
+    compiles: int = 0
+    recompiles: int = 0
+    host_seconds: float = 0.0
+    compile_seconds: float = 0.0
+    fallbacks: list[str] = field(default_factory=list)
+    relative_cost: float | None = None  # matrix work left by packing, of the batch that was explained
+
+    @property
+    def steps(self) -> int:
+        """Steps of either kind."""
+        return self.steps_packed + self.steps_padded
+
+
+class Report:
+    """Every region's record, and their sums."""
+
+    def __init__(self, regions: list[RegionRecord]) -> None:
+        self.regions = regions
+
+    def total(self, name: str) -> Any:
+        """The sum of one figure over all regions."""
+        return sum(getattr(region, name) for region in self.regions)
+
+    @property
+    def real_token_fraction(self) -> float | None:
+        """Real tokens over positions, of the batches that were looked at; None before the first."""
+        positions = self.total("tokens_padded")
+        return self.total("tokens_real") / positions if positions else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data: sums first, then the regions."""
+        steps = self.total("steps_packed") + self.total("steps_padded")
+        return {
+            "steps_packed": self.total("steps_packed"),
+            "steps_padded": self.total("steps_padded"),
+            "tokens_real": self.total("tokens_real"),
+            "tokens_padded": self.total("tokens_padded"),
+            "tokens_saved": sum(r.tokens_padded - r.tokens_real for r in self.regions if r.steps_packed),
+            "real_token_fraction": self.real_token_fraction,
+            "compiles": self.total("compiles"),
+            "recompiles": self.total("recompiles"),
+            "compile_seconds": self.total("compile_seconds"),
+            "host_ms_per_step": 1e3 * self.total("host_seconds") / steps if steps else 0.0,
+            "regions": [asdict(region) for region in self.regions],
+        }
+
+
+class Ledger:
+    """Where regions write their records."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._records: list[RegionRecord] = []
+
+    def open(self, record: RegionRecord) -> RegionRecord:
+        """Keep a new region's record."""
+        with self._lock:
+            self._records.append(record)
+        return record
+
+    def report(self, reset: bool = False) -> Report:
+        """Everything so far; with `reset` counting starts anew (compiled regions stay compiled)."""
+        with self._lock:
+            found = Report(list(self._records))
+            if reset:
+                found = Report([RegionRecord(**asdict(record)) for record in self._records])
+                for record in self._records:
+                    fresh = RegionRecord(record.name, record.outcome, record.lowering)
+                    for name in _COUNTED:
+                        setattr(record, name, getattr(fresh, name))
+        return found
+
+    def forget(self) -> None:
+        """Drop every record (for tests)."""
+        with self._lock:
+            self._records.clear()
+
+
+_COUNTED = (
+    "steps_packed", "steps_padded", "padded_because", "tokens_real", "tokens_padded", "labels", "compiles",
+    "recompiles", "host_seconds", "compile_seconds", "fallbacks",
+)  # fmt: skip
+
+LEDGER = Ledger()
