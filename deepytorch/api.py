@@ -1,0 +1,165 @@
+"""What a user calls: `explain` before training, `report` after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from deepytorch.compiler.backend import EXPLAINING, deepytorch_backend
+from deepytorch.compiler.report import LEDGER, RegionRecord, Report
+
+
+class Explanation:
+    """What deepytorch would do with a model and a batch: print it, or take it as JSON."""
+
+    def __init__(self, regions: list[RegionRecord]) -> None:
+        self.regions = regions
+
+    @property
+    def packed(self) -> bool:
+        """Whether padding would be stripped from some region."""
+        return any(region.outcome == "packed" for region in self.regions)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, one entry a region."""
+        return {
+            "packed": self.packed,
+            "regions": [
+                {
+                    "name": region.name,
+                    "outcome": region.outcome,
+                    "changes": region.changes,
+                    "declined": region.declined,
+                    "this_batch_would_run_padded_because": list(region.padded_because),
+                    "real_token_fraction": _fraction(region),
+                    "expected_speedup_of_matrix_work": _expected(region),
+                    "pass_ms": region.pass_ms,
+                }
+                for region in self.regions
+            ],
+        }
+
+    def __str__(self) -> str:
+        return _rendered(self._tables())
+
+    __repr__ = __str__
+
+    def _tables(self) -> list[Table]:
+        tables = []
+        for region in self.regions:
+            table = Table(title=f"{region.name}: {region.outcome}", title_justify="left", show_header=False)
+            table.add_column(style="bold")
+            table.add_column(overflow="fold")
+            table.add_row("fired", "\n".join(region.changes) or "nothing")
+            if region.declined:
+                table.add_row("declined", "\n".join(region.declined))
+            if region.padded_because:
+                table.add_row("this batch", "runs padded: " + "; ".join(region.padded_because))
+            fraction, expected = _fraction(region), _expected(region)
+            if fraction is not None:
+                table.add_row("real tokens", f"{fraction:.0%} of the positions")
+            if expected is not None:
+                table.add_row("expected gain", f"{expected:.2f}x less matrix work in what is packed")
+            tables.append(table)
+        if not tables:
+            table = Table(title="nothing was compiled", title_justify="left", show_header=False)
+            table.add_row("Dynamo made no graph of this call.")
+            tables.append(table)
+        return tables
+
+
+def explain(model: Callable[..., Any], *args: Any, options: dict[str, Any] | None = None, **kwargs: Any) -> Explanation:
+    """Run `model(*args, **kwargs)` once in eager and say what deepytorch would do with it, region by region.
+
+    Nothing is lowered and the model is not changed; its forward runs once, so buffers that a forward updates are
+    updated. `options` are those of `torch.compile(..., backend="deepytorch", options=...)`.
+    """
+    found: list[RegionRecord] = []
+    token = EXPLAINING.set(found)
+    target = model
+    if isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
+        target = model._orig_mod
+    try:
+        torch._dynamo.reset()  # a region that was compiled before would not be looked at again
+        compiled = torch.compile(target, backend=_explaining(options))
+        compiled(*args, **kwargs)
+    finally:
+        EXPLAINING.reset(token)
+        torch._dynamo.reset()
+    return Explanation(found)
+
+
+def _explaining(options: dict[str, Any] | None) -> Callable[..., Any]:
+    def backend(module: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        return deepytorch_backend(module, example_inputs, options=options)
+
+    return backend
+
+
+class Summary:
+    """What happened so far in this process: print it, or take it as JSON."""
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data: sums first, then the regions."""
+        return self._report.to_json()
+
+    def __str__(self) -> str:
+        found = self.to_json()
+        table = Table(title="deepytorch", title_justify="left")
+        for name in (
+            "region",
+            "outcome",
+            "packed",
+            "padded",
+            "real tokens",
+            "compiles",
+            "host ms/step",
+            "why padded or declined",
+        ):
+            table.add_column(name, overflow="fold")
+        for region in self._report.regions:
+            fraction = _fraction(region)
+            reasons = [f"{count} x {reason}" for reason, count in region.padded_because.items()]
+            table.add_row(
+                region.name,
+                region.outcome,
+                str(region.steps_packed),
+                str(region.steps_padded),
+                "" if fraction is None else f"{fraction:.0%}",
+                f"{region.compiles}" + (f" ({region.recompiles} again)" if region.recompiles else ""),
+                f"{1e3 * region.host_seconds / region.steps:.2f}" if region.steps else "",
+                "\n".join([*reasons, *region.declined, *region.fallbacks]),
+            )
+        saved = f"{found['tokens_saved']:,} padded positions left out of {found['tokens_padded']:,}"
+        compiled = f"compiling took {found['compile_seconds']:.1f} s"
+        return _rendered([table]) + f"\n{saved}; {compiled}."
+
+    __repr__ = __str__
+
+
+def report(reset: bool = False) -> Summary:
+    """What deepytorch did in this process so far. With `reset` counting starts anew; compiled regions stay compiled."""
+    return Summary(LEDGER.report(reset=reset))
+
+
+def _fraction(region: RegionRecord) -> float | None:
+    return region.tokens_real / region.tokens_padded if region.tokens_padded else None
+
+
+def _expected(region: RegionRecord) -> float | None:
+    return 1.0 / region.relative_cost if region.relative_cost else None
+
+
+def _rendered(tables: list[Table]) -> str:
+    console = Console(width=120)
+    with console.capture() as capture:
+        for table in tables:
+            console.print(table)
+    return capture.get().rstrip()

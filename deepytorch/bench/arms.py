@@ -1,0 +1,158 @@
+"""The arms of a comparison: the same model, run in different ways, one training step at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from deepytorch.errors import ConfigError
+
+Batch = dict[str, Any]
+T = TypeVar("T")
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """Where and in which dtype steps run: weights stay fp32, a lower `dtype` is reached by autocast, as in Trainer."""
+
+    device: torch.device
+    dtype: torch.dtype = torch.float32
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context in which the forward runs: autocast to `dtype`, or nothing for fp32."""
+        if self.dtype == torch.float32:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self.dtype)
+
+    def synchronize(self) -> None:
+        """Wait until the device has done what was asked of it, so that the clock can be read."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    @staticmethod
+    def parse(device: str, dtype: str) -> Precision:
+        """Return the precision that the command line's texts name. Raises `ConfigError`."""
+        if dtype not in DTYPES:
+            raise ConfigError(f'The dtype is "{dtype}", expected one of {", ".join(DTYPES)}.')
+        try:
+            parsed = torch.device(device)
+            torch.empty(0, device=parsed)
+        except (RuntimeError, AssertionError) as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise ConfigError(
+                f'The device "{device}" cannot be used: {reason} `deepytorch doctor` lists the devices that there are.'
+            ) from error
+        return Precision(parsed, DTYPES[dtype])
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One way to run a model. `loss` maps a batch to a scalar; the gradients arrive in `model`'s own parameters."""
+
+    name: str
+    model: nn.Module
+    loss: Callable[[Batch], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one forward and backward gave: the loss as a number, the wall time in seconds, whether anything compiled."""
+
+    loss: float
+    seconds: float
+    compiled: bool
+
+
+def compiled_arm(name: str, model: nn.Module, backend: str | None) -> Arm:
+    """Return an arm that runs `model` through `torch.compile(backend=...)`, or as it is when `backend` is None."""
+    callable_model = model if backend is None else torch.compile(model, backend=backend)
+    return Arm(name, model, lambda batch: callable_model(**batch).loss)
+
+
+def forward_backward(arm: Arm, batch: Batch, precision: Precision) -> Step:
+    """Run one step and leave the gradients in `arm.model`; timed are zeroing the gradients, forward and backward."""
+    precision.synchronize()
+    compilations = num_compilations()
+    start = time.perf_counter()
+    arm.model.zero_grad(set_to_none=True)
+    with precision.autocast():
+        loss = arm.loss(batch)
+    loss.backward()
+    precision.synchronize()
+    seconds = time.perf_counter() - start
+    return Step(float(loss.detach()), seconds, compiled=num_compilations() > compilations)
+
+
+def num_compilations() -> int:
+    """Return a count that grows whenever Dynamo, AOTAutograd or Inductor compiles, now or lazily in a backward.
+
+    It is read off torch's own timers, so that a slow step of a busy machine is not taken for one that compiled.
+    """
+    from torch._dynamo.utils import compilation_time_metrics
+
+    return sum(map(len, compilation_time_metrics.values()))
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """Return `batch` with its tensors on `device`."""
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+
+
+def rotated(items: Sequence[T], turn: int) -> list[T]:
+    """Return `items` beginning at another one for each `turn`, so that none always runs first."""
+    start = turn % len(items)
+    return [*items[start:], *items[:start]]
+
+
+@contextlib.contextmanager
+def empty_compile_caches() -> Iterator[None]:
+    """Begin with no compiled code, in memory or on disk: what is compiled inside was not compiled before.
+
+    Inductor and Triton write to a folder of their own, which is gone at the end; code that was loaded stays usable.
+    """
+    from torch._inductor.utils import clear_caches
+
+    torch._dynamo.reset()
+    clear_caches()
+    with tempfile.TemporaryDirectory(prefix="deepytorch-bench-", ignore_cleanup_errors=True) as folder:
+        caches = {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": str(Path(folder) / "triton")}
+        with _environment(caches):
+            yield
+
+
+def start_compiler(backend: str, precision: Precision) -> None:
+    """Compile something small, so that imports and worker processes are not counted as the compile time of an arm.
+
+    deepytorch lowers through Inductor: loading it and starting Inductor is all, and its counters stay untouched.
+    """
+    torch._dynamo.lookup_backend(backend)
+    with empty_compile_caches():
+        starter = "inductor" if backend == "deepytorch" else backend
+        layer = torch.compile(nn.Linear(4, 4, device=precision.device), backend=starter)
+        layer(torch.ones(2, 4, device=precision.device)).sum().backward()
+
+
+@contextlib.contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -1,0 +1,54 @@
+"""The most memory that a step holds beyond what was there before it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+
+import torch
+
+
+def peak_step_bytes(step: Callable[[], object], device: torch.device) -> int:
+    """Run `step` and return the most bytes of tensors on `device` that it held at once, beyond those held before it.
+
+    On CUDA the caching allocator counts them. On the CPU the allocator's own reports are added up (every allocation and
+    release of a tensor, from eager and from compiled code): unlike the resident size of the process, this neither
+    depends on what ran before nor on how the C library gives memory back.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        step()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    return _peak_cpu_bytes(step)
+
+
+def _peak_cpu_bytes(step: Callable[[], object]) -> int:
+    with _silent_stderr(), torch.autograd.profiler.profile(profile_memory=True, acc_events=True) as profiler:
+        step()
+    results = profiler.kineto_results
+    assert results is not None
+    changes = sorted((event.start_ns(), event.nbytes()) for event in results.events() if event.name() == "[memory]")
+    peak = held = 0
+    for _, num_bytes in changes:
+        held += num_bytes
+        peak = max(peak, held)
+    return peak
+
+
+@contextlib.contextmanager
+def _silent_stderr() -> Iterator[None]:
+    """Send the process's stderr nowhere: the profiler's C++ writes a line there for every tensor older than itself."""
+    sys.stderr.flush()
+    saved = os.dup(2)
+    try:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)

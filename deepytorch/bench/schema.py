@@ -1,0 +1,123 @@
+"""The layout of a result file, checked when it is written and when it is read."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from deepytorch.errors import DataError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnpadResult:
+    """What `deepytorch bench unpad` found. Ratios of time are "the other one's time / deepytorch's": above 1 is faster.
+
+    A time of an arm is the sum over the batches of the median over the rounds, so a ratio compares whole runs over the
+    same data. None stands for what was not measured (hand packing needs a decoder).
+    """
+
+    model: str
+    device: str
+    dtype: str
+    batch_size: int
+    real_token_fraction: float  # tokens / (rows x positions), over all batches; both sides of an encoder-decoder count
+    ratio_vs_eager: float
+    ratio_vs_inductor: float
+    ratio_vs_handpacked: float | None
+    max_loss_rel_diff: float  # |loss - eager's| / |eager's|, the largest of the batches
+    max_grad_rel_diff: float  # ||g - eager's|| / ||eager's||, the largest of all parameters and batches
+    recompiles: int
+    steps_packed: int
+    steps_padded: int
+    compile_seconds: float  # of deepytorch: the batches' first pass, from empty caches, less their later steady times
+    compile_seconds_inductor: float  # likewise, of stock torch.compile
+    peak_memory_ratio_vs_eager: float  # deepytorch's peak of tensor bytes beyond the weights / eager's: below 1 is less
+    # beyond what was asked for
+    labels: str
+    token_ceiling: float  # 1 / real_token_fraction: what dropping pads alone could give, attention left aside
+    labelled_fraction: float  # labels that are not ignored / tokens
+    ratio_no_padding: float  # stock torch.compile's time / deepytorch's on batches where every position is a label
+    host_ms_per_step: float  # of deepytorch, outside the compiled graph
+    grad_rel_diffs: dict[str, float]  # arm -> its max_grad_rel_diff: what rounding alone does shows in stock's
+    step_ms: dict[str, float]  # arm -> mean over the batches of the median over the rounds
+    ratio_quartiles: dict[str, list[float]]  # arm -> quartiles over the batches of that batch's ratio
+    peak_bytes: dict[str, int]  # arm -> most bytes that one step held beyond the weights
+    steps: int
+    rounds: int
+    max_length: int
+    model_size: str
+    torch_version: str
+    machine: str
+
+    def __post_init__(self) -> None:
+        """Raise `DataError` for a value that no run can give."""
+        for name, kind in get_type_hints(type(self)).items():
+            _check(name, getattr(self, name), kind)
+        if not 0 < self.real_token_fraction <= 1:
+            raise DataError(f"real_token_fraction is {self.real_token_fraction}, expected above 0 and at most 1.")
+
+    @staticmethod
+    def from_json(content: Any) -> UnpadResult:
+        """Return the result that the JSON value `content` holds. Raises `DataError` for another layout."""
+        if not isinstance(content, dict):
+            raise DataError(f"The result is a {type(content).__name__}, expected one JSON object.")
+        expected = {field.name for field in fields(UnpadResult)}
+        missing, unknown = sorted(expected - set(content)), sorted(set(content) - expected)
+        if missing or unknown:
+            raise DataError(f"The result lacks {missing} and has the unknown {unknown}: written by another version?")
+        return UnpadResult(**content)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result as plain JSON values."""
+        return asdict(self)
+
+
+def read_result(path: Path) -> UnpadResult:
+    """Read a result file. Raises `DataError` when it cannot be read or has another layout."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"The result file {path} cannot be read: {error}.") from error
+    return UnpadResult.from_json(content)
+
+
+def write_result(path: Path, result: UnpadResult) -> None:
+    """Write `result` to `path` as one JSON object. Raises `DataError` when the file cannot be written."""
+    try:
+        path.write_text(json.dumps(result.to_json(), indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise DataError(
+            f"The result file {path} cannot be written: {error.strerror}. Give another --json path."
+        ) from error
+
+
+def _check(name: str, value: Any, kind: Any) -> None:
+    if kind is str:
+        _require(isinstance(value, str), name, value, "text")
+    elif kind is int:
+        _require(_is_number(value) and isinstance(value, int) and value >= 0, name, value, "a count")
+    elif kind is float:
+        _require(_is_number(value) and value >= 0, name, value, "a finite number, 0 or more")
+    elif kind == float | None:
+        _require(
+            value is None or (_is_number(value) and value >= 0), name, value, "a finite number, 0 or more, or null"
+        )
+    else:
+        _require(isinstance(value, dict) and _numbers_only(value), name, value, "finite numbers by the name of an arm")
+
+
+def _numbers_only(value: dict[Any, Any]) -> bool:
+    entries = (item if isinstance(item, list) else [item] for item in value.values())
+    return all(isinstance(key, str) for key in value) and all(_is_number(number) for row in entries for number in row)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _require(condition: bool, name: str, value: Any, expected: str) -> None:
+    if not condition:
+        raise DataError(f"{name} of the result is {value!r}, expected {expected}.")

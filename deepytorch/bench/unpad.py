@@ -1,0 +1,331 @@
+"""`deepytorch bench unpad`: what stripping padding gains on real lengths, and that nothing else changes."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import deepytorch
+from deepytorch.bench.arms import (
+    Arm,
+    Batch,
+    Precision,
+    Step,
+    compiled_arm,
+    empty_compile_caches,
+    forward_backward,
+    rotated,
+    start_compiler,
+    to_device,
+)
+from deepytorch.bench.gradients import max_relative_difference
+from deepytorch.bench.hand_packed import ATTENTION_NAME, hand_packed_arm, pack, register_attention
+from deepytorch.bench.memory import peak_step_bytes
+from deepytorch.bench.models import MAX_POSITIONS, batch_kind, build_model
+from deepytorch.bench.schema import UnpadResult
+from deepytorch.data import IGNORE_INDEX, batches, load_rows, num_labels, num_positions, num_tokens, train_tokenizer
+from deepytorch.data.batching import Kind, Labels
+from deepytorch.errors import ConfigError, ParityError
+
+EAGER, STOCK, HAND_PACKED, DEEPYTORCH = "eager", "inductor", "handpacked", "deepytorch"
+
+_NUM_WARM_BATCHES = 3  # stock torch.compile is stable after three compiles
+_MAX_MEMORY_BATCHES = 4  # the profiler that counts bytes is slow; those with the most positions decide
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnpadOptions:
+    """What to measure. `backend` and `stock_backend` are what the two compiled arms give to torch.compile."""
+
+    model: str = "llama"
+    size: str = "small"
+    labels: Labels = "response"
+    data: Path | None = None
+    batch_size: int = 8
+    steps: int = 8  # batches
+    rounds: int = 3  # how often each batch is measured
+    dtype: str = "fp32"
+    device: str = "cpu"
+    max_length: int = MAX_POSITIONS
+    vocab_size: int = 8192
+    seed: int = 0
+    backend: str = "deepytorch"
+    stock_backend: str = "inductor"
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for numbers that cannot be run with."""
+        for name in ("batch_size", "steps", "rounds", "max_length"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}, expected at least 1.")
+        if self.max_length > MAX_POSITIONS:
+            raise ConfigError(
+                f"max_length is {self.max_length}, expected at most {MAX_POSITIONS}: the models' positions."
+            )
+
+
+@dataclass(slots=True)
+class Measurement:
+    """What alternating runs gave: `seconds[arm][batch]` holds one time a round; differences are against eager."""
+
+    seconds: dict[str, list[list[float]]]
+    max_loss_rel_diff: dict[str, float] = field(default_factory=dict)
+    max_grad_rel_diff: dict[str, float] = field(default_factory=dict)
+
+    def steady(self, arm: str) -> list[float]:
+        """Return the median over the rounds, in seconds, of each batch."""
+        return [statistics.median(rounds) for rounds in self.seconds[arm]]
+
+    def ratio(self, arm: str, against: str = DEEPYTORCH) -> float:
+        """Return the time of all batches in `arm` over their time in `against`."""
+        return sum(self.steady(arm)) / sum(self.steady(against))
+
+    def ratio_quartiles(self, arm: str, against: str = DEEPYTORCH) -> list[float]:
+        """Return the quartiles, over the batches, of one batch's ratio: how evenly the gain is spread."""
+        ratios = [time / other for time, other in zip(self.steady(arm), self.steady(against), strict=True)]
+        return statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+
+
+def run_unpad(options: UnpadOptions, notify: Callable[[str], None] = lambda text: None) -> UnpadResult:
+    """Measure every arm on the same batches and weights; `notify` is told what is being done.
+
+    1. Each compiled arm runs all batches once, alone, from empty compile caches: what the steps that compile take
+       beyond the steady times of the same batches is its compile time. Both compilers were started before.
+    2. Every batch goes through every arm, the order rotated from batch to batch and round to round, so that a change
+       of the machine's speed meets all arms alike. A step is zeroing the gradients, forward and backward; packing by
+       hand is not in the time of the hand-packed arm, since a collator would do it.
+    3. Losses and gradients of the first round are compared with eager's. Weights never change.
+
+    Raises `ConfigError`, `DataError`, and `ParityError` when a loss or gradient is not finite.
+    """
+    precision = Precision.parse(options.device, options.dtype)
+    notify("Preparing data and models")
+    data = draw_batches(options, precision.device)
+    arms = build_arms(options, precision.device)
+    for backend in (options.stock_backend, options.backend):
+        start_compiler(backend, precision)
+    notify(f"Compiling with {options.stock_backend}, from empty caches")
+    with empty_compile_caches():
+        first_stock = _first_pass(arms[STOCK], data, precision)
+    with empty_compile_caches():
+        notify(f"Compiling with {options.backend}, from empty caches")
+        deepytorch.report(reset=True)
+        first_ours = _first_pass(arms[DEEPYTORCH], data, precision)
+        _first_pass(arms[STOCK], data[:_NUM_WARM_BATCHES], precision)
+        measured = _measure(arms, data, options.rounds, precision, notify)
+        counts = deepytorch.report().to_json()
+        notify("Measuring batches without padding")
+        unpadded = _measure_unpadded(arms, data, options, precision)
+        notify("Measuring memory")
+        kind = batch_kind(options.model)
+        peaks = {name: _peak_bytes(arms[name], data, kind, precision) for name in (EAGER, STOCK, DEEPYTORCH)}
+    return _result(options, precision, data, _Findings(first_stock, first_ours, measured, counts, unpadded, peaks))
+
+
+@dataclass(frozen=True, slots=True)
+class _Findings:
+    """What was measured: the first passes, the alternating runs, our counters, and bytes by arm."""
+
+    first_stock: list[Step]
+    first_ours: list[Step]
+    measured: Measurement
+    counts: Mapping[str, Any]
+    unpadded: Measurement
+    peak_bytes: dict[str, int]
+
+
+def _result(options: UnpadOptions, precision: Precision, data: Sequence[Batch], found: _Findings) -> UnpadResult:
+    kind, measured = batch_kind(options.model), found.measured
+    tokens = sum(num_tokens(batch, kind) for batch in data)
+    positions = sum(num_positions(batch, kind) for batch in data)
+    return UnpadResult(
+        model=options.model,
+        device=_device_name(precision.device),
+        dtype=options.dtype,
+        batch_size=options.batch_size,
+        real_token_fraction=tokens / positions,
+        ratio_vs_eager=measured.ratio(EAGER),
+        ratio_vs_inductor=measured.ratio(STOCK),
+        ratio_vs_handpacked=measured.ratio(HAND_PACKED) if HAND_PACKED in measured.seconds else None,
+        max_loss_rel_diff=measured.max_loss_rel_diff[DEEPYTORCH],
+        max_grad_rel_diff=measured.max_grad_rel_diff[DEEPYTORCH],
+        recompiles=found.counts["recompiles"],
+        steps_packed=found.counts["steps_packed"],
+        steps_padded=found.counts["steps_padded"],
+        compile_seconds=_compile_seconds(found.first_ours, measured.steady(DEEPYTORCH)),
+        compile_seconds_inductor=_compile_seconds(found.first_stock, measured.steady(STOCK)),
+        peak_memory_ratio_vs_eager=found.peak_bytes[DEEPYTORCH] / found.peak_bytes[EAGER],
+        labels=options.labels,
+        token_ceiling=positions / tokens,
+        labelled_fraction=sum(map(num_labels, data)) / tokens,
+        ratio_no_padding=found.unpadded.ratio(STOCK),
+        host_ms_per_step=found.counts["host_ms_per_step"],
+        grad_rel_diffs={name: measured.max_grad_rel_diff[name] for name in measured.seconds if name != EAGER},
+        step_ms={name: statistics.fmean(measured.steady(name)) * 1e3 for name in measured.seconds},
+        ratio_quartiles={name: measured.ratio_quartiles(name) for name in measured.seconds if name != DEEPYTORCH},
+        peak_bytes=found.peak_bytes,
+        steps=options.steps,
+        rounds=options.rounds,
+        max_length=options.max_length,
+        model_size=options.size,
+        torch_version=torch.__version__,
+        machine=f"{platform.machine()}, {os.cpu_count()} CPUs, {torch.get_num_threads()} threads",
+    )
+
+
+def build_arms(options: UnpadOptions, device: torch.device) -> dict[str, Arm]:
+    """Return the arms by name, each with a copy of the same weights on `device`."""
+
+    def model(attn_implementation: str = "sdpa") -> nn.Module:
+        made: nn.Module = build_model(
+            options.model,
+            options.size,
+            vocab_size=options.vocab_size,
+            attn_implementation=attn_implementation,
+            seed=options.seed,
+        )
+        return made.to(device)
+
+    arms = [
+        compiled_arm(EAGER, model(), None),
+        compiled_arm(STOCK, model(), options.stock_backend),
+        compiled_arm(DEEPYTORCH, model(), options.backend),
+    ]
+    if batch_kind(options.model) == "causal":
+        register_attention()
+        arms.append(hand_packed_arm(HAND_PACKED, model(ATTENTION_NAME)))
+    return {arm.name: arm for arm in arms}
+
+
+def full_batches(data: Sequence[Batch], kind: Kind) -> list[Batch]:
+    """Return as many batches of the same tokens, laid out without any padding, with a label wherever there can be one.
+
+    Tokens of all batches are strung together and cut into rows of one length, the mean of the real rows; what is left
+    over is dropped. A masked model keeps its labels, since they belong to its masked tokens.
+    """
+    on = [batch["attention_mask"].bool() for batch in data]
+    ids = torch.cat([batch["input_ids"][mask] for batch, mask in zip(data, on, strict=True)])
+    if kind == "seq2seq":
+        labels = torch.cat([batch["labels"][batch["labels"] != IGNORE_INDEX] for batch in data])
+    elif kind == "masked":
+        labels = torch.cat([batch["labels"][mask] for batch, mask in zip(data, on, strict=True)])
+    else:
+        labels = ids
+    num_rows = len(data[0]["input_ids"])
+    return [
+        {"input_ids": part, "attention_mask": torch.ones_like(part), "labels": targets}
+        for part, targets in zip(_cut(ids, len(data), num_rows), _cut(labels, len(data), num_rows), strict=True)
+    ]
+
+
+def _cut(tokens: Tensor, num_batches: int, num_rows: int) -> Tensor:
+    """Lay (tokens,) out as (batches, rows, positions)."""
+    row_length = tokens.numel() // (num_batches * num_rows)
+    return tokens[: num_batches * num_rows * row_length].view(num_batches, num_rows, row_length)
+
+
+def draw_batches(options: UnpadOptions, device: torch.device) -> list[Batch]:
+    """Return the batches that `options` asks for, on `device`."""
+    rows = load_rows(options.data)
+    drawn = batches(
+        rows,
+        train_tokenizer(rows, options.vocab_size),
+        batch_size=options.batch_size,
+        max_length=options.max_length,
+        labels=options.labels,
+        seed=options.seed,
+        kind=batch_kind(options.model),
+        steps=options.steps,
+    )
+    return [to_device(batch, device) for batch in drawn]
+
+
+def _first_pass(arm: Arm, data: Sequence[Batch], precision: Precision) -> list[Step]:
+    """Run every batch once."""
+    return [forward_backward(arm, batch, precision) for batch in data]
+
+
+def _steady_step(arm: Arm, batch: Batch, precision: Precision) -> Step:
+    """Run one step, and once more if it compiled: compile times are those of the first passes, not part of a ratio."""
+    step = forward_backward(arm, batch, precision)
+    return forward_backward(arm, batch, precision) if step.compiled else step
+
+
+def _compile_seconds(first: Sequence[Step], steady: Sequence[float]) -> float:
+    """Return what the steps that compiled took beyond the steady time of the same batch."""
+    return sum(max(0.0, step.seconds - later) for step, later in zip(first, steady, strict=True) if step.compiled)
+
+
+def _measure(
+    arms: Mapping[str, Arm], data: Sequence[Batch], rounds: int, precision: Precision, notify: Callable[[str], None]
+) -> Measurement:
+    """Run every batch through every arm, alternating, `rounds` times; compare with eager in the first round."""
+    packed = [pack(batch) for batch in data] if HAND_PACKED in arms else []
+    result = Measurement({name: [[] for _ in data] for name in arms})
+    for name in (EAGER, HAND_PACKED):
+        if name in arms:  # the compiled ones have run before
+            forward_backward(arms[name], packed[0] if name == HAND_PACKED else data[0], precision)
+    for turn in range(rounds):
+        for index, batch in enumerate(data):
+            notify(f"Measuring: round {turn + 1} of {rounds}, batch {index + 1} of {len(data)}")
+            losses = {}
+            for name in rotated(list(arms), turn + index):
+                step = _steady_step(arms[name], packed[index] if name == HAND_PACKED else batch, precision)
+                result.seconds[name][index].append(step.seconds)
+                losses[name] = step.loss
+            if turn == 0:
+                _compare(result, arms, losses, index)
+    return result
+
+
+def _compare(result: Measurement, arms: Mapping[str, Arm], losses: Mapping[str, float], index: int) -> None:
+    """Enter the differences of each arm's loss and gradients against eager's. Raises `ParityError` for NaN."""
+    for name, arm in arms.items():
+        loss = abs(losses[name] - losses[EAGER]) / abs(losses[EAGER])
+        gradient = max_relative_difference(arm.model, arms[EAGER].model)
+        if not math.isfinite(loss + gradient):
+            raise ParityError(
+                f"Batch {index}: the loss in {name} is {losses[name]}, in eager {losses[EAGER]}, and the relative "
+                f"difference of the gradients {gradient}; expected finite numbers. Times would mean nothing."
+            )
+        result.max_loss_rel_diff[name] = max(result.max_loss_rel_diff.get(name, 0.0), loss)
+        result.max_grad_rel_diff[name] = max(result.max_grad_rel_diff.get(name, 0.0), gradient)
+
+
+def _measure_unpadded(
+    arms: Mapping[str, Arm], data: Sequence[Batch], options: UnpadOptions, precision: Precision
+) -> Measurement:
+    """Measure stock torch.compile and deepytorch on batches with nothing to strip; compiling for them is not timed."""
+    compared = {name: arms[name] for name in (STOCK, DEEPYTORCH)}
+    full = full_batches(data, batch_kind(options.model))
+    for arm in compared.values():
+        _first_pass(arm, full[:1] * 2, precision)
+    result = Measurement({name: [[] for _ in full] for name in compared})
+    for turn in range(options.rounds):
+        for index, batch in enumerate(full):
+            for name in rotated(list(compared), turn + index):
+                result.seconds[name][index].append(_steady_step(compared[name], batch, precision).seconds)
+    return result
+
+
+def _peak_bytes(arm: Arm, data: Sequence[Batch], kind: Kind, precision: Precision) -> int:
+    """Return the most bytes beyond the weights that one step of `arm` held, over the batches with most positions."""
+    largest = sorted(data, key=lambda batch: num_positions(batch, kind), reverse=True)[:_MAX_MEMORY_BATCHES]
+    peaks = []
+    for batch in largest:
+        arm.model.zero_grad(set_to_none=True)
+        peaks.append(peak_step_bytes(partial(forward_backward, arm, batch, precision), precision.device))
+    return max(peaks)
+
+
+def _device_name(device: torch.device) -> str:
+    return f"cuda ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)

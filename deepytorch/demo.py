@@ -1,0 +1,297 @@
+"""`deepytorch demo`: one fine-tuning run in eager, under stock torch.compile and under deepytorch, side by side."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich import box
+from rich.console import Console, Group
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+from torch import nn
+
+import deepytorch
+from deepytorch.bench.arms import (
+    Arm,
+    Batch,
+    Precision,
+    compiled_arm,
+    empty_compile_caches,
+    num_compilations,
+    start_compiler,
+    to_device,
+)
+from deepytorch.bench.models import MAX_POSITIONS, batch_kind, build_model
+from deepytorch.bench.plots import Curve, plot_training
+from deepytorch.data import batches, load_rows, num_positions, num_tokens, train_tokenizer
+from deepytorch.errors import ConfigError, ParityError
+
+# The first steps load code and fill memory pools; they are in the plot, not in the table.
+_WARM_UP_STEPS = 3
+
+# How far a loss may be from eager's, relative, at any step. Steps follow one another, so rounding grows: Adam divides
+# by the root of the squared gradient, which turns rounding in small gradients into steps of full size. After 60 steps
+# stock torch.compile is 1e-6 off in fp32 (2e-5 in bf16); 100 times that is allowed, and no mistake worth the name is
+# that small. In half precision two roundings of the loss itself are allowed, since tokens may be summed differently.
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to run the model: the name shown, and what torch.compile gets as backend (None: not compiled)."""
+
+    name: str
+    backend: str | None
+
+
+WAYS = (Way("eager", None), Way("torch.compile", "inductor"), Way("deepytorch", "deepytorch"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DemoOptions:
+    """What to train and how. The first of `ways` is what the others are compared with."""
+
+    model: str = "llama"
+    size: str = "demo"
+    data: Path | None = None
+    steps: int = 50
+    batch_size: int = 8
+    device: str = "cpu"
+    dtype: str = "fp32"
+    out: Path = Path("deepytorch-demo")
+    max_length: int = 512
+    vocab_size: int = 4096
+    learning_rate: float = 5e-4
+    seed: int = 0
+    ways: tuple[Way, ...] = WAYS
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for numbers that cannot be run with."""
+        if self.steps <= _WARM_UP_STEPS:
+            raise ConfigError(f"steps is {self.steps}, expected more than the {_WARM_UP_STEPS} of the warm-up.")
+        if self.batch_size < 1:
+            raise ConfigError(f"batch_size is {self.batch_size}, expected at least 1.")
+        if not 1 <= self.max_length <= MAX_POSITIONS:
+            raise ConfigError(f"max_length is {self.max_length}, expected 1 to {MAX_POSITIONS}, the models' positions.")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One arm's training: loss and seconds of every step, and the indices of those in which something compiled."""
+
+    name: str
+    losses: list[float]
+    seconds: list[float]
+    compiled_steps: set[int]
+
+    @property
+    def compile_seconds(self) -> float:
+        """What the steps that compiled took beyond the median of the others."""
+        others = [seconds for index, seconds in enumerate(self.seconds) if index not in self.compiled_steps]
+        median = statistics.median(others or self.seconds)
+        return sum(self.seconds[index] - median for index in self.compiled_steps)
+
+
+@dataclass(frozen=True, slots=True)
+class DemoResult:
+    """The arms that ran to the end, why the others did not, and each step's number of real tokens."""
+
+    runs: list[Run]
+    failures: dict[str, str]
+    num_tokens: list[int]
+    real_token_fraction: float
+    tolerance: float
+
+    def counted_steps(self) -> list[int]:
+        """Return the steps that the table's times are from: after the warm-up, and in no arm a step that compiled."""
+        compiled = set[int]().union(*(run.compiled_steps for run in self.runs))
+        warm = range(_WARM_UP_STEPS, len(self.num_tokens))
+        return [step for step in warm if step not in compiled] or list(warm)
+
+    # Medians throughout: the arms run one after another, and a machine that is busy for a while should not decide.
+
+    def tokens_per_second(self, run: Run) -> float:
+        """Return the median, over the counted steps, of real tokens a second in `run`."""
+        return statistics.median(self.num_tokens[step] / run.seconds[step] for step in self.counted_steps())
+
+    def median_step_ms(self, run: Run) -> float:
+        """Return the median time of the counted steps in `run`."""
+        return 1e3 * statistics.median(run.seconds[step] for step in self.counted_steps())
+
+    def speedup(self, run: Run) -> float:
+        """Return the median, over the counted steps, of the first arm's time over `run`'s for the same batch."""
+        first = self.runs[0]
+        return statistics.median(first.seconds[step] / run.seconds[step] for step in self.counted_steps())
+
+    def loss_difference(self, run: Run) -> float:
+        """Return the largest |loss - first arm's| / |first arm's| of all steps; infinite when a loss is not finite."""
+        pairs = zip(run.losses, self.runs[0].losses, strict=True)
+        return max(abs(a - b) / abs(b) if math.isfinite(a) and math.isfinite(b) else math.inf for a, b in pairs)
+
+    def check(self, reference: str) -> None:
+        """Raise `ParityError` when an arm failed, or lost the path of the arm `reference`."""
+        problems = [f"{name} failed: {reason}" for name, reason in self.failures.items()]
+        for run in self.runs if reference not in self.failures else ():
+            difference = self.loss_difference(run)
+            if not difference <= self.tolerance:
+                problems.append(
+                    f"the losses of {run.name} differ from {reference}'s by up to {difference:.1e} (relative), "
+                    f"expected at most {self.tolerance:.0e}"
+                )
+        if problems:
+            raise ParityError(f"The demo did not pass: {'; '.join(problems)}.")
+
+
+def run_demo(options: DemoOptions, console: Console) -> DemoResult:
+    """Train every arm, one after another, from the same weights on the same batches; show progress, table and plot.
+
+    Raises `ConfigError` or `DataError` for what cannot be run, and `ParityError`, after everything has been shown, when
+    an arm failed or its losses left eager's.
+    """
+    precision = Precision.parse(options.device, options.dtype)
+    data, result = _prepare(options, precision)
+    console.print(_headline(options, result), highlight=False)
+    deepytorch.report(reset=True)
+    with _progress(console) as progress:
+        for way in options.ways:
+            if not console.is_terminal:  # a log shows no bar before its end
+                console.print(f"Training {way.name}", highlight=False)
+            _run_way(way, options, precision, data, result, progress)
+    if result.runs:
+        console.print(_table(result))
+        path = options.out / f"{options.model}.png"
+        plot_training(path, _title(options, result), [Curve(run.name, run.losses, run.seconds) for run in result.runs])
+        console.print(f"Plot: {path}", highlight=False, soft_wrap=True)
+        console.print(str(deepytorch.report()), markup=False, highlight=False, soft_wrap=True)
+    result.check(options.ways[0].name)
+    return result
+
+
+def _prepare(options: DemoOptions, precision: Precision) -> tuple[list[Batch], DemoResult]:
+    rows = load_rows(options.data)
+    drawn = batches(
+        rows,
+        train_tokenizer(rows, options.vocab_size),
+        batch_size=options.batch_size,
+        max_length=options.max_length,
+        seed=options.seed,
+        kind=batch_kind(options.model),
+        steps=options.steps,
+    )
+    data = [to_device(batch, precision.device) for batch in drawn]
+    kind = batch_kind(options.model)
+    tokens = [num_tokens(batch, kind) for batch in data]
+    fraction = sum(tokens) / sum(num_positions(batch, kind) for batch in data)
+    return data, DemoResult([], {}, tokens, fraction, TOLERANCES[precision.dtype])
+
+
+def _run_way(
+    way: Way, options: DemoOptions, precision: Precision, data: Sequence[Batch], result: DemoResult, progress: Progress
+) -> None:
+    """Train one arm and enter its run, or why it failed, into `result`."""
+    task = progress.add_task(way.name, total=len(data), detail="compiling" if way.backend else "")
+
+    def show(loss: float, seconds: float) -> None:
+        progress.update(task, advance=1, detail=f"loss {loss:.3f}  {seconds * 1e3:,.0f} ms")
+
+    try:
+        result.runs.append(_train(way, options, precision, data, show))
+    except Exception as error:  # whatever one arm dies of, the others are still worth seeing
+        result.failures[way.name] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        progress.update(task, detail="failed")
+
+
+def _train(
+    way: Way, options: DemoOptions, precision: Precision, data: Sequence[Batch], show: Callable[[float, float], None]
+) -> Run:
+    """Train a fresh copy of the model on `data` with AdamW, compile caches empty at the beginning.
+
+    Dropout is off: packed and padded steps would draw different masks, and losses could not be compared.
+    """
+    if way.backend is not None:
+        start_compiler(way.backend, precision)
+    with empty_compile_caches():
+        model: nn.Module = build_model(options.model, options.size, vocab_size=options.vocab_size, seed=options.seed)
+        model.to(precision.device)
+        arm = compiled_arm(way.name, model, way.backend)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
+        scaler = torch.amp.GradScaler(precision.device.type, enabled=precision.dtype == torch.float16)
+        run = Run(way.name, [], [], set())
+        for index, batch in enumerate(data):
+            precision.synchronize()
+            compilations = num_compilations()
+            start = time.perf_counter()
+            loss = _training_step(arm, batch, precision, optimizer, scaler)
+            run.losses.append(float(loss))
+            precision.synchronize()
+            run.seconds.append(time.perf_counter() - start)
+            if num_compilations() > compilations and way.backend is not None:  # an optimizer may compile a helper
+                run.compiled_steps.add(index)
+            show(run.losses[-1], run.seconds[-1])
+    return run
+
+
+def _training_step(
+    arm: Arm,
+    batch: Batch,
+    precision: Precision,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+) -> torch.Tensor:
+    optimizer.zero_grad(set_to_none=True)
+    with precision.autocast():
+        loss = arm.loss(batch)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    return loss.detach()
+
+
+def _progress(console: Console) -> Progress:
+    columns = (TextColumn("{task.description:>14}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, TextColumn("{task.fields[detail]}"), console=console)
+
+
+def _headline(options: DemoOptions, result: DemoResult) -> str:
+    source = "the embedded data set" if options.data is None else str(options.data)
+    return (
+        f"Fine-tuning a random-weight {options.model} on {source}: {options.steps} steps of {options.batch_size} rows, "
+        f"{options.dtype} on {options.device}, {result.real_token_fraction:.0%} of the positions real tokens."
+    )
+
+
+def _title(options: DemoOptions, result: DemoResult) -> str:
+    return (
+        f"{options.model}, batch {options.batch_size}, {options.dtype}, {options.device}: "
+        f"{result.real_token_fraction:.0%} real tokens"
+    )
+
+
+def _table(result: DemoResult) -> Group:
+    table = Table(title="The same batches, the same weights at the start", title_justify="left", box=box.SIMPLE)
+    table.add_column("arm", no_wrap=True)
+    for heading in ("step ms", "tokens/s", "speedup", "compile s", "final loss", "loss diff."):
+        table.add_column(heading, justify="right")
+    for run in result.runs:
+        table.add_row(
+            run.name,
+            f"{result.median_step_ms(run):,.0f}",
+            f"{result.tokens_per_second(run):,.0f}",
+            f"{result.speedup(run):.2f}x",
+            f"{run.compile_seconds:.1f}" if run.compiled_steps else "-",
+            f"{run.losses[-1]:.4f}",
+            f"{result.loss_difference(run):.1e}" if run is not result.runs[0] else "-",
+        )
+    note = (
+        f"Times: medians over the {len(result.counted_steps())} steps after the warm-up in which no arm compiled. "
+        "compile s: what steps that compiled took beyond the median. "
+        f"loss diff.: the largest of all steps, relative to {result.runs[0].name}."
+    )
+    return Group(table, Text(note, style="dim"))

@@ -1,0 +1,352 @@
+"""What this machine offers to deepytorch, what is missing and how to get it: `deepytorch doctor`."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from deepytorch.version import __version__
+
+PACKAGES = ("torch", "triton", "numpy", "sympy", "transformers", "tokenizers", "accelerate", "matplotlib")
+
+# The Triton that a torch release is built and tested with; another one may not even import.
+TRITON_OF_TORCH = {"2.11": "3.6", "2.12": "3.7", "2.13": "3.7"}
+
+_BACKEND_GROUP = "torch_dynamo_backends"
+_COMPILE_TIMEOUT_S = 60
+# What Inductor's generated C++ includes: a compiler without one of these headers is found, and fails later.
+_CPP_PROBE = "#include <Python.h>\n#include <omp.h>\nint main() { return omp_get_max_threads() > 0 ? 0 : 1; }\n"
+
+
+def collect() -> dict[str, Any]:
+    """Everything that is known about this machine, as plain values that JSON can hold.
+
+    `missing` lists what is not there: `what`, `needed_for` and `how` to get it. Nothing on the machine changes: the C++
+    compiler is tried on a three-line file in a temporary folder, and folders are looked at, not made.
+    """
+    found: dict[str, Any] = {
+        "deepytorch": __version__,
+        "python": {"version": platform.python_version(), "platform": platform.platform(), "executable": sys.executable},
+        "packages": {name: _version_of(name) for name in PACKAGES},
+        "cpu": _cpu(),
+        "cuda": _cuda(),
+        "distributed": _distributed(),
+        "compilers": {"cpp": _cpp(), "triton": _triton()},
+        "attention": _attention(),
+        "backend": _backend(),
+        "cache": _cache(Path(platformdirs.user_cache_dir("deepytorch"))),
+        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith("DEEPYTORCH")},
+    }
+    found["missing"] = missing(found)
+    return found
+
+
+def missing(found: dict[str, Any]) -> list[dict[str, str]]:
+    """What `found` (the rest of `collect`'s answer) lacks, with what needs it and how to get it."""
+    lacks: list[dict[str, str]] = []
+
+    def add(what: str, needed_for: str, how: str) -> None:
+        lacks.append({"what": what, "needed_for": needed_for, "how": how})
+
+    packages, cuda, cpp, triton = (
+        found["packages"],
+        found["cuda"],
+        found["compilers"]["cpp"],
+        found["compilers"]["triton"],
+    )
+    if found["environment"].get("DEEPYTORCH", "").lower() == "off":
+        add("deepytorch itself", "anything: DEEPYTORCH=off is set", "unset DEEPYTORCH")
+    if not found["backend"]["registered"]:
+        add(
+            f"entry point ({found['backend']['reason']})",
+            'torch.compile(model, backend="deepytorch")',
+            "pip install deepytorch again in this environment",
+        )
+    if packages["torch"] and _minor(packages["torch"]) not in TRITON_OF_TORCH:
+        wanted = " or ".join(TRITON_OF_TORCH)
+        add(f"a torch that is supported (found {packages['torch']})", "the backend", f"install torch {wanted}")
+    if not cpp["usable"]:
+        add(
+            f"C++ compiler ({cpp['reason']})",
+            'compiled CPU code; options={"lowering": "aot_eager"} works without it',
+            "install g++ (or clang with OpenMP) and Python's headers (python3-dev, python3-devel), or name one in CXX",
+        )
+    if not cuda["available"]:
+        add(
+            f"CUDA device ({cuda['reason']})",
+            "GPU training",
+            "on a machine with an NVIDIA GPU: its driver and torch's CUDA build",
+        )
+    elif not triton["usable"]:
+        add(f"Triton ({triton['reason']})", "compiled GPU code", f"pip install 'triton=={triton['paired']}.*'")
+    if triton["version"] and _minor(triton["version"]) != triton["paired"]:
+        add(
+            f"the Triton of this torch (found {triton['version']})",
+            "Triton kernels, and torch's own imports of Triton",
+            f"pip install 'triton=={triton['paired']}.*'",
+        )
+    if cuda["available"] and not found["attention"]["varlen_attn"]:
+        add(
+            f"varlen_attn ({found['attention']['reason']})",
+            "the fastest packed attention on GPU",
+            "a fallback is used; newer torch or GPU",
+        )
+    if not found["distributed"]["gloo"]:
+        add("gloo", "several processes on CPU", "install a torch build with torch.distributed")
+    if cuda["available"] and not found["distributed"]["nccl"]:
+        add("NCCL", "several GPUs", "install torch's CUDA build for Linux")
+    hugging_face = [name for name in ("transformers", "tokenizers", "accelerate", "matplotlib") if not packages[name]]
+    if hugging_face:
+        add(", ".join(hugging_face), "deepytorch demo, deepytorch bench", "pip install 'deepytorch[hf]'")
+    if not found["cache"]["writable"]:
+        add(
+            "a cache folder that can be written",
+            "a warm start of the demo",
+            f"make {found['cache']['path']} writable, or set XDG_CACHE_HOME",
+        )
+    if found["cache"]["open_to_others"]:
+        add(
+            "a cache folder that is private (others have access to it)",
+            "any use of it: it is left alone",
+            f"chmod 700 {found['cache']['path']}",
+        )
+    return lacks
+
+
+def render(found: dict[str, Any]) -> RenderableType:
+    """`collect`'s answer as tables for a `rich` console."""
+    cpu, cuda, cpp, triton = found["cpu"], found["cuda"], found["compilers"]["cpp"], found["compilers"]["triton"]
+    cache, distributed = found["cache"], found["distributed"]
+    table = Table(
+        show_header=False,
+        box=None,
+        padding=(0, 2, 0, 0),
+        title=f"deepytorch {found['deepytorch']}",
+        title_justify="left",
+    )
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+
+    def row(name: str, value: object, good: bool | None = None) -> None:
+        mark = {True: "[green]yes[/] ", False: "[yellow]no[/]  ", None: ""}[good]
+        table.add_row(name, Text.from_markup(mark).append(str(value)))
+
+    row("python", f"{found['python']['version']}, {found['python']['platform']}")
+    row("packages", ", ".join(f"{name} {version}" for name, version in found["packages"].items() if version))
+    row(
+        "cpu",
+        f"{cpu['model']}, {cpu['usable_cores']} of {cpu['cores']} cores, {cpu['capability']}, {cpu['threads']} threads",
+    )
+    row("cuda", cuda["reason"] or "; ".join(_describe_gpu(device) for device in cuda["devices"]), cuda["available"])
+    row(
+        "distributed", ", ".join(name for name in ("gloo", "nccl", "mpi") if distributed[name]) or distributed["reason"]
+    )
+    row("C++ compiler", cpp["reason"] or cpp["version"], cpp["usable"])
+    row("triton", triton["reason"] or triton["version"], triton["usable"])
+    row("varlen_attn", found["attention"]["reason"], found["attention"]["varlen_attn"])
+    row("backend", found["backend"]["reason"] or found["backend"]["target"], found["backend"]["registered"])
+    row(
+        "cache",
+        f"{cache['path']}, "
+        + (f"{cache['num_files']} files, {cache['size_bytes'] / 1e6:.1f} MB" if cache["exists"] else "empty"),
+    )
+    row(
+        "environment",
+        ", ".join(f"{name}={value}" for name, value in found["environment"].items()) or "no DEEPYTORCH variable is set",
+    )
+
+    if not found["missing"]:
+        return Group(table, Text("\nNothing is missing.", style="green"))
+    wants = Table(title="\nMissing", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for heading in ("what", "needed for", "how to get it"):
+        wants.add_column(heading, overflow="fold")
+    for item in found["missing"]:
+        wants.add_row(*(Text(item[key]) for key in ("what", "needed_for", "how")))
+    return Group(table, wants)
+
+
+def _version_of(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def _cpu() -> dict[str, Any]:
+    import torch
+
+    return {
+        "model": _cpu_model(),
+        "architecture": platform.machine(),
+        "cores": os.cpu_count(),
+        "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _cuda() -> dict[str, Any]:
+    import torch
+
+    found: dict[str, Any] = {
+        "available": torch.cuda.is_available(),
+        "built_for": torch.version.cuda,
+        "devices": [],
+        "reason": None,
+    }
+    if torch.version.cuda is None:
+        found["reason"] = "this torch is built without CUDA"
+    elif not found["available"]:
+        found["reason"] = "no device answers: no GPU, or no driver for it"
+    else:
+        for index in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(index)
+            found["devices"].append(
+                {
+                    "name": properties.name,
+                    "capability": f"{properties.major}.{properties.minor}",
+                    "memory_bytes": properties.total_memory,
+                }
+            )
+    return found
+
+
+def _describe_gpu(device: dict[str, Any]) -> str:
+    return f"{device['name']} (sm {device['capability']}, {device['memory_bytes'] / 2**30:.0f} GiB)"
+
+
+def _distributed() -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        reason = "this torch is built without torch.distributed"
+        return {"gloo": False, "nccl": False, "mpi": False, "nccl_version": None, "reason": reason}
+    nccl = dist.is_nccl_available() and torch.cuda.is_available()
+    return {
+        "gloo": dist.is_gloo_available(),
+        "nccl": nccl,
+        "mpi": dist.is_mpi_available(),
+        "nccl_version": ".".join(map(str, torch.cuda.nccl.version())) if nccl else None,
+        "reason": None,
+    }
+
+
+def _cpp() -> dict[str, Any]:
+    """The compiler that Inductor would call for CPU code, tried on a file with the headers that such code includes."""
+    found: dict[str, Any] = {"path": None, "version": None, "usable": False, "reason": None}
+    candidates = [os.environ["CXX"]] if os.environ.get("CXX") else ["clang++" if sys.platform == "darwin" else "g++"]
+    found["path"] = next((path for name in candidates if (path := shutil.which(name))), None)
+    if found["path"] is None:
+        found["reason"] = f"none of {', '.join(candidates)} is on PATH"
+        return found
+    try:
+        found["version"] = _run([found["path"], "--version"]).stdout.partition("\n")[0]
+        with tempfile.TemporaryDirectory() as folder:
+            source = Path(folder, "probe.cpp")
+            source.write_text(_CPP_PROBE)
+            includes = {f"-I{sysconfig.get_path(kind)}" for kind in ("include", "platinclude")}
+            tried = _run(
+                [found["path"], *sorted(includes), "-fopenmp", "-c", str(source), "-o", str(source.with_suffix(".o"))]
+            )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        found["reason"] = f"{found['path']} does not run: {error}"
+        return found
+    found["usable"] = tried.returncode == 0
+    if not found["usable"]:
+        errors = (
+            [line for line in tried.stderr.splitlines() if "error" in line]
+            or tried.stderr.splitlines()
+            or ["no message"]
+        )
+        found["reason"] = f"{found['path']} cannot compile what Inductor writes: {errors[0]}"
+    return found
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S, check=False, stdin=subprocess.DEVNULL
+    )
+
+
+def _triton() -> dict[str, Any]:
+    from torch.utils._triton import has_triton, has_triton_package
+
+    torch_version, version = _version_of("torch"), _version_of("triton")
+    paired = TRITON_OF_TORCH.get(_minor(torch_version or ""))
+    usable = bool(has_triton())
+    reason = None
+    if not usable:
+        reason = "no device that it compiles for; its interpreter works" if has_triton_package() else "not installed"
+    return {"version": version, "paired": paired, "usable": usable, "reason": reason}
+
+
+def _attention() -> dict[str, Any]:
+    import torch
+
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError as error:
+        return {"varlen_attn": False, "reason": f"this torch has none: {error}"}
+    if not torch.cuda.is_available():
+        return {"varlen_attn": False, "reason": "CUDA only; CPU uses deepytorch's own packed attention"}
+    if torch.cuda.get_device_capability() < (8, 0):
+        return {"varlen_attn": False, "reason": "needs an Ampere GPU or newer"}
+    return {"varlen_attn": True, "reason": f"{varlen_attn.__module__}, fp16 and bf16"}
+
+
+def _backend() -> dict[str, Any]:
+    """Whether torch finds the backend by name, and whether what the name points to can be imported."""
+    points = list(metadata.entry_points(group=_BACKEND_GROUP, name="deepytorch"))
+    if not points:
+        return {"registered": False, "target": None, "reason": f"no entry point in the group {_BACKEND_GROUP}"}
+    point = points[0]
+    try:
+        point.load()
+    except Exception as error:
+        return {"registered": False, "target": point.value, "reason": f"{point.value} does not load: {error!r}"}
+    return {"registered": True, "target": point.value, "reason": None}
+
+
+def _cache(path: Path) -> dict[str, Any]:
+    """State of the cache folder; one that does not exist yet is writable when its nearest existing parent is."""
+    exists = path.is_dir()
+    files = [file for file in path.rglob("*") if file.is_file()] if exists else []
+    nearest = next(parent for parent in (path, *path.parents) if parent.exists())
+    mode = stat.S_IMODE(path.stat().st_mode) if exists else None
+    return {
+        "path": str(path),
+        "exists": exists,
+        "writable": nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK),
+        "mode": None if mode is None else f"{mode:04o}",
+        "open_to_others": mode is not None and bool(mode & 0o077),
+        "num_files": len(files),
+        "size_bytes": sum(file.stat().st_size for file in files),
+    }
