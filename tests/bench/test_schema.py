@@ -1,0 +1,102 @@
+"""A result file holds what was measured, and nothing that no run can give."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from deepytorch.bench.schema import UnpadResult, read_result, write_result
+from deepytorch.errors import DataError
+
+VALUES = {
+    "model": "llama",
+    "device": "cpu",
+    "dtype": "fp32",
+    "batch_size": 8,
+    "real_token_fraction": 0.5,
+    "ratio_vs_eager": 2.1,
+    "ratio_vs_inductor": 2.2,
+    "ratio_vs_handpacked": 1.1,
+    "max_loss_rel_diff": 1e-7,
+    "max_grad_rel_diff": 1e-6,
+    "recompiles": 1,
+    "steps_packed": 24,
+    "steps_padded": 0,
+    "compile_seconds": 20.0,
+    "compile_seconds_inductor": 30.0,
+    "peak_memory_ratio_vs_eager": 0.5,
+    "labels": "response",
+    "token_ceiling": 2.0,
+    "labelled_fraction": 0.7,
+    "ratio_no_padding": 1.0,
+    "host_ms_per_step": 0.4,
+    "grad_rel_diffs": {"inductor": 1e-6},
+    "step_ms": {"eager": 100.0},
+    "ratio_quartiles": {"eager": [1.9, 2.0, 2.1]},
+    "peak_bytes": {"eager": 10},
+    "steps": 8,
+    "rounds": 3,
+    "max_length": 1024,
+    "model_size": "small",
+    "torch_version": "2.13.0",
+    "machine": "x86_64",
+}
+
+ASKED_FOR = {
+    *("model", "device", "dtype", "batch_size", "real_token_fraction", "ratio_vs_eager", "ratio_vs_inductor"),
+    *("ratio_vs_handpacked", "max_loss_rel_diff", "max_grad_rel_diff", "recompiles", "steps_packed", "steps_padded"),
+    *("compile_seconds", "compile_seconds_inductor", "peak_memory_ratio_vs_eager"),
+}
+
+
+def test_a_result_is_the_same_after_writing_and_reading(tmp_path):
+    result = UnpadResult(**VALUES)
+    write_result(tmp_path / "result.json", result)
+    assert read_result(tmp_path / "result.json") == result
+    assert json.loads((tmp_path / "result.json").read_text()) == VALUES
+
+
+def test_the_keys_that_others_read_are_there():
+    assert set(UnpadResult(**VALUES).to_json()) >= ASKED_FOR
+
+
+def test_no_hand_packing_is_null():
+    assert UnpadResult(**VALUES | {"ratio_vs_handpacked": None}).to_json()["ratio_vs_handpacked"] is None
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"ratio_vs_eager": math.nan},
+        {"ratio_vs_eager": None},
+        {"ratio_vs_handpacked": math.inf},
+        {"recompiles": -1},
+        {"recompiles": 1.5},
+        {"steps_packed": True},
+        {"model": 3},
+        {"real_token_fraction": 1.2},
+        {"real_token_fraction": 0.0},
+        {"step_ms": {"eager": None}},
+        {"ratio_quartiles": {"eager": [1.0, math.nan]}},
+        {"peak_bytes": [1]},
+    ],
+)
+def test_values_that_no_run_gives_are_refused(wrong):
+    with pytest.raises(DataError, match=f"{next(iter(wrong))} (of the result )?is "):
+        UnpadResult(**VALUES | wrong)
+
+
+def test_another_layout_is_refused(tmp_path):
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps({key: value for key, value in VALUES.items() if key != "dtype"} | {"speed": 1}))
+    with pytest.raises(DataError, match=r"lacks \['dtype'\] and has the unknown \['speed'\]"):
+        read_result(path)
+    path.write_text("[]")
+    with pytest.raises(DataError, match="is a list, expected one JSON object"):
+        read_result(path)
+    with pytest.raises(DataError, match="cannot be read"):
+        read_result(tmp_path / "none.json")
+    with pytest.raises(DataError, match="cannot be written"):
+        write_result(tmp_path / "no" / "folder.json", UnpadResult(**VALUES))

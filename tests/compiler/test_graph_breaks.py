@@ -1,0 +1,56 @@
+"""Where Dynamo cuts a model in two, what crosses the cut is no output of the model: what follows may look at pads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.compiler.parity import Pair, batches, masked_lm_batch
+from tests.compiler.plain_models import DIM, SIZES, VOCAB, Block, sdpa_bool
+
+
+class Recurrence(nn.Module):
+    """Dynamo does not trace it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRU(DIM, DIM, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.cell(x)[0]
+
+
+def broken_then_centred(x: torch.Tensor) -> torch.Tensor:
+    torch._dynamo.graph_break()
+    return x - x.mean(1, keepdim=True)
+
+
+def broken_only(x: torch.Tensor) -> torch.Tensor:
+    torch._dynamo.graph_break()
+    return x
+
+
+class Cut(nn.Module):
+    def __init__(self, between: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(VOCAB, DIM), nn.Linear(DIM, VOCAB)
+        self.first, self.second = Block(sdpa_bool), Block(sdpa_bool)
+        self.between = between
+
+    def forward(self, input_ids: Any, attention_mask: Any, labels: Any) -> torch.Tensor:
+        x = self.between(self.first(self.tokens(input_ids), attention_mask))
+        return F.cross_entropy(self.head(self.second(x, attention_mask)).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize(
+    "build",
+    [Recurrence, lambda: broken_then_centred, lambda: broken_only],
+    ids=["a recurrent network", "a mean over positions", "nothing"],
+)
+def test_a_cut_model_trains_as_eager_does(build: Callable[[], Any]) -> None:
+    Pair(Cut(build()).train()).train(batches(masked_lm_batch, *SIZES))

@@ -1,0 +1,279 @@
+"""Decoders of Hugging Face, unchanged: compiled training equals eager training, whatever the padding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+import transformers as hf
+
+from deepytorch.compiler.report import LEDGER
+from tests.compiler.parity import (
+    IGNORED,
+    Pair,
+    assert_same_gradients,
+    batches,
+    causal_batch,
+    compare_at_tokens,
+    compare_whole,
+    declined,
+    describe,
+    expect_packed,
+    mixture,
+    padded_because,
+)
+
+SMALL = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96}
+GROUPED = {**SMALL, "num_key_value_heads": 2}
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+
+
+def llama(attention: str, **kwargs: Any) -> Any:
+    return hf.LlamaForCausalLM(hf.LlamaConfig(attn_implementation=attention, **{**GROUPED, **kwargs}))
+
+
+def qwen2(attention: str) -> Any:
+    return hf.Qwen2ForCausalLM(hf.Qwen2Config(attn_implementation=attention, **GROUPED))
+
+
+def qwen3(attention: str) -> Any:
+    return hf.Qwen3ForCausalLM(hf.Qwen3Config(attn_implementation=attention, head_dim=16, **GROUPED))
+
+
+def gpt2(attention: str) -> Any:
+    return hf.GPT2LMHeadModel(
+        hf.GPT2Config(n_embd=48, n_layer=2, n_head=4, vocab_size=96, attn_implementation=attention, **NO_DROPOUT)
+    )
+
+
+def gpt_neox(attention: str) -> Any:
+    return hf.GPTNeoXForCausalLM(hf.GPTNeoXConfig(attn_implementation=attention, **SMALL))
+
+
+def phi(attention: str) -> Any:
+    return hf.PhiForCausalLM(hf.PhiConfig(attn_implementation=attention, **GROUPED))
+
+
+def opt(attention: str) -> Any:
+    return hf.OPTForCausalLM(
+        hf.OPTConfig(
+            hidden_size=48, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=96,
+            word_embed_proj_dim=48, dropout=0.0, attn_implementation=attention,
+        )
+    )  # fmt: skip
+
+
+def mistral(attention: str) -> Any:
+    return hf.MistralForCausalLM(hf.MistralConfig(sliding_window=4, attn_implementation=attention, **GROUPED))
+
+
+def gemma2(attention: str) -> Any:
+    return hf.Gemma2ForCausalLM(
+        hf.Gemma2Config(sliding_window=4, head_dim=16, attn_implementation=attention, **GROUPED)
+    )
+
+
+def qwen2_windows_in_some_layers(attention: str) -> Any:
+    return hf.Qwen2ForCausalLM(
+        hf.Qwen2Config(
+            use_sliding_window=True, sliding_window=4, max_window_layers=1, attn_implementation=attention, **GROUPED
+        )
+    )
+
+
+WHOLE = {
+    "llama-sdpa": (llama, "sdpa"),
+    "llama-eager": (llama, "eager"),
+    "qwen2-sdpa": (qwen2, "sdpa"),
+    "qwen2-eager": (qwen2, "eager"),
+    "qwen3-sdpa": (qwen3, "sdpa"),
+    "gpt2-sdpa": (gpt2, "sdpa"),
+    "gpt2-eager": (gpt2, "eager"),
+    "gpt_neox-sdpa": (gpt_neox, "sdpa"),
+    "phi-eager": (phi, "eager"),
+    "opt-sdpa": (opt, "sdpa"),
+    "opt-eager": (opt, "eager"),
+}
+WINDOWED = {
+    "mistral-sdpa": (mistral, "sdpa"),
+    "mistral-eager": (mistral, "eager"),
+    "gemma2-eager": (gemma2, "eager"),
+    "qwen2-sdpa": (qwen2_windows_in_some_layers, "sdpa"),
+}
+
+
+@pytest.mark.parametrize("build, attention", WHOLE.values(), ids=WHOLE.keys())
+def test_training_equals_eager_for_every_padding(build: Callable[[str], Any], attention: str) -> None:
+    pair = Pair(build(attention).train())
+    report = pair.train(batches(causal_batch, *mixture()), compare_at_tokens())
+    expect_packed(report, steps=5, padded=0)
+    assert report.total("recompiles") == 0, describe(report)
+
+
+@pytest.mark.parametrize("build, attention", WINDOWED.values(), ids=WINDOWED.keys())
+def test_sliding_windows_are_packed_and_holes_run_padded(build: Callable[[str], Any], attention: str) -> None:
+    pair = Pair(build(attention).train())
+    report = pair.train(batches(causal_batch, *mixture()))
+    expect_packed(report, steps=4, padded=1)
+    assert padded_because(report) == {"holes between the tokens of a row under a sliding window": 1}
+
+
+@pytest.mark.parametrize("build, attention", WINDOWED.values(), ids=WINDOWED.keys())
+def test_logits_of_a_windowed_model_are_those_of_eager(build: Callable[[str], Any], attention: str) -> None:
+    model = build(attention).train()
+    model.config.use_cache = False
+    pair = Pair(model)
+    report = pair.train(batches(causal_batch, (4, 11, "right"), (3, 13, "left"), (4, 9, "one")), compare_at_tokens())
+    expect_packed(report, steps=3)
+
+
+def test_a_window_kept_in_a_buffer_is_found_wider_than_the_first_batch() -> None:
+    config = hf.GPTNeoConfig(
+        hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]], window_size=12,
+        vocab_size=96, max_position_embeddings=64, resid_dropout=0.0, embed_dropout=0.0, attention_dropout=0.0,
+    )  # fmt: skip
+    pair = Pair(hf.GPTNeoForCausalLM(config).train())
+    pair.train(batches(causal_batch, (4, 10, "right"), (3, 40, "right"), (4, 33, "left")))
+
+
+def test_prompts_without_labels_run_neither_head_nor_loss_and_nothing_changes() -> None:
+    pair = Pair(llama("sdpa").train())
+    given = batches(causal_batch, (4, 14, "right"), (3, 11, "left"), (5, 16, "right"), prompt=6)
+    report = pair.train(given, compare_at_tokens())
+    expect_packed(report, steps=3)
+    expected = sum(int((batch["labels"][:, 1:] != IGNORED).sum()) for batch in given)
+    assert report.total("labels") == expected
+    assert any("labelled tokens only" in change for region in report.regions for change in region.changes)
+
+
+def test_adamw_follows_the_same_trajectory() -> None:
+    pair = Pair(llama("sdpa").train(), optimizer=lambda p: torch.optim.AdamW(p, 1e-3, eps=1e-6))
+    given = batches(causal_batch, *[(4, 10 + i, ("right", "left", "mixed")[i % 3]) for i in range(8)])
+    expect_packed(pair.train(given), steps=8)
+
+
+def test_inductor_trains_as_eager_does() -> None:
+    pair = Pair(llama("sdpa").train(), options={"lowering": "inductor"})
+    given = batches(causal_batch, (4, 11, "right"), (3, 13, "left"), (5, 9, "mixed"))
+    report = pair.train(given, compare_at_tokens())
+    expect_packed(report, steps=3, padded=0)
+    assert report.total("recompiles") == 0, describe(report)
+
+
+def test_loss_scaled_by_the_batches_of_an_accumulation() -> None:
+    pair = Pair(llama("sdpa").train())
+    for batch in batches(causal_batch, (4, 11, "right"), (3, 13, "left")):
+        pair.step({**batch, "num_items_in_batch": torch.tensor(57)}, compare_at_tokens())
+    expect_packed(LEDGER.report(), steps=2)
+
+
+def test_gradients_accumulate_over_packed_and_padded_steps() -> None:
+    pair = Pair(llama("sdpa").train())
+    given = batches(causal_batch, (4, 11, "right"), (2, 9, "none"), (3, 13, "left"))
+    given[2]["labels"] = given[2]["input_ids"].clone()  # labels at pads: this one runs padded
+    for batch in given:
+        for model in (pair.reference, pair.compiled):
+            model(**batch).loss.backward()
+    assert_same_gradients(pair.reference, pair.model)
+    expect_packed(LEDGER.report(), steps=2, padded=1)
+
+
+def test_positions_counted_from_the_mask_are_followed() -> None:
+    pair = Pair(llama("eager").train())
+    given = batches(causal_batch, (4, 11, "left"), (3, 13, "mixed"), (4, 9, "holes"))
+    for batch in given:
+        batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    expect_packed(pair.train(given, compare_at_tokens()), steps=3)
+
+
+def test_embeddings_given_instead_of_ids_get_their_gradient() -> None:
+    pair = Pair(llama("sdpa").train())
+    for batch in batches(causal_batch, (4, 11, "right"), (3, 13, "left")):
+        ids, mask, labels = batch["input_ids"], batch["attention_mask"], batch["labels"]
+        gradients = []
+        for model, compiled in ((pair.reference, pair.reference), (pair.model, pair.compiled)):
+            embeds = model.model.embed_tokens(ids).detach().requires_grad_()
+            out = compiled(inputs_embeds=embeds, attention_mask=mask, labels=labels)
+            out.loss.backward()
+            gradients.append(embeds.grad)
+        torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-7)
+    expect_packed(LEDGER.report(), steps=2)
+
+
+def test_hidden_states_and_attentions_asked_for() -> None:
+    pair = Pair(llama("sdpa").train(), call=lambda m, **b: m(**b, output_hidden_states=True))
+
+    def compare(expected: Any, found: Any, batch: dict[str, torch.Tensor]) -> None:
+        real = batch["attention_mask"].bool()
+        assert len(found.hidden_states) == len(expected.hidden_states) == 3
+        for one, other in zip(found.hidden_states, expected.hidden_states, strict=True):
+            torch.testing.assert_close(one[real], other[real], rtol=1e-4, atol=1e-5)
+
+    expect_packed(pair.train(batches(causal_batch, (4, 11, "right"), (3, 13, "left")), compare), steps=2)
+
+
+def test_attention_weights_asked_for_are_those_of_eager() -> None:
+    pair = Pair(llama("eager").train(), call=lambda m, **b: m(**b, output_attentions=True))
+
+    def compare(expected: Any, found: Any, batch: dict[str, torch.Tensor]) -> None:
+        real = batch["attention_mask"].bool()
+        for one, other in zip(found.attentions, expected.attentions, strict=True):
+            torch.testing.assert_close(one.transpose(1, 2)[real], other.transpose(1, 2)[real], rtol=1e-4, atol=1e-6)
+
+    pair.train(batches(causal_batch, (4, 11, "right"), (3, 13, "left")), compare)
+
+
+def test_a_loss_of_the_users_own_on_the_logits() -> None:
+    def call(model: Any, input_ids: Any, attention_mask: Any, labels: Any) -> torch.Tensor:
+        logits = model(input_ids=input_ids, attention_mask=attention_mask).logits
+        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+    pair = Pair(llama("sdpa").train(), call=call)
+    expect_packed(pair.train(batches(causal_batch, *mixture())), steps=5)
+
+
+def test_sequence_classification_reads_the_last_token() -> None:
+    config = hf.LlamaConfig(num_labels=3, pad_token_id=1, attn_implementation="sdpa", **GROUPED)
+    pair = Pair(hf.LlamaForSequenceClassification(config).train())
+    given = batches(causal_batch, (4, 11, "right"), (3, 13, "left"), (5, 9, "right"), (1, 9, "left"))
+    for batch in given:
+        batch["labels"] = torch.randint(0, 3, (batch["input_ids"].shape[0],))
+    expect_packed(pair.train(given, compare_whole()), steps=3)
+
+
+def test_token_classification_has_labels_of_its_own_token() -> None:
+    config = hf.LlamaConfig(num_labels=3, classifier_dropout=0.0, attn_implementation="sdpa", **GROUPED)
+    pair = Pair(hf.LlamaForTokenClassification(config).train())
+    given = batches(causal_batch, (4, 11, "right"), (3, 13, "left"))
+    for batch in given:
+        labels = torch.randint(0, 3, batch["input_ids"].shape)
+        batch["labels"] = labels.masked_fill(batch["attention_mask"] == 0, IGNORED)
+    expect_packed(pair.train(given, compare_at_tokens()), steps=2)
+
+
+def test_a_mixture_of_experts_trains_as_eager_does() -> None:
+    config = hf.MixtralConfig(
+        num_local_experts=4, num_experts_per_tok=2, sliding_window=None, attn_implementation="sdpa", **GROUPED
+    )
+    pair = Pair(hf.MixtralForCausalLM(config).train())
+    report = pair.train(batches(causal_batch, (4, 11, "right"), (3, 13, "left")), compare_at_tokens())
+    assert report.total("steps_packed") > 0 or declined(report), describe(report)
+
+
+def test_tied_embeddings_get_both_gradients() -> None:
+    pair = Pair(llama("sdpa", tie_word_embeddings=True).train())
+    assert pair.model.lm_head.weight is pair.model.model.embed_tokens.weight
+    expect_packed(pair.train(batches(causal_batch, (4, 11, "right"), (3, 13, "left")), compare_at_tokens()), steps=2)
+
+
+def test_without_a_mask_positions_that_no_label_needs_are_left_out() -> None:
+    pair = Pair(llama("sdpa").train())
+    given = batches(causal_batch, (4, 16, "right"), (3, 18, "right"), (5, 12, "right"))
+    for batch in given:
+        del batch["attention_mask"]
+    report = pair.train(given)
+    expect_packed(report, steps=3)

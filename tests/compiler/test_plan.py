@@ -1,0 +1,77 @@
+"""A plan is a value: equal decisions, equal digest, in any process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import FrozenInstanceError, replace
+
+import pytest
+
+from deepytorch.compiler.config import CompilerConfig
+from deepytorch.compiler.pipeline import passes_for
+from deepytorch.compiler.plan import Plan
+from deepytorch.passes.unpad import StripPadding
+
+
+def make(**options) -> Plan:
+    return Plan.initial("forward", CompilerConfig.parse(options=options))
+
+
+def test_plan_is_frozen_and_hashable():
+    plan = make()
+    with pytest.raises(FrozenInstanceError):
+        plan.region = "other"
+    assert {plan: 1}[make()] == 1
+
+
+def test_json_holds_every_decision():
+    plan = replace(make(min_padding=0.1), token_spaces=("s0 x s1",), assumptions=("labels are ignored at padding",))
+    assert json.loads(json.dumps(plan.to_json())) == {
+        "region": "forward",
+        "config": plan.config.to_json(),
+        "passes": ["StripPadding"],
+        "token_spaces": ["s0 x s1"],
+        "assumptions": ["labels are ignored at padding"],
+    }
+
+
+def test_digest_tells_plans_apart():
+    plan = make()
+    plans = [
+        plan,
+        replace(plan, region="other"),
+        replace(plan, passes=()),
+        replace(plan, token_spaces=("s0 x s1",)),
+        replace(plan, assumptions=("a",)),
+        make(loss_rows=False),
+        make(epilogue_fusion=False),
+    ]
+    assert len({each.digest() for each in plans}) == len(plans)
+
+
+def test_digest_does_not_depend_on_where_graphs_are_dumped():
+    assert make(dump_graphs="/tmp/a").digest() == make().digest()
+
+
+def test_digest_is_the_same_in_another_process():
+    code = (
+        "from deepytorch.compiler.plan import Plan; from deepytorch.compiler.config import CompilerConfig;"
+        "print(Plan.initial('forward', CompilerConfig.parse(options={'max_autotune': True})).digest())"
+    )
+    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+    assert found == make(max_autotune=True).digest()
+
+
+def test_pipeline_makes_the_passes_of_the_plan():
+    assert passes_for(make()) == [StripPadding()]
+    assert passes_for(make(loss_rows=False, defer_outputs=False)) == [
+        StripPadding(loss_rows=False, defer_outputs=False)
+    ]
+    assert passes_for(make(unpad=False)) == []
+
+
+def test_pipeline_refuses_a_plan_that_it_cannot_carry_out():
+    with pytest.raises(AssertionError, match="Nonsense"):
+        passes_for(replace(make(), passes=("Nonsense",)))

@@ -1,0 +1,77 @@
+"""What every test stands on: caches of its own, fixed seeds, and the marks that need a machine to run on."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import random
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+# Before torch is imported, by this process or by one that a test starts: no test reads or fills a cache of the user's,
+# none reaches for the network, and none is switched by the user's environment.
+_CACHES = Path(tempfile.mkdtemp(prefix="deepytorch-tests-"))
+atexit.register(shutil.rmtree, _CACHES, ignore_errors=True)
+for _name in [name for name in os.environ if name.startswith("DEEPYTORCH")]:
+    del os.environ[_name]
+for _name, _folder in {
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TRITON_CACHE_DIR": "triton",
+    "XDG_CACHE_HOME": "xdg",
+    "HF_HOME": "huggingface",
+    "MPLCONFIGDIR": "matplotlib",
+}.items():
+    (_CACHES / _folder).mkdir(mode=0o700)
+    os.environ[_name] = str(_CACHES / _folder)
+os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", MPLBACKEND="Agg", PYTHONHASHSEED="0")
+
+import torch  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
+
+# The same examples in every run: what a search finds elsewhere becomes a test of its own.
+settings.register_profile(
+    "deepytorch",
+    derandomize=True,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+    database=None,
+)
+settings.load_profile("deepytorch")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what this machine cannot run, with the reason."""
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    reasons = {
+        "gpu": None if num_gpus else "needs a CUDA device",
+        "multigpu": None if num_gpus > 1 else f"needs two CUDA devices, found {num_gpus}",
+        "lab": _why_no_lab(),
+    }
+    for item in items:
+        for mark, reason in reasons.items():
+            if reason is not None and item.get_closest_marker(mark) is not None:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _why_no_lab() -> str | None:
+    if sys.platform != "linux":
+        return "network namespaces are Linux only"
+    if os.geteuid() != 0:
+        return "needs root to make network namespaces"
+    return None if shutil.which("ip") else "needs the ip command (iproute2)"
+
+
+@pytest.fixture(autouse=True)
+def _same_start() -> None:
+    """Every test begins with the same seeds and without the graphs that another one compiled."""
+    random.seed(0)
+    torch.manual_seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
