@@ -46,6 +46,7 @@ def deepytorch_backend(
     Raises `ConfigError` for an option that is not known. Whatever else goes wrong while compiling leaves the region
     as stock would have compiled it, or in eager if that fails too, and is logged once.
     """
+    _keep_warnings_from_breaking_graphs()
     config = CompilerConfig.parse(mode, options, kwargs)
     if not Environment.read().enabled:
         config = replace(config, unpad=False)
@@ -198,11 +199,9 @@ def _may_have_attention(module: fx.GraphModule) -> bool:
 
 def _keep_warnings_from_breaking_graphs() -> None:
     """Transformers warns once through a logger method that Dynamo cannot trace, and that would cut a model in two at
-    its loss (GPT-2). Dynamo has a setting for such functions: the call is left out of compiled code.
+    its loss (GPT-2). Dynamo has a setting for such functions: the call is left out of compiled code. The method comes
+    with the import of transformers, which may follow ours; a trace that it has cut already is started over.
     """
     warning_once = getattr(logging.Logger, "warning_once", None)
     if warning_once is not None:
         torch._dynamo.config.ignore_logging_functions.add(warning_once)
-
-
-_keep_warnings_from_breaking_graphs()

@@ -160,9 +160,14 @@ def drop_empty_caches(graph: fx.Graph) -> None:
             continue
         value = node.meta.get("val")
         parts = [part for part in node.args[0] if not _is_legacy_empty(part)]
-        if len(parts) == 1 and len(parts) < len(node.args[0]) and parts[0].meta["val"].dtype == value.dtype:
+        if len(parts) == 1 and len(parts) < len(node.args[0]):
+            whole = parts[0]
+            if whole.meta["val"].dtype != value.dtype:  # an empty cache promotes too, as under autocast
+                with graph.inserting_before(node):
+                    whole = graph.call_function(aten.to.dtype, (whole, value.dtype))
+                whole.meta["val"] = value
             empties = [part for part in node.args[0] if part is not parts[0]]
-            node.replace_all_uses_with(parts[0])
+            node.replace_all_uses_with(whole)
             graph.erase_node(node)
             for empty in empties:
                 _erase_chain(graph, empty)

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from deepytorch.passes.masks import MASKED, READINGS
+from deepytorch.passes.attentions import MASKED
+from deepytorch.passes.masks import READINGS
 from deepytorch.passes.program import IndexInput, IndexSet, LossFacts, Program
 
 

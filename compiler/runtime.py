@@ -139,7 +139,7 @@ class Step:
             self._output(output, index, values, inputs, indices, chosen)
             for index, output in enumerate(self._program.outputs)
         )
-        self._count_packed(chosen)
+        self._record.steps_packed += 1
         self._record.host_seconds += host + time.perf_counter() - started
         return outputs
 
@@ -168,9 +168,6 @@ class Step:
             if saving < MIN_SAVING or padding < self._min_padding:
                 return Refusal("hardly any padding in the batch")
         return facts
-
-    def _count_packed(self, facts: Facts) -> None:
-        self._record.steps_packed += 1
 
     # ------------------------------------------------------------------ the other ways
 

@@ -35,9 +35,8 @@ class Context:
 
     inputs: list[GraphInput]
     shape_env: Any = None  # torch.fx.experimental.symbolic_shapes.ShapeEnv; None where every size is a number
-    ends_in_break: bool = (
-        False  # the rest of the frame sees the outputs: zeros at pads would be seen by the model itself
-    )
+    # The rest of the frame sees the outputs: zeros at pads would be seen by the model itself.
+    ends_in_break: bool = False
     artifacts: dict[str, Any] = field(default_factory=dict)
 
 

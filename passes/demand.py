@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from deepytorch.passes.attentions import Attention
 from deepytorch.passes.layout import Layout, is_token
-from deepytorch.passes.masks import Attention
 from deepytorch.passes.rules import Rule, is_random, rule_for, tensor_inputs
 
 _NOTHING, _LOSS, _TOKENS, _EVERYTHING = range(4)

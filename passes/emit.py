@@ -12,6 +12,7 @@ from torch import fx
 
 import deepytorch.passes.ops.pack
 import deepytorch.passes.ops.varlen_attention  # noqa: F401  (both register their operators)
+from deepytorch.passes.attentions import Attention
 from deepytorch.passes.layout import (
     ROWS,
     VIEWS,
@@ -25,7 +26,7 @@ from deepytorch.passes.layout import (
     token_dims,
     vanishes,
 )
-from deepytorch.passes.masks import Attention, Meaning
+from deepytorch.passes.masks import Meaning
 from deepytorch.passes.program import IndexInput, IndexSet
 from deepytorch.passes.rules import rule_for
 from deepytorch.passes.slicing import Slicer

@@ -149,9 +149,7 @@ class Program:
     indices: tuple[IndexInput, ...]
     outputs: tuple[Output, ...]
     tails: tuple[Tail, ...]
-    sizes: tuple[
-        tuple[int, int, int], ...
-    ]  # (input, rows' dim, positions' dim) that a space's sizes are read from, a space
+    sizes: tuple[tuple[int, int, int], ...]  # of each space: the input, its rows' dim and its positions' dim
     buffers: tuple[tuple[int, torch.Tensor, int], ...] = ()  # (input, tensor, version) that masks were proved with
     packed_inputs: tuple[int, ...] = ()
     costs: tuple[tuple[IndexSet, float], ...] = ()  # multiply-adds for every entry of a set, in what is packed

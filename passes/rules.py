@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from deepytorch.passes.attentions import bind
 from deepytorch.passes.layout import (
     VIEWS,
     Dim,
@@ -31,7 +32,6 @@ from deepytorch.passes.layout import (
     token_dims,
     vanishes,
 )
-from deepytorch.passes.masks import bind
 from deepytorch.passes.program import IndexSet
 
 if TYPE_CHECKING:

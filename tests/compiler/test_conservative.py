@@ -84,12 +84,12 @@ class BatchNorm(nn.Module):
         self.norm = nn.BatchNorm1d(DIM)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(x.transpose(1, 2).contiguous()).transpose(1, 2).contiguous()
+        return x + self.norm(x.transpose(1, 2).contiguous()).transpose(1, 2)
 
 
 class FlatBatchNorm(BatchNorm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(x.reshape(-1, DIM)).view(x.shape)
+        return self.norm(x.reshape(-1, DIM)).reshape(x.shape)
 
 
 class Convolution(nn.Module):

@@ -1,0 +1,447 @@
+"""Small models on each of which an earlier, plausible form of the analyses would have trained on wrong numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.compiler.parity import (
+    IGNORED,
+    PAD,
+    Batch,
+    Pair,
+    assert_close,
+    batches,
+    causal_batch,
+    describe,
+    expect_packed,
+    masked_lm_batch,
+)
+from tests.compiler.plain_models import DIM, HEADS, VOCAB, Block, Plain, filled, keys, scaled, sdpa_bool
+
+GIVEN = ((4, 11, "right"), (3, 13, "left"), (5, 9, "holes"))
+
+
+def train(model: nn.Module, given: list[Batch] | None = None, **kwargs: Any) -> Any:
+    report = Pair(model.train(), **kwargs).train(given or batches(masked_lm_batch, *GIVEN))
+    assert not [each for region in report.regions for each in region.fallbacks], describe(report)
+    assert report.total("steps_packed") or any(r.declined or r.padded_because for r in report.regions), describe(report)
+    return report
+
+
+class Words(nn.Module):
+    """Embedding, then whatever `between` does, then one masked block, then the loss."""
+
+    def __init__(self, between: Any = None, attend: Any = sdpa_bool) -> None:
+        super().__init__()
+        self.tokens, self.block, self.head = nn.Embedding(VOCAB, DIM), Block(attend), nn.Linear(DIM, VOCAB)
+        self.between = between
+
+    def hidden(self, input_ids: Any, attention_mask: Any) -> torch.Tensor:
+        x = self.tokens(input_ids)
+        x = x if self.between is None else self.between(x)
+        return self.block(x, attention_mask)
+
+    def forward(self, input_ids: Any, attention_mask: Any, labels: Any) -> Any:
+        return F.cross_entropy(self.head(self.hidden(input_ids, attention_mask)).flatten(0, 1), labels.flatten())
+
+
+# ------------------------------------------------------------------------------------------ what a token is
+
+
+class PadIdInABuffer(Words):
+    """What a pad is, is a number that somebody may change; it is not known when the region is analysed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("pad", torch.tensor(PAD))
+
+    def forward(self, input_ids: Any, labels: Any) -> Any:
+        return super().forward(input_ids, input_ids != self.pad, labels)
+
+
+def test_the_pad_id_in_a_buffer_may_change_between_steps() -> None:
+    pair = Pair(PadIdInABuffer().train())
+    given = batches(masked_lm_batch, (4, 11, "right"), (3, 13, "right"), (4, 9, "right"))
+    for batch in given:
+        mask = batch.pop("attention_mask")
+        batch["input_ids"][:, 0] = 7
+        batch["labels"][mask == 0] = IGNORED
+    pair.step(given[0])
+    for model in (pair.reference, pair.model):
+        model.pad.fill_(2)
+    for batch in given[1:]:
+        batch["input_ids"].masked_fill_(batch["input_ids"] == PAD, 2)
+        pair.step(batch)
+
+
+@pytest.mark.parametrize("pad", [0, 3, VOCAB - 1, -1], ids=["zero", "small", "last word", "negative sentinel"])
+def test_a_mask_from_ids_knows_which_id_is_the_pad(pad: int) -> None:
+    class FromIds(Words):
+        def forward(self, input_ids: Any, labels: Any) -> Any:
+            return super().forward(input_ids.clamp(min=0), input_ids != pad, labels)
+
+    given = batches(masked_lm_batch, *GIVEN)
+    for batch in given:
+        mask = batch.pop("attention_mask")
+        batch["input_ids"] = (
+            batch["input_ids"].masked_fill(mask == 0, pad).masked_fill((mask == 1) & (batch["input_ids"] == pad), 9)
+        )
+    train(FromIds(), given)
+
+
+@pytest.mark.parametrize("least", [5, 40, 90])
+def test_a_mask_from_a_range_of_ids_is_not_taken_for_one_pad_id(least: int) -> None:
+    class Range(Words):
+        def forward(self, input_ids: Any, attention_mask: Any, labels: Any) -> Any:
+            return super().forward(input_ids, (input_ids >= least) | (attention_mask == 1), labels)
+
+    train(Range())
+
+
+def late(q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
+    """As `filled`, but every key past the 30th position is seen, pad or not."""
+    far = torch.arange(q.shape[2], device=q.device) >= 30
+    return scaled(q, k).masked_fill(~(keys(mask) | far), -1e9).softmax(-1) @ v
+
+
+class TwoAttentions(nn.Module):
+    def __init__(self, first: Any, second: Any) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(VOCAB, DIM), nn.Linear(DIM, VOCAB)
+        self.first, self.second = Block(first), Block(second)
+
+    def forward(self, input_ids: Any, attention_mask: Any, labels: Any) -> torch.Tensor:
+        x = self.second(self.first(self.tokens(input_ids), attention_mask), attention_mask)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def test_masks_that_differ_only_at_late_positions_are_told_apart() -> None:
+    train(TwoAttentions(filled, late), batches(masked_lm_batch, (4, 9, "right"), (3, 48, "right"), (4, 40, "left")))
+
+
+class TwoSides(nn.Module):
+    """An encoder whose two attentions do not agree on what a token is, and a decoder with a mask of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(VOCAB, DIM), nn.Linear(DIM, VOCAB)
+        self.first, self.second, self.target = Block(filled), Block(filled), Block(filled)
+
+    def forward(self, input_ids: Any, attention_mask: Any, other: Any, target_ids: Any, target_mask: Any, labels: Any):
+        source = self.second(self.first(self.tokens(input_ids), attention_mask), other)
+        pooled = (source * other[..., None]).sum(1) / other.sum(1, keepdim=True)
+        x = self.target(self.tokens(target_ids) + pooled[:, None], target_mask)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def test_one_side_that_disagrees_on_its_tokens_stays_padded_beside_one_that_is_packed() -> None:
+    sources = batches(masked_lm_batch, (4, 11, "right"), (3, 13, "left"), (5, 9, "holes"))
+    targets = batches(masked_lm_batch, (4, 7, "right"), (3, 8, "left"), (5, 6, "right"), seed=2)
+    given = []
+    for source, target in zip(sources, targets, strict=True):
+        other = source["attention_mask"].clone()
+        other[:, ::2] = 1
+        given.append(
+            {
+                "input_ids": source["input_ids"], "attention_mask": source["attention_mask"], "other": other,
+                "target_ids": target["input_ids"], "target_mask": target["attention_mask"], "labels": target["labels"],
+            }
+        )  # fmt: skip
+    expect_packed(train(TwoSides(), given), steps=3)
+
+
+# ------------------------------------------------------------------------------------------ which position is which
+
+
+REORDERED = {
+    "index": lambda x: x + x[:, torch.arange(x.shape[1] - 1, -1, -1)],
+    "cat to the left": lambda x: torch.cat([x[:, 1:], x[:, :1]], 1),
+    "cat to the right": lambda x: torch.cat([x[:, -1:], x[:, :-1]], 1),
+    "gather": lambda x: x + x.gather(1, (x.shape[1] - 1 - torch.arange(x.shape[1]))[None, :, None].expand_as(x)),
+    "index_select": lambda x: x + torch.index_select(x, 1, torch.arange(x.shape[1] - 1, -1, -1)),
+    "unfold and flip": lambda x: x + x.unfold(1, 1, 1).squeeze(-1).flip(1),
+}
+
+
+@pytest.mark.parametrize("between", REORDERED.values(), ids=REORDERED)
+def test_positions_in_another_order_are_not_the_same_positions(between: Any) -> None:
+    train(Words(between))
+
+
+def test_a_position_of_the_callers_added_in_front_shifts_all_others() -> None:
+    class Prefixed(Words):
+        def __init__(self) -> None:
+            super().__init__()
+            self.start = nn.Parameter(torch.randn(1, 1, DIM))
+
+        def forward(self, input_ids: Any, attention_mask: Any, labels: Any) -> Any:
+            x = torch.cat([self.start.expand(input_ids.shape[0], -1, -1), self.tokens(input_ids)], 1)
+            mask = F.pad(attention_mask, (1, 0), value=1)
+            return F.cross_entropy(self.head(self.block(x, mask))[:, 1:].flatten(0, 1), labels.flatten())
+
+    train(Prefixed())
+
+
+def test_a_constant_row_in_front_of_the_positions_shifts_all_others() -> None:
+    def between(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([torch.ones(x.shape[0], 1, DIM), x[:, :-1]], 1)
+
+    train(Words(between))
+
+
+def test_a_pick_behind_another_dimension_takes_the_position_it_names() -> None:
+    class Stacked(Words):
+        def forward(self, input_ids: Any, attention_mask: Any, labels: Any) -> Any:
+            x = self.hidden(input_ids, attention_mask)
+            both = torch.stack([x, 2 * x])  # (2, rows, positions, channels)
+            return F.cross_entropy(self.head(both[:, :, 0].sum(0)), labels[:, 0].clamp(min=0))
+
+    train(Stacked(), batches(masked_lm_batch, (4, 11, "right"), (3, 13, "right"), (2, 9, "right")))
+
+
+@pytest.mark.parametrize("dim", [0, 1], ids=["rows", "positions"])
+def test_a_pick_of_a_row_is_no_pick_of_a_position(dim: int) -> None:
+    class Picks(Words):
+        def forward(self, input_ids: Any, attention_mask: Any, labels: Any) -> Any:
+            x = self.hidden(input_ids, attention_mask)
+            picked = x.select(dim, 1)
+            return F.cross_entropy(self.head(picked), labels.select(dim, 1).clamp(min=0))
+
+    train(Picks(), batches(masked_lm_batch, (4, 11, "holes"), (3, 13, "holes"), (5, 9, "holes")))
+
+
+# ------------------------------------------------------------------------------------------ what attention pairs up
+
+
+def test_causal_attention_over_heads_is_not_causal_over_positions() -> None:
+    def over_heads(q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (rows, positions, heads, size): attends over heads
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+    train(TwoAttentions(over_heads, sdpa_bool))
+
+
+def tiled(q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
+    """Grouped queries whose groups do not stand together: head h reads key head h % 2."""
+    rows, heads, length, size = q.shape
+    q = q.view(rows, heads // 2, 2, length, size)
+    k, v = k[:, None, :2], v[:, None, :2]
+    scores = (q @ k.transpose(-1, -2) / size**0.5).masked_fill(~keys(mask)[:, None], -1e9)
+    return (scores.softmax(-1) @ v).reshape(rows, heads, length, size)
+
+
+def grouped(q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
+    """Grouped queries whose groups stand together: head h reads key head h // 2."""
+    rows, heads, length, size = q.shape
+    q = q.view(rows, 2, heads // 2, length, size)
+    k, v = k[:, :2, None], v[:, :2, None]
+    scores = (q @ k.transpose(-1, -2) / size**0.5).masked_fill(~keys(mask)[:, None], -1e9)
+    return (scores.softmax(-1) @ v).reshape(rows, heads, length, size)
+
+
+def repeated(q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
+    """Key heads tiled (0 1 0 1), not repeated in place (0 0 1 1)."""
+    k, v = (x[:, :2].repeat(1, HEADS // 2, 1, 1) for x in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=keys(mask))
+
+
+@pytest.mark.parametrize("attend", [tiled, grouped, repeated], ids=lambda function: function.__name__)
+def test_shared_key_heads_pair_up_as_the_model_says(attend: Any) -> None:
+    train(Plain(attend, layers=1))
+
+
+# ------------------------------------------------------------------------------------------ losses
+
+
+def shifted_unreduced(model: Any, x: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    losses = F.cross_entropy(model.head(x)[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="none")
+    return (losses.view(mask.shape[0], -1) * mask[:, 1:]).sum() / mask[:, 1:].sum()
+
+
+def shifted_unreduced_early_weight(
+    model: Any, x: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor
+) -> torch.Tensor:
+    """Weighted with the mask of the predicting token, not of the predicted one."""
+    losses = F.cross_entropy(model.head(x)[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="none")
+    return (losses.view(mask.shape[0], -1) * mask[:, :-1]).sum() / mask[:, :-1].sum()
+
+
+def unreduced_with_gaps(model: Any, x: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """A mean of rows' means, where an ignored label counts as zero."""
+    losses = F.cross_entropy(model.head(x).transpose(1, 2), labels, reduction="none")
+    return losses.mean(1).sum() + losses.square().mean()
+
+
+def several_labels_a_token(model: Any, x: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Two predictions a token, (rows, positions, 2, words), of which one may be ignored."""
+    logits = torch.stack([model.head(x), model.head(-x)], 2)
+    both = torch.stack([labels, labels.roll(1, 0).masked_fill(mask == 0, IGNORED)], 2)
+    return F.cross_entropy(logits.flatten(0, 2), both.flatten())
+
+
+def labels_of_another_row(model: Any, x: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model.head(x).flatten(0, 1), labels.flip(0).flatten())
+
+
+def transposed_labels(model: Any, x: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Logits row by row, labels column by column."""
+    return F.cross_entropy(model.head(x).flatten(0, 1), labels.t().reshape(-1))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        shifted_unreduced, shifted_unreduced_early_weight, unreduced_with_gaps, several_labels_a_token,
+        labels_of_another_row, transposed_labels,
+    ],
+    ids=lambda function: function.__name__,
+)  # fmt: skip
+def test_losses_that_look_like_a_plain_one(loss: Any) -> None:
+    train(Plain(sdpa_bool, loss, layers=1), batches(causal_batch, *GIVEN))
+
+
+def test_a_shifted_unreduced_loss_is_packed_where_its_weights_ignore_pads() -> None:
+    report = train(
+        Plain(sdpa_bool, shifted_unreduced, layers=1), batches(causal_batch, (4, 11, "right"), (3, 13, "right"))
+    )
+    expect_packed(report, steps=2)
+
+
+# ------------------------------------------------------------------------------------------ writes
+
+
+def doubled_through_a_view(x: torch.Tensor) -> torch.Tensor:
+    y = x * 1.0
+    y[:, :1].mul_(3.0)
+    return y
+
+
+def doubled_through_a_split(x: torch.Tensor) -> torch.Tensor:
+    y = x * 1.0
+    left, _ = y.detach().split(DIM // 2, -1)  # autograd allows no write to what split gives
+    left.add_(3.0)
+    return y
+
+
+def doubled_through_a_flat_view(x: torch.Tensor) -> torch.Tensor:
+    y = x * 1.0
+    y.view(-1, DIM)[2].mul_(3.0)
+    return y
+
+
+def written_after_it_was_read(x: torch.Tensor) -> torch.Tensor:
+    y = x * 1.0
+    z = y.view(y.shape)
+    y.add_(1.0)
+    return y + z
+
+
+@pytest.mark.parametrize(
+    "between",
+    [doubled_through_a_view, doubled_through_a_split, doubled_through_a_flat_view, written_after_it_was_read],
+    ids=lambda function: function.__name__,
+)
+def test_writes_through_views_reach_what_they_reach_in_eager(between: Any) -> None:
+    train(Words(between))
+
+
+def test_a_batch_that_the_model_writes_to_is_written_once() -> None:
+    class Writes(Words):
+        def forward(self, input_ids: Any, attention_mask: Any, labels: Any, calls: Any) -> Any:
+            calls.add_(attention_mask)
+            return super().forward(input_ids, attention_mask, labels)
+
+    model = Writes().train()
+    pair = Pair(model, call=lambda module, **batch: module(**batch))
+    for batch in batches(masked_lm_batch, *GIVEN):
+        counts = [torch.zeros_like(batch["attention_mask"]) for _ in range(2)]
+        wanted, found = (
+            each(**batch, calls=count) for each, count in zip((pair.reference, pair.compiled), counts, strict=True)
+        )
+        assert_close(found, wanted, "loss")
+        assert torch.equal(*counts)
+
+
+class Statistics(Words):
+    """Keeps a running mean of its hidden states, written in every step."""
+
+    def __init__(self, masked: bool) -> None:
+        super().__init__()
+        self.masked = masked
+        self.register_buffer("mean", torch.zeros(DIM))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+    def forward(self, input_ids: Any, attention_mask: Any, labels: Any) -> Any:
+        x = self.hidden(input_ids, attention_mask)
+        with torch.no_grad():
+            factor = attention_mask[..., None] if self.masked else torch.ones_like(attention_mask)[..., None]
+            self.mean.mul_(0.9).add_((x * factor).sum((0, 1)) / factor.sum(), alpha=0.1)
+            self.steps.add_(1)
+        logits = self.head(x - self.mean)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
+
+
+@pytest.mark.parametrize("masked", [True, False], ids=["over tokens", "over all positions"])
+def test_statistics_are_written_once_a_step(masked: bool) -> None:
+    def compare(expected: Any, found: Any, batch: Batch) -> None:
+        real = batch["attention_mask"].bool()
+        assert_close(found[1][real], expected[1][real], "logits", rel=1e-4)
+
+    pair = Pair(Statistics(masked).train())
+    pair.train(batches(masked_lm_batch, *GIVEN, (4, 10, "right")), compare)
+    assert pair.model.steps.item() == pair.reference.steps.item() == 4
+    assert_close(pair.model.mean, pair.reference.mean, "running mean", rel=1e-4)
+
+
+# ------------------------------------------------------------------------------------------ modes, outputs
+
+
+@pytest.mark.parametrize("mode", ["autocast", "no_grad"])
+def test_outputs_made_under_a_mode_of_the_models_own(mode: str) -> None:
+    class Island(Words):
+        def forward(self, input_ids: Any, attention_mask: Any, labels: Any) -> Any:
+            x = self.hidden(input_ids, attention_mask)
+            loss = F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+            if mode == "no_grad":
+                with torch.no_grad():
+                    shown = self.head(x).softmax(-1)
+            else:
+                with torch.autocast("cpu", torch.bfloat16):
+                    shown = self.head(x)
+            return loss, shown
+
+    def compare(expected: Any, found: Any, batch: Batch) -> None:
+        real = batch["attention_mask"].bool()
+        assert found[1].requires_grad == expected[1].requires_grad
+        tight = 1e-5 if mode == "no_grad" else 1e-2
+        assert found[1].dtype == expected[1].dtype
+        assert_close(found[1][real].float(), expected[1][real].float(), "shown", rel=tight, floor=1e-6)
+
+    train_with = Pair(Island().train())
+    train_with.train(batches(masked_lm_batch, *GIVEN), compare)
+
+
+def test_integers_beside_the_loss_of_a_model_without_a_mask_are_eagers() -> None:
+    """A causal model is cut after its last label; what it predicts there is still asked for."""
+
+    class Predicts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens, self.head = nn.Embedding(VOCAB, DIM), nn.Linear(DIM, VOCAB)
+            self.block = Block(lambda q, k, v, mask: F.scaled_dot_product_attention(q, k, v, is_causal=True))
+
+        def forward(self, input_ids: Any, attention_mask: Any, labels: Any) -> Any:
+            logits = self.head(self.block(self.tokens(input_ids), attention_mask))
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+            return loss, logits.argmax(-1)
+
+    def compare(expected: Any, found: Any, batch: Batch) -> None:
+        assert torch.equal(found[1], expected[1])
+
+    pair = Pair(Predicts().train())
+    pair.train(batches(causal_batch, (4, 11, "right"), (3, 13, "right"), (4, 9, "right")), compare)
