@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from deepytorch.compiler.report import RegionRecord
 from deepytorch.errors import DeferredError
 from deepytorch.log import logger, once
 from deepytorch.passes.base import GraphInput, Role
-from deepytorch.passes.program import Output, Program, Tail
+from deepytorch.passes.program import Output, Program
 
 Lower = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
@@ -112,8 +113,6 @@ class Step:
         self._packed: CompiledStep | None = CompiledStep(packed, varying, lower, record)
         self._batch = tuple(index for index, given in enumerate(inputs) if given.role is Role.BATCH)
         self._parameters = tuple(index for index, given in enumerate(inputs) if given.role is Role.PARAMETER)
-        # Writes through `.data` leave no version behind; the first and the last weight stand for all.
-        self._watched = (*self._parameters[:1], *self._parameters[-1:])
         self._want_padded = False  # somebody reads deferred outputs that only the padded step computes
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
@@ -135,9 +134,10 @@ class Step:
         except Exception as error:
             return self._without_packed(inputs, error)
         started = time.perf_counter()
+        taken = _Taken(inputs, values, indices, chosen.sizes, _Batch(inputs[index] for index in self._batch))
         outputs = tuple(
-            self._output(output, index, values, inputs, indices, chosen)
-            for index, output in enumerate(self._program.outputs)
+            values[output.index] if output.kind == "value" else self._defer(output, place, taken)
+            for place, output in enumerate(self._program.outputs)
         )
         self._record.steps_packed += 1
         self._record.host_seconds += host + time.perf_counter() - started
@@ -201,78 +201,100 @@ class Step:
 
     # ------------------------------------------------------------------ outputs
 
-    def _output(
-        self, output: Output, index: int, values: Sequence[Any], inputs: Sequence[Any], indices: Indices, facts: Facts
-    ) -> Any:
-        if output.kind == "value":
-            return values[output.index]
+    def _defer(self, output: Output, place: int, taken: _Taken) -> torch.Tensor:
+        """Output number `place` of the region, for whoever comes to use it."""
+        return self._defer_tail(output, taken) if output.kind == "tail" else self._defer_twin(output, place, taken)
+
+    def _defer_tail(self, output: Output, taken: _Taken) -> torch.Tensor:
+        tail, meta = self._program.tails[output.index], output.meta
+        assert meta is not None
+        given = [taken.inputs[index] for index in tail.inputs]
+        learned = [number for number, index in enumerate(tail.inputs) if index in self._parameters]
+        weights = [given[number] for number in learned]
+        rest = [taken.values[index] for index in tail.values] + [taken.indices.get(index) for index in tail.indices]
+        batch = taken.batch
+
+        def compute(weights_then: list[torch.Tensor]) -> torch.Tensor:
+            batch.check(meta.name)
+            arguments = list(given)
+            for number, weight in zip(learned, weights_then, strict=True):
+                arguments[number] = weight
+            return tail.module(*arguments, *rest)[0]
+
+        return defer(
+            meta.shape(taken.sizes),
+            compute,
+            dtype=meta.dtype,
+            device=rest[0].device,
+            requires_grad=any(value.requires_grad for value in (*rest, *weights)),
+            name=meta.name,
+            depends_on=weights,
+        )
+
+    def _defer_twin(self, output: Output, place: int, taken: _Taken) -> torch.Tensor:
         meta = output.meta
         assert meta is not None
-        shape = meta.shape(facts.sizes)
-        batch = [(inputs[i], inputs[i]._version) for i in self._batch if isinstance(inputs[i], torch.Tensor)]
-        if output.kind == "tail":
-            tail = self._program.tails[output.index]
-            given = [inputs[i] for i in tail.inputs]
-            learned = [place for place, i in enumerate(tail.inputs) if i in self._parameters]
-            rest = [values[i] for i in tail.values] + [indices.get(i) for i in tail.indices]
-            requires_grad = any(v.requires_grad for v in rest) or any(given[place].requires_grad for place in learned)
-            return defer(
-                shape,
-                lambda now: _run_tail(tail, given, learned, now, rest, batch, meta.name),
-                dtype=meta.dtype,
-                device=rest[0].device,
-                requires_grad=requires_grad,
-                name=meta.name,
-                depends_on=[given[place] for place in learned],
-            )
-        weights = [(inputs[i], sample(inputs[i])) for i in self._watched]
-        versions = [inputs[i]._version for i in self._parameters]
+        inputs, batch = taken.inputs, taken.batch
+        parameters = [inputs[index] for index in self._parameters]
+        versions = [parameter._version for parameter in parameters]
+        samples = [sample(weight) for weight in _ends(parameters)]
+
+        def compute(_: list[torch.Tensor]) -> torch.Tensor:
+            self._want_padded = True
+            batch.check(meta.name)
+            moved = [parameter._version for parameter in parameters] != versions
+            if moved or not all(map(_unchanged, samples, _ends(parameters))):
+                raise DeferredError(
+                    f"{meta.name} was left out of the packed step and its weights have changed since. Read it before "
+                    "optimizer.step(), or compile with options={'defer_outputs': False}. Later steps compute it."
+                )
+            return tuple(self._padded([inputs[index] for index in self._padded_inputs]))[place]
+
         return defer(
-            shape,
-            lambda _: self._run_twin(index, inputs, versions, weights, batch, meta.name),
+            meta.shape(taken.sizes),
+            compute,
             dtype=meta.dtype,
             device=inputs[self._batch[0]].device,
-            requires_grad=any(inputs[i].requires_grad for i in self._parameters),
+            requires_grad=any(parameter.requires_grad for parameter in parameters),
             name=meta.name,
         )
 
-    def _run_twin(
-        self, index: int, inputs: Sequence[Any], versions: list[int], weights: list[Any], batch: list[Any], name: str
-    ) -> torch.Tensor:
-        """A deferred output that has entries the packed step never computed: run the padded step for it."""
-        self._want_padded = True
-        _check_unchanged(batch, name)
-        moved = [inputs[i]._version for i in self._parameters] != versions
-        if moved or any(before is not None and not same_bits(before, sample(weight)) for weight, before in weights):
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """A packed step that was taken, for its deferred outputs; each keeps only the parts that it is made from."""
+
+    inputs: Sequence[Any]
+    values: Sequence[Any]
+    indices: Indices
+    sizes: Sequence[tuple[int, int]]
+    batch: _Batch
+
+
+class _Batch:
+    """The batch's tensors as they were, to be told if one is overwritten."""
+
+    __slots__ = ("_versions",)
+
+    def __init__(self, inputs: Iterable[Any]) -> None:
+        self._versions = [(tensor, tensor._version) for tensor in inputs if isinstance(tensor, torch.Tensor)]
+
+    def check(self, name: str) -> None:
+        """Raise `DeferredError` where the batch was overwritten since."""
+        if any(tensor._version != version for tensor, version in self._versions):
             raise DeferredError(
-                f"{name} was left out of the packed step and its weights have changed since. Read it before "
-                "optimizer.step(), or compile with options={'defer_outputs': False}. Later steps compute it."
+                f"{name} is computed from a batch that was overwritten since. Read it before the next batch is copied "
+                "in, or compile with options={'defer_outputs': False}."
             )
-        return tuple(self._padded([inputs[i] for i in self._padded_inputs]))[index]
 
 
-def _run_tail(
-    tail: Tail,
-    given: list[Any],
-    learned: list[int],
-    now: list[torch.Tensor],
-    rest: list[Any],
-    batch: list[Any],
-    name: str,
-) -> torch.Tensor:
-    _check_unchanged(batch, name)
-    arguments = list(given)
-    for place, value in zip(learned, now, strict=True):
-        arguments[place] = value
-    return tail.module(*arguments, *rest)[0]
+def _ends(parameters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The first and the last weight, which stand for all: writes through `.data` leave no version behind."""
+    return (*parameters[:1], *parameters[-1:])
 
 
-def _check_unchanged(batch: list[tuple[torch.Tensor, int]], name: str) -> None:
-    if any(tensor._version != version for tensor, version in batch):
-        raise DeferredError(
-            f"{name} is computed from a batch that was overwritten since. Read it before the next batch is copied in, "
-            "or compile with options={'defer_outputs': False}."
-        )
+def _unchanged(before: torch.Tensor | None, weight: torch.Tensor) -> bool:
+    return before is None or same_bits(before, sample(weight))
 
 
 def _read_inputs(module: fx.GraphModule, count: int) -> tuple[int, ...]:

@@ -1,4 +1,5 @@
 """Finding the attentions of a graph: SDPA, or matmul - softmax - matmul spelled out, and what is added between."""
+
 from __future__ import annotations
 
 import math

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import fx
 
 
-@dataclass(frozen=True)
-class IndexSet:
+class IndexSet(NamedTuple):
     """Some entries of a token space, in row-major order: its tokens, or those of them that a loss looks at.
 
     `space` numbers the token space. `loss` is None for tokens, else the number of the loss whose label is not ignored
@@ -28,8 +28,7 @@ class IndexSet:
         return self.loss is None and self.offset == 0 and self.cut == 0
 
 
-@dataclass(frozen=True)
-class IndexInput:
+class IndexInput(NamedTuple):
     """An input that the packed graph takes after those of the region.
 
     kind "flat": row * positions + position of every entry of `entries`, (entries,) int64. "rank": where `entries` stand
