@@ -205,3 +205,6 @@ def _keep_warnings_from_breaking_graphs() -> None:
     warning_once = getattr(logging.Logger, "warning_once", None)
     if warning_once is not None:
         torch._dynamo.config.ignore_logging_functions.add(warning_once)
+
+
+_keep_warnings_from_breaking_graphs()

@@ -46,20 +46,24 @@ def which_trace(module: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[
         for tensor, _ in batch:
             tensor.__dict__.pop(_DECLINED, None)
         return Trace.DECLINED, reasons
-    if any(hasattr(tensor, _OURS) for tensor, _ in batch):
-        for tensor, _ in batch:
-            _unmark(tensor)
-        return Trace.MARKED, []
-    if not torch._dynamo.config.automatic_dynamic_shapes and torch._dynamo.config.assume_static_by_default:
+    begun = any(hasattr(tensor, _OURS) for tensor, _ in batch)
+    if (
+        not begun
+        and not torch._dynamo.config.automatic_dynamic_shapes
+        and torch._dynamo.config.assume_static_by_default
+    ):
         return Trace.AS_IT_COMES, []  # dynamic=False: the user asked for fixed sizes
-    fixed = [(tensor, _fixed_dims(fake)) for tensor, fake in batch]
-    if not any(dims for _, dims in fixed):
-        return Trace.AS_IT_COMES, []
-    for tensor, dims in fixed:
-        if dims:
-            setattr(tensor, _OURS, dims)
-            torch._dynamo.maybe_mark_dynamic(tensor, list(dims))
-    raise RestartTrace
+    # A trace that was cut short did not see every input: those that came to light since are marked in turn.
+    fixed = [(tensor, _fixed_dims(fake)) for tensor, fake in batch if not hasattr(tensor, _OURS)]
+    if any(dims for _, dims in fixed):
+        for tensor, dims in fixed:
+            if dims:
+                setattr(tensor, _OURS, dims)
+                torch._dynamo.maybe_mark_dynamic(tensor, list(dims))
+        raise RestartTrace
+    for tensor, _ in batch:
+        _unmark(tensor)
+    return (Trace.MARKED if begun else Trace.AS_IT_COMES), []
 
 
 def restart_as_stock(module: fx.GraphModule, example_inputs: Sequence[Any], reasons: list[str]) -> NoReturn:

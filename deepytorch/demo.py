@@ -291,6 +291,7 @@ def _table(result: DemoResult) -> Group:
         )
     note = (
         f"Times: medians over the {len(result.counted_steps())} steps after the warm-up in which no arm compiled. "
+        f"speedup: the median, too, of each batch's time in {result.runs[0].name} over its own. "
         "compile s: what steps that compiled took beyond the median. "
         f"loss diff.: the largest of all steps, relative to {result.runs[0].name}."
     )
