@@ -15,7 +15,7 @@ from torch import fx
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._guards import CompileContext
 
-from deepytorch.compiler.capture import Captured, capture
+from deepytorch.compiler.capture import Captured, Untraceable, capture
 from deepytorch.compiler.config import CompilerConfig
 from deepytorch.compiler.dynamic import Trace, restart_as_stock, which_trace
 from deepytorch.compiler.lower import lower
@@ -60,6 +60,11 @@ def deepytorch_backend(
         return _compile(module, example_inputs, config, trace)
     except TensorifyScalarRestartAnalysis:
         raise
+    except Untraceable as untraceable:
+        reason = str(untraceable).partition("\n")[0]  # the interpreter adds where it was
+        if trace is Trace.MARKED and EXPLAINING.get() is None:
+            restart_as_stock(module, example_inputs, [reason])
+        return _lower_whole(module, example_inputs, config, _record(config, reason))
     except Exception as error:
         once(logging.WARNING, "a region could not be analysed (%s: %s); stock compiles it", type(error).__name__, error)
         logger.debug("traceback of the failure", exc_info=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -72,6 +72,7 @@ def capture(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
             traced = make_fx(lambda *args: interpreter.run(*args), pre_dispatch=True, tracing_mode="real")(*fakes)
     finally:
         fake_mode.allow_non_fake_inputs = allowed
+    _refuse_baked_values(traced)
     # make_fx's own kind of module generates its code lazily, which Dynamo cannot enter.
     traced = fx.GraphModule(traced, traced.graph)
     for node, graph_input in zip(_placeholders(traced), inputs, strict=True):
@@ -85,25 +86,52 @@ def capture(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
     return Captured(traced, inputs, fake_mode)
 
 
+def _refuse_baked_values(traced: fx.GraphModule) -> None:
+    """A value of this batch that stands in the trace as a constant would be every batch's: `x.data`, `vmap`."""
+    for node in traced.graph.nodes:
+        if node.op == "get_attr" and isinstance(getattr(traced, str(node.target), None), FakeTensor):
+            raise Untraceable(f"{node.name} is a value of the batch that tracing took for a constant")
+
+
+class Untraceable(Exception):
+    """The graph holds what a trace of its forward would lose; the region is left to stock."""
+
+
+# Calls of Dynamo's that act on gradients, or on how the calls after them are run: a trace of the forward loses them.
+_LOST_MODULES = ("torch.autograd.", "torch._functorch.", "torch._C._functorch.", "torch.func.", "torch._dynamo.")
+_LOST_METHODS = frozenset({
+    "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "requires_grad_", "backward",
+})  # fmt: skip
+
+
 class _Inlining(fx.Interpreter):
     """Runs a Dynamo graph with checkpointed parts inlined, their nodes tagged for recomputation in the backward.
 
-    Selective checkpointing brings a policy of its own, which only AOTAutograd knows how to ask: such a region raises
-    here and is left to stock.
+    Raises `Untraceable` for a custom autograd function, a hook on a gradient, `torch.func`, control flow, and for
+    selective checkpointing, whose policy only AOTAutograd knows how to ask.
     """
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call; a checkpointed part by running what is inside."""
         if target is not torch.ops.higher_order.tag_activation_checkpoint:
+            module = f"{getattr(target, '__module__', None)}."
+            if isinstance(target, torch._ops.HigherOrderOperator) or module.startswith(_LOST_MODULES):
+                raise Untraceable(f"{getattr(target, '__name__', target)} is left to stock")
             return super().call_function(target, args, kwargs)
         part = args[0]
         if "_checkpoint_context_fn" in part.meta:
-            raise NotImplementedError("selective activation checkpointing (context_fn) is left to stock")
+            raise Untraceable("selective activation checkpointing (context_fn) is left to stock")
         number = next(_CHECKPOINTS)
         for node in part.graph.nodes:
             node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
             node.meta["ac_graph_id"] = number
         return _Inlining(part).run(*args[1:])
+
+    def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a tensor's method."""
+        if target in _LOST_METHODS:
+            raise Untraceable(f"Tensor.{target} is left to stock")
+        return super().call_method(target, args, kwargs)
 
 
 _CHECKPOINTS = itertools.count(1_000_000)  # apart from the numbers that torch gives
@@ -189,8 +217,12 @@ def _is_legacy_empty(node: fx.Node) -> bool:
 
 
 def out_of_place(graph: fx.Graph) -> None:
-    """Turn `x.add_(y)` into `x = x + y` where `x` is fresh: no input, no view, and no view of it is alive."""
+    """Turn `x.add_(y)` into `x = x + y` where `x` is fresh: no input, no view, and no view of it is alive.
+
+    A write under `no_grad` into a value that has a gradient stays: its gradient passes by the write.
+    """
     position = {node: index for index, node in enumerate(graph.nodes)}
+    without_grad = _without_grad(graph)
     for node in list(graph.nodes):
         target = _OUT_OF_PLACE.get(node.target)
         if target is None or not isinstance(node.args[0], fx.Node) or not _is_fresh(node.args[0]):
@@ -200,6 +232,8 @@ def out_of_place(graph: fx.Graph) -> None:
         operands = [arg.meta.get("val") for arg in node.args[1:] if isinstance(arg, fx.Node)]
         if not _keeps_shape_and_dtype(before, after, operands):
             continue
+        if node in without_grad and mutated not in without_grad:
+            continue
         with graph.inserting_before(node):
             fresh = graph.call_function(target, node.args, node.kwargs)
         fresh.meta = dict(node.meta)
@@ -208,6 +242,18 @@ def out_of_place(graph: fx.Graph) -> None:
             if user is not fresh and position.get(user, -1) > position[node]:
                 user.replace_input_with(mutated, fresh)
         graph.erase_node(node)
+
+
+def _without_grad(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes that run where the graph itself has switched gradients off."""
+    found: set[fx.Node] = set()
+    enabled = True
+    for node in graph.nodes:
+        if node.target is torch._C._set_grad_enabled:
+            enabled = bool(node.args[0])
+        if not enabled:
+            found.add(node)
+    return found
 
 
 def _keeps_shape_and_dtype(before: Any, after: Any, operands: list[Any]) -> bool:

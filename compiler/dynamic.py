@@ -54,7 +54,7 @@ def which_trace(module: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[
     ):
         return Trace.AS_IT_COMES, []  # dynamic=False: the user asked for fixed sizes
     # A trace that was cut short did not see every input: those that came to light since are marked in turn.
-    fixed = [(tensor, _fixed_dims(fake)) for tensor, fake in batch if not hasattr(tensor, _OURS)]
+    fixed = [(tensor, _unmarked_dims(fake)) for tensor, fake in batch if not hasattr(tensor, _OURS)]
     if any(dims for _, dims in fixed):
         for tensor, dims in fixed:
             if dims:
@@ -99,8 +99,16 @@ def _batch(module: fx.GraphModule, example_inputs: Sequence[Any]) -> list[tuple[
     ]
 
 
-def _fixed_dims(fake: torch.Tensor) -> set[int]:
-    return {dim for dim, size in enumerate(fake.shape) if isinstance(size, int) and size > 1}
+def _unmarked_dims(fake: torch.Tensor) -> set[int]:
+    """The dimensions that need a mark: fixed ones, and under `dynamic=True` all, for there equal sizes share a symbol
+    without being one (a source and a target of the same length), and a mark gives each its own.
+    """
+    shared = not torch._dynamo.config.assume_static_by_default
+    return {
+        dim
+        for dim, size in enumerate(fake.shape)
+        if not (isinstance(size, int) and size <= 1) and (shared or isinstance(size, int))
+    }
 
 
 def _unmark(tensor: torch.Tensor) -> None:

@@ -15,6 +15,9 @@ import torch
 from deepytorch.passes.attentions import MASKED
 from deepytorch.passes.masks import READINGS
 from deepytorch.passes.program import IndexInput, IndexSet, LossFacts, Program
+from deepytorch.passes.samples import sample
+
+_BUFFER_CHANGED = "a buffer that the mask is made from has changed"
 
 
 @dataclass(frozen=True)
@@ -44,9 +47,9 @@ class Facts:
 
 def read_facts(program: Program, inputs: Sequence[Any]) -> Facts | Refusal:
     """Evaluate the batch; a `Refusal` where an assumption does not hold for it."""
-    for index, tensor, version in program.buffers:
-        if inputs[index] is not tensor or tensor._version != version:
-            return Refusal("a buffer that the mask is made from has changed")
+    for buffer in program.buffers:
+        if inputs[buffer.input] is not buffer.tensor or buffer.tensor._version != buffer.version:
+            return Refusal(_BUFFER_CHANGED)
     sizes = [(inputs[i].shape[rows], inputs[i].shape[positions]) for i, rows, positions in program.sizes]
     for space, (_, positions) in zip(program.spaces, sizes, strict=True):
         if space.max_positions is not None and positions > space.max_positions:
@@ -119,6 +122,11 @@ def _violations(
 ) -> list[tuple[str, torch.Tensor]]:
     """Every assumption with a tensor that is true where it does not hold."""
     found = []
+    for buffer in program.buffers:
+        if buffer.sample is not None:
+            now = sample(buffer.tensor)
+            assert now is not None
+            found.append((_BUFFER_CHANGED, now.view(torch.uint8) != buffer.sample.view(torch.uint8)))
     for space, mask in zip(program.spaces, masks, strict=True):
         if space.contiguous or space.prefix:
             starts = mask[:, 1:] & ~mask[:, :-1]

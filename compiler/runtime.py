@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from deepytorch.compiler.deferred import defer, same_bits, sample
+from deepytorch.compiler.deferred import defer
 from deepytorch.compiler.dynamic import mark_alias, symbolic_dims
 from deepytorch.compiler.facts import Facts, Indices, Refusal, read_facts
 from deepytorch.compiler.report import RegionRecord
@@ -23,6 +23,7 @@ from deepytorch.errors import DeferredError
 from deepytorch.log import logger, once
 from deepytorch.passes.base import GraphInput, Role
 from deepytorch.passes.program import Output, Program
+from deepytorch.passes.samples import same_bits, sample
 
 Lower = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
@@ -113,6 +114,7 @@ class Step:
         self._packed: CompiledStep | None = CompiledStep(packed, varying, lower, record)
         self._batch = tuple(index for index, given in enumerate(inputs) if given.role is Role.BATCH)
         self._parameters = tuple(index for index, given in enumerate(inputs) if given.role is Role.PARAMETER)
+        self._padded_failed = False
         self._want_padded = False  # somebody reads deferred outputs that only the padded step computes
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
@@ -175,6 +177,8 @@ class Step:
         record = self._record
         record.steps_padded += 1
         record.padded_because[reason] = record.padded_because.get(reason, 0) + 1
+        if self._padded_failed:
+            return tuple(self._eager(*inputs))
         try:
             return tuple(self._padded([inputs[index] for index in self._padded_inputs]))
         except (torch.OutOfMemoryError, KeyboardInterrupt):
@@ -183,7 +187,9 @@ class Step:
             if not self._may_run_twice:
                 raise
             self._fell_back("padded", error)
-            return tuple(self._eager(*inputs))
+            outputs = tuple(self._eager(*inputs))
+            self._padded_failed = True  # eager went through, so the batch was not to blame
+            return outputs
 
     def _without_packed(self, inputs: Sequence[Any], error: Exception) -> tuple[Any, ...]:
         """The packed step failed before it changed anything: this batch and all later ones run padded."""

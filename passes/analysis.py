@@ -26,6 +26,7 @@ from deepytorch.passes.layout import (
     vanishes,
 )
 from deepytorch.passes.masks import Meaning, Prober, TokenSource, Undecided
+from deepytorch.passes.origins import are_one_sequence, origins
 from deepytorch.passes.region import Declined, Region, Space
 from deepytorch.passes.rules import broadcasts, rule_for
 from deepytorch.passes.sizes import seed, spaces_of, unify_labels, unify_masks
@@ -65,8 +66,9 @@ def analyse(module: fx.GraphModule, context: Context, *, loss_rows: bool, defer_
     # Positions past the last label are real ones: whoever looks at them gets them from the padded step, which must then
     # be free to run again.
     may_trim = defer_outputs and not slicer.writes_inputs and not context.ends_in_break
+    _keep_sequences_apart(graph, spaces, known, attentions, losses, slicer, declined)
     _token_sources(graph, spaces, known, losses, symbols, slicer, declined, may_trim=may_trim)
-    decided = [pair for space in spaces.values() for pair in space.attentions]  # but for those that disagreed
+    decided = _all_attentions(spaces)  # but for those that disagreed
     packs = any(space.strips for space in spaces.values()) and bool(decided)
     if not packs and not (losses and loss_rows):
         raise Declined(why_not(declined))
@@ -201,7 +203,10 @@ def _is_token_loss(node: fx.Node, known: Mapping[fx.Node, Layout], slicer: Slice
     classes = 1 if len(logits_layout) > 1 else 0
     expected = logits_layout[:classes] + logits_layout[classes + 1 :]
     same_order = [_kinds(dim) for dim in expected] == [_kinds(dim) for dim in target_layout]
-    weight = bind(node)["weight"]
+    arguments = bind(node)
+    weight = arguments["weight"]
+    if not isinstance(arguments["ignore_index"], int):
+        return False
     if isinstance(weight, fx.Node) and (weight not in known or token_dims(known[weight])):
         return False
     plain_classes = all(isinstance(atom, int) for atom in logits_layout[classes])
@@ -210,6 +215,36 @@ def _is_token_loss(node: fx.Node, known: Mapping[fx.Node, Layout], slicer: Slice
 
 def _kinds(dim: tuple[Any, ...]) -> list[str]:
     return ["rows" if atom is ROWS else "positions" if isinstance(atom, Positions) else str(atom) for atom in dim]
+
+
+def _keep_sequences_apart(
+    graph: fx.Graph,
+    spaces: dict[sympy.Symbol, Space],
+    known: Mapping[fx.Node, Layout],
+    attentions: list[Attention],
+    losses: list[fx.Node],
+    slicer: Slicer,
+    declined: list[Decline],
+) -> None:
+    """Leave a space padded where two sequences have the same number of positions because the model wants it so."""
+    found = origins(graph, known, attentions, slicer)
+    seen = [node for attention, _ in _all_attentions(spaces) for node in (attention.query, attention.key)]
+    seen += [loss.args[0] for loss in losses]  # type: ignore[misc]
+    seen += [node for node in next(iter(reversed(graph.nodes))).all_input_nodes if not slicer.from_batch(node)]
+    for space in spaces.values():
+        values = [node for node in seen if _stands_in(node, space, known)]
+        if not are_one_sequence(found[node] for node in values):
+            declined.append(Decline(space.name, "two sequences share their positions, each with tokens of its own"))
+            space.attentions.clear()
+
+
+def _all_attentions(spaces: Mapping[sympy.Symbol, Space]) -> list[tuple[Attention, Meaning]]:
+    return [pair for space in spaces.values() for pair in space.attentions]
+
+
+def _stands_in(node: fx.Node, space: Space, known: Mapping[fx.Node, Layout]) -> bool:
+    layout = known.get(node)
+    return is_token(layout) and positions_of(layout)[0].symbol == space.symbol  # type: ignore[arg-type]
 
 
 def _token_sources(
@@ -226,7 +261,7 @@ def _token_sources(
     """Say for every space which of its positions are tokens; attentions that disagree on it are taken off its list."""
     outputs = [node for node in next(iter(reversed(graph.nodes))).all_input_nodes if is_token(known.get(node))]
     for space in spaces.values():
-        shown = [node for node in outputs if positions_of(known[node])[0].symbol == space.symbol]
+        shown = [node for node in outputs if _stands_in(node, space, known)]
         can_wait = all(is_float(node) or slicer.from_batch(node) for node in shown)  # only these are deferred
         sources = list(dict.fromkeys(m.tokens for _, m in space.attentions if m.tokens is not None))
         bare = [(a, m) for a, m in space.attentions if m.tokens is None]

@@ -121,7 +121,9 @@ class Emitter:
         return self._packed[key]
 
     def aligned(self, node: Any, out: Layout, entries: IndexSet) -> fx.Node:
-        """The packed form of an operand that broadcasts against a value of layout `out`."""
+        """The packed form of an operand that broadcasts against a value of layout `out`; a number stays what it is."""
+        if not isinstance(node.meta.get("val"), torch.Tensor):
+            return self.padded(node)
         layout = self.layouts[node]
         sizes = _aligned_sizes(layout, out)
         grid = positions_of(out)[0]

@@ -116,17 +116,18 @@ class Prober:
     def _probe_terms(self, terms: list[Term], queries: sympy.Symbol, keys: sympy.Symbol) -> Meaning:
         nodes = [term.node for term in terms]
         subgraph = self._slicer.slice(nodes)
-        constants = sorted({*_whole_numbers(subgraph), *self._small_tables(subgraph)})
+        constants = self._telling_numbers(subgraph)
         lengths, max_positions = _probe_lengths(subgraph, self._symbols)
-        candidates = self._candidates(subgraph, keys)
+        read = frozenset(self._slicer.inputs_read(nodes))
+        candidates = self._candidates(subgraph, read, keys)
         buffers = tuple(node for node in subgraph if _role(node) is Role.BUFFER)
-        batch = tuple(node for node in subgraph if _role(node) is Role.BATCH and _is_read(node, subgraph))
+        batch = tuple(node for node in subgraph if node in read and _role(node) is Role.BATCH)
         floats = any(node.meta["val"].is_floating_point() for node in batch)
         reason = ""
         with_bias: Meaning | None = None
         for domain in ("binary", "additive") if floats else ("any", "binary"):
             try:
-                meaning = self._match(terms, subgraph, candidates, lengths, constants, domain, queries, keys)
+                meaning = self._match(terms, subgraph, read, candidates, lengths, constants, domain, queries, keys)
             except Undecided as undecided:
                 reason = reason or str(undecided)
                 continue
@@ -145,21 +146,24 @@ class Prober:
             return with_bias
         raise Undecided(reason)
 
-    def _candidates(self, subgraph: list[fx.Node], keys: sympy.Symbol) -> list[fx.Node]:
-        """Values with one entry a row and key: what a token mask may be read from, nearest to the inputs first."""
+    def _candidates(self, subgraph: list[fx.Node], read: frozenset[fx.Node], keys: sympy.Symbol) -> list[fx.Node]:
+        """Values with one entry a row and key: what a token mask may be read from, nearest to the mask first: what it
+        really looked at, however it came about.
+        """
         found = []
         for node in subgraph:
             value = node.meta.get("val")
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and (node.op != "placeholder" or node in read):
                 sizes = [self._symbols.expr(size) for size in value.shape]
                 if [size for size in sizes if size != 1] == [self._symbols.rows, keys]:
                     found.append(node)
-        return sorted(found, key=lambda node: (node.op != "placeholder", self._slicer.order[node]))
+        return found[::-1]
 
     def _match(
         self,
         terms: list[Term],
         subgraph: list[fx.Node],
+        read: frozenset[fx.Node],
         candidates: list[fx.Node],
         lengths: list[int],
         constants: list[int],
@@ -172,13 +176,13 @@ class Prober:
             for seed in range(3 if length < 64 else 1):
                 sizes = {self._symbols.rows: 3, queries: length, keys: length if keys == queries else length + 2}
                 probe = Probe(sizes, domain, torch.Generator().manual_seed(1000 * length + seed), constants)
-                values = self.evaluate(subgraph, probe)
+                values = self.evaluate(subgraph, read, probe)
                 mask, bias = _combine(terms, values, (sizes[self._symbols.rows], sizes[queries], sizes[keys]))
                 runs.append((mask, values, bias))
         has_bias = any(bias for _, _, bias in runs)
         added = tuple(term.node for term in terms if term.kind == "added") if has_bias else ()
         readings: list[Any] = [(node, reading) for node in candidates for reading in READINGS]
-        if not any(_role(node) is Role.BATCH and _is_read(node, subgraph) for node in subgraph):
+        if not any(_role(node) is Role.BATCH for node in read):
             readings = [None]  # nothing of the batch is looked at, so no key can be told from another
         for choice in readings:
             window = _window(runs, choice, queries == keys, max(lengths))
@@ -189,39 +193,54 @@ class Prober:
             "the mask matches no known meaning (full, causal or sliding window, and-ed with 'the key is a token')"
         )
 
-    def _small_tables(self, subgraph: list[fx.Node]) -> set[int]:
-        """Whole numbers in constant tensors and small buffers, such as a pad id."""
-        found: set[int] = set()
+    def _telling_numbers(self, subgraph: list[fx.Node]) -> list[int]:
+        """Whole numbers that a batch may hold and a mask may tell apart: those that it is written with, such as a pad
+        id, and their neighbours; what small tables hold; and places in a table, in case ids are looked up there.
+        """
+        exact, places = set(_whole_numbers(subgraph)), set[int]()
+        for table in self._tables(subgraph):
+            if not table.is_floating_point():
+                numbers = table.flatten().tolist()
+                exact.update(int(number) for number in numbers[:: max(1, len(numbers) // 64)])
+            if table.dim() > 0:
+                places.update(_places(table))
+        return sorted({*exact, *(number + 1 for number in exact), *(number - 1 for number in exact), *places})
+
+    def _tables(self, subgraph: list[fx.Node]) -> Iterator[torch.Tensor]:
+        """The constants and buffers that are read."""
         for node in subgraph:
             value = None
             if node.op == "get_attr":
                 value = getattr(self._graph.owning_module, str(node.target))
             elif _role(node) is Role.BUFFER:
                 value = node.meta["input"].value
-            if isinstance(value, torch.Tensor) and value.numel() <= 64 and not value.is_floating_point():
-                found.update(int(number) for number in value.flatten().tolist())
-        return found
+            if isinstance(value, torch.Tensor):
+                yield value
 
     def probe_together(self, nodes: list[fx.Node]) -> Iterator[list[torch.Tensor]]:
         """The values of several batch-only nodes, probe by probe."""
         subgraph = self._slicer.slice(nodes)
-        constants = sorted({*_whole_numbers(subgraph), *self._small_tables(subgraph)})
+        read = frozenset(self._slicer.inputs_read(nodes))
+        constants = self._telling_numbers(subgraph)
         for length in _probe_lengths(subgraph, self._symbols)[0]:
             for seed in range(3 if length < 64 else 1):
                 sizes = {self._symbols.rows: 3, **dict.fromkeys(self._symbols.positions, length)}
                 for domain in ("any", "binary"):
                     probe = Probe(sizes, domain, torch.Generator().manual_seed(1000 * length + seed), constants)
-                    values = self.evaluate(subgraph, probe)
+                    values = self.evaluate(subgraph, read, probe)
                     yield [values[node] for node in nodes]
 
-    def evaluate(self, subgraph: list[fx.Node], probe: Probe) -> dict[fx.Node, Any]:
-        """Run batch-only nodes on real CPU tensors."""
+    def evaluate(self, subgraph: list[fx.Node], read: frozenset[fx.Node], probe: Probe) -> dict[fx.Node, Any]:
+        """Run batch-only nodes on real CPU tensors; of inputs that are not `read` only the sizes are made."""
         values: dict[fx.Node, Any] = {}
         for node in subgraph:
             if node.op == "placeholder":
-                values[node] = self._input(node, probe)
+                values[node] = self._input(node, probe, node in read)
             elif node.op == "get_attr":
-                values[node] = getattr(self._graph.owning_module, str(node.target))
+                value = getattr(self._graph.owning_module, str(node.target))
+                values[node] = value.clone() if self._slicer.is_written(node) else value
+            elif node.target is aten.sym_size.int:
+                values[node] = self._size(node.meta["val"], probe)
             else:
                 args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
                 kwargs = {name: torch.device("cpu") if name == "device" else value for name, value in kwargs.items()}
@@ -232,27 +251,38 @@ class Prober:
                     raise Undecided(f"the mask's {node.name} cannot be evaluated on a probe: {error}") from error
         return values
 
-    def _input(self, node: fx.Node, probe: Probe) -> Any:
+    def _input(self, node: fx.Node, probe: Probe, read: bool) -> Any:
         graph_input, fake = node.meta["input"], node.meta["val"]
         if graph_input.role is Role.BUFFER:
+            if self._slicer.is_written(node):
+                raise Undecided(f"the mask reads {graph_input.name}, which the model writes to")
             return graph_input.value.detach().cpu()
         if not isinstance(fake, torch.Tensor):
             return self._size(fake, probe)
-        shape = [self._size(size, probe) for size in fake.shape]
-        return _random(shape, fake.dtype, probe)
+        if not read:  # nothing but its sizes is looked at, each by itself
+            return None
+        return _random([self._size(size, probe) for size in fake.shape], fake.dtype, probe)
 
     def _size(self, size: Any, probe: Probe) -> int:
         if isinstance(size, int):
             return size
-        expr = self._symbols.expr(size)
-        known = expr.subs(probe.sizes)
-        return int(known) if known.is_Integer else 6
+        known = self._symbols.expr(size).subs(probe.sizes)
+        if not known.is_Integer:
+            raise Undecided(f"the mask depends on {known}, which is no size of its rows, queries or keys")
+        return int(known)
 
 
-def _is_read(node: fx.Node, subgraph: list[fx.Node]) -> bool:
-    """Whether a mask looks at the input's values, not only at its sizes."""
-    members = set(subgraph)
-    return any(user in members and user.target is not aten.sym_size.int for user in node.users)
+def _places(table: torch.Tensor) -> list[int]:
+    """Indices into the first dimension that is not 1: some for every value that it tells apart, and some all over."""
+    table = table.detach().cpu().squeeze()
+    if table.dim() == 0:
+        return []
+    places = torch.linspace(0, len(table) - 1, 16).long().tolist()
+    if table.dim() == 1:
+        values, which = table.unique(return_inverse=True)
+        for number in range(min(len(values), 8)):
+            places += (which == number).nonzero().flatten()[:8].tolist()
+    return places
 
 
 def _role(node: fx.Node) -> Role | None:
@@ -274,7 +304,7 @@ def _random(shape: list[int], dtype: torch.dtype, probe: Probe) -> torch.Tensor:
         return choose.to(dtype)
     if probe.domain == "binary":
         return choose.to(dtype)
-    pool = {0, 1, 2, 7, *probe.constants, *(c + 1 for c in probe.constants), *(c - 1 for c in probe.constants)}
+    pool = {0, 1, 2, 7, *probe.constants}
     limits = torch.iinfo(dtype)
     chosen = torch.tensor(
         [c for c in sorted(pool) if max(limits.min, -(2**31)) <= c <= min(limits.max, 2**31)], dtype=dtype

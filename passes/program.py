@@ -100,6 +100,16 @@ class Assumption:
 
 
 @dataclass(frozen=True)
+class BufferState:
+    """A buffer as it was when masks were proved with it; `sample` is some of its values."""
+
+    input: int
+    tensor: torch.Tensor
+    version: int
+    sample: torch.Tensor | None
+
+
+@dataclass(frozen=True)
 class OutputMeta:
     """What a deferred output looks like. `sizes_of` maps the rows and the positions of every space to its shape."""
 
@@ -149,7 +159,7 @@ class Program:
     outputs: tuple[Output, ...]
     tails: tuple[Tail, ...]
     sizes: tuple[tuple[int, int, int], ...]  # of each space: the input, its rows' dim and its positions' dim
-    buffers: tuple[tuple[int, torch.Tensor, int], ...] = ()  # (input, tensor, version) that masks were proved with
+    buffers: tuple[BufferState, ...] = ()
     packed_inputs: tuple[int, ...] = ()
     costs: tuple[tuple[IndexSet, float], ...] = ()  # multiply-adds for every entry of a set, in what is packed
     sites: list[str] = field(default_factory=list)

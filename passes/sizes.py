@@ -60,7 +60,7 @@ def unify_masks(
         key = attention.key.meta["val"].shape[-1 if attention.key_is_transposed else -2]
         columns = [_expr(key, env), _expr(attention.query.meta["val"].shape[-2], env)]
         for term in attention.terms:
-            for leaf in slicer.leaves(term.node):
+            for leaf in slicer.inputs_read([term.node]):
                 _match_sizes(leaf, sizes, rows, columns, env)
 
 
@@ -80,7 +80,7 @@ def unify_labels(
         for size in loss.args[0].meta["val"].shape:
             free |= _expr(size, env).free_symbols
         if isinstance(loss.args[1], fx.Node) and slicer.from_batch(loss.args[1]):
-            for leaf in slicer.leaves(loss.args[1]):
+            for leaf in slicer.inputs_read([loss.args[1]]):
                 _match_sizes(leaf, sizes, rows, [symbol for symbol in positions if symbol in free], env)
 
 

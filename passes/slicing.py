@@ -73,7 +73,7 @@ class Slicer:
             if root.op == "placeholder" and root.meta["input"].role is Role.BATCH:
                 return f"{writes[0].target} writes into the batch ({root.name})"
             if not self._from_batch[root]:
-                return f"{writes[0].target} writes in place into {root.name}, of which there are views"
+                return f"{writes[0].target} writes in place into {root.name}, past its views or its gradient"
         return None
 
     def slice(self, outputs: Iterable[fx.Node], stop: frozenset[fx.Node] = frozenset()) -> list[fx.Node]:
@@ -95,9 +95,16 @@ class Slicer:
         """Whether `node` is a function of the batch, of buffers and of constants: no parameter, nothing random."""
         return self._from_batch[node]
 
-    def leaves(self, node: fx.Node) -> list[fx.Node]:
-        """The graph inputs that `node` is computed from."""
-        return [source for source in self.slice([node]) if source.op == "placeholder"]
+    def inputs_read(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+        """The graph inputs whose values, and not their sizes only, `nodes` are computed from."""
+        wanted = set(nodes)
+        part = self.slice(wanted)
+        members = set(part)
+
+        def is_read(node: fx.Node) -> bool:
+            return node in wanted or any(u in members and u.target is not aten.sym_size.int for u in node.users)
+
+        return [node for node in part if node.op == "placeholder" and is_read(node)]
 
     def _is_from_batch(self, node: fx.Node) -> bool:
         if node.op == "placeholder":

@@ -72,7 +72,8 @@ def decide(region: Region, *, defer_outputs: bool) -> None:
             late = region.tail_nodes(node)
             keep |= set(random_nodes(late))
             inside = [other for other in late if not region.seen.from_batch[other] and other.op == "call_function"]
-            if any(other in region.seen.attentions or other in region.losses or modes[other] for other in inside):
+            written = any(region.slicer.is_written(other) for other in late if other.op == "placeholder")
+            if written or any(n in region.seen.attentions or n in region.losses or modes[n] for n in inside):
                 deferred.discard(node)
         if before == (len(deferred), len(region.twins), len(keep)):
             break

@@ -17,6 +17,7 @@ from deepytorch.passes.emit import Emitter
 from deepytorch.passes.layout import Layout, Positions, is_token, positions_of
 from deepytorch.passes.program import (
     Assumption,
+    BufferState,
     IndexInput,
     IndexSet,
     LossFacts,
@@ -27,8 +28,9 @@ from deepytorch.passes.program import (
     SpaceFacts,
     Tail,
 )
-from deepytorch.passes.region import Region
+from deepytorch.passes.region import Declined, Region
 from deepytorch.passes.rules import Linear, rule_for
+from deepytorch.passes.samples import sample
 
 aten = torch.ops.aten
 
@@ -203,8 +205,11 @@ class _Found:
 def _facts(module: fx.GraphModule, region: Region) -> tuple[fx.GraphModule, tuple[int, ...], _Found]:
     """The graph that tells, from a batch alone, what is a token, what has a label, and whether the assumptions hold."""
     emitter = _emitter(region, {})
-    wanted = _facts_nodes(region)
-    for node in region.slicer.slice(wanted):
+    nodes = region.slicer.slice(_facts_nodes(region))
+    written = next((node for node in nodes if node.op == "placeholder" and region.slicer.is_written(node)), None)
+    if written is not None:  # looking at the batch would write a second time
+        raise Declined(f"what is a token or a label depends on {written.meta['input'].name}, which the model writes to")
+    for node in nodes:
         if node.op != "placeholder":
             emitter.copy(node)
     values: list[fx.Node] = []
@@ -287,12 +292,12 @@ def _pick_facts(region: Region, emitter: Emitter, pick: fx.Node, output: Any) ->
     return PickFacts(space.number, None, output(flat))
 
 
-def _buffers(region: Region, number: Mapping[fx.Node, int]) -> tuple[tuple[int, torch.Tensor, int], ...]:
+def _buffers(region: Region, number: Mapping[fx.Node, int]) -> tuple[BufferState, ...]:
     nodes = dict.fromkeys(node for meaning in region.meanings.values() for node in meaning.buffers)
     found = []
     for node in nodes:
         value = node.meta["input"].value
-        found.append((number[node], value, value._version))
+        found.append(BufferState(number[node], value, value._version, sample(value)))
     return tuple(found)
 
 

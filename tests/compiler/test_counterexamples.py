@@ -445,3 +445,254 @@ def test_integers_beside_the_loss_of_a_model_without_a_mask_are_eagers() -> None
 
     pair = Pair(Predicts().train())
     pair.train(batches(causal_batch, (4, 11, "right"), (3, 13, "right"), (4, 9, "right")), compare)
+
+
+# ------------------------------------------------------------------------------------------ what a forward hides
+
+
+class Rounded(torch.autograd.Function):
+    """Straight-through: what the backward does is not the derivative of the forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return 0.5 * gradient
+
+
+def hooked(x: torch.Tensor) -> torch.Tensor:
+    y = x * 1.0
+    y.register_hook(lambda gradient: 0.1 * gradient)
+    return y
+
+
+def clamped_without_gradient(x: torch.Tensor) -> torch.Tensor:
+    y = x * 3.0
+    with torch.no_grad():
+        y.clamp_(-1, 1)
+    return y
+
+
+def scaled_without_gradient(x: torch.Tensor) -> torch.Tensor:
+    y = x * 1.0
+    with torch.no_grad():
+        y.mul_(0.5)
+    return y
+
+
+def clamped_through_data(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2.0
+    y.data.clamp_(-1, 1)
+    return y
+
+
+HIDDEN = {
+    "clamp_ through .data": clamped_through_data,
+    "custom autograd function": lambda x: Rounded.apply(4 * x) / 4,
+    "straight through, spelled out": lambda x: x + (x.round() - x).detach(),
+    "gradient hook": hooked,
+    "clamp_ under no_grad": clamped_without_gradient,
+    "mul_ under no_grad": scaled_without_gradient,
+    "half of the gradient": lambda x: 0.5 * x + (0.5 * x).detach(),
+    "vmap": lambda x: torch.func.vmap(lambda row: row * row.abs().clamp(max=1))(x),
+}
+
+
+@pytest.mark.parametrize("between", HIDDEN.values(), ids=HIDDEN)
+def test_gradients_that_are_no_derivative_of_the_forward_are_kept(between: Any) -> None:
+    train(Words(between))
+
+
+# ------------------------------------------------------------------------------------------ what a mask rests on
+
+
+def test_a_mask_from_a_table_of_special_ids() -> None:
+    class Lookup(Words):
+        def __init__(self) -> None:
+            super().__init__()
+            special = torch.zeros(VOCAB, dtype=torch.bool)
+            special[[0, 50, 80]] = True
+            self.register_buffer("special", special)
+
+        def forward(self, input_ids: Any, labels: Any) -> Any:
+            return super().forward(input_ids, ~self.special[input_ids], labels)
+
+    given = batches(masked_lm_batch, (4, 11, "right"), (3, 13, "left"))
+    for batch in given:
+        mask = batch.pop("attention_mask")
+        batch["input_ids"] = batch["input_ids"].clamp(max=40).masked_fill(mask == 0, 0)
+        batch["input_ids"][:, 3] = 50
+        batch["labels"][:, 3] = IGNORED
+    train(Lookup(), given)
+
+
+class Reach(Words):
+    """A window as wide as the caller says."""
+
+    def forward(self, input_ids: Any, attention_mask: Any, labels: Any, reach: Any) -> Any:
+        def near(q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
+            places = torch.arange(q.shape[2], device=q.device)
+            seen = (places[:, None] - places[None, :]).abs() < reach
+            return scaled(q, k).masked_fill(~(seen & keys(mask)), -1e9).softmax(-1) @ v
+
+        self.block.attend = near
+        return super().forward(input_ids, attention_mask, labels)
+
+
+def test_a_window_that_the_caller_changes_is_followed() -> None:
+    given = batches(masked_lm_batch, (4, 11, "right"), (3, 13, "right"), (5, 9, "right"), (4, 10, "right"))
+    for batch, reach in zip(given, (2, 3, 9, 4), strict=True):
+        batch["reach"] = reach
+    train(Reach(), given)
+
+
+def test_a_buffer_that_grows_a_window_is_written_once_a_step() -> None:
+    class Curriculum(Words):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+        def forward(self, input_ids: Any, attention_mask: Any, labels: Any) -> Any:
+            self.steps += 1
+
+            def near(q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
+                places = torch.arange(q.shape[2], device=q.device)
+                seen = (places[:, None] - places[None, :]).abs() <= self.steps
+                return scaled(q, k).masked_fill(~(seen & keys(mask)), -1e9).softmax(-1) @ v
+
+            self.block.attend = near
+            return super().forward(input_ids, attention_mask, labels)
+
+    pair = Pair(Curriculum().train())
+    pair.train(batches(masked_lm_batch, (4, 11, "right"), (3, 13, "right"), (5, 9, "right")))
+    assert pair.model.steps.item() == pair.reference.steps.item() == 3
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_two_sides_of_the_same_length_are_two_sides(dynamic: bool | None) -> None:
+    """Source and target are padded to one length here; what is a pad in the one is none in the other."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BartConfig(
+        vocab_size=VOCAB, d_model=DIM, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=DIM, decoder_ffn_dim=DIM, dropout=0.0, max_position_embeddings=64,
+    )  # fmt: skip
+
+    def call(model: Any, labels: Any, **batch: Any) -> torch.Tensor:
+        logits = model(**batch).logits
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.1)
+
+    given = batches(masked_lm_batch, (4, 11, "right"), (3, 13, "right"), (4, 9, "right"))
+    generator = torch.Generator().manual_seed(3)
+    for batch in given:
+        target = torch.randint(5, VOCAB, batch["input_ids"].shape, generator=generator)
+        batch.update(decoder_input_ids=target, labels=target.roll(-1, 1))
+    model = transformers.BartForConditionalGeneration(config).train()
+    expect_packed(Pair(model, call=call, dynamic=dynamic).train(given), steps=3)
+
+
+class SharedPlaces(nn.Module):
+    """Source and target are added the same embeddings of positions, so that they have one length."""
+
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        self.tokens, self.places, self.head = nn.Embedding(VOCAB, DIM), nn.Embedding(64, DIM), nn.Linear(DIM, VOCAB)
+        self.source, self.query, self.key = Block(sdpa_bool), nn.Linear(DIM, DIM), nn.Linear(DIM, 2 * DIM)
+        self.target = Block(lambda q, k, v, _: F.scaled_dot_product_attention(q, k, v, is_causal=True))
+        self.causal = causal
+
+    def forward(self, input_ids: Any, attention_mask: Any, target_ids: Any) -> torch.Tensor:
+        places = self.places(torch.arange(input_ids.shape[1]))
+        memory = self.source(self.tokens(input_ids) + places, attention_mask)
+        x = self.tokens(target_ids) + places
+        x = self.target(x, None) if self.causal else x
+        q, k, v = (t.unflatten(2, (HEADS, -1)).transpose(1, 2) for t in (self.query(x), *self.key(memory).chunk(2, -1)))
+        return self.head(x + sdpa_bool(q, k, v, attention_mask).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal target", "queries only"])
+def test_two_sides_that_share_their_positions_are_two_sides(causal: bool) -> None:
+    given = batches(masked_lm_batch, (4, 11, "right"), (3, 13, "right"))
+    generator = torch.Generator().manual_seed(3)
+    for batch in given:
+        batch["target_ids"] = torch.randint(5, VOCAB, batch["input_ids"].shape, generator=generator)
+
+    def call(model: Any, labels: Any, **batch: Any) -> torch.Tensor:
+        return F.cross_entropy(model(**batch).flatten(0, 1), batch["target_ids"].roll(-1, 1).flatten())
+
+    train(SharedPlaces(causal), given, call=call)
+
+
+def test_a_mask_from_a_long_list_of_special_ids() -> None:
+    class IsIn(Words):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("special", torch.cat([torch.tensor([0]), torch.arange(200, 280)]))
+
+        def forward(self, input_ids: Any, labels: Any) -> Any:
+            return super().forward(input_ids % VOCAB, ~torch.isin(input_ids, self.special), labels)
+
+    given = batches(masked_lm_batch, (4, 11, "right"), (3, 13, "left"))
+    for batch in given:
+        batch["input_ids"] = batch["input_ids"].masked_fill(batch.pop("attention_mask") == 0, 0)
+        batch["input_ids"][:, 3] = 250
+        batch["labels"][:, 3] = IGNORED
+    expect_packed(train(IsIn(), given), steps=2)
+
+
+class WindowInABuffer(Words):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("reach", torch.tensor(3))
+
+        def near(q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
+            places = torch.arange(q.shape[2], device=q.device)
+            seen = (places[:, None] - places[None, :]).abs() < self.reach
+            return scaled(q, k).masked_fill(~(seen & keys(mask)), -1e9).softmax(-1) @ v
+
+        self.block.attend = near
+
+
+def test_a_window_changed_through_data_is_noticed() -> None:
+    model, reference = WindowInABuffer().train(), WindowInABuffer().train()
+    reference.load_state_dict(model.state_dict())
+    compiled = torch.compile(model, backend="deepytorch", options={"lowering": "aot_eager"})
+    for number, batch in enumerate(batches(masked_lm_batch, *[(4, 11, "right")] * 3)):
+        if number == 1:
+            for each in (model, reference):
+                each.reach.data.fill_(6)
+        assert_close(compiled(**batch), reference(**batch), "loss")
+
+
+def test_labels_made_with_a_counter_count_once() -> None:
+    class Counting(Words):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+        def forward(self, input_ids: Any, attention_mask: Any, labels: Any) -> Any:
+            self.steps += 1
+            shifted = torch.where(labels == IGNORED, labels, (labels + self.steps) % VOCAB)
+            return super().forward(input_ids, attention_mask, shifted)
+
+    pair = Pair(Counting().train())
+    pair.train(batches(masked_lm_batch, *GIVEN))
+    assert pair.model.steps.item() == pair.reference.steps.item() == 3
+
+
+def test_numbers_that_the_caller_changes_scale_what_they_scale() -> None:
+    class Scaled(Words):
+        def forward(self, input_ids: Any, attention_mask: Any, labels: Any, times: Any, fraction: Any) -> Any:
+            x = self.hidden(input_ids, attention_mask) * times * fraction
+            return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+    given = batches(masked_lm_batch, *GIVEN, (4, 10, "right"))
+    for number, batch in enumerate(given):
+        batch.update(times=number + 2, fraction=0.3 + 0.1 * number)
+    expect_packed(train(Scaled(), given))
+
+
+def test_sizes_declared_dynamic_by_the_caller_are_packed_too() -> None:
+    report = train(Plain(filled, layers=1), dynamic=True)
+    expect_packed(report, steps=3)
