@@ -56,13 +56,13 @@ def test_a_cut_model_trains_as_eager_does(build: Callable[[], Any]) -> None:
     Pair(Cut(build()).train()).train(batches(masked_lm_batch, *SIZES))
 
 
-def test_a_warning_of_transformers_does_not_cut_a_model_imported_after_us(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warning_of_transformers_does_not_cut_a_model_imported_after_us() -> None:
     """GPT-2 warns once in its loss, through a method that transformers adds to `logging.Logger` when it is imported."""
     transformers = pytest.importorskip("transformers")
-    monkeypatch.setattr(torch._dynamo.config, "ignore_logging_functions", set())
     config = transformers.GPT2Config(
         n_embd=32, n_layer=1, n_head=4, vocab_size=96, n_positions=32, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
         use_cache=False,
     )  # fmt: skip
     pair = Pair(transformers.GPT2LMHeadModel(config).train())
-    expect_packed(pair.train(batches(causal_batch, (4, 11, "right"), (3, 13, "left"))), steps=2)
+    with torch._dynamo.config.patch(ignore_logging_functions=set()):
+        expect_packed(pair.train(batches(causal_batch, (4, 11, "right"), (3, 13, "left"))), steps=2)
