@@ -1,9 +1,9 @@
 """Dynamo's graph, traced once more into the one vocabulary that every pass reads: pre-dispatch ATen.
 
 What comes out (about 25 distinct overloads for a language model) keeps `linear`, `layer_norm`,
-`scaled_dot_product_attention`, `embedding`, `cross_entropy_loss` and `dropout` whole. Three things are normalised on
+`scaled_dot_product_attention`, `embedding`, `cross_entropy_loss` and `dropout` whole. Four things are normalised on
 top: sizes are read from tensors, not from the integers that Dynamo lifted; empty key-value caches that are about to be
-concatenated vanish; in-place arithmetic on a fresh value becomes its out-of-place form.
+concatenated vanish; in-place arithmetic on a fresh value becomes its out-of-place form; casts that change nothing go.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ def capture(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
     sizes_from_tensors(traced)
     drop_empty_caches(traced.graph)
     out_of_place(traced.graph)
+    drop_casts_to_self(traced.graph)
     traced.graph.eliminate_dead_code()
     traced.graph.lint()
     traced.recompile()
@@ -199,6 +200,21 @@ def drop_empty_caches(graph: fx.Graph) -> None:
             graph.erase_node(node)
             for empty in empties:
                 _erase_chain(graph, empty)
+
+
+_CASTS = frozenset({aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other})
+
+
+def drop_casts_to_self(graph: fx.Graph) -> None:
+    """`x.to(...)` is `x` itself where nothing would change."""
+    for node in list(graph.nodes):
+        if node.target in _CASTS and isinstance(node.args[0], fx.Node):
+            before, after = node.args[0].meta["val"], node.meta["val"]
+            same = (before.dtype, before.device, before.layout) == (after.dtype, after.device, after.layout)
+            asks_more = node.kwargs.get("copy") or node.kwargs.get("memory_format") or len(node.args) > 3
+            if same and not asks_more:
+                node.replace_all_uses_with(node.args[0])
+                graph.erase_node(node)
 
 
 def _erase_chain(graph: fx.Graph, node: fx.Node) -> None:

@@ -6,6 +6,7 @@ tensors follow without another.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,10 +35,14 @@ class Facts:
     sizes: list[tuple[int, int]]  # rows and positions of each space
     masks: list[torch.Tensor]  # of each space
     labelled: list[torch.Tensor]  # of each loss, on its space's grid
-    tokens: list[int]  # of each space
-    longest: list[int]  # row of each space, in tokens
+    lengths: list[list[int]]  # of each space's rows, in tokens
     labels: list[int]  # of each loss
     picks: list[torch.Tensor]  # row * positions + position, (rows,) of each pick
+
+    @property
+    def tokens(self) -> list[int]:
+        """Tokens of each space."""
+        return [sum(each) for each in self.lengths]
 
     @property
     def num_positions(self) -> int:
@@ -58,25 +63,22 @@ def read_facts(program: Program, inputs: Sequence[Any]) -> Facts | Refusal:
     labelled = [_labelled(loss, values[loss.target], sizes[loss.space]) for loss in program.losses]
     masks = [_mask(program, number, values, labelled, sizes[number]) for number in range(len(program.spaces))]
     picks = [_pick(pick, values, sizes[pick.space]) for pick in program.picks]
-    lengths = [mask.sum(1) for mask in masks]
-    numbers: list[torch.Tensor] = []
-    for length in lengths:
-        numbers += [length.sum(), *torch.aminmax(length)]
-    numbers += [entries.sum() for entries in labelled]
     violations = _violations(program, values, masks, labelled, picks)
-    found = torch.stack([*numbers, *(violated.any().long() for _, violated in violations)]).tolist()  # the one sync
-    for (reason, _), violated in zip(violations, found[len(numbers) :], strict=True):
+    numbers = [mask.sum(1) for mask in masks]
+    numbers += [entries.sum().view(1) for entries in labelled]
+    numbers += [violated.sum().view(1) for _, violated in violations]
+    found = iter(torch.cat(numbers).tolist())  # the one sync
+    lengths = [list(itertools.islice(found, rows)) for rows, _ in sizes]
+    labels = list(itertools.islice(found, len(labelled)))
+    for (reason, _), violated in zip(violations, found, strict=True):
         if violated:
             return Refusal(reason)
-    count = len(masks)
-    tokens, shortest, longest = found[0 : 3 * count : 3], found[1 : 3 * count : 3], found[2 : 3 * count : 3]
-    labels = found[3 * count : 3 * count + len(labelled)]
-    if min(shortest) < 1:
+    if min(map(min, lengths)) < 1:
         return Refusal("a row without a token")
     counted = [count for loss, count in zip(program.losses, labels, strict=True) if loss.ignores_pads]
-    if min(tokens) < 2 or min(longest) < 2 or min(counted, default=2) < 2:
+    if min(map(max, lengths)) < 2 or min(counted, default=2) < 2:
         return Refusal("fewer than two tokens or labels")  # a size of one would be compiled for itself
-    return Facts(sizes, masks, labelled, tokens, longest, labels, picks)
+    return Facts(sizes, masks, labelled, lengths, labels, picks)
 
 
 def _labelled(loss: LossFacts, target: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
@@ -138,7 +140,7 @@ def _violations(
                 )
     for loss, entries in zip(program.losses, labelled, strict=True):
         if loss.ignores_pads and not program.spaces[loss.space].trimmed_by:
-            found.append(("a label at a padded position is not ignored", entries & ~masks[loss.space]))
+            found.append(("a label at a padded position is not ignored", entries > masks[loss.space]))
     for pick, flat in zip(program.picks, picks, strict=True):
         found.append(("a position that is read from every row is a pad in one", ~masks[pick.space].reshape(-1)[flat]))
     for assumption in program.assumptions:
@@ -179,10 +181,10 @@ class Indices:
             assert index.among is not None
             return self._rank(index.among)[self._entries(entries)]
         if index.kind == "cu_seqlens":
-            lengths = facts.masks[entries.space].sum(1, dtype=torch.int32)
-            return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+            lengths, device = facts.lengths[entries.space], facts.masks[entries.space].device
+            return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
         if index.kind == "longest":
-            return torch.empty((facts.longest[entries.space], 0), device=facts.masks[entries.space].device)
+            return torch.empty((max(facts.lengths[entries.space]), 0), device=facts.masks[entries.space].device)
         assert index.kind == "picked"
         assert index.pick is not None
         return self._rank(IndexSet(entries.space))[facts.picks[index.pick]]
@@ -209,7 +211,7 @@ class Indices:
             return facts.labelled[entries.loss], facts.labels[entries.loss]
         mask = facts.masks[entries.space]
         if entries.is_tokens:
-            return mask, facts.tokens[entries.space]
+            return mask, sum(facts.lengths[entries.space])
         narrowed = torch.zeros_like(mask)
         stop = mask.shape[1] - entries.cut + entries.offset
         narrowed[:, entries.offset : stop] = mask[:, entries.offset : stop]

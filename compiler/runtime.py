@@ -162,11 +162,12 @@ class Step:
                 return Refusal("the batch could not be read")
             if isinstance(facts, Refusal):
                 return facts
-            self._record.tokens_real += sum(facts.tokens)
+            tokens = facts.tokens
+            self._record.tokens_real += sum(tokens)
             self._record.tokens_padded += facts.num_positions
             self._record.labels += sum(facts.labels)
-            saving = 1.0 - self._program.relative_cost(facts.tokens, facts.labels, facts.sizes)
-            padding = 1.0 - sum(facts.tokens) / facts.num_positions
+            saving = 1.0 - self._program.relative_cost(tokens, facts.labels, facts.sizes)
+            padding = 1.0 - sum(tokens) / facts.num_positions
             if saving < MIN_SAVING or padding < self._min_padding:
                 return Refusal("hardly any padding in the batch")
         return facts

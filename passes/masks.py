@@ -187,11 +187,30 @@ class Prober:
         for choice in readings:
             window = _window(runs, choice, queries == keys, max(lengths))
             if window is not None:
-                source = None if choice is None else TokenSource(*choice)
+                source = None if choice is None else self._before_moves(choice, candidates, [run[1] for run in runs])
                 return Meaning(window[0], window[1], source, added)
         raise Undecided(
             "the mask matches no known meaning (full, causal or sliding window, and-ed with 'the key is a token')"
         )
+
+    def _before_moves(
+        self, choice: tuple[fx.Node, str], candidates: list[fx.Node], runs: list[dict[fx.Node, Any]]
+    ) -> TokenSource:
+        """The same token mask before it was cast to bool, viewed, or indexed with every row and position in order.
+
+        Such operators do not look at values, so what comes out equal on random ones is equal on all.
+        """
+        node, reading = choice
+        while _moves(node, reading):
+            source: fx.Node = node.args[0]  # type: ignore[assignment]
+            others = [other for other in node.all_input_nodes if other is not source]
+            if source not in candidates or self._slicer.inputs_read(others):
+                break
+            read = READINGS[reading]
+            if not all(torch.equal(read(run[source]).flatten(), read(run[node]).flatten()) for run in runs):
+                break
+            node = source
+        return TokenSource(node, reading)
 
     def _telling_numbers(self, subgraph: list[fx.Node]) -> list[int]:
         """Whole numbers that a batch may hold and a mask may tell apart: those that it is written with, such as a pad
@@ -270,6 +289,24 @@ class Prober:
         if not known.is_Integer:
             raise Undecided(f"the mask depends on {known}, which is no size of its rows, queries or keys")
         return int(known)
+
+
+_MOVES = frozenset({
+    aten.clone.default, aten.contiguous.default, aten.alias.default, aten.detach.default, aten.view.default,
+    aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim, aten.expand.default, aten.slice.Tensor,
+    aten.index.Tensor,
+})  # fmt: skip
+_TO_DTYPE = frozenset({aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten._to_copy.default})
+
+
+def _moves(node: fx.Node, reading: str) -> bool:
+    """Whether a node hands on the values of its first argument, as far as this reading of them goes."""
+    if node.op != "call_function" or not isinstance(node.args[0], fx.Node):
+        return False
+    before, after = node.args[0].meta["val"].dtype, node.meta["val"].dtype
+    if node.target in _TO_DTYPE and before != after:
+        return before is torch.bool or (after is torch.bool and reading in ("nonzero", "zero"))
+    return node.target in _MOVES or node.target in _TO_DTYPE
 
 
 def _places(table: torch.Tensor) -> list[int]:
@@ -357,6 +394,10 @@ _POSITION_SOURCES = frozenset({
     aten.arange.default, aten.arange.start, aten.arange.start_step, aten.cumsum.default, aten.sym_size.int,
 })  # fmt: skip
 _COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "isin"})
+_LOGICAL = frozenset({
+    "__and__", "__or__", "__xor__", "bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "logical_and",
+    "logical_or", "logical_xor", "logical_not",
+})  # fmt: skip
 _LINEAR = frozenset({
     "add", "sub", "rsub", "neg", "abs", "minimum", "maximum", "min", "max", "clamp", "where", "masked_fill", "to",
     "_to_copy", "clone", "contiguous", "detach", "alias", "view", "reshape", "expand", "unsqueeze", "squeeze",
@@ -382,8 +423,11 @@ def _positional(subgraph: list[fx.Node]) -> tuple[set[fx.Node], bool]:
             continue
         flat, _ = torch.utils._pytree.tree_flatten((node.args, node.kwargs))
         fraction = any(isinstance(value, float) and math.isfinite(value) and value != int(value) for value in flat)
-        only_linear = only_linear and not fraction and (name in _COMPARISONS or name in _LINEAR)
-        if name not in _COMPARISONS:
+        is_bool = node.meta["val"].dtype is torch.bool if isinstance(node.meta["val"], torch.Tensor) else False
+        known = name in _COMPARISONS or name in _LINEAR or (is_bool and name in _LOGICAL)
+        only_linear = only_linear and not fraction and known
+        found_there = name in ("index", "gather", "index_select") and node.args[0] not in positional
+        if not is_bool and not found_there:  # what is found at a position is no position, nor is what is true of one
             positional.add(node)
     return positional, only_linear
 
