@@ -338,7 +338,7 @@ class Emitter:
         plain = packed_sizes(layout)
         if merge:
             return self.call(aten.reshape.default, (x, [-1, *plain]), {})
-        return self.call(aten.reshape.default, (x, [rows, positions]), {})
+        return x if len(atoms) == 2 else self.call(aten.reshape.default, (x, [rows, positions]), {})
 
     def scattered(self, packed: fx.Node, layout: Layout, entries: IndexSet) -> fx.Node:
         """A packed value in its padded layout, zeros where it has no entry."""
