@@ -260,11 +260,14 @@ class _Source(torch.autograd.Function):
         return None, None
 
 
+_ANCHOR = torch.empty((), requires_grad=True)  # what the node of a deferred tensor hangs on; it never gets a gradient
+
+
 def _wrap(pending: _Pending) -> torch.Tensor:
     if not pending.requires_grad:
         return _bare(pending)
     with torch.enable_grad():
-        return _Source.apply(torch.empty((), device="cpu", requires_grad=True), pending)
+        return _Source.apply(_ANCHOR, pending)
 
 
 def _bare(pending: _Pending) -> torch.Tensor:
