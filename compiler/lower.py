@@ -81,7 +81,7 @@ def fingerprint(graph_pass: GraphPass) -> str | None:
     """A hash of the source that `graph_pass` is written in and of its fields, equal in any process.
 
     Takes the whole module of its class: what a pass calls beside itself is part of what it does. None, "do not cache",
-    for what has no source or may hold anything: lambdas in a session, closures, objects that are no dataclasses.
+    for what has no source or may hold anything: lambdas typed at a prompt, closures, objects that are no dataclasses.
     """
     if isinstance(graph_pass, FunctionType):
         if graph_pass.__closure__:
