@@ -90,10 +90,10 @@ class _Dependency:
 
     __slots__ = ("sample", "snapshot", "tensor", "version")
 
-    def __init__(self, tensor: torch.Tensor, is_sampled: bool) -> None:
+    def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
         self.version = _version(tensor)
-        self.sample = sample(tensor) if is_sampled else None
+        self.sample = sample(tensor)
         self.snapshot: torch.Tensor | None = None
 
     def usable(self, name: str) -> torch.Tensor:
@@ -146,9 +146,7 @@ class _Pending:
         self.requires_grad = requires_grad
         self.name = name
         self._compute: Compute | None = compute
-        # What writes to weights and leaves no version behind writes to all of them: the first and last stand for all.
-        ends = (0, len(depends_on) - 1)
-        self.dependencies = [_Dependency(tensor, place in ends) for place, tensor in enumerate(depends_on)]
+        self.dependencies = [_Dependency(tensor) for tensor in depends_on]
         self.inference = torch.is_inference_mode_enabled()
         kind = device.type
         self.autocast = (

@@ -645,3 +645,12 @@ def test_creation_is_cheap(head):
         return (time.perf_counter() - start) / 200 * 1e6
 
     assert min(measure() for _ in range(5)) < 150  # us; 25 on an idle machine
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_a_write_through_data_to_any_one_of_the_weights_is_noticed(place):
+    weights = [torch.randn(5, 5) for _ in range(4)]
+    tensor = defer((5, 5), lambda now: sum(now), dtype=torch.float32, device="cpu", depends_on=weights)
+    weights[place].data.mul_(2)
+    with pytest.raises(DeferredError, match="written through"):
+        tensor + 1
