@@ -249,13 +249,13 @@ class Step:
         inputs, batch = taken.inputs, taken.batch
         parameters = [inputs[index] for index in self._parameters]
         versions = [parameter._version for parameter in parameters]
-        samples = [sample(weight) for weight in _ends(parameters)]
+        samples = [sample(parameter) for parameter in parameters]
 
         def compute(_: list[torch.Tensor]) -> torch.Tensor:
             self._want_padded = True
             batch.check(meta.name)
             moved = [parameter._version for parameter in parameters] != versions
-            if moved or not all(map(_unchanged, samples, _ends(parameters))):
+            if moved or not all(map(_unchanged, samples, parameters)):
                 raise DeferredError(
                     f"{meta.name} was left out of the packed step and its weights have changed since. Read it before "
                     "optimizer.step(), or compile with options={'defer_outputs': False}. Later steps compute it."
@@ -298,11 +298,6 @@ class _Batch:
                 f"{name} is computed from a batch that was overwritten since. Read it before the next batch is copied "
                 "in, or compile with options={'defer_outputs': False}."
             )
-
-
-def _ends(parameters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """The first and the last weight, which stand for all: writes through `.data` leave no version behind."""
-    return (*parameters[:1], *parameters[-1:])
 
 
 def _unchanged(before: torch.Tensor | None, weight: torch.Tensor) -> bool:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from deepytorch.errors import DeferredError
 from tests.compiler.parity import (
     IGNORED,
     PAD,
@@ -141,3 +142,12 @@ def test_torch_nns_transformer_is_packed_on_both_sides() -> None:
     for batch in given:
         batch["decoder_input_ids"] = batch["labels"].clamp(min=PAD)
     expect_packed(pair.train(given), steps=4)
+
+
+def test_logits_of_a_trimmed_decoder_are_refused_once_any_weight_was_written_through_data() -> None:
+    model = bart("sdpa").train()
+    compiled = torch.compile(model, backend="deepytorch", options={"lowering": "aot_eager"})
+    out = compiled(**pairs((4, 11, "right", 7))[0])
+    model.model.decoder.layers[0].fc1.weight.data.mul_(2)
+    with pytest.raises(DeferredError, match="weights have changed"):
+        out.logits.sum()
