@@ -1,7 +1,45 @@
-"""Collectives on torch.distributed. Empty so far: gradient reduction comes with its own milestone."""
+"""Collectives on torch.distributed: a process group that chooses its own algorithm.
+
+`init_process_group("deepytorch")` is all that most programs need; what stands in `__all__` is for those that hand over
+buffers, compress, or look inside. Names are loaded when they are first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 if __name__ != "deepytorch.comm":
     raise ImportError(
         f"this folder was imported as {__name__!r}, which would load it twice and register its operators twice: "
         "import `deepytorch.comm` instead (`pip install -e .` makes it importable)"
     )
+
+if TYPE_CHECKING:
+    from deepytorch.comm.backend import Options, chosen
+    from deepytorch.comm.buffers import allocate
+    from deepytorch.comm.compress import all_reduce, overflows
+    from deepytorch.comm.register import register
+
+__all__ = ["Options", "all_reduce", "allocate", "chosen", "overflows", "register"]
+
+_HOMES = {
+    "Options": "backend",
+    "chosen": "backend",
+    "register": "register",
+    "allocate": "buffers",
+    "all_reduce": "compress",
+    "overflows": "compress",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -59,7 +59,8 @@ def read_facts(program: Program, inputs: Sequence[Any]) -> Facts | Refusal:
     for space, (_, positions) in zip(program.spaces, sizes, strict=True):
         if space.max_positions is not None and positions > space.max_positions:
             return Refusal(f"more than {space.max_positions} positions: the mask's meaning is not proved for them")
-    values = program.facts(*[inputs[index] for index in program.facts_inputs])
+    # calling it as a module would cost some 20 us more
+    values = program.facts.forward(*[inputs[index] for index in program.facts_inputs])
     labelled = [_labelled(loss, values[loss.target], sizes[loss.space]) for loss in program.losses]
     masks = [_mask(program, number, values, labelled, sizes[number]) for number in range(len(program.spaces))]
     picks = [_pick(pick, values, sizes[pick.space]) for pick in program.picks]

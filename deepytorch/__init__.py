@@ -1,6 +1,7 @@
 """deepytorch: a training accelerator for PyTorch.
 
-Use it by name, `torch.compile(model, backend="deepytorch")`; this import is needed only for what `__all__` lists.
+Use it by name, `torch.compile(model, backend="deepytorch")`; this import is needed for
+`init_process_group("deepytorch")` and for what `__all__` lists.
 It is light on purpose: `torch` and the compiler are loaded when `explain` or `report` is first used.
 """
 
@@ -9,6 +10,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from wrapt import when_imported
+
 from deepytorch.errors import DeepytorchError
 from deepytorch.version import __version__
 
@@ -16,6 +19,9 @@ if TYPE_CHECKING:
     from deepytorch.api import explain, report
 
 __all__ = ["DeepytorchError", "__version__", "explain", "report"]
+
+# `init_process_group("deepytorch")` works after this import, whichever of torch and deepytorch comes first.
+when_imported("torch.distributed.distributed_c10d")(lambda _: import_module("deepytorch.comm.register").register())
 
 _FROM_API = frozenset({"explain", "report"})
 

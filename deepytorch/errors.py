@@ -21,3 +21,11 @@ class ParityError(DeepytorchError):
 
 class DeferredError(DeepytorchError, RuntimeError):
     """A deferred output can no longer be computed, because what it is computed from has changed."""
+
+
+class BuildError(DeepytorchError, RuntimeError):
+    """The native code cannot be compiled or loaded here."""
+
+
+class CommunicationError(DeepytorchError, RuntimeError):
+    """Ranks of a group cannot come together: one is silent, or they describe themselves differently."""

@@ -237,7 +237,7 @@ def _facts(module: fx.GraphModule, region: Region) -> tuple[fx.GraphModule, tupl
     losses = []
     for loss in region.losses:
         grid = positions_of(region.layouts[loss.args[0]])[0]  # type: ignore[index]
-        target = output(emitter.grid(loss.args[1]))  # type: ignore[arg-type]
+        target = output(emitter.grid(_labels(region, loss)))
         losses.append(
             LossFacts(
                 region.space(loss.args[0]).number,
@@ -270,12 +270,28 @@ def _facts(module: fx.GraphModule, region: Region) -> tuple[fx.GraphModule, tupl
 
 def _facts_nodes(region: Region) -> list[fx.Node]:
     nodes = [space.source.node for space in region.spaces.values() if space.source is not None]
-    nodes += [loss.args[1] for loss in region.losses]  # type: ignore[misc]
+    nodes += [_labels(region, loss) for loss in region.losses]
     nodes += [factor for node, factor in region.zeroing.items() if node in region.entries]
     for pick in region.picks:
         if pick.target is aten.index.Tensor:
             nodes += list(pick.args[1])  # type: ignore[arg-type]
     return nodes
+
+
+def _labels(region: Region, loss: fx.Node) -> fx.Node:
+    """A loss's labels before they were flattened for it: the same numbers in the same order, with fewer operations."""
+    node: fx.Node = loss.args[1]  # type: ignore[assignment]
+    while node.target in (aten.view.default, aten.reshape.default, aten.contiguous.default):
+        source: fx.Node = node.args[0]  # type: ignore[assignment]
+        layout = region.layouts.get(source)
+        if layout is None or not is_token(layout) or _atoms(layout) != _atoms(region.layouts[node]):
+            break
+        node = source
+    return node
+
+
+def _atoms(layout: Layout) -> list[Any]:
+    return [atom for dim in layout for atom in dim if atom != 1]
 
 
 def _pick_facts(region: Region, emitter: Emitter, pick: fx.Node, output: Any) -> PickFacts:

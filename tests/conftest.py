@@ -14,19 +14,26 @@ import pytest
 
 # Before torch is imported, by this process or by one that a test starts: no test reads or fills a cache of the user's,
 # none reaches for the network, and none is switched by the user's environment.
-_CACHES = Path(tempfile.mkdtemp(prefix="deepytorch-tests-"))
-atexit.register(shutil.rmtree, _CACHES, ignore_errors=True)
 for _name in [name for name in os.environ if name.startswith("DEEPYTORCH")]:
     del os.environ[_name]
+if "PYTEST_XDIST_WORKER" in os.environ:  # the native code is compiled once for all processes of a run
+    _CACHES = Path(os.environ["XDG_CACHE_HOME"]).parent / os.environ["PYTEST_XDIST_WORKER"]
+    _SHARED = Path(os.environ["XDG_CACHE_HOME"])
+    _CACHES.mkdir(mode=0o700, exist_ok=True)
+else:
+    _CACHES = Path(tempfile.mkdtemp(prefix="deepytorch-tests-"))
+    _SHARED = _CACHES / "xdg"
+    _SHARED.mkdir(mode=0o700)
+    atexit.register(shutil.rmtree, _CACHES, ignore_errors=True)
 for _name, _folder in {
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
     "TRITON_CACHE_DIR": "triton",
-    "XDG_CACHE_HOME": "xdg",
     "HF_HOME": "huggingface",
     "MPLCONFIGDIR": "matplotlib",
 }.items():
-    (_CACHES / _folder).mkdir(mode=0o700)
+    (_CACHES / _folder).mkdir(mode=0o700, exist_ok=True)
     os.environ[_name] = str(_CACHES / _folder)
+os.environ["XDG_CACHE_HOME"] = str(_SHARED)
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", MPLBACKEND="Agg", PYTHONHASHSEED="0")
 
 import torch  # noqa: E402

@@ -9,16 +9,12 @@ import contextlib
 import hashlib
 import json
 import logging
-import os
-import stat
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import platformdirs
-
 from deepytorch.log import once
+from deepytorch.private_files import cache_directory, prepare_private, replace_file
 
 
 def cached_json(name: str, build: Callable[[], Any], *, directory: Path | None = None) -> Any:
@@ -28,8 +24,8 @@ def cached_json(name: str, build: Callable[[], Any], *, directory: Path | None =
     `directory` is the user's cache directory unless given. The file is replaced in one rename, so that a reader never
     sees half of one.
     """
-    directory = Path(platformdirs.user_cache_dir("deepytorch")) if directory is None else directory
-    refusal = _prepare(directory)
+    directory = cache_directory() if directory is None else directory
+    refusal = prepare_private(directory)
     if refusal is not None:
         once(logging.WARNING, "The cache directory %s is not used: %s", directory, refusal)
         return build()
@@ -38,7 +34,7 @@ def cached_json(name: str, build: Callable[[], Any], *, directory: Path | None =
         return json.loads(path.read_text(encoding="utf-8"))
     value = build()
     try:
-        _replace(path, json.dumps(value, ensure_ascii=False))
+        replace_file(path, json.dumps(value, ensure_ascii=False))
     except OSError as error:
         once(logging.WARNING, "The cache file %s could not be written: %s", path, error)
     return value
@@ -47,35 +43,3 @@ def cached_json(name: str, build: Callable[[], Any], *, directory: Path | None =
 def source_digest(path: str) -> str:
     """Return a short digest of a source file, for the name of what it makes: changed code finds no stale value."""
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]
-
-
-def _prepare(directory: Path) -> str | None:
-    """Make `directory` for this user alone; return why it must not be used, or None."""
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = directory.lstat()
-    except OSError as error:
-        return f"{error}."
-    if not stat.S_ISDIR(status.st_mode):
-        return "it is not a directory (a link is not followed). Remove it."
-    if not hasattr(os, "getuid"):  # Windows: the user's own folder, where neither owner nor mode is told
-        return None
-    if status.st_uid != os.getuid():
-        return f"user {status.st_uid} owns it, expected {os.getuid()}. Change its owner."
-    if status.st_mode & 0o077:
-        mode = stat.S_IMODE(status.st_mode)
-        return f"other users have access to it (mode {mode:04o}, expected 0700). Run `chmod 700` on it."
-    return None
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write `text` beside `path` (mode 0600) and rename it over `path`."""
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        Path(temporary).replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            Path(temporary).unlink()
-        raise

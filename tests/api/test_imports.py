@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 # From low to high; a module may import from its own entry and from the ones before it.
 LOWER_LAYERS = [
     {"errors", "log", "version"},
+    {"private_files"},
     {"config"},
     {"comm"},
     {"passes"},

@@ -1,0 +1,961 @@
+#include "backend.h"
+
+#include <c10/util/Exception.h>
+#include <pybind11/pybind11.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace deepytorch {
+
+namespace {
+
+using RedOp = c10d::ReduceOp::RedOpType;
+
+constexpr auto kLook = std::chrono::milliseconds(100);
+
+// Without the interpreter's lock for as long as it lives: what this thread waits for may need it.
+class WithoutGil {
+ public:
+  WithoutGil() { if (Py_IsInitialized() && PyGILState_Check()) released_.emplace(); }
+
+ private:
+  std::optional<pybind11::gil_scoped_release> released_;
+};
+
+[[noreturn]] void raise(const std::string& message) { C10_THROW_ERROR(DistBackendError, message); }
+
+Dtype dtype_of(at::ScalarType type) {
+  switch (type) {
+    case at::kFloat: return Dtype::f32;
+    case at::kDouble: return Dtype::f64;
+    case at::kBFloat16: return Dtype::bf16;
+    case at::kHalf: return Dtype::f16;
+    case at::kChar: return Dtype::i8;
+    case at::kByte: return Dtype::u8;
+    case at::kInt: return Dtype::i32;
+    case at::kLong: return Dtype::i64;
+    default: return Dtype::bytes;
+  }
+}
+
+c10d::OpType op_type(Kind kind) {
+  switch (kind) {
+    case Kind::all_reduce: return c10d::OpType::ALLREDUCE;
+    case Kind::all_reduce_coalesced: return c10d::OpType::ALLREDUCE_COALESCED;
+    case Kind::reduce_scatter: return c10d::OpType::_REDUCE_SCATTER_BASE;
+    case Kind::reduce_scatter_coalesced: return c10d::OpType::REDUCE_SCATTER_TENSOR_COALESCED;
+    case Kind::all_gather: return c10d::OpType::_ALLGATHER_BASE;
+    case Kind::all_gather_coalesced: return c10d::OpType::ALLGATHER_COALESCED;
+    case Kind::broadcast: return c10d::OpType::BROADCAST;
+    case Kind::reduce: return c10d::OpType::REDUCE;
+    case Kind::gather: return c10d::OpType::GATHER;
+    case Kind::scatter: return c10d::OpType::SCATTER;
+    case Kind::all_to_all: return c10d::OpType::ALLTOALL;
+    case Kind::barrier: return c10d::OpType::BARRIER;
+    default: return c10d::OpType::UNKNOWN;
+  }
+}
+
+bool is_float(at::ScalarType type) { return at::isFloatingType(type); }
+
+Reduce reduction(RedOp op) { return op == RedOp::MIN ? Reduce::min : op == RedOp::MAX ? Reduce::max : Reduce::sum; }
+
+uint64_t mix(uint64_t digest, uint64_t value) { return (digest ^ value) * 0x100000001b3 + (digest >> 29); }
+
+// [Note: tensors without their Python objects] A thread of ours or of an inner backend may drop the last reference to a
+// tensor; if it carried its Python object that would need the interpreter's lock, for which it would wait while training
+// runs, and die while the interpreter ends. So operations get aliases that Python has never seen.
+// (A sparse one is filled by replacing its parts, which an alias would not show.)
+at::Tensor alias_of(const at::Tensor& tensor) { return tensor.is_sparse() ? tensor : tensor.detach(); }
+
+std::vector<at::Tensor> alias_of(const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> found;
+  for (const at::Tensor& tensor : tensors) found.push_back(alias_of(tensor));
+  return found;
+}
+
+std::vector<std::vector<at::Tensor>> alias_of(const std::vector<std::vector<at::Tensor>>& lists) {
+  std::vector<std::vector<at::Tensor>> found;
+  for (const auto& list : lists) found.push_back(alias_of(list));
+  return found;
+}
+
+// A delegated operation: its wait also ends where the group is poisoned, and its error names the collective.
+class DelegatedWork final : public c10d::Work {
+ public:
+  DelegatedWork(int rank, const Fingerprint& fingerprint, c10::intrusive_ptr<c10d::Work> inner,
+                std::shared_ptr<Segment> segment)
+      : Work(rank, op_type(fingerprint.kind)), fingerprint_(fingerprint), inner_(std::move(inner)),
+        segment_(std::move(segment)) {}
+
+  bool isCompleted() override { return inner_->isCompleted(); }
+  bool isSuccess() const override { return inner_->isSuccess(); }
+  std::exception_ptr exception() const override { return inner_->exception(); }
+  int sourceRank() const override { return inner_->sourceRank(); }
+  std::vector<at::Tensor> result() override { return inner_->result(); }
+  void synchronize() override { inner_->synchronize(); }
+  void abort() override { inner_->abort(); }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return inner_->getFuture(); }
+  uint64_t getSequencenumber() const override { return fingerprint_.sequence; }
+
+  bool wait(std::chrono::milliseconds timeout) override {
+    const auto end = Clock::now() + timeout;
+    for (;;) {
+      auto look = kLook;
+      if (timeout != kNoTimeout) {
+        look = std::min(look, std::chrono::duration_cast<std::chrono::milliseconds>(end - Clock::now()));
+        look = std::max(look, std::chrono::milliseconds(1));
+      }
+      const bool done = inner_->isCompleted();
+      try {
+        return inner_->wait(look);
+      } catch (const std::exception& error) {
+        if (done) fail(error);
+        if (inner_->isCompleted()) continue;
+        if (segment_->poisoned()) raise(segment_->poison_message());
+        if (timeout != kNoTimeout && Clock::now() >= end) throw;
+      }
+    }
+  }
+
+ private:
+  [[noreturn]] void fail(const std::exception& error) {
+    segment_->poison("collective " + std::to_string(fingerprint_.sequence) + " of this group, " + fingerprint_.describe() +
+                     ", failed in the inner backend: " + error.what());
+    raise(segment_->poison_message());
+  }
+
+  Fingerprint fingerprint_;
+  c10::intrusive_ptr<c10d::Work> inner_;
+  std::shared_ptr<Segment> segment_;
+};
+
+// Several operations that one call to `wait` is for.
+class ManyWorks final : public c10d::Work {
+ public:
+  explicit ManyWorks(std::vector<c10::intrusive_ptr<c10d::Work>> works) : works_(std::move(works)) {}
+
+  bool isCompleted() override {
+    return std::all_of(works_.begin(), works_.end(), [](const auto& work) { return work->isCompleted(); });
+  }
+  bool isSuccess() const override {
+    return std::all_of(works_.begin(), works_.end(), [](const auto& work) { return work->isSuccess(); });
+  }
+  void synchronize() override { for (const auto& work : works_) work->synchronize(); }
+  bool wait(std::chrono::milliseconds timeout) override {
+    for (const auto& work : works_) work->wait(timeout);
+    return true;
+  }
+
+ private:
+  std::vector<c10::intrusive_ptr<c10d::Work>> works_;
+};
+
+}  // namespace
+
+class Backend::OwnWork final : public c10d::Work {
+ public:
+  OwnWork(int rank, const Fingerprint& fingerprint, Tensors outputs, std::shared_ptr<DeviceCopies> copies)
+      : Work(rank, op_type(fingerprint.kind), "deepytorch:collective", std::nullopt), outputs_(std::move(outputs)),
+        copies_(std::move(copies)), sequence_(fingerprint.sequence) {}
+
+  std::vector<at::Tensor> result() override { return outputs_; }
+  uint64_t getSequencenumber() const override { return sequence_; }
+  void abort() override { TORCH_CHECK(false, "a collective of the deepytorch backend is aborted with its group only"); }
+  void synchronize() override { if (copies_) copies_->block_current_stream(); }
+
+  // Settled without the lock: what waits on a future may run Python, whose own lock another caller may hold here.
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    bool late;
+    c10::intrusive_ptr<c10::ivalue::Future> future;
+    {
+      const std::lock_guard<std::mutex> lock(future_mutex_);
+      late = !future_ && ended_;
+      if (!future_) {
+        std::vector<c10::Device> devices;
+        if (!outputs_.empty() && !outputs_[0].is_cpu()) devices.push_back(outputs_[0].device());
+        future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), devices);
+      }
+      future = future_;
+    }
+    if (late) settle(*future);
+    return future;
+  }
+
+  void end(std::exception_ptr error) {
+    finish(error);
+    c10::intrusive_ptr<c10::ivalue::Future> future;
+    {
+      const std::lock_guard<std::mutex> lock(future_mutex_);
+      error_ = std::move(error);
+      ended_ = true;
+      future = future_;
+    }
+    if (future) settle(*future);
+  }
+
+ private:
+  void settle(c10::ivalue::Future& future) const {
+    if (error_) future.setError(error_);
+    else future.markCompleted(c10::IValue(outputs_));
+  }
+
+  Tensors outputs_;
+  std::shared_ptr<DeviceCopies> copies_;
+  uint64_t sequence_;
+  std::mutex future_mutex_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+  bool ended_ = false;
+  std::exception_ptr error_;
+};
+
+const char* name_of(Algorithm algorithm) {
+  static const char* const names[] = {"engine",     "shared_memory",   "hierarchical",    "streams",
+                                      "cpu_reduce", "nvlink_one_shot", "nvlink_two_shot", "nvlink_multimem"};
+  return names[static_cast<int>(algorithm)];
+}
+
+struct Backend::Wanted {
+  Kind kind;
+  at::ScalarType dtype = at::kByte;
+  int64_t count = -1;
+  RedOp reduce = RedOp::UNUSED;
+  int root = -1;
+  bool on_cuda = false;
+  std::chrono::milliseconds timeout = c10d::kUnsetTimeout;
+  const void* data = nullptr;  // where the host may read it directly
+  size_t bytes = 0;
+};
+
+struct Backend::Job {
+  Fingerprint fingerprint;
+  bool may_share;  // whether memory was handed out before the call, alike on all ranks
+  std::shared_ptr<void> keeper;
+  std::chrono::milliseconds timeout;
+  at::ScalarType dtype;
+  RedOp reduce;
+  std::function<void(Call&, const Fingerprint&)> body;
+  c10::intrusive_ptr<OwnWork> work;
+};
+
+Backend::Backend(Setup setup)
+    : c10d::Backend(setup.rank, setup.size), setup_(std::move(setup)), timeout_(setup_.timeout_ms),
+      changed_(*new std::condition_variable), process_(getpid()) {
+  const auto& segment = setup_.segment;
+  for (const uint64_t value : {static_cast<uint64_t>(setup_.num_hosts), segment ? segment->area_bytes() : 0,
+                               segment ? static_cast<uint64_t>(segment->areas()) : 0}) {
+    plan_ = mix(plan_ + 1, value);
+  }
+}
+
+Backend::~Backend() {
+  if (getpid() != process_) {  // a forked child has none of the threads: what they hold is left as it is
+    (void)setup_.cpu.release();
+    (void)setup_.cuda.release();
+    for (auto& backend : setup_.between) (void)backend.release();
+    return;  // `changed_` is left too: its destructor would wait for a thread of the parent
+  }
+  const bool on_worker = thread_ != nullptr && thread_->get_id() == std::this_thread::get_id();
+  if (on_worker) *gone_ = true;  // the last reference went in a callback: the thread ends without looking here again
+  shutdown();
+  if (!on_worker) delete &changed_;
+}
+
+// ------------------------------------------------------------------ what to run
+
+void Backend::set_one_shot_bytes(uint64_t bytes) {
+  one_shot_bytes_ = bytes;
+  plan_ = mix(plan_ + 1, bytes);
+}
+
+void Backend::set_table(Kind kind, bool on_cuda, std::vector<Row> rows) {
+  for (const Row& row : rows) {
+    for (const uint64_t value : {static_cast<uint64_t>(kind), static_cast<uint64_t>(on_cuda), row.max_bytes,
+                                 static_cast<uint64_t>(row.algorithm), row.chunk_bytes, static_cast<uint64_t>(row.streams),
+                                 static_cast<uint64_t>(row.wire)}) {
+      plan_ = mix(plan_ + 1, value);
+    }
+  }
+  table_[{kind, on_cuda}] = std::move(rows);
+}
+
+Row Backend::row(Kind kind, bool on_cuda, uint64_t bytes) const {
+  const auto found = table_.find({kind, on_cuda});
+  if (found != table_.end()) {
+    for (const Row& row : found->second) {
+      if (bytes <= row.max_bytes) return row;
+    }
+  }
+  return {UINT64_MAX, Algorithm::engine, 0, 1, Wire::exact};
+}
+
+bool Backend::accelerates(Kind kind, at::ScalarType dtype, RedOp reduce) const {
+  if (kind == Kind::all_gather || kind == Kind::broadcast) return true;
+  if (dtype_of(dtype) == Dtype::bytes) return false;
+  return reduce == RedOp::SUM || reduce == RedOp::MIN || reduce == RedOp::MAX || (reduce == RedOp::AVG && is_float(dtype));
+}
+
+c10::intrusive_ptr<c10d::Backend> Backend::engine_of(bool on_cuda) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return on_cuda ? setup_.cuda : setup_.cpu;
+}
+
+c10::intrusive_ptr<c10d::Backend> Backend::inner(bool on_cuda) const {
+  if (const auto found = engine_of(on_cuda)) return found;
+  if (poisoned()) raise(poison_message());
+  raise(on_cuda ? "this process group has no inner backend for CUDA tensors: it was made where none is available; expected "
+                  "CPU tensors, or a machine with NCCL and a GPU for every rank"
+                : "this process group has no inner backend for CPU tensors");
+}
+
+Backends Backend::between(int streams) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto num = std::min<size_t>(std::max(streams, 1), setup_.between.size());
+  if (num == 0) throw CommError("this process group has no connections between hosts");
+  return Backends(setup_.between.begin(), setup_.between.begin() + static_cast<int64_t>(num));
+}
+
+void Backend::guard() const {
+  if (getpid() != process_) {
+    raise("this process was forked after its process group was made, and has none of its threads; expected the group to "
+          "be made in the process that uses it: call init_process_group in the child, or start it with spawn");
+  }
+  if (poisoned()) raise("this process group is of no use after an earlier error: " + poison_message());
+  if (stopped_.load()) raise("this process group was destroyed; expected a group made by init_process_group or new_group");
+}
+
+bool Backend::poisoned() const {
+  if (setup_.segment && setup_.segment->poisoned()) return true;
+  const std::lock_guard<std::mutex> lock(error_mutex_);
+  return !error_.empty();
+}
+
+std::string Backend::poison_message() const {
+  {
+    const std::lock_guard<std::mutex> lock(error_mutex_);
+    if (!error_.empty()) return error_;
+  }
+  return setup_.segment ? setup_.segment->poison_message() : "";
+}
+
+void Backend::poison(const std::string& message) {
+  if (setup_.segment) setup_.segment->poison(message);
+  {
+    const std::lock_guard<std::mutex> lock(error_mutex_);
+    if (error_.empty()) error_ = setup_.segment ? setup_.segment->poison_message() : message;
+  }
+}
+
+// ------------------------------------------------------------------ memory that is shared
+
+at::Tensor Backend::adopt(const std::shared_ptr<Segment>& region) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::erase_if(regions_, [](const auto& entry) { return entry.second.expired(); });
+  regions_.emplace_back(++num_regions_, region);
+  return at::from_blob(
+      region->area(0, region->rank()), {static_cast<int64_t>(region->area_bytes())}, [region](void*) {},
+      at::TensorOptions().dtype(at::kByte));
+}
+
+// Which region and where in it: (region << 44) | offset, or 0.
+uint64_t Backend::shared_at(const void* data, size_t bytes) const {
+  for (const auto& [number, held] : regions_) {
+    if (const auto region = held.lock()) {
+      const char* begin = region->area(0, region->rank());
+      const char* at = static_cast<const char*>(data);
+      if (at >= begin && at + bytes <= begin + region->area_bytes()) return (number << 44) | static_cast<uint64_t>(at - begin);
+    }
+  }
+  return 0;
+}
+
+std::vector<char*> Backend::peers(uint64_t shared) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& [number, held] : regions_) {
+    const auto region = held.lock();
+    if (number != shared >> 44 || !region) continue;
+    std::vector<char*> found;
+    for (int rank = 0; rank < region->num_ranks(); ++rank) found.push_back(region->area(0, rank) + (shared & ((1ull << 44) - 1)));
+    return found;
+  }
+  raise("memory of a collective was freed while it ran");
+}
+
+// ------------------------------------------------------------------ running
+
+// Tell the ranks of this host what comes next. Lets go of the lock where they disagree.
+void Backend::publish(const Fingerprint& fingerprint, std::unique_lock<std::mutex>& lock) {
+  if (!setup_.segment) return;
+  try {
+    setup_.segment->publish(fingerprint);
+  } catch (const CommError& error) {
+    lock.unlock();
+    poison(error.what());
+    let_go();
+    raise(error.what());
+  }
+}
+
+Backend::WorkPtr Backend::delegate(Wanted wanted, const std::function<WorkPtr(c10d::Backend&)>& call) {
+  guard();
+  Fingerprint fingerprint;
+  {
+    std::unique_lock<std::mutex> lock(mutex_);
+    fingerprint = {++sequence_, wanted.count, wanted.root, wanted.kind, static_cast<uint8_t>(wanted.reduce),
+                   static_cast<int8_t>(wanted.dtype), wanted.on_cuda, 0, 0};
+    publish(fingerprint, lock);
+  }
+  auto work = call(*inner(wanted.on_cuda));
+  if (!setup_.segment || wanted.on_cuda || !work) return work;
+  return c10::make_intrusive<DelegatedWork>(getRank(), fingerprint, std::move(work), setup_.segment);
+}
+
+Backend::WorkPtr Backend::submit(Wanted wanted, std::function<void(Call&, const Fingerprint&)> body, Tensors outputs,
+                                 bool async, std::shared_ptr<DeviceCopies> copies) {
+  guard();
+  auto job = std::make_shared<Job>();
+  job->timeout = wanted.timeout.count() > 0 ? wanted.timeout : timeout_;
+  job->dtype = wanted.dtype;
+  job->reduce = wanted.reduce;
+  job->body = std::move(body);
+  bool here = false;
+  {
+    std::unique_lock<std::mutex> lock(mutex_);
+    const uint64_t shared = wanted.data != nullptr && setup_.segment ? shared_at(wanted.data, wanted.bytes) : 0;
+    job->may_share = num_regions_ != 0;
+    job->keeper = std::make_shared<std::pair<std::shared_ptr<Segment>, Tensors>>(setup_.segment, outputs);
+    job->fingerprint = {++sequence_, wanted.count, wanted.root, wanted.kind, static_cast<uint8_t>(wanted.reduce),
+                        static_cast<int8_t>(wanted.dtype), wanted.on_cuda, plan_, shared};
+    publish(job->fingerprint, lock);
+    job->work = c10::make_intrusive<OwnWork>(getRank(), job->fingerprint, std::move(outputs), std::move(copies));
+    here = !async && !busy_ && queue_.empty();
+    if (here) {
+      busy_ = true;
+    } else {
+      queue_.push_back(job);
+      try {
+        if (thread_ == nullptr) thread_ = new std::thread([this] { work_through(); });
+      } catch (const std::exception& error) {  // the others are told already that this collective comes
+        queue_.pop_back();
+        lock.unlock();
+        poison(std::string("no thread could be started for collectives: ") + error.what());
+        raise(poison_message());
+      }
+    }
+  }
+  if (here) {
+    execute(*job);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    busy_ = false;
+  }
+  changed_.notify_all();
+  return job->work;
+}
+
+void Backend::execute(Job& job) {
+  std::exception_ptr error;
+  try {
+    if (poisoned()) throw CommError(poison_message());
+    Call call{setup_.segment.get(), &stopped_, Clock::now() + job.timeout, job.fingerprint.sequence, job.fingerprint.kind,
+              dtype_of(job.dtype), reduction(job.reduce),
+              job.reduce == RedOp::AVG ? static_cast<double>(getSize()) : 1.0, 0, job.keeper};
+    if (call.segment != nullptr) {
+      call.segment->begin(job.fingerprint);
+      if (job.may_share) call.sync();  // ranks whose data may lie in shared memory begin together, and know of each other
+    }
+    job.body(call, job.fingerprint);
+    if (call.segment != nullptr && !call.checked) call.sync();
+  } catch (const std::exception& failure) {
+    poison(failure.what());
+    let_go();
+    error = std::make_exception_ptr(
+        c10::DistBackendError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, poison_message()));
+  }
+  job.body = nullptr;
+  try {
+    job.work->end(error);
+  } catch (const std::exception& failure) {  // of what the caller has hung on the future
+    TORCH_WARN("a callback of a collective failed: ", failure.what());
+  }
+}
+
+void Backend::work_through() {
+  bool gone = false;
+  gone_ = &gone;
+  std::unique_lock<std::mutex> lock(mutex_);
+  for (;;) {
+    changed_.wait(lock, [&] { return !busy_ && (stopped_.load() || !queue_.empty()); });
+    if (queue_.empty()) return;
+    auto job = queue_.front();
+    queue_.pop_front();
+    busy_ = true;
+    lock.unlock();
+    execute(*job);  // fails at once where the group was destroyed
+    job.reset();
+    if (gone) return;
+    lock.lock();
+    busy_ = false;
+    changed_.notify_all();
+  }
+}
+
+void Backend::shutdown() {
+  if (getpid() != process_) return;
+  const WithoutGil unlocked;
+  std::thread* thread;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    stopped_ = true;
+    thread = std::exchange(thread_, nullptr);
+  }
+  changed_.notify_all();
+  if (thread != nullptr) {
+    if (thread->get_id() == std::this_thread::get_id()) thread->detach();  // the last reference went in a callback
+    else thread->join();
+    delete thread;
+  }
+  let_go();
+}
+
+void Backend::abort() {
+  if (getpid() != process_) return;
+  poison("the process group was aborted by this rank (" + std::to_string(getRank()) + ")");
+  stopped_ = true;
+  for (const bool on_cuda : {false, true}) {
+    if (const auto engine = engine_of(on_cuda)) engine->abort();
+  }
+  let_go();
+}
+
+void Backend::let_go() {
+  auto held = std::make_unique<Setup>();
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    held->cpu = std::move(setup_.cpu);
+    held->cuda = std::move(setup_.cuda);
+    held->between = std::move(setup_.between);
+    setup_.between.clear();
+  }
+  if (!held->cpu && !held->cuda && held->between.empty()) return;
+  try {
+    if (poisoned()) {  // something may be stuck in them
+      Setup* const rest = held.release();
+      std::thread([rest] { delete rest; }).detach();
+    } else {
+      const WithoutGil unlocked;
+      if (held->cpu) held->cpu->shutdown();
+      if (held->cuda) held->cuda->shutdown();
+      held.reset();
+    }
+  } catch (const std::exception& error) {
+    TORCH_WARN("an inner backend did not shut down: ", error.what());
+  }
+}
+
+// ------------------------------------------------------------------ collectives that are accelerated
+
+void Backend::run_all_reduce(Call& call, const Fingerprint& mine, char* data, Copies* copies, size_t count, const Row& row,
+                             const std::string& key) {
+  Segment* segment = setup_.segment.get();
+  const size_t bytes = count * element_size(call.dtype);
+  call.chunk_bytes = row.chunk_bytes != 0 ? row.chunk_bytes : segment != nullptr ? segment->area_bytes() : (bytes + 63) / 64 * 64;
+  if (copies == nullptr && setup_.num_hosts == 1 && call.checked && segment->all_shared()) {
+    const auto addresses = peers(mine.shared);
+    return all_reduce_in_place(call, addresses.data(), count);
+  }
+  if (copies == nullptr && setup_.num_hosts == 1 && bytes <= one_shot_bytes_) return all_reduce_one_shot(call, data, count);
+  HostCopies plain(data);
+  Copies& payload = copies != nullptr ? *copies : plain;
+  if (setup_.num_hosts == 1) return all_reduce_two_shot(call, payload, count, nullptr);
+
+  const Backends streams = between(row.streams);
+  HostsAgree agree(call, *streams[0], mine);
+  Wire wire = row.wire;
+  const bool half = call.dtype == Dtype::bf16 || call.dtype == Dtype::f16;
+  const bool floating = half || call.dtype == Dtype::f32;
+  // A ring of half-precision sums would round at every hop.
+  if (half && wire != Wire::fp8) wire = call.dtype == Dtype::bf16 ? Wire::bf16 : Wire::f16;
+  if (wire == Wire::exact || !floating || call.reduce != Reduce::sum) {
+    const int room = segment != nullptr ? segment->areas() - areas_needed(0, copies != nullptr) : 16;
+    Ring ring(call, streams, std::max(1, std::min(room, std::max(2, row.streams))), &agree);
+    return all_reduce_two_shot(call, payload, count, &ring);
+  }
+  const size_t room = std::min<size_t>(call.chunk_bytes, segment ? segment->area_bytes() : SIZE_MAX) / element_size(call.dtype);
+  Exchange exchange(call, streams, setup_.num_hosts, setup_.host, wire, &agree, key.empty() ? nullptr : &residuals_[key],
+                   room, &overflows_);
+  all_reduce_two_shot(call, payload, count, &exchange);
+}
+
+Backend::WorkPtr Backend::reduce_all(at::Tensor& tensor, Wanted wanted, Row row, const std::string& key, bool async,
+                                     Tensors outputs) {
+  if (row.algorithm == Algorithm::cpu_reduce) {
+    if (wanted.on_cuda && pin_) std::exchange(pin_, nullptr)();
+    auto copies = std::make_shared<DeviceCopies>(tensor);
+    const size_t count = tensor.numel();
+    return submit(
+        wanted, [this, copies, count, row, key](Call& call, const Fingerprint& mine) {
+          run_all_reduce(call, mine, nullptr, copies.get(), count, row, key);
+          copies->finish();
+        },
+        std::move(outputs), async, copies);
+  }
+  if (tensor.is_contiguous()) {
+    wanted.data = tensor.data_ptr();
+    wanted.bytes = tensor.nbytes();
+  }
+  return submit(
+      wanted, [this, tensor, row, key](Call& call, const Fingerprint& mine) {
+        const at::Tensor whole = tensor.contiguous();
+        run_all_reduce(call, mine, static_cast<char*>(whole.data_ptr()), nullptr, whole.numel(), row, key);
+        if (!whole.is_same(tensor)) at::Tensor(tensor).copy_(whole);
+      },
+      std::move(outputs), async);
+}
+
+// By torch's symmetric-memory kernels, on the caller's stream: nothing is left to wait for but that stream.
+Backend::WorkPtr Backend::symmetric(at::Tensor& tensor, Wanted wanted, Row row) {
+  guard();
+  Fingerprint fingerprint;
+  {
+    std::unique_lock<std::mutex> lock(mutex_);
+    fingerprint = {++sequence_, wanted.count, wanted.root, wanted.kind, static_cast<uint8_t>(wanted.reduce),
+                   static_cast<int8_t>(wanted.dtype), wanted.on_cuda, plan_, 0};
+    publish(fingerprint, lock);
+  }
+  symmetric_(name_of(row.algorithm), tensor);
+  auto work = c10::make_intrusive<OwnWork>(getRank(), fingerprint, Tensors{tensor}, nullptr);
+  work->end(nullptr);
+  return work;
+}
+
+Backend::WorkPtr Backend::allreduce(Tensors& given_tensors, const c10d::AllreduceOptions& options) {
+  auto tensors = alias_of(given_tensors);
+  TORCH_CHECK(tensors.size() == 1, "all_reduce takes one tensor, found ", tensors.size());
+  at::Tensor tensor = tensors[0];
+  Wanted wanted{Kind::all_reduce, tensor.scalar_type(), tensor.numel(), options.reduceOp, -1, tensor.is_cuda(), options.timeout};
+  if (tensor.is_sparse()) return delegate(wanted, [&](c10d::Backend& engine) { return engine.allreduce(tensors, options); });
+  const Row row = this->row(Kind::all_reduce, wanted.on_cuda, tensor.nbytes());
+  const bool able = accelerates(wanted.kind, wanted.dtype, wanted.reduce);
+  const bool through_symmetric = row.algorithm >= Algorithm::nvlink_one_shot;
+  if (through_symmetric && symmetric_ && tensor.is_contiguous() && wanted.reduce == RedOp::SUM &&
+      (wanted.dtype == at::kFloat || wanted.dtype == at::kBFloat16) && tensor.nbytes() % 16 == 0) {
+    return symmetric(tensor, wanted, row);
+  }
+  const bool copied = row.algorithm == Algorithm::cpu_reduce && tensor.is_contiguous();
+  const bool in_host_memory = !wanted.on_cuda && row.algorithm >= Algorithm::shared_memory && row.algorithm <= Algorithm::streams;
+  if (able && (copied || in_host_memory)) {
+    return reduce_all(tensor, wanted, row, "", options.asyncOp, tensors);
+  }
+  if (able && !wanted.on_cuda && wanted.reduce == RedOp::AVG) {  // gloo only sums; in call order, on this thread
+    c10d::AllreduceOptions sum = options;
+    sum.reduceOp = c10d::ReduceOp::SUM;
+    return delegate(wanted, [&](c10d::Backend& engine) {
+      tensors[0].div_(getSize());
+      return engine.allreduce(tensors, sum);
+    });
+  }
+  return delegate(wanted, [&](c10d::Backend& engine) { return engine.allreduce(tensors, options); });
+}
+
+Backend::WorkPtr Backend::allreduce_compressed(at::Tensor& given_tensor, RedOp reduce, Wire wire, const std::string& key,
+                                               bool async) {
+  auto tensor = alias_of(given_tensor);
+  TORCH_CHECK(tensor.is_cpu() && tensor.is_contiguous() && (reduce == RedOp::SUM || reduce == RedOp::AVG) &&
+                  (tensor.scalar_type() == at::kFloat || tensor.scalar_type() == at::kBFloat16 || tensor.scalar_type() == at::kHalf),
+              "compression takes contiguous CPU tensors of float32, bfloat16 or float16 and the reductions SUM and AVG");
+  if (setup_.num_hosts > 1 && !poisoned()) (void)between(1);  // the same answer on all ranks, before they are told
+  Wanted wanted{Kind::all_reduce, tensor.scalar_type(), tensor.numel(), reduce, -1, false};
+  Row row = this->row(Kind::all_reduce, false, tensor.nbytes());
+  if (row.algorithm == Algorithm::engine) row = {0, Algorithm::hierarchical, 1 << 20, 1, wire};
+  row.wire = wire;
+  wanted.root = static_cast<int>(wire);  // ranks that compress differently disagree
+  return reduce_all(tensor, wanted, row, key, async, {tensor});
+}
+
+Backend::WorkPtr Backend::allreduce_coalesced(Tensors& given_tensors, const c10d::AllreduceCoalescedOptions& options) {
+  auto tensors = alias_of(given_tensors);
+  TORCH_CHECK(!tensors.empty(), "all_reduce_coalesced takes at least one tensor");
+  Wanted wanted{Kind::all_reduce_coalesced, tensors[0].scalar_type(), 0, options.reduceOp, -1, tensors[0].is_cuda(), options.timeout};
+  size_t bytes = 0;
+  bool alike = true;
+  for (const at::Tensor& tensor : tensors) {
+    wanted.count += tensor.numel();
+    bytes += tensor.is_sparse() ? 0 : tensor.nbytes();
+    alike = alike && tensor.scalar_type() == wanted.dtype && !tensor.is_sparse() && tensor.is_cuda() == wanted.on_cuda;
+  }
+  const Row row = this->row(Kind::all_reduce, wanted.on_cuda, bytes);
+  if (!alike || wanted.on_cuda || row.algorithm == Algorithm::engine || !accelerates(Kind::all_reduce, wanted.dtype, wanted.reduce)) {
+    return delegate(wanted, [&](c10d::Backend& engine) { return engine.allreduce_coalesced(tensors, options); });
+  }
+  return submit(
+      wanted, [this, tensors, row](Call& call, const Fingerprint& mine) {
+        Tensors flat;
+        for (const at::Tensor& tensor : tensors) flat.push_back(tensor.reshape({-1}));
+        const at::Tensor whole = at::cat(flat);
+        run_all_reduce(call, mine, static_cast<char*>(whole.data_ptr()), nullptr, whole.numel(), row, "");
+        int64_t at = 0;
+        for (at::Tensor tensor : tensors) {
+          tensor.copy_(whole.narrow(0, at, tensor.numel()).view(tensor.sizes()));
+          at += tensor.numel();
+        }
+      },
+      tensors, options.asyncOp);
+}
+
+Backend::WorkPtr Backend::_reduce_scatter_base(at::Tensor& given_output, at::Tensor& given_input,
+                                               const c10d::ReduceScatterOptions& options) {
+  auto output = alias_of(given_output);
+  auto input = alias_of(given_input);
+  TORCH_CHECK(input.numel() == output.numel() * getSize() && input.scalar_type() == output.scalar_type(),
+              "reduce_scatter_tensor: found an input of ", input.numel(), " elements (", input.scalar_type(),
+              ") and an output of ", output.numel(), " (", output.scalar_type(), "); expected one dtype and an input of ",
+              getSize(), " times the output");
+  Wanted wanted{Kind::reduce_scatter, input.scalar_type(), input.numel(), options.reduceOp, -1, input.is_cuda(), options.timeout};
+  const Row row = this->row(wanted.kind, wanted.on_cuda, input.nbytes());
+  if (wanted.on_cuda || row.algorithm != Algorithm::shared_memory || !accelerates(wanted.kind, wanted.dtype, wanted.reduce)) {
+    if (!wanted.on_cuda && wanted.reduce == RedOp::AVG && is_float(wanted.dtype)) {
+      c10d::ReduceScatterOptions sum = options;
+      sum.reduceOp = c10d::ReduceOp::SUM;
+      at::Tensor shares = input.div(getSize());
+      return delegate(wanted, [&](c10d::Backend& engine) { return engine._reduce_scatter_base(output, shares, sum); });
+    }
+    return delegate(wanted, [&](c10d::Backend& engine) { return engine._reduce_scatter_base(output, input, options); });
+  }
+  if (input.is_contiguous()) {
+    wanted.data = input.data_ptr();
+    wanted.bytes = input.nbytes();
+  }
+  return submit(
+      wanted, [this, input, output, row](Call& call, const Fingerprint& mine) {
+        const at::Tensor from = input.contiguous(), to = output.contiguous();
+        const size_t count = to.numel();
+        call.chunk_bytes = row.chunk_bytes != 0 ? row.chunk_bytes : call.segment->area_bytes();
+        if (call.checked && call.segment->all_shared()) {
+          reduce_scatter_in_place(call, peers(mine.shared).data(), to.data_ptr(), count);
+        } else {
+          deepytorch::reduce_scatter(call, from.data_ptr(), to.data_ptr(), count);
+        }
+        if (!to.is_same(output)) at::Tensor(output).copy_(to);
+      },
+      {output}, options.asyncOp);
+}
+
+Backend::WorkPtr Backend::_allgather_base(at::Tensor& given_output, at::Tensor& given_input, const c10d::AllgatherOptions& options) {
+  auto output = alias_of(given_output);
+  auto input = alias_of(given_input);
+  TORCH_CHECK(output.numel() == input.numel() * getSize() && input.scalar_type() == output.scalar_type(),
+              "all_gather_into_tensor: found an input of ", input.numel(), " elements (", input.scalar_type(),
+              ") and an output of ", output.numel(), " (", output.scalar_type(), "); expected one dtype and an output of ",
+              getSize(), " times the input");
+  Wanted wanted{Kind::all_gather, input.scalar_type(), input.numel(), RedOp::UNUSED, -1, input.is_cuda(), options.timeout};
+  const Row row = this->row(wanted.kind, wanted.on_cuda, output.nbytes());
+  if (wanted.on_cuda || row.algorithm != Algorithm::shared_memory) {
+    return delegate(wanted, [&](c10d::Backend& engine) { return engine._allgather_base(output, input, options); });
+  }
+  if (input.is_contiguous()) {
+    wanted.data = input.data_ptr();
+    wanted.bytes = input.nbytes();
+  }
+  return submit(
+      wanted, [this, input, output, row](Call& call, const Fingerprint& mine) {
+        const at::Tensor from = input.contiguous(), to = output.contiguous();
+        call.chunk_bytes = row.chunk_bytes != 0 ? row.chunk_bytes : call.segment->area_bytes();
+        if (call.checked && call.segment->all_shared()) {
+          all_gather_in_place(call, peers(mine.shared).data(), to.data_ptr(), from.nbytes());
+        } else {
+          all_gather(call, from.data_ptr(), to.data_ptr(), from.nbytes());
+        }
+        if (!to.is_same(output)) at::Tensor(output).copy_(to);
+      },
+      {output}, options.asyncOp);
+}
+
+Backend::WorkPtr Backend::broadcast(Tensors& given_tensors, const c10d::BroadcastOptions& options) {
+  auto tensors = alias_of(given_tensors);
+  TORCH_CHECK(tensors.size() == 1, "broadcast takes one tensor, found ", tensors.size());
+  at::Tensor tensor = tensors[0];
+  Wanted wanted{Kind::broadcast, tensor.scalar_type(), tensor.numel(), RedOp::UNUSED, static_cast<int>(options.rootRank),
+                tensor.is_cuda(), options.timeout};
+  const Row row = this->row(wanted.kind, wanted.on_cuda, tensor.is_sparse() ? 0 : tensor.nbytes());
+  if (wanted.on_cuda || row.algorithm != Algorithm::shared_memory || tensor.is_sparse()) {
+    return delegate(wanted, [&](c10d::Backend& engine) { return engine.broadcast(tensors, options); });
+  }
+  return submit(
+      wanted, [tensor, row, root = static_cast<int>(options.rootRank)](Call& call, const Fingerprint&) {
+        call.chunk_bytes = row.chunk_bytes != 0 ? row.chunk_bytes : call.segment->area_bytes();
+        const at::Tensor whole = tensor.contiguous();
+        deepytorch::broadcast(call, whole.data_ptr(), whole.nbytes(), root);
+        if (!whole.is_same(tensor) && call.segment->rank() != root) at::Tensor(tensor).copy_(whole);
+      },
+      tensors, options.asyncOp);
+}
+
+// ------------------------------------------------------------------ collectives that are handed on
+
+Backend::WorkPtr Backend::allreduce_sparse(Tensors& given_tensors, const c10d::AllreduceOptions& options) {
+  auto tensors = alias_of(given_tensors);
+  Wanted wanted{Kind::all_reduce, tensors[0].scalar_type(), -1, options.reduceOp, -1, tensors[0].is_cuda()};
+  return delegate(wanted, [&](c10d::Backend& engine) { return engine.allreduce_sparse(tensors, options); });
+}
+
+Backend::WorkPtr Backend::reduce(Tensors& given_tensors, const c10d::ReduceOptions& options) {
+  auto tensors = alias_of(given_tensors);
+  Wanted wanted{Kind::reduce, tensors[0].scalar_type(), tensors[0].numel(), options.reduceOp,
+                static_cast<int>(options.rootRank), tensors[0].is_cuda()};
+  return delegate(wanted, [&](c10d::Backend& engine) { return engine.reduce(tensors, options); });
+}
+
+Backend::WorkPtr Backend::allgather(TensorLists& given_outputs, Tensors& given_inputs, const c10d::AllgatherOptions& options) {
+  auto outputs = alias_of(given_outputs);
+  auto inputs = alias_of(given_inputs);
+  // NCCL takes lists of uneven sizes
+  Wanted wanted{Kind::all_gather, inputs[0].scalar_type(), inputs[0].is_cuda() ? -1 : inputs[0].numel(), RedOp::UNUSED, -1,
+                inputs[0].is_cuda()};
+  return delegate(wanted, [&](c10d::Backend& engine) { return engine.allgather(outputs, inputs, options); });
+}
+
+Backend::WorkPtr Backend::allgather_coalesced(TensorLists& given_outputs, Tensors& given_inputs, const c10d::AllgatherOptions& options) {
+  auto outputs = alias_of(given_outputs);
+  auto inputs = alias_of(given_inputs);
+  Wanted wanted{Kind::all_gather_coalesced, inputs[0].scalar_type(), -1, RedOp::UNUSED, -1, inputs[0].is_cuda()};
+  return delegate(wanted, [&](c10d::Backend& engine) { return engine.allgather_coalesced(outputs, inputs, options); });
+}
+
+Backend::WorkPtr Backend::allgather_into_tensor_coalesced(Tensors& given_outputs, Tensors& given_inputs,
+                                                          const c10d::AllgatherOptions& options) {
+  auto outputs = alias_of(given_outputs);
+  auto inputs = alias_of(given_inputs);
+  Wanted wanted{Kind::all_gather_coalesced, inputs[0].scalar_type(), -1, RedOp::UNUSED, -1, inputs[0].is_cuda()};
+  return delegate(wanted, [&](c10d::Backend& engine) { return engine.allgather_into_tensor_coalesced(outputs, inputs, options); });
+}
+
+Backend::WorkPtr Backend::gather(TensorLists& given_outputs, Tensors& given_inputs, const c10d::GatherOptions& options) {
+  auto outputs = alias_of(given_outputs);
+  auto inputs = alias_of(given_inputs);
+  Wanted wanted{Kind::gather, inputs[0].scalar_type(), -1, RedOp::UNUSED, static_cast<int>(options.rootRank), inputs[0].is_cuda()};
+  return delegate(wanted, [&](c10d::Backend& engine) { return engine.gather(outputs, inputs, options); });
+}
+
+Backend::WorkPtr Backend::scatter(Tensors& given_outputs, TensorLists& given_inputs, const c10d::ScatterOptions& options) {
+  auto outputs = alias_of(given_outputs);
+  auto inputs = alias_of(given_inputs);
+  Wanted wanted{Kind::scatter, outputs[0].scalar_type(), -1, RedOp::UNUSED, static_cast<int>(options.rootRank), outputs[0].is_cuda()};
+  return delegate(wanted, [&](c10d::Backend& engine) { return engine.scatter(outputs, inputs, options); });
+}
+
+Backend::WorkPtr Backend::reduce_scatter(Tensors& given_outputs, TensorLists& given_inputs, const c10d::ReduceScatterOptions& options) {
+  auto outputs = alias_of(given_outputs);
+  auto inputs = alias_of(given_inputs);
+  Wanted wanted{Kind::reduce_scatter, outputs[0].scalar_type(), -1, options.reduceOp, -1, outputs[0].is_cuda()};
+  return delegate(wanted, [&](c10d::Backend& engine) { return engine.reduce_scatter(outputs, inputs, options); });
+}
+
+Backend::WorkPtr Backend::reduce_scatter_tensor_coalesced(Tensors& given_outputs, Tensors& given_inputs,
+                                                          const c10d::ReduceScatterOptions& options) {
+  auto outputs = alias_of(given_outputs);
+  auto inputs = alias_of(given_inputs);
+  Wanted wanted{Kind::reduce_scatter_coalesced, inputs[0].scalar_type(), -1, options.reduceOp, -1, inputs[0].is_cuda()};
+  return delegate(wanted, [&](c10d::Backend& engine) { return engine.reduce_scatter_tensor_coalesced(outputs, inputs, options); });
+}
+
+Backend::WorkPtr Backend::alltoall_base(at::Tensor& given_output, at::Tensor& given_input, std::vector<int64_t>& output_sizes,
+                                        std::vector<int64_t>& input_sizes, const c10d::AllToAllOptions& options) {
+  auto output = alias_of(given_output);
+  auto input = alias_of(given_input);
+  Wanted wanted{Kind::all_to_all, input.scalar_type(), -1, RedOp::UNUSED, -1, input.is_cuda()};
+  return delegate(wanted, [&](c10d::Backend& engine) {
+    return engine.alltoall_base(output, input, output_sizes, input_sizes, options);
+  });
+}
+
+Backend::WorkPtr Backend::alltoall(Tensors& given_outputs, Tensors& given_inputs, const c10d::AllToAllOptions& options) {
+  auto outputs = alias_of(given_outputs);
+  auto inputs = alias_of(given_inputs);
+  Wanted wanted{Kind::all_to_all, inputs[0].scalar_type(), -1, RedOp::UNUSED, -1, inputs[0].is_cuda()};
+  return delegate(wanted, [&](c10d::Backend& engine) { return engine.alltoall(outputs, inputs, options); });
+}
+
+Backend::WorkPtr Backend::barrier(const c10d::BarrierOptions& options) {
+  const bool on_cuda = engine_of(true) && (!engine_of(false) || !options.device_ids.empty() || (options.device && options.device->is_cuda()));
+  return delegate({Kind::barrier, at::kByte, -1, RedOp::UNUSED, -1, on_cuda},
+                  [&](c10d::Backend& engine) { return engine.barrier(options); });
+}
+
+void Backend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all) {
+  guard();
+  inner(false)->monitoredBarrier(options, wait_all);
+}
+
+// The work of a call on CPU tensors is kept while calls are coalesced: nccl's end of it knows nothing of them.
+Backend::WorkPtr Backend::between_two(bool on_cuda, WorkPtr work) {
+  if (coalescing_ && !on_cuda) coalesced_.push_back(work);
+  return work;
+}
+
+// Between two ranks, so not counted among the collectives of all.
+Backend::WorkPtr Backend::send(Tensors& given_tensors, int target, int tag) {
+  auto tensors = alias_of(given_tensors);
+  guard();
+  return between_two(tensors[0].is_cuda(), inner(tensors[0].is_cuda())->send(tensors, target, tag));
+}
+
+Backend::WorkPtr Backend::recv(Tensors& given_tensors, int source, int tag) {
+  auto tensors = alias_of(given_tensors);
+  guard();
+  return between_two(tensors[0].is_cuda(), inner(tensors[0].is_cuda())->recv(tensors, source, tag));
+}
+
+Backend::WorkPtr Backend::recvAnysource(Tensors& given_tensors, int tag) {
+  auto tensors = alias_of(given_tensors);
+  guard();
+  return between_two(tensors[0].is_cuda(), inner(tensors[0].is_cuda())->recvAnysource(tensors, tag));
+}
+
+// ------------------------------------------------------------------ the rest of the interface
+
+c10::intrusive_ptr<c10d::Backend::Options> Backend::getBackendOptions() {
+  return c10::make_intrusive<Options>("deepytorch", timeout_);
+}
+
+void Backend::startCoalescing() {
+  coalescing_ = true;
+  coalesced_.clear();
+  inner(true)->startCoalescing();
+}
+
+Backend::WorkPtr Backend::endCoalescing() {
+  coalescing_ = false;
+  auto on_cuda = inner(true)->endCoalescing();
+  if (coalesced_.empty()) return on_cuda;
+  if (on_cuda) coalesced_.push_back(on_cuda);
+  return c10::make_intrusive<ManyWorks>(std::exchange(coalesced_, {}));
+}
+
+void Backend::setTimeout(std::chrono::milliseconds timeout) {
+  timeout_ = timeout;
+  for (const bool on_cuda : {false, true}) {
+    if (const auto engine = engine_of(on_cuda)) engine->setTimeout(timeout);
+  }
+}
+
+void Backend::eagerConnectSingleDevice(at::Device device) {
+  if (device.is_cuda()) inner(true)->eagerConnectSingleDevice(device);
+}
+
+bool Backend::supportsCoalescing() const {
+  const auto cuda = engine_of(true);
+  return cuda && cuda->supportsCoalescing();
+}
+
+bool Backend::supportsTensorAlloc(c10::DeviceIndex device) {
+  const auto cuda = engine_of(true);
+  return cuda && cuda->supportsTensorAlloc(device);
+}
+
+at::Tensor Backend::allocateTensor(long size, at::TensorOptions options) { return inner(true)->allocateTensor(size, options); }
+
+std::shared_ptr<c10::Allocator> Backend::getMemAllocator() { return inner(true)->getMemAllocator(); }
+
+}  // namespace deepytorch

@@ -1,0 +1,174 @@
+// The c10d backend "deepytorch": runs a collective itself where the table of algorithms says so, and hands it to the inner
+// backend (gloo, nccl) elsewhere.
+//
+// [Note: threads] What it runs itself goes to one thread per group, in the order of the calls; a synchronous call with
+// nothing before it runs on the caller's own thread. Inner backends that serve the steps between hosts are not shared with
+// delegated calls, so their order is the order of that thread on every rank.
+//
+// [Note: after an error] The group is poisoned: the first message stays and every later call and every wait, on all ranks
+// of the host, throws it. Inner backends are let go on a thread of their own, since one with a stuck operation blocks in
+// its destructor; that closes their connections, which tells other hosts.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <condition_variable>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <thread>
+
+#include "between.h"
+#include "cpu_reduce.h"
+#include "segment.h"
+#include "shared_memory.h"
+
+namespace deepytorch {
+
+enum class Algorithm : uint8_t {
+  engine, shared_memory, hierarchical, streams, cpu_reduce, nvlink_one_shot, nvlink_two_shot, nvlink_multimem
+};
+const char* name_of(Algorithm algorithm);
+
+// What to do with payloads of up to `max_bytes`.
+struct Row {
+  uint64_t max_bytes;
+  Algorithm algorithm;
+  uint64_t chunk_bytes;
+  int streams;
+  Wire wire;
+};
+
+struct Setup {
+  int rank, size;
+  int64_t timeout_ms;
+  c10::intrusive_ptr<c10d::Backend> cpu, cuda;  // inner backends; either may be null
+  std::shared_ptr<Segment> segment;             // null where the host has one rank, or no shared memory
+  Backends between;                             // over the same local rank of every host
+  int num_hosts, host;
+};
+
+class Backend final : public c10d::Backend {
+ public:
+  explicit Backend(Setup setup);
+  ~Backend() override;
+
+  // Replaces the rows of `kind` for a device; rows are in the order of max_bytes. Same on all ranks.
+  void set_table(Kind kind, bool on_cuda, std::vector<Row> rows);
+  void set_one_shot_bytes(uint64_t bytes);
+  // Called before the first CPU-Reduce of a CUDA tensor.
+  void set_pin(std::function<void()> pin) { pin_ = std::move(pin); }
+  // What reduces a CUDA tensor in place through symmetric memory, on the caller's stream; it is torch's Python that knows
+  // how to set that up.
+  void set_symmetric(std::function<void(const std::string&, at::Tensor&)> call) { symmetric_ = std::move(call); }
+  Row row(Kind kind, bool on_cuda, uint64_t bytes) const;
+  // Whether this group could run the call itself.
+  bool accelerates(Kind kind, at::ScalarType dtype, c10d::ReduceOp::RedOpType reduce) const;
+
+  // Memory of this rank that the other ranks of the host read directly: an area of `region`.
+  at::Tensor adopt(const std::shared_ptr<Segment>& region);
+  // all_reduce with fewer bits between hosts; `key` names a payload whose rounding errors are fed back (empty: none).
+  c10::intrusive_ptr<c10d::Work> allreduce_compressed(at::Tensor& tensor, c10d::ReduceOp::RedOpType reduce, Wire wire,
+                                                      const std::string& key, bool async);
+  uint64_t overflows() const { return overflows_; }
+  bool poisoned() const;
+  std::string poison_message() const;
+  std::shared_ptr<Segment> segment() const { return setup_.segment; }
+
+  const std::string getBackendName() const override { return "deepytorch"; }
+  c10::intrusive_ptr<Options> getBackendOptions() override;
+  bool supportsCoalescing() const override;
+  void startCoalescing() override;
+  c10::intrusive_ptr<c10d::Work> endCoalescing() override;
+  void setTimeout(std::chrono::milliseconds timeout) override;
+  void setSequenceNumberForGroup() override {}
+  uint64_t getSequenceNumberForGroup() override { return sequence_; }
+  void eagerConnectSingleDevice(at::Device device) override;
+  void abort() override;
+  void shutdown() override;
+  bool supportsTensorAlloc(c10::DeviceIndex device) override;
+  at::Tensor allocateTensor(long size, at::TensorOptions options) override;
+  std::shared_ptr<c10::Allocator> getMemAllocator() override;
+
+  using Tensors = std::vector<at::Tensor>;
+  using TensorLists = std::vector<std::vector<at::Tensor>>;
+  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
+  WorkPtr allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) override;
+  WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override;
+  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override;
+  WorkPtr allgather(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override;
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override;
+  WorkPtr allgather_coalesced(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override;
+  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::AllgatherOptions& options) override;
+  WorkPtr gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& options) override;
+  WorkPtr scatter(Tensors& outputs, TensorLists& inputs, const c10d::ScatterOptions& options) override;
+  WorkPtr reduce_scatter(Tensors& outputs, TensorLists& inputs, const c10d::ReduceScatterOptions& options) override;
+  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                               const c10d::ReduceScatterOptions& options) override;
+  WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::ReduceScatterOptions& options) override;
+  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes,
+                        std::vector<int64_t>& input_sizes, const c10d::AllToAllOptions& options) override;
+  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override;
+  WorkPtr send(Tensors& tensors, int target, int tag) override;
+  WorkPtr recv(Tensors& tensors, int source, int tag) override;
+  WorkPtr recvAnysource(Tensors& tensors, int tag) override;
+  WorkPtr barrier(const c10d::BarrierOptions& options) override;
+  void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all) override;
+
+ private:
+  class OwnWork;
+  struct Job;
+  struct Wanted;  // an operation as it was called
+
+  c10::intrusive_ptr<c10d::Backend> engine_of(bool on_cuda) const;  // null where there is none
+  c10::intrusive_ptr<c10d::Backend> inner(bool on_cuda) const;
+  Backends between(int streams);
+  void guard() const;
+  uint64_t shared_at(const void* data, size_t bytes) const;
+  std::vector<char*> peers(uint64_t shared);
+  void publish(const Fingerprint& fingerprint, std::unique_lock<std::mutex>& lock);
+  WorkPtr delegate(Wanted wanted, const std::function<WorkPtr(c10d::Backend&)>& call);
+  WorkPtr submit(Wanted wanted, std::function<void(Call&, const Fingerprint&)> body, Tensors outputs, bool async,
+                 std::shared_ptr<DeviceCopies> copies = nullptr);
+  WorkPtr reduce_all(at::Tensor& tensor, Wanted wanted, Row row, const std::string& key, bool async, Tensors outputs);
+  WorkPtr symmetric(at::Tensor& tensor, Wanted wanted, Row row);
+  WorkPtr between_two(bool on_cuda, WorkPtr work);
+  void run_all_reduce(Call& call, const Fingerprint& mine, char* data, Copies* copies, size_t count, const Row& row,
+                      const std::string& key);
+  void execute(Job& job);
+  void work_through();
+  void poison(const std::string& message);
+  void let_go();
+
+  Setup setup_;
+  uint64_t plan_ = 0;
+  std::map<std::pair<Kind, bool>, std::vector<Row>> table_;
+  uint64_t one_shot_bytes_ = 32 << 10;
+  std::chrono::milliseconds timeout_;
+  std::vector<std::pair<uint64_t, std::weak_ptr<Segment>>> regions_;
+  uint64_t num_regions_ = 0;
+  std::map<std::string, Residual> residuals_;
+  std::function<void(const std::string&, at::Tensor&)> symmetric_;
+  std::function<void()> pin_;
+  bool coalescing_ = false;
+  std::vector<WorkPtr> coalesced_;
+  std::atomic<uint64_t> overflows_{0};
+
+  mutable std::mutex mutex_;  // order of sequence numbers, of what is published and of the queue
+  std::condition_variable& changed_;  // on the heap, so that a forked child can leave it alone
+  std::deque<std::shared_ptr<Job>> queue_;
+  uint64_t sequence_ = 0;
+  bool busy_ = false;
+  std::atomic<bool> stopped_{false};
+  bool* gone_ = nullptr;  // on that thread's stack
+  std::thread* thread_ = nullptr;  // a pointer, so that a forked child can leave it alone
+  mutable std::mutex error_mutex_;
+  std::string error_;
+  const int64_t process_;
+};
+
+}  // namespace deepytorch

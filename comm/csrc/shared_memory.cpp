@@ -1,0 +1,203 @@
+#include "shared_memory.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace deepytorch {
+
+namespace {
+
+constexpr size_t kLine = 64;  // slices begin at cache lines, so that two ranks never write to one
+
+struct Range {
+  size_t begin, end;
+  size_t size() const { return end - begin; }
+};
+
+// Elements of `count` that rank `rank` of `num` reduces.
+Range slice(size_t count, size_t element, int rank, int num) {
+  const size_t step = kLine / element;
+  const size_t lines = (count + step - 1) / step;
+  const auto bound = [&](size_t part) { return std::min(count, (lines * part / num) * step); };
+  return {bound(rank), bound(rank + 1)};
+}
+
+size_t elements_of(Call& call, size_t element, size_t parts = 1) {
+  const size_t room = std::min(call.chunk_bytes, call.segment ? call.segment->area_bytes() : call.chunk_bytes) / parts;
+  return std::max<size_t>(room / kLine * kLine, kLine) / element;
+}
+
+void copy(void* target, const void* source, size_t bytes) {
+  if (target != source && bytes != 0) std::memcpy(target, source, bytes);
+}
+
+}  // namespace
+
+void HostCopies::read(void* target, size_t offset, size_t size) { copy(target, data_ + offset, size); }
+void HostCopies::write(size_t offset, const void* source, size_t size) { copy(data_ + offset, source, size); }
+
+void all_reduce_one_shot(Call& call, void* data, size_t count) {
+  Segment& segment = *call.segment;
+  const int num = segment.num_ranks();
+  const size_t element = element_size(call.dtype), chunk = elements_of(call, element);
+  const void* inputs[kMaxLocalRanks];
+  for (size_t at = 0; at < count; at += chunk) {
+    const size_t size = std::min(chunk, count - at);
+    const uint64_t exchange = segment.next_exchange();
+    char* part = static_cast<char*>(data) + at * element;
+    copy(segment.area(exchange, segment.rank()), part, size * element);
+    call.sync();
+    for (int rank = 0; rank < num; ++rank) inputs[rank] = segment.area(exchange, rank);
+    kernels().reduce(part, nullptr, inputs, num, size, call.dtype, call.dtype, call.reduce, call.divisor);
+  }
+}
+
+void all_reduce_two_shot(Call& call, Copies& payload, size_t count, Between* between) {
+  Segment* segment = call.segment;
+  const int num = segment ? segment->num_ranks() : 1, me = segment ? segment->rank() : 0;
+  const size_t element = element_size(call.dtype), chunk = elements_of(call, element);
+  const size_t chunks = (count + chunk - 1) / chunk, depth = between ? between->depth() : 1;
+  const uint64_t first = segment ? segment->next_exchange(chunks) : 0;
+  char* direct = payload.direct();
+  const auto size_of = [&](size_t number) { return std::min(chunk, count - number * chunk); };
+  const auto area = [&](size_t number, int rank) { return segment->area(first + number, rank); };
+
+  const auto bring = [&](size_t number) {
+    const size_t size = size_of(number), base = number * chunk;
+    for (int rank = 0; rank < num; ++rank) {
+      const Range part = slice(size, element, rank, num);
+      if (rank == me && direct != nullptr) continue;
+      payload.read(area(number, me) + part.begin * element, (base + part.begin) * element, part.size() * element);
+    }
+  };
+  const auto enter = [&](size_t number) {  // reduce this rank's slice and send it on its way
+    const size_t size = size_of(number), base = number * chunk;
+    const Range own = slice(size, element, me, num);
+    const void* inputs[kMaxLocalRanks] = {direct + base * element};
+    char *result = direct + base * element, *also = nullptr;
+    if (segment != nullptr) {
+      payload.arrived();
+      call.sync();
+      if (direct == nullptr && number + 1 < chunks) bring(number + 1);  // on its way while this one is reduced
+      for (int rank = 0; rank < num; ++rank) inputs[rank] = area(number, rank) + own.begin * element;
+      result = area(number, me) + own.begin * element;
+      if (direct != nullptr) {
+        inputs[me] = direct + (base + own.begin) * element;
+        if (between == nullptr) also = direct + (base + own.begin) * element;
+      }
+    }
+    if (own.size() != 0 && (num > 1 || call.divisor != 1.0)) {
+      kernels().reduce(result, also, inputs, num, own.size(), call.dtype, call.dtype, call.reduce, call.divisor);
+    }
+    if (between != nullptr) between->start(number, result, own.size());
+  };
+  const auto leave = [&](size_t number) {  // take everybody's slices out
+    if (between != nullptr) between->finish(number);
+    if (segment == nullptr) return;
+    call.sync();
+    const size_t size = size_of(number), base = number * chunk;
+    for (int rank = 0; rank < num; ++rank) {
+      if (rank == me && direct != nullptr && between == nullptr) continue;
+      const Range part = slice(size, element, rank, num);
+      payload.write((base + part.begin) * element, area(number, rank) + part.begin * element, part.size() * element);
+    }
+    payload.left();
+  };
+
+  for (size_t turn = 0; turn < chunks + depth - 1; ++turn) {
+    if (turn < chunks) {
+      if (segment != nullptr && (direct != nullptr || turn == 0)) bring(turn);
+      enter(turn);
+    }
+    if (between != nullptr) {
+      for (size_t number = turn + 1 > depth ? turn + 1 - depth : 0; number < std::min(turn, chunks); ++number) {
+        between->advance(number);
+      }
+    }
+    if (turn + 1 >= depth) leave(turn + 1 - depth);
+  }
+}
+
+void reduce_scatter(Call& call, const void* input, void* output, size_t output_count) {
+  Segment& segment = *call.segment;
+  const int num = segment.num_ranks(), me = segment.rank();
+  const size_t element = element_size(call.dtype), chunk = elements_of(call, element, num), room = chunk * element;
+  const char* in = static_cast<const char*>(input);
+  const void* inputs[kMaxLocalRanks];
+  for (size_t at = 0; at < output_count; at += chunk) {
+    const size_t size = std::min(chunk, output_count - at);
+    const uint64_t exchange = segment.next_exchange();
+    for (int rank = 0; rank < num; ++rank) {
+      if (rank == me) continue;
+      copy(segment.area(exchange, me) + rank * room, in + (rank * output_count + at) * element, size * element);
+    }
+    call.sync();
+    for (int rank = 0; rank < num; ++rank) inputs[rank] = segment.area(exchange, rank) + me * room;
+    inputs[me] = in + (me * output_count + at) * element;
+    kernels().reduce(static_cast<char*>(output) + at * element, nullptr, inputs, num, size, call.dtype, call.dtype,
+                     call.reduce, call.divisor);
+  }
+}
+
+void all_gather(Call& call, const void* input, void* output, size_t input_bytes) {
+  Segment& segment = *call.segment;
+  const int num = segment.num_ranks(), me = segment.rank();
+  const size_t chunk = elements_of(call, 1);
+  char* out = static_cast<char*>(output);
+  for (size_t at = 0; at < input_bytes; at += chunk) {
+    const size_t size = std::min(chunk, input_bytes - at);
+    const uint64_t exchange = segment.next_exchange();
+    const char* part = static_cast<const char*>(input) + at;
+    copy(segment.area(exchange, me), part, size);
+    call.sync();
+    for (int rank = 0; rank < num; ++rank) {
+      copy(out + rank * input_bytes + at, rank == me ? part : segment.area(exchange, rank), size);
+    }
+  }
+}
+
+void broadcast(Call& call, void* data, size_t bytes, int root) {
+  Segment& segment = *call.segment;
+  const size_t chunk = elements_of(call, 1);
+  for (size_t at = 0; at < bytes; at += chunk) {
+    const size_t size = std::min(chunk, bytes - at);
+    char* part = static_cast<char*>(data) + at;
+    char* area = segment.area(segment.next_exchange(), root);
+    if (segment.rank() == root) copy(area, part, size);
+    call.sync();
+    if (segment.rank() != root) copy(part, area, size);
+  }
+}
+
+void all_reduce_in_place(Call& call, char* const* peers, size_t count) {
+  const int num = call.segment->num_ranks(), me = call.segment->rank();
+  const size_t element = element_size(call.dtype);
+  constexpr size_t block = 32 << 10;  // bytes that go from one source to all targets while they are in the first cache
+  const Range own = slice(count, element, me, num);
+  const void* inputs[kMaxLocalRanks];
+  for (size_t at = own.begin; at < own.end; at += block / element) {
+    const size_t size = std::min(block / element, own.end - at);
+    for (int rank = 0; rank < num; ++rank) inputs[rank] = peers[rank] + at * element;
+    kernels().reduce(peers[0] + at * element, num > 1 ? peers[1] + at * element : nullptr, inputs, num, size, call.dtype,
+                     call.dtype, call.reduce, call.divisor);
+    for (int rank = 2; rank < num; ++rank) copy(peers[rank] + at * element, peers[0] + at * element, size * element);
+  }
+  call.sync();
+}
+
+void reduce_scatter_in_place(Call& call, char* const* peers, void* output, size_t output_count) {
+  const int num = call.segment->num_ranks(), me = call.segment->rank();
+  const void* inputs[kMaxLocalRanks];
+  for (int rank = 0; rank < num; ++rank) inputs[rank] = peers[rank] + me * output_count * element_size(call.dtype);
+  kernels().reduce(output, nullptr, inputs, num, output_count, call.dtype, call.dtype, call.reduce, call.divisor);
+  call.sync();
+}
+
+void all_gather_in_place(Call& call, char* const* peers, void* output, size_t input_bytes) {
+  for (int rank = 0; rank < call.segment->num_ranks(); ++rank) {
+    copy(static_cast<char*>(output) + rank * input_bytes, peers[rank], input_bytes);
+  }
+  call.sync();
+}
+
+}  // namespace deepytorch

@@ -1,0 +1,66 @@
+"""How the ranks of one host come to share memory: through the group's store, once, with nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from deepytorch.log import once
+
+
+def share_segment(
+    native: Any,
+    store: dist.Store,
+    local_rank: int,
+    num_ranks: int,
+    areas: int,
+    area_bytes: int,
+    timeout: timedelta,
+) -> Any | None:
+    """The segment of the ranks that call this with one `store` (a prefix of their own); None where one cannot have it.
+
+    All ranks return a segment, or all return None. Local rank 0 makes it, the others open it by its process id and
+    descriptor; each says how it went, so that no rank goes on alone.
+    """
+    segment: Any | None = None
+    trouble = ""
+    try:
+        if local_rank == 0:
+            try:
+                segment = native.Segment.create(num_ranks, areas, area_bytes)
+                offer = {"pid": os.getpid(), "descriptor": segment.descriptor, "token": segment.token}
+            except native.CommError as error:
+                offer = {"trouble": str(error)}
+            store.set("offer", json.dumps(offer))
+        else:
+            offer = json.loads(_wait(store, "offer", timeout))
+            if "trouble" in offer:
+                raise native.CommError(offer["trouble"])
+            segment = native.Segment.attach(offer["pid"], offer["descriptor"], offer["token"], local_rank)
+        if segment is not None:
+            segment.join()
+        else:
+            trouble = str(offer["trouble"])
+    except native.CommError as error:
+        segment, trouble = None, str(error)
+    store.set(f"outcome/{local_rank}", trouble)
+    outcomes = [_wait(store, f"outcome/{rank}", timeout).decode() for rank in range(num_ranks)]
+    return segment if not _report(outcomes) else None
+
+
+def _wait(store: dist.Store, key: str, timeout: timedelta) -> bytes:
+    store.wait([key], timeout)
+    return store.get(key)
+
+
+def _report(outcomes: Sequence[str]) -> bool:
+    troubles = [f"local rank {rank}: {trouble}" for rank, trouble in enumerate(outcomes) if trouble]
+    if troubles:
+        once(logging.WARNING, "the ranks of this host go without shared memory (%s)", "; ".join(troubles[:3]))
+    return bool(troubles)

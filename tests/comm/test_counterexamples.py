@@ -1,0 +1,263 @@
+"""Calls that once gave wrong numbers, hung or crashed, each as it was found."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.comm.ranks import Ranks, run
+
+pytestmark = pytest.mark.timeout(120, func_only=True)
+
+
+def test_an_average_on_gloo_keeps_its_place_among_other_calls():
+    script = """
+    init(timeout=10, pg_options=Options(algorithm="engine"))
+    for step in range(100):
+        a, b = torch.full((1000,), 2.0 * (rank + 1)), torch.full((1000,), 100.0)
+        if (step + rank) % 2:
+            time.sleep(0.001)
+        work = dist.all_reduce(a, dist.ReduceOp.AVG, async_op=True)
+        dist.all_reduce(b)
+        work.wait()
+        assert torch.all(a == 3) and torch.all(b == 200), (step, a[0], b[0])
+    dist.destroy_process_group()
+    """
+    run(script)
+
+
+def test_a_mismatch_far_ahead_of_what_runs_is_an_error():
+    script = """
+    init(timeout=10, pg_options=Options(algorithm="shared_memory"))
+    dist.all_reduce(torch.ones(4))
+    tensors = [torch.full((8,), float(rank + 1)) for _ in range(200)]
+    if rank == 1:
+        time.sleep(0.5)
+    def all_of_them():
+        works = [
+            dist.all_reduce(tensor, dist.ReduceOp.MAX if rank == 0 and index < 20 else dist.ReduceOp.SUM, async_op=True)
+            for index, tensor in enumerate(tensors)
+        ]
+        for work in works:
+            work.wait()
+    error, _ = told(all_of_them)
+    assert "ranks disagree" in error and "MAX" in error and "SUM" in error, error
+    dist.destroy_process_group()
+    """
+    run(script)
+
+
+def test_many_in_flight_on_shared_and_on_plain_memory():
+    script = """
+    init(timeout=20, pg_options=Options(algorithm="shared_memory"))
+    from deepytorch.comm import allocate
+    count = 1 << 10
+    shared = allocate(4 * count * 7).view(torch.float32)
+    for step in range(20):
+        shared.fill_(1.0)
+        dist.barrier()
+        tensors = [
+            shared[index // 3 * count : index // 3 * count + count]
+            if index % 3 == 0 and index // 3 < 7
+            else torch.ones(1 + index * 5 % 11)
+            for index in range(210)
+        ]
+        for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
+            work.wait()
+        assert all(torch.all(tensor == 2) for tensor in tensors), step
+    dist.destroy_process_group()
+    """
+    run(script)
+
+
+def test_in_place_waits_for_what_was_queued_before():
+    script = """
+    init(timeout=10, pg_options=Options(algorithm="shared_memory"))
+    from deepytorch.comm import allocate
+    shared = allocate(4 << 18).view(torch.float32)
+    for step in range(30):
+        shared.fill_(5.0 if rank == 0 else -7.0)
+        dist.barrier()
+        works = [dist.broadcast(shared, 0, async_op=True), dist.all_reduce(shared, async_op=True)]
+        for work in works:
+            work.wait()
+        assert torch.all(shared == 10), step
+        dist.barrier()
+    dist.destroy_process_group()
+    """
+    run(script)
+
+
+@pytest.mark.parametrize("option", ["one_shot_bytes", "area_bytes", "chunk_bytes"])
+def test_ranks_that_were_told_different_things_disagree(option):
+    script = f"""
+    init(timeout=10, pg_options=Options(algorithm="shared_memory", {option}=[4096, 8192][rank]))
+    data = torch.ones(4_000)
+    {"assert torch.all(data == 1)" if option != "area_bytes" else ""}
+    try:
+        dist.all_reduce(data)
+    except Exception as error:
+        assert "ranks disagree" in str(error) and "plan" in str(error), error
+    else:  # the segment of a host has one size, that of its first rank
+        assert "{option}" == "area_bytes" and torch.all(data == 2), data
+    dist.destroy_process_group()
+    """
+    run(script)
+
+
+def test_bf16_payloads_keep_their_range_where_fp16_is_allowed():
+    script = """
+    pretend_hosts(1)
+    init(timeout=10, pg_options=Options(algorithm="streams", compress="fp16"))
+    data = torch.full((1000,), 1e5, dtype=torch.bfloat16)
+    dist.all_reduce(data)
+    assert torch.all(data == torch.tensor(2e5, dtype=torch.bfloat16)), data[0]
+    dist.destroy_process_group()
+    """
+    run(script)
+
+
+def test_fp8_keeps_the_tiniest_numbers_finite():
+    script = """
+    pretend_hosts(1)
+    from deepytorch.comm import all_reduce
+    init(timeout=10, pg_options=Options(algorithm="streams"))
+    data = torch.zeros(64)
+    data[0], data[1], data[2] = 1e-39, 1e-41, -3e-40
+    all_reduce(data, compress="fp8", key="tiny")
+    assert torch.isfinite(data).all() and data[0] > 0 > data[2], data[:4]
+    dist.destroy_process_group()
+    """
+    run(script)
+
+
+def test_futures_may_be_asked_for_while_they_are_settled():
+    script = """
+    init(timeout=20, pg_options=Options(algorithm="shared_memory"))
+    for step in range(10):
+        if rank == 1:
+            time.sleep(0.02)
+        work = dist.all_reduce(torch.ones(4), async_op=True)
+        future = work.get_future().then(lambda f: sum(range(2000)))
+        while not future.done():
+            work.get_future()
+    dist.destroy_process_group()
+    """
+    run(script)
+
+
+def test_destroying_beside_a_thread_in_a_collective():
+    script = """
+    init(timeout=60)
+    dist.all_reduce(torch.ones(10))
+    if rank == 0:
+        def waiting():
+            try:
+                dist.all_reduce(torch.ones(1000))
+            except Exception as error:
+                say("ended", error)
+        thread = threading.Thread(target=waiting)
+        thread.start()
+        time.sleep(0.3)
+        work = dist.all_reduce(torch.ones(1000), async_op=True)
+        begin = time.monotonic()
+        dist.destroy_process_group()
+        thread.join(5)
+        assert time.monotonic() - begin < 5 and not thread.is_alive()
+    else:
+        time.sleep(3)
+    """
+    run(script)
+
+
+def test_a_forked_child_may_destroy_its_copy_of_the_group():
+    script = """
+    import warnings
+    warnings.simplefilter("ignore")
+    init()
+    dist.all_reduce(torch.ones(1000), async_op=True).wait()
+    child = os.fork()
+    if child == 0:
+        dist.destroy_process_group()
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    data = torch.ones(4)
+    dist.all_reduce(data)
+    assert data[0] == 2
+    dist.destroy_process_group()
+    """
+    run(script)
+
+
+def test_a_death_behind_a_slow_rank_is_seen_at_once():
+    script = """
+    init(timeout=30)
+    dist.all_reduce(torch.ones(4))
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1:
+        time.sleep(4)
+    error, seconds = told(lambda: dist.all_reduce(torch.ones(4)))
+    assert "local rank 2 has died" in error and seconds < 1, (error, seconds)
+    dist.destroy_process_group()
+    """
+    with Ranks(script, 3) as ranks:
+        outcomes = ranks.wait(30)
+    assert [outcome.code for outcome in outcomes[:2]] == [0, 0], outcomes
+
+
+def test_sparse_tensors_go_to_gloo():
+    script = """
+    import warnings
+    warnings.simplefilter("ignore")
+    init()
+    data = torch.sparse_coo_tensor([[rank]], [1.0], (4,))
+    dist.all_reduce(data)
+    assert data.to_dense().tolist() == [1, 1, 0, 0]
+    dist.destroy_process_group()
+    """
+    run(script)
+
+
+def test_a_host_that_cannot_measure_its_memory_holds_up_nobody():
+    script = """
+    pretend_hosts(2)
+    from deepytorch.comm import backend
+    share, calls = backend.share_segment, []
+    def failing(*arguments):
+        calls.append(1)
+        segment = share(*arguments)
+        return None if len(calls) == 2 and rank < 2 else segment
+    backend.share_segment = failing
+    init(timeout=10)
+    data = torch.ones(100_000)
+    dist.all_reduce(data)
+    assert torch.all(data == 4)
+    dist.destroy_process_group()
+    """
+    run(script, num_ranks=4, env={"DEEPYTORCH_LINKS": "measure"})
+
+
+@pytest.mark.parametrize("algorithm", ["hierarchical", "cpu_reduce"])
+@pytest.mark.parametrize("chunk_bytes", [64, 4096, 0])
+def test_pipelines_between_hosts_give_exact_sums(algorithm, chunk_bytes):
+    script = f"""
+    pretend_hosts(2)
+    init(timeout=30, pg_options=Options(algorithm="{algorithm}", chunk_bytes={chunk_bytes}, num_streams=2))
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int32):
+        for count in (0, 1, 63, 1000, 3001):
+            for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.AVG):
+                if op == dist.ReduceOp.AVG and not dtype.is_floating_point:
+                    continue
+                if dtype == torch.int32 and "{algorithm}" == "cpu_reduce":
+                    continue
+                values = [((torch.arange(count) * (peer + 1)) % 5 + peer).to(dtype) for peer in range(size)]
+                mine = values[rank].clone()
+                dist.all_reduce(mine, op)
+                stacked = torch.stack(values).double()
+                expected = stacked.sum(0) if op == dist.ReduceOp.SUM else stacked.mean(0)
+                if op == dist.ReduceOp.MAX:
+                    expected = stacked.amax(0)
+                assert torch.equal(mine, expected.to(dtype)), (dtype, count, op, mine[:5], expected[:5])
+    dist.destroy_process_group()
+    """
+    run(script, num_ranks=4, timeout=60)

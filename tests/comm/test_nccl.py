@@ -1,0 +1,103 @@
+"""What NCCL is told over TCP, and what it is left alone with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepytorch.comm import symmetric
+from deepytorch.comm.nccl import TunerRow, prepare, socket_settings, write_tuner_file
+from deepytorch.comm.topology import read_topology
+from deepytorch.errors import ConfigError
+
+FIXTURES = Path(__file__).parent / "fixtures"
+
+
+def test_sockets_are_set_over_tcp_between_hosts_with_gpus():
+    settings = socket_settings(read_topology(FIXTURES / "tcp_2x8.json"), {})
+    threads, sockets = int(settings["NCCL_SOCKET_NTHREADS"]), int(settings["NCCL_NSOCKS_PERTHREAD"])
+    assert threads >= 2
+    assert sockets >= 2
+    assert threads * sockets <= 64
+
+
+@pytest.mark.parametrize("name", ["pcie_8gpu", "nvlink_8gpu", "rdma_125x8", "cpu_2x2"])
+def test_nothing_is_set_where_sockets_do_not_matter(name):
+    assert socket_settings(read_topology(FIXTURES / f"{name}.json"), {}) == {}
+
+
+def test_what_the_user_or_the_cloud_sets_stays():
+    topology = read_topology(FIXTURES / "tcp_2x8.json")
+    environment = {"NCCL_SOCKET_NTHREADS": "1"}
+    prepare(topology, environment)
+    assert environment == {"NCCL_SOCKET_NTHREADS": "1"}
+    assert socket_settings(topology, {}, "Amazon EC2") == {}
+
+
+def test_faster_links_get_more_connections():
+    topology = read_topology(FIXTURES / "tcp_2x8.json")
+
+    def connections(mbit: int) -> int:
+        devices = [replace(device, speed_mbit=mbit) for device in topology.hosts[0].network]
+        hosts = tuple(replace(host, network=tuple(devices)) for host in topology.hosts)
+        settings = socket_settings(replace(topology, hosts=hosts), {})
+        return int(settings["NCCL_SOCKET_NTHREADS"]) * int(settings["NCCL_NSOCKS_PERTHREAD"])
+
+    assert connections(10_000) <= connections(100_000) <= connections(400_000)
+    assert connections(10_000) < connections(400_000)
+
+
+def test_tuner_file_has_a_line_a_row(tmp_path):
+    rows = [
+        TunerRow("allreduce", 0, (128 << 20) - 1, "ring", "simple"),
+        TunerRow("allreduce", 128 << 20, 1 << 32, "tree", "simple", channels=12),
+    ]
+    write_tuner_file(tmp_path / "tuner.csv", rows)
+    lines = (tmp_path / "tuner.csv").read_text().split()
+    assert lines == [
+        "allreduce,0,134217727,ring,simple,-1,-1,-1",
+        "allreduce,134217728,4294967296,tree,simple,12,-1,-1",
+    ]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [TunerRow("allreduce", 5, 4, "ring", "ll")],
+        [TunerRow("allreduce", 0, 10, "ring", "ll"), TunerRow("allreduce", 10, 20, "tree", "ll")],
+    ],
+)
+def test_tuner_rows_that_overlap_or_are_empty_are_refused(tmp_path, rows):
+    with pytest.raises(ConfigError, match="expected"):
+        write_tuner_file(tmp_path / "tuner.csv", rows)
+
+
+@pytest.mark.parametrize("name", symmetric.NAMES)
+def test_symmetric_memory_goes_through_the_workspace(monkeypatch, name):
+    asked = []
+
+    class Workspace:
+        rank = 1
+
+        def get_buffer(self, rank, shape, dtype):
+            asked.append((rank, tuple(shape), dtype))
+            return torch.empty(shape, dtype=dtype)
+
+    def workspace(group_name, num_bytes):
+        asked.append((group_name, num_bytes))
+        return Workspace()
+
+    operator = {"nvlink_one_shot": "one_shot_all_reduce", "nvlink_two_shot": "two_shot_all_reduce_"}.get(
+        name, "multimem_all_reduce_"
+    )
+    from torch.distributed import _symmetric_memory as symmetric_memory
+
+    monkeypatch.setattr(symmetric_memory, "get_symm_mem_workspace", workspace)
+    monkeypatch.setattr(torch.ops.symm_mem, operator, lambda buffer, op, group: buffer * 2, raising=False)
+    tensor = torch.arange(12.0).reshape(3, 4)
+    symmetric.all_reduce(name, tensor, "0")
+    assert torch.equal(tensor, torch.arange(12.0).reshape(3, 4) * 2)
+    assert asked == [("0", 48), (1, (3, 4), torch.float32)]
