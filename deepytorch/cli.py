@@ -1,4 +1,4 @@
-"""The command line: `deepytorch demo`, `deepytorch bench unpad`, `deepytorch doctor`."""
+"""The command line: `deepytorch demo`, `deepytorch bench unpad`, `deepytorch bench comm`, `deepytorch doctor`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from deepytorch.errors import DeepytorchError
+from deepytorch.errors import ConfigError, DeepytorchError
 from deepytorch.version import __version__
 
 if TYPE_CHECKING:
@@ -51,6 +51,14 @@ class Dtype(str, Enum):
     fp32 = "fp32"
     bf16 = "bf16"
     fp16 = "fp16"
+
+
+class Compress(str, Enum):
+    """What values may be cast to between hosts."""
+
+    bf16 = "bf16"
+    fp16 = "fp16"
+    fp8 = "fp8"
 
 
 class LabelsOf(str, Enum):
@@ -165,11 +173,186 @@ def unpad(
         write_result(Path(json_file), result)
 
 
+@bench.command()
+def comm(
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Ranks of each host (default 2); under torchrun, those that it started.")
+    ] = None,
+    hosts: Annotated[int, typer.Option(min=1, help="Hosts; more than one are simulated by the lab, as root.")] = 1,
+    rate: Annotated[str | None, typer.Option(help="Rate of each simulated host's link, such as 200mbit.")] = None,
+    flow_rate: Annotated[str | None, typer.Option(help="Cap of each connection between simulated hosts.")] = None,
+    backends: Annotated[str, typer.Option(metavar="LIST", help="deepytorch, gloo.")] = "deepytorch,gloo",
+    sizes: Annotated[
+        str, typer.Option(metavar="FIRST:LAST[:FACTOR]|LIST", help="Sizes in bytes, with K, M or G.")
+    ] = "1K:256M",
+    dtype: Annotated[
+        str, typer.Option(help="float32, bfloat16, float16, float64, int32, int64, int8 or uint8.")
+    ] = "float32",
+    op: Annotated[
+        str, typer.Option(metavar="LIST", help="all_reduce, reduce_scatter, all_gather, broadcast.")
+    ] = "all_reduce",
+    redop: Annotated[str, typer.Option(help="sum, avg, min or max.")] = "sum",
+    algorithms: Annotated[
+        str, typer.Option(metavar="LIST", help="Algorithms of the deepytorch backend, one arm each; auto: it chooses.")
+    ] = "auto",
+    compress: Annotated[
+        str, typer.Option(metavar="LIST", help="What it sends between hosts, one arm each: none, bf16, fp16.")
+    ] = "none",
+    allocated: Annotated[
+        bool, typer.Option("--allocated", help="One more arm for each of those, with buffers from comm.allocate.")
+    ] = False,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each cell is measured, in turn with the others.")] = 5,
+    min_time_ms: Annotated[float, typer.Option(help="How long each cell is measured at least, in all rounds.")] = 100.0,
+    timeout: Annotated[float, typer.Option(help="Seconds without progress after which all ranks are ended.")] = 300.0,
+    json_file: Annotated[
+        str | None, typer.Option("--json", metavar="FILE|-", help="Write the result as one JSON object; -: to stdout.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw bandwidth over size.")] = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Show what the backend would choose and why, and measure nothing.")
+    ] = False,
+) -> None:
+    """Time collectives over size, in the columns of nccl-tests, against gloo.
+
+    Starts the ranks itself, on this machine, and ends them however it ends; under torchrun it measures in place. Exits
+    with 2 when a rank fails or an element of a result is wrong.
+    """
+    from deepytorch.bench import comm as measuring
+    from deepytorch.bench import comm_show as showing
+    from deepytorch.bench.comm_schema import write_comm_result
+
+    shape = measuring.torchrun_shape()
+    options = measuring.CommOptions(
+        ranks=measuring.ranks_of_host(ranks, hosts, shape),
+        hosts=shape[1] if shape else hosts,
+        rate=rate,
+        flow_rate=flow_rate,
+        backends=measuring.names(backends),
+        sizes_bytes=measuring.parse_sizes(sizes),
+        dtype=dtype,
+        ops=measuring.names(op),
+        redop=redop,
+        algorithms=measuring.names(algorithms),
+        compress=measuring.names(compress),
+        allocated=allocated,
+        rounds=rounds,
+        min_time_ms=min_time_ms,
+        timeout_s=timeout,
+    )
+    console = Console(stderr=json_file == "-")  # stdout is then the JSON's alone
+    if explain:
+        showing.explain_and_show(options, console, in_place=shape is not None)
+        return
+    result = showing.run_and_show(options, console, in_place=shape is not None)
+    if result is None:  # rank 0 shows what torchrun's ranks found
+        return
+    if json_file == "-":
+        typer.echo(json.dumps(result.to_json(), indent=2))
+    elif json_file is not None:
+        write_comm_result(Path(json_file), result)
+    if plot is not None:
+        showing.plot_result(plot, result)
+    showing.refuse_wrong(result)
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def lab(
+    command: Annotated[
+        list[str], typer.Argument(metavar="COMMAND", help="What each rank runs; a .py file runs in this Python.")
+    ],
+    hosts: Annotated[int, typer.Option(min=1, help="Simulated hosts.")] = 2,
+    ranks: Annotated[int, typer.Option(min=1, help="Processes on each host.")] = 1,
+    rate: Annotated[str, typer.Option(help="What a host may send, and receive: 200mbit, 1gbit.")] = "1gbit",
+    flow_rate: Annotated[str | None, typer.Option(help="What one TCP connection may carry.")] = None,
+    logs: Annotated[Path | None, typer.Option(help="Folder for each rank's output. Default: a new one.")] = None,
+    timeout: Annotated[float | None, typer.Option(help="Seconds until all ranks are ended.")] = None,
+) -> None:
+    """Run a command on simulated hosts with slow links between them, as torchrun would. Needs Linux and root.
+
+    The exit status is that of the first rank that fails, 124 after the timeout. Whatever was made is removed.
+    """
+    from deepytorch.bench.lab import LabOptions, run_lab
+
+    options = LabOptions(hosts=hosts, ranks=ranks, rate=rate, flow_rate=flow_rate, logs=logs, timeout_s=timeout)
+    raise typer.Exit(run_lab(options, command, Console()))
+
+
+@app.command()
+def simulate(
+    topology: Annotated[Path, typer.Option(metavar="FILE", help="Hosts; see deepytorch doctor --topology --json.")],
+    model_profile: Annotated[Path, typer.Option(metavar="FILE", help="Times and gradients of a step; see the docs.")],
+    ranks: Annotated[
+        str, typer.Option(metavar="LIST", help="Numbers of ranks; hosts are repeated to reach them.")
+    ] = "8,64,1000",
+    links: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Measured links of that topology. Default: assumed ones.")
+    ] = None,
+    compress: Annotated[
+        Compress | None, typer.Option(help="What gradients may be cast to between hosts. Default: exact.")
+    ] = None,
+    json_file: Annotated[
+        str | None, typer.Option("--json", metavar="FILE|-", help="Write the result as one JSON object; -: to stdout.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw efficiency and timelines.")] = None,
+) -> None:
+    """Play a data-parallel step on a topology of any size: step time, exposed communication, scaling efficiency.
+
+    Runs no ranks: compute comes from the profile, and collectives from the cost model of each algorithm.
+    """
+    from deepytorch.bench import simulate as playing
+    from deepytorch.bench import simulate_show as showing
+    from deepytorch.bench.model_profile import read_profile
+    from deepytorch.comm.cost import Links, read_links
+    from deepytorch.comm.topology import read_topology
+
+    numbers = showing.parse_ranks(ranks)
+    simulation = playing.simulate(
+        read_profile(model_profile),
+        read_topology(topology),
+        Links() if links is None else read_links(links),
+        numbers,
+        None if compress is None else compress.value,
+    )
+    Console(stderr=json_file == "-").print(showing.step_table(simulation))
+    if json_file == "-":
+        typer.echo(json.dumps(simulation.to_json(), indent=2))
+    elif json_file is not None:
+        showing.write_simulation(Path(json_file), simulation)
+    if plot is not None:
+        showing.draw(plot, simulation)
+
+
+@app.command()
+def build() -> None:
+    """Compile the native code of the process group now (about a minute), not when a first group is made."""
+    from deepytorch.comm.native import build as build_native
+
+    Console().print(f"compiled: {build_native()}", soft_wrap=True)
+
+
 @app.command()
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    topology: Annotated[
+        bool, typer.Option("--topology", help="Say in place of it what this host is made of: GPUs, links, network.")
+    ] = False,
+    file: Annotated[
+        Path | None, typer.Option(help="With --topology: a topology file to show, as --json prints one.")
+    ] = None,
 ) -> None:
     """Say which versions, devices and compilers are here, what is missing and how to get it."""
+    if file is not None and not topology:
+        raise ConfigError(f"--file {file} was given without --topology, which it belongs to. Add --topology.")
+    if topology:
+        from deepytorch.topology_view import collect_topology, render_topology
+
+        shown = collect_topology(file)
+        if as_json:
+            typer.echo(json.dumps(shown.to_json(), indent=2))
+        else:
+            Console().print(render_topology(shown))
+        return
+
     from deepytorch.doctor import collect, render
 
     found = collect()

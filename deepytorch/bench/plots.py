@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from deepytorch.errors import ConfigError
 
@@ -30,15 +31,7 @@ def plot_training(path: Path, title: str, curves: Sequence[Curve]) -> None:
 
     Raises `ConfigError` when the file cannot be written or matplotlib is not installed.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(
-            "matplotlib is not installed, and the plot is drawn with it. Install it with: pip install 'deepytorch[hf]'"
-        ) from error
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)  # no pyplot: nothing of the user's own figures or backend is touched
+    figure = _figure(11, 4.2)
     left, right = figure.subplots(1, 2)
     for index, curve in enumerate(curves):
         style = _STYLES[index % len(_STYLES)]
@@ -50,10 +43,129 @@ def plot_training(path: Path, title: str, curves: Sequence[Curve]) -> None:
     right.legend()
     left.legend()
     figure.suptitle(title)
+    _save(figure, path, "Give another folder with --out.")
+
+
+@dataclass(frozen=True, slots=True)
+class BandwidthCurve:
+    """The bandwidth that one arm reached at each size."""
+
+    name: str
+    sizes_bytes: Sequence[int]
+    gb_per_s: Sequence[float]
+
+
+@dataclass(frozen=True, slots=True)
+class BandwidthPanel:
+    """The curves of one op, and the bandwidth that the hardware allows (None: not known) with its name."""
+
+    title: str
+    curves: Sequence[BandwidthCurve]
+    limit_gb_per_s: float | None
+    limit_name: str
+
+
+def plot_bandwidth(path: Path, title: str, panels: Sequence[BandwidthPanel]) -> None:
+    """Write a PNG to `path`: algorithm bandwidth over size, both logarithmic, side by side for each panel.
+
+    Raises `ConfigError` when the file cannot be written or matplotlib is not installed.
+    """
+    figure = _figure(max(6.5, 4.8 * len(panels)), 4.4)
+    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        for curve in panel.curves:
+            axes.plot(curve.sizes_bytes, curve.gb_per_s, label=curve.name, marker="o", markersize=3.5, linewidth=1.5)
+        if panel.limit_gb_per_s is not None:
+            axes.axhline(panel.limit_gb_per_s, label=panel.limit_name, color="#555555", linestyle="--", linewidth=1.0)
+        axes.set_xscale("log", base=2)
+        axes.set(yscale="log", xlabel="bytes", ylabel="algorithm bandwidth, GB/s", title=panel.title)
+        axes.xaxis.set_major_formatter(lambda size, _: _bytes(size))
+        axes.grid(visible=True, alpha=0.3)
+        axes.legend()
+    figure.suptitle(title)
+    _save(figure, path, "Give another --plot path.")
+
+
+@dataclass(frozen=True, slots=True)
+class EfficiencyCurve:
+    """The scaling efficiency of one algorithm (1: as fast as one rank alone) at each number of ranks."""
+
+    name: str
+    ranks: Sequence[int]
+    efficiencies: Sequence[float]
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineRow:
+    """One step: spans `(start, end)` of compute and of its collectives, in ms from the step's start."""
+
+    name: str
+    forward_ms: tuple[float, float]
+    backward_ms: tuple[float, float]
+    optimizer_ms: tuple[float, float]
+    transfers_ms: Sequence[tuple[float, float]]
+
+
+def plot_steps(
+    path: Path, title: str, curves: Sequence[EfficiencyCurve], timeline_title: str, rows: Sequence[TimelineRow]
+) -> None:
+    """Write a PNG to `path`: efficiency over the number of ranks on the left, the timelines of `rows` on the right.
+
+    Raises `ConfigError` when the file cannot be written or matplotlib is not installed.
+    """
+    figure = _figure(13, max(4.2, 1.6 + 0.7 * len(rows)))
+    left, right = figure.subplots(1, 2, width_ratios=(2, 3))
+    for curve in curves:
+        left.plot(curve.ranks, curve.efficiencies, label=curve.name, marker="o", markersize=3.5, linewidth=1.5)
+    left.set_xscale("log")
+    left.set(ylim=(0, 1.05), xlabel="ranks", ylabel="compute of one rank / step", title="Scaling efficiency")
+    left.grid(visible=True, alpha=0.3)
+    left.legend()
+    for at, row in enumerate(rows):
+        for name, color, span in (
+            ("forward", "#bbbbbb", row.forward_ms),
+            ("backward", "#0072b2", row.backward_ms),
+            ("optimizer", "#555555", row.optimizer_ms),
+        ):
+            right.broken_barh([_width(span)], (at - 0.4, 0.4), color=color, label=name if at == 0 else None)
+        spans = [_width(span) for span in row.transfers_ms]
+        right.broken_barh(
+            spans, (at, 0.4), color="#e69f00", edgecolor="white", linewidth=0.5, label=None if at else "collectives"
+        )
+    right.set_yticks(range(len(rows)), [row.name for row in rows])
+    right.invert_yaxis()
+    right.set(xlabel="ms", title=timeline_title)
+    right.legend()
+    figure.suptitle(title)
+    _save(figure, path, "Give another --plot path.")
+
+
+def _width(span: tuple[float, float]) -> tuple[float, float]:
+    return span[0], span[1] - span[0]
+
+
+def _bytes(size: float) -> str:
+    for unit, factor in (("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10)):
+        if size >= factor:
+            return f"{size / factor:g}{unit}"
+    return f"{size:g}"
+
+
+def _figure(width_inches: float, height_inches: float) -> Any:
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(
+            "matplotlib is not installed, and the plot is drawn with it. Install it with: pip install 'deepytorch[hf]'"
+        ) from error
+    figure = Figure(figsize=(width_inches, height_inches), layout="constrained")
+    FigureCanvasAgg(figure)  # no pyplot: nothing of the user's own figures or backend is touched
+    return figure
+
+
+def _save(figure: Any, path: Path, remedy: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=120)
     except OSError as error:
-        raise ConfigError(
-            f"The plot {path} cannot be written: {error.strerror}. Give another folder with --out."
-        ) from error
+        raise ConfigError(f"The plot {path} cannot be written: {error.strerror}. {remedy}") from error

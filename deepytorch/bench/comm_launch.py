@@ -1,0 +1,175 @@
+"""The ranks of `deepytorch bench comm` as processes: started, listened to, and ended however the measurement ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TextIO
+
+from deepytorch.bench.comm_worker import CommPlan
+from deepytorch.bench.lab import Lab, LabOptions
+from deepytorch.errors import DeepytorchError
+
+WORKER = (sys.executable, "-m", "deepytorch.bench.comm_worker")
+
+_POLL_S = 0.05
+_END_S = 20.0  # for a rank to end by itself after the measurement
+_GRACE_S = 3.0  # between asking a rank to end and ending it
+_LAST_WORDS_S = 0.3  # for ranks that fail together to say why: the first is to blame
+_LOG_LINES = 15
+
+
+class RankError(DeepytorchError, RuntimeError):
+    """A rank of a measurement failed, or all of them stood still."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    process: subprocess.Popen[bytes]
+    log: Path
+
+
+def run_ranks(
+    plan: CommPlan, ranks: int, lab: LabOptions | None = None, worker: Sequence[str] = WORKER
+) -> Generator[dict[str, Any], None, None]:
+    """Start the ranks that run `plan`, and yield what rank 0 tells: see `comm_worker.main`.
+
+    There are `ranks` of them on this machine, which talk over loopback, or those of `lab`. `worker` is the command of a
+    rank; it gets the plan's file. The ranks meet at a file in a folder that only this user can read. When the generator
+    ends or is closed, no process is left. Raises `RankError` when a rank fails, or when `plan.timeout_s` pass without a
+    word, and `ConfigError` where the machine cannot have a lab.
+    """
+    with contextlib.ExitStack() as running:
+        folder = Path(running.enter_context(tempfile.TemporaryDirectory(prefix="deepytorch-comm-")))
+        plan_file, records_file = folder / "plan.json", folder / "records.jsonl"
+        plan_file.write_text(json.dumps(plan.to_json()), encoding="utf-8")
+        records_file.touch()
+        running.enter_context(_sigterm_unwinds())
+        command = [*worker, str(plan_file)]
+        if lab is None:
+            started = running.enter_context(_on_this_machine(command, ranks, folder))
+        else:
+            simulated = running.enter_context(Lab(replace(lab, logs=folder)))
+            started = [_Rank(rank.process, rank.log) for rank in simulated.start(command)]
+        records = running.enter_context(records_file.open(encoding="utf-8"))
+        yield from _listen(records, started, folder, plan.timeout_s)
+
+
+@contextlib.contextmanager
+def _on_this_machine(command: Sequence[str], ranks: int, folder: Path) -> Generator[list[_Rank], None, None]:
+    started: list[_Rank] = []
+    try:
+        for rank in range(ranks):
+            log = folder / f"rank{rank}.log"
+            with log.open("wb") as output:
+                process = subprocess.Popen(
+                    [*command, "--watch-stdin"],
+                    stdin=subprocess.PIPE,  # closes when this process is gone, however it went
+                    stdout=output,
+                    stderr=output,
+                    env=_environment(rank, ranks),
+                )
+            started.append(_Rank(process, log))
+        yield started
+    finally:
+        _end([rank.process for rank in started])
+
+
+@contextlib.contextmanager
+def _sigterm_unwinds() -> Generator[None, None, None]:
+    """Make SIGTERM end this process by way of its `finally` blocks. Elsewhere than in the main thread, do nothing."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _environment(rank: int, ranks: int) -> dict[str, str]:
+    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    environment = {**os.environ, **{name: str(value) for name, value in own.items()}}
+    environment.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: ranks share the cores
+    if sys.platform == "linux":
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no other interface need be up, and none hears of it
+    return environment
+
+
+def _listen(
+    records: TextIO, ranks: Sequence[_Rank], folder: Path, timeout_s: float
+) -> Generator[dict[str, Any], None, None]:
+    """Yield the records until every process has ended well."""
+    heard, rest, last, complete = time.monotonic(), "", "the start", False
+    while True:
+        codes = [rank.process.poll() for rank in ranks]
+        *lines, rest = (rest + records.read()).split("\n")
+        for line in lines:
+            record = json.loads(line)
+            complete = complete or "done" in record
+            last = record.get("doing", last)
+            yield record
+            heard = time.monotonic()
+        if any(codes):
+            time.sleep(_LAST_WORDS_S)
+            raise _failure(ranks, folder, last)
+        if all(code == 0 for code in codes):
+            return
+        limit_s = _END_S if complete else timeout_s
+        if time.monotonic() - heard > limit_s:
+            left = [index for index, code in enumerate(codes) if code is None]
+            raise RankError(
+                f"The ranks {left} stood still for {limit_s:g} s at: {last}. All ranks were ended. If they were only "
+                f"slow, give a larger --timeout. {_tail(ranks, left[0])}"
+            )
+        time.sleep(_POLL_S)
+
+
+def _failure(ranks: Sequence[_Rank], folder: Path, last: str) -> RankError:
+    """Return the error of the rank that failed first: others fail because it did. A killed one leaves no word."""
+    failed = {index: rank.process.returncode for index, rank in enumerate(ranks) if rank.process.poll()}
+    words = {}
+    for index in failed:
+        with contextlib.suppress(OSError):
+            words[index] = json.loads((folder / f"rank{index}.error").read_text(encoding="utf-8"))
+    first = min(failed, key=lambda index: words[index]["at_s"] if index in words else 0.0)
+    code = failed[first]
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit status {code}"
+    reason = words[first]["error"].strip().splitlines()[-1].rstrip(".") if first in words else "It left no error"
+    return RankError(
+        f"Rank {first} of {len(ranks)} {how} at: {last}. {reason}. All ranks were ended. {_tail(ranks, first)}"
+    )
+
+
+def _tail(ranks: Sequence[_Rank], index: int) -> str:
+    lines = ranks[index].log.read_text(encoding="utf-8", errors="replace").splitlines()
+    if not lines:
+        return f"The log of rank {index} is empty."
+    return "\n".join([f"The end of the log of rank {index}:", *lines[-_LOG_LINES:]])
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End every process that still runs, and wait for it."""
+    for process in processes:
+        if process.poll() is None:
+            process.terminate()
+    deadline = time.monotonic() + _GRACE_S
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        assert process.stdin is not None
+        process.stdin.close()

@@ -1,0 +1,120 @@
+"""What goes into a collective and what has to come out: whole numbers that differ by rank and position, sums exact.
+
+The numbers repeat after `TILE` positions, a prime, so that a chunk that lands at another place shows: no power of two
+is a multiple of it. A tile is filled in and compared block by block, at memory speed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deepytorch.bench.comm_schema import REDUCING_OPS
+from deepytorch.errors import ConfigError
+
+TILE = 65_521
+
+_BLOCK_TILES = 32  # compared at a time: what a comparison allocates stays below 40 MB
+# Up to where sums of whole numbers are exact. bfloat16 counts to 2**8; the 8-bit integers must not wrap around.
+_EXACT = {torch.bfloat16: 256, torch.float16: 2048, torch.int8: 127, torch.uint8: 255}
+_EXACT_WIDE = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """One rank's side of a collective; one tensor for both where the op works in place."""
+
+    input: Tensor  # (elements,)
+    output: Tensor  # (elements,)
+
+    def clear(self) -> None:
+        """Set both to zero, which every op keeps at zero: timed runs neither overflow nor turn to NaN."""
+        self.input.zero_()
+        self.output.zero_()
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """Inputs and expected outputs of `ranks` ranks. Raises `ConfigError` where no sum could be exact."""
+
+    dtype: torch.dtype
+    redop: str  # sum, avg, min or max
+    ranks: int
+    compressed: bool = False  # values must survive a half type
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for more ranks than the dtype can count."""
+        if self._largest < 1:
+            raise ConfigError(
+                f"The dtype is {self.dtype} and there are {self.ranks} ranks: sums cannot be checked, even of ones. "
+                "Take a wider dtype."
+            )
+
+    @property
+    def _largest(self) -> int:
+        exact = _EXACT.get(self.dtype, _EXACT_WIDE)
+        return (min(exact, 256) if self.compressed else exact) // self.ranks
+
+    def fill(self, buffers: Buffers, rank: int) -> None:
+        """Write what `rank` contributes; a separate output becomes zeros, so that nothing old can pass for a result."""
+        buffers.output.zero_()
+        _fill(buffers.input, self._tile(rank).to(self.dtype))
+
+    def num_wrong(self, op: str, buffers: Buffers, rank: int) -> int:
+        """Return how many elements of the output are not what `op` has to give on `rank`."""
+        output = buffers.output
+        if op == "broadcast":
+            return _num_different(output, self._tile(0).to(self.dtype), 0.0)
+        if op == "all_gather":
+            chunks = output.chunk(self.ranks)
+            return sum(_num_different(chunk, self._tile(k).to(self.dtype), 0.0) for k, chunk in enumerate(chunks))
+        assert op in REDUCING_OPS
+        offset = rank * output.numel() if op == "reduce_scatter" else 0
+        return _num_different(output, self._reduced().roll(-(offset % TILE)), self._tolerance)
+
+    @property
+    def _tolerance(self) -> float:
+        """Absolute: of an average over a number of ranks that is no power of two, whose terms are not exact."""
+        if self.redop != "avg" or self.ranks & (self.ranks - 1) == 0:
+            return 0.0
+        return (self.ranks + 1) * torch.finfo(self.dtype).eps * self._largest
+
+    def _tile(self, rank: int) -> Tensor:
+        """Return the (TILE,) int64 numbers of `rank`: drawn once and for all by a generator of its own."""
+        lowest = 0 if self.dtype == torch.uint8 else -self._largest
+        generator = torch.Generator().manual_seed(1 + rank)
+        return torch.randint(lowest, self._largest + 1, (TILE,), generator=generator)
+
+    def _reduced(self) -> Tensor:
+        """Return the (TILE,) reduced numbers in the dtype."""
+        reduced = self._tile(0)
+        for rank in range(1, self.ranks):
+            if self.redop == "min":
+                reduced = torch.minimum(reduced, self._tile(rank))
+            elif self.redop == "max":
+                reduced = torch.maximum(reduced, self._tile(rank))
+            else:
+                reduced = reduced + self._tile(rank)
+        return (reduced.double() / self.ranks if self.redop == "avg" else reduced).to(self.dtype)
+
+
+def _fill(tensor: Tensor, tile: Tensor) -> None:
+    whole = tensor.numel() // TILE * TILE
+    tensor[:whole].view(-1, TILE).copy_(tile.expand(whole // TILE, TILE))
+    tensor[whole:].copy_(tile[: tensor.numel() - whole])
+
+
+def _num_different(tensor: Tensor, tile: Tensor, tolerance: float) -> int:
+    whole = tensor.numel() // TILE * TILE
+    blocks = [*tensor[:whole].view(-1, TILE).split(_BLOCK_TILES), tensor[whole:]]
+    different = 0
+    for block in blocks:
+        expected = tile[: block.shape[-1]]
+        if tolerance:
+            wrong = ~((block.double() - expected.double()).abs() <= tolerance)  # NaN is wrong too
+        else:
+            wrong = block != expected
+        different += int(wrong.sum())
+    return different

@@ -1,0 +1,202 @@
+"""The layout of a result file of `deepytorch bench comm`, checked when it is written and when it is read."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_type_hints
+
+from deepytorch.errors import DataError
+
+T = TypeVar("T")
+
+OPS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
+REDUCING_OPS = ("all_reduce", "reduce_scatter")
+DTYPES = ("float32", "bfloat16", "float16", "float64", "int32", "int64", "int8", "uint8")
+REDOPS = ("sum", "avg", "min", "max")
+NO_REDOP = "none"  # what an op that reduces nothing shows, as in nccl-tests
+
+
+def bus_factor(op: str, ranks: int) -> float:
+    """Return bus bandwidth / algorithm bandwidth: the share of a buffer that one rank's link has to carry.
+
+    As in nccl-tests, so that figures of different numbers of ranks compare with the hardware's.
+    """
+    if op == "broadcast":
+        return 1.0
+    return (2 if op == "all_reduce" else 1) * (ranks - 1) / ranks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommCell:
+    """One op of one size in one arm. GB are 1e9 bytes; a time is the slowest rank's, per collective.
+
+    `bytes` is the larger side: the output of all_gather, the input of reduce_scatter.
+    """
+
+    op: str
+    backend: str
+    algorithm: str  # the one that ran; what a backend does not tell is its default
+    dtype: str
+    redop: str
+    bytes: int
+    ranks: int  # of all hosts
+    hosts: int
+    time_us: float  # median over the rounds
+    time_us_quartiles: list[float]  # over the rounds
+    algbw: float  # bytes / time, in GB/s
+    busbw: float  # algbw x `bus_factor`
+    wrong: int  # elements that were not what they have to be, summed over the ranks
+    # beyond what was asked for
+    arm: str  # the name that tells arms of one backend apart
+    compress: str | None  # dtype that goes between hosts, or null
+    allocated: bool  # buffers from `comm.allocate`
+    iterations: int  # collectives a round
+
+    def __post_init__(self) -> None:
+        """Raise `DataError` for a value that no run can give."""
+        _check_fields(self, "cell")
+        for name, known in (("op", OPS), ("dtype", DTYPES), ("redop", (*REDOPS, NO_REDOP))):
+            _require(getattr(self, name) in known, "cell", name, getattr(self, name), f"one of {', '.join(known)}")
+        for name in ("bytes", "ranks", "hosts", "time_us", "iterations"):
+            _require(getattr(self, name) > 0, "cell", name, getattr(self, name), "above 0")
+        quartiles = self.time_us_quartiles
+        _require(
+            len(quartiles) == 3 and quartiles == sorted(quartiles) and quartiles[0] >= 0,
+            *("cell", "time_us_quartiles", quartiles, "three times, ascending"),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommRatio:
+    """How one cell compares. None stands for what was not measured, or has no meaning for the op."""
+
+    op: str
+    arm: str
+    bytes: int
+    ratio_vs_gloo: float | None  # gloo's time / the arm's: above 1 is faster
+    # all_reduce on one host: 2 x bytes (read once, written once) / time / copy bandwidth of a rank
+    copy_efficiency: float | None
+
+    def __post_init__(self) -> None:
+        """Raise `DataError` for a value that no run can give."""
+        _check_fields(self, "ratio")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommSummary:
+    """The ratio of every cell, and where it was measured."""
+
+    ratios: list[CommRatio]
+    machine: str
+    torch_version: str
+    copy_gb_per_s_rank: float  # bytes read and written by `copy_`, all ranks at a time: the mean of the ranks
+    copy_gb_per_s_total: float  # the same, the sum of the ranks
+    link_bit_per_s: float | None  # of the simulated hosts' links; None where no link was shaped
+    flow_bit_per_s: float | None  # cap of one connection, likewise
+    rounds: int
+    min_time_ms: float  # what a cell was measured for at least
+    # of the cost model, and so of the simulator: |predicted - measured| / measured over the cells, from the links that
+    # the deepytorch backend measured; None where it chose by none
+    median_prediction_error: float | None = None
+    topology: dict[str, Any] | None = None
+    links: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        """Raise `DataError` for a value that no run can give."""
+        _check_fields(self, "summary")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommResult:
+    """What `deepytorch bench comm` found."""
+
+    cells: list[CommCell]
+    summary: CommSummary
+
+    @staticmethod
+    def from_json(content: Any) -> CommResult:
+        """Return the result that the JSON value `content` holds. Raises `DataError` for another layout."""
+        _match(content, CommResult, "result")
+        _match(content["summary"], CommSummary, "summary")
+        cells = _read_each(content["cells"], CommCell, "cell")
+        ratios = _read_each(content["summary"]["ratios"], CommRatio, "ratio")
+        return CommResult(cells=cells, summary=CommSummary(**content["summary"] | {"ratios": ratios}))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result as plain JSON values."""
+        return asdict(self)
+
+
+def read_comm_result(path: Path) -> CommResult:
+    """Read a result file. Raises `DataError` when it cannot be read or has another layout."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"The result file {path} cannot be read: {error}.") from error
+    return CommResult.from_json(content)
+
+
+def write_comm_result(path: Path, result: CommResult) -> None:
+    """Write `result` to `path` as one JSON object. Raises `DataError` when the file cannot be written."""
+    try:
+        path.write_text(json.dumps(result.to_json(), indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise DataError(
+            f"The result file {path} cannot be written: {error.strerror}. Give another --json path."
+        ) from error
+
+
+def _read_each(content: Any, kind: Callable[..., T], what: str) -> list[T]:
+    _require(isinstance(content, list), "result", f"{what}s", type(content).__name__, "a list")
+    made = []
+    for entry in content:
+        _match(entry, kind, what)
+        made.append(kind(**entry))
+    return made
+
+
+def _match(content: Any, kind: Any, what: str) -> None:
+    """Raise `DataError` unless `content` is an object with exactly the fields of the dataclass `kind`."""
+    if not isinstance(content, dict):
+        raise DataError(f"The {what} is a {type(content).__name__}, expected one JSON object.")
+    expected = {field.name for field in fields(kind)}
+    missing, unknown = sorted(expected - set(content)), sorted(set(content) - expected)
+    if missing or unknown:
+        raise DataError(f"The {what} lacks {missing} and has the unknown {unknown}: written by another version?")
+
+
+def _check_fields(record: Any, what: str) -> None:
+    for name, kind in get_type_hints(type(record)).items():
+        value = getattr(record, name)
+        if isinstance(kind, UnionType):
+            if value is None:
+                continue
+            kind = get_args(kind)[0]  # every union here is "kind or null"
+        if kind is str:
+            _require(isinstance(value, str), what, name, value, "text")
+        elif kind is bool:
+            _require(isinstance(value, bool), what, name, value, "true or false")
+        elif kind is int:
+            _require(_is_number(value) and isinstance(value, int) and value >= 0, what, name, value, "a count")
+        elif kind is float:
+            _require(_is_number(value) and value >= 0, what, name, value, "a finite number, 0 or more")
+        elif kind == list[float]:
+            _require(isinstance(value, list) and all(map(_is_number, value)), what, name, value, "a list of numbers")
+        elif kind == dict[str, Any]:
+            _require(isinstance(value, dict), what, name, type(value).__name__, "an object")
+        else:
+            _require(isinstance(value, list), what, name, type(value).__name__, "a list")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _require(condition: bool, what: str, name: str, value: Any, expected: str) -> None:
+    if not condition:
+        raise DataError(f"{name} of the {what} is {value!r}, expected {expected}.")

@@ -1,0 +1,167 @@
+"""What `deepytorch bench comm` shows: rows in the columns of nccl-tests, the findings in sentences, the picture."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from deepytorch.bench.comm import CommOptions, describe_ranks, run_comm, run_in_place
+from deepytorch.bench.comm_explain import explain_lines
+from deepytorch.bench.comm_schema import CommCell, CommResult, CommSummary
+from deepytorch.bench.plots import BandwidthCurve, BandwidthPanel, plot_bandwidth
+from deepytorch.errors import ParityError
+
+# Bytes that a rank of one host has to read and write for each byte of the op's size: each once, in and out.
+# reduce_scatter reads its share of every rank, which is the size, and writes a share.
+_MOVED = {"all_reduce": 2.0, "all_gather": 2.0, "broadcast": 2.0}
+
+
+def run_and_show(options: CommOptions, console: Console, *, in_place: bool) -> CommResult | None:
+    """Measure, with the rows on `console` as they come; return the result, or None on torchrun's ranks other than 0."""
+    shown: set[str] = set()
+
+    def show(lines: Sequence[str]) -> None:
+        console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+
+    def show_cells(cells: list[CommCell]) -> None:
+        op = cells[0].op
+        if op not in shown:
+            show([*([""] if shown else []), *table_head(op, options)])
+            shown.add(op)
+        show(table_rows(cells, options))
+
+    if in_place:
+        result = run_in_place(options, show_cells)
+    else:
+        with console.status("Starting the ranks") as status:
+            result = run_comm(options, show_cells, status.update)
+    if result is not None:
+        show(["", *summary_lines(result)])
+    return result
+
+
+def explain_and_show(options: CommOptions, console: Console, *, in_place: bool) -> None:
+    """Show what the deepytorch backend would choose and what it predicts, from the links that the ranks measure."""
+    with contextlib.nullcontext() if in_place else console.status("Starting the ranks") as status:
+        described = describe_ranks(options, status.update if status else lambda text: None, in_place=in_place)
+    if not in_place or os.environ["RANK"] == "0":
+        console.print("\n".join(explain_lines(options, described)), highlight=False, markup=False, soft_wrap=True)
+
+
+def refuse_wrong(result: CommResult) -> None:
+    """Raise `ParityError` when an element was wrong: the times of such a collective mean nothing."""
+    wrong = [cell for cell in result.cells if cell.wrong]
+    if wrong:
+        first = wrong[0]
+        raise ParityError(
+            f"{first.wrong} elements of {first.op} with {first.bytes} bytes in {first.arm} are wrong, expected none"
+            + (f"; {len(wrong) - 1} other cells have wrong elements too. " if len(wrong) > 1 else ". ")
+            + "The times of these cells mean nothing."
+        )
+
+
+def table_head(op: str, options: CommOptions) -> list[str]:
+    """Return the lines above the rows of `op`: what it is, the columns of nccl-tests, their units."""
+    width = _arm_width(options)
+    shape = f"{options.ranks} ranks" if options.hosts == 1 else f"{options.hosts} hosts of {options.ranks} ranks"
+    columns = _line(
+        width,
+        *("arm", "algorithm", "size", "count", "type", "redop", "root"),
+        *("time", "algbw", "busbw", "#wrong", "gloo's time"),
+    )
+    units = _line(width, *("", "", "(B)", "(elements)", "", "", ""), *("(us)", "(GB/s)", "(GB/s)", "", "vs gloo"))
+    return [f"{op}, {shape}", columns, units]
+
+
+def table_rows(cells: Sequence[CommCell], options: CommOptions) -> list[str]:
+    """Return a line for each of the cells, which are the arms' of one op and size."""
+    gloo_us = next((cell.time_us for cell in cells if cell.backend == "gloo"), None)
+    lines = []
+    for cell in cells:
+        itemsize = getattr(torch, cell.dtype).itemsize
+        share = cell.ranks if cell.op in ("all_gather", "reduce_scatter") else 1
+        lines.append(
+            _line(
+                _arm_width(options),
+                *(cell.arm, cell.algorithm, str(cell.bytes), str(cell.bytes // itemsize // share), cell.dtype),
+                *(cell.redop, "0" if cell.op == "broadcast" else "-1"),
+                *(f"{cell.time_us:.1f}", f"{cell.algbw:.4f}", f"{cell.busbw:.4f}", str(cell.wrong)),
+                f"{gloo_us / cell.time_us:.2f}x" if gloo_us is not None else "",
+            )
+        )
+    return lines
+
+
+def summary_lines(result: CommResult) -> list[str]:
+    """Return what the run as a whole found, in sentences."""
+    summary, wrong = result.summary, sum(cell.wrong for cell in result.cells)
+    lines = [
+        f"Copy bandwidth, all ranks at a time, read and written: {summary.copy_gb_per_s_rank:.1f} GB/s a rank, "
+        f"{summary.copy_gb_per_s_total:.1f} GB/s in all.",
+        *(
+            [f"The cost model's predictions are off by {summary.median_prediction_error:.0%} (median over the cells)."]
+            if summary.median_prediction_error is not None
+            else []
+        ),
+        f"Wrong elements: {wrong}." if wrong else "Every element was right.",
+    ]
+    best: dict[str, float] = {}
+    for ratio in summary.ratios:
+        if ratio.copy_efficiency is not None:
+            best[ratio.arm] = ratio.copy_efficiency  # sizes ascend: the largest stays
+    if best:
+        shown = ", ".join(f"{arm} {efficiency:.2f}" for arm, efficiency in best.items())
+        lines.append(f"all_reduce of the largest size, bytes that must move / copy bandwidth: {shown}.")
+    return lines
+
+
+def _arm_width(options: CommOptions) -> int:
+    return max(len(arm.name) for arm in options.arms())
+
+
+def _line(arm_width: int, *columns: str) -> str:
+    arm, algorithm, *figures = columns
+    widths = (11, 11, 9, 6, 5, 10, 8, 8, 7, 12)
+    shown = [f"{figure:>{width}}" for figure, width in zip(figures, widths, strict=True)]
+    return " ".join([f"{arm:<{arm_width}} {algorithm:<14}", *shown]).rstrip()
+
+
+def plot_result(path: Path, result: CommResult) -> None:
+    """Write a PNG: algorithm bandwidth over size, a panel an op, a line an arm, and what the hardware allows.
+
+    Raises `ConfigError` when the file cannot be written or matplotlib is not installed.
+    """
+    first = result.cells[0]
+    shape = f"{first.ranks} ranks" if first.hosts == 1 else f"{first.ranks} ranks on {first.hosts} hosts"
+    panels = []
+    for op in dict.fromkeys(cell.op for cell in result.cells):
+        cells = [cell for cell in result.cells if cell.op == op]
+        curves = [
+            BandwidthCurve(
+                name=arm,
+                sizes_bytes=[cell.bytes for cell in cells if cell.arm == arm],
+                gb_per_s=[cell.algbw for cell in cells if cell.arm == arm],
+            )
+            for arm in dict.fromkeys(cell.arm for cell in cells)
+        ]
+        panels.append(BandwidthPanel(op, curves, *limit(op, first.ranks, first.hosts, result.summary)))
+    plot_bandwidth(path, f"{shape}, {first.dtype}, {result.summary.machine}", panels)
+
+
+def limit(op: str, ranks: int, hosts: int, summary: CommSummary) -> tuple[float | None, str]:
+    """Return the algorithm bandwidth in GB/s that `op` cannot exceed for large buffers sent as they are, and its name.
+
+    On one host, the bytes that a rank has to read and write meet the copy bandwidth. Between hosts with shaped links,
+    the bytes that have to enter or leave a host meet the link's rate. None where the link's rate is not known.
+    """
+    if hosts == 1:
+        return summary.copy_gb_per_s_rank / _MOVED.get(op, 1 + 1 / ranks), "copy bandwidth of memory"
+    if summary.link_bit_per_s is None:
+        return None, ""
+    crossing = {"all_reduce": 2 * (hosts - 1) / hosts, "broadcast": 1.0}.get(op, (hosts - 1) / hosts)
+    return summary.link_bit_per_s / 8e9 / crossing, "link between hosts"

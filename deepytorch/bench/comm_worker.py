@@ -1,0 +1,383 @@
+"""What each rank of `deepytorch bench comm` runs: `python -m deepytorch.bench.comm_worker PLAN.json`.
+
+One process holds the groups of every arm, so that the arms take turns within each round and a change of the machine's
+speed meets all of them alike. What ranks tell each other (times, counts) goes through the default group, outside of
+what is timed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import statistics
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from deepytorch import comm
+from deepytorch.bench.arms import rotated
+from deepytorch.bench.comm_patterns import Buffers, Pattern
+from deepytorch.bench.comm_schema import NO_REDOP, REDUCING_OPS, CommCell, bus_factor
+from deepytorch.comm.backend import group_of
+from deepytorch.comm.base import Compression
+from deepytorch.errors import ConfigError
+
+AUTO = "auto"
+COPY_BYTES = 64 << 20  # beyond every cache that a rank has to itself
+
+_REDOPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+_MAX_ITERATIONS = 2000  # a round
+_MANY_ITERATIONS = 4
+_CALIBRATION_S = 5e-3  # one collective of a microsecond says little: calibrate over this time
+_PATIENCE = 5  # how many times its share of the time the slowest arm may take for the fastest one's sake
+
+# (op, buffers, redop, group): runs one collective and waits for it.
+Collective = Callable[[str, Buffers, str, ProcessGroup], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommArm:
+    """One way to run the collectives, with a process group of its own."""
+
+    name: str
+    backend: str
+    algorithm: str = AUTO
+    compress: Compression | None = None
+    allocated: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommPlan:
+    """What is measured: equal on all ranks."""
+
+    arms: tuple[CommArm, ...]
+    ops: tuple[str, ...]
+    sizes_bytes: tuple[int, ...]
+    dtype: str
+    redop: str
+    hosts: int
+    rounds: int
+    min_time_ms: float  # of a cell, over all its rounds
+    timeout_s: float  # of one collective
+    explain: bool = False  # measure nothing, only tell what the deepytorch backend chooses by
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan as plain JSON values."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(content: dict[str, Any]) -> CommPlan:
+        """Return the plan that `to_json` gave."""
+        arms = tuple(CommArm(**arm) for arm in content["arms"])
+        return CommPlan(
+            **content | {"arms": arms, "ops": (*content["ops"],), "sizes_bytes": (*content["sizes_bytes"],)}
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CopyBandwidth:
+    """What `copy_` reaches while every rank copies: bytes read and written, in GB/s."""
+
+    rank: float  # mean of the ranks
+    total: float  # sum of the ranks
+    measured_by: dict[str, Any] | None = None  # topology and links that the deepytorch backend chooses by, as JSON
+
+
+def run_collective(op: str, buffers: Buffers, redop: str, group: ProcessGroup) -> None:
+    """Run `op` once, as a user calls it, and wait for it. The root of a broadcast is rank 0."""
+    if op == "all_reduce":
+        dist.all_reduce(buffers.output, _REDOPS[redop], group=group)
+    elif op == "reduce_scatter":
+        _reduce_scatter(buffers.output, buffers.input, _REDOPS[redop], group=group)
+    elif op == "all_gather":
+        _all_gather(buffers.output, buffers.input, group=group)
+    else:
+        dist.broadcast(buffers.output, 0, group=group)
+
+
+# torch 2.13 renamed both; under the old names each call warns, which takes time.
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def measure(
+    plan: CommPlan,
+    on_cells: Callable[[list[CommCell]], None],
+    notify: Callable[[str], None] = lambda text: None,
+    collective: Collective = run_collective,
+) -> CopyBandwidth:
+    """Measure every cell of `plan`; the default group is there already, on CPU. Called by all ranks.
+
+    Rank 0 calls `on_cells` with the arms' cells of one op and size as soon as they are there, and `notify` with what is
+    being done. Returns the copy bandwidth, measured before and after the cells.
+    """
+    notify("Opening the groups of every arm")
+    groups = [_open_group(arm, plan.timeout_s) for arm in plan.arms]
+    notify("Measuring the copy bandwidth")
+    seconds = _copy_seconds()
+    for op in plan.ops:
+        for size_bytes in plan.sizes_bytes:
+            bench = _SizeBench(plan, op, size_bytes, groups, collective)
+            cells = bench.run(notify)
+            if dist.get_rank() == 0:
+                on_cells(cells)
+    notify("Measuring the copy bandwidth once more")
+    seconds += _copy_seconds()
+    rate = torch.tensor([2 * COPY_BYTES / statistics.median(seconds) / 1e9], dtype=torch.float64)
+    dist.all_reduce(rate)
+    return CopyBandwidth(float(rate) / dist.get_world_size(), float(rate), _chosen_by(groups))
+
+
+def _chosen_by(groups: Sequence[ProcessGroup]) -> dict[str, Any] | None:
+    for group in groups:
+        with contextlib.suppress(ConfigError):
+            known = group_of(group)
+            if known.options.algorithm is None:
+                return {"topology": known.topology.to_json(), "links": known.links.to_json()}
+    return None
+
+
+def describe(plan: CommPlan) -> dict[str, Any] | None:
+    """Return, as plain JSON values, what groups of the deepytorch backend choose, and by which topology and links.
+
+    `chosen[compress][op]` has one entry a size: what `Choice` is made of. None where the backend leaves everything to
+    the stock ones, because its native code cannot be built.
+    """
+    content: dict[str, Any] = {"chosen": {}}
+    for compress in dict.fromkeys(arm.compress for arm in plan.arms if arm.backend == "deepytorch"):
+        group = _open_group(CommArm(name="", backend="deepytorch", compress=compress), plan.timeout_s)
+        try:
+            known = group_of(group)
+        except ConfigError:
+            return None
+        content |= {"topology": known.topology.to_json(), "links": known.links.to_json()}
+        content["chosen"][compress or "none"] = {
+            op: [asdict(comm.chosen(group, op, size)) for size in plan.sizes_bytes] for op in plan.ops
+        }
+    return content
+
+
+def init_default_group(timeout_s: float, store: dist.Store | None = None, rank: int = -1, ranks: int = -1) -> None:
+    """Open the gloo group over which ranks tell each other what they measured; without a store, as torchrun says."""
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout_s))
+
+
+class _SizeBench:
+    """One op of one size in every arm."""
+
+    def __init__(
+        self, plan: CommPlan, op: str, size_bytes: int, groups: Sequence[ProcessGroup], collective: Collective
+    ) -> None:
+        self.plan, self.op, self.groups, self.collective = plan, op, groups, collective
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.dtype: torch.dtype = getattr(torch, plan.dtype)
+        # at least one element for each rank, and the same number for each
+        self.count = max(1, size_bytes // (self.dtype.itemsize * self.ranks)) * self.ranks
+        self.pattern = Pattern(self.dtype, plan.redop, self.ranks, any(arm.compress for arm in plan.arms))
+        shared = self._buffers(lambda count: torch.empty(count, dtype=self.dtype))
+        self.buffers = [
+            self._buffers(partial(_allocate, self.dtype, group)) if arm.allocated else shared
+            for arm, group in zip(plan.arms, groups, strict=True)
+        ]
+
+    def run(self, notify: Callable[[str], None]) -> list[CommCell]:
+        """Check, calibrate, measure in alternation, check again; return one cell an arm (of use on rank 0 only)."""
+        arms, what = range(len(self.groups)), f"{self.op}, {self.count * self.dtype.itemsize} bytes"
+        notify(f"{what}: first check")
+        wrong_before = [self._check(arm) for arm in arms]
+        for buffers in self.buffers:
+            buffers.clear()
+        iterations = self._calibrate()
+        seconds = torch.zeros(len(arms), self.plan.rounds, dtype=torch.float64)
+        for turn in range(self.plan.rounds):
+            for arm in rotated(list(arms), turn):
+                notify(f"{what}: round {turn + 1} of {self.plan.rounds}, {self.plan.arms[arm].name}")
+                seconds[arm, turn] = self._timed(arm, iterations)
+        notify(f"{what}: second check")
+        wrong_after = [self._check(arm) for arm in arms]
+        wrong = torch.tensor([max(both) for both in zip(wrong_before, wrong_after, strict=True)])
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+        dist.all_reduce(wrong)
+        return [self._cell(arm, seconds[arm].tolist(), iterations, int(wrong[arm])) for arm in arms]
+
+    def _check(self, arm: int) -> int:
+        """Run once on numbers whose result is known; return how many elements of this rank are wrong."""
+        buffers = self.buffers[arm]
+        self.pattern.fill(buffers, self.rank)
+        self._timed(arm, 1)
+        return self.pattern.num_wrong(self.op, buffers, self.rank)
+
+    def _calibrate(self) -> int:
+        """Return how many collectives a round takes in every arm: what beginning together costs then weighs alike.
+
+        The fastest arm gets its share of the time, unless the slowest then takes too many times as long. The same on
+        all ranks, since it decides what they call.
+        """
+        seconds = []
+        for arm in range(len(self.groups)):
+            once = _slowest(self._timed(arm, 1))
+            again = min(20, int(_CALIBRATION_S / once))
+            seconds.append(min([once, *(_slowest(self._timed(arm, again)) for _ in range(2 if again > 1 else 0))]))
+        share = self.plan.min_time_ms / 1e3 / self.plan.rounds
+        wanted = min(share / min(seconds), _PATIENCE * share / max(seconds))
+        return min(_MAX_ITERATIONS, max(1, round(wanted)))
+
+    def _timed(self, arm: int, iterations: int) -> float:
+        """Return the seconds a collective that this rank took over `iterations` of them, begun together.
+
+        Where there are many, one more goes first: it wakes the arm's threads and brings the ranks closer together.
+        """
+        buffers, group = self.buffers[arm], self.groups[arm]
+        dist.barrier()
+        if iterations >= _MANY_ITERATIONS:
+            self.collective(self.op, buffers, self.plan.redop, group)
+        start = time.perf_counter()
+        for _ in range(iterations):
+            self.collective(self.op, buffers, self.plan.redop, group)
+        return (time.perf_counter() - start) / iterations
+
+    def _buffers(self, make_input: Callable[[int], Tensor]) -> Buffers:
+        share = self.count // self.ranks
+        if self.op == "reduce_scatter":
+            return Buffers(make_input(self.count), torch.empty(share, dtype=self.dtype))
+        if self.op == "all_gather":
+            return Buffers(make_input(share), torch.empty(self.count, dtype=self.dtype))
+        buffer = make_input(self.count)
+        return Buffers(buffer, buffer)
+
+    def _cell(self, index: int, seconds: list[float], iterations: int, wrong: int) -> CommCell:
+        arm, num_bytes = self.plan.arms[index], self.count * self.dtype.itemsize
+        times_us = [1e6 * second for second in seconds]
+        quartiles = statistics.quantiles(times_us, n=4, method="inclusive") if len(times_us) > 1 else times_us * 3
+        time_us = statistics.median(times_us)
+        algbw = num_bytes / time_us / 1e3
+        return CommCell(
+            op=self.op,
+            backend=arm.backend,
+            algorithm=_algorithm(arm, self.groups[index], self.op, num_bytes),
+            dtype=self.plan.dtype,
+            redop=self.plan.redop if self.op in REDUCING_OPS else NO_REDOP,
+            bytes=num_bytes,
+            ranks=self.ranks,
+            hosts=self.plan.hosts,
+            time_us=time_us,
+            time_us_quartiles=quartiles,
+            algbw=algbw,
+            busbw=algbw * bus_factor(self.op, self.ranks),
+            wrong=wrong,
+            arm=arm.name,
+            compress=arm.compress,
+            allocated=arm.allocated,
+            iterations=iterations,
+        )
+
+
+def _open_group(arm: CommArm, timeout_s: float) -> ProcessGroup:
+    options = None
+    if arm.backend == "deepytorch":
+        options = comm.Options(algorithm=None if arm.algorithm == AUTO else arm.algorithm, compress=arm.compress)
+    group = dist.new_group(backend=arm.backend, pg_options=options, timeout=timedelta(seconds=timeout_s))
+    assert isinstance(group, ProcessGroup)  # every rank is in it
+    return group
+
+
+def _algorithm(arm: CommArm, group: ProcessGroup, op: str, num_bytes: int) -> str:
+    if arm.backend != "deepytorch":
+        return "default"
+    try:
+        return comm.chosen(group, op, num_bytes).algorithm
+    except ConfigError:
+        return "delegated"  # its native code cannot be built here: stock backends serve
+
+
+def _allocate(dtype: torch.dtype, group: ProcessGroup, count: int) -> Tensor:
+    return comm.allocate(count * dtype.itemsize, group).view(dtype)
+
+
+def _slowest(seconds: float) -> float:
+    """Return the largest of the ranks' figures, on every rank."""
+    figure = torch.tensor([seconds], dtype=torch.float64)
+    dist.all_reduce(figure, dist.ReduceOp.MAX)
+    return float(figure)
+
+
+def _copy_seconds(times: int = 5) -> list[float]:
+    """Return the seconds that this rank takes to copy `COPY_BYTES`, while all ranks do, `times` times."""
+    source = torch.ones(COPY_BYTES, dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    seconds = []
+    for _ in range(times):
+        dist.barrier()
+        start = time.perf_counter()
+        target.copy_(source)
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def main(collective: Collective = run_collective) -> None:
+    """Run the plan of `sys.argv[1]` as one rank; its folder holds the store and takes what is found.
+
+    Rank 0 adds lines to `records.jsonl`: what is being done, cells, and at the end the copy bandwidth, or what
+    `describe` found. A rank that fails leaves `rankR.error`: when it failed (of the system-wide monotonic clock) and
+    how. With `--watch-stdin`, the process ends as soon as whoever holds the other end of its stdin is gone.
+    """
+    path, rank, ranks = Path(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole foreground: whoever started us ends us
+    if "--watch-stdin" in sys.argv:
+        threading.Thread(target=_end_with_stdin, daemon=True).start()
+    try:
+        plan = CommPlan.from_json(json.loads(path.read_text(encoding="utf-8")))
+        with (path.parent / "records.jsonl").open("a", encoding="utf-8") as records:
+
+            def tell(record: dict[str, Any]) -> None:
+                if rank == 0:
+                    records.write(json.dumps(record) + "\n")
+                    records.flush()
+
+            store = dist.FileStore(str(path.parent / "store"), ranks)
+            init_default_group(plan.timeout_s, store, rank, ranks)
+            if plan.explain:
+                tell({"doing": "Measuring the links"})
+                tell({"done": describe(plan)})
+            else:
+                copied = measure(
+                    plan,
+                    on_cells=lambda cells: tell({"cells": [asdict(cell) for cell in cells]}),
+                    notify=lambda text: tell({"doing": text}),
+                    collective=collective,
+                )
+                tell({"done": asdict(copied)})
+        dist.destroy_process_group()
+    except BaseException:
+        text = traceback.format_exc()
+        report = path.parent / f"rank{rank}.error"
+        unfinished = report.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps({"at_s": time.monotonic(), "error": text}), encoding="utf-8")
+        unfinished.rename(report)
+        sys.stderr.write(text)
+        sys.stderr.flush()
+        os._exit(1)  # without the destructors of groups in which collectives still hang
+
+
+def _end_with_stdin() -> None:
+    while os.read(0, 1):  # not sys.stdin, whose lock a thread must not hold when the interpreter ends
+        pass
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""What one training step of a model is to the simulator: times of compute, and when which gradients become ready."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deepytorch.comm.base import DTYPE_BYTES, DeviceKind
+from deepytorch.comm.checked_json import as_count, as_list, as_number, as_object, as_text, read_file
+from deepytorch.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardPiece:
+    """A part of the backward pass, and the bytes of the gradients that are ready when it ends."""
+
+    name: str
+    compute_us: float
+    gradient_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelProfile:
+    """One rank's step. `backward` is in the order in which it runs: the last layer first."""
+
+    name: str
+    forward_us: float
+    backward: tuple[BackwardPiece, ...]
+    bucket_cap_bytes: int
+    optimizer_us: float = 0.0
+    dtype: str = "fp32"  # of the gradients
+    device: DeviceKind = "cuda"
+    note: str = ""
+
+    @property
+    def compute_us(self) -> float:
+        """What the step takes on one rank alone."""
+        return self.forward_us + sum(piece.compute_us for piece in self.backward) + self.optimizer_us
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of all gradients."""
+        return sum(piece.gradient_bytes for piece in self.backward)
+
+    @staticmethod
+    def from_json(content: Any) -> ModelProfile:
+        """The profile that a JSON value holds. Raises `DataError` for another layout."""
+        required = ("name", "forward_us", "backward", "bucket_cap_bytes")
+        values = as_object(content, "the profile", required, ("optimizer_us", "dtype", "device", "note"))
+        backward = tuple(_piece(value, f"backward[{at}]") for at, value in enumerate(_pieces(values["backward"])))
+        return ModelProfile(
+            name=as_text(values["name"], "name"),
+            forward_us=as_number(values["forward_us"], "forward_us", above_zero=True),
+            backward=backward,
+            bucket_cap_bytes=as_count(values["bucket_cap_bytes"], "bucket_cap_bytes", 1),
+            optimizer_us=as_number(values.get("optimizer_us", 0.0), "optimizer_us"),
+            dtype=as_text(values.get("dtype", "fp32"), "dtype", DTYPE_BYTES),
+            device="cpu" if as_text(values.get("device", "cuda"), "device", ("cpu", "cuda")) == "cpu" else "cuda",
+            note=as_text(values.get("note", ""), "note"),
+        )
+
+
+def read_profile(path: Path) -> ModelProfile:
+    """Read a profile file. Raises `DataError` when it cannot be read or has another layout."""
+    try:
+        return ModelProfile.from_json(read_file(path, "model profile"))
+    except DataError as error:
+        if str(path) in str(error):
+            raise
+        raise DataError(f"{path}: {error}") from error
+
+
+def _pieces(value: Any) -> list[Any]:
+    pieces = as_list(value, "backward")
+    if not pieces:
+        raise DataError("backward is empty, expected one piece or more.")
+    return pieces
+
+
+def _piece(content: Any, where: str) -> BackwardPiece:
+    values = as_object(content, where, ("name", "compute_us", "gradient_bytes"))
+    return BackwardPiece(
+        as_text(values["name"], f"{where}, name"),
+        as_number(values["compute_us"], f"{where}, compute_us"),
+        as_count(values["gradient_bytes"], f"{where}, gradient_bytes"),
+    )
