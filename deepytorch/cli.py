@@ -45,6 +45,16 @@ class Model(str, Enum):
     t5 = "t5"
 
 
+class ModelSize(str, Enum):
+    """Widths and depths of those models, from one for tests to one of a billion weights."""
+
+    tiny = "tiny"
+    demo = "demo"
+    small = "small"
+    base = "base"
+    large = "large"
+
+
 class Dtype(str, Enum):
     """fp32, or autocast to a lower one with fp32 weights."""
 
@@ -72,6 +82,7 @@ _Data = Annotated[
     Path | None, typer.Option("--data", help="JSON file in the Alpaca layout, in place of the embedded data set.")
 ]
 _Model = Annotated[Model, typer.Option(help="Family of the model.")]
+_SizeOf = Annotated[ModelSize, typer.Option("--size", help="Size of the model: base and large are for GPUs.")]
 _BatchSize = Annotated[int, typer.Option(min=1, help="Rows in a batch.")]
 _Device = Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...")]
 _DtypeOf = Annotated[Dtype, typer.Option(help="fp32, or autocast to a lower one with fp32 weights.")]
@@ -136,6 +147,7 @@ def unpad(
     labels: Annotated[LabelsOf, typer.Option(help="Which tokens are learned.")] = LabelsOf.response,
     data: _Data = None,
     model: _Model = Model.llama,
+    size: _SizeOf = ModelSize.small,
     batch_size: _BatchSize = 8,
     steps: Annotated[int, typer.Option(min=1, help="Batches, each measured in every arm.")] = 8,
     rounds: Annotated[int, typer.Option(min=1, help="How often each batch is measured.")] = 3,
@@ -158,6 +170,7 @@ def unpad(
         labels=labels.value,
         data=data,
         model=model.value,
+        size=size.value,
         batch_size=batch_size,
         steps=steps,
         rounds=rounds,

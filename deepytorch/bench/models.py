@@ -30,6 +30,8 @@ SIZES = {
     "tiny": Size(num_layers=2, hidden_size=64, num_heads=4, intermediate_size=128),  # for tests
     "demo": Size(num_layers=4, hidden_size=256, num_heads=4, intermediate_size=704),
     "small": Size(num_layers=4, hidden_size=512, num_heads=8, intermediate_size=1376),
+    "base": Size(num_layers=12, hidden_size=768, num_heads=12, intermediate_size=3072),  # GPT-2's and BERT's first
+    "large": Size(num_layers=16, hidden_size=2048, num_heads=16, intermediate_size=8192),  # about a billion weights
 }
 
 MAX_POSITIONS = 1024  # of learned position tables, and what longer rows are cut to

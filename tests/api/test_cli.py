@@ -12,7 +12,7 @@ import pytest
 
 import deepytorch
 from deepytorch import cli
-from deepytorch.bench.models import MODELS
+from deepytorch.bench.models import MODELS, SIZES
 from deepytorch.errors import DataError, ParityError
 from tests.bench.test_schema import VALUES
 
@@ -54,6 +54,7 @@ def test_models_and_dtypes_of_the_options_are_those_that_exist():
     from deepytorch.bench.arms import DTYPES
 
     assert tuple(model.value for model in cli.Model) == MODELS
+    assert tuple(size.value for size in cli.ModelSize) == tuple(SIZES)
     assert tuple(dtype.value for dtype in cli.Dtype) == tuple(DTYPES)
 
 

@@ -34,6 +34,11 @@ def test_the_pipeline_gives_exact_sums_on_cpu_tensors(num_ranks, area):
     run(SUMS.format(area=area, device="cpu"), num_ranks, timeout=90)
 
 
-@pytest.mark.multigpu
+@pytest.mark.gpu
 def test_the_pipeline_gives_exact_sums_on_gpus():
-    run("torch.cuda.set_device(rank)\n" + SUMS.format(area=1 << 20, device="cuda"), num_ranks=2, timeout=120)
+    """Ranks share a GPU where there are not enough: nothing of the pipeline minds, only NCCL would."""
+    run(
+        "torch.cuda.set_device(rank % torch.cuda.device_count())\n" + SUMS.format(area=1 << 20, device="cuda"),
+        num_ranks=2,
+        timeout=120,
+    )
