@@ -26,20 +26,6 @@ class WithoutGil {
 
 [[noreturn]] void raise(const std::string& message) { C10_THROW_ERROR(DistBackendError, message); }
 
-Dtype dtype_of(at::ScalarType type) {
-  switch (type) {
-    case at::kFloat: return Dtype::f32;
-    case at::kDouble: return Dtype::f64;
-    case at::kBFloat16: return Dtype::bf16;
-    case at::kHalf: return Dtype::f16;
-    case at::kChar: return Dtype::i8;
-    case at::kByte: return Dtype::u8;
-    case at::kInt: return Dtype::i32;
-    case at::kLong: return Dtype::i64;
-    default: return Dtype::bytes;
-  }
-}
-
 c10d::OpType op_type(Kind kind) {
   switch (kind) {
     case Kind::all_reduce: return c10d::OpType::ALLREDUCE;
@@ -82,23 +68,75 @@ std::vector<std::vector<at::Tensor>> alias_of(const std::vector<std::vector<at::
   return found;
 }
 
+at::Tensor in_a_row(const at::Tensor& tensor) {
+  return tensor.is_sparse() || tensor.is_cuda() ? tensor : tensor.contiguous();
+}
+
+}  // namespace
+
+at::Tensor CopiedOutputs::operator()(const at::Tensor& tensor) {
+  const at::Tensor copy = in_a_row(tensor);
+  if (!copy.is_same(tensor)) {
+    given.push_back(tensor);
+    copies.push_back(copy);
+  }
+  return copy;
+}
+
+namespace {
+
+template <typename Each>
+std::vector<at::Tensor> each(const std::vector<at::Tensor>& tensors, Each&& copy) {
+  std::vector<at::Tensor> found;
+  for (const at::Tensor& tensor : tensors) found.push_back(copy(tensor));
+  return found;
+}
+
+template <typename Each>
+std::vector<std::vector<at::Tensor>> each(const std::vector<std::vector<at::Tensor>>& lists, Each&& copy) {
+  std::vector<std::vector<at::Tensor>> found;
+  for (const auto& list : lists) found.push_back(each(list, copy));
+  return found;
+}
+
+const at::Tensor& first_of(const std::vector<at::Tensor>& tensors, const char* name) {
+  TORCH_CHECK(!tensors.empty(), name, " was called without a tensor; expected one at least");
+  return tensors[0];
+}
+
 // A delegated operation: its wait also ends where the group is poisoned, and its error names the collective.
 class DelegatedWork final : public c10d::Work {
  public:
   DelegatedWork(int rank, const Fingerprint& fingerprint, c10::intrusive_ptr<c10d::Work> inner,
-                std::shared_ptr<Segment> segment)
+                std::shared_ptr<Segment> segment, CopiedOutputs copied)
       : Work(rank, op_type(fingerprint.kind)), fingerprint_(fingerprint), inner_(std::move(inner)),
-        segment_(std::move(segment)) {}
+        segment_(std::move(segment)), copied_(std::move(copied)) {}
 
-  bool isCompleted() override { return inner_->isCompleted(); }
+  bool isCompleted() override {
+    if (!inner_->isCompleted()) return false;
+    copy_back();
+    return true;
+  }
   bool isSuccess() const override { return inner_->isSuccess(); }
   std::exception_ptr exception() const override { return inner_->exception(); }
   int sourceRank() const override { return inner_->sourceRank(); }
-  std::vector<at::Tensor> result() override { return inner_->result(); }
+  std::vector<at::Tensor> result() override { return given_for(inner_->result()); }
   void synchronize() override { inner_->synchronize(); }
   void abort() override { inner_->abort(); }
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return inner_->getFuture(); }
   uint64_t getSequencenumber() const override { return fingerprint_.sequence; }
+
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    auto future = inner_->getFuture();
+    if (copied_.given.empty()) return future;
+    auto self = c10::intrusive_ptr<DelegatedWork>::reclaim_copy(this);
+    return future->then(
+        [self](c10::ivalue::Future& ended) {
+          const c10::IValue value = ended.value();  // throws the operation's error, if it has one
+          self->copy_back();
+          return value.isTensorList() ? c10::IValue(self->given_for(value.toTensorVector())) : value;
+        },
+        future->elementType());
+  }
 
   bool wait(std::chrono::milliseconds timeout) override {
     const auto end = Clock::now() + timeout;
@@ -109,27 +147,57 @@ class DelegatedWork final : public c10d::Work {
         look = std::max(look, std::chrono::milliseconds(1));
       }
       const bool done = inner_->isCompleted();
+      const auto start = Clock::now();
       try {
-        return inner_->wait(look);
+        const bool success = inner_->wait(look);
+        copy_back();
+        return success;
       } catch (const std::exception& error) {
         if (done) fail(error);
         if (inner_->isCompleted()) continue;
-        if (segment_->poisoned()) raise(segment_->poison_message());
+        if (segment_ && segment_->poisoned()) raise(segment_->poison_message());
         if (timeout != kNoTimeout && Clock::now() >= end) throw;
+        if (Clock::now() - start < look / 2) fail(error);  // no timeout, though the operation is not marked as ended
       }
     }
   }
 
  private:
   [[noreturn]] void fail(const std::exception& error) {
-    segment_->poison("collective " + std::to_string(fingerprint_.sequence) + " of this group, " + fingerprint_.describe() +
-                     ", failed in the inner backend: " + error.what());
+    const std::string message = "collective " + std::to_string(fingerprint_.sequence) + " of this group, " +
+                                fingerprint_.describe() + ", failed in the inner backend: " + error.what();
+    if (!segment_) raise(message);
+    segment_->poison(message);
     raise(segment_->poison_message());
+  }
+
+  void copy_back() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (copied_back_ || copied_.given.empty() || inner_->exception()) return;
+    const at::NoGradGuard no_graph;
+    for (size_t i = 0; i < copied_.given.size(); ++i) copied_.given[i].copy_(copied_.copies[i]);
+    copied_back_ = true;
+  }
+
+  // `tensors` of the inner operation, the caller's in place of copies.
+  std::vector<at::Tensor> given_for(std::vector<at::Tensor> tensors) const {
+    for (at::Tensor& tensor : tensors) {
+      for (size_t i = 0; i < copied_.given.size(); ++i) {
+        if (tensor.is_same(copied_.copies[i])) {
+          tensor = copied_.given[i];
+          break;
+        }
+      }
+    }
+    return tensors;
   }
 
   Fingerprint fingerprint_;
   c10::intrusive_ptr<c10d::Work> inner_;
   std::shared_ptr<Segment> segment_;
+  CopiedOutputs copied_;
+  std::mutex mutex_;
+  bool copied_back_ = false;
 };
 
 // Several operations that one call to `wait` is for.
@@ -184,24 +252,22 @@ class Backend::OwnWork final : public c10d::Work {
     return future;
   }
 
-  void end(std::exception_ptr error) {
+  // Returns the future that is to be settled, if anybody has asked for one.
+  c10::intrusive_ptr<c10::ivalue::Future> end(std::exception_ptr error) {
     finish(error);
-    c10::intrusive_ptr<c10::ivalue::Future> future;
-    {
-      const std::lock_guard<std::mutex> lock(future_mutex_);
-      error_ = std::move(error);
-      ended_ = true;
-      future = future_;
-    }
-    if (future) settle(*future);
+    const std::lock_guard<std::mutex> lock(future_mutex_);
+    error_ = std::move(error);
+    ended_ = true;
+    return future_;
   }
 
- private:
+  // Runs what was hung on the future.
   void settle(c10::ivalue::Future& future) const {
     if (error_) future.setError(error_);
     else future.markCompleted(c10::IValue(outputs_));
   }
 
+ private:
   Tensors outputs_;
   std::shared_ptr<DeviceCopies> copies_;
   uint64_t sequence_;
@@ -210,6 +276,20 @@ class Backend::OwnWork final : public c10d::Work {
   bool ended_ = false;
   std::exception_ptr error_;
 };
+
+Dtype dtype_of(at::ScalarType type) {
+  switch (type) {
+    case at::kFloat: return Dtype::f32;
+    case at::kDouble: return Dtype::f64;
+    case at::kBFloat16: return Dtype::bf16;
+    case at::kHalf: return Dtype::f16;
+    case at::kChar: return Dtype::i8;
+    case at::kByte: return Dtype::u8;
+    case at::kInt: return Dtype::i32;
+    case at::kLong: return Dtype::i64;
+    default: return Dtype::bytes;
+  }
+}
 
 const char* name_of(Algorithm algorithm) {
   static const char* const names[] = {"engine",     "shared_memory",   "hierarchical",    "streams",
@@ -229,6 +309,13 @@ struct Backend::Wanted {
   size_t bytes = 0;
 };
 
+struct Backend::Worker {
+  std::thread thread;
+  bool gone = false;  // read and written on that thread alone
+
+  bool is_this() const { return thread.get_id() == std::this_thread::get_id(); }
+};
+
 struct Backend::Job {
   Fingerprint fingerprint;
   bool may_share;  // whether memory was handed out before the call, alike on all ranks
@@ -238,6 +325,7 @@ struct Backend::Job {
   RedOp reduce;
   std::function<void(Call&, const Fingerprint&)> body;
   c10::intrusive_ptr<OwnWork> work;
+  c10::intrusive_ptr<c10::ivalue::Future> settled;  // to be settled once it has run
 };
 
 Backend::Backend(Setup setup)
@@ -255,10 +343,10 @@ Backend::~Backend() {
     (void)setup_.cpu.release();
     (void)setup_.cuda.release();
     for (auto& backend : setup_.between) (void)backend.release();
+    (void)new auto(std::move(workers_));
     return;  // `changed_` is left too: its destructor would wait for a thread of the parent
   }
-  const bool on_worker = thread_ != nullptr && thread_->get_id() == std::this_thread::get_id();
-  if (on_worker) *gone_ = true;  // the last reference went in a callback: the thread ends without looking here again
+  const bool on_worker = std::any_of(workers_.begin(), workers_.end(), [](const auto& worker) { return worker->is_this(); });
   shutdown();
   if (!on_worker) delete &changed_;
 }
@@ -398,7 +486,7 @@ void Backend::publish(const Fingerprint& fingerprint, std::unique_lock<std::mute
   }
 }
 
-Backend::WorkPtr Backend::delegate(Wanted wanted, const std::function<WorkPtr(c10d::Backend&)>& call) {
+Backend::WorkPtr Backend::delegate(Wanted wanted, const std::function<WorkPtr(c10d::Backend&)>& call, CopiedOutputs copied) {
   guard();
   Fingerprint fingerprint;
   {
@@ -408,8 +496,8 @@ Backend::WorkPtr Backend::delegate(Wanted wanted, const std::function<WorkPtr(c1
     publish(fingerprint, lock);
   }
   auto work = call(*inner(wanted.on_cuda));
-  if (!setup_.segment || wanted.on_cuda || !work) return work;
-  return c10::make_intrusive<DelegatedWork>(getRank(), fingerprint, std::move(work), setup_.segment);
+  if (wanted.on_cuda || !work) return work;
+  return c10::make_intrusive<DelegatedWork>(getRank(), fingerprint, std::move(work), setup_.segment, std::move(copied));
 }
 
 Backend::WorkPtr Backend::submit(Wanted wanted, std::function<void(Call&, const Fingerprint&)> body, Tensors outputs,
@@ -436,7 +524,7 @@ Backend::WorkPtr Backend::submit(Wanted wanted, std::function<void(Call&, const 
     } else {
       queue_.push_back(job);
       try {
-        if (thread_ == nullptr) thread_ = new std::thread([this] { work_through(); });
+        ensure_worker();
       } catch (const std::exception& error) {  // the others are told already that this collective comes
         queue_.pop_back();
         lock.unlock();
@@ -474,16 +562,24 @@ void Backend::execute(Job& job) {
         c10::DistBackendError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, poison_message()));
   }
   job.body = nullptr;
-  try {
-    job.work->end(error);
-  } catch (const std::exception& failure) {  // of what the caller has hung on the future
-    TORCH_WARN("a callback of a collective failed: ", failure.what());
-  }
+  job.settled = job.work->end(error);
 }
 
-void Backend::work_through() {
-  bool gone = false;
-  gone_ = &gone;
+// One worker is at hand for what is queued: those that run callbacks may wait there for a later collective.
+void Backend::ensure_worker() {
+  if (num_at_hand_ > 0) return;
+  auto worker = std::make_shared<Worker>();
+  ++num_at_hand_;
+  try {
+    worker->thread = std::thread([this, worker] { work_through(*worker); });
+  } catch (...) {
+    --num_at_hand_;
+    throw;
+  }
+  workers_.push_back(std::move(worker));
+}
+
+void Backend::work_through(Worker& self) {
   std::unique_lock<std::mutex> lock(mutex_);
   for (;;) {
     changed_.wait(lock, [&] { return !busy_ && (stopped_.load() || !queue_.empty()); });
@@ -493,28 +589,54 @@ void Backend::work_through() {
     busy_ = true;
     lock.unlock();
     execute(*job);  // fails at once where the group was destroyed
-    job.reset();
-    if (gone) return;
     lock.lock();
     busy_ = false;
+    if (!job->settled) {
+      changed_.notify_all();
+      continue;
+    }
+    --num_at_hand_;
+    std::string failure;
+    try {
+      if (!queue_.empty()) ensure_worker();
+    } catch (const std::exception& error) {  // then what is queued waits until the callbacks have ended
+      failure = error.what();
+    }
+    lock.unlock();
     changed_.notify_all();
+    if (!failure.empty()) TORCH_WARN("no thread could be started for collectives: ", failure);
+    try {
+      job->work->settle(*job->settled);
+    } catch (const std::exception& error) {  // of what the caller has hung on the future
+      TORCH_WARN("a callback of a collective failed: ", error.what());
+    }
+    job.reset();
+    if (self.gone) return;  // the last reference to the group went in a callback: there is nothing left to look at
+    lock.lock();
+    ++num_at_hand_;
   }
 }
 
 void Backend::shutdown() {
   if (getpid() != process_) return;
   const WithoutGil unlocked;
-  std::thread* thread;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    stopped_ = true;
-    thread = std::exchange(thread_, nullptr);
-  }
-  changed_.notify_all();
-  if (thread != nullptr) {
-    if (thread->get_id() == std::this_thread::get_id()) thread->detach();  // the last reference went in a callback
-    else thread->join();
-    delete thread;
+  for (;;) {  // one of them may start another one as it ends
+    std::vector<std::shared_ptr<Worker>> workers;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      stopped_ = true;
+      workers.swap(workers_);
+    }
+    if (workers.empty()) break;
+    changed_.notify_all();
+    for (const auto& worker : workers) {
+      if (!worker->is_this()) {
+        worker->thread.join();
+      } else {  // the group ends in a callback of its own
+        worker->gone = true;
+        worker->thread.detach();
+      }
+    }
   }
   let_go();
 }
@@ -583,8 +705,12 @@ void Backend::run_all_reduce(Call& call, const Fingerprint& mine, char* data, Co
     return all_reduce_two_shot(call, payload, count, &ring);
   }
   const size_t room = std::min<size_t>(call.chunk_bytes, segment ? segment->area_bytes() : SIZE_MAX) / element_size(call.dtype);
-  Exchange exchange(call, streams, setup_.num_hosts, setup_.host, wire, &agree, key.empty() ? nullptr : &residuals_[key],
-                   room, &overflows_);
+  Residual* residual = nullptr;
+  if (!key.empty()) {
+    residual = &residuals_[key];
+    if (residual->count != count) *residual = {{}, {}, 0, count};  // another payload than before
+  }
+  Exchange exchange(call, streams, setup_.num_hosts, setup_.host, wire, &agree, residual, room, &overflows_);
   all_reduce_two_shot(call, payload, count, &exchange);
 }
 
@@ -626,7 +752,7 @@ Backend::WorkPtr Backend::symmetric(at::Tensor& tensor, Wanted wanted, Row row) 
   }
   symmetric_(name_of(row.algorithm), tensor);
   auto work = c10::make_intrusive<OwnWork>(getRank(), fingerprint, Tensors{tensor}, nullptr);
-  work->end(nullptr);
+  (void)work->end(nullptr);
   return work;
 }
 
@@ -643,20 +769,23 @@ Backend::WorkPtr Backend::allreduce(Tensors& given_tensors, const c10d::Allreduc
       (wanted.dtype == at::kFloat || wanted.dtype == at::kBFloat16) && tensor.nbytes() % 16 == 0) {
     return symmetric(tensor, wanted, row);
   }
-  const bool copied = row.algorithm == Algorithm::cpu_reduce && tensor.is_contiguous();
+  const bool through_host = row.algorithm == Algorithm::cpu_reduce && tensor.is_contiguous();
   const bool in_host_memory = !wanted.on_cuda && row.algorithm >= Algorithm::shared_memory && row.algorithm <= Algorithm::streams;
-  if (able && (copied || in_host_memory)) {
+  if (able && (through_host || in_host_memory)) {
     return reduce_all(tensor, wanted, row, "", options.asyncOp, tensors);
   }
+  CopiedOutputs copied;
+  tensors = each(tensors, copied);
   if (able && !wanted.on_cuda && wanted.reduce == RedOp::AVG) {  // gloo only sums; in call order, on this thread
     c10d::AllreduceOptions sum = options;
     sum.reduceOp = c10d::ReduceOp::SUM;
-    return delegate(wanted, [&](c10d::Backend& engine) {
+    const auto call = [&](c10d::Backend& engine) {
       tensors[0].div_(getSize());
       return engine.allreduce(tensors, sum);
-    });
+    };
+    return delegate(wanted, call, std::move(copied));
   }
-  return delegate(wanted, [&](c10d::Backend& engine) { return engine.allreduce(tensors, options); });
+  return delegate(wanted, [&](c10d::Backend& engine) { return engine.allreduce(tensors, options); }, std::move(copied));
 }
 
 Backend::WorkPtr Backend::allreduce_compressed(at::Tensor& given_tensor, RedOp reduce, Wire wire, const std::string& key,
@@ -687,7 +816,10 @@ Backend::WorkPtr Backend::allreduce_coalesced(Tensors& given_tensors, const c10d
   }
   const Row row = this->row(Kind::all_reduce, wanted.on_cuda, bytes);
   if (!alike || wanted.on_cuda || row.algorithm == Algorithm::engine || !accelerates(Kind::all_reduce, wanted.dtype, wanted.reduce)) {
-    return delegate(wanted, [&](c10d::Backend& engine) { return engine.allreduce_coalesced(tensors, options); });
+    CopiedOutputs copied;
+    tensors = each(tensors, copied);
+    const auto call = [&](c10d::Backend& engine) { return engine.allreduce_coalesced(tensors, options); };
+    return delegate(wanted, call, std::move(copied));
   }
   return submit(
       wanted, [this, tensors, row](Call& call, const Fingerprint& mine) {
@@ -715,13 +847,17 @@ Backend::WorkPtr Backend::_reduce_scatter_base(at::Tensor& given_output, at::Ten
   Wanted wanted{Kind::reduce_scatter, input.scalar_type(), input.numel(), options.reduceOp, -1, input.is_cuda(), options.timeout};
   const Row row = this->row(wanted.kind, wanted.on_cuda, input.nbytes());
   if (wanted.on_cuda || row.algorithm != Algorithm::shared_memory || !accelerates(wanted.kind, wanted.dtype, wanted.reduce)) {
+    CopiedOutputs copied;
+    at::Tensor target = copied(output), source = in_a_row(input);
     if (!wanted.on_cuda && wanted.reduce == RedOp::AVG && is_float(wanted.dtype)) {
       c10d::ReduceScatterOptions sum = options;
       sum.reduceOp = c10d::ReduceOp::SUM;
-      at::Tensor shares = input.div(getSize());
-      return delegate(wanted, [&](c10d::Backend& engine) { return engine._reduce_scatter_base(output, shares, sum); });
+      at::Tensor shares = source.div(getSize());
+      const auto call = [&](c10d::Backend& engine) { return engine._reduce_scatter_base(target, shares, sum); };
+      return delegate(wanted, call, std::move(copied));
     }
-    return delegate(wanted, [&](c10d::Backend& engine) { return engine._reduce_scatter_base(output, input, options); });
+    const auto call = [&](c10d::Backend& engine) { return engine._reduce_scatter_base(target, source, options); };
+    return delegate(wanted, call, std::move(copied));
   }
   if (input.is_contiguous()) {
     wanted.data = input.data_ptr();
@@ -752,7 +888,10 @@ Backend::WorkPtr Backend::_allgather_base(at::Tensor& given_output, at::Tensor& 
   Wanted wanted{Kind::all_gather, input.scalar_type(), input.numel(), RedOp::UNUSED, -1, input.is_cuda(), options.timeout};
   const Row row = this->row(wanted.kind, wanted.on_cuda, output.nbytes());
   if (wanted.on_cuda || row.algorithm != Algorithm::shared_memory) {
-    return delegate(wanted, [&](c10d::Backend& engine) { return engine._allgather_base(output, input, options); });
+    CopiedOutputs copied;
+    at::Tensor target = copied(output), source = in_a_row(input);
+    const auto call = [&](c10d::Backend& engine) { return engine._allgather_base(target, source, options); };
+    return delegate(wanted, call, std::move(copied));
   }
   if (input.is_contiguous()) {
     wanted.data = input.data_ptr();
@@ -780,7 +919,9 @@ Backend::WorkPtr Backend::broadcast(Tensors& given_tensors, const c10d::Broadcas
                 tensor.is_cuda(), options.timeout};
   const Row row = this->row(wanted.kind, wanted.on_cuda, tensor.is_sparse() ? 0 : tensor.nbytes());
   if (wanted.on_cuda || row.algorithm != Algorithm::shared_memory || tensor.is_sparse()) {
-    return delegate(wanted, [&](c10d::Backend& engine) { return engine.broadcast(tensors, options); });
+    CopiedOutputs copied;
+    tensors = each(tensors, copied);
+    return delegate(wanted, [&](c10d::Backend& engine) { return engine.broadcast(tensors, options); }, std::move(copied));
   }
   return submit(
       wanted, [tensor, row, root = static_cast<int>(options.rootRank)](Call& call, const Fingerprint&) {
@@ -796,85 +937,113 @@ Backend::WorkPtr Backend::broadcast(Tensors& given_tensors, const c10d::Broadcas
 
 Backend::WorkPtr Backend::allreduce_sparse(Tensors& given_tensors, const c10d::AllreduceOptions& options) {
   auto tensors = alias_of(given_tensors);
-  Wanted wanted{Kind::all_reduce, tensors[0].scalar_type(), -1, options.reduceOp, -1, tensors[0].is_cuda()};
+  const at::Tensor& first = first_of(tensors, "all_reduce");
+  Wanted wanted{Kind::all_reduce, first.scalar_type(), -1, options.reduceOp, -1, first.is_cuda()};
   return delegate(wanted, [&](c10d::Backend& engine) { return engine.allreduce_sparse(tensors, options); });
 }
 
 Backend::WorkPtr Backend::reduce(Tensors& given_tensors, const c10d::ReduceOptions& options) {
-  auto tensors = alias_of(given_tensors);
-  Wanted wanted{Kind::reduce, tensors[0].scalar_type(), tensors[0].numel(), options.reduceOp,
-                static_cast<int>(options.rootRank), tensors[0].is_cuda()};
-  return delegate(wanted, [&](c10d::Backend& engine) { return engine.reduce(tensors, options); });
+  CopiedOutputs copied;
+  auto tensors = each(alias_of(given_tensors), copied);
+  const at::Tensor& first = first_of(tensors, "reduce");
+  Wanted wanted{Kind::reduce, first.scalar_type(), first.numel(), options.reduceOp,
+                static_cast<int>(options.rootRank), first.is_cuda()};
+  const auto call = [&](c10d::Backend& engine) { return engine.reduce(tensors, options); };
+  return delegate(wanted, call, std::move(copied));
 }
 
 Backend::WorkPtr Backend::allgather(TensorLists& given_outputs, Tensors& given_inputs, const c10d::AllgatherOptions& options) {
-  auto outputs = alias_of(given_outputs);
-  auto inputs = alias_of(given_inputs);
+  CopiedOutputs copied;
+  auto outputs = each(alias_of(given_outputs), copied);
+  auto inputs = each(alias_of(given_inputs), in_a_row);
+  const at::Tensor& first = first_of(inputs, "all_gather");
   // NCCL takes lists of uneven sizes
-  Wanted wanted{Kind::all_gather, inputs[0].scalar_type(), inputs[0].is_cuda() ? -1 : inputs[0].numel(), RedOp::UNUSED, -1,
-                inputs[0].is_cuda()};
-  return delegate(wanted, [&](c10d::Backend& engine) { return engine.allgather(outputs, inputs, options); });
+  Wanted wanted{Kind::all_gather, first.scalar_type(), first.is_cuda() ? -1 : first.numel(), RedOp::UNUSED, -1,
+                first.is_cuda()};
+  const auto call = [&](c10d::Backend& engine) { return engine.allgather(outputs, inputs, options); };
+  return delegate(wanted, call, std::move(copied));
 }
 
 Backend::WorkPtr Backend::allgather_coalesced(TensorLists& given_outputs, Tensors& given_inputs, const c10d::AllgatherOptions& options) {
-  auto outputs = alias_of(given_outputs);
-  auto inputs = alias_of(given_inputs);
-  Wanted wanted{Kind::all_gather_coalesced, inputs[0].scalar_type(), -1, RedOp::UNUSED, -1, inputs[0].is_cuda()};
-  return delegate(wanted, [&](c10d::Backend& engine) { return engine.allgather_coalesced(outputs, inputs, options); });
+  CopiedOutputs copied;
+  auto outputs = each(alias_of(given_outputs), copied);
+  auto inputs = each(alias_of(given_inputs), in_a_row);
+  const at::Tensor& first = first_of(inputs, "all_gather_coalesced");
+  Wanted wanted{Kind::all_gather_coalesced, first.scalar_type(), -1, RedOp::UNUSED, -1, first.is_cuda()};
+  const auto call = [&](c10d::Backend& engine) { return engine.allgather_coalesced(outputs, inputs, options); };
+  return delegate(wanted, call, std::move(copied));
 }
 
 Backend::WorkPtr Backend::allgather_into_tensor_coalesced(Tensors& given_outputs, Tensors& given_inputs,
                                                           const c10d::AllgatherOptions& options) {
-  auto outputs = alias_of(given_outputs);
-  auto inputs = alias_of(given_inputs);
-  Wanted wanted{Kind::all_gather_coalesced, inputs[0].scalar_type(), -1, RedOp::UNUSED, -1, inputs[0].is_cuda()};
-  return delegate(wanted, [&](c10d::Backend& engine) { return engine.allgather_into_tensor_coalesced(outputs, inputs, options); });
+  CopiedOutputs copied;
+  auto outputs = each(alias_of(given_outputs), copied);
+  auto inputs = each(alias_of(given_inputs), in_a_row);
+  const at::Tensor& first = first_of(inputs, "all_gather_into_tensor_coalesced");
+  Wanted wanted{Kind::all_gather_coalesced, first.scalar_type(), -1, RedOp::UNUSED, -1, first.is_cuda()};
+  const auto call = [&](c10d::Backend& engine) { return engine.allgather_into_tensor_coalesced(outputs, inputs, options); };
+  return delegate(wanted, call, std::move(copied));
 }
 
 Backend::WorkPtr Backend::gather(TensorLists& given_outputs, Tensors& given_inputs, const c10d::GatherOptions& options) {
-  auto outputs = alias_of(given_outputs);
-  auto inputs = alias_of(given_inputs);
-  Wanted wanted{Kind::gather, inputs[0].scalar_type(), -1, RedOp::UNUSED, static_cast<int>(options.rootRank), inputs[0].is_cuda()};
-  return delegate(wanted, [&](c10d::Backend& engine) { return engine.gather(outputs, inputs, options); });
+  CopiedOutputs copied;
+  auto outputs = each(alias_of(given_outputs), copied);
+  auto inputs = each(alias_of(given_inputs), in_a_row);
+  const at::Tensor& first = first_of(inputs, "gather");
+  Wanted wanted{Kind::gather, first.scalar_type(), -1, RedOp::UNUSED, static_cast<int>(options.rootRank), first.is_cuda()};
+  const auto call = [&](c10d::Backend& engine) { return engine.gather(outputs, inputs, options); };
+  return delegate(wanted, call, std::move(copied));
 }
 
 Backend::WorkPtr Backend::scatter(Tensors& given_outputs, TensorLists& given_inputs, const c10d::ScatterOptions& options) {
-  auto outputs = alias_of(given_outputs);
-  auto inputs = alias_of(given_inputs);
-  Wanted wanted{Kind::scatter, outputs[0].scalar_type(), -1, RedOp::UNUSED, static_cast<int>(options.rootRank), outputs[0].is_cuda()};
-  return delegate(wanted, [&](c10d::Backend& engine) { return engine.scatter(outputs, inputs, options); });
+  CopiedOutputs copied;
+  auto outputs = each(alias_of(given_outputs), copied);
+  auto inputs = each(alias_of(given_inputs), in_a_row);
+  const at::Tensor& first = first_of(outputs, "scatter");
+  Wanted wanted{Kind::scatter, first.scalar_type(), -1, RedOp::UNUSED, static_cast<int>(options.rootRank), first.is_cuda()};
+  const auto call = [&](c10d::Backend& engine) { return engine.scatter(outputs, inputs, options); };
+  return delegate(wanted, call, std::move(copied));
 }
 
 Backend::WorkPtr Backend::reduce_scatter(Tensors& given_outputs, TensorLists& given_inputs, const c10d::ReduceScatterOptions& options) {
-  auto outputs = alias_of(given_outputs);
-  auto inputs = alias_of(given_inputs);
-  Wanted wanted{Kind::reduce_scatter, outputs[0].scalar_type(), -1, options.reduceOp, -1, outputs[0].is_cuda()};
-  return delegate(wanted, [&](c10d::Backend& engine) { return engine.reduce_scatter(outputs, inputs, options); });
+  CopiedOutputs copied;
+  auto outputs = each(alias_of(given_outputs), copied);
+  auto inputs = each(alias_of(given_inputs), in_a_row);
+  const at::Tensor& first = first_of(outputs, "reduce_scatter");
+  Wanted wanted{Kind::reduce_scatter, first.scalar_type(), -1, options.reduceOp, -1, first.is_cuda()};
+  const auto call = [&](c10d::Backend& engine) { return engine.reduce_scatter(outputs, inputs, options); };
+  return delegate(wanted, call, std::move(copied));
 }
 
 Backend::WorkPtr Backend::reduce_scatter_tensor_coalesced(Tensors& given_outputs, Tensors& given_inputs,
                                                           const c10d::ReduceScatterOptions& options) {
-  auto outputs = alias_of(given_outputs);
-  auto inputs = alias_of(given_inputs);
-  Wanted wanted{Kind::reduce_scatter_coalesced, inputs[0].scalar_type(), -1, options.reduceOp, -1, inputs[0].is_cuda()};
-  return delegate(wanted, [&](c10d::Backend& engine) { return engine.reduce_scatter_tensor_coalesced(outputs, inputs, options); });
+  CopiedOutputs copied;
+  auto outputs = each(alias_of(given_outputs), copied);
+  auto inputs = each(alias_of(given_inputs), in_a_row);
+  const at::Tensor& first = first_of(inputs, "reduce_scatter_tensor_coalesced");
+  Wanted wanted{Kind::reduce_scatter_coalesced, first.scalar_type(), -1, options.reduceOp, -1, first.is_cuda()};
+  const auto call = [&](c10d::Backend& engine) { return engine.reduce_scatter_tensor_coalesced(outputs, inputs, options); };
+  return delegate(wanted, call, std::move(copied));
 }
 
 Backend::WorkPtr Backend::alltoall_base(at::Tensor& given_output, at::Tensor& given_input, std::vector<int64_t>& output_sizes,
                                         std::vector<int64_t>& input_sizes, const c10d::AllToAllOptions& options) {
-  auto output = alias_of(given_output);
-  auto input = alias_of(given_input);
+  CopiedOutputs copied;
+  auto output = copied(alias_of(given_output));
+  auto input = in_a_row(alias_of(given_input));
   Wanted wanted{Kind::all_to_all, input.scalar_type(), -1, RedOp::UNUSED, -1, input.is_cuda()};
-  return delegate(wanted, [&](c10d::Backend& engine) {
-    return engine.alltoall_base(output, input, output_sizes, input_sizes, options);
-  });
+  const auto call = [&](c10d::Backend& engine) { return engine.alltoall_base(output, input, output_sizes, input_sizes, options); };
+  return delegate(wanted, call, std::move(copied));
 }
 
 Backend::WorkPtr Backend::alltoall(Tensors& given_outputs, Tensors& given_inputs, const c10d::AllToAllOptions& options) {
-  auto outputs = alias_of(given_outputs);
-  auto inputs = alias_of(given_inputs);
-  Wanted wanted{Kind::all_to_all, inputs[0].scalar_type(), -1, RedOp::UNUSED, -1, inputs[0].is_cuda()};
-  return delegate(wanted, [&](c10d::Backend& engine) { return engine.alltoall(outputs, inputs, options); });
+  CopiedOutputs copied;
+  auto outputs = each(alias_of(given_outputs), copied);
+  auto inputs = each(alias_of(given_inputs), in_a_row);
+  const at::Tensor& first = first_of(inputs, "all_to_all");
+  Wanted wanted{Kind::all_to_all, first.scalar_type(), -1, RedOp::UNUSED, -1, first.is_cuda()};
+  const auto call = [&](c10d::Backend& engine) { return engine.alltoall(outputs, inputs, options); };
+  return delegate(wanted, call, std::move(copied));
 }
 
 Backend::WorkPtr Backend::barrier(const c10d::BarrierOptions& options) {

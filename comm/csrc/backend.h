@@ -1,8 +1,9 @@
 // The c10d backend "deepytorch": runs a collective itself where the table of algorithms says so, and hands it to the inner
 // backend (gloo, nccl) elsewhere.
 //
-// [Note: threads] What it runs itself goes to one thread per group, in the order of the calls; a synchronous call with
-// nothing before it runs on the caller's own thread. Inner backends that serve the steps between hosts are not shared with
+// [Note: threads] What it runs itself goes to a thread of the group, in the order of the calls; a synchronous call with
+// nothing before it runs on the caller's own thread. What hangs on a future runs on that thread too, and may wait for a
+// later collective: another thread then takes what is queued. Inner backends that serve the steps between hosts are not shared with
 // delegated calls, so their order is the order of that thread on every rank.
 //
 // [Note: after an error] The group is poisoned: the first message stays and every later call and every wait, on all ranks
@@ -29,6 +30,7 @@ enum class Algorithm : uint8_t {
   engine, shared_memory, hierarchical, streams, cpu_reduce, nvlink_one_shot, nvlink_two_shot, nvlink_multimem
 };
 const char* name_of(Algorithm algorithm);
+Dtype dtype_of(at::ScalarType type);  // bytes: one without kernels
 
 // What to do with payloads of up to `max_bytes`.
 struct Row {
@@ -37,6 +39,14 @@ struct Row {
   uint64_t chunk_bytes;
   int streams;
   Wire wire;
+};
+
+// [Note: in a row] gloo reads and writes storage from its first element on, whatever the strides are. A tensor that is not
+// contiguous gets a copy, and what is an output is copied back when the operation has ended.
+struct CopiedOutputs {
+  std::vector<at::Tensor> given, copies;
+
+  at::Tensor operator()(const at::Tensor& tensor);
 };
 
 struct Setup {
@@ -122,6 +132,7 @@ class Backend final : public c10d::Backend {
  private:
   class OwnWork;
   struct Job;
+  struct Worker;
   struct Wanted;  // an operation as it was called
 
   c10::intrusive_ptr<c10d::Backend> engine_of(bool on_cuda) const;  // null where there is none
@@ -131,7 +142,7 @@ class Backend final : public c10d::Backend {
   uint64_t shared_at(const void* data, size_t bytes) const;
   std::vector<char*> peers(uint64_t shared);
   void publish(const Fingerprint& fingerprint, std::unique_lock<std::mutex>& lock);
-  WorkPtr delegate(Wanted wanted, const std::function<WorkPtr(c10d::Backend&)>& call);
+  WorkPtr delegate(Wanted wanted, const std::function<WorkPtr(c10d::Backend&)>& call, CopiedOutputs copied = {});
   WorkPtr submit(Wanted wanted, std::function<void(Call&, const Fingerprint&)> body, Tensors outputs, bool async,
                  std::shared_ptr<DeviceCopies> copies = nullptr);
   WorkPtr reduce_all(at::Tensor& tensor, Wanted wanted, Row row, const std::string& key, bool async, Tensors outputs);
@@ -140,7 +151,8 @@ class Backend final : public c10d::Backend {
   void run_all_reduce(Call& call, const Fingerprint& mine, char* data, Copies* copies, size_t count, const Row& row,
                       const std::string& key);
   void execute(Job& job);
-  void work_through();
+  void ensure_worker();
+  void work_through(Worker& self);
   void poison(const std::string& message);
   void let_go();
 
@@ -164,8 +176,8 @@ class Backend final : public c10d::Backend {
   uint64_t sequence_ = 0;
   bool busy_ = false;
   std::atomic<bool> stopped_{false};
-  bool* gone_ = nullptr;  // on that thread's stack
-  std::thread* thread_ = nullptr;  // a pointer, so that a forked child can leave it alone
+  std::vector<std::shared_ptr<Worker>> workers_;
+  int num_at_hand_ = 0;  // workers that are not in a callback
   mutable std::mutex error_mutex_;
   std::string error_;
   const int64_t process_;

@@ -51,13 +51,12 @@ class Ring final : public Between {
   std::vector<c10::intrusive_ptr<c10d::Work>> works_;
 };
 
-enum class Wire : uint8_t { exact, bf16, f16, fp8 };
-
 // What a cast to fewer bits lost, added to the next payload of the same key (error feedback: Seide et al. 2014,
 // Karimireddy et al. 2019).
 struct Residual {
   std::vector<float> sent, summed;
-  size_t room = 0;  // of each chunk
+  size_t room = 0;   // of each chunk
+  size_t count = 0;  // of the whole payload
 };
 
 // Direct reduce-scatter and all-gather between hosts in fewer bits: each payload is rounded once before it is sent, sums

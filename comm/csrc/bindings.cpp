@@ -14,8 +14,6 @@ Kind kind_of(const std::string& name) {
   throw py::value_error("kind " + name + " is not accelerated; expected all_reduce, reduce_scatter, all_gather or broadcast");
 }
 
-constexpr const char* kWires[] = {"exact", "bf16", "fp16", "fp8"};
-
 // A Python function that C++ may call and drop on any thread.
 std::shared_ptr<py::function> held(py::function call) {
   return std::shared_ptr<py::function>(new py::function(std::move(call)), [](py::function* function) {
@@ -116,21 +114,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("reduce", [](const std::string& kernel, at::Tensor out, const std::vector<at::Tensor>& inputs, int reduce, double divisor) {
     const Kernels* table = kernels_named(kernel.c_str());
     if (table == nullptr) throw py::value_error("this CPU has no " + kernel + " kernels");
-    const auto dtype = [](const at::Tensor& tensor) {
-      switch (tensor.scalar_type()) {
-        case at::kFloat: return Dtype::f32;
-        case at::kDouble: return Dtype::f64;
-        case at::kBFloat16: return Dtype::bf16;
-        case at::kHalf: return Dtype::f16;
-        case at::kChar: return Dtype::i8;
-        case at::kByte: return Dtype::u8;
-        case at::kInt: return Dtype::i32;
-        default: return Dtype::i64;
-      }
-    };
     std::vector<const void*> in;
     for (const at::Tensor& input : inputs) in.push_back(input.const_data_ptr());
-    table->reduce(out.data_ptr(), nullptr, in.data(), static_cast<int>(in.size()), out.numel(), dtype(inputs[0]), dtype(out),
+    table->reduce(out.data_ptr(), nullptr, in.data(), static_cast<int>(in.size()), out.numel(), dtype_of(inputs[0].scalar_type()), dtype_of(out.scalar_type()),
                   static_cast<Reduce>(reduce), divisor);
   });
 }

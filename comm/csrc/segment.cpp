@@ -102,7 +102,8 @@ std::string Fingerprint::describe() const {
   else if (dtype >= 0) add("dtype " + std::to_string(dtype));
   if (count >= 0) add(std::to_string(count) + " elements");
   if (reduce < 9) add(reductions[reduce]);
-  if (root >= 0) add("root " + std::to_string(root));
+  if (root >= 0 && kind == Kind::all_reduce) add(std::string(kWires[root]) + " between hosts");
+  else if (root >= 0) add("root " + std::to_string(root));
   if (on_cuda) add("cuda");
   if (plan) add("plan " + std::to_string(plan % 1000000));
   out << (*separator == '(' ? "()" : ")");
