@@ -39,6 +39,7 @@ def _options(**changes) -> DemoOptions:
     return DemoOptions(**smallest | {"ways": (EAGER, COMPILED)} | changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["llama", "t5"])
 def test_all_arms_train_on_the_same_path_and_are_shown(options, tmp_path, console, model):
     result = run_demo(options(model=model), console)

@@ -41,6 +41,7 @@ def _options(**changes) -> UnpadOptions:
     return UnpadOptions(**smallest | {"backend": "aot_eager", "stock_backend": "aot_eager"} | changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["llama", "bart"])
 def test_every_arm_is_measured_on_the_same_batches(options, model):
     told = []

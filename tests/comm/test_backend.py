@@ -250,6 +250,7 @@ def test_a_single_rank():
     run(f"{CASES}\ninit()\n{REDUCE}\n{OTHERS}\ndist.destroy_process_group()", 1, 60)
 
 
+@pytest.mark.slow
 def test_hosts_of_one_and_of_two_ranks():
     for per_host in (1, 2):
         script = f"{CASES}\npretend_hosts({per_host})\ninit()\nCOUNTS = (1, 1000, 70_001)\n{REDUCE}\n{OTHERS}\n{PLACES}"

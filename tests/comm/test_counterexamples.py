@@ -237,6 +237,7 @@ def test_a_host_that_cannot_measure_its_memory_holds_up_nobody():
     run(script, num_ranks=4, env={"DEEPYTORCH_LINKS": "measure"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["hierarchical", "cpu_reduce"])
 @pytest.mark.parametrize("chunk_bytes", [64, 4096, 0])
 def test_pipelines_between_hosts_give_exact_sums(algorithm, chunk_bytes):

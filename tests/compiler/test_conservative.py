@@ -240,6 +240,7 @@ class WindowInABuffer(nn.Module):
         return scaled(q, k).masked_fill(~(near & keys(mask)), -1e9).softmax(-1) @ v
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "attend",
     [
@@ -253,6 +254,7 @@ def test_a_mask_with_another_meaning_is_not_taken_for_a_known_one(attend: Any) -
     train(Plain(attend, layers=1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "attend",
     [window_of_fractions, window_of_chunks, WindowInABuffer()],

@@ -114,6 +114,7 @@ def test_training_equals_eager_for_every_padding(build: Callable[[str], Any], at
     assert report.total("recompiles") == 0, describe(report)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build, attention", WINDOWED.values(), ids=WINDOWED.keys())
 def test_sliding_windows_are_packed_and_holes_run_padded(build: Callable[[str], Any], attention: str) -> None:
     pair = Pair(build(attention).train())
@@ -122,6 +123,7 @@ def test_sliding_windows_are_packed_and_holes_run_padded(build: Callable[[str], 
     assert padded_because(report) == {"holes between the tokens of a row under a sliding window": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build, attention", WINDOWED.values(), ids=WINDOWED.keys())
 def test_logits_of_a_windowed_model_are_those_of_eager(build: Callable[[str], Any], attention: str) -> None:
     model = build(attention).train()
@@ -204,6 +206,7 @@ def test_embeddings_given_instead_of_ids_get_their_gradient() -> None:
     expect_packed(LEDGER.report(), steps=2)
 
 
+@pytest.mark.slow
 def test_hidden_states_and_attentions_asked_for() -> None:
     pair = Pair(llama("sdpa").train(), call=lambda m, **b: m(**b, output_hidden_states=True))
 
@@ -216,6 +219,7 @@ def test_hidden_states_and_attentions_asked_for() -> None:
     expect_packed(pair.train(batches(causal_batch, (4, 11, "right"), (3, 13, "left")), compare), steps=2)
 
 
+@pytest.mark.slow
 def test_attention_weights_asked_for_are_those_of_eager() -> None:
     pair = Pair(llama("eager").train(), call=lambda m, **b: m(**b, output_attentions=True))
 
@@ -236,6 +240,7 @@ def test_a_loss_of_the_users_own_on_the_logits() -> None:
     expect_packed(pair.train(batches(causal_batch, *mixture())), steps=5)
 
 
+@pytest.mark.slow
 def test_sequence_classification_reads_the_last_token() -> None:
     config = hf.LlamaConfig(num_labels=3, pad_token_id=1, attn_implementation="sdpa", **GROUPED)
     pair = Pair(hf.LlamaForSequenceClassification(config).train())
@@ -255,6 +260,7 @@ def test_token_classification_has_labels_of_its_own_token() -> None:
     expect_packed(pair.train(given, compare_at_tokens()), steps=2)
 
 
+@pytest.mark.slow
 def test_a_mixture_of_experts_trains_as_eager_does() -> None:
     config = hf.MixtralConfig(
         num_local_experts=4, num_experts_per_tok=2, sliding_window=None, attn_implementation="sdpa", **GROUPED

@@ -78,6 +78,7 @@ def test_masked_language_models_train_as_eager_does(kind: Any, config: Callable[
     assert report.total("recompiles") == 0, describe(report)
 
 
+@pytest.mark.slow
 def test_windows_to_both_sides_in_some_layers() -> None:
     pair = Pair(hf.ModernBertForMaskedLM(modernbert("sdpa")).train())
     given = batches(masked_lm_batch, (4, 14, "right"), (3, 17, "left"), (4, 12, "holes"), (5, 20, "right"))
@@ -98,6 +99,7 @@ CLASSIFIERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, config, attention", CLASSIFIERS.values(), ids=CLASSIFIERS.keys())
 def test_classifiers_that_pool_the_first_token_are_packed(
     kind: Any, config: Callable[..., Any], attention: str
@@ -141,6 +143,7 @@ def test_taggers_have_a_label_a_token() -> None:
     expect_packed(pair.train(given, compare_at_tokens()), steps=3)
 
 
+@pytest.mark.slow
 def test_readers_choose_among_positions_so_their_logits_stay_padded() -> None:
     """A span's start is a softmax over positions, pads among them: equality is what counts."""
     pair = Pair(hf.BertForQuestionAnswering(bert("sdpa")).train())
@@ -164,6 +167,7 @@ def test_a_bare_encoder_pooled_outside_with_the_mask() -> None:
     expect_packed(pair.train(given), steps=3)
 
 
+@pytest.mark.slow
 def test_inductor_trains_a_masked_language_model_as_eager_does() -> None:
     pair = Pair(hf.BertForMaskedLM(bert("sdpa")).train(), options={"lowering": "inductor"})
     given = batches(masked_lm_batch, (4, 11, "right"), (3, 13, "left"), (4, 9, "holes"))

@@ -389,6 +389,7 @@ LOSSES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda function: function.__name__)
 def test_losses_are_packed_however_they_are_spelled(loss: Callable[..., Any]) -> None:
     pair = Pair(Plain(causal_and_keys, loss).train())
@@ -509,6 +510,7 @@ def test_transformer_encoder_is_packed_in_training(kwargs: dict[str, Any]) -> No
     expect_packed(pair.train(batches(masked_lm_batch, *SIZES)), steps=4)
 
 
+@pytest.mark.slow
 def test_transformer_encoder_of_inductor_trains_as_eager_does() -> None:
     pair = Pair(Encoder(batch_first=True).train(), options={"lowering": "inductor"})
     expect_packed(pair.train(batches(masked_lm_batch, *SIZES)), steps=4)

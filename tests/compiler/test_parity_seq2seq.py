@@ -71,17 +71,20 @@ def test_both_sides_are_packed_and_train_as_eager_does(build: Any, attention: st
     assert report.total("recompiles") == 0, describe(report)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [bart, t5], ids=["bart", "t5"])
 def test_a_mask_for_the_decoder_is_followed_as_well(build: Any) -> None:
     pair = Pair(build("sdpa").train())
     expect_packed(pair.train(pairs(*SIZES, decoder_mask=True)), steps=4, padded=0)
 
 
+@pytest.mark.slow
 def test_gated_and_untied_t5() -> None:
     pair = Pair(t5("eager", feed_forward_proj="gated-gelu", tie_word_embeddings=False).train())
     expect_packed(pair.train(pairs(*SIZES[:2])), steps=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [bart, t5], ids=["bart", "t5"])
 def test_logits_are_those_of_eager_at_every_position_of_the_decoder(build: Any) -> None:
     """Without a mask of its own every position of the decoder is a token, labelled or not."""
@@ -89,6 +92,7 @@ def test_logits_are_those_of_eager_at_every_position_of_the_decoder(build: Any) 
     expect_packed(pair.train(pairs(*SIZES[:3]), compare_whole()))
 
 
+@pytest.mark.slow
 def test_the_encoders_output_can_be_used_beside_the_loss() -> None:
     def compare(expected: Any, found: Any, batch: Batch) -> None:
         real = batch["attention_mask"].bool()
@@ -136,6 +140,7 @@ class Translator(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
+@pytest.mark.slow
 def test_torch_nns_transformer_is_packed_on_both_sides() -> None:
     pair = Pair(Translator().train())
     given = pairs(*SIZES)

@@ -101,6 +101,7 @@ def any_batch(draw: st.DrawFn) -> Batch:
     return {"input_ids": ids.masked_fill(mask == 0, PAD), "attention_mask": mask, "labels": labels}
 
 
+@pytest.mark.slow
 @given(batch=any_batch(), look=st.sampled_from(["never", "before", "after"]))
 @settings(max_examples=EXAMPLES, deadline=None)
 def test_every_batch_trains_as_in_eager(

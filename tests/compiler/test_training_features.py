@@ -124,6 +124,7 @@ def test_bf16_autocast_is_as_near_to_fp64_as_eagers_is(where: str) -> None:
     expect_packed(LEDGER.report(), steps=3)
 
 
+@pytest.mark.slow
 def test_a_model_in_bf16_is_as_near_to_fp64_as_eagers_is() -> None:
     model = llama().bfloat16()
     eager, exact = copy.deepcopy(model), copy.deepcopy(model).double()
@@ -351,6 +352,7 @@ def test_inference_mode_works() -> None:
             torch.testing.assert_close(found.logits[real], wanted.logits[real], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_generates_what_eager_generates() -> None:
     model = llama(layers=2)
     reference = copy.deepcopy(model)
