@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deepytorch.comm import native, nccl, symmetric
+from deepytorch.comm import hierarchical, native, nccl, symmetric
 from deepytorch.comm.base import KINDS, Choice, Compression
 from deepytorch.comm.calibrate import STREAMS, Bench, calibrated
 from deepytorch.comm.cost import Links
@@ -184,6 +184,7 @@ def _make(
         between=between if shares else [],
         num_hosts=topology.num_hosts,
         host=host,
+        ranks=_ranks_by_host(topology),
     )
     backend.set_one_shot_bytes(options.one_shot_bytes)
     if cuda is not None:
@@ -194,6 +195,12 @@ def _make(
     group = replace(group, links=_links(group, module, cpu, between, shares))
     _set_tables(group, shares)
     return group
+
+
+def _ranks_by_host(topology: Topology) -> list[int]:
+    if not topology.is_regular:
+        return []
+    return [rank for host in range(topology.num_hosts) for rank in topology.ranks_on(host)]
 
 
 def _between(
@@ -222,22 +229,18 @@ def _segment(
     num_ranks = len(topology.ranks_on(host))
     if num_ranks == 1:
         return None
-    # an exchange and the next one; chunks on their way to other hosts or from and to GPUs have more
-    areas = 2 if topology.num_hosts == 1 and not has_cuda and options.algorithm != "cpu_reduce" else 6
-    area_bytes = options.area_bytes or _area_bytes(topology, host)
+    # one that is brought, one that is reduced, one that is taken out; on the way to other hosts or from GPUs, more
+    areas = 3 if topology.num_hosts == 1 and not has_cuda and options.algorithm != "cpu_reduce" else 6
+    area_bytes = options.area_bytes or _area_bytes(topology)
     area_bytes = min(area_bytes, _most_area_bytes(areas, num_ranks))
     return share_segment(
         module, dist.PrefixStore(f"segment/{host}", store), local_rank, num_ranks, areas, area_bytes, timeout
     )
 
 
-def _area_bytes(topology: Topology, host: int) -> int:
-    """What fits: chunks of two ranks stay in their second-level caches at 512 KB; ranks that share cores gain by fewer
-    switches; between hosts the network's latency is paid for each chunk.
-    """
-    if topology.num_hosts > 1:
-        return 1 << 21
-    return 1 << 19 if len(topology.ranks_on(host)) <= topology.hosts[host].cpus else 1 << 22
+def _area_bytes(topology: Topology) -> int:
+    """512 KB on one host, where chunks then stay in the caches. Between hosts a chunk costs the network's latency."""
+    return 1 << 21 if topology.num_hosts > 1 else 1 << 19
 
 
 def _most_area_bytes(areas: int, num_ranks: int) -> int:
@@ -283,8 +286,8 @@ def _local_backend(group: Group, module: Any) -> Any | None:
     host = group.topology.host_of[group.rank]
     local_rank, num_ranks = group.topology.local_rank(group.rank), len(group.topology.ranks_on(host))
     store = dist.PrefixStore(f"calibration/{host}", group.store)
-    area_bytes = min(_area_bytes(group.topology, host), _most_area_bytes(2, num_ranks))
-    segment = share_segment(module, store, local_rank, num_ranks, 2, area_bytes, group.timeout)
+    area_bytes = min(_area_bytes(group.topology), _most_area_bytes(3, num_ranks))
+    segment = share_segment(module, store, local_rank, num_ranks, 3, area_bytes, group.timeout)
     if segment is None:
         return None
     local = module.Backend(
@@ -297,6 +300,7 @@ def _local_backend(group: Group, module: Any) -> Any | None:
         between=[],
         num_hosts=1,
         host=0,
+        ranks=list(range(num_ranks)),
     )
     local.set_table("all_reduce", False, [(_WITHOUT_END, *_settings(Choice("shared_memory")))])
     return local
@@ -364,7 +368,8 @@ def _possible(choice: Choice, kind: str, topology: Topology, shares: bool, devic
         and not single
         and topology.is_regular
         and topology.ranks_per_host > 1
-        and kind == "all_reduce",
+        and kind in hierarchical.KINDS
+        and device == "cpu",
         "streams": not single and topology.ranks_per_host == 1 and kind == "all_reduce" and device == "cpu",
         "cpu_reduce": shares and kind == "all_reduce" and topology.is_regular and topology.ranks_per_host > 1,
         **dict.fromkeys(symmetric.NAMES, single and device == "cuda" and kind == "all_reduce"),

@@ -48,6 +48,8 @@ bool is_float(at::ScalarType type) { return at::isFloatingType(type); }
 
 Reduce reduction(RedOp op) { return op == RedOp::MIN ? Reduce::min : op == RedOp::MAX ? Reduce::max : Reduce::sum; }
 
+bool in_memory(const Row& row) { return row.algorithm == Algorithm::shared_memory || row.algorithm == Algorithm::hierarchical; }
+
 uint64_t mix(uint64_t digest, uint64_t value) { return (digest ^ value) * 0x100000001b3 + (digest >> 29); }
 
 // [Note: tensors without their Python objects] A thread of ours or of an inner backend may drop the last reference to a
@@ -687,10 +689,12 @@ void Backend::run_all_reduce(Call& call, const Fingerprint& mine, char* data, Co
     const auto addresses = peers(mine.shared);
     return all_reduce_in_place(call, addresses.data(), count);
   }
-  if (copies == nullptr && setup_.num_hosts == 1 && bytes <= one_shot_bytes_) return all_reduce_one_shot(call, data, count);
+  if (copies == nullptr && setup_.num_hosts == 1) {
+    return bytes <= one_shot_bytes_ ? all_reduce_one_shot(call, data, count) : all_reduce_two_shot(call, data, count);
+  }
   HostCopies plain(data);
   Copies& payload = copies != nullptr ? *copies : plain;
-  if (setup_.num_hosts == 1) return all_reduce_two_shot(call, payload, count, nullptr);
+  if (setup_.num_hosts == 1) return all_reduce_through(call, payload, count, nullptr);
 
   const Backends streams = between(row.streams);
   HostsAgree agree(call, *streams[0], mine);
@@ -702,7 +706,7 @@ void Backend::run_all_reduce(Call& call, const Fingerprint& mine, char* data, Co
   if (wire == Wire::exact || !floating || call.reduce != Reduce::sum) {
     const int room = segment != nullptr ? segment->areas() - areas_needed(0, copies != nullptr) : 16;
     Ring ring(call, streams, std::max(1, std::min(room, std::max(2, row.streams))), &agree);
-    return all_reduce_two_shot(call, payload, count, &ring);
+    return all_reduce_through(call, payload, count, &ring);
   }
   const size_t room = std::min<size_t>(call.chunk_bytes, segment ? segment->area_bytes() : SIZE_MAX) / element_size(call.dtype);
   Residual* residual = nullptr;
@@ -711,7 +715,7 @@ void Backend::run_all_reduce(Call& call, const Fingerprint& mine, char* data, Co
     if (residual->count != count) *residual = {{}, {}, 0, count};  // another payload than before
   }
   Exchange exchange(call, streams, setup_.num_hosts, setup_.host, wire, &agree, residual, room, &overflows_);
-  all_reduce_two_shot(call, payload, count, &exchange);
+  all_reduce_through(call, payload, count, &exchange);
 }
 
 Backend::WorkPtr Backend::reduce_all(at::Tensor& tensor, Wanted wanted, Row row, const std::string& key, bool async,
@@ -836,6 +840,19 @@ Backend::WorkPtr Backend::allreduce_coalesced(Tensors& given_tensors, const c10d
       tensors, options.asyncOp);
 }
 
+// reduce_scatter or all_gather, whichever the call is.
+void Backend::over_hosts(Call& call, const Fingerprint& mine, const Row& row, const at::Tensor& input, const at::Tensor& output) {
+  const Backends streams = between(row.streams);
+  HostsAgree agree(call, *streams[0], mine);
+  const Hosts hosts{streams, setup_.num_hosts, setup_.ranks, agree};
+  const int depth = std::min(call.segment->areas() - 1, std::max(2, row.streams));
+  if (call.kind == Kind::reduce_scatter) {
+    reduce_scatter_between(call, hosts, depth, input.data_ptr(), output.data_ptr(), output.numel());
+  } else {
+    all_gather_between(call, hosts, depth, input.data_ptr(), output.data_ptr(), input.nbytes());
+  }
+}
+
 Backend::WorkPtr Backend::_reduce_scatter_base(at::Tensor& given_output, at::Tensor& given_input,
                                                const c10d::ReduceScatterOptions& options) {
   auto output = alias_of(given_output);
@@ -846,7 +863,7 @@ Backend::WorkPtr Backend::_reduce_scatter_base(at::Tensor& given_output, at::Ten
               getSize(), " times the output");
   Wanted wanted{Kind::reduce_scatter, input.scalar_type(), input.numel(), options.reduceOp, -1, input.is_cuda(), options.timeout};
   const Row row = this->row(wanted.kind, wanted.on_cuda, input.nbytes());
-  if (wanted.on_cuda || row.algorithm != Algorithm::shared_memory || !accelerates(wanted.kind, wanted.dtype, wanted.reduce)) {
+  if (wanted.on_cuda || !in_memory(row) || !accelerates(wanted.kind, wanted.dtype, wanted.reduce)) {
     CopiedOutputs copied;
     at::Tensor target = copied(output), source = in_a_row(input);
     if (!wanted.on_cuda && wanted.reduce == RedOp::AVG && is_float(wanted.dtype)) {
@@ -868,7 +885,9 @@ Backend::WorkPtr Backend::_reduce_scatter_base(at::Tensor& given_output, at::Ten
         const at::Tensor from = input.contiguous(), to = output.contiguous();
         const size_t count = to.numel();
         call.chunk_bytes = row.chunk_bytes != 0 ? row.chunk_bytes : call.segment->area_bytes();
-        if (call.checked && call.segment->all_shared()) {
+        if (row.algorithm == Algorithm::hierarchical) {
+          over_hosts(call, mine, row, from, to);
+        } else if (call.checked && call.segment->all_shared()) {
           reduce_scatter_in_place(call, peers(mine.shared).data(), to.data_ptr(), count);
         } else {
           deepytorch::reduce_scatter(call, from.data_ptr(), to.data_ptr(), count);
@@ -887,7 +906,7 @@ Backend::WorkPtr Backend::_allgather_base(at::Tensor& given_output, at::Tensor& 
               getSize(), " times the input");
   Wanted wanted{Kind::all_gather, input.scalar_type(), input.numel(), RedOp::UNUSED, -1, input.is_cuda(), options.timeout};
   const Row row = this->row(wanted.kind, wanted.on_cuda, output.nbytes());
-  if (wanted.on_cuda || row.algorithm != Algorithm::shared_memory) {
+  if (wanted.on_cuda || !in_memory(row)) {
     CopiedOutputs copied;
     at::Tensor target = copied(output), source = in_a_row(input);
     const auto call = [&](c10d::Backend& engine) { return engine._allgather_base(target, source, options); };
@@ -900,8 +919,10 @@ Backend::WorkPtr Backend::_allgather_base(at::Tensor& given_output, at::Tensor& 
   return submit(
       wanted, [this, input, output, row](Call& call, const Fingerprint& mine) {
         const at::Tensor from = input.contiguous(), to = output.contiguous();
-        call.chunk_bytes = row.chunk_bytes != 0 ? row.chunk_bytes : call.segment->area_bytes();
-        if (call.checked && call.segment->all_shared()) {
+        call.chunk_bytes = row.chunk_bytes != 0 ? row.chunk_bytes : call.segment->area_bytes() * call.segment->num_ranks();
+        if (row.algorithm == Algorithm::hierarchical) {
+          over_hosts(call, mine, row, from, to);
+        } else if (call.checked && call.segment->all_shared()) {
           all_gather_in_place(call, peers(mine.shared).data(), to.data_ptr(), from.nbytes());
         } else {
           all_gather(call, from.data_ptr(), to.data_ptr(), from.nbytes());

@@ -21,6 +21,7 @@
 
 #include "between.h"
 #include "cpu_reduce.h"
+#include "hierarchical.h"
 #include "segment.h"
 #include "shared_memory.h"
 
@@ -56,6 +57,7 @@ struct Setup {
   std::shared_ptr<Segment> segment;             // null where the host has one rank, or no shared memory
   Backends between;                             // over the same local rank of every host
   int num_hosts, host;
+  std::vector<int> ranks;                        // of the group: [host * ranks of a host + local rank]; empty: irregular
 };
 
 class Backend final : public c10d::Backend {
@@ -150,6 +152,7 @@ class Backend final : public c10d::Backend {
   WorkPtr between_two(bool on_cuda, WorkPtr work);
   void run_all_reduce(Call& call, const Fingerprint& mine, char* data, Copies* copies, size_t count, const Row& row,
                       const std::string& key);
+  void over_hosts(Call& call, const Fingerprint& mine, const Row& row, const at::Tensor& input, const at::Tensor& output);
   void execute(Job& job);
   void ensure_worker();
   void work_through(Worker& self);

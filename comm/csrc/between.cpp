@@ -14,17 +14,17 @@ namespace {
 constexpr auto kLook = std::chrono::milliseconds(100);
 constexpr float kLargestFp8 = 448.0f;
 
-std::chrono::milliseconds remaining(const Call& call) {
-  const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(call.deadline - Clock::now());
-  return std::max(left, std::chrono::milliseconds(1));
-}
-
 void fail(const Call& call, const std::string& message) {
   if (call.segment != nullptr) call.segment->poison(message);
   throw CommError(message);
 }
 
 }  // namespace
+
+std::chrono::milliseconds remaining(const Call& call) {
+  const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(call.deadline - Clock::now());
+  return std::max(left, std::chrono::milliseconds(1));
+}
 
 at::ScalarType scalar_type(Dtype dtype) {
   switch (dtype) {

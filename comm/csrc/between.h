@@ -18,6 +18,7 @@ using Backends = std::vector<c10::intrusive_ptr<c10d::Backend>>;
 
 at::ScalarType scalar_type(Dtype dtype);
 
+std::chrono::milliseconds remaining(const Call& call);  // until its deadline, 1 at least
 // Waits for an inner backend's work, looking at the deadline, at the poison and at `stopped` now and then.
 void wait_for(const c10::intrusive_ptr<c10d::Work>& work, const Call& call, const char* where);
 

@@ -72,12 +72,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   py::class_<Backend, c10::intrusive_ptr<Backend>, c10d::Backend>(module, "Backend")
       .def(py::init([](int rank, int size, int64_t timeout_ms, std::optional<c10::intrusive_ptr<c10d::Backend>> cpu,
                        std::optional<c10::intrusive_ptr<c10d::Backend>> cuda, std::shared_ptr<Segment> segment,
-                       std::vector<c10::intrusive_ptr<c10d::Backend>> between, int num_hosts, int host) {
+                       std::vector<c10::intrusive_ptr<c10d::Backend>> between, int num_hosts, int host,
+                       std::vector<int> ranks) {
              return c10::make_intrusive<Backend>(Setup{rank, size, timeout_ms, cpu.value_or(nullptr), cuda.value_or(nullptr),
-                                                       std::move(segment), std::move(between), num_hosts, host});
+                                                       std::move(segment), std::move(between), num_hosts, host, std::move(ranks)});
            }),
            py::arg("rank"), py::arg("size"), py::arg("timeout_ms"), py::arg("cpu"), py::arg("cuda"), py::arg("segment"),
-           py::arg("between"), py::arg("num_hosts"), py::arg("host"), py::call_guard<py::gil_scoped_release>())
+           py::arg("between"), py::arg("num_hosts"), py::arg("host"), py::arg("ranks"), py::call_guard<py::gil_scoped_release>())
       .def("set_table", [](Backend& self, const std::string& kind, bool on_cuda, const std::vector<PyRow>& rows) {
         std::vector<Row> made;
         for (const auto& row : rows) made.push_back(row_of(row));

@@ -21,6 +21,7 @@ using ReduceFunction = void (*)(void* out, void* also, const void* const* in, in
 struct Kernels {
   const char* name;  // "avx512", "avx2" or "portable"
   ReduceFunction reduce;
+  void (*stream)(void* target, const void* source, size_t bytes);  // a copy past the caches, where the CPU can do that
 };
 
 // The fastest that this CPU runs, or the named one; null where the CPU or the build lacks that one.

@@ -46,7 +46,20 @@ struct Lanes {
 
 #include "kernels_body.h"
 
-const Kernels table{"avx2", &reduce};
+void stream(void* target, const void* source, size_t bytes) {
+  auto* to = static_cast<char*>(target);
+  const auto* from = static_cast<const char*>(source);
+  const size_t head = std::min(bytes, -reinterpret_cast<uintptr_t>(to) % 32);  // the stores are aligned
+  std::memcpy(to, from, head);
+  size_t at = head;
+  for (; at + 32 <= bytes; at += 32) {
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(to + at), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + at)));
+  }
+  _mm_sfence();
+  std::memcpy(to + at, from + at, bytes - at);
+}
+
+const Kernels table{"avx2", &reduce, &stream};
 
 }  // namespace deepytorch::avx2
 

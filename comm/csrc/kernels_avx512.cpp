@@ -44,7 +44,20 @@ struct Lanes {
 
 #include "kernels_body.h"
 
-const Kernels table{"avx512", &reduce};
+void stream(void* target, const void* source, size_t bytes) {
+  auto* to = static_cast<char*>(target);
+  const auto* from = static_cast<const char*>(source);
+  const size_t head = std::min(bytes, -reinterpret_cast<uintptr_t>(to) % 64);  // the stores are aligned
+  std::memcpy(to, from, head);
+  size_t at = head;
+  for (; at + 64 <= bytes; at += 64) {
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(to + at), _mm512_loadu_si512(reinterpret_cast<const __m512i*>(from + at)));
+  }
+  _mm_sfence();
+  std::memcpy(to + at, from + at, bytes - at);
+}
+
+const Kernels table{"avx512", &reduce, &stream};
 
 }  // namespace deepytorch::avx512
 

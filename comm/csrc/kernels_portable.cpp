@@ -40,6 +40,8 @@ struct Lanes {
 
 #include "kernels_body.h"
 
-const Kernels table{"portable", &reduce};
+void stream(void* target, const void* source, size_t bytes) { std::memcpy(target, source, bytes); }
+
+const Kernels table{"portable", &reduce, &stream};
 
 }  // namespace deepytorch::portable

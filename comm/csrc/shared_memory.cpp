@@ -1,5 +1,7 @@
 #include "shared_memory.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstring>
 
@@ -31,6 +33,15 @@ void copy(void* target, const void* source, size_t bytes) {
   if (target != source && bytes != 0) std::memcpy(target, source, bytes);
 }
 
+// Results of payloads that all together exceed it are written past the caches: nobody would find them there.
+size_t last_cache_bytes() {
+#ifdef _SC_LEVEL3_CACHE_SIZE
+  static const long found = sysconf(_SC_LEVEL3_CACHE_SIZE);
+  if (found > 0) return static_cast<size_t>(found);
+#endif
+  return 32 << 20;
+}
+
 }  // namespace
 
 void HostCopies::read(void* target, size_t offset, size_t size) { copy(target, data_ + offset, size); }
@@ -52,7 +63,48 @@ void all_reduce_one_shot(Call& call, void* data, size_t count) {
   }
 }
 
-void all_reduce_two_shot(Call& call, Copies& payload, size_t count, Between* between) {
+void all_reduce_two_shot(Call& call, void* data, size_t count) {
+  Segment& segment = *call.segment;
+  const int num = segment.num_ranks(), me = segment.rank();
+  const size_t element = element_size(call.dtype), chunk = elements_of(call, element);
+  const size_t chunks = (count + chunk - 1) / chunk;
+  const uint64_t first = segment.next_exchange(chunks);
+  const bool streamed = count * element * num > last_cache_bytes();
+  const auto take = streamed ? kernels().stream : copy;
+  const auto size_of = [&](size_t number) { return std::min(chunk, count - number * chunk); };
+  const auto at = [&](size_t number, size_t begin) { return static_cast<char*>(data) + (number * chunk + begin) * element; };
+  const auto in_area = [&](size_t number, int rank, size_t begin) {
+    return segment.area(first + number, rank) + begin * element;
+  };
+  const auto bring = [&](size_t number) {  // what others reduce
+    for (int rank = 0; rank < num; ++rank) {
+      const Range part = slice(size_of(number), element, rank, num);
+      if (rank != me) copy(in_area(number, me, part.begin), at(number, part.begin), part.size() * element);
+    }
+  };
+  const auto reduce = [&](size_t number) {
+    const Range own = slice(size_of(number), element, me, num);
+    const void* inputs[kMaxLocalRanks];
+    for (int rank = 0; rank < num; ++rank) inputs[rank] = in_area(number, rank, own.begin);
+    inputs[me] = at(number, own.begin);
+    kernels().reduce(in_area(number, me, own.begin), streamed ? nullptr : at(number, own.begin), inputs, num, own.size(),
+                     call.dtype, call.dtype, call.reduce, call.divisor);
+  };
+  const auto take_out = [&](size_t number) {
+    for (int rank = 0; rank < num; ++rank) {
+      const Range part = slice(size_of(number), element, rank, num);
+      if (rank != me || streamed) take(at(number, part.begin), in_area(number, rank, part.begin), part.size() * element);
+    }
+  };
+  for (size_t turn = 0; turn < chunks + 2; ++turn) {
+    if (turn >= 2) take_out(turn - 2);
+    if (turn >= 1 && turn <= chunks) reduce(turn - 1);
+    if (turn < chunks) bring(turn);
+    if (turn <= chunks) call.sync();
+  }
+}
+
+void all_reduce_through(Call& call, Copies& payload, size_t count, Between* between) {
   Segment* segment = call.segment;
   const int num = segment ? segment->num_ranks() : 1, me = segment ? segment->rank() : 0;
   const size_t element = element_size(call.dtype), chunk = elements_of(call, element);
@@ -74,20 +126,17 @@ void all_reduce_two_shot(Call& call, Copies& payload, size_t count, Between* bet
     const size_t size = size_of(number), base = number * chunk;
     const Range own = slice(size, element, me, num);
     const void* inputs[kMaxLocalRanks] = {direct + base * element};
-    char *result = direct + base * element, *also = nullptr;
+    char* result = direct + base * element;
     if (segment != nullptr) {
       payload.arrived();
       call.sync();
       if (direct == nullptr && number + 1 < chunks) bring(number + 1);  // on its way while this one is reduced
       for (int rank = 0; rank < num; ++rank) inputs[rank] = area(number, rank) + own.begin * element;
       result = area(number, me) + own.begin * element;
-      if (direct != nullptr) {
-        inputs[me] = direct + (base + own.begin) * element;
-        if (between == nullptr) also = direct + (base + own.begin) * element;
-      }
+      if (direct != nullptr) inputs[me] = direct + (base + own.begin) * element;
     }
     if (own.size() != 0 && (num > 1 || call.divisor != 1.0)) {
-      kernels().reduce(result, also, inputs, num, own.size(), call.dtype, call.dtype, call.reduce, call.divisor);
+      kernels().reduce(result, nullptr, inputs, num, own.size(), call.dtype, call.dtype, call.reduce, call.divisor);
     }
     if (between != nullptr) between->start(number, result, own.size());
   };
@@ -97,7 +146,6 @@ void all_reduce_two_shot(Call& call, Copies& payload, size_t count, Between* bet
     call.sync();
     const size_t size = size_of(number), base = number * chunk;
     for (int rank = 0; rank < num; ++rank) {
-      if (rank == me && direct != nullptr && between == nullptr) continue;
       const Range part = slice(size, element, rank, num);
       payload.write((base + part.begin) * element, area(number, rank) + part.begin * element, part.size() * element);
     }

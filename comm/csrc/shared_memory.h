@@ -77,10 +77,13 @@ class Between {
 
 // Every rank reads all inputs and reduces for itself: one sync. For small payloads.
 void all_reduce_one_shot(Call& call, void* data, size_t count);
-// Every rank reduces its slice and hands it to the others; two syncs a chunk. With `between` each slice also goes to the
-// other hosts, in chunks that overlap with the work inside the host. `segment` null: a host with one rank, whose payload
-// is in plain memory. Needs `areas_needed(...)` areas.
-void all_reduce_two_shot(Call& call, Copies& payload, size_t count, Between* between);
+// Every rank reduces its slice of each chunk and hands it to the others. While a chunk is reduced the next one is brought
+// and the one before is taken out, so that each costs one sync. Needs three areas.
+void all_reduce_two_shot(Call& call, void* data, size_t count);
+// The same for a payload that is elsewhere than in plain memory, or with `between`: each slice then also goes to the other
+// hosts, in chunks that overlap with the work inside the host. Two syncs a chunk. `segment` null: a host with one rank,
+// whose payload is in plain memory. Needs `areas_needed(...)` areas.
+void all_reduce_through(Call& call, Copies& payload, size_t count, Between* between);
 inline int areas_needed(int depth, bool copied_ahead) { return depth + 1 + (copied_ahead ? 2 : 0); }
 void reduce_scatter(Call& call, const void* input, void* output, size_t output_count);
 void all_gather(Call& call, const void* input, void* output, size_t input_bytes);

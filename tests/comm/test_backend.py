@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+
 import pytest
 
 from tests.comm.ranks import run
@@ -227,7 +229,9 @@ def test_every_collective_dtype_and_reduction(part, algorithm):
 
 
 def test_three_ranks_share_unevenly():
-    run(f"{CASES}\ninit()\n{REDUCE}\n{OTHERS}\ndist.destroy_process_group()", 3, 200)
+    """A third is not exact: gloo, which adds thirds, rounds more often than we do, so that it is left out here."""
+    start = f"{CASES}\ninit(pg_options=Options(algorithm='shared_memory'))"
+    run(f"{start}\n{REDUCE}\n{OTHERS}\ndist.destroy_process_group()", 3, 200)
 
 
 def test_a_callback_may_wait_for_a_later_collective():
@@ -248,6 +252,24 @@ def test_what_is_delegated_and_groups_of_all_kinds():
 
 def test_a_single_rank():
     run(f"{CASES}\ninit()\n{REDUCE}\n{OTHERS}\ndist.destroy_process_group()", 1, 60)
+
+
+def test_reduce_scatter_and_all_gather_over_hosts():
+    """In several chunks on their way at a time, over one connection and over two, ranks of a host not in a row."""
+    script = """
+    from dataclasses import replace
+    from deepytorch.comm import backend
+    found = backend.discover_host()
+    backend.discover_host = lambda: replace(found, id=f"host {rank % 2 if interleaved else rank // 2}")
+    init(pg_options=Options(algorithm="hierarchical", chunk_bytes=chunk, num_streams=streams, area_bytes=area))
+    from deepytorch.comm import chosen
+    assert chosen(kind="reduce_scatter").algorithm == chosen(kind="all_gather").algorithm == "hierarchical"
+    assert chosen(kind="broadcast").algorithm == "engine"
+    """
+    settings = ("True, 0, 1, 8192", "False, 4096, 2, 1 << 16", "False, 256, 3, 4096")
+    for setting in settings:
+        start = f"interleaved, chunk, streams, area = {setting}\n{textwrap.dedent(script)}"
+        run(f"{CASES}\n{start}\n{OTHERS}\ndist.destroy_process_group()", 4, 120)
 
 
 @pytest.mark.slow

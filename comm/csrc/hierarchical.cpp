@@ -1,0 +1,123 @@
+#include "hierarchical.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace deepytorch {
+
+namespace {
+
+constexpr size_t kLine = 64;
+
+// Elements that each of the ranks contributes to a chunk: `parts` of them have to fit into an area.
+size_t room_of(const Call& call, size_t element, size_t num_ranks, size_t parts) {
+  const size_t bytes = std::min(call.chunk_bytes / num_ranks, call.segment->area_bytes() / parts);
+  return std::max<size_t>(bytes / kLine * kLine, kLine) / element;
+}
+
+at::Tensor bytes_at(const void* data, size_t size, const Call& call) {
+  return at::from_blob(
+      const_cast<void*>(data), {static_cast<int64_t>(size)}, [keeper = call.keeper](void*) {}, at::TensorOptions().dtype(at::kByte));
+}
+
+}  // namespace
+
+void reduce_scatter_between(Call& call, const Hosts& hosts, int depth, const void* input, void* output, size_t output_count) {
+  Segment& segment = *call.segment;
+  const int per_host = segment.num_ranks(), me = segment.rank(), num_hosts = hosts.num_hosts;
+  const size_t element = element_size(call.dtype);
+  const size_t room = room_of(call, element, hosts.ranks.size(), hosts.ranks.size());
+  const size_t chunks = (output_count + room - 1) / room;
+  struct Flight {
+    at::Tensor sent, received;
+    c10::intrusive_ptr<c10d::Work> work;
+  };
+  std::vector<Flight> flights(depth);
+  const auto size_of = [&](size_t chunk) { return std::min(room, output_count - chunk * room); };
+  const auto at_input = [&](size_t chunk, int host, int local) {
+    const size_t rank = hosts.rank(host, local, per_host);
+    return static_cast<const char*>(input) + (rank * output_count + chunk * room) * element;
+  };
+  const auto start = [&](size_t chunk) {
+    const size_t size = size_of(chunk);
+    const uint64_t exchange = segment.next_exchange();
+    const auto in_area = [&](int from, int host, int local) {
+      return segment.area(exchange, from) + (local * num_hosts + host) * room * element;
+    };
+    for (int local = 0; local < per_host; ++local) {
+      for (int host = 0; local != me && host < num_hosts; ++host) {
+        std::memcpy(in_area(me, host, local), at_input(chunk, host, local), size * element);
+      }
+    }
+    call.sync();
+    Flight& flight = flights[chunk % depth];
+    const int64_t bytes = static_cast<int64_t>(size * element) * num_hosts;
+    flight.sent = at::empty({bytes}, at::kByte);
+    flight.received = at::empty({bytes}, at::kByte);
+    for (int host = 0; host < num_hosts; ++host) {
+      const void* inputs[kMaxLocalRanks];
+      for (int local = 0; local < per_host; ++local) inputs[local] = in_area(local, host, me);
+      inputs[me] = at_input(chunk, host, me);
+      kernels().reduce(static_cast<char*>(flight.sent.data_ptr()) + host * size * element, nullptr, inputs, per_host, size,
+                       call.dtype, call.dtype, call.reduce, 1.0);
+    }
+    hosts.agree.wait();
+    c10d::AllToAllOptions options;
+    options.timeout = remaining(call);
+    std::vector<int64_t> even;
+    flight.work = hosts.streams[chunk % hosts.streams.size()]->alltoall_base(flight.received, flight.sent, even, even, options);
+  };
+  const auto finish = [&](size_t chunk) {
+    Flight& flight = flights[chunk % depth];
+    wait_for(flight.work, call, "between hosts,");
+    const size_t size = size_of(chunk);
+    std::vector<const void*> inputs(num_hosts);
+    for (int host = 0; host < num_hosts; ++host) {
+      inputs[host] = static_cast<char*>(flight.received.data_ptr()) + host * size * element;
+    }
+    kernels().reduce(static_cast<char*>(output) + chunk * room * element, nullptr, inputs.data(), num_hosts, size, call.dtype,
+                     call.dtype, call.reduce, call.divisor);
+    flight = Flight();
+  };
+  for (size_t turn = 0; turn < chunks + depth - 1; ++turn) {
+    if (turn < chunks) start(turn);
+    if (turn + 1 >= static_cast<size_t>(depth)) finish(turn + 1 - depth);
+  }
+}
+
+void all_gather_between(Call& call, const Hosts& hosts, int depth, const void* input, void* output, size_t input_bytes) {
+  Segment& segment = *call.segment;
+  const int per_host = segment.num_ranks(), me = segment.rank(), num_hosts = hosts.num_hosts;
+  const size_t room = room_of(call, 1, hosts.ranks.size(), num_hosts);
+  const size_t chunks = (input_bytes + room - 1) / room;
+  const uint64_t first = segment.next_exchange(chunks);
+  std::vector<c10::intrusive_ptr<c10d::Work>> works(depth);
+  const auto size_of = [&](size_t chunk) { return std::min(room, input_bytes - chunk * room); };
+  const auto start = [&](size_t chunk) {
+    hosts.agree.wait();
+    const size_t size = size_of(chunk);
+    at::Tensor gathered = bytes_at(segment.area(first + chunk, me), size * num_hosts, call);
+    at::Tensor own = bytes_at(static_cast<const char*>(input) + chunk * room, size, call);
+    c10d::AllgatherOptions options;
+    options.timeout = remaining(call);
+    works[chunk % depth] = hosts.streams[chunk % hosts.streams.size()]->_allgather_base(gathered, own, options);
+  };
+  const auto finish = [&](size_t chunk) {
+    wait_for(works[chunk % depth], call, "between hosts,");
+    call.sync();
+    const size_t size = size_of(chunk);
+    for (int local = 0; local < per_host; ++local) {
+      for (int host = 0; host < num_hosts; ++host) {
+        const size_t rank = hosts.rank(host, local, per_host);
+        std::memcpy(static_cast<char*>(output) + rank * input_bytes + chunk * room,
+                    segment.area(first + chunk, local) + host * size, size);
+      }
+    }
+  };
+  for (size_t turn = 0; turn < chunks + depth - 1; ++turn) {
+    if (turn < chunks) start(turn);
+    if (turn + 1 >= static_cast<size_t>(depth)) finish(turn + 1 - depth);
+  }
+}
+
+}  // namespace deepytorch
