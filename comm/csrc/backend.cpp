@@ -13,7 +13,7 @@ namespace {
 
 using RedOp = c10d::ReduceOp::RedOpType;
 
-constexpr auto kLook = std::chrono::milliseconds(100);
+constexpr auto kLongest = std::chrono::hours(24 * 365);  // a deadline is a point in time, which has an end
 
 // Without the interpreter's lock for as long as it lives: what this thread waits for may need it.
 class WithoutGil {
@@ -24,26 +24,6 @@ class WithoutGil {
   std::optional<pybind11::gil_scoped_release> released_;
 };
 
-[[noreturn]] void raise(const std::string& message) { C10_THROW_ERROR(DistBackendError, message); }
-
-c10d::OpType op_type(Kind kind) {
-  switch (kind) {
-    case Kind::all_reduce: return c10d::OpType::ALLREDUCE;
-    case Kind::all_reduce_coalesced: return c10d::OpType::ALLREDUCE_COALESCED;
-    case Kind::reduce_scatter: return c10d::OpType::_REDUCE_SCATTER_BASE;
-    case Kind::reduce_scatter_coalesced: return c10d::OpType::REDUCE_SCATTER_TENSOR_COALESCED;
-    case Kind::all_gather: return c10d::OpType::_ALLGATHER_BASE;
-    case Kind::all_gather_coalesced: return c10d::OpType::ALLGATHER_COALESCED;
-    case Kind::broadcast: return c10d::OpType::BROADCAST;
-    case Kind::reduce: return c10d::OpType::REDUCE;
-    case Kind::gather: return c10d::OpType::GATHER;
-    case Kind::scatter: return c10d::OpType::SCATTER;
-    case Kind::all_to_all: return c10d::OpType::ALLTOALL;
-    case Kind::barrier: return c10d::OpType::BARRIER;
-    default: return c10d::OpType::UNKNOWN;
-  }
-}
-
 bool is_float(at::ScalarType type) { return at::isFloatingType(type); }
 
 Reduce reduction(RedOp op) { return op == RedOp::MIN ? Reduce::min : op == RedOp::MAX ? Reduce::max : Reduce::sum; }
@@ -51,177 +31,6 @@ Reduce reduction(RedOp op) { return op == RedOp::MIN ? Reduce::min : op == RedOp
 bool in_memory(const Row& row) { return row.algorithm == Algorithm::shared_memory || row.algorithm == Algorithm::hierarchical; }
 
 uint64_t mix(uint64_t digest, uint64_t value) { return (digest ^ value) * 0x100000001b3 + (digest >> 29); }
-
-// [Note: tensors without their Python objects] A thread of ours or of an inner backend may drop the last reference to a
-// tensor; if it carried its Python object that would need the interpreter's lock, for which it would wait while training
-// runs, and die while the interpreter ends. So operations get aliases that Python has never seen.
-// (A sparse one is filled by replacing its parts, which an alias would not show.)
-at::Tensor alias_of(const at::Tensor& tensor) { return tensor.is_sparse() ? tensor : tensor.detach(); }
-
-std::vector<at::Tensor> alias_of(const std::vector<at::Tensor>& tensors) {
-  std::vector<at::Tensor> found;
-  for (const at::Tensor& tensor : tensors) found.push_back(alias_of(tensor));
-  return found;
-}
-
-std::vector<std::vector<at::Tensor>> alias_of(const std::vector<std::vector<at::Tensor>>& lists) {
-  std::vector<std::vector<at::Tensor>> found;
-  for (const auto& list : lists) found.push_back(alias_of(list));
-  return found;
-}
-
-at::Tensor in_a_row(const at::Tensor& tensor) {
-  return tensor.is_sparse() || tensor.is_cuda() ? tensor : tensor.contiguous();
-}
-
-}  // namespace
-
-at::Tensor CopiedOutputs::operator()(const at::Tensor& tensor) {
-  const at::Tensor copy = in_a_row(tensor);
-  if (!copy.is_same(tensor)) {
-    given.push_back(tensor);
-    copies.push_back(copy);
-  }
-  return copy;
-}
-
-namespace {
-
-template <typename Each>
-std::vector<at::Tensor> each(const std::vector<at::Tensor>& tensors, Each&& copy) {
-  std::vector<at::Tensor> found;
-  for (const at::Tensor& tensor : tensors) found.push_back(copy(tensor));
-  return found;
-}
-
-template <typename Each>
-std::vector<std::vector<at::Tensor>> each(const std::vector<std::vector<at::Tensor>>& lists, Each&& copy) {
-  std::vector<std::vector<at::Tensor>> found;
-  for (const auto& list : lists) found.push_back(each(list, copy));
-  return found;
-}
-
-const at::Tensor& first_of(const std::vector<at::Tensor>& tensors, const char* name) {
-  TORCH_CHECK(!tensors.empty(), name, " was called without a tensor; expected one at least");
-  return tensors[0];
-}
-
-// A delegated operation: its wait also ends where the group is poisoned, and its error names the collective.
-class DelegatedWork final : public c10d::Work {
- public:
-  DelegatedWork(int rank, const Fingerprint& fingerprint, c10::intrusive_ptr<c10d::Work> inner,
-                std::shared_ptr<Segment> segment, CopiedOutputs copied)
-      : Work(rank, op_type(fingerprint.kind)), fingerprint_(fingerprint), inner_(std::move(inner)),
-        segment_(std::move(segment)), copied_(std::move(copied)) {}
-
-  bool isCompleted() override {
-    if (!inner_->isCompleted()) return false;
-    copy_back();
-    return true;
-  }
-  bool isSuccess() const override { return inner_->isSuccess(); }
-  std::exception_ptr exception() const override { return inner_->exception(); }
-  int sourceRank() const override { return inner_->sourceRank(); }
-  std::vector<at::Tensor> result() override { return given_for(inner_->result()); }
-  void synchronize() override { inner_->synchronize(); }
-  void abort() override { inner_->abort(); }
-  uint64_t getSequencenumber() const override { return fingerprint_.sequence; }
-
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
-    auto future = inner_->getFuture();
-    if (copied_.given.empty()) return future;
-    auto self = c10::intrusive_ptr<DelegatedWork>::reclaim_copy(this);
-    return future->then(
-        [self](c10::ivalue::Future& ended) {
-          const c10::IValue value = ended.value();  // throws the operation's error, if it has one
-          self->copy_back();
-          return value.isTensorList() ? c10::IValue(self->given_for(value.toTensorVector())) : value;
-        },
-        future->elementType());
-  }
-
-  bool wait(std::chrono::milliseconds timeout) override {
-    const auto end = Clock::now() + timeout;
-    for (;;) {
-      auto look = kLook;
-      if (timeout != kNoTimeout) {
-        look = std::min(look, std::chrono::duration_cast<std::chrono::milliseconds>(end - Clock::now()));
-        look = std::max(look, std::chrono::milliseconds(1));
-      }
-      const bool done = inner_->isCompleted();
-      const auto start = Clock::now();
-      try {
-        const bool success = inner_->wait(look);
-        copy_back();
-        return success;
-      } catch (const std::exception& error) {
-        if (done) fail(error);
-        if (inner_->isCompleted()) continue;
-        if (segment_ && segment_->poisoned()) raise(segment_->poison_message());
-        if (timeout != kNoTimeout && Clock::now() >= end) throw;
-        if (Clock::now() - start < look / 2) fail(error);  // no timeout, though the operation is not marked as ended
-      }
-    }
-  }
-
- private:
-  [[noreturn]] void fail(const std::exception& error) {
-    const std::string message = "collective " + std::to_string(fingerprint_.sequence) + " of this group, " +
-                                fingerprint_.describe() + ", failed in the inner backend: " + error.what();
-    if (!segment_) raise(message);
-    segment_->poison(message);
-    raise(segment_->poison_message());
-  }
-
-  void copy_back() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (copied_back_ || copied_.given.empty() || inner_->exception()) return;
-    const at::NoGradGuard no_graph;
-    for (size_t i = 0; i < copied_.given.size(); ++i) copied_.given[i].copy_(copied_.copies[i]);
-    copied_back_ = true;
-  }
-
-  // `tensors` of the inner operation, the caller's in place of copies.
-  std::vector<at::Tensor> given_for(std::vector<at::Tensor> tensors) const {
-    for (at::Tensor& tensor : tensors) {
-      for (size_t i = 0; i < copied_.given.size(); ++i) {
-        if (tensor.is_same(copied_.copies[i])) {
-          tensor = copied_.given[i];
-          break;
-        }
-      }
-    }
-    return tensors;
-  }
-
-  Fingerprint fingerprint_;
-  c10::intrusive_ptr<c10d::Work> inner_;
-  std::shared_ptr<Segment> segment_;
-  CopiedOutputs copied_;
-  std::mutex mutex_;
-  bool copied_back_ = false;
-};
-
-// Several operations that one call to `wait` is for.
-class ManyWorks final : public c10d::Work {
- public:
-  explicit ManyWorks(std::vector<c10::intrusive_ptr<c10d::Work>> works) : works_(std::move(works)) {}
-
-  bool isCompleted() override {
-    return std::all_of(works_.begin(), works_.end(), [](const auto& work) { return work->isCompleted(); });
-  }
-  bool isSuccess() const override {
-    return std::all_of(works_.begin(), works_.end(), [](const auto& work) { return work->isSuccess(); });
-  }
-  void synchronize() override { for (const auto& work : works_) work->synchronize(); }
-  bool wait(std::chrono::milliseconds timeout) override {
-    for (const auto& work : works_) work->wait(timeout);
-    return true;
-  }
-
- private:
-  std::vector<c10::intrusive_ptr<c10d::Work>> works_;
-};
 
 }  // namespace
 
@@ -506,7 +315,7 @@ Backend::WorkPtr Backend::submit(Wanted wanted, std::function<void(Call&, const 
                                  bool async, std::shared_ptr<DeviceCopies> copies) {
   guard();
   auto job = std::make_shared<Job>();
-  job->timeout = wanted.timeout.count() > 0 ? wanted.timeout : timeout_;
+  job->timeout = std::min<std::chrono::milliseconds>(wanted.timeout.count() > 0 ? wanted.timeout : timeout_, kLongest);
   job->dtype = wanted.dtype;
   job->reduce = wanted.reduce;
   job->body = std::move(body);
@@ -761,7 +570,7 @@ Backend::WorkPtr Backend::symmetric(at::Tensor& tensor, Wanted wanted, Row row) 
 }
 
 Backend::WorkPtr Backend::allreduce(Tensors& given_tensors, const c10d::AllreduceOptions& options) {
-  auto tensors = alias_of(given_tensors);
+  auto tensors = each(given_tensors, alias_of);
   TORCH_CHECK(tensors.size() == 1, "all_reduce takes one tensor, found ", tensors.size());
   at::Tensor tensor = tensors[0];
   Wanted wanted{Kind::all_reduce, tensor.scalar_type(), tensor.numel(), options.reduceOp, -1, tensor.is_cuda(), options.timeout};
@@ -808,7 +617,7 @@ Backend::WorkPtr Backend::allreduce_compressed(at::Tensor& given_tensor, RedOp r
 }
 
 Backend::WorkPtr Backend::allreduce_coalesced(Tensors& given_tensors, const c10d::AllreduceCoalescedOptions& options) {
-  auto tensors = alias_of(given_tensors);
+  auto tensors = each(given_tensors, alias_of);
   TORCH_CHECK(!tensors.empty(), "all_reduce_coalesced takes at least one tensor");
   Wanted wanted{Kind::all_reduce_coalesced, tensors[0].scalar_type(), 0, options.reduceOp, -1, tensors[0].is_cuda(), options.timeout};
   size_t bytes = 0;
@@ -933,7 +742,7 @@ Backend::WorkPtr Backend::_allgather_base(at::Tensor& given_output, at::Tensor& 
 }
 
 Backend::WorkPtr Backend::broadcast(Tensors& given_tensors, const c10d::BroadcastOptions& options) {
-  auto tensors = alias_of(given_tensors);
+  auto tensors = each(given_tensors, alias_of);
   TORCH_CHECK(tensors.size() == 1, "broadcast takes one tensor, found ", tensors.size());
   at::Tensor tensor = tensors[0];
   Wanted wanted{Kind::broadcast, tensor.scalar_type(), tensor.numel(), RedOp::UNUSED, static_cast<int>(options.rootRank),
@@ -956,115 +765,84 @@ Backend::WorkPtr Backend::broadcast(Tensors& given_tensors, const c10d::Broadcas
 
 // ------------------------------------------------------------------ collectives that are handed on
 
+// Hands a call on whole. `first`: what its dtype and device are read from.
+template <class Outputs, class Inputs, class Run>
+Backend::WorkPtr Backend::hand_on(Kind kind, const at::Tensor& first, int64_t count, int reduce, int64_t root,
+                                  const Outputs& given_outputs, const Inputs& given_inputs, Run run) {
+  CopiedOutputs copied;
+  auto outputs = each(each(given_outputs, alias_of), copied);
+  auto inputs = each(each(given_inputs, alias_of), in_a_row);
+  const Wanted wanted{kind, first.scalar_type(), count, static_cast<RedOp>(reduce), static_cast<int>(root), first.is_cuda()};
+  return delegate(wanted, [&](c10d::Backend& engine) { return run(engine, outputs, inputs); }, std::move(copied));
+}
+
 Backend::WorkPtr Backend::allreduce_sparse(Tensors& given_tensors, const c10d::AllreduceOptions& options) {
-  auto tensors = alias_of(given_tensors);
-  const at::Tensor& first = first_of(tensors, "all_reduce");
+  auto tensors = each(given_tensors, alias_of);
+  const at::Tensor& first = first_of(tensors, Kind::all_reduce);
   Wanted wanted{Kind::all_reduce, first.scalar_type(), -1, options.reduceOp, -1, first.is_cuda()};
   return delegate(wanted, [&](c10d::Backend& engine) { return engine.allreduce_sparse(tensors, options); });
 }
 
-Backend::WorkPtr Backend::reduce(Tensors& given_tensors, const c10d::ReduceOptions& options) {
-  CopiedOutputs copied;
-  auto tensors = each(alias_of(given_tensors), copied);
-  const at::Tensor& first = first_of(tensors, "reduce");
-  Wanted wanted{Kind::reduce, first.scalar_type(), first.numel(), options.reduceOp,
-                static_cast<int>(options.rootRank), first.is_cuda()};
-  const auto call = [&](c10d::Backend& engine) { return engine.reduce(tensors, options); };
-  return delegate(wanted, call, std::move(copied));
+Backend::WorkPtr Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
+  const at::Tensor& first = first_of(tensors, Kind::reduce);
+  return hand_on(Kind::reduce, first, first.numel(), options.reduceOp.op_, options.rootRank, tensors, Tensors(),
+                 [&](auto& engine, auto& given, auto&) { return engine.reduce(given, options); });
 }
 
-Backend::WorkPtr Backend::allgather(TensorLists& given_outputs, Tensors& given_inputs, const c10d::AllgatherOptions& options) {
-  CopiedOutputs copied;
-  auto outputs = each(alias_of(given_outputs), copied);
-  auto inputs = each(alias_of(given_inputs), in_a_row);
-  const at::Tensor& first = first_of(inputs, "all_gather");
-  // NCCL takes lists of uneven sizes
-  Wanted wanted{Kind::all_gather, first.scalar_type(), first.is_cuda() ? -1 : first.numel(), RedOp::UNUSED, -1,
-                first.is_cuda()};
-  const auto call = [&](c10d::Backend& engine) { return engine.allgather(outputs, inputs, options); };
-  return delegate(wanted, call, std::move(copied));
+Backend::WorkPtr Backend::allgather(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
+  const at::Tensor& first = first_of(inputs, Kind::all_gather);
+  const int64_t count = first.is_cuda() ? -1 : first.numel();  // NCCL takes lists of uneven sizes
+  return hand_on(Kind::all_gather, first, count, RedOp::UNUSED, -1, outputs, inputs,
+                 [&](auto& engine, auto& out, auto& in) { return engine.allgather(out, in, options); });
 }
 
-Backend::WorkPtr Backend::allgather_coalesced(TensorLists& given_outputs, Tensors& given_inputs, const c10d::AllgatherOptions& options) {
-  CopiedOutputs copied;
-  auto outputs = each(alias_of(given_outputs), copied);
-  auto inputs = each(alias_of(given_inputs), in_a_row);
-  const at::Tensor& first = first_of(inputs, "all_gather_coalesced");
-  Wanted wanted{Kind::all_gather_coalesced, first.scalar_type(), -1, RedOp::UNUSED, -1, first.is_cuda()};
-  const auto call = [&](c10d::Backend& engine) { return engine.allgather_coalesced(outputs, inputs, options); };
-  return delegate(wanted, call, std::move(copied));
+Backend::WorkPtr Backend::allgather_coalesced(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
+  const Kind kind = Kind::all_gather_coalesced;
+  return hand_on(kind, first_of(inputs, kind), -1, RedOp::UNUSED, -1, outputs, inputs,
+                 [&](auto& engine, auto& out, auto& in) { return engine.allgather_coalesced(out, in, options); });
 }
 
-Backend::WorkPtr Backend::allgather_into_tensor_coalesced(Tensors& given_outputs, Tensors& given_inputs,
+Backend::WorkPtr Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                           const c10d::AllgatherOptions& options) {
-  CopiedOutputs copied;
-  auto outputs = each(alias_of(given_outputs), copied);
-  auto inputs = each(alias_of(given_inputs), in_a_row);
-  const at::Tensor& first = first_of(inputs, "all_gather_into_tensor_coalesced");
-  Wanted wanted{Kind::all_gather_coalesced, first.scalar_type(), -1, RedOp::UNUSED, -1, first.is_cuda()};
-  const auto call = [&](c10d::Backend& engine) { return engine.allgather_into_tensor_coalesced(outputs, inputs, options); };
-  return delegate(wanted, call, std::move(copied));
+  const Kind kind = Kind::all_gather_coalesced;
+  return hand_on(kind, first_of(inputs, kind), -1, RedOp::UNUSED, -1, outputs, inputs,
+                 [&](auto& engine, auto& out, auto& in) { return engine.allgather_into_tensor_coalesced(out, in, options); });
 }
 
-Backend::WorkPtr Backend::gather(TensorLists& given_outputs, Tensors& given_inputs, const c10d::GatherOptions& options) {
-  CopiedOutputs copied;
-  auto outputs = each(alias_of(given_outputs), copied);
-  auto inputs = each(alias_of(given_inputs), in_a_row);
-  const at::Tensor& first = first_of(inputs, "gather");
-  Wanted wanted{Kind::gather, first.scalar_type(), -1, RedOp::UNUSED, static_cast<int>(options.rootRank), first.is_cuda()};
-  const auto call = [&](c10d::Backend& engine) { return engine.gather(outputs, inputs, options); };
-  return delegate(wanted, call, std::move(copied));
+Backend::WorkPtr Backend::gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& options) {
+  return hand_on(Kind::gather, first_of(inputs, Kind::gather), -1, RedOp::UNUSED, options.rootRank, outputs, inputs,
+                 [&](auto& engine, auto& out, auto& in) { return engine.gather(out, in, options); });
 }
 
-Backend::WorkPtr Backend::scatter(Tensors& given_outputs, TensorLists& given_inputs, const c10d::ScatterOptions& options) {
-  CopiedOutputs copied;
-  auto outputs = each(alias_of(given_outputs), copied);
-  auto inputs = each(alias_of(given_inputs), in_a_row);
-  const at::Tensor& first = first_of(outputs, "scatter");
-  Wanted wanted{Kind::scatter, first.scalar_type(), -1, RedOp::UNUSED, static_cast<int>(options.rootRank), first.is_cuda()};
-  const auto call = [&](c10d::Backend& engine) { return engine.scatter(outputs, inputs, options); };
-  return delegate(wanted, call, std::move(copied));
+Backend::WorkPtr Backend::scatter(Tensors& outputs, TensorLists& inputs, const c10d::ScatterOptions& options) {
+  return hand_on(Kind::scatter, first_of(outputs, Kind::scatter), -1, RedOp::UNUSED, options.rootRank, outputs, inputs,
+                 [&](auto& engine, auto& out, auto& in) { return engine.scatter(out, in, options); });
 }
 
-Backend::WorkPtr Backend::reduce_scatter(Tensors& given_outputs, TensorLists& given_inputs, const c10d::ReduceScatterOptions& options) {
-  CopiedOutputs copied;
-  auto outputs = each(alias_of(given_outputs), copied);
-  auto inputs = each(alias_of(given_inputs), in_a_row);
-  const at::Tensor& first = first_of(outputs, "reduce_scatter");
-  Wanted wanted{Kind::reduce_scatter, first.scalar_type(), -1, options.reduceOp, -1, first.is_cuda()};
-  const auto call = [&](c10d::Backend& engine) { return engine.reduce_scatter(outputs, inputs, options); };
-  return delegate(wanted, call, std::move(copied));
+Backend::WorkPtr Backend::reduce_scatter(Tensors& outputs, TensorLists& inputs, const c10d::ReduceScatterOptions& options) {
+  const Kind kind = Kind::reduce_scatter;
+  return hand_on(kind, first_of(outputs, kind), -1, options.reduceOp.op_, -1, outputs, inputs,
+                 [&](auto& engine, auto& out, auto& in) { return engine.reduce_scatter(out, in, options); });
 }
 
-Backend::WorkPtr Backend::reduce_scatter_tensor_coalesced(Tensors& given_outputs, Tensors& given_inputs,
+Backend::WorkPtr Backend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                           const c10d::ReduceScatterOptions& options) {
-  CopiedOutputs copied;
-  auto outputs = each(alias_of(given_outputs), copied);
-  auto inputs = each(alias_of(given_inputs), in_a_row);
-  const at::Tensor& first = first_of(inputs, "reduce_scatter_tensor_coalesced");
-  Wanted wanted{Kind::reduce_scatter_coalesced, first.scalar_type(), -1, options.reduceOp, -1, first.is_cuda()};
-  const auto call = [&](c10d::Backend& engine) { return engine.reduce_scatter_tensor_coalesced(outputs, inputs, options); };
-  return delegate(wanted, call, std::move(copied));
+  const Kind kind = Kind::reduce_scatter_coalesced;
+  return hand_on(kind, first_of(inputs, kind), -1, options.reduceOp.op_, -1, outputs, inputs,
+                 [&](auto& engine, auto& out, auto& in) { return engine.reduce_scatter_tensor_coalesced(out, in, options); });
 }
 
-Backend::WorkPtr Backend::alltoall_base(at::Tensor& given_output, at::Tensor& given_input, std::vector<int64_t>& output_sizes,
+Backend::WorkPtr Backend::alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes,
                                         std::vector<int64_t>& input_sizes, const c10d::AllToAllOptions& options) {
-  CopiedOutputs copied;
-  auto output = copied(alias_of(given_output));
-  auto input = in_a_row(alias_of(given_input));
-  Wanted wanted{Kind::all_to_all, input.scalar_type(), -1, RedOp::UNUSED, -1, input.is_cuda()};
-  const auto call = [&](c10d::Backend& engine) { return engine.alltoall_base(output, input, output_sizes, input_sizes, options); };
-  return delegate(wanted, call, std::move(copied));
+  return hand_on(Kind::all_to_all, input, -1, RedOp::UNUSED, -1, Tensors{output}, Tensors{input},
+                 [&](auto& engine, auto& out, auto& in) {
+                   return engine.alltoall_base(out[0], in[0], output_sizes, input_sizes, options);
+                 });
 }
 
-Backend::WorkPtr Backend::alltoall(Tensors& given_outputs, Tensors& given_inputs, const c10d::AllToAllOptions& options) {
-  CopiedOutputs copied;
-  auto outputs = each(alias_of(given_outputs), copied);
-  auto inputs = each(alias_of(given_inputs), in_a_row);
-  const at::Tensor& first = first_of(inputs, "all_to_all");
-  Wanted wanted{Kind::all_to_all, first.scalar_type(), -1, RedOp::UNUSED, -1, first.is_cuda()};
-  const auto call = [&](c10d::Backend& engine) { return engine.alltoall(outputs, inputs, options); };
-  return delegate(wanted, call, std::move(copied));
+Backend::WorkPtr Backend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) {
+  return hand_on(Kind::all_to_all, first_of(inputs, Kind::all_to_all), -1, RedOp::UNUSED, -1, outputs, inputs,
+                 [&](auto& engine, auto& out, auto& in) { return engine.alltoall(out, in, options); });
 }
 
 Backend::WorkPtr Backend::barrier(const c10d::BarrierOptions& options) {
@@ -1078,29 +856,28 @@ void Backend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_al
   inner(false)->monitoredBarrier(options, wait_all);
 }
 
-// The work of a call on CPU tensors is kept while calls are coalesced: nccl's end of it knows nothing of them.
-Backend::WorkPtr Backend::between_two(bool on_cuda, WorkPtr work) {
+// Between two ranks, so not counted among the collectives of all. The work of a call on CPU tensors is kept while calls
+// are coalesced: nccl's end of it knows nothing of them.
+template <class Run>
+Backend::WorkPtr Backend::between_two(const Tensors& given, Run run) {
+  auto tensors = each(given, alias_of);
+  const bool on_cuda = first_of(tensors, Kind::none).is_cuda();
+  guard();
+  WorkPtr work = run(*inner(on_cuda), tensors);
   if (coalescing_ && !on_cuda) coalesced_.push_back(work);
   return work;
 }
 
-// Between two ranks, so not counted among the collectives of all.
-Backend::WorkPtr Backend::send(Tensors& given_tensors, int target, int tag) {
-  auto tensors = alias_of(given_tensors);
-  guard();
-  return between_two(tensors[0].is_cuda(), inner(tensors[0].is_cuda())->send(tensors, target, tag));
+Backend::WorkPtr Backend::send(Tensors& tensors, int target, int tag) {
+  return between_two(tensors, [&](auto& engine, auto& given) { return engine.send(given, target, tag); });
 }
 
-Backend::WorkPtr Backend::recv(Tensors& given_tensors, int source, int tag) {
-  auto tensors = alias_of(given_tensors);
-  guard();
-  return between_two(tensors[0].is_cuda(), inner(tensors[0].is_cuda())->recv(tensors, source, tag));
+Backend::WorkPtr Backend::recv(Tensors& tensors, int source, int tag) {
+  return between_two(tensors, [&](auto& engine, auto& given) { return engine.recv(given, source, tag); });
 }
 
-Backend::WorkPtr Backend::recvAnysource(Tensors& given_tensors, int tag) {
-  auto tensors = alias_of(given_tensors);
-  guard();
-  return between_two(tensors[0].is_cuda(), inner(tensors[0].is_cuda())->recvAnysource(tensors, tag));
+Backend::WorkPtr Backend::recvAnysource(Tensors& tensors, int tag) {
+  return between_two(tensors, [&](auto& engine, auto& given) { return engine.recvAnysource(given, tag); });
 }
 
 // ------------------------------------------------------------------ the rest of the interface

@@ -21,6 +21,7 @@
 
 #include "between.h"
 #include "cpu_reduce.h"
+#include "delegated.h"
 #include "hierarchical.h"
 #include "segment.h"
 #include "shared_memory.h"
@@ -40,14 +41,6 @@ struct Row {
   uint64_t chunk_bytes;
   int streams;
   Wire wire;
-};
-
-// [Note: in a row] gloo reads and writes storage from its first element on, whatever the strides are. A tensor that is not
-// contiguous gets a copy, and what is an output is copied back when the operation has ended.
-struct CopiedOutputs {
-  std::vector<at::Tensor> given, copies;
-
-  at::Tensor operator()(const at::Tensor& tensor);
 };
 
 struct Setup {
@@ -149,7 +142,11 @@ class Backend final : public c10d::Backend {
                  std::shared_ptr<DeviceCopies> copies = nullptr);
   WorkPtr reduce_all(at::Tensor& tensor, Wanted wanted, Row row, const std::string& key, bool async, Tensors outputs);
   WorkPtr symmetric(at::Tensor& tensor, Wanted wanted, Row row);
-  WorkPtr between_two(bool on_cuda, WorkPtr work);
+  template <class Outputs, class Inputs, class Run>
+  WorkPtr hand_on(Kind kind, const at::Tensor& first, int64_t count, int reduce, int64_t root, const Outputs& given_outputs,
+                  const Inputs& given_inputs, Run run);
+  template <class Run>
+  WorkPtr between_two(const Tensors& given, Run run);
   void run_all_reduce(Call& call, const Fingerprint& mine, char* data, Copies* copies, size_t count, const Row& row,
                       const std::string& key);
   void over_hosts(Call& call, const Fingerprint& mine, const Row& row, const at::Tensor& input, const at::Tensor& output);

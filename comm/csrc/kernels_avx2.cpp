@@ -42,22 +42,13 @@ struct Lanes {
   static Reg mul(Reg a, Reg b) { return _mm256_mul_ps(a, b); }
   static Reg div(Reg a, Reg b) { return _mm256_div_ps(a, b); }
   static Reg set(float x) { return _mm256_set1_ps(x); }
+  static void stream_register(char* to, const char* from) {
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(to), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  }
+  static void end_stream() { _mm_sfence(); }
 };
 
 #include "kernels_body.h"
-
-void stream(void* target, const void* source, size_t bytes) {
-  auto* to = static_cast<char*>(target);
-  const auto* from = static_cast<const char*>(source);
-  const size_t head = std::min(bytes, -reinterpret_cast<uintptr_t>(to) % 32);  // the stores are aligned
-  std::memcpy(to, from, head);
-  size_t at = head;
-  for (; at + 32 <= bytes; at += 32) {
-    _mm256_stream_si256(reinterpret_cast<__m256i*>(to + at), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + at)));
-  }
-  _mm_sfence();
-  std::memcpy(to + at, from + at, bytes - at);
-}
 
 const Kernels table{"avx2", &reduce, &stream};
 

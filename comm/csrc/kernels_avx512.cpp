@@ -40,22 +40,13 @@ struct Lanes {
   static Reg mul(Reg a, Reg b) { return _mm512_mul_ps(a, b); }
   static Reg div(Reg a, Reg b) { return _mm512_div_ps(a, b); }
   static Reg set(float x) { return _mm512_set1_ps(x); }
+  static void stream_register(char* to, const char* from) {
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(to), _mm512_loadu_si512(reinterpret_cast<const __m512i*>(from)));
+  }
+  static void end_stream() { _mm_sfence(); }
 };
 
 #include "kernels_body.h"
-
-void stream(void* target, const void* source, size_t bytes) {
-  auto* to = static_cast<char*>(target);
-  const auto* from = static_cast<const char*>(source);
-  const size_t head = std::min(bytes, -reinterpret_cast<uintptr_t>(to) % 64);  // the stores are aligned
-  std::memcpy(to, from, head);
-  size_t at = head;
-  for (; at + 64 <= bytes; at += 64) {
-    _mm512_stream_si512(reinterpret_cast<__m512i*>(to + at), _mm512_loadu_si512(reinterpret_cast<const __m512i*>(from + at)));
-  }
-  _mm_sfence();
-  std::memcpy(to + at, from + at, bytes - at);
-}
 
 const Kernels table{"avx512", &reduce, &stream};
 

@@ -1,7 +1,8 @@
 // The kernels, written once over `Lanes`; included by one file an instruction set, inside a namespace of its own, after
 // every other header (what is defined here is compiled for that instruction set only).
 //
-// `Lanes` has: `Reg`, `width`; load(const T*) and store(T*, Reg) for T in float, Bf16, F16; add, min, max, mul, div, set.
+// `Lanes` has: `Reg`, `width`; load(const T*) and store(T*, Reg) for T in float, Bf16, F16; add, min, max, mul, div, set;
+// stream_register, which writes a register's bytes past the caches to an aligned address, and end_stream after the last one.
 
 template <class To>
 inline void put(To* out, To* also, Lanes::Reg value) {
@@ -113,4 +114,15 @@ void reduce(void* out, void* also, const void* const* in, int num, size_t count,
     case Reduce::min: return reduce_as<Reduce::min>(out, also, in, num, count, from, to, divisor);
     case Reduce::max: return reduce_as<Reduce::max>(out, also, in, num, count, from, to, divisor);
   }
+}
+
+void stream(void* target, const void* source, size_t bytes) {
+  constexpr size_t size = sizeof(Lanes::Reg);
+  auto* to = static_cast<char*>(target);
+  const auto* from = static_cast<const char*>(source);
+  size_t at = std::min(bytes, -reinterpret_cast<uintptr_t>(to) % size);
+  std::memcpy(to, from, at);
+  for (; at + size <= bytes; at += size) Lanes::stream_register(to + at, from + at);
+  Lanes::end_stream();
+  std::memcpy(to + at, from + at, bytes - at);
 }

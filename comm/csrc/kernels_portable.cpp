@@ -36,11 +36,11 @@ struct Lanes {
   static Reg mul(const Reg& a, const Reg& b) { return each([&](size_t i) { return a.v[i] * b.v[i]; }); }
   static Reg div(const Reg& a, const Reg& b) { return each([&](size_t i) { return a.v[i] / b.v[i]; }); }
   static Reg set(float x) { return each([&](size_t) { return x; }); }
+  static void stream_register(char* to, const char* from) { std::memcpy(to, from, sizeof(Reg)); }
+  static void end_stream() {}
 };
 
 #include "kernels_body.h"
-
-void stream(void* target, const void* source, size_t bytes) { std::memcpy(target, source, bytes); }
 
 const Kernels table{"portable", &reduce, &stream};
 

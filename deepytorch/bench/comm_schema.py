@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_type_hints
 
-from deepytorch.errors import DataError
+from deepytorch.bench.records import is_number, match_fields, read_json, require, write_json
 
 T = TypeVar("T")
 
@@ -61,11 +59,11 @@ class CommCell:
         """Raise `DataError` for a value that no run can give."""
         _check_fields(self, "cell")
         for name, known in (("op", OPS), ("dtype", DTYPES), ("redop", (*REDOPS, NO_REDOP))):
-            _require(getattr(self, name) in known, "cell", name, getattr(self, name), f"one of {', '.join(known)}")
+            require(getattr(self, name) in known, "cell", name, getattr(self, name), f"one of {', '.join(known)}")
         for name in ("bytes", "ranks", "hosts", "time_us", "iterations"):
-            _require(getattr(self, name) > 0, "cell", name, getattr(self, name), "above 0")
+            require(getattr(self, name) > 0, "cell", name, getattr(self, name), "above 0")
         quartiles = self.time_us_quartiles
-        _require(
+        require(
             len(quartiles) == 3 and quartiles == sorted(quartiles) and quartiles[0] >= 0,
             *("cell", "time_us_quartiles", quartiles, "three times, ascending"),
         )
@@ -121,8 +119,8 @@ class CommResult:
     @staticmethod
     def from_json(content: Any) -> CommResult:
         """Return the result that the JSON value `content` holds. Raises `DataError` for another layout."""
-        _match(content, CommResult, "result")
-        _match(content["summary"], CommSummary, "summary")
+        match_fields(content, CommResult, "result")
+        match_fields(content["summary"], CommSummary, "summary")
         cells = _read_each(content["cells"], CommCell, "cell")
         ratios = _read_each(content["summary"]["ratios"], CommRatio, "ratio")
         return CommResult(cells=cells, summary=CommSummary(**content["summary"] | {"ratios": ratios}))
@@ -134,40 +132,21 @@ class CommResult:
 
 def read_comm_result(path: Path) -> CommResult:
     """Read a result file. Raises `DataError` when it cannot be read or has another layout."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"The result file {path} cannot be read: {error}.") from error
-    return CommResult.from_json(content)
+    return CommResult.from_json(read_json(path))
 
 
 def write_comm_result(path: Path, result: CommResult) -> None:
     """Write `result` to `path` as one JSON object. Raises `DataError` when the file cannot be written."""
-    try:
-        path.write_text(json.dumps(result.to_json(), indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise DataError(
-            f"The result file {path} cannot be written: {error.strerror}. Give another --json path."
-        ) from error
+    write_json(path, result.to_json())
 
 
 def _read_each(content: Any, kind: Callable[..., T], what: str) -> list[T]:
-    _require(isinstance(content, list), "result", f"{what}s", type(content).__name__, "a list")
+    require(isinstance(content, list), "result", f"{what}s", type(content).__name__, "a list")
     made = []
     for entry in content:
-        _match(entry, kind, what)
+        match_fields(entry, kind, what)
         made.append(kind(**entry))
     return made
-
-
-def _match(content: Any, kind: Any, what: str) -> None:
-    """Raise `DataError` unless `content` is an object with exactly the fields of the dataclass `kind`."""
-    if not isinstance(content, dict):
-        raise DataError(f"The {what} is a {type(content).__name__}, expected one JSON object.")
-    expected = {field.name for field in fields(kind)}
-    missing, unknown = sorted(expected - set(content)), sorted(set(content) - expected)
-    if missing or unknown:
-        raise DataError(f"The {what} lacks {missing} and has the unknown {unknown}: written by another version?")
 
 
 def _check_fields(record: Any, what: str) -> None:
@@ -178,25 +157,16 @@ def _check_fields(record: Any, what: str) -> None:
                 continue
             kind = get_args(kind)[0]  # every union here is "kind or null"
         if kind is str:
-            _require(isinstance(value, str), what, name, value, "text")
+            require(isinstance(value, str), what, name, value, "text")
         elif kind is bool:
-            _require(isinstance(value, bool), what, name, value, "true or false")
+            require(isinstance(value, bool), what, name, value, "true or false")
         elif kind is int:
-            _require(_is_number(value) and isinstance(value, int) and value >= 0, what, name, value, "a count")
+            require(is_number(value) and isinstance(value, int) and value >= 0, what, name, value, "a count")
         elif kind is float:
-            _require(_is_number(value) and value >= 0, what, name, value, "a finite number, 0 or more")
+            require(is_number(value) and value >= 0, what, name, value, "a finite number, 0 or more")
         elif kind == list[float]:
-            _require(isinstance(value, list) and all(map(_is_number, value)), what, name, value, "a list of numbers")
+            require(isinstance(value, list) and all(map(is_number, value)), what, name, value, "a list of numbers")
         elif kind == dict[str, Any]:
-            _require(isinstance(value, dict), what, name, type(value).__name__, "an object")
+            require(isinstance(value, dict), what, name, type(value).__name__, "an object")
         else:
-            _require(isinstance(value, list), what, name, type(value).__name__, "a list")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _require(condition: bool, what: str, name: str, value: Any, expected: str) -> None:
-    if not condition:
-        raise DataError(f"{name} of the {what} is {value!r}, expected {expected}.")
+            require(isinstance(value, list), what, name, type(value).__name__, "a list")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from deepytorch.bench.records import is_number, match_fields, read_json, require, write_json
 from deepytorch.errors import DataError
 
 
@@ -62,12 +61,7 @@ class UnpadResult:
     @staticmethod
     def from_json(content: Any) -> UnpadResult:
         """Return the result that the JSON value `content` holds. Raises `DataError` for another layout."""
-        if not isinstance(content, dict):
-            raise DataError(f"The result is a {type(content).__name__}, expected one JSON object.")
-        expected = {field.name for field in fields(UnpadResult)}
-        missing, unknown = sorted(expected - set(content)), sorted(set(content) - expected)
-        if missing or unknown:
-            raise DataError(f"The result lacks {missing} and has the unknown {unknown}: written by another version?")
+        match_fields(content, UnpadResult, "result")
         return UnpadResult(**content)
 
     def to_json(self) -> dict[str, Any]:
@@ -77,47 +71,39 @@ class UnpadResult:
 
 def read_result(path: Path) -> UnpadResult:
     """Read a result file. Raises `DataError` when it cannot be read or has another layout."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"The result file {path} cannot be read: {error}.") from error
-    return UnpadResult.from_json(content)
+    return UnpadResult.from_json(read_json(path))
 
 
 def write_result(path: Path, result: UnpadResult) -> None:
     """Write `result` to `path` as one JSON object. Raises `DataError` when the file cannot be written."""
-    try:
-        path.write_text(json.dumps(result.to_json(), indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise DataError(
-            f"The result file {path} cannot be written: {error.strerror}. Give another --json path."
-        ) from error
+    write_json(path, result.to_json())
 
 
 def _check(name: str, value: Any, kind: Any) -> None:
     if kind is str:
-        _require(isinstance(value, str), name, value, "text")
+        require(isinstance(value, str), "result", name, value, "text")
     elif kind is int:
-        _require(_is_number(value) and isinstance(value, int) and value >= 0, name, value, "a count")
+        require(is_number(value) and isinstance(value, int) and value >= 0, "result", name, value, "a count")
     elif kind is float:
-        _require(_is_number(value) and value >= 0, name, value, "a finite number, 0 or more")
+        require(is_number(value) and value >= 0, "result", name, value, "a finite number, 0 or more")
     elif kind == float | None:
-        _require(
-            value is None or (_is_number(value) and value >= 0), name, value, "a finite number, 0 or more, or null"
+        require(
+            value is None or (is_number(value) and value >= 0),
+            "result",
+            name,
+            value,
+            "a finite number, 0 or more, or null",
         )
     else:
-        _require(isinstance(value, dict) and _numbers_only(value), name, value, "finite numbers by the name of an arm")
+        require(
+            isinstance(value, dict) and _numbers_only(value),
+            "result",
+            name,
+            value,
+            "finite numbers by the name of an arm",
+        )
 
 
 def _numbers_only(value: dict[Any, Any]) -> bool:
     entries = (item if isinstance(item, list) else [item] for item in value.values())
-    return all(isinstance(key, str) for key in value) and all(_is_number(number) for row in entries for number in row)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _require(condition: bool, name: str, value: Any, expected: str) -> None:
-    if not condition:
-        raise DataError(f"{name} of the result is {value!r}, expected {expected}.")
+    return all(isinstance(key, str) for key in value) and all(is_number(number) for row in entries for number in row)

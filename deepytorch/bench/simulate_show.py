@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from rich import box
@@ -11,8 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from deepytorch.bench.plots import EfficiencyCurve, TimelineRow, plot_steps
+from deepytorch.bench.records import write_json
 from deepytorch.bench.simulate import Simulation, Step
-from deepytorch.errors import ConfigError, DataError
+from deepytorch.errors import ConfigError
 
 _MOST_RANKS = 1 << 20
 
@@ -76,12 +76,7 @@ def draw(path: Path, simulation: Simulation) -> None:
 
 def write_simulation(path: Path, simulation: Simulation) -> None:
     """Write a simulation as one JSON object. Raises `DataError` when the file cannot be written."""
-    try:
-        path.write_text(json.dumps(simulation.to_json(), indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise DataError(
-            f"The result file {path} cannot be written: {error.strerror}. Give another --json path."
-        ) from error
+    write_json(path, simulation.to_json())
 
 
 def _name(step: Step) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -50,6 +52,41 @@ def pretend_hosts(ranks_per_host):
 """
 
 
+# Processes that begin with torch imported: half of what a short test would take. They end without the interpreter's own
+# last steps.
+_WARM = multiprocessing.get_context("forkserver")
+_WARM.set_forkserver_preload(["torch", "torch.distributed"])
+
+
+class _WarmProcess:
+    """A warm process, as far as it is used here like a `subprocess.Popen`."""
+
+    def __init__(self, script: Path, log: Path, env: Mapping[str, str]) -> None:
+        self._process = _WARM.Process(target=_run_script, args=(str(script), str(log), dict(env)), daemon=True)
+        self._process.start()
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("a warm process", timeout or 0.0)
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def _run_script(script: str, log: str, env: dict[str, str]) -> None:
+    os.environ.update(env)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.argv = [script]
+    runpy.run_path(script, run_name="__main__")
+
+
 @dataclass
 class Outcome:
     """How one rank ended; `code` is None for one that had to be ended."""
@@ -65,6 +102,7 @@ class Ranks:
     script: str
     num_ranks: int = 2
     env: Mapping[str, str] = field(default_factory=dict)
+    warm: bool = False
 
     def __enter__(self) -> Ranks:
         self._folder = tempfile.TemporaryDirectory()
@@ -72,10 +110,9 @@ class Ranks:
         script = folder / "script.py"
         script.write_text(_PRELUDE + textwrap.dedent(self.script))
         self.logs = [folder / f"rank{rank}.log" for rank in range(self.num_ranks)]
-        self.processes = []
+        self.processes: list[subprocess.Popen[bytes] | _WarmProcess] = []
         for rank, log in enumerate(self.logs):
             env = {
-                **os.environ,
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(self.num_ranks),
@@ -85,10 +122,13 @@ class Ranks:
                 "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]),
                 **self.env,
             }
+            log.touch()
+            if self.warm:
+                self.processes.append(_WarmProcess(script, log, env))
+                continue
             with log.open("w") as output:
-                self.processes.append(
-                    subprocess.Popen([sys.executable, str(script)], env=env, stdout=output, stderr=subprocess.STDOUT)
-                )
+                command, env = [sys.executable, str(script)], {**os.environ, **env}
+                self.processes.append(subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT))
         return self
 
     def wait(self, timeout: float = 30.0) -> list[Outcome]:
@@ -124,9 +164,11 @@ class Ranks:
         self._folder.cleanup()
 
 
-def run(script: str, num_ranks: int = 2, timeout: float = 30.0, env: Mapping[str, str] | None = None) -> list[str]:
-    """The outputs of a script that has to succeed on every rank."""
-    with Ranks(script, num_ranks, env or {}) as ranks:
+def run(
+    script: str, num_ranks: int = 2, timeout: float = 30.0, env: Mapping[str, str] | None = None, warm: bool = True
+) -> list[str]:
+    """The outputs of a script that has to succeed on every rank. Where its end is looked at, it must not be `warm`."""
+    with Ranks(script, num_ranks, env or {}, warm) as ranks:
         outcomes = ranks.wait(timeout)
     for rank, outcome in enumerate(outcomes):
         assert outcome.code == 0, f"rank {rank} ended with {outcome.code}:\n{outcome.output[-3000:]}"

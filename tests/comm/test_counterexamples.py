@@ -142,7 +142,7 @@ def test_futures_may_be_asked_for_while_they_are_settled():
             work.get_future()
     dist.destroy_process_group()
     """
-    run(script)
+    run(script, warm=False)
 
 
 def test_destroying_beside_a_thread_in_a_collective():
@@ -166,7 +166,7 @@ def test_destroying_beside_a_thread_in_a_collective():
     else:
         time.sleep(3)
     """
-    run(script)
+    run(script, warm=False)
 
 
 def test_a_forked_child_may_destroy_its_copy_of_the_group():
@@ -185,7 +185,7 @@ def test_a_forked_child_may_destroy_its_copy_of_the_group():
     assert data[0] == 2
     dist.destroy_process_group()
     """
-    run(script)
+    run(script, warm=False)
 
 
 def test_a_death_behind_a_slow_rank_is_seen_at_once():

@@ -109,7 +109,7 @@ def test_a_slow_rank_is_no_error():
         assert data[0] == 1
     dist.destroy_process_group()
     """
-    run(script)
+    run(script, warm=False)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_asynchronous_collectives_in_another_order_are_an_error():
     assert seconds < 5
     dist.destroy_process_group()
     """
-    run(script)
+    run(script, warm=False)
 
 
 def test_wait_takes_a_timeout_and_goes_on_after_it():
@@ -188,7 +188,7 @@ def test_wait_takes_a_timeout_and_goes_on_after_it():
     assert work.is_completed() and data[0] == 2
     dist.destroy_process_group()
     """
-    run(script)
+    run(script, warm=False)
 
 
 def test_destroying_while_a_collective_waits_does_not_hang():
@@ -205,7 +205,7 @@ def test_destroying_while_a_collective_waits_does_not_hang():
     else:
         time.sleep(2)
     """
-    run(script)
+    run(script, warm=False)
 
 
 def test_a_crash_in_the_middle_of_the_rendezvous_leaves_nothing():
@@ -269,7 +269,7 @@ def test_more_ranks_than_cores():
         assert torch.all(data == size * (size + 1) / 2)
     dist.destroy_process_group()
     """
-    run(script, num_ranks=8, timeout=120)
+    run(script, num_ranks=8, timeout=120, warm=False)
 
 
 def test_a_forked_child_is_told_and_does_not_disturb_its_parent():
@@ -291,7 +291,7 @@ def test_a_forked_child_is_told_and_does_not_disturb_its_parent():
     assert data[0] == 4
     dist.destroy_process_group()
     """
-    run(script)
+    run(script, warm=False)
 
 
 def test_a_living_child_does_not_hide_the_death_of_its_parent():
@@ -322,7 +322,7 @@ def test_nothing_is_left_after_a_job():
     files = [os.readlink(path) for path in paths if os.path.exists(path)]
     assert not [name for name in files if "deepytorch" in name], files
     """
-    run(script)
+    run(script, warm=False)
 
 
 def test_it_opens_no_listener_of_its_own():
@@ -350,4 +350,4 @@ def test_it_opens_no_listener_of_its_own():
     assert listeners() <= stock, (stock, listeners())
     dist.destroy_process_group()
     """
-    run(script)
+    run(script, warm=False)

@@ -25,6 +25,8 @@ from tests.compiler.plain_models import DIM, HEADS, VOCAB, Block, Plain, filled,
 
 GIVEN = ((4, 11, "right"), (3, 13, "left"), (5, 9, "holes"))
 
+pytestmark = pytest.mark.slow
+
 
 def train(model: nn.Module, given: list[Batch] | None = None, **kwargs: Any) -> Any:
     report = Pair(model.train(), **kwargs).train(given or batches(masked_lm_batch, *GIVEN))
@@ -250,7 +252,6 @@ def repeated(q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=keys(mask))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("attend", [tiled, grouped, repeated], ids=lambda function: function.__name__)
 def test_shared_key_heads_pair_up_as_the_model_says(attend: Any) -> None:
     train(Plain(attend, layers=1))
@@ -294,7 +295,6 @@ def transposed_labels(model: Any, x: torch.Tensor, mask: torch.Tensor, labels: t
     return F.cross_entropy(model.head(x).flatten(0, 1), labels.t().reshape(-1))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "loss",
     [
@@ -543,7 +543,6 @@ class Reach(Words):
         return super().forward(input_ids, attention_mask, labels)
 
 
-@pytest.mark.slow
 def test_a_window_that_the_caller_changes_is_followed() -> None:
     given = batches(masked_lm_batch, (4, 11, "right"), (3, 13, "right"), (5, 9, "right"), (4, 10, "right"))
     for batch, reach in zip(given, (2, 3, 9, 4), strict=True):
@@ -573,7 +572,6 @@ def test_a_buffer_that_grows_a_window_is_written_once_a_step() -> None:
     assert pair.model.steps.item() == pair.reference.steps.item() == 3
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_two_sides_of_the_same_length_are_two_sides(dynamic: bool | None) -> None:
     """Source and target are padded to one length here; what is a pad in the one is none in the other."""
@@ -615,7 +613,6 @@ class SharedPlaces(nn.Module):
         return self.head(x + sdpa_bool(q, k, v, attention_mask).transpose(1, 2).flatten(2))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("causal", [True, False], ids=["causal target", "queries only"])
 def test_two_sides_that_share_their_positions_are_two_sides(causal: bool) -> None:
     given = batches(masked_lm_batch, (4, 11, "right"), (3, 13, "right"))

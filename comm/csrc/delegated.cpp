@@ -1,0 +1,149 @@
+#include "delegated.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+
+namespace deepytorch {
+
+namespace {
+
+constexpr auto kLook = std::chrono::milliseconds(100);
+
+}  // namespace
+
+void raise(const std::string& message) { C10_THROW_ERROR(DistBackendError, message); }
+
+c10d::OpType op_type(Kind kind) {
+  switch (kind) {
+    case Kind::all_reduce: return c10d::OpType::ALLREDUCE;
+    case Kind::all_reduce_coalesced: return c10d::OpType::ALLREDUCE_COALESCED;
+    case Kind::reduce_scatter: return c10d::OpType::_REDUCE_SCATTER_BASE;
+    case Kind::reduce_scatter_coalesced: return c10d::OpType::REDUCE_SCATTER_TENSOR_COALESCED;
+    case Kind::all_gather: return c10d::OpType::_ALLGATHER_BASE;
+    case Kind::all_gather_coalesced: return c10d::OpType::ALLGATHER_COALESCED;
+    case Kind::broadcast: return c10d::OpType::BROADCAST;
+    case Kind::reduce: return c10d::OpType::REDUCE;
+    case Kind::gather: return c10d::OpType::GATHER;
+    case Kind::scatter: return c10d::OpType::SCATTER;
+    case Kind::all_to_all: return c10d::OpType::ALLTOALL;
+    case Kind::barrier: return c10d::OpType::BARRIER;
+    default: return c10d::OpType::UNKNOWN;
+  }
+}
+
+at::Tensor alias_of(const at::Tensor& tensor) { return tensor.is_sparse() ? tensor : tensor.detach(); }
+
+at::Tensor in_a_row(const at::Tensor& tensor) {
+  return tensor.is_sparse() || tensor.is_cuda() ? tensor : tensor.contiguous();
+}
+
+at::Tensor CopiedOutputs::operator()(const at::Tensor& tensor) {
+  const at::Tensor copy = in_a_row(tensor);
+  if (!copy.is_same(tensor)) {
+    given.push_back(tensor);
+    copies.push_back(copy);
+  }
+  return copy;
+}
+
+const at::Tensor& first_of(const std::vector<at::Tensor>& tensors, Kind kind) {
+  TORCH_CHECK(!tensors.empty(), kind == Kind::none ? "send or recv" : name_of(kind), " was called without a tensor; expected one at least");
+  return tensors[0];
+}
+
+DelegatedWork::DelegatedWork(int rank, const Fingerprint& fingerprint, c10::intrusive_ptr<c10d::Work> inner,
+                             std::shared_ptr<Segment> segment, CopiedOutputs copied)
+    : Work(rank, op_type(fingerprint.kind)), fingerprint_(fingerprint), inner_(std::move(inner)),
+      segment_(std::move(segment)), copied_(std::move(copied)) {}
+
+bool DelegatedWork::isCompleted() {
+  if (!inner_->isCompleted()) return false;
+  copy_back();
+  return true;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> DelegatedWork::getFuture() {
+  auto future = inner_->getFuture();
+  if (copied_.given.empty()) return future;
+  auto self = c10::intrusive_ptr<DelegatedWork>::reclaim_copy(this);
+  return future->then(
+      [self](c10::ivalue::Future& ended) {
+        const c10::IValue value = ended.value();  // throws the operation's error, if it has one
+        self->copy_back();
+        return value.isTensorList() ? c10::IValue(self->given_for(value.toTensorVector())) : value;
+      },
+      future->elementType());
+}
+
+bool DelegatedWork::wait(std::chrono::milliseconds timeout) {
+  const auto end = Clock::now() + timeout;
+  for (;;) {
+    auto look = kLook;
+    if (timeout != kNoTimeout) {
+      look = std::min(look, std::chrono::duration_cast<std::chrono::milliseconds>(end - Clock::now()));
+      look = std::max(look, std::chrono::milliseconds(1));
+    }
+    const bool done = inner_->isCompleted();
+    const auto start = Clock::now();
+    try {
+      const bool success = inner_->wait(look);
+      copy_back();
+      return success;
+    } catch (const std::exception& error) {
+      if (done) fail(error);
+      if (inner_->isCompleted()) continue;
+      if (segment_ && segment_->poisoned()) raise(segment_->poison_message());
+      if (timeout != kNoTimeout && Clock::now() >= end) throw;
+      if (Clock::now() - start < look / 2) fail(error);  // no timeout, though the operation is not marked as ended
+    }
+  }
+}
+
+void DelegatedWork::fail(const std::exception& error) {
+  const std::string message = "collective " + std::to_string(fingerprint_.sequence) + " of this group, " +
+                              fingerprint_.describe() + ", failed in the inner backend: " + error.what();
+  if (!segment_) raise(message);
+  segment_->poison(message);
+  raise(segment_->poison_message());
+}
+
+void DelegatedWork::copy_back() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (copied_back_ || copied_.given.empty() || inner_->exception()) return;
+  const at::NoGradGuard no_graph;
+  for (size_t i = 0; i < copied_.given.size(); ++i) copied_.given[i].copy_(copied_.copies[i]);
+  copied_back_ = true;
+}
+
+// `tensors` of the inner operation, the caller's in place of copies.
+std::vector<at::Tensor> DelegatedWork::given_for(std::vector<at::Tensor> tensors) const {
+  for (at::Tensor& tensor : tensors) {
+    for (size_t i = 0; i < copied_.given.size(); ++i) {
+      if (tensor.is_same(copied_.copies[i])) {
+        tensor = copied_.given[i];
+        break;
+      }
+    }
+  }
+  return tensors;
+}
+
+bool ManyWorks::isCompleted() {
+  return std::all_of(works_.begin(), works_.end(), [](const auto& work) { return work->isCompleted(); });
+}
+
+bool ManyWorks::isSuccess() const {
+  return std::all_of(works_.begin(), works_.end(), [](const auto& work) { return work->isSuccess(); });
+}
+
+void ManyWorks::synchronize() {
+  for (const auto& work : works_) work->synchronize();
+}
+
+bool ManyWorks::wait(std::chrono::milliseconds timeout) {
+  for (const auto& work : works_) work->wait(timeout);
+  return true;
+}
+
+}  // namespace deepytorch

@@ -1,0 +1,95 @@
+// What an inner backend does for us: the tensors that it is given, and its work.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "segment.h"
+
+namespace deepytorch {
+
+[[noreturn]] void raise(const std::string& message);  // as the error that c10d raises for a backend
+c10d::OpType op_type(Kind kind);
+
+// [Note: tensors without their Python objects] A thread of ours or of an inner backend may drop the last reference to a
+// tensor; if it carried its Python object that would need the interpreter's lock, for which it would wait while training
+// runs, and die while the interpreter ends. So operations get aliases that Python has never seen.
+// (A sparse one is filled by replacing its parts, which an alias would not show.)
+at::Tensor alias_of(const at::Tensor& tensor);
+
+// [Note: in a row] gloo reads and writes storage from its first element on, whatever the strides are. A tensor that is not
+// contiguous gets a copy, and what is an output is copied back when the operation has ended.
+at::Tensor in_a_row(const at::Tensor& tensor);
+
+struct CopiedOutputs {
+  std::vector<at::Tensor> given, copies;
+
+  at::Tensor operator()(const at::Tensor& tensor);
+};
+
+template <typename Each>
+std::vector<at::Tensor> each(const std::vector<at::Tensor>& tensors, Each&& copy) {
+  std::vector<at::Tensor> found;
+  for (const at::Tensor& tensor : tensors) found.push_back(copy(tensor));
+  return found;
+}
+
+template <typename Each>
+std::vector<std::vector<at::Tensor>> each(const std::vector<std::vector<at::Tensor>>& lists, Each&& copy) {
+  std::vector<std::vector<at::Tensor>> found;
+  for (const auto& list : lists) found.push_back(each(list, copy));
+  return found;
+}
+
+// The first of a collective's tensors (`none`: of a call between two ranks); an error where there is none.
+const at::Tensor& first_of(const std::vector<at::Tensor>& tensors, Kind kind);
+
+// A delegated operation: its wait also ends where the group is poisoned, and its error names the collective.
+class DelegatedWork final : public c10d::Work {
+ public:
+  DelegatedWork(int rank, const Fingerprint& fingerprint, c10::intrusive_ptr<c10d::Work> inner,
+                std::shared_ptr<Segment> segment, CopiedOutputs copied);
+
+  bool isCompleted() override;
+  bool isSuccess() const override { return inner_->isSuccess(); }
+  std::exception_ptr exception() const override { return inner_->exception(); }
+  int sourceRank() const override { return inner_->sourceRank(); }
+  std::vector<at::Tensor> result() override { return given_for(inner_->result()); }
+  void synchronize() override { inner_->synchronize(); }
+  void abort() override { inner_->abort(); }
+  uint64_t getSequencenumber() const override { return fingerprint_.sequence; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  bool wait(std::chrono::milliseconds timeout) override;
+
+ private:
+  [[noreturn]] void fail(const std::exception& error);
+  void copy_back();
+  std::vector<at::Tensor> given_for(std::vector<at::Tensor> tensors) const;
+
+  Fingerprint fingerprint_;
+  c10::intrusive_ptr<c10d::Work> inner_;
+  std::shared_ptr<Segment> segment_;
+  CopiedOutputs copied_;
+  std::mutex mutex_;
+  bool copied_back_ = false;
+};
+
+// Several operations that one call to `wait` is for.
+class ManyWorks final : public c10d::Work {
+ public:
+  explicit ManyWorks(std::vector<c10::intrusive_ptr<c10d::Work>> works) : works_(std::move(works)) {}
+
+  bool isCompleted() override;
+  bool isSuccess() const override;
+  void synchronize() override;
+  bool wait(std::chrono::milliseconds timeout) override;
+
+ private:
+  std::vector<c10::intrusive_ptr<c10d::Work>> works_;
+};
+
+}  // namespace deepytorch
