@@ -17,8 +17,9 @@ from torch._guards import CompileContext
 
 from deepytorch.compiler.capture import Captured, Untraceable, capture
 from deepytorch.compiler.config import CompilerConfig
+from deepytorch.compiler.data_parallel import Adopted, active, adopt
 from deepytorch.compiler.dynamic import Trace, restart_as_stock, which_trace
-from deepytorch.compiler.lower import lower
+from deepytorch.compiler.lower import GraphPasses, lower
 from deepytorch.compiler.manager import PassRun, run_passes
 from deepytorch.compiler.pipeline import passes_for
 from deepytorch.compiler.plan import Plan
@@ -27,6 +28,7 @@ from deepytorch.compiler.runtime import Step
 from deepytorch.config import Environment
 from deepytorch.log import logger, once
 from deepytorch.passes.base import Context
+from deepytorch.passes.reduce_gradients import ReduceGradients
 from deepytorch.passes.slicing import Slicer
 
 # Set while `deepytorch.explain` looks at a model: regions are analysed and run in eager, nothing is lowered.
@@ -101,7 +103,7 @@ def _compile(
         inputs=captured.inputs,
         fakes=fakes,
         eager=module.forward,
-        lower=partial(lower, config=config, plan=plan),
+        lower=partial(_lower, config=config, plan=plan, adopted=_adopt(config, record)),
         record=record,
         may_run_twice=not Slicer(padded.graph).writes_inputs,
         min_padding=config.min_padding,
@@ -121,7 +123,8 @@ def _lower_whole(
     record.compiles += 1
     started = time.perf_counter()
     try:
-        return lower(module, example_inputs, config=config, plan=Plan.initial("region", config))
+        adopted = _adopt(config, record)
+        return _lower(module, example_inputs, config=config, plan=Plan.initial("region", config), adopted=adopted)
     except (TensorifyScalarRestartAnalysis, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -132,6 +135,31 @@ def _lower_whole(
         return module.forward
     finally:
         record.compile_seconds += time.perf_counter() - started
+
+
+def _adopt(config: CompilerConfig, record: RegionRecord) -> Adopted | None:
+    """The gradients of the data-parallel module around this region, if they are ours to reduce."""
+    ddp = active() if config.reduce_gradients else None
+    if ddp is None:
+        return None
+    adopted = adopt(ddp)
+    if isinstance(adopted, str):
+        record.declined.append(f"gradients: {adopted}")
+        return None
+    return adopted
+
+
+def _lower(
+    module: fx.GraphModule, example_inputs: Sequence[Any], config: CompilerConfig, plan: Plan, adopted: Adopted | None
+) -> Callable[..., Any]:
+    if adopted is None:
+        return lower(module, example_inputs, config=config, plan=plan)
+    bucket_plan = adopted.reducer.plan
+    reduce = ReduceGradients(
+        adopted.name, adopted.members(example_inputs), bucket_plan.bucket_of(), bucket_plan.digest()
+    )
+    passes = GraphPasses(post_grad_pre=(reduce,))
+    return lower(module, example_inputs, config=config, plan=plan, passes=passes)
 
 
 def _explain(

@@ -25,6 +25,7 @@ class CompilerConfig:
     `unpad`: strip padding. `loss_rows`: leave out rows of the loss whose label is ignored.
     `defer_outputs`: compute an output that the loss does not need, such as logits, at its first use.
     `min_padding`: the padded step runs for a batch whose fraction of padded positions, from 0 to 1, is below this.
+    `reduce_gradients`: average the gradients of a DistributedDataParallel module inside its compiled backward.
     `dump_graphs`: a directory that gets every graph before and after each pass.
     `inductor`: Inductor's own options, by the names of `torch._inductor.config`; they may stand among the others.
     """
@@ -35,13 +36,14 @@ class CompilerConfig:
     loss_rows: bool = True
     defer_outputs: bool = True
     min_padding: float = 0.0
+    reduce_gradients: bool = False
     dump_graphs: str | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _expect("lowering", self.lowering, self.lowering in LOWERINGS, f"one of {', '.join(LOWERINGS)}")
         _expect("mode", self.mode, self.mode is None or self.mode in MODES, f"one of {', '.join(MODES)}")
-        for name in ("unpad", "loss_rows", "defer_outputs"):
+        for name in ("unpad", "loss_rows", "defer_outputs", "reduce_gradients"):
             value = getattr(self, name)
             _expect(name, value, isinstance(value, bool), "True or False")
         fraction = self.min_padding

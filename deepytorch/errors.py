@@ -29,3 +29,7 @@ class BuildError(DeepytorchError, RuntimeError):
 
 class CommunicationError(DeepytorchError, RuntimeError):
     """Ranks of a group cannot come together: one is silent, or they describe themselves differently."""
+
+
+class GradientError(DeepytorchError, RuntimeError):
+    """Gradients cannot be reduced as DistributedDataParallel would: ranks differ, or some never came."""

@@ -1,0 +1,394 @@
+"""Gradients on their way: what arrives is packed into buckets, full buckets are averaged over the ranks, late ones too.
+
+A `GradientReducer` stands for one DistributedDataParallel module. Gradients reach it from compiled backwards (`arrive`,
+through `ops`) and from autograd (a hook on each parameter, for what eager frames use). A bucket leaves as soon as it is
+full and the ones before it have left, so that every rank issues the same collectives in the same order, whatever its
+graphs look like; what is missing when the backward ends leaves then.
+
+What is handed back to autograd are views of the buckets, laid out as their parameters are. Autograd takes them for
+`param.grad` as they are, so a reduced gradient is never copied out.
+
+[Note: parts] A parameter that two graphs, or a graph and an eager frame, use gets its gradient in parts, which autograd
+adds up before the parameter's hook sees the sum. The first backward finds such parameters; what had left too early is
+averaged once more, which changes nothing of what was averaged before. From then on they wait for their sum.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from deepytorch.comm.buckets import BucketPlan
+from deepytorch.comm.buffers import allocate
+from deepytorch.errors import ConfigError, GradientError
+
+
+@dataclass
+class Transfer:
+    """When one bucket was on its way, in seconds of `time.perf_counter`; `waited`: what the backward stood for."""
+
+    bucket: int
+    num_bytes: int
+    started: float
+    ended: float = 0.0
+    waited: float = 0.0
+
+
+@dataclass
+class _Bucket:
+    """The buffer of one bucket and what has become of it in this backward."""
+
+    buffer: Tensor
+    views: list[Tensor]
+    missing: int = 0
+    work: Any = None
+    transfer: Transfer | None = None
+    launched: bool = False
+
+
+@dataclass
+class Counts:
+    """What one reducer did: `syncs` backwards that reduced, over how many `collectives` and `num_bytes`."""
+
+    syncs: int = 0
+    collectives: int = 0
+    num_bytes: int = 0
+    exposed_seconds: float = 0.0
+    late: int = 0  # gradients that came from eager frames
+    transfers: list[Transfer] = field(default_factory=list)  # of the last backward that reduced
+
+
+class GradientReducer:
+    """The gradients of one data-parallel module. Not thread-safe beyond what autograd is: one backward at a time."""
+
+    def __init__(
+        self,
+        name: str,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        plan: BucketPlan,
+        group: dist.ProcessGroup,
+        *,
+        may_be_unused: bool = False,
+        timeout: timedelta = timedelta(minutes=30),
+    ) -> None:
+        """`parameters`: those that need gradients, in the order of the plan's members, alike on all ranks.
+
+        name: the same on every rank, and no other module's.
+
+        may_be_unused: a parameter that no rank used keeps its gradient as it was, as DDP's `find_unused_parameters`
+        has it; otherwise one that is not used is an error.
+        """
+        self.plan = plan
+        self._name = name
+        self.counts = Counts()
+        self._names = [name for name, _ in parameters]
+        self._parameters = [parameter for _, parameter in parameters]
+        self._layouts = [(each.shape, _strides(each), each.dtype, each.device) for each in self._parameters]
+        self._group, self._may_be_unused, self._timeout = group, may_be_unused, timeout
+        self._size = dist.get_world_size(group)
+        self._averages = "deepytorch" in str(dist.get_backend(group)) or "nccl" in str(dist.get_backend(group))
+        self._bucket_of = plan.bucket_of()
+        self._place = {member: place for bucket in plan.buckets for place, member in enumerate(bucket.members)}
+        self._buckets: list[_Bucket] = []
+        self._arrived: set[int] = set()
+        self._in_parts: set[int] = set()  # see [Note: parts]
+        self._parts: dict[int, Tensor] = {}  # of this backward, on their way to autograd
+        self._too_early: list[int] = []
+        self._next = 0  # the bucket that leaves next
+        self._armed = False  # whether the backward that comes reduces
+        self._backward = -1  # the backward that is under way, as autograd numbers them; -1: none
+        self._agreed = False
+        self._hooks: list[Any] = []
+
+    # ------------------------------------------------------------------ what DDP tells
+
+    def arm(self) -> None:
+        """The forward that has just ended is to be reduced in its backward."""
+        self._armed = True
+
+    def attach(self) -> None:
+        """Listen to every parameter, for gradients that no compiled backward hands over."""
+        for member, parameter in enumerate(self._parameters):
+            hook = parameter.register_post_accumulate_grad_hook(self._hook(member))
+            self._hooks.append(hook)
+
+    def detach(self) -> None:
+        """Stop listening."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    # ------------------------------------------------------------------ what arrives
+
+    def arrive(self, members: Sequence[int], gradients: Sequence[Tensor]) -> None:
+        """Pack gradients of a compiled backward, and send the buckets that are full with them."""
+        self._begin()
+        targets, sources = [], []
+        for member, gradient in zip(members, gradients, strict=True):
+            if member in self._arrived or member in self._in_parts:
+                self._parts[member] = gradient.clone()
+                continue
+            self._count(member)
+            parameter, view = self._parameters[member], self._view(member)
+            earlier = parameter.grad
+            if earlier is None:
+                targets.append(view)
+                sources.append(gradient)
+                continue
+            # micro-batches before this one: they leave together, and autograd takes the view in their place
+            if earlier.data_ptr() == view.data_ptr():
+                view.add_(gradient)
+            else:
+                torch.add(earlier, gradient, out=view)
+            parameter.grad = None
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        self._send_full()
+
+    def wait(self, members: Sequence[int]) -> list[Tensor]:
+        """The gradients as autograd is to have them: reduced where their bucket has left, else to be reduced in place
+        when it does.
+        """
+        for number in dict.fromkeys(self._bucket_of[member] for member in members):
+            self._finish(self._buckets[number])
+        return [
+            self._parts.pop(member) if member in self._parts else self._view(member).view_as(self._parameters[member])
+            for member in members
+        ]
+
+    def layouts(self, members: Sequence[int]) -> list[tuple[Any, ...]]:
+        """Shape, stride, dtype and device of what `wait` gives."""
+        return [self._layouts[member] for member in members]
+
+    def _hook(self, member: int) -> Callable[[nn.Parameter], None]:
+        def accumulated(parameter: nn.Parameter) -> None:
+            if not self._armed or parameter.grad is None:
+                return
+            self._begin()
+            if member not in self._arrived:
+                self.counts.late += 1
+                self._take(member, parameter.grad)
+                self._count(member)
+                self._send_full()
+            elif parameter.grad.data_ptr() != self._view(member).data_ptr():  # a sum of parts
+                if self._buckets[self._bucket_of[member]].launched:
+                    self._too_early.append(member)
+                else:
+                    self._take(member, parameter.grad)
+
+        return accumulated
+
+    def _take(self, member: int, gradient: Tensor) -> None:
+        """Move a gradient that autograd holds into its bucket, and give autograd the view."""
+        view = self._view(member)
+        if gradient.data_ptr() != view.data_ptr():
+            view.copy_(gradient)
+            self._parameters[member].grad = view.view_as(view)
+
+    def _count(self, member: int) -> None:
+        self._arrived.add(member)
+        self._buckets[self._bucket_of[member]].missing -= 1
+
+    # ------------------------------------------------------------------ one backward
+
+    def _begin(self) -> None:
+        current = torch._C._current_graph_task_id()
+        if self._backward == current:
+            return
+        self._backward = current  # one before it that ended in an error is forgotten
+        self._arrived.clear()
+        self._parts.clear()
+        self._too_early.clear()
+        self._next = 0
+        if self._armed and not self._agreed:
+            self._agree()
+        if not self._buckets:
+            self._buckets = [self._make(number) for number in range(len(self.plan.buckets))]
+        for number, bucket in enumerate(self._buckets):
+            if self._is_held(number):  # somebody kept a gradient of an earlier step: it stays what it is
+                self._buckets[number] = bucket = self._make(number)
+            bucket.missing = len(bucket.views)
+            bucket.work, bucket.transfer, bucket.launched = None, None, False
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    def _end(self) -> None:
+        """The backward is over: send what has not left, in order, and wait for all of it."""
+        try:
+            if self._armed:
+                self._send_rest()
+        finally:
+            self._backward = -1
+            armed, self._armed = self._armed, False
+        if armed:
+            self.counts.syncs += 1
+            self.counts.transfers = [bucket.transfer for bucket in self._buckets if bucket.transfer is not None]
+
+    def _send_rest(self) -> None:
+        unused = [member for member in range(len(self._parameters)) if member not in self._arrived]
+        used = self._used_anywhere() if self._may_be_unused else None
+        for member in unused:
+            gradient = self._parameters[member].grad
+            if gradient is None:
+                self._view(member).zero_()
+            else:
+                self._view(member).copy_(gradient)
+            self._count(member)
+        self._send_full()
+        for bucket in self._buckets:
+            self._finish(bucket)
+        self._average_again()
+        for member in unused:
+            if used is None or used[member]:
+                self._parameters[member].grad = self._view(member).view_as(self._parameters[member])
+        if unused and used is None:
+            names = ", ".join(self._names[member] for member in unused[:5])
+            more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
+            raise GradientError(
+                f"no gradient came for {names}{more}; expected one for every parameter that requires grad: give "
+                "find_unused_parameters=True to DistributedDataParallel where some are not used, or freeze them"
+            )
+
+    def _average_again(self) -> None:
+        """See [Note: parts]. Ranks tell each other of such parameters after their first backward, and only then."""
+        if self.counts.syncs == 0:
+            said = self._exchange("parts", " ".join(map(str, sorted(set(self._too_early)))))
+            self._in_parts = {int(word) for words in said for word in words.split()}
+            for member in sorted(self._in_parts):
+                gradient = self._parameters[member].grad
+                gradient = torch.zeros_like(self._parameters[member]) if gradient is None else gradient
+                self._all_reduce(gradient, async_op=False)
+        elif self._too_early:
+            names = ", ".join(self._names[member] for member in self._too_early)
+            raise GradientError(
+                f"{names} got a gradient in parts, from a compiled graph and from elsewhere, for the first time after "
+                "the first step; expected it in every step: compile with options={'reduce_gradients': False}"
+            )
+
+    def _all_reduce(self, tensor: Tensor, async_op: bool) -> Any:
+        if not self._averages:
+            tensor.div_(self._size)
+        op = dist.ReduceOp.AVG if self._averages else dist.ReduceOp.SUM
+        return dist.all_reduce(tensor, op, group=self._group, async_op=async_op)
+
+    def _used_anywhere(self) -> list[bool]:
+        """Which parameters some rank has used in this backward."""
+        device = self._parameters[0].device
+        used = torch.zeros(len(self._parameters), dtype=torch.int32)
+        used[list(self._arrived)] = 1
+        found = used.to(device)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
+        return [bool(flag) for flag in found.tolist()]
+
+    # ------------------------------------------------------------------ buckets
+
+    def _send_full(self) -> None:
+        if not self._armed:
+            return
+        while self._next < len(self._buckets) and self._buckets[self._next].missing == 0:
+            bucket = self._buckets[self._next]
+            num_bytes = self.plan.buckets[self._next].num_bytes
+            bucket.transfer = transfer = Transfer(self._next, num_bytes, time.perf_counter())
+            bucket.work = self._all_reduce(bucket.buffer, async_op=True)
+            bucket.work.get_future().then(lambda _, transfer=transfer: setattr(transfer, "ended", time.perf_counter()))
+            bucket.launched = True
+            self.counts.collectives += 1
+            self.counts.num_bytes += num_bytes
+            self._next += 1
+
+    def _finish(self, bucket: _Bucket) -> None:
+        if bucket.work is None:
+            return
+        started = time.perf_counter()
+        work, bucket.work = bucket.work, None
+        work.wait()
+        assert bucket.transfer is not None
+        bucket.transfer.waited = time.perf_counter() - started
+        self.counts.exposed_seconds += bucket.transfer.waited
+
+    def _view(self, member: int) -> Tensor:
+        return self._buckets[self._bucket_of[member]].views[self._place[member]]
+
+    def _make(self, number: int) -> _Bucket:
+        planned = self.plan.buckets[number]
+        first = self._parameters[planned.members[0]]
+        buffer = self._allocate(planned.num_bytes, first.device).view(first.dtype)
+        views = []
+        for member, offset in zip(planned.members, planned.offsets, strict=True):
+            parameter = self._parameters[member]
+            start = buffer.storage_offset() + offset
+            views.append(buffer.as_strided(parameter.shape, self._layouts[member][1], start))
+        return _Bucket(buffer, views)
+
+    def _allocate(self, num_bytes: int, device: torch.device) -> Tensor:
+        if device.type == "cpu" and not self._buckets:  # all ranks make their first buffers together
+            with contextlib.suppress(ConfigError):  # of another backend
+                return allocate(num_bytes, self._group)
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+
+    def _is_held(self, number: int) -> bool:
+        """Whether somebody beside `param.grad` and us looks into a bucket's memory."""
+        bucket = self._buckets[number]
+        own = 1 + len(bucket.views)
+        for member in self.plan.buckets[number].members:
+            gradient = self._parameters[member].grad
+            own += gradient is not None and _storage(gradient) == _storage(bucket.buffer)
+        return torch._C._storage_Use_Count(bucket.buffer.untyped_storage()._cdata) > own + 1
+
+    # ------------------------------------------------------------------ agreement
+
+    def _agree(self) -> None:
+        """Every rank says what it is about to reduce, before the first of it: ranks that differ would wait in vain."""
+        mine = f"{self.plan.digest()} {int(self._may_be_unused)}"
+        for peer, found in enumerate(self._exchange("plan", mine)):
+            if found != mine:
+                raise GradientError(
+                    f"rank {peer} reduces other gradients than rank {dist.get_rank(self._group)}, or in other "
+                    "buckets; expected the same model, parameters that require grad, and settings on every rank"
+                )
+        self._agreed = True
+
+    def _exchange(self, what: str, mine: str) -> list[str]:
+        """What every rank says, through the group's store: at its first backward only."""
+        rank = dist.get_rank(self._group)
+        store = dist.PrefixStore(
+            f"deepytorch/gradients/{self._name}/{what}", dist.distributed_c10d._get_process_group_store(self._group)
+        )
+        store.set(str(rank), mine)
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        for peer in range(self._size):
+            try:
+                store.wait([str(peer)], timedelta(seconds=max(0.1, deadline - time.monotonic())))
+            except RuntimeError as error:  # of the store, each kind its own
+                raise GradientError(
+                    f"rank {peer} did not come to reduce its gradients within {self._timeout.total_seconds():g} s; "
+                    "expected every rank to compile its DistributedDataParallel module with the deepytorch backend. Is "
+                    "it compiled otherwise, still compiling, or dead?"
+                ) from error
+        return [store.get(str(peer)).decode() for peer in range(self._size)]
+
+
+def _strides(parameter: Tensor) -> tuple[int, ...]:
+    """As autograd lays out a gradient: like its parameter where that is dense."""
+    return tuple(torch.empty_like(parameter, device="meta").stride())
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+REDUCERS: dict[str, GradientReducer] = {}  # by the name that compiled graphs know them by
+
+
+def reducer(name: str) -> GradientReducer:
+    """The reducer of that name; `GradientError` where it has gone."""
+    if name not in REDUCERS:
+        raise GradientError(f"the gradients {name!r} belong to no DistributedDataParallel module that is alive")
+    return REDUCERS[name]

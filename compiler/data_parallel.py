@@ -1,0 +1,148 @@
+"""A DistributedDataParallel module around what is compiled: its gradients are reduced by us, and it is told so.
+
+DDP keeps everything else: its flags (`no_sync`), the broadcast of buffers, the names of its parameters. Its reducer is
+replaced by one that does nothing but say when a backward is to reduce, so that DDP's own hooks send nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import weakref
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepytorch.comm.backend import group_of
+from deepytorch.comm.buckets import BucketPlan, Member, all_reduce_link, plan_buckets
+from deepytorch.comm.gradients import REDUCERS, GradientReducer
+from deepytorch.errors import ConfigError, GradientError
+from deepytorch.log import logger, once
+
+_NAMES = (f"ddp{number}" for number in itertools.count(1))  # alike on all ranks, which wrap their modules in one order
+_ATTRIBUTE = "_deepytorch_gradients"
+
+
+@dataclass
+class Adopted:
+    """One DDP module whose gradients we reduce."""
+
+    name: str
+    reducer: GradientReducer
+    numbers: dict[int, int]  # id of a parameter -> member of the plan
+
+    def members(self, inputs: Any) -> tuple[tuple[int, int], ...]:
+        """(place among the inputs of a graph, member of the plan) for each parameter of the module."""
+        return tuple(
+            (place, self.numbers[id(value)]) for place, value in enumerate(inputs) if id(value) in self.numbers
+        )
+
+
+class _Silent:
+    """Stands in for DDP's reducer: gradients are not its business any more, everything else is as before."""
+
+    def __init__(self, ddp: Any, ours: GradientReducer) -> None:
+        self.theirs, self._ddp, self._ours = ddp.reducer, weakref.ref(ddp), ours
+
+    def prepare_for_forward(self) -> None:
+        """Nothing to prepare."""
+
+    def prepare_for_backward(self, outputs: Any) -> None:
+        """DDP says so after a forward whose backward is to be reduced."""
+        ddp = self._ddp()
+        if ddp is not None and ddp._join_config.enable:
+            raise GradientError(
+                "DistributedDataParallel.join was entered after deepytorch had taken over the gradients; expected "
+                "batches on every rank: compile with options={'reduce_gradients': False} to use join"
+            )
+        self._ours.arm()
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+    def _delay_all_reduce(self) -> None:
+        """A static graph's first backward: nothing is delayed."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.theirs, name)
+
+
+def active() -> Any | None:
+    """The DDP module in whose forward this code runs, or None."""
+    return nn.parallel.DistributedDataParallel._get_active_ddp_module()  # type: ignore[attr-defined]
+
+
+def adopt(ddp: Any) -> Adopted | str:
+    """Take over the gradients of a DDP module, once; or the reason why they stay with DDP."""
+    known = getattr(ddp, _ATTRIBUTE, None)
+    if known is None:
+        known = _why_not(ddp) or _adopted(ddp)
+        object.__setattr__(ddp, _ATTRIBUTE, known)
+        if isinstance(known, str):
+            once(logging.WARNING, "gradients are reduced by DistributedDataParallel itself: %s", known)
+    return known
+
+
+def _why_not(ddp: Any) -> str | None:
+    if getattr(ddp, "_comm_hooks", None):
+        return "a communication hook was registered, which is DDP's to call"
+    if ddp._join_config.enable:
+        return "DistributedDataParallel.join is in use"
+    if getattr(ddp, "_use_python_reducer", False):
+        return "optimize_ddp='python_reducer' was asked for"
+    if getattr(ddp, "_delay_all_reduce_all_params", False) or getattr(ddp, "_delay_all_reduce_params", None):
+        return "some gradients are delayed (delay_all_reduce_named_params)"
+    if getattr(ddp, "mixed_precision", None) is not None:
+        return "DDP's own mixed precision is in use"
+    if any(parameter.requires_grad and parameter.layout != torch.strided for parameter in ddp.module.parameters()):
+        return "a parameter is not dense"
+    if any(isinstance(each, (nn.Embedding, nn.EmbeddingBag)) and each.sparse for each in ddp.module.modules()):
+        return "an embedding has sparse gradients"
+    return None
+
+
+def _adopted(ddp: Any) -> Adopted:
+    ignored = set(getattr(ddp, "parameters_to_ignore", ()))
+    found: list[tuple[str, nn.Parameter]] = [
+        (name, parameter)
+        for name, parameter in ddp.module.named_parameters()
+        if parameter.requires_grad and name not in ignored
+    ]
+    own_cap = None if getattr(ddp, "bucket_bytes_cap_default", True) else ddp.bucket_bytes_cap
+    plan = _plan(found, ddp.process_group, own_cap)
+    name = next(_NAMES)
+    may_be_unused = bool(ddp.find_unused_parameters or ddp.static_graph)
+    reducer = GradientReducer(
+        name, found, plan, ddp.process_group, may_be_unused=may_be_unused, timeout=_timeout(ddp.process_group)
+    )
+    reducer.attach()
+    REDUCERS[name] = reducer
+    ddp.reducer = _Silent(ddp, reducer)
+    logger.info("%s: %d gradients leave in %d buckets", name, len(plan.members), len(plan.buckets))
+    return Adopted(name, reducer, {id(parameter): number for number, (_, parameter) in enumerate(found)})
+
+
+def _timeout(group: Any) -> timedelta:
+    """How long ranks wait for each other in this group."""
+    try:
+        return group_of(group).timeout
+    except ConfigError:
+        options = getattr(group._get_backend(group._device_types[0]), "options", None)
+        return getattr(options, "_timeout", timedelta(minutes=30))
+
+
+def _plan(parameters: list[tuple[str, nn.Parameter]], group: Any, bucket_bytes: int | None) -> BucketPlan:
+    """As the user said (`bucket_cap_mb`), else for a backward that takes as long as its communication: where there is
+    less of either, the other hides it anyhow.
+    """
+    members = [
+        Member(name, str(each.dtype).removeprefix("torch."), each.numel(), each.element_size())
+        for name, each in parameters
+    ]
+    order = list(reversed(range(len(members))))  # about as the backward makes them
+    link = all_reduce_link(group)
+    backward_us = link.time_us(sum(member.num_bytes for member in members))
+    return plan_buckets(members, order, link, backward_us, bucket_bytes)

@@ -1,0 +1,46 @@
+"""`deepytorch::reduce_start` and `reduce_wait`: gradients leave a compiled backward while the rest of it runs.
+
+Both look up at run time what is to happen (`comm.gradients`), so that one compiled graph serves steps that reduce and
+steps that only accumulate. `reduce_wait` returns memory of the reducer's own, never that of its arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from deepytorch.comm.gradients import reducer
+from deepytorch.passes.ops.library import LIBRARY, define_once
+
+_START = "reduce_start(Tensor[] gradients, int[] members, str name) -> Tensor"
+_WAIT = "reduce_wait(Tensor[] started, int[] members, str name) -> Tensor[]"
+
+
+def _start(gradients: Sequence[Tensor], members: Sequence[int], name: str) -> Tensor:
+    reducer(name).arrive(members, gradients)
+    return gradients[0].new_empty(0)
+
+
+def _start_fake(gradients: Sequence[Tensor], members: Sequence[int], name: str) -> Tensor:
+    return gradients[0].new_empty(0)
+
+
+def _wait(started: Sequence[Tensor], members: Sequence[int], name: str) -> list[Tensor]:
+    return reducer(name).wait(members)
+
+
+def _wait_fake(started: Sequence[Tensor], members: Sequence[int], name: str) -> list[Tensor]:
+    return [
+        torch.empty_strided(shape, stride, dtype=dtype, device=device)
+        for shape, stride, dtype, device in reducer(name).layouts(members)
+    ]
+
+
+if define_once(_START):
+    LIBRARY.impl("reduce_start", _start, "CompositeExplicitAutograd")
+    LIBRARY._register_fake("reduce_start", _start_fake)
+if define_once(_WAIT):
+    LIBRARY.impl("reduce_wait", _wait, "CompositeExplicitAutograd")
+    LIBRARY._register_fake("reduce_wait", _wait_fake)

@@ -1,0 +1,391 @@
+"""Gradients reduced inside the compiled backward: what DistributedDataParallel computes, whatever the model does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.comm.ranks import Ranks, run
+
+pytestmark = pytest.mark.timeout(300, func_only=True)
+
+HARNESS = """
+import torch._dynamo
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from deepytorch.compiler.report import LEDGER
+torch._dynamo.config.optimize_ddp = False
+
+class Net(nn.Module):
+    def __init__(self, width=48):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(16, width)
+        self.norm = nn.LayerNorm(width)
+        self.second = nn.Linear(width, 300)
+        self.head = nn.Linear(300, 8)
+
+    def forward(self, x, y):
+        return F.cross_entropy(self.head(F.gelu(self.second(self.norm(F.relu(self.first(x)))))), y)
+
+def data(step, peer=None):
+    generator = torch.Generator().manual_seed(100 * step + (rank if peer is None else peer))
+    return torch.randn(6, 16, generator=generator), torch.randint(0, 8, (6,), generator=generator)
+
+def compiled(model, **options):
+    torch._dynamo.reset()
+    options = {"lowering": LOWERING, "reduce_gradients": True, **options}
+    return torch.compile(model, backend="deepytorch", options=options)
+
+def adopted(model):
+    return model.__dict__["_deepytorch_gradients"]
+
+def same(one, other, what, rel=1e-5):
+    for (name, p), (_, q) in zip(one.named_parameters(), other.named_parameters()):
+        for kind, a, b in (("parameter", p, q), ("gradient", p.grad, q.grad)):
+            assert (a is None) == (b is None), (what, kind, name, a is None, b is None)
+            if a is not None:
+                off = (a.double() - b.double()).norm().item()
+                assert off <= rel * a.double().norm().item() + 1e-7, (what, kind, name, off)
+
+def train(make, steps=5, what="", step=None, batch=data, ours=None, theirs=None, **ddp):
+    '''Train both, alike; ours is compiled. Returns our DDP module.'''
+    models = [DDP(make(), **ddp, **(theirs or {})), DDP(make(), **{"bucket_cap_mb": 0.02, **ddp, **(ours or {})})]
+    calls = [models[0], compiled(models[1])]
+    optimizers = [torch.optim.AdamW(m.parameters(), 1e-3, eps=1e-6) for m in models]
+    def plain(model, call, optimizer, number):
+        optimizer.zero_grad(set_to_none=number % 2 == 0)
+        call(*batch(number)).backward()
+    for number in range(steps):
+        for model, call, optimizer in zip(models, calls, optimizers):
+            (step or plain)(model, call, optimizer, number)
+        same(*models, (what, number))
+        for optimizer in optimizers:
+            optimizer.step()
+    same(*models, what)
+    assert not isinstance(adopted(models[1]), str), adopted(models[1])
+    return models[1]
+"""
+
+PLAIN = """
+model = train(Net, what="plain")
+counts = adopted(model).reducer.counts
+buckets = adopted(model).reducer.plan.buckets
+assert len(buckets) > 2 and counts.syncs == 5 and counts.collectives == 5 * len(buckets), counts
+assert counts.late == 0, counts
+assert [each.bucket for each in counts.transfers] == list(range(len(buckets)))
+assert list(model.state_dict()) == list(DDP(Net()).state_dict())
+assert list(compiled(model).state_dict())[0] == "_orig_mod.module.first.weight"
+"""
+
+ACCUMULATION = """
+def accumulate(model, call, optimizer, number):
+    optimizer.zero_grad(set_to_none=number % 2 == 0)
+    with model.no_sync():
+        for micro in range(2):
+            call(*data(10 * number + micro)).backward()
+    call(*data(10 * number + 9)).backward()
+model = train(Net, what="accumulation", step=accumulate)
+reducer = adopted(model).reducer
+assert reducer.counts.syncs == 5, reducer.counts
+assert reducer.counts.num_bytes == 5 * sum(bucket.num_bytes for bucket in reducer.plan.buckets)  # once a step
+
+def clipped(model, call, optimizer, number):
+    optimizer.zero_grad()
+    call(*data(number)).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+train(Net, what="clipping", step=clipped)
+
+held = {}
+def keep(model, call, optimizer, number):
+    optimizer.zero_grad()
+    call(*data(number)).backward()
+    kept = held.setdefault(id(model), [])
+    kept.append([(p.grad, p.grad.clone()) for p in model.parameters()])
+    for grads in kept:  # what a user holds of earlier steps stays what it was
+        assert all(torch.equal(now, then) for now, then in grads)
+train(Net, what="held gradients", step=keep)
+
+scalers = {}
+def scaled(model, call, optimizer, number):
+    scaler = scalers.setdefault(id(model), torch.amp.GradScaler("cpu", init_scale=1024.0))
+    optimizer.zero_grad()
+    scaler.scale(call(*data(number))).backward()
+    scaler.unscale_(optimizer)
+    scaler.update()
+train(Net, what="scaled", step=scaled)
+"""
+
+MODELS = """
+class Frozen(Net):
+    def __init__(self):
+        super().__init__()
+        self.second.weight.requires_grad_(False)
+train(Frozen, what="frozen")
+
+class Tied(Net):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(300, 16)
+        self.back = nn.Linear(16, 300, bias=False)
+        self.back.weight = nn.Parameter(self.embed.weight.detach().t().clone())
+        self.again = self.back  # the module twice, and its weight in two places of the graph
+    def forward(self, x, y):
+        hidden = self.again(self.embed(self.back(x)))
+        return F.cross_entropy(self.head(F.gelu(hidden)), y) + super().forward(x, y)
+train(Tied, what="tied")
+
+class WithBuffers(Net):
+    def __init__(self):
+        super().__init__()
+        self.batch = nn.BatchNorm1d(16)
+    def forward(self, x, y):
+        return super().forward(self.batch(x), y)
+model = train(WithBuffers, what="buffers")
+means = [torch.empty(16) for _ in range(size)]
+with torch.no_grad():
+    model(*data(1))  # buffers are broadcast at the beginning of a forward
+dist.all_gather(means, model.module.batch.running_mean)
+
+class Mixed(Net):
+    def __init__(self):
+        super().__init__()
+        self.first.to(torch.float64)
+    def forward(self, x, y):
+        return F.cross_entropy(self.head(F.gelu(self.second(self.norm(self.first(x.double()).float())))), y)
+train(Mixed, what="mixed dtypes")
+
+from torch.utils.checkpoint import checkpoint
+class Checkpointed(Net):
+    def forward(self, x, y):
+        hidden = checkpoint(lambda t: F.gelu(self.second(self.norm(t))), self.first(x), use_reentrant=False)
+        return F.cross_entropy(self.head(hidden), y)
+train(Checkpointed, what="checkpointed")
+train(Net, what="bucket view", gradient_as_bucket_view=True)
+train(Net, what="static graph", static_graph=True)
+train(Net, what="one bucket", ours={"bucket_cap_mb": 25})
+class Transposed(Net):
+    def __init__(self):
+        super().__init__()
+        self.second.weight = nn.Parameter(self.second.weight.detach().t().contiguous().t())
+train(Transposed, what="parameters laid out by columns")
+"""
+
+PIECES = """
+class Broken(Net):
+    def forward(self, x, y):
+        hidden = self.norm(F.relu(self.first(x)))
+        torch._dynamo.graph_break()
+        return F.cross_entropy(self.head(F.gelu(self.second(hidden))), y)
+model = train(Broken, what="graph break")
+assert adopted(model).reducer.counts.late == 0
+
+class Eager(Net):
+    @torch.compiler.disable
+    def apart(self, hidden):
+        return F.gelu(self.second(hidden))
+    def forward(self, x, y):
+        return F.cross_entropy(self.head(self.apart(self.norm(F.relu(self.first(x))))), y)
+model = train(Eager, what="eager frame")
+assert adopted(model).reducer.counts.late == 5 * 2
+
+class InParts(Net):
+    @torch.compiler.disable
+    def apart(self, hidden):
+        return F.linear(hidden, self.first.weight.t() @ self.first.weight)
+    def forward(self, x, y):
+        x = self.apart(x) + F.linear(x, self.first.weight.t() @ self.first.weight)
+        return F.cross_entropy(self.head(F.gelu(self.second(self.norm(F.relu(self.first(x)))))), y)
+train(InParts, what="a weight of a graph and of an eager frame")
+train(InParts, what="the same in one bucket", ours={"bucket_cap_mb": 25})
+def accumulate(model, call, optimizer, number):
+    optimizer.zero_grad()
+    with model.no_sync():
+        call(*data(10 * number)).backward()
+    call(*data(10 * number + 9)).backward()
+train(InParts, what="the same, accumulated", step=accumulate)
+
+torch._dynamo.config.optimize_ddp = True  # as stock cuts a model into the buckets of DDP
+train(Net, what="cut by DDPOptimizer", ours={"bucket_cap_mb": 1})
+torch._dynamo.config.optimize_ddp = False
+"""
+
+UNUSED = """
+class Branches(Net):
+    def __init__(self):
+        super().__init__()
+        self.mine = nn.ModuleList(nn.Linear(16, 16) for _ in range(size))
+        self.nobodys = nn.Linear(16, 16)
+    def forward(self, x, y):
+        return super().forward(self.mine[rank](x), y)
+model = train(Branches, what="branches", find_unused_parameters=True)
+assert model.module.nobodys.weight.grad is None
+class Nobodys(Net):
+    def __init__(self):
+        super().__init__()
+        self.extra = nn.Linear(3, 3)
+broken = DDP(Nobodys())
+error, _ = told(lambda: compiled(broken)(*data(0)).backward())
+assert "no gradient came for extra.weight, extra.bias" in error and "find_unused_parameters" in error, error
+
+hooked = DDP(Net())
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+hooked.register_comm_hook(None, default_hooks.fp16_compress_hook)
+compiled(hooked)(*data(0)).backward()
+assert "communication hook" in adopted(hooked), adopted(hooked)
+means = [p.grad.clone() for p in hooked.parameters()]
+for mean, parameter in zip(means, hooked.parameters()):
+    dist.all_reduce(mean)
+    torch.testing.assert_close(mean / size, parameter.grad)
+
+joined = DDP(Net())
+call = compiled(joined)
+call(*data(0)).backward()
+def join():
+    with joined.join():
+        call(*data(1)).backward()
+error, _ = told(join)
+assert "join" in error and "reduce_gradients" in error, error
+dist.barrier()
+"""
+
+UNEVEN = """
+def uneven(number):
+    x, y = data(number)
+    rows = 1 + (number * (rank + 2)) % 6
+    return x[:rows], y[:rows]
+train(Net, steps=7, what="batches of other sizes on each rank", batch=uneven)
+
+from deepytorch.compiler import backend
+stock_lower = backend.lower
+def failing(*arguments, **options):
+    raise RuntimeError("this rank cannot compile")
+if rank == 1:
+    backend.lower = failing
+model = train(Net, what="one rank in eager")
+assert adopted(model).reducer.counts.late == (0 if rank == 0 else 5 * len(list(model.parameters())))
+backend.lower = stock_lower
+"""
+
+PADDED = """
+import transformers as hf
+from tests.compiler.parity import batches, causal_batch
+config = dict(hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=96)
+def llama():
+    torch.manual_seed(0)
+    return hf.LlamaForCausalLM(hf.LlamaConfig(attn_implementation="sdpa", **config)).train()
+sizes = [(4, 11 + 2 * i + 3 * rank, ("right", "left", "holes")[i % 3]) for i in range(6)]
+given = batches(causal_batch, *sizes, seed=1 + rank)
+if rank == 1:
+    for batch in given[::2]:
+        batch["labels"] = batch["input_ids"].clone()  # not ignored at pads: these run padded
+def step(model, call, optimizer, number):
+    optimizer.zero_grad()
+    call(**given[number]).loss.backward()
+model = train(llama, steps=6, what="padded text", step=step)
+report = LEDGER.report()
+assert report.total("steps_packed") == (6 if rank == 0 else 3), report.total("steps_packed")
+assert adopted(model).reducer.counts.late == 0
+"""
+
+
+PARTS = {
+    "steps": PLAIN + ACCUMULATION,
+    "models": MODELS,
+    "pieces": PIECES,
+    "unused": UNUSED,
+    "uneven": UNEVEN,
+    "padded": PADDED,
+}
+
+
+@pytest.mark.parametrize("backend", ["gloo", "deepytorch"])
+@pytest.mark.parametrize("part", PARTS.values(), ids=PARTS.keys())
+def test_training_equals_stock_data_parallel(part: str, backend: str) -> None:
+    script = f"LOWERING = 'aot_eager'\n{HARNESS}\ninit({backend!r}, timeout=60)\n{part}\ndist.destroy_process_group()"
+    run(script, 2, 280)
+
+
+def test_inductor_reduces_as_stock_does() -> None:
+    script = f"LOWERING = 'inductor'\n{HARNESS}\ninit('gloo', timeout=120)\n{PLAIN}\ndist.destroy_process_group()"
+    run(script, 2, 280)
+
+
+@pytest.mark.slow
+def test_one_rank_with_warm_caches_and_one_with_cold_ones(tmp_path: Path) -> None:
+    for turn in range(2):
+        own = f"os.environ['TORCHINDUCTOR_CACHE_DIR'] = {str(tmp_path)!r} + f'/{{rank * {turn + 1}}}'"
+        script = f"{own}\nLOWERING = 'inductor'\n{HARNESS}\ninit('gloo', timeout=120)\n{PLAIN}"
+        run(f"{script}\ndist.destroy_process_group()", 2, 280)
+
+
+FAULT = """
+init(BACKEND, timeout=5)
+model = DDP(Net())
+call = compiled(model)
+call(*data(0)).backward()
+say("ready")
+"""
+
+
+@pytest.mark.parametrize("backend", ["gloo", "deepytorch"])
+def test_a_killed_rank_is_an_error_on_the_others(backend: str) -> None:
+    script = f"""
+LOWERING, BACKEND = 'aot_eager', {backend!r}
+{HARNESS}
+{FAULT}
+if rank == 1:
+    time.sleep(60)
+time.sleep(1)
+error, after = told(lambda: call(*data(1)).backward())
+assert after < 15, after
+say("told", error)
+"""
+    with Ranks(script, 2) as ranks:
+        ranks.until(0, "ready")
+        ranks.until(1, "ready")
+        ranks.processes[1].kill()
+        ranks.processes[0].wait(40)
+        assert "told" in ranks.output(0), ranks.output(0)
+
+
+@pytest.mark.parametrize(
+    ("ours", "words"),
+    [
+        ("DDP(Net()) if rank else DDP(Net(), find_unused_parameters=True)", "reduces other gradients"),
+        ("DDP(Net(), bucket_cap_mb=1 + rank * 0.5)", "the same|reduces other gradients"),
+    ],
+)
+def test_ranks_that_were_told_different_things_are_told_so(ours: str, words: str) -> None:
+    script = f"""
+LOWERING = 'aot_eager'
+{HARNESS}
+init('gloo', timeout=5)
+class Wide(Net):
+    def __init__(self):
+        super().__init__(900)
+Net = Wide
+model = {ours}
+error, after = told(lambda: compiled(model)(*data(0)).backward())
+assert after < 60 and "reduces other gradients" in error, error
+dist.barrier()
+dist.destroy_process_group()
+"""
+    run(script, 2, 90)
+
+
+def test_a_rank_that_does_not_compile_is_waited_for_up_to_the_timeout() -> None:
+    script = f"""
+LOWERING = 'aot_eager'
+{HARNESS}
+init('gloo', timeout=5)
+model = DDP(Net())
+call = compiled(model) if rank == 0 else model
+error, after = told(lambda: call(*data(0)).backward())
+assert after < 60, after
+if rank == 0:
+    assert "rank 1 did not come to reduce its gradients within 5 s" in error, error
+"""
+    run(script, 2, 90, warm=False)
