@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -65,7 +66,7 @@ class Bucket:
 class BucketPlan:
     """All buckets, in the order in which they leave, and what they were chosen by.
 
-    `exposed_us`: predicted communication after the end of a backward of `backward_us`.
+    `exposed_us`: predicted communication after the end of a backward of `backward_us`, out of `total_us`.
     """
 
     members: tuple[Member, ...]
@@ -81,6 +82,15 @@ class BucketPlan:
             [list(bucket.members) for bucket in self.buckets],
         ]
         return hashlib.sha256(json.dumps(shape, separators=(",", ":")).encode()).hexdigest()
+
+    def to_json(self) -> dict[str, Any]:
+        """Sizes and predictions as plain JSON values."""
+        return {
+            "parameters": len(self.members),
+            "bucket_bytes": [bucket.num_bytes for bucket in self.buckets],
+            "predicted_communication_ms": self.total_us / 1e3,
+            "predicted_exposed_ms": self.exposed_us / 1e3,
+        }
 
     def bucket_of(self) -> tuple[int, ...]:
         """The bucket of each member."""

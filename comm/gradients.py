@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -100,6 +101,7 @@ class GradientReducer:
         self._buckets: list[_Bucket] = []
         self._arrived: set[int] = set()
         self._in_parts: set[int] = set()  # see [Note: parts]
+        self._parts_known = False
         self._parts: dict[int, Tensor] = {}  # of this backward, on their way to autograd
         self._too_early: list[int] = []
         self._next = 0  # the bucket that leaves next
@@ -107,6 +109,18 @@ class GradientReducer:
         self._backward = -1  # the backward that is under way, as autograd numbers them; -1: none
         self._agreed = False
         self._hooks: list[Any] = []
+
+    def to_json(self) -> dict[str, Any]:
+        """Plan and counts as plain JSON values. Seconds are those that the backward stood still, over all its steps."""
+        return {
+            "name": self._name,
+            **self.plan.to_json(),
+            "syncs": self.counts.syncs,
+            "collectives": self.counts.collectives,
+            "num_bytes": self.counts.num_bytes,
+            "from_eager_frames": self.counts.late,
+            "exposed_seconds": self.counts.exposed_seconds,
+        }
 
     # ------------------------------------------------------------------ what DDP tells
 
@@ -169,22 +183,28 @@ class GradientReducer:
         return [self._layouts[member] for member in members]
 
     def _hook(self, member: int) -> Callable[[nn.Parameter], None]:
+        this = weakref.ref(self)  # a parameter's hooks must not keep its module alive
+
         def accumulated(parameter: nn.Parameter) -> None:
-            if not self._armed or parameter.grad is None:
-                return
-            self._begin()
-            if member not in self._arrived:
-                self.counts.late += 1
-                self._take(member, parameter.grad)
-                self._count(member)
-                self._send_full()
-            elif parameter.grad.data_ptr() != self._view(member).data_ptr():  # a sum of parts
-                if self._buckets[self._bucket_of[member]].launched:
-                    self._too_early.append(member)
-                else:
-                    self._take(member, parameter.grad)
+            reducer = this()
+            if reducer is not None and reducer._armed and parameter.grad is not None:
+                reducer._accumulated(member, parameter.grad)
 
         return accumulated
+
+    def _accumulated(self, member: int, gradient: Tensor) -> None:
+        """Autograd has added up a gradient."""
+        self._begin()
+        if member not in self._arrived:
+            self.counts.late += 1
+            self._take(member, gradient)
+            self._count(member)
+            self._send_full()
+        elif gradient.data_ptr() != self._view(member).data_ptr():  # a sum of parts
+            if self._buckets[self._bucket_of[member]].launched:
+                self._too_early.append(member)
+            else:
+                self._take(member, gradient)
 
     def _take(self, member: int, gradient: Tensor) -> None:
         """Move a gradient that autograd holds into its bucket, and give autograd the view."""
@@ -258,7 +278,8 @@ class GradientReducer:
 
     def _average_again(self) -> None:
         """See [Note: parts]. Ranks tell each other of such parameters after their first backward, and only then."""
-        if self.counts.syncs == 0:
+        if not self._parts_known:
+            self._parts_known = True
             said = self._exchange("parts", " ".join(map(str, sorted(set(self._too_early)))))
             self._in_parts = {int(word) for words in said for word in words.split()}
             for member in sorted(self._in_parts):
@@ -384,11 +405,13 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-REDUCERS: dict[str, GradientReducer] = {}  # by the name that compiled graphs know them by
+# By the name that compiled graphs know them by; each lives as long as its module.
+REDUCERS: weakref.WeakValueDictionary[str, GradientReducer] = weakref.WeakValueDictionary()
 
 
 def reducer(name: str) -> GradientReducer:
     """The reducer of that name; `GradientError` where it has gone."""
-    if name not in REDUCERS:
+    found = REDUCERS.get(name)
+    if found is None:
         raise GradientError(f"the gradients {name!r} belong to no DistributedDataParallel module that is alive")
-    return REDUCERS[name]
+    return found

@@ -104,15 +104,24 @@ def _why_not(ddp: Any) -> str | None:
     return None
 
 
-def _adopted(ddp: Any) -> Adopted:
+def preview(ddp: Any) -> dict[str, Any]:
+    """What would be done with the gradients of a DDP module, as JSON, for people to read. Nothing is taken over."""
+    reason = _why_not(ddp)
+    return {"declined": reason} if reason else _plan(_parameters(ddp), ddp).to_json()
+
+
+def _parameters(ddp: Any) -> list[tuple[str, nn.Parameter]]:
     ignored = set(getattr(ddp, "parameters_to_ignore", ()))
-    found: list[tuple[str, nn.Parameter]] = [
+    return [
         (name, parameter)
         for name, parameter in ddp.module.named_parameters()
         if parameter.requires_grad and name not in ignored
     ]
-    own_cap = None if getattr(ddp, "bucket_bytes_cap_default", True) else ddp.bucket_bytes_cap
-    plan = _plan(found, ddp.process_group, own_cap)
+
+
+def _adopted(ddp: Any) -> Adopted:
+    found = _parameters(ddp)
+    plan = _plan(found, ddp)
     name = next(_NAMES)
     may_be_unused = bool(ddp.find_unused_parameters or ddp.static_graph)
     reducer = GradientReducer(
@@ -134,7 +143,7 @@ def _timeout(group: Any) -> timedelta:
         return getattr(options, "_timeout", timedelta(minutes=30))
 
 
-def _plan(parameters: list[tuple[str, nn.Parameter]], group: Any, bucket_bytes: int | None) -> BucketPlan:
+def _plan(parameters: list[tuple[str, nn.Parameter]], ddp: Any) -> BucketPlan:
     """As the user said (`bucket_cap_mb`), else for a backward that takes as long as its communication: where there is
     less of either, the other hides it anyhow.
     """
@@ -143,6 +152,7 @@ def _plan(parameters: list[tuple[str, nn.Parameter]], group: Any, bucket_bytes: 
         for name, each in parameters
     ]
     order = list(reversed(range(len(members))))  # about as the backward makes them
-    link = all_reduce_link(group)
+    bucket_bytes = None if getattr(ddp, "bucket_bytes_cap_default", True) else ddp.bucket_bytes_cap
+    link = all_reduce_link(ddp.process_group)
     backward_us = link.time_us(sum(member.num_bytes for member in members))
     return plan_buckets(members, order, link, backward_us, bucket_bytes)

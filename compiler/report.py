@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from deepytorch.comm.gradients import REDUCERS, Counts
 
 
 @dataclass
@@ -40,8 +43,9 @@ class RegionRecord:
 class Report:
     """Every region's record, and their sums."""
 
-    def __init__(self, regions: list[RegionRecord]) -> None:
-        self.regions = regions
+    def __init__(self, regions: list[RegionRecord], gradients: Sequence[dict[str, Any]] = ()) -> None:
+        """`gradients`: one entry a data-parallel module whose gradients are reduced here."""
+        self.regions, self.gradients = regions, list(gradients)
 
     def total(self, name: str) -> Any:
         """The sum of one figure over all regions."""
@@ -67,6 +71,7 @@ class Report:
             "recompiles": self.total("recompiles"),
             "compile_seconds": self.total("compile_seconds"),
             "host_ms_per_step": 1e3 * self.total("host_seconds") / steps if steps else 0.0,
+            "gradients": self.gradients,
             "regions": [asdict(region) for region in self.regions],
         }
 
@@ -87,9 +92,12 @@ class Ledger:
     def report(self, reset: bool = False) -> Report:
         """Everything so far; with `reset` counting starts anew (compiled regions stay compiled)."""
         with self._lock:
-            found = Report(list(self._records))
+            gradients = [reducer.to_json() for reducer in REDUCERS.values()]
+            found = Report(list(self._records), gradients)
             if reset:
-                found = Report([RegionRecord(**asdict(record)) for record in self._records])
+                found = Report([RegionRecord(**asdict(record)) for record in self._records], gradients)
+                for reducer in REDUCERS.values():
+                    reducer.counts = Counts()
                 for record in self._records:
                     fresh = RegionRecord(record.name, record.outcome, record.lowering)
                     for name in _COUNTED:

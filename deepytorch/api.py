@@ -9,15 +9,17 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from deepytorch.compiler import data_parallel
 from deepytorch.compiler.backend import EXPLAINING, deepytorch_backend
+from deepytorch.compiler.config import CompilerConfig
 from deepytorch.compiler.report import LEDGER, RegionRecord, Report
 
 
 class Explanation:
     """What deepytorch would do with a model and a batch: print it, or take it as JSON."""
 
-    def __init__(self, regions: list[RegionRecord]) -> None:
-        self.regions = regions
+    def __init__(self, regions: list[RegionRecord], gradients: dict[str, Any] | None = None) -> None:
+        self.regions, self.gradients = regions, gradients
 
     @property
     def packed(self) -> bool:
@@ -28,6 +30,7 @@ class Explanation:
         """Plain data, one entry a region."""
         return {
             "packed": self.packed,
+            "gradients": self.gradients,
             "regions": [
                 {
                     "name": region.name,
@@ -65,6 +68,18 @@ class Explanation:
             if expected is not None:
                 table.add_row("expected gain", f"{expected:.2f}x less matrix work in what is packed")
             tables.append(table)
+        if self.gradients is not None:
+            table = Table(title="gradients", title_justify="left", show_header=False)
+            table.add_column(style="bold")
+            table.add_column(overflow="fold")
+            if "declined" in self.gradients:
+                table.add_row("declined", f"DistributedDataParallel reduces them itself: {self.gradients['declined']}")
+            else:
+                sizes = ", ".join(f"{size / 2**20:.2g}" for size in self.gradients["bucket_bytes"])
+                table.add_row("buckets", f"{sizes} MB, for {self.gradients['parameters']} parameters")
+                exposed, total = (self.gradients[f"predicted_{name}_ms"] for name in ("exposed", "communication"))
+                table.add_row("predicted", f"{exposed:.2g} ms of {total:.2g} ms exposed, if the backward takes as long")
+            tables.append(table)
         if not tables:
             table = Table(title="nothing was compiled", title_justify="left", show_header=False)
             table.add_row("Dynamo made no graph of this call.")
@@ -90,7 +105,9 @@ def explain(model: Callable[..., Any], *args: Any, options: dict[str, Any] | Non
     finally:
         EXPLAINING.reset(token)
         torch._dynamo.reset()
-    return Explanation(found)
+    parallel = isinstance(target, torch.nn.parallel.DistributedDataParallel)
+    asked = bool((options or {}).get("reduce_gradients", CompilerConfig.reduce_gradients))
+    return Explanation(found, data_parallel.preview(target) if parallel and asked else None)
 
 
 def _explaining(options: dict[str, Any] | None) -> Callable[..., Any]:
@@ -139,9 +156,27 @@ class Summary:
             )
         saved = f"{found['tokens_saved']:,} padded positions left out of {found['tokens_padded']:,}"
         compiled = f"compiling took {found['compile_seconds']:.1f} s"
-        return _rendered([table]) + f"\n{saved}; {compiled}."
+        return _rendered([table, *self._gradients()]) + f"\n{saved}; {compiled}."
 
     __repr__ = __str__
+
+    def _gradients(self) -> list[Table]:
+        if not self._report.gradients:
+            return []
+        table = Table(title="gradients", title_justify="left")
+        for name in ("module", "buckets", "reductions", "MB", "from eager frames", "ms/step that the backward waited"):
+            table.add_column(name, overflow="fold")
+        for entry in self._report.gradients:
+            syncs = entry["syncs"]
+            table.add_row(
+                entry["name"],
+                str(len(entry["bucket_bytes"])),
+                str(syncs),
+                f"{entry['num_bytes'] / 2**20:.1f}",
+                str(entry["from_eager_frames"]),
+                f"{1e3 * entry['exposed_seconds'] / syncs:.2f}" if syncs else "",
+            )
+        return [table]
 
 
 def report(reset: bool = False) -> Summary:

@@ -251,6 +251,25 @@ assert "join" in error and "reduce_gradients" in error, error
 dist.barrier()
 """
 
+REPORTS = """
+from deepytorch import explain, report
+model = DDP(Net())
+explained = explain(model, *data(0), options={"lowering": LOWERING, "reduce_gradients": True})
+assert "buckets" in str(explained) and explained.to_json()["gradients"]["parameters"] == len(list(model.parameters()))
+assert "_deepytorch_gradients" not in model.__dict__
+train(Net, what="reported")
+[entry] = report().to_json()["gradients"]
+assert entry["syncs"] == 5 and entry["num_bytes"] == 5 * sum(entry["bucket_bytes"]), entry
+assert "ms/step that the backward waited" in str(report())
+report(reset=True)
+[entry] = report().to_json()["gradients"]
+assert entry["syncs"] == 0 and entry["num_bytes"] == 0
+import gc
+torch._dynamo.reset()
+gc.collect()
+assert report().to_json()["gradients"] == []  # it goes with its module
+"""
+
 UNEVEN = """
 def uneven(number):
     x, y = data(number)
@@ -298,6 +317,7 @@ PARTS = {
     "unused": UNUSED,
     "uneven": UNEVEN,
     "padded": PADDED,
+    "reports": REPORTS,
 }
 
 
