@@ -92,6 +92,7 @@ class GradientReducer:
         self.counts = Counts()
         self._names = [name for name, _ in parameters]
         self._parameters = [parameter for _, parameter in parameters]
+        self._accumulators = [_accumulator(each) for each in self._parameters]
         self._layouts = [(each.shape, _strides(each), each.dtype, each.device) for each in self._parameters]
         self._group, self._may_be_unused, self._timeout = group, may_be_unused, timeout
         self._size = dist.get_world_size(group)
@@ -109,6 +110,11 @@ class GradientReducer:
         self._backward = -1  # the backward that is under way, as autograd numbers them; -1: none
         self._agreed = False
         self._hooks: list[Any] = []
+
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """The parameters, in the order of the plan's members."""
+        return self._parameters
 
     def to_json(self) -> dict[str, Any]:
         """Plan and counts as plain JSON values. Seconds are those that the backward stood still, over all its steps."""
@@ -143,12 +149,17 @@ class GradientReducer:
     # ------------------------------------------------------------------ what arrives
 
     def arrive(self, members: Sequence[int], gradients: Sequence[Tensor]) -> None:
-        """Pack gradients of a compiled backward, and send the buckets that are full with them."""
-        self._begin()
+        """Pack gradients of a compiled backward, and send the buckets that are full with them.
+
+        Those that autograd does not accumulate (`torch.autograd.grad`, `backward(inputs=...)`) only pass through.
+        """
+        accumulated = [_is_accumulated(self._accumulators[member]) for member in members]
+        if any(accumulated):
+            self._begin()
         targets, sources = [], []
-        for member, gradient in zip(members, gradients, strict=True):
-            if member in self._arrived or member in self._in_parts:
-                self._parts[member] = gradient.clone()
+        for member, gradient, taken in zip(members, gradients, accumulated, strict=True):
+            if not taken or member in self._arrived or member in self._in_parts:
+                self._parts[member] = self._copy(member, gradient)
                 continue
             self._count(member)
             parameter, view = self._parameters[member], self._view(member)
@@ -165,13 +176,18 @@ class GradientReducer:
             parameter.grad = None
         if targets:
             torch._foreach_copy_(targets, sources)
-        self._send_full()
+        if any(accumulated):
+            self._send_full()
+
+    def _copy(self, member: int, gradient: Tensor) -> Tensor:
+        shape, stride, dtype, device = self._layouts[member]
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device).copy_(gradient)
 
     def wait(self, members: Sequence[int]) -> list[Tensor]:
         """The gradients as autograd is to have them: reduced where their bucket has left, else to be reduced in place
         when it does.
         """
-        for number in dict.fromkeys(self._bucket_of[member] for member in members):
+        for number in dict.fromkeys(self._bucket_of[member] for member in members if member not in self._parts):
             self._finish(self._buckets[number])
         return [
             self._parts.pop(member) if member in self._parts else self._view(member).view_as(self._parameters[member])
@@ -394,6 +410,22 @@ class GradientReducer:
                     "it compiled otherwise, still compiling, or dead?"
                 ) from error
         return [store.get(str(peer)).decode() for peer in range(self._size)]
+
+
+def _accumulator(parameter: Tensor) -> Any:
+    """Autograd's node that adds to `parameter.grad`."""
+    with torch.enable_grad():
+        node = parameter.view_as(parameter).grad_fn
+    assert node is not None
+    return node.next_functions[0][0]
+
+
+def _is_accumulated(accumulator: Any) -> bool:
+    """Whether this backward adds to the gradient of a parameter, and does not only hand it out."""
+    try:
+        return bool(torch._C._will_engine_execute_node(accumulator))
+    except RuntimeError:  # what it says of a leaf in torch.autograd.grad
+        return False
 
 
 def _strides(parameter: Tensor) -> tuple[int, ...]:

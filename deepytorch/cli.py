@@ -187,6 +187,72 @@ def unpad(
 
 
 @bench.command()
+def ddp(
+    model: Annotated[str, typer.Option(help="resnet50, vgg16, alexnet, hf_Bert or llama.")] = "vgg16",
+    size: Annotated[str, typer.Option(help="full: as published; cpu: a quarter of the width.")] = "cpu",
+    batch_size: _BatchSize = 8,
+    precision: Annotated[str, typer.Option(help="fp32, amp (autocast to bf16) or bf16 (weights too).")] = "fp32",
+    arms: Annotated[
+        str, typer.Option(metavar="LIST", help="ddp, ddp_compile, ddp_python_reducer, deepytorch.")
+    ] = "ddp,ddp_compile,ddp_python_reducer,deepytorch",
+    backend: Annotated[str, typer.Option(help="Group of the deepytorch arm: deepytorch or gloo.")] = "deepytorch",
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks of each host.")] = 2,
+    hosts: Annotated[int, typer.Option(min=1, help="Hosts; more than one are simulated by the lab, as root.")] = 1,
+    rate: Annotated[str | None, typer.Option(help="Rate of each simulated host's link, such as 200mbit.")] = None,
+    flow_rate: Annotated[str | None, typer.Option(help="Cap of each connection between simulated hosts.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="How often the arms take turns.")] = 5,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of an arm in a round.")] = 2,
+    timeout: Annotated[float, typer.Option(help="Seconds without progress after which all ranks are ended.")] = 300.0,
+    json_file: Annotated[
+        str | None, typer.Option("--json", metavar="FILE|-", help="Write the result as one JSON object; -: to stdout.")
+    ] = None,
+) -> None:
+    """Time a data-parallel step in stock DDP, compiled or not, and in deepytorch, and what of it is hidden.
+
+    Seconds are of forward and backward, pooled over the ranks, in the line format of PyTorch's DDP benchmark.
+    """
+    from deepytorch.bench import ddp as measuring
+
+    console = Console(stderr=json_file == "-")
+    _quiet_transformers()
+    options = measuring.DdpOptions(
+        model=model,
+        size=size,
+        batch_size=batch_size,
+        precision=precision,
+        arms=tuple(part.strip() for part in arms.split(",") if part.strip()),
+        backend=backend,
+        ranks=ranks,
+        hosts=hosts,
+        rate=rate,
+        flow_rate=flow_rate,
+        rounds=rounds,
+        steps=steps,
+        timeout_s=timeout,
+    )
+    with console.status("Starting") as status:
+        result = measuring.run_ddp(options, notify=status.update)
+    for arm in result.arms:
+        console.print(measuring.line_of(arm, result.ranks, ranks), highlight=False, soft_wrap=True)
+    table = Table(box=box.SIMPLE_HEAD, title="What overlap reaches", title_justify="left")
+    for name in ("arm", "forward", "backward", "communication", "exposed", "efficiency", "gradients off by"):
+        table.add_column(name, justify="left" if name == "arm" else "right")
+    for arm in result.arms:
+        seconds = (arm.forward_seconds, arm.backward_seconds, arm.comm_seconds, arm.exposed_comm_seconds)
+        table.add_row(
+            arm.name,
+            *(f"{1e3 * value:.1f} ms" for value in seconds),
+            f"{arm.overlap_efficiency:.2f}",
+            f"{arm.max_grad_rel_diff:.1e}",
+        )
+    console.print(table)
+    if json_file == "-":
+        typer.echo(json.dumps(result.to_json(), indent=2))
+    elif json_file is not None:
+        measuring.write_ddp_result(Path(json_file), result)
+
+
+@bench.command()
 def comm(
     ranks: Annotated[
         int | None, typer.Option(min=1, help="Ranks of each host (default 2); under torchrun, those that it started.")

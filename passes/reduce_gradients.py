@@ -7,7 +7,7 @@ while the rest of the backward runs.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +55,7 @@ class ReduceGradients:
             for number, member in enumerate(members):
                 handed[places[member]] = _item(graph, waited, number)
         output.args = (type(results)(handed),)
+        _keep_layouts(output, places.values())
 
 
 def _gradients(output: fx.Node, members: Mapping[int, int]) -> dict[int, int]:
@@ -70,6 +71,18 @@ def _gradients(output: fx.Node, members: Mapping[int, int]) -> dict[int, int]:
         if isinstance(source, PlainAOTInput) and source.idx in members:
             found[members[source.idx]] = place
     return found
+
+
+def _keep_layouts(output: fx.Node, places: Iterable[int]) -> None:
+    """Inductor gives every output the strides that it had in the trace, by a copy if need be: these are as they are."""
+    strides = output.meta.get("original_output_strides")
+    if strides is None:
+        return
+    [results] = output.args
+    changed = list(strides)
+    for place in places:
+        changed[place] = tuple(results[place].meta["val"].stride())
+    output.meta["original_output_strides"] = changed
 
 
 def _call(

@@ -1,4 +1,4 @@
-"""The ranks of `deepytorch bench comm` as processes: started, listened to, and ended however the measurement ends."""
+"""The ranks of a measurement as processes: started, listened to, and ended however the measurement ends."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
-from deepytorch.bench.comm_worker import CommPlan
 from deepytorch.bench.lab import Lab, LabOptions
 from deepytorch.errors import DeepytorchError
 
@@ -27,6 +26,17 @@ _END_S = 20.0  # for a rank to end by itself after the measurement
 _GRACE_S = 3.0  # between asking a rank to end and ending it
 _LAST_WORDS_S = 0.3  # for ranks that fail together to say why: the first is to blame
 _LOG_LINES = 15
+
+
+class RankPlan(Protocol):
+    """What every rank of a measurement is told."""
+
+    @property
+    def timeout_s(self) -> float:
+        """Seconds without a word after which all ranks are ended."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan as plain JSON values."""
 
 
 class RankError(DeepytorchError, RuntimeError):
@@ -40,9 +50,9 @@ class _Rank:
 
 
 def run_ranks(
-    plan: CommPlan, ranks: int, lab: LabOptions | None = None, worker: Sequence[str] = WORKER
+    plan: RankPlan, ranks: int, lab: LabOptions | None = None, worker: Sequence[str] = WORKER
 ) -> Generator[dict[str, Any], None, None]:
-    """Start the ranks that run `plan`, and yield what rank 0 tells: see `comm_worker.main`.
+    """Start the ranks that run `plan`, and yield what rank 0 tells: see `rank_process`.
 
     There are `ranks` of them on this machine, which talk over loopback, or those of `lab`. `worker` is the command of a
     rank; it gets the plan's file. The ranks meet at a file in a folder that only this user can read. When the generator

@@ -8,19 +8,12 @@ what is timed.
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import signal
 import statistics
-import sys
-import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +25,7 @@ from deepytorch import comm
 from deepytorch.bench.arms import rotated
 from deepytorch.bench.comm_patterns import Buffers, Pattern
 from deepytorch.bench.comm_schema import NO_REDOP, REDUCING_OPS, CommCell, bus_factor
+from deepytorch.bench.rank_process import Seat, run_rank
 from deepytorch.comm.backend import group_of
 from deepytorch.comm.base import Compression
 from deepytorch.errors import ConfigError
@@ -329,54 +323,26 @@ def _copy_seconds(times: int = 5) -> list[float]:
 
 
 def main(collective: Collective = run_collective) -> None:
-    """Run the plan of `sys.argv[1]` as one rank; its folder holds the store and takes what is found.
-
-    Rank 0 adds lines to `records.jsonl`: what is being done, cells, and at the end the copy bandwidth, or what
-    `describe` found. A rank that fails leaves `rankR.error`: when it failed (of the system-wide monotonic clock) and
-    how. With `--watch-stdin`, the process ends as soon as whoever holds the other end of its stdin is gone.
+    """Run the plan of `sys.argv[1]` as one rank; rank 0 tells what is being done, cells, and at the end the copy
+    bandwidth, or what `describe` found.
     """
-    path, rank, ranks = Path(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole foreground: whoever started us ends us
-    if "--watch-stdin" in sys.argv:
-        threading.Thread(target=_end_with_stdin, daemon=True).start()
-    try:
-        plan = CommPlan.from_json(json.loads(path.read_text(encoding="utf-8")))
-        with (path.parent / "records.jsonl").open("a", encoding="utf-8") as records:
 
-            def tell(record: dict[str, Any]) -> None:
-                if rank == 0:
-                    records.write(json.dumps(record) + "\n")
-                    records.flush()
+    def work(content: dict[str, Any], seat: Seat) -> None:
+        plan = CommPlan.from_json(content)
+        init_default_group(plan.timeout_s, seat.store, seat.rank, seat.ranks)
+        if plan.explain:
+            seat.tell({"doing": "Measuring the links"})
+            seat.tell({"done": describe(plan)})
+            return
+        copied = measure(
+            plan,
+            on_cells=lambda cells: seat.tell({"cells": [asdict(cell) for cell in cells]}),
+            notify=lambda text: seat.tell({"doing": text}),
+            collective=collective,
+        )
+        seat.tell({"done": asdict(copied)})
 
-            store = dist.FileStore(str(path.parent / "store"), ranks)
-            init_default_group(plan.timeout_s, store, rank, ranks)
-            if plan.explain:
-                tell({"doing": "Measuring the links"})
-                tell({"done": describe(plan)})
-            else:
-                copied = measure(
-                    plan,
-                    on_cells=lambda cells: tell({"cells": [asdict(cell) for cell in cells]}),
-                    notify=lambda text: tell({"doing": text}),
-                    collective=collective,
-                )
-                tell({"done": asdict(copied)})
-        dist.destroy_process_group()
-    except BaseException:
-        text = traceback.format_exc()
-        report = path.parent / f"rank{rank}.error"
-        unfinished = report.with_suffix(".unfinished")
-        unfinished.write_text(json.dumps({"at_s": time.monotonic(), "error": text}), encoding="utf-8")
-        unfinished.rename(report)
-        sys.stderr.write(text)
-        sys.stderr.flush()
-        os._exit(1)  # without the destructors of groups in which collectives still hang
-
-
-def _end_with_stdin() -> None:
-    while os.read(0, 1):  # not sys.stdin, whose lock a thread must not hold when the interpreter ends
-        pass
-    os._exit(1)
+    run_rank(work)
 
 
 if __name__ == "__main__":

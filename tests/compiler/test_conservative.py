@@ -25,6 +25,8 @@ from tests.compiler.plain_models import DIM, SIZES, VOCAB, Block, Plain, filled,
 
 GIVEN = ((4, 11, "right"), (3, 13, "left"), (5, 9, "holes"))
 
+pytestmark = pytest.mark.slow
+
 
 def train(model: nn.Module, given: list[Batch] | None = None) -> str:
     """Train, compare, and tell what happened."""
@@ -240,7 +242,6 @@ class WindowInABuffer(nn.Module):
         return scaled(q, k).masked_fill(~(near & keys(mask)), -1e9).softmax(-1) @ v
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "attend",
     [
@@ -254,7 +255,6 @@ def test_a_mask_with_another_meaning_is_not_taken_for_a_known_one(attend: Any) -
     train(Plain(attend, layers=1))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "attend",
     [window_of_fractions, window_of_chunks, WindowInABuffer()],

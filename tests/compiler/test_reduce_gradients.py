@@ -75,6 +75,7 @@ counts = adopted(model).reducer.counts
 buckets = adopted(model).reducer.plan.buckets
 assert len(buckets) > 2 and counts.syncs == 5 and counts.collectives == 5 * len(buckets), counts
 assert counts.late == 0, counts
+assert not adopted(model).reducer._in_parts
 assert [each.bucket for each in counts.transfers] == list(range(len(buckets)))
 assert list(model.state_dict()) == list(DDP(Net()).state_dict())
 assert list(compiled(model).state_dict())[0] == "_orig_mod.module.first.weight"
@@ -107,6 +108,24 @@ def keep(model, call, optimizer, number):
     for grads in kept:  # what a user holds of earlier steps stays what it was
         assert all(torch.equal(now, then) for now, then in grads)
 train(Net, what="held gradients", step=keep)
+
+def grad_only(model, call, optimizer, number):
+    optimizer.zero_grad()
+    with model.no_sync():
+        call(*data(10 * number)).backward()
+    before = [p.grad.clone() for p in model.parameters()]
+    with model.no_sync():
+        found = torch.autograd.grad(call(*data(10 * number + 1)), list(model.parameters()))
+    for p, then, mine in zip(model.parameters(), before, found):
+        assert torch.equal(p.grad, then)
+        assert mine.data_ptr() != p.grad.data_ptr()
+    kept.setdefault(number, []).append(found)
+    call(*data(10 * number + 2)).backward()
+kept = {}
+train(Net, what="autograd.grad in between", step=grad_only)
+for one, other in kept.values():
+    for theirs, ours in zip(one, other):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 scalers = {}
 def scaled(model, call, optimizer, number):
@@ -321,15 +340,33 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize("backend", ["gloo", "deepytorch"])
+@pytest.mark.parametrize("backend", [pytest.param("gloo", marks=pytest.mark.slow), "deepytorch"])
 @pytest.mark.parametrize("part", PARTS.values(), ids=PARTS.keys())
 def test_training_equals_stock_data_parallel(part: str, backend: str) -> None:
     script = f"LOWERING = 'aot_eager'\n{HARNESS}\ninit({backend!r}, timeout=60)\n{part}\ndist.destroy_process_group()"
     run(script, 2, 280)
 
 
+CONVOLUTIONS = """
+class Convolutions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Conv2d(1, 16, 3, padding=1), nn.Conv2d(16, 8, 3)
+        self.head = nn.Linear(8, 8)
+    def forward(self, x, y):
+        hidden = self.second(F.relu(self.first(x.view(-1, 1, 4, 4))))
+        return F.cross_entropy(self.head(hidden.mean((2, 3))), y)
+model = train(Convolutions, what="convolutions")
+reducer = adopted(model).reducer
+assert reducer.counts.late == 0
+assert not reducer._in_parts, "Inductor copied gradients that autograd was to take as they are"
+"""
+
+
 def test_inductor_reduces_as_stock_does() -> None:
-    script = f"LOWERING = 'inductor'\n{HARNESS}\ninit('gloo', timeout=120)\n{PLAIN}\ndist.destroy_process_group()"
+    script = f"LOWERING = 'inductor'\n{HARNESS}\ninit('gloo', timeout=120)\n{PLAIN}\n{CONVOLUTIONS}"
+    script += "\ndist.destroy_process_group()"
     run(script, 2, 280)
 
 

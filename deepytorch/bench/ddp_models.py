@@ -1,0 +1,143 @@
+"""Models of the data-parallel benchmark, with random weights, and batches for them: nothing is downloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deepytorch.bench.models import build_model
+from deepytorch.errors import ConfigError
+
+NUM_CLASSES = 1000
+SIZES = ("cpu", "full")
+MODELS = ("resnet50", "vgg16", "alexnet", "hf_Bert", "llama")
+
+# VGG's configuration D (Simonyan and Zisserman 2014): channels of the convolutions, 0 for a pooling by two.
+_VGG16 = (64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A model whose forward returns its loss, and what makes a batch of it."""
+
+    model: nn.Module
+    batch: Callable[[int, torch.Generator], dict[str, Tensor]]
+
+
+def build_workload(name: str, size: str = "cpu", seed: int = 0) -> Workload:
+    """Return the model `name`, one of `MODELS`. `size`: "full" as published, "cpu" with a quarter of the width.
+
+    Raises `ConfigError` for an unknown name or size.
+    """
+    if name not in MODELS:
+        raise ConfigError(f"The model is {name!r}, expected one of {', '.join(MODELS)}.")
+    if size not in SIZES:
+        raise ConfigError(f"The model size is {size!r}, expected one of {', '.join(SIZES)}.")
+    scale, pixels = (1, 224) if size == "full" else (4, 64)
+    if name in ("hf_Bert", "llama"):
+        family = "bert" if name == "hf_Bert" else "llama"
+        vocab = 30_522 if size == "full" else 8_192
+        text = build_model(family, "base" if size == "full" else "demo", vocab_size=vocab, seed=seed)
+        return Workload(_Loss(text), lambda rows, generator: _tokens(rows, 128, vocab, generator))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        builders: dict[str, Callable[[int], nn.Module]] = {"resnet50": _resnet50, "vgg16": _vgg16, "alexnet": _alexnet}
+        model = _Classifier(builders[name](scale))
+    return Workload(model.train(), lambda rows, generator: _images(rows, pixels, generator))
+
+
+class _Loss(nn.Module):
+    """A language model of which only the loss is wanted."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **batch: Tensor) -> Any:
+        return self.model(**batch).loss
+
+
+class _Classifier(nn.Module):
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.network(images), labels)
+
+
+def _tokens(rows: int, positions: int, vocab: int, generator: torch.Generator) -> dict[str, Tensor]:
+    ids = torch.randint(5, vocab, (rows, positions), generator=generator)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
+
+
+def _images(rows: int, pixels: int, generator: torch.Generator) -> dict[str, Tensor]:
+    images = torch.randn(rows, 3, pixels, pixels, generator=generator)
+    return {"images": images, "labels": torch.randint(0, NUM_CLASSES, (rows,), generator=generator)}
+
+
+def _vgg16(scale: int) -> nn.Module:
+    layers: list[nn.Module] = []
+    channels = 3
+    for width in _VGG16:
+        if width == 0:
+            layers.append(nn.MaxPool2d(2))
+            continue
+        layers += [nn.Conv2d(channels, width // scale, 3, padding=1), nn.ReLU()]
+        channels = width // scale
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(7), nn.Flatten(), *_head(channels * 49, 4096 // scale))
+
+
+def _alexnet(scale: int) -> nn.Module:
+    """Krizhevsky 2014, "One weird trick", the form of one tower."""
+    c1, c2, c3, c4 = (width // scale for width in (64, 192, 384, 256))
+    return nn.Sequential(
+        nn.Conv2d(3, c1, 11, stride=4, padding=2), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1),
+        nn.Conv2d(c1, c2, 5, padding=2), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1),
+        nn.Conv2d(c2, c3, 3, padding=1), nn.ReLU(),
+        nn.Conv2d(c3, c4, 3, padding=1), nn.ReLU(),
+        nn.Conv2d(c4, c4, 3, padding=1), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(6), nn.Flatten(), *_head(c4 * 36, 4096 // scale),
+    )  # fmt: skip
+
+
+def _head(inputs: int, hidden: int) -> list[nn.Module]:
+    return [nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, NUM_CLASSES)]
+
+
+def _resnet50(scale: int) -> nn.Module:
+    """He et al. 2015, with the stride in the 3x3 convolution."""
+    width = 64 // scale
+    layers: list[nn.Module] = [
+        nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
+        nn.MaxPool2d(3, 2, padding=1),
+    ]  # fmt: skip
+    channels = width
+    for stage, depth in enumerate((3, 4, 6, 3)):
+        inner = width << stage
+        for block in range(depth):
+            layers.append(_Bottleneck(channels, inner, 2 if stage > 0 and block == 0 else 1))
+            channels = 4 * inner
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, NUM_CLASSES))
+
+
+class _Bottleneck(nn.Module):
+    def __init__(self, channels: int, inner: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(channels, inner, 1, bias=False), nn.BatchNorm2d(inner), nn.ReLU(),
+            nn.Conv2d(inner, inner, 3, stride=stride, padding=1, bias=False), nn.BatchNorm2d(inner), nn.ReLU(),
+            nn.Conv2d(inner, 4 * inner, 1, bias=False), nn.BatchNorm2d(4 * inner),
+        )  # fmt: skip
+        same = stride == 1 and channels == 4 * inner
+        self.shortcut: nn.Module = nn.Identity() if same else nn.Sequential(
+            nn.Conv2d(channels, 4 * inner, 1, stride=stride, bias=False), nn.BatchNorm2d(4 * inner)
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.body(x) + self.shortcut(x))

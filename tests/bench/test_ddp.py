@@ -1,0 +1,114 @@
+"""`deepytorch bench ddp`: what it refuses, what it makes of measured times, and one small run of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deepytorch.bench import ddp as measuring
+from deepytorch.bench.ddp import DdpOptions, DdpResult, line_of, read_ddp_result, run_ddp, write_ddp_result
+from deepytorch.bench.ddp_models import MODELS, build_workload
+from deepytorch.errors import ConfigError, DataError
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model": "vgg17"}, "expected one of resnet50, vgg16"),
+        ({"size": "huge"}, "expected one of cpu, full"),
+        ({"precision": "fp8"}, "expected one of fp32, amp, bf16"),
+        ({"arms": ("ddp", "horovod")}, "horovod"),
+        ({"arms": ()}, "expected one or more of"),
+        ({"arms": ("ddp", "ddp")}, "each once"),
+        ({"batch_size": 0}, "expected 1 or more"),
+        ({"rate": "200mbit"}, "expected --hosts 2 or more"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        DdpOptions(**changes)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_trains_a_step(name: str) -> None:
+    workload = build_workload(name)
+    batch = workload.batch(2, torch.Generator().manual_seed(0))
+    loss = workload.model(**batch)
+    loss.backward()
+    assert loss.dim() == 0
+    assert torch.isfinite(loss)
+    assert all(parameter.grad is not None for parameter in workload.model.parameters())
+
+
+@pytest.mark.parametrize(("name", "millions"), [("resnet50", 25.557), ("vgg16", 138.358), ("alexnet", 61.101)])
+def test_full_size_models_have_as_many_weights_as_published(name: str, millions: float) -> None:
+    with torch.device("meta"):
+        model = build_workload(name, "full").model
+    assert sum(parameter.numel() for parameter in model.parameters()) / 1e6 == pytest.approx(millions, abs=1e-3)
+
+
+def _records(steps: list[float], alone: float, communication: float) -> dict[str, Any]:
+    return {
+        "steps": [{"forward": 0.1, "backward": step - 0.1, "optimizer": 0.01} for step in steps],
+        "alone": [{"forward": 0.1, "backward": alone - 0.1, "optimizer": 0.0}],
+        "communication": [communication],
+    }
+
+
+def test_figures_are_those_of_the_measured_times(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = {
+        "ranks": [
+            {"ddp": _records([0.8, 0.8, 0.8], 0.4, 0.5), "deepytorch": _records([0.6, 0.64, 0.68], 0.4, 0.5)},
+            {"ddp": _records([0.8, 0.8, 0.8], 0.4, 0.5), "deepytorch": _records([0.6, 0.64, 0.68], 0.4, 0.5)},
+        ],
+        "max_grad_rel_diff": {"ddp": 0.0, "deepytorch": 1e-7},
+        "bucket_bytes": {"ddp": [100], "deepytorch": [40, 60]},
+    }
+
+    def records(*_: Any) -> Any:
+        yield {"doing": "something"}
+        yield {"done": found}
+
+    monkeypatch.setattr(measuring, "run_ranks", records)
+    said: list[str] = []
+    result = run_ddp(DdpOptions(arms=("ddp", "deepytorch")), said.append)
+    assert said == ["something"]
+    assert result.ratio_vs_ddp == pytest.approx(0.8 / 0.64)
+    assert result.ratio_vs_ddp_compile is None
+    assert result.ratio_vs_python_reducer is None
+    stock, ours = result.arms
+    assert stock.overlap_efficiency == pytest.approx((0.1 + max(0.3, 0.5)) / 0.8)
+    assert ours.exposed_comm_seconds == pytest.approx(0.64 - 0.4)
+    assert ours.percentile_seconds["p50"] == pytest.approx(0.64)
+    assert ours.examples_per_second["p50"] == pytest.approx(8 / 0.64)
+    assert "p50:   0.640s" in line_of(ours, 2, 2)
+    assert "2 ranks -- 1M/2R" in line_of(ours, 2, 2)
+    write_ddp_result(tmp_path / "result.json", result)
+    assert read_ddp_result(tmp_path / "result.json") == result
+    with pytest.raises(DataError, match="lacks"):
+        DdpResult.from_json({"model": "vgg16"})
+
+
+def test_a_small_run_finds_equal_gradients(tmp_path: Path) -> None:
+    options = DdpOptions(
+        model="alexnet",
+        batch_size=2,
+        arms=("ddp", "deepytorch"),
+        rounds=1,
+        steps=1,
+        lowering="aot_eager",
+        timeout_s=120,
+    )
+    result = run_ddp(options)
+    assert result.max_grad_rel_diff < 1e-5
+    assert result.ranks == 2
+    assert [arm.name for arm in result.arms] == ["ddp", "deepytorch"]
+    ours = result.arms[1]
+    weights = sum(parameter.numel() for parameter in build_workload("alexnet").model.parameters())
+    assert sum(ours.bucket_bytes) == pytest.approx(4 * weights, rel=0.01)
+    assert ours.overlap_efficiency > 0
+    json.dumps(result.to_json())
