@@ -1,9 +1,10 @@
-"""Which gradients travel together: a plan of buckets, made of parameters and links only, alike on every rank.
+"""Which gradients travel together: a plan of buckets, made of parameters, arrivals and links, alike on every rank.
 
 Gradients come out of the backward one after the other. A bucket can leave when its last gradient is there, and buckets
 leave one after the other; what is not on its way when the backward ends is exposed. Small buckets start early and end
-early but pay the latency often, so sizes are chosen by the predicted exposed time, under the alpha-beta model of `cost`
-and a backward whose time is spread over the parameters by their number of elements.
+early but pay the latency often. Where to cut is found exactly, under the alpha-beta model of `cost`, by dynamic
+programming over the arrivals (the problem of merged-gradient wait-free backpropagation: Shi, Chu and Li 2019,
+"MG-WFBP"). Of plans that end at about the same time, the one with the fewest buckets is taken.
 """
 
 from __future__ import annotations
@@ -26,9 +27,8 @@ from deepytorch.errors import ConfigError
 _NOMINAL = Link(100.0, 2 * 8e6 / 10e9)  # us, and us per byte: a ring sends nearly twice the payload
 _FITTED_BYTES = (1 << 18, 1 << 21, 1 << 24, 1 << 27)
 
-# Sizes that are tried for all buckets but the first and the last, which may be smaller.
-_BODY_BYTES = tuple(1 << power for power in range(18, 28))  # 256 KB .. 128 MB
-_EDGE_PARTS = (1, 2, 4, 8)  # how many times smaller than the others the first and the last bucket may be
+_MAX_GROUPS = 64  # of gradients that come about together; a finer plan gains nothing that shows
+_TOLERANCE = 0.02  # of the whole communication: what fewer buckets may cost
 _ALIGN = 64  # bytes: a bucket's members begin at cache lines, as the kernels like them
 
 
@@ -63,10 +63,19 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True)
+class Arrival:
+    """Gradients that come at one time of the backward, in us from its beginning."""
+
+    members: tuple[int, ...]
+    at_us: float
+
+
+@dataclass(frozen=True, slots=True)
 class BucketPlan:
     """All buckets, in the order in which they leave, and what they were chosen by.
 
-    `exposed_us`: predicted communication after the end of a backward of `backward_us`, out of `total_us`.
+    `exposed_us`: predicted communication after the end of a backward of `backward_us`, out of `total_us`. `measured`:
+    whether arrivals and links were seen in a backward, and not assumed.
     """
 
     members: tuple[Member, ...]
@@ -74,6 +83,7 @@ class BucketPlan:
     backward_us: float
     exposed_us: float
     total_us: float
+    measured: bool = False
 
     def digest(self) -> str:
         """SHA-256 of members and buckets: equal on ranks that may reduce together."""
@@ -90,7 +100,21 @@ class BucketPlan:
             "bucket_bytes": [bucket.num_bytes for bucket in self.buckets],
             "predicted_communication_ms": self.total_us / 1e3,
             "predicted_exposed_ms": self.exposed_us / 1e3,
+            "measured": self.measured,
         }
+
+    def choices(self) -> dict[str, Any]:
+        """What `with_choices` makes a plan of the same members from: plain JSON values, to tell other ranks."""
+        return {
+            "buckets": [list(bucket.members) for bucket in self.buckets],
+            "us": [self.backward_us, self.exposed_us, self.total_us],
+        }
+
+    def with_choices(self, choices: dict[str, Any]) -> BucketPlan:
+        """The measured plan of another rank."""
+        buckets = tuple(_bucket(self.members, group) for group in choices["buckets"])
+        backward_us, exposed_us, total_us = choices["us"]
+        return BucketPlan(self.members, buckets, backward_us, exposed_us, total_us, measured=True)
 
     def bucket_of(self) -> tuple[int, ...]:
         """The bucket of each member."""
@@ -101,7 +125,7 @@ class BucketPlan:
         return tuple(found)
 
 
-def all_reduce_link(group: dist.ProcessGroup) -> Link:
+def group_link(group: dist.ProcessGroup) -> Link:
     """What an all-reduce costs on a group: as its links were measured, else as over a 10 Gbit network."""
     try:
         found = group_of(group)
@@ -116,55 +140,129 @@ def all_reduce_link(group: dist.ProcessGroup) -> Link:
     return fit_link(_FITTED_BYTES, times)
 
 
+def expected_arrivals(members: Sequence[Member], backward_us: float) -> list[Arrival]:
+    """Before any backward was seen: the last parameters first, each after a time that goes by its elements."""
+    left = total = sum(member.num_elements for member in members) or 1
+    found = []
+    for number in reversed(range(len(members))):
+        left -= members[number].num_elements
+        found.append(Arrival((number,), backward_us * (total - left) / total))
+    return found
+
+
 def plan_buckets(
-    members: Sequence[Member], order: Sequence[int], link: Link, backward_us: float, bucket_bytes: int | None = None
+    members: Sequence[Member],
+    arrivals: Sequence[Arrival],
+    link: Link,
+    backward_us: float,
+    *,
+    bucket_bytes: int | None = None,
+    measured: bool = False,
 ) -> BucketPlan:
-    """The plan with the least predicted exposed time.
+    """The plan whose last bucket is predicted to end first.
 
-    order: the members as their gradients are expected, each once. link: time of the all-reduce of a payload.
-    backward_us: expected time of the whole backward. bucket_bytes: one size for all buckets in place of the choice.
-    Raises `ConfigError` where `order` is not an order of the members.
+    arrivals: every member once, in the order of their coming. link: time of the all-reduce of a payload. backward_us:
+    time of the whole backward. bucket_bytes: a size for all buckets in place of the choice.
+    Raises `ConfigError` where `arrivals` does not hold every member once.
     """
+    order = [member for arrival in arrivals for member in arrival.members]
     if sorted(order) != list(range(len(members))):
-        raise ConfigError(f"an order of {len(order)} gradients for {len(members)} parameters; expected each once")
+        raise ConfigError(f"arrivals of {len(order)} gradients for {len(members)} parameters; expected each once")
     if bucket_bytes is not None:
-        candidates = [(bucket_bytes, 1, 1)]
+        ready = {member: arrival.at_us for arrival in arrivals for member in arrival.members}
+        pieces = [Arrival(tuple(piece), ready[piece[-1]]) for piece in _filled(members, order, bucket_bytes)]
     else:
-        candidates = [(body, first, last) for body in _BODY_BYTES for first in _EDGE_PARTS for last in _EDGE_PARTS]
-    best: BucketPlan | None = None
-    seen: set[tuple[Bucket, ...]] = set()
-    for body, first, last in candidates:
-        buckets = _cut(members, order, body, body // first, body // last)
-        if buckets in seen:
-            continue
-        seen.add(buckets)
-        exposed_us = _exposed_us(members, buckets, link, backward_us)
-        if best is None or exposed_us < best.exposed_us:
-            total_us = sum(link.time_us(bucket.num_bytes) for bucket in buckets)
-            best = BucketPlan(tuple(members), buckets, backward_us, exposed_us, total_us)
-    assert best is not None
-    return best
+        pieces = _merged(members, arrivals)
+        pieces = [_joined(pieces[start:end]) for start, end in _cuts(members, pieces, link)]
+    buckets: list[Bucket] = []
+    free_us = 0.0
+    for piece in pieces:
+        free_us = max(free_us, piece.at_us) + _cost_us(members, piece.members, link)
+        buckets += [_bucket(members, group) for group in _by_dtype(members, piece.members)]
+    total_us = sum(link.time_us(bucket.num_bytes) for bucket in buckets)
+    exposed_us = max(0.0, free_us - backward_us)
+    return BucketPlan(tuple(members), tuple(buckets), backward_us, exposed_us, total_us, measured)
 
 
-def _cut(
-    members: Sequence[Member], order: Sequence[int], body_bytes: int, first_bytes: int, last_bytes: int
-) -> tuple[Bucket, ...]:
-    """Buckets of about those sizes, a new one where the dtype changes."""
-    left = sum(members[member].num_bytes for member in order)
-    groups: list[list[int]] = []
+def _merged(members: Sequence[Member], arrivals: Sequence[Arrival]) -> list[Arrival]:
+    """Neighbours put together until there are few enough to plan with."""
+    total = sum(member.num_bytes for member in members)
+    found: list[list[Arrival]] = []
+    filled = 0
+    for arrival in arrivals:
+        size = _num_bytes(members, arrival.members)
+        if not found or filled + size > total / _MAX_GROUPS:
+            found.append([])
+            filled = 0
+        found[-1].append(arrival)
+        filled += size
+    return [_joined(group) for group in found]
+
+
+def _joined(arrivals: Sequence[Arrival]) -> Arrival:
+    members = tuple(member for arrival in arrivals for member in arrival.members)
+    return Arrival(members, max(arrival.at_us for arrival in arrivals))
+
+
+def _cuts(members: Sequence[Member], pieces: Sequence[Arrival], link: Link) -> list[tuple[int, int]]:
+    """From and to of each bucket's pieces: the fewest buckets that end about as early as any."""
+    count = len(pieces)
+    cost = [[0.0] * (count + 1) for _ in range(count)]
+    for start in range(count):
+        kinds: set[str] = set()
+        num_bytes = 0
+        for end in range(start + 1, count + 1):
+            kinds.update(members[member].dtype for member in pieces[end - 1].members)
+            num_bytes += _num_bytes(members, pieces[end - 1].members)
+            cost[start][end] = len(kinds) * link.latency_us + num_bytes * link.us_per_byte
+    best = [0.0] * (count + 1)
+    for end in range(1, count + 1):
+        best[end] = min(max(best[start], pieces[end - 1].at_us) + cost[start][end] for start in range(end))
+    ends = [[0.0] + [float("inf")] * count]  # with so many buckets, of so many pieces
+    before: list[list[int]] = [[0] * (count + 1)]
+    enough_us = best[count] + _TOLERANCE * cost[0][count]
+    while ends[-1][count] > enough_us:
+        last, now, chosen = ends[-1], [float("inf")] * (count + 1), [0] * (count + 1)
+        for end in range(1, count + 1):
+            for start in range(end):
+                time = max(last[start], pieces[end - 1].at_us) + cost[start][end]
+                if time < now[end]:
+                    now[end], chosen[end] = time, start
+        ends.append(now)
+        before.append(chosen)
+    cuts: list[tuple[int, int]] = []
+    end = count
+    for chosen in reversed(before[1:]):
+        cuts.append((chosen[end], end))
+        end = chosen[end]
+    return cuts[::-1]
+
+
+def _filled(members: Sequence[Member], order: Sequence[int], bucket_bytes: int) -> list[list[int]]:
+    found: list[list[int]] = []
     filled = 0
     for member in order:
-        size = members[member].num_bytes
-        room = first_bytes if len(groups) <= 1 else body_bytes
-        ends = left <= last_bytes < left + filled  # what is left is the last bucket
-        if not groups or members[groups[-1][-1]].dtype != members[member].dtype or filled + size > room or ends:
-            if not groups or groups[-1]:
-                groups.append([])
+        if not found or filled + members[member].num_bytes > bucket_bytes:
+            found.append([])
             filled = 0
-        groups[-1].append(member)
-        filled += size
-        left -= size
-    return tuple(_bucket(members, group) for group in groups)
+        found[-1].append(member)
+        filled += members[member].num_bytes
+    return found
+
+
+def _by_dtype(members: Sequence[Member], group: Sequence[int]) -> list[list[int]]:
+    found: dict[str, list[int]] = {}
+    for member in group:
+        found.setdefault(members[member].dtype, []).append(member)
+    return list(found.values())
+
+
+def _num_bytes(members: Sequence[Member], group: Sequence[int]) -> int:
+    return sum(members[member].num_bytes for member in group)
+
+
+def _cost_us(members: Sequence[Member], group: Sequence[int], link: Link) -> float:
+    return sum(link.time_us(_num_bytes(members, part)) for part in _by_dtype(members, group))
 
 
 def _bucket(members: Sequence[Member], group: Sequence[int]) -> Bucket:
@@ -175,13 +273,3 @@ def _bucket(members: Sequence[Member], group: Sequence[int]) -> Bucket:
         offsets.append(end)
         end += -(-members[member].num_elements // step) * step
     return Bucket(tuple(group), tuple(offsets), members[group[0]].dtype, end, end * element_bytes)
-
-
-def _exposed_us(members: Sequence[Member], buckets: Sequence[Bucket], link: Link, backward_us: float) -> float:
-    """Communication after the end of the backward: each bucket starts when it is full and the one before has left."""
-    num_elements = sum(member.num_elements for member in members) or 1
-    done, free_us = 0, 0.0
-    for bucket in buckets:
-        done += sum(members[member].num_elements for member in bucket.members)
-        free_us = max(free_us, backward_us * done / num_elements) + link.time_us(bucket.num_bytes)
-    return max(0.0, free_us - backward_us)

@@ -8,17 +8,20 @@ graphs look like; what is missing when the backward ends leaves then.
 What is handed back to autograd are views of the buckets, laid out as their parameters are. Autograd takes them for
 `param.grad` as they are, so a reduced gradient is never copied out.
 
+The first two backwards are only watched: their buckets leave at the end. The first one shows which gradients come in
+parts (below), the second one when each gradient comes and what the network takes, seen alone. From what rank 0 saw it
+makes the plan that all ranks keep from then on.
+
 [Note: parts] A parameter that two graphs, or a graph and an eager frame, use gets its gradient in parts, which autograd
-adds up before the parameter's hook sees the sum. The first backward finds such parameters; what had left too early is
-averaged once more, which changes nothing of what was averaged before. From then on they wait for their sum.
+adds up before the parameter's hook sees the sum. Such parameters wait for their sum.
 """
 
 from __future__ import annotations
 
-import contextlib
+import json
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -27,32 +30,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from deepytorch.comm.buckets import BucketPlan
-from deepytorch.comm.buffers import allocate
-from deepytorch.errors import ConfigError, GradientError
+from deepytorch.comm.agreement import exchange
+from deepytorch.comm.bucket_memory import BucketMemory, Transfer, new_buffer, strides
+from deepytorch.comm.buckets import BucketPlan, plan_buckets
+from deepytorch.comm.cost import Link
+from deepytorch.comm.hooks import CommHook
+from deepytorch.comm.watch import Watch, fitted
+from deepytorch.errors import GradientError
 
-
-@dataclass
-class Transfer:
-    """When one bucket was on its way, in seconds of `time.perf_counter`; `waited`: what the backward stood for."""
-
-    bucket: int
-    num_bytes: int
-    started: float
-    ended: float = 0.0
-    waited: float = 0.0
-
-
-@dataclass
-class _Bucket:
-    """The buffer of one bucket and what has become of it in this backward."""
-
-    buffer: Tensor
-    views: list[Tensor]
-    missing: int = 0
-    work: Any = None
-    transfer: Transfer | None = None
-    launched: bool = False
+_WATCHED = 2  # backwards, at first
 
 
 @dataclass
@@ -77,39 +63,49 @@ class GradientReducer:
         plan: BucketPlan,
         group: dist.ProcessGroup,
         *,
+        link: Link,
+        bucket_bytes: int | None = None,
         may_be_unused: bool = False,
+        hook: CommHook | None = None,
         timeout: timedelta = timedelta(minutes=30),
     ) -> None:
         """`parameters`: those that need gradients, in the order of the plan's members, alike on all ranks.
 
-        name: the same on every rank, and no other module's.
+        name: the same on every rank, and no other module's. plan: for the backwards that are watched. link: what an
+        all-reduce is thought to take. bucket_bytes: as the user wants the buckets, None to have them chosen. hook:
+        called with each bucket in place of an all-reduce.
 
         may_be_unused: a parameter that no rank used keeps its gradient as it was, as DDP's `find_unused_parameters`
         has it; otherwise one that is not used is an error.
         """
-        self.plan = plan
         self._name = name
         self.counts = Counts()
         self._names = [name for name, _ in parameters]
         self._parameters = [parameter for _, parameter in parameters]
         self._accumulators = [_accumulator(each) for each in self._parameters]
-        self._layouts = [(each.shape, _strides(each), each.dtype, each.device) for each in self._parameters]
+        self._layouts = [(each.shape, strides(each), each.dtype, each.device) for each in self._parameters]
         self._group, self._may_be_unused, self._timeout = group, may_be_unused, timeout
+        self._link, self._bucket_bytes, self._comm_hook = link, bucket_bytes, hook
         self._size = dist.get_world_size(group)
         self._averages = "deepytorch" in str(dist.get_backend(group)) or "nccl" in str(dist.get_backend(group))
-        self._bucket_of = plan.bucket_of()
-        self._place = {member: place for bucket in plan.buckets for place, member in enumerate(bucket.members)}
-        self._buckets: list[_Bucket] = []
+        self._buckets: list[BucketMemory] = []
         self._arrived: set[int] = set()
         self._in_parts: set[int] = set()  # see [Note: parts]
-        self._parts_known = False
         self._parts: dict[int, Tensor] = {}  # of this backward, on their way to autograd
-        self._too_early: list[int] = []
+        self._watched = 0  # backwards
+        self._watch: Watch | None = None  # of this backward
+        self._set_plan(plan)
         self._next = 0  # the bucket that leaves next
         self._armed = False  # whether the backward that comes reduces
         self._backward = -1  # the backward that is under way, as autograd numbers them; -1: none
         self._agreed = False
         self._hooks: list[Any] = []
+
+    def _set_plan(self, plan: BucketPlan) -> None:
+        self.plan = plan
+        self._bucket_of = plan.bucket_of()
+        self._place = {member: place for bucket in plan.buckets for place, member in enumerate(bucket.members)}
+        self._buckets = []  # made by the next backward; what autograd holds of the old ones stays as it is
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
@@ -156,6 +152,8 @@ class GradientReducer:
         accumulated = [_is_accumulated(self._accumulators[member]) for member in members]
         if any(accumulated):
             self._begin()
+        whole = zip(members, accumulated, strict=True)
+        self._stamp(member for member, taken in whole if taken and member not in self._in_parts)
         targets, sources = [], []
         for member, gradient, taken in zip(members, gradients, accumulated, strict=True):
             if not taken or member in self._arrived or member in self._in_parts:
@@ -184,11 +182,14 @@ class GradientReducer:
         return torch.empty_strided(shape, stride, dtype=dtype, device=device).copy_(gradient)
 
     def wait(self, members: Sequence[int]) -> list[Tensor]:
-        """The gradients as autograd is to have them: reduced where their bucket has left, else to be reduced in place
-        when it does.
+        """The gradients as autograd is to have them: reduced, or to be reduced in place before the backward ends.
+
+        Autograd only takes note of them meanwhile, unless hooks of the user's look at them, or it was told to create a
+        graph of the backward.
         """
-        for number in dict.fromkeys(self._bucket_of[member] for member in members if member not in self._parts):
-            self._finish(self._buckets[number])
+        if torch.is_grad_enabled() or any(_has_hooks(self._parameters[member]) for member in members):
+            for number in dict.fromkeys(self._bucket_of[member] for member in members if member not in self._parts):
+                self.counts.exposed_seconds += self._buckets[number].finish()
         return [
             self._parts.pop(member) if member in self._parts else self._view(member).view_as(self._parameters[member])
             for member in members
@@ -212,15 +213,24 @@ class GradientReducer:
         """Autograd has added up a gradient."""
         self._begin()
         if member not in self._arrived:
+            self._stamp([member])
             self.counts.late += 1
             self._take(member, gradient)
             self._count(member)
             self._send_full()
         elif gradient.data_ptr() != self._view(member).data_ptr():  # a sum of parts
             if self._buckets[self._bucket_of[member]].launched:
-                self._too_early.append(member)
-            else:
-                self._take(member, gradient)
+                raise GradientError(
+                    f"{self._names[member]} got a gradient in parts, from a compiled graph and from elsewhere, for the "
+                    "first time after the first step; expected it in every step: compile with "
+                    "options={'reduce_gradients': False}"
+                )
+            self._take(member, gradient)
+            self._in_parts.add(member)
+
+    def _stamp(self, members: Iterable[int]) -> None:
+        if self._watch is not None:
+            self._watch.arrived(member for member in members if member not in self._arrived)
 
     def _take(self, member: int, gradient: Tensor) -> None:
         """Move a gradient that autograd holds into its bucket, and give autograd the view."""
@@ -242,30 +252,36 @@ class GradientReducer:
         self._backward = current  # one before it that ended in an error is forgotten
         self._arrived.clear()
         self._parts.clear()
-        self._too_early.clear()
         self._next = 0
         if self._armed and not self._agreed:
             self._agree()
         if not self._buckets:
-            self._buckets = [self._make(number) for number in range(len(self.plan.buckets))]
+            self._buckets = [self._make(number, together=True) for number in range(len(self.plan.buckets))]
         for number, bucket in enumerate(self._buckets):
-            if self._is_held(number):  # somebody kept a gradient of an earlier step: it stays what it is
-                self._buckets[number] = bucket = self._make(number)
-            bucket.missing = len(bucket.views)
-            bucket.work, bucket.transfer, bucket.launched = None, None, False
+            if bucket.is_held():  # somebody kept a gradient of an earlier step: it stays what it is
+                self._buckets[number] = bucket = self._make(number, together=False)
+            bucket.begin()
+        if self._armed and self._watched < _WATCHED:
+            self._watch = Watch(self._parameters[0].device)
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:
         """The backward is over: send what has not left, in order, and wait for all of it."""
+        watch = self._watch
         try:
             if self._armed:
                 self._send_rest()
         finally:
             self._backward = -1
             armed, self._armed = self._armed, False
+            self._watch = None
         if armed:
             self.counts.syncs += 1
             self.counts.transfers = [bucket.transfer for bucket in self._buckets if bucket.transfer is not None]
+            if watch is not None:
+                self._watched += 1
+                if self._watched == _WATCHED:
+                    self._plan_from(watch)
 
     def _send_rest(self) -> None:
         unused = [member for member in range(len(self._parameters)) if member not in self._arrived]
@@ -277,10 +293,16 @@ class GradientReducer:
             else:
                 self._view(member).copy_(gradient)
             self._count(member)
+        if self._watch is not None:
+            self._watch.ended()
+            self._send_one_by_one(self._watch)
         self._send_full()
         for bucket in self._buckets:
-            self._finish(bucket)
-        self._average_again()
+            self.counts.exposed_seconds += bucket.finish()
+        for member in self._arrived.difference(unused):  # autograd may have cloned what it was handed
+            parameter, view = self._parameters[member], self._view(member)
+            if parameter.grad is not None and parameter.grad.data_ptr() != view.data_ptr():
+                parameter.grad = view.view_as(view)
         for member in unused:
             if used is None or used[member]:
                 self._parameters[member].grad = self._view(member).view_as(self._parameters[member])
@@ -292,28 +314,38 @@ class GradientReducer:
                 "find_unused_parameters=True to DistributedDataParallel where some are not used, or freeze them"
             )
 
-    def _average_again(self) -> None:
-        """See [Note: parts]. Ranks tell each other of such parameters after their first backward, and only then."""
-        if not self._parts_known:
-            self._parts_known = True
-            said = self._exchange("parts", " ".join(map(str, sorted(set(self._too_early)))))
-            self._in_parts = {int(word) for words in said for word in words.split()}
-            for member in sorted(self._in_parts):
-                gradient = self._parameters[member].grad
-                gradient = torch.zeros_like(self._parameters[member]) if gradient is None else gradient
-                self._all_reduce(gradient, async_op=False)
-        elif self._too_early:
-            names = ", ".join(self._names[member] for member in self._too_early)
-            raise GradientError(
-                f"{names} got a gradient in parts, from a compiled graph and from elsewhere, for the first time after "
-                "the first step; expected it in every step: compile with options={'reduce_gradients': False}"
-            )
+    def _send_one_by_one(self, watch: Watch) -> None:
+        """What the network takes when nothing else is done."""
+        self._watch = None
+        started = watch.finish()
+        while self._next < len(self._buckets):
+            number = self._next
+            self._send_full(at_most=1)
+            self.counts.exposed_seconds += self._buckets[number].finish()
+        seconds = watch.finish() - started
+        self._seen = fitted(self._link, sum(b.num_bytes for b in self.plan.buckets), len(self.plan.buckets), seconds)
 
-    def _all_reduce(self, tensor: Tensor, async_op: bool) -> Any:
+    def _plan_from(self, watch: Watch) -> None:
+        """Every rank takes the plan that rank 0 makes of what it saw."""
+        said = ""
+        if dist.get_rank(self._group) == 0:
+            made = plan_buckets(
+                self.plan.members,
+                watch.arrivals(len(self._parameters)),
+                self._seen,
+                watch.backward_us(),
+                bucket_bytes=self._bucket_bytes,
+                measured=True,
+            )
+            said = json.dumps(made.choices())
+        [said, *_] = exchange(self._group, f"gradients/{self._name}/measured", said, self._timeout)
+        self._set_plan(self.plan.with_choices(json.loads(said)))
+
+    def _all_reduce(self, tensor: Tensor) -> Any:
         if not self._averages:
             tensor.div_(self._size)
         op = dist.ReduceOp.AVG if self._averages else dist.ReduceOp.SUM
-        return dist.all_reduce(tensor, op, group=self._group, async_op=async_op)
+        return dist.all_reduce(tensor, op, group=self._group, async_op=True)
 
     def _used_anywhere(self) -> list[bool]:
         """Which parameters some rank has used in this backward."""
@@ -326,90 +358,46 @@ class GradientReducer:
 
     # ------------------------------------------------------------------ buckets
 
-    def _send_full(self) -> None:
-        if not self._armed:
+    def _send_full(self, at_most: int | None = None) -> None:
+        """Send full buckets, in the order of the plan, unless the backward is watched."""
+        if not self._armed or self._watch is not None:
             return
-        while self._next < len(self._buckets) and self._buckets[self._next].missing == 0:
+        end = len(self._buckets) if at_most is None else min(len(self._buckets), self._next + at_most)
+        while self._next < end and self._buckets[self._next].missing == 0:
             bucket = self._buckets[self._next]
             num_bytes = self.plan.buckets[self._next].num_bytes
             bucket.transfer = transfer = Transfer(self._next, num_bytes, time.perf_counter())
-            bucket.work = self._all_reduce(bucket.buffer, async_op=True)
+            if self._comm_hook is None:
+                bucket.work = self._all_reduce(bucket.buffer)
+            else:
+                bucket.work = self._comm_hook.start(bucket, self._next, self._next == len(self._buckets) - 1)
             bucket.work.get_future().then(lambda _, transfer=transfer: setattr(transfer, "ended", time.perf_counter()))
             bucket.launched = True
             self.counts.collectives += 1
             self.counts.num_bytes += num_bytes
             self._next += 1
 
-    def _finish(self, bucket: _Bucket) -> None:
-        if bucket.work is None:
-            return
-        started = time.perf_counter()
-        work, bucket.work = bucket.work, None
-        work.wait()
-        assert bucket.transfer is not None
-        bucket.transfer.waited = time.perf_counter() - started
-        self.counts.exposed_seconds += bucket.transfer.waited
-
     def _view(self, member: int) -> Tensor:
         return self._buckets[self._bucket_of[member]].views[self._place[member]]
 
-    def _make(self, number: int) -> _Bucket:
+    def _make(self, number: int, together: bool) -> BucketMemory:
         planned = self.plan.buckets[number]
-        first = self._parameters[planned.members[0]]
-        buffer = self._allocate(planned.num_bytes, first.device).view(first.dtype)
-        views = []
-        for member, offset in zip(planned.members, planned.offsets, strict=True):
-            parameter = self._parameters[member]
-            start = buffer.storage_offset() + offset
-            views.append(buffer.as_strided(parameter.shape, self._layouts[member][1], start))
-        return _Bucket(buffer, views)
-
-    def _allocate(self, num_bytes: int, device: torch.device) -> Tensor:
-        if device.type == "cpu" and not self._buckets:  # all ranks make their first buffers together
-            with contextlib.suppress(ConfigError):  # of another backend
-                return allocate(num_bytes, self._group)
-        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-
-    def _is_held(self, number: int) -> bool:
-        """Whether somebody beside `param.grad` and us looks into a bucket's memory."""
-        bucket = self._buckets[number]
-        own = 1 + len(bucket.views)
-        for member in self.plan.buckets[number].members:
-            gradient = self._parameters[member].grad
-            own += gradient is not None and _storage(gradient) == _storage(bucket.buffer)
-        return torch._C._storage_Use_Count(bucket.buffer.untyped_storage()._cdata) > own + 1
+        parameters = [self._parameters[member] for member in planned.members]
+        buffer = new_buffer(planned.num_bytes, parameters[0].device, self._group, together)
+        return BucketMemory(planned, parameters, buffer)
 
     # ------------------------------------------------------------------ agreement
 
     def _agree(self) -> None:
         """Every rank says what it is about to reduce, before the first of it: ranks that differ would wait in vain."""
         mine = f"{self.plan.digest()} {int(self._may_be_unused)}"
-        for peer, found in enumerate(self._exchange("plan", mine)):
+        for peer, found in enumerate(exchange(self._group, f"gradients/{self._name}/plan", mine, self._timeout)):
             if found != mine:
                 raise GradientError(
                     f"rank {peer} reduces other gradients than rank {dist.get_rank(self._group)}, or in other "
                     "buckets; expected the same model, parameters that require grad, and settings on every rank"
                 )
         self._agreed = True
-
-    def _exchange(self, what: str, mine: str) -> list[str]:
-        """What every rank says, through the group's store: at its first backward only."""
-        rank = dist.get_rank(self._group)
-        store = dist.PrefixStore(
-            f"deepytorch/gradients/{self._name}/{what}", dist.distributed_c10d._get_process_group_store(self._group)
-        )
-        store.set(str(rank), mine)
-        deadline = time.monotonic() + self._timeout.total_seconds()
-        for peer in range(self._size):
-            try:
-                store.wait([str(peer)], timedelta(seconds=max(0.1, deadline - time.monotonic())))
-            except RuntimeError as error:  # of the store, each kind its own
-                raise GradientError(
-                    f"rank {peer} did not come to reduce its gradients within {self._timeout.total_seconds():g} s; "
-                    "expected every rank to compile its DistributedDataParallel module with the deepytorch backend. Is "
-                    "it compiled otherwise, still compiling, or dead?"
-                ) from error
-        return [store.get(str(peer)).decode() for peer in range(self._size)]
 
 
 def _accumulator(parameter: Tensor) -> Any:
@@ -428,13 +416,10 @@ def _is_accumulated(accumulator: Any) -> bool:
         return False
 
 
-def _strides(parameter: Tensor) -> tuple[int, ...]:
-    """As autograd lays out a gradient: like its parameter where that is dense."""
-    return tuple(torch.empty_like(parameter, device="meta").stride())
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+def _has_hooks(parameter: Tensor) -> bool:
+    """Whether anything but our own hook looks at a gradient on its way."""
+    ours = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return bool(parameter._backward_hooks) or len(ours or ()) > 1
 
 
 # By the name that compiled graphs know them by; each lives as long as its module.

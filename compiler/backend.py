@@ -154,10 +154,7 @@ def _lower(
 ) -> Callable[..., Any]:
     if adopted is None:
         return lower(module, example_inputs, config=config, plan=plan)
-    bucket_plan = adopted.reducer.plan
-    reduce = ReduceGradients(
-        adopted.name, adopted.members(example_inputs), bucket_plan.bucket_of(), bucket_plan.digest()
-    )
+    reduce = ReduceGradients(adopted.name, adopted.members(example_inputs))
     passes = GraphPasses(post_grad_pre=(reduce,))
     return lower(module, example_inputs, config=config, plan=plan, passes=passes)
 

@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 from deepytorch.comm.backend import group_of
-from deepytorch.comm.buckets import BucketPlan, Member, all_reduce_link, plan_buckets
+from deepytorch.comm.buckets import BucketPlan, Member, expected_arrivals, group_link, plan_buckets
 from deepytorch.comm.gradients import REDUCERS, GradientReducer
+from deepytorch.comm.hooks import CommHook
 from deepytorch.errors import ConfigError, GradientError
 from deepytorch.log import logger, once
 
@@ -87,8 +88,11 @@ def adopt(ddp: Any) -> Adopted | str:
 
 
 def _why_not(ddp: Any) -> str | None:
-    if getattr(ddp, "_comm_hooks", None):
-        return "a communication hook was registered, which is DDP's to call"
+    hooks = getattr(ddp, "_comm_hooks", None) or []
+    if len(hooks) > 1:
+        return "several communication hooks were registered, which are DDP's to call"
+    if not hooks and ddp._get_ddp_logging_data().get("comm_hook"):
+        return "a built-in communication hook was registered, which is DDP's to call"
     if ddp._join_config.enable:
         return "DistributedDataParallel.join is in use"
     if getattr(ddp, "_use_python_reducer", False):
@@ -124,14 +128,31 @@ def _adopted(ddp: Any) -> Adopted:
     plan = _plan(found, ddp)
     name = next(_NAMES)
     may_be_unused = bool(ddp.find_unused_parameters or ddp.static_graph)
+    hooks = getattr(ddp, "_comm_hooks", None) or []
     reducer = GradientReducer(
-        name, found, plan, ddp.process_group, may_be_unused=may_be_unused, timeout=_timeout(ddp.process_group)
+        name,
+        found,
+        plan,
+        ddp.process_group,
+        link=group_link(ddp.process_group),
+        bucket_bytes=_bucket_bytes(ddp),
+        may_be_unused=may_be_unused,
+        hook=CommHook(*hooks[0]) if hooks else None,
+        timeout=_timeout(ddp.process_group),
     )
     reducer.attach()
     REDUCERS[name] = reducer
     ddp.reducer = _Silent(ddp, reducer)
+    ddp._check_comm_hook = _too_late
     logger.info("%s: %d gradients leave in %d buckets", name, len(plan.members), len(plan.buckets))
     return Adopted(name, reducer, {id(parameter): number for number, (_, parameter) in enumerate(found)})
+
+
+def _too_late(hook: Any) -> None:
+    """What DDP calls when a communication hook is registered."""
+    raise GradientError(
+        "register_comm_hook was called after deepytorch had taken over the gradients; expected it before the first step"
+    )
 
 
 def _timeout(group: Any) -> timedelta:
@@ -144,15 +165,17 @@ def _timeout(group: Any) -> timedelta:
 
 
 def _plan(parameters: list[tuple[str, nn.Parameter]], ddp: Any) -> BucketPlan:
-    """As the user said (`bucket_cap_mb`), else for a backward that takes as long as its communication: where there is
-    less of either, the other hides it anyhow.
-    """
+    """For a start: as if the backward took as long as its communication, and the last parameters came first."""
     members = [
         Member(name, str(each.dtype).removeprefix("torch."), each.numel(), each.element_size())
         for name, each in parameters
     ]
-    order = list(reversed(range(len(members))))  # about as the backward makes them
-    bucket_bytes = None if getattr(ddp, "bucket_bytes_cap_default", True) else ddp.bucket_bytes_cap
-    link = all_reduce_link(ddp.process_group)
+    link = group_link(ddp.process_group)
     backward_us = link.time_us(sum(member.num_bytes for member in members))
-    return plan_buckets(members, order, link, backward_us, bucket_bytes)
+    arrivals = expected_arrivals(members, backward_us)
+    return plan_buckets(members, arrivals, link, backward_us, bucket_bytes=_bucket_bytes(ddp))
+
+
+def _bucket_bytes(ddp: Any) -> int | None:
+    """What `bucket_cap_mb` says; None where it was not given."""
+    return None if getattr(ddp, "bucket_bytes_cap_default", True) else ddp.bucket_bytes_cap

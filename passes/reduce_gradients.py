@@ -1,7 +1,7 @@
 """Backward outputs that are gradients of a data-parallel module go into its buckets, as soon as they are there.
 
-Each bucket's start stands right behind the last of its gradients, all waits at the end, so that what is sent travels
-while the rest of the backward runs.
+Gradients that come one after the other are handed over together, a start right behind the last of each such group, all
+waits at the end. Which groups make a bucket is decided at run time (`comm.gradients`): a graph does not depend on it.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from torch import fx
 
 from deepytorch.passes.ops import reduce  # noqa: F401, registers the operators
 
+_MAX_GROUPS = 48  # about: each costs the host some 20 us
+
 
 @dataclass(frozen=True)
 class ReduceGradients:
     """A graph pass for the graphs behind AOTAutograd; forwards, which have no such outputs, stay as they are.
 
     reducer: the name that the operators look the reducer up by. members: (graph input, member of the bucket plan) for
-    every parameter among the inputs. bucket_of: the bucket of each member. digest: of the bucket plan, for cache keys.
+    every parameter among the inputs.
     """
 
     reducer: str
     members: tuple[tuple[int, int], ...]
-    bucket_of: tuple[int, ...]
-    digest: str
 
     def __call__(self, graph: fx.Graph) -> None:
         """Rewrite `graph` in place."""
@@ -36,26 +36,39 @@ class ReduceGradients:
         if not places:
             return
         [results] = output.args
-        found = {member: results[place] for member, place in places.items()}
         order = {node: place for place, node in enumerate(graph.nodes)}
-        buckets: dict[int, list[tuple[int, fx.Node]]] = {}
-        for member, gradient in found.items():
-            buckets.setdefault(self.bucket_of[member], []).append((member, gradient))
+        came = sorted(((member, results[place]) for member, place in places.items()), key=lambda each: order[each[1]])
         started = []
-        for number in sorted(buckets):
-            entries = sorted(buckets[number], key=lambda entry: order[entry[1]])
-            with graph.inserting_after(entries[-1][1]):
+        for group in _groups(came):
+            with graph.inserting_after(group[-1][1]):
                 started.append(
-                    _call(graph, "reduce_start", [node for _, node in entries], [member for member, _ in entries], self)
+                    _call(graph, "reduce_start", [node for _, node in group], [member for member, _ in group], self)
                 )
-        members = list(found)
         handed = list(results)
         with graph.inserting_before(output):
-            waited = _call(graph, "reduce_wait", started, members, self)
-            for number, member in enumerate(members):
-                handed[places[member]] = _item(graph, waited, number)
+            waited = _call(graph, "reduce_wait", started, list(places), self)
+            for number, place in enumerate(places.values()):
+                handed[place] = _item(graph, waited, number)
         output.args = (type(results)(handed),)
         _keep_layouts(output, places.values())
+
+
+def _groups(came: Sequence[tuple[int, fx.Node]]) -> list[list[tuple[int, fx.Node]]]:
+    """Gradients in the order of their coming, handed over together while they are small beside all of them."""
+    sizes = [_num_bytes(node.meta["val"]) for _, node in came]
+    found: list[list[tuple[int, fx.Node]]] = []
+    filled = 0
+    for entry, size in zip(came, sizes, strict=True):
+        if not found or filled + size > sum(sizes) / _MAX_GROUPS:
+            found.append([])
+            filled = 0
+        found[-1].append(entry)
+        filled += size
+    return found
+
+
+def _num_bytes(value: torch.Tensor) -> int:
+    return int(value.numel()) * value.element_size()
 
 
 def _gradients(output: fx.Node, members: Mapping[int, int]) -> dict[int, int]:

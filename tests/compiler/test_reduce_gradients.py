@@ -249,16 +249,6 @@ broken = DDP(Nobodys())
 error, _ = told(lambda: compiled(broken)(*data(0)).backward())
 assert "no gradient came for extra.weight, extra.bias" in error and "find_unused_parameters" in error, error
 
-hooked = DDP(Net())
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-hooked.register_comm_hook(None, default_hooks.fp16_compress_hook)
-compiled(hooked)(*data(0)).backward()
-assert "communication hook" in adopted(hooked), adopted(hooked)
-means = [p.grad.clone() for p in hooked.parameters()]
-for mean, parameter in zip(means, hooked.parameters()):
-    dist.all_reduce(mean)
-    torch.testing.assert_close(mean / size, parameter.grad)
-
 joined = DDP(Net())
 call = compiled(joined)
 call(*data(0)).backward()
@@ -268,6 +258,67 @@ def join():
 error, _ = told(join)
 assert "join" in error and "reduce_gradients" in error, error
 dist.barrier()
+"""
+
+HOOKS = """
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+seen = []
+def halves(state, bucket):  # a hook of the user's, that gives back another tensor
+    seen.append((bucket.index(), bucket.is_last(), len(bucket.gradients()), len(bucket.parameters())))
+    work = dist.all_reduce(bucket.buffer() * 0.5, async_op=True)
+    return work.get_future().then(lambda future: future.value()[0] * (2 / size))
+
+def both(hook, state, what, rel=1e-5, **ddp):
+    models = [DDP(Net(), bucket_cap_mb=25), DDP(Net(), bucket_cap_mb=25)]
+    calls = [models[0], compiled(models[1])]
+    optimizers = [torch.optim.SGD(m.parameters(), 1e-2) for m in models]
+    for model in models:
+        model.register_comm_hook(state(), hook)
+    for number in range(5):
+        for model, call, optimizer in zip(models, calls, optimizers):
+            optimizer.zero_grad()
+            call(*data(number)).backward()
+        same(*models, (what, number), rel)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert adopted(models[1]).reducer.counts.syncs == 5
+    return models[1]
+
+model = both(halves, lambda: None, "a hook of the user's")
+assert seen and all(last == (index == 0) and grads == params for index, last, grads, params in seen), seen
+both(default_hooks.allreduce_hook, lambda: None, "all-reduce")
+both(default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook), lambda: None, "a wrapped one")
+rounded = both(default_hooks.fp16_compress_hook, lambda: None, "fp16")
+assert all(torch.equal(p.grad, p.grad.half().float()) for p in rounded.parameters())  # it was in between
+builtin = DDP(Net())
+builtin._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+compiled(builtin)(*data(0)).backward()
+assert "built-in" in adopted(builtin), adopted(builtin)
+late = DDP(Net())
+call = compiled(late)
+call(*data(0)).backward()
+error, _ = told(lambda: late.register_comm_hook(None, halves))
+assert "before the first step" in error, error
+call(*data(0)).backward()
+
+def power():
+    return powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+train_power = DDP(Net(), bucket_cap_mb=25)
+train_power.register_comm_hook(power(), powerSGD_hook.powerSGD_hook)
+call = compiled(train_power)
+optimizer = torch.optim.SGD(train_power.parameters(), 1e-2)
+losses = []
+for number in range(12):
+    optimizer.zero_grad()
+    loss = call(*data(0))
+    loss.backward()
+    optimizer.step()
+    losses.append(float(loss))
+assert losses[-1] < losses[0], losses
+ranks = [[torch.empty_like(p) for _ in range(size)] for p in train_power.parameters()]
+for mine, p in zip(ranks, train_power.parameters()):
+    dist.all_gather(mine, p.detach())
+    assert torch.equal(mine[0], mine[1])
 """
 
 REPORTS = """
@@ -337,6 +388,7 @@ PARTS = {
     "uneven": UNEVEN,
     "padded": PADDED,
     "reports": REPORTS,
+    "hooks": HOOKS,
 }
 
 
