@@ -27,8 +27,9 @@ from deepytorch.errors import ConfigError
 _NOMINAL = Link(100.0, 2 * 8e6 / 10e9)  # us, and us per byte: a ring sends nearly twice the payload
 _FITTED_BYTES = (1 << 18, 1 << 21, 1 << 24, 1 << 27)
 
+_CONTENTION = 1.5  # how much longer a backward takes while buckets are on their way: they share cores, or a GPU
 _MAX_GROUPS = 64  # of gradients that come about together; a finer plan gains nothing that shows
-_TOLERANCE = 0.02  # of the whole communication: what fewer buckets may cost
+_TOLERANCE = 0.005  # of the whole communication: what fewer buckets may cost
 _ALIGN = 64  # bytes: a bucket's members begin at cache lines, as the kernels like them
 
 
@@ -173,7 +174,8 @@ def plan_buckets(
         pieces = [Arrival(tuple(piece), ready[piece[-1]]) for piece in _filled(members, order, bucket_bytes)]
     else:
         pieces = _merged(members, arrivals)
-        pieces = [_joined(pieces[start:end]) for start, end in _cuts(members, pieces, link)]
+        slowed = [Arrival(piece.members, _CONTENTION * piece.at_us) for piece in pieces]
+        pieces = [_joined(pieces[start:end]) for start, end in _cuts(members, slowed, link)]
     buckets: list[Bucket] = []
     free_us = 0.0
     for piece in pieces:

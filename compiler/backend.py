@@ -51,7 +51,7 @@ def deepytorch_backend(
     _keep_warnings_from_breaking_graphs()
     config = CompilerConfig.parse(mode, options, kwargs)
     if not Environment.read().enabled:
-        config = replace(config, unpad=False)
+        config = replace(config, unpad=False, reduce_gradients=False)
     if not config.unpad or not _may_have_attention(module):
         reason = "nothing to pack: no attention in this graph" if config.unpad else "stripping padding is switched off"
         return _lower_whole(module, example_inputs, config, _record(config, reason))
@@ -140,7 +140,7 @@ def _lower_whole(
 def _adopt(config: CompilerConfig, record: RegionRecord) -> Adopted | None:
     """The gradients of the data-parallel module around this region, if they are ours to reduce."""
     ddp = active() if config.reduce_gradients else None
-    if ddp is None:
+    if ddp is None or torch.distributed.get_world_size(ddp.process_group) == 1:
         return None
     adopted = adopt(ddp)
     if isinstance(adopted, str):
@@ -237,4 +237,14 @@ def _keep_warnings_from_breaking_graphs() -> None:
         torch._dynamo.config.ignore_logging_functions.add(warning_once)
 
 
+def _keep_data_parallel_models_whole() -> None:
+    """By default Dynamo cuts a DistributedDataParallel model at the buckets of DDP's reducer, for the overlap that our
+    own reduction has in one graph. It looks at this before it calls a backend, so it is set once, here. What the user
+    chose otherwise ("python_reducer", "no_optimization") stays.
+    """
+    if Environment.read().enabled and torch._dynamo.config.optimize_ddp in (True, "ddp_optimizer"):
+        torch._dynamo.config.optimize_ddp = False
+
+
 _keep_warnings_from_breaking_graphs()
+_keep_data_parallel_models_whole()

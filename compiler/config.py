@@ -36,7 +36,7 @@ class CompilerConfig:
     loss_rows: bool = True
     defer_outputs: bool = True
     min_padding: float = 0.0
-    reduce_gradients: bool = False
+    reduce_gradients: bool = True
     dump_graphs: str | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)
 

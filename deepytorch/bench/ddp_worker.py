@@ -76,8 +76,7 @@ class Arm:
             )
             self.call: Callable[..., Any] = self.model
             if name == "deepytorch":
-                options: dict[str, Any] = {"reduce_gradients": True, "lowering": plan.lowering}
-                self.call = torch.compile(self.model, backend="deepytorch", options=options)
+                self.call = torch.compile(self.model, backend="deepytorch", options={"lowering": plan.lowering})
             elif name != "ddp":
                 self.call = torch.compile(self.model, backend=plan.lowering)
         self.optimizer = torch.optim.SGD(self.model.parameters(), 1e-3, momentum=0.9, weight_decay=1e-4)
@@ -107,12 +106,18 @@ class Arm:
         for reducer in REDUCERS.values():
             if self.name == "deepytorch" and reducer.parameters[0] is next(self.model.parameters()):
                 return [bucket.num_bytes for bucket in reducer.plan.buckets]
+        return self._stock_bytes()
+
+    def _stock_bytes(self) -> list[int]:
         total = sum(each.numel() * each.element_size() for each in self.model.parameters() if each.requires_grad)
         return [min(_BUCKET_BYTES, total - start) for start in range(0, total, _BUCKET_BYTES)]
 
     def communication_seconds(self) -> float:
-        """Seconds of its buckets alone, one after the other."""
-        buffers = [torch.zeros(-(-size // 4)) for size in self.bucket_bytes()]
+        """Seconds of its buckets alone, one after the other, or of stock's on its group where these take less."""
+        return min(self._seconds_of(self.bucket_bytes()), self._seconds_of(self._stock_bytes()))
+
+    def _seconds_of(self, sizes: list[int]) -> float:
+        buffers = [torch.zeros(-(-size // 4)) for size in sizes]
         dist.barrier()
         begin = time.perf_counter()
         for work in [dist.all_reduce(buffer, group=self.group, async_op=True) for buffer in buffers]:
