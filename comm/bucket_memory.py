@@ -19,13 +19,18 @@ from deepytorch.errors import ConfigError
 
 @dataclass
 class Transfer:
-    """When one bucket was on its way, in seconds of `time.perf_counter`; `waited`: what the backward stood for."""
+    """When one bucket was on its way, in seconds of `time.perf_counter`; `waited`: what the backward stood for.
+
+    bucket: its place in the plan; for rows, that of the bucket that their gradient lies in.
+    """
 
     bucket: int
     num_bytes: int
     started: float
     ended: float = 0.0
     waited: float = 0.0
+    wait_began: float = 0.0
+    as_rows: bool = False
 
 
 class BucketMemory:
@@ -43,10 +48,12 @@ class BucketMemory:
         self.launched = False
         self.work: Any = None
         self.transfer: Transfer | None = None
+        self.rows: Transfer | None = None
 
     def begin(self) -> None:
         """A backward begins: all is missing."""
-        self.missing, self.launched, self.work, self.transfer = len(self.views), False, None, None
+        self.missing, self.launched = len(self.views), False
+        self.work, self.transfer, self.rows = None, None, None
 
     def finish(self) -> float:
         """Wait for what is under way, if it is; return for how many seconds."""
@@ -56,6 +63,7 @@ class BucketMemory:
         work, self.work = self.work, None
         work.wait()
         assert self.transfer is not None
+        self.transfer.wait_began = started
         self.transfer.waited = time.perf_counter() - started
         return self.transfer.waited
 

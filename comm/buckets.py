@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,9 +27,9 @@ from deepytorch.errors import ConfigError
 _NOMINAL = Link(100.0, 2 * 8e6 / 10e9)  # us, and us per byte: a ring sends nearly twice the payload
 _FITTED_BYTES = (1 << 18, 1 << 21, 1 << 24, 1 << 27)
 
-_CONTENTION = 1.5  # how much longer a backward takes while buckets are on their way: they share cores, or a GPU
+CONTENTION = 1.5  # how much longer a backward takes while buckets are on their way: they share cores, or a GPU
 _MAX_GROUPS = 64  # of gradients that come about together; a finer plan gains nothing that shows
-_TOLERANCE = 0.005  # of the whole communication: what fewer buckets may cost
+_TOLERANCE = 0.01  # of the whole communication: what fewer buckets may cost
 _ALIGN = 64  # bytes: a bucket's members begin at cache lines, as the kernels like them
 
 
@@ -53,7 +53,8 @@ class Bucket:
     """Gradients of one dtype that are reduced by one collective.
 
     members: their places in the plan's `members`. offsets: where each begins in the buffer, in elements. num_elements:
-    of the whole buffer, what lies between members included.
+    of the whole buffer, what lies between members included. as_rows: the one member is reduced as `rows`, and as a
+    whole only in a step in which some rank has it so.
     """
 
     members: tuple[int, ...]
@@ -61,6 +62,7 @@ class Bucket:
     dtype: str
     num_elements: int
     num_bytes: int
+    as_rows: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +77,9 @@ class Arrival:
 class BucketPlan:
     """All buckets, in the order in which they leave, and what they were chosen by.
 
-    `exposed_us`: predicted communication after the end of a backward of `backward_us`, out of `total_us`. `measured`:
-    whether arrivals and links were seen in a backward, and not assumed.
+    `exposed_us`: predicted communication after the end of a backward of `backward_us`, out of `total_us`, without that
+    of rows. `measured`: whether arrivals and links were seen in a backward, and not assumed. `tables`: members of which
+    rows are exchanged at the end: those whose buckets are `as_rows`, and others of which a part came as a whole before.
     """
 
     members: tuple[Member, ...]
@@ -85,6 +88,7 @@ class BucketPlan:
     exposed_us: float
     total_us: float
     measured: bool = False
+    tables: tuple[int, ...] = ()
 
     def digest(self) -> str:
         """SHA-256 of members and buckets: equal on ranks that may reduce together."""
@@ -102,20 +106,23 @@ class BucketPlan:
             "predicted_communication_ms": self.total_us / 1e3,
             "predicted_exposed_ms": self.exposed_us / 1e3,
             "measured": self.measured,
+            "as_rows": [self.members[member].name for member in self.tables],
         }
 
     def choices(self) -> dict[str, Any]:
         """What `with_choices` makes a plan of the same members from: plain JSON values, to tell other ranks."""
         return {
-            "buckets": [list(bucket.members) for bucket in self.buckets],
+            "buckets": [[list(bucket.members), bucket.as_rows] for bucket in self.buckets],
+            "tables": list(self.tables),
             "us": [self.backward_us, self.exposed_us, self.total_us],
         }
 
     def with_choices(self, choices: dict[str, Any]) -> BucketPlan:
         """The measured plan of another rank."""
-        buckets = tuple(_bucket(self.members, group) for group in choices["buckets"])
+        buckets = tuple(_bucket(self.members, group, as_rows) for group, as_rows in choices["buckets"])
+        tables = tuple(choices["tables"])
         backward_us, exposed_us, total_us = choices["us"]
-        return BucketPlan(self.members, buckets, backward_us, exposed_us, total_us, measured=True)
+        return BucketPlan(self.members, buckets, backward_us, exposed_us, total_us, measured=True, tables=tables)
 
     def bucket_of(self) -> tuple[int, ...]:
         """The bucket of each member."""
@@ -158,23 +165,32 @@ def plan_buckets(
     backward_us: float,
     *,
     bucket_bytes: int | None = None,
+    contention: float = CONTENTION,
     measured: bool = False,
+    tables: Mapping[int, bool] | None = None,
 ) -> BucketPlan:
     """The plan whose last bucket is predicted to end first.
 
     arrivals: every member once, in the order of their coming. link: time of the all-reduce of a payload. backward_us:
-    time of the whole backward. bucket_bytes: a size for all buckets in place of the choice.
+    time of the whole backward. bucket_bytes: a size for all buckets in place of the choice. contention: how much
+    later gradients come when buckets are on their way. tables: members of which rows are exchanged, and whether they
+    come as nothing but rows.
     Raises `ConfigError` where `arrivals` does not hold every member once.
     """
     order = [member for arrival in arrivals for member in arrival.members]
     if sorted(order) != list(range(len(members))):
         raise ConfigError(f"arrivals of {len(order)} gradients for {len(members)} parameters; expected each once")
+    alone = [member for member, only in (tables or {}).items() if only]
+    if alone:
+        kept = [Arrival(tuple(m for m in each.members if m not in alone), each.at_us) for each in arrivals]
+        arrivals = [each for each in kept if each.members]
+        order = [member for member in order if member not in alone]
     if bucket_bytes is not None:
         ready = {member: arrival.at_us for arrival in arrivals for member in arrival.members}
         pieces = [Arrival(tuple(piece), ready[piece[-1]]) for piece in _filled(members, order, bucket_bytes)]
     else:
         pieces = _merged(members, arrivals)
-        slowed = [Arrival(piece.members, _CONTENTION * piece.at_us) for piece in pieces]
+        slowed = [Arrival(piece.members, contention * piece.at_us) for piece in pieces]
         pieces = [_joined(pieces[start:end]) for start, end in _cuts(members, slowed, link)]
     buckets: list[Bucket] = []
     free_us = 0.0
@@ -183,7 +199,10 @@ def plan_buckets(
         buckets += [_bucket(members, group) for group in _by_dtype(members, piece.members)]
     total_us = sum(link.time_us(bucket.num_bytes) for bucket in buckets)
     exposed_us = max(0.0, free_us - backward_us)
-    return BucketPlan(tuple(members), tuple(buckets), backward_us, exposed_us, total_us, measured)
+    buckets += [_bucket(members, [member], as_rows=True) for member in alone]
+    return BucketPlan(
+        tuple(members), tuple(buckets), backward_us, exposed_us, total_us, measured, tuple(sorted(tables or {}))
+    )
 
 
 def _merged(members: Sequence[Member], arrivals: Sequence[Arrival]) -> list[Arrival]:
@@ -209,6 +228,8 @@ def _joined(arrivals: Sequence[Arrival]) -> Arrival:
 def _cuts(members: Sequence[Member], pieces: Sequence[Arrival], link: Link) -> list[tuple[int, int]]:
     """From and to of each bucket's pieces: the fewest buckets that end about as early as any."""
     count = len(pieces)
+    if not count:
+        return []
     cost = [[0.0] * (count + 1) for _ in range(count)]
     for start in range(count):
         kinds: set[str] = set()
@@ -267,11 +288,11 @@ def _cost_us(members: Sequence[Member], group: Sequence[int], link: Link) -> flo
     return sum(link.time_us(_num_bytes(members, part)) for part in _by_dtype(members, group))
 
 
-def _bucket(members: Sequence[Member], group: Sequence[int]) -> Bucket:
+def _bucket(members: Sequence[Member], group: Sequence[int], as_rows: bool = False) -> Bucket:
     offsets, end = [], 0
     element_bytes = members[group[0]].element_bytes
     step = max(1, _ALIGN // element_bytes)
     for member in group:
         offsets.append(end)
         end += -(-members[member].num_elements // step) * step
-    return Bucket(tuple(group), tuple(offsets), members[group[0]].dtype, end, end * element_bytes)
+    return Bucket(tuple(group), tuple(offsets), members[group[0]].dtype, end, end * element_bytes, as_rows)

@@ -8,9 +8,14 @@ graphs look like; what is missing when the backward ends leaves then.
 What is handed back to autograd are views of the buckets, laid out as their parameters are. Autograd takes them for
 `param.grad` as they are, so a reduced gradient is never copied out.
 
-The first two backwards are only watched: their buckets leave at the end. The first one shows which gradients come in
-parts (below), the second one when each gradient comes and what the network takes, seen alone. From what rank 0 saw it
-makes the plan that all ranks keep from then on.
+The first three backwards are watched. In two of them buckets leave at the end: the first shows which gradients come in
+parts (below), the second when each gradient comes and what the network takes, seen alone. From that rank 0 makes a plan
+for all ranks. The third shows when gradients come while buckets are on their way, as both share cores or a GPU, and the
+plan that is made of it stays.
+
+[Note: rows] What a compiled graph knows to be rows of an embedding is sent as such, where the plan says that it is
+worth it (`rows`): after all buckets, when every rank has said how many it has. A rank that has such a gradient as a
+whole, from an eager frame or with earlier micro-batches in it, says so, and then all send it as a whole.
 
 [Note: parts] A parameter that two graphs, or a graph and an eager frame, use gets its gradient in parts, which autograd
 adds up before the parameter's hook sees the sum. Such parameters wait for their sum.
@@ -32,13 +37,15 @@ from torch import Tensor, nn
 
 from deepytorch.comm.agreement import exchange
 from deepytorch.comm.bucket_memory import BucketMemory, Transfer, new_buffer, strides
-from deepytorch.comm.buckets import BucketPlan, plan_buckets
+from deepytorch.comm.buckets import CONTENTION, BucketPlan, plan_buckets
 from deepytorch.comm.cost import Link
 from deepytorch.comm.hooks import CommHook
-from deepytorch.comm.watch import Watch, fitted
+from deepytorch.comm.rows import Rows, exchange_sizes, gather_rows, saves, summed_rows
+from deepytorch.comm.watch import Watch, finish, fitted
 from deepytorch.errors import GradientError
 
-_WATCHED = 2  # backwards, at first
+_HELD = 2  # backwards, at first: their buckets leave at the end
+_WATCHED = 3
 
 
 @dataclass
@@ -92,6 +99,11 @@ class GradientReducer:
         self._arrived: set[int] = set()
         self._in_parts: set[int] = set()  # see [Note: parts]
         self._parts: dict[int, Tensor] = {}  # of this backward, on their way to autograd
+        self._rest_of: dict[int, str] = {}  # members a part of which came, and what is done with the rows to come
+        self._rows: dict[int, Rows | None] = {}  # of this backward, as they are to be sent
+        self._rows_seen: dict[int, tuple[int, bool]] = {}  # while watched: bytes, and whether that was all
+        self._tables: dict[int, bool] = {}
+        self._seen = link
         self._watched = 0  # backwards
         self._watch: Watch | None = None  # of this backward
         self._set_plan(plan)
@@ -160,22 +172,86 @@ class GradientReducer:
                 self._parts[member] = self._copy(member, gradient)
                 continue
             self._count(member)
-            parameter, view = self._parameters[member], self._view(member)
-            earlier = parameter.grad
-            if earlier is None:
-                targets.append(view)
+            if self._parameters[member].grad is None:
+                targets.append(self._view(member))
                 sources.append(gradient)
-                continue
-            # micro-batches before this one: they leave together, and autograd takes the view in their place
-            if earlier.data_ptr() == view.data_ptr():
-                view.add_(gradient)
             else:
-                torch.add(earlier, gradient, out=view)
-            parameter.grad = None
+                self._fill(member, gradient)
         if targets:
             torch._foreach_copy_(targets, sources)
         if any(accumulated):
             self._send_full()
+
+    def arrive_part(self, member: int, gradient: Tensor) -> None:
+        """A gradient but for rows that `arrive_rows` is given later."""
+        if self._passes_through(member):
+            self._parts[member] = self._copy(member, gradient)
+            self._rest_of[member] = "autograd"
+            return
+        self._fill(member, gradient)
+        self._rest_of[member] = "sent" if self._sends_rows(member) else "added"
+        if self._watch is not None:
+            self._watch.arrived_but_for_rows(member)
+        if self._rest_of[member] == "sent":
+            self._count(member)
+            self._send_full()
+
+    def arrive_rows(self, member: int, ids: Tensor, values: Tensor, kept: Tensor | None) -> None:
+        """Rows of a gradient, or of the rest of one: see `summed_rows`. Where nothing else came they are all of it."""
+        purpose = self._rest_of.pop(member, None)
+        if purpose == "autograd" or (purpose is None and self._passes_through(member)):
+            if purpose is None:
+                self._parts[member] = self._copy(member, torch.zeros_like(self._parameters[member]))
+            summed_rows(ids, values, kept).add_to(self._parts[member])
+            return
+        rows = summed_rows(ids, values, kept)
+        if purpose == "sent":
+            self._rows[member] = rows
+            return
+        if purpose is None:
+            if self._sends_rows(member) and self._parameters[member].grad is None:
+                self._rows[member] = rows
+                self._count(member)
+                return
+            self._fill(member, None)
+        rows.add_to(self._view(member))
+        if self._watch is not None:
+            self._rows_seen[member] = rows.num_bytes, purpose is None
+        self._stamp([member])
+        self._count(member)
+        self._send_full()
+
+    def _passes_through(self, member: int) -> bool:
+        """Whether a gradient is not ours to reduce as it comes: autograd adds it up, or only hands it out."""
+        if not _is_accumulated(self._accumulators[member]):
+            return True
+        self._begin()
+        return member in self._arrived or member in self._in_parts
+
+    def _sends_rows(self, member: int) -> bool:
+        return (
+            self._armed
+            and member in self.plan.tables
+            and not (torch.is_grad_enabled() or _has_hooks(self._parameters[member]))
+        )
+
+    def _fill(self, member: int, gradient: Tensor | None) -> None:
+        """Put a gradient (None: zeros) into its bucket, with the micro-batches before this one: they leave together,
+        and autograd takes the view in their place.
+        """
+        parameter, view = self._parameters[member], self._view(member)
+        earlier, parameter.grad = parameter.grad, None
+        if gradient is None:
+            if earlier is None:
+                view.zero_()
+            elif earlier.data_ptr() != view.data_ptr():
+                view.copy_(earlier)
+        elif earlier is None:
+            view.copy_(gradient)
+        elif earlier.data_ptr() == view.data_ptr():
+            view.add_(gradient)
+        else:
+            torch.add(earlier, gradient, out=view)
 
     def _copy(self, member: int, gradient: Tensor) -> Tensor:
         shape, stride, dtype, device = self._layouts[member]
@@ -252,6 +328,8 @@ class GradientReducer:
         self._backward = current  # one before it that ended in an error is forgotten
         self._arrived.clear()
         self._parts.clear()
+        self._rest_of.clear()
+        self._rows.clear()
         self._next = 0
         if self._armed and not self._agreed:
             self._agree()
@@ -277,10 +355,11 @@ class GradientReducer:
             self._watch = None
         if armed:
             self.counts.syncs += 1
-            self.counts.transfers = [bucket.transfer for bucket in self._buckets if bucket.transfer is not None]
+            sent = [transfer for bucket in self._buckets for transfer in (bucket.transfer, bucket.rows)]
+            self.counts.transfers = [transfer for transfer in sent if transfer is not None]
             if watch is not None:
                 self._watched += 1
-                if self._watched == _WATCHED:
+                if self._watched >= _HELD:
                     self._plan_from(watch)
 
     def _send_rest(self) -> None:
@@ -290,15 +369,19 @@ class GradientReducer:
             gradient = self._parameters[member].grad
             if gradient is None:
                 self._view(member).zero_()
+                self._rows[member] = None
             else:
                 self._view(member).copy_(gradient)
             self._count(member)
         if self._watch is not None:
             self._watch.ended()
-            self._send_one_by_one(self._watch)
+        if self._watched < _HELD:
+            self._send_one_by_one()
         self._send_full()
         for bucket in self._buckets:
             self.counts.exposed_seconds += bucket.finish()
+        if self.plan.tables:
+            self._reduce_rows()
         for member in self._arrived.difference(unused):  # autograd may have cloned what it was handed
             parameter, view = self._parameters[member], self._view(member)
             if parameter.grad is not None and parameter.grad.data_ptr() != view.data_ptr():
@@ -314,32 +397,81 @@ class GradientReducer:
                 "find_unused_parameters=True to DistributedDataParallel where some are not used, or freeze them"
             )
 
-    def _send_one_by_one(self, watch: Watch) -> None:
+    def _reduce_rows(self) -> None:
+        """See [Note: rows]."""
+        began = time.perf_counter()
+        alone = {bucket.members[0] for bucket in self.plan.buckets if bucket.as_rows}
+        sizes = []
+        for member in self.plan.tables:
+            rows = self._rows.get(member)
+            whole = member in alone and member not in self._rows
+            sizes.append(-1 if whole else 0 if rows is None else rows.ids.numel())
+        everyones = exchange_sizes(self._group, sizes, self._parameters[0].device)
+        for place, member in enumerate(self.plan.tables):
+            mine, view = self._rows.get(member), self._view(member)
+            counts = [rank[place] for rank in everyones]
+            if min(counts) < 0:
+                if mine is not None:
+                    view.zero_()
+                    mine.add_to(view)
+                self._launch(self._bucket_of[member])
+                self.counts.exposed_seconds += self._buckets[self._bucket_of[member]].finish()
+                continue
+            if member in alone:
+                view.zero_()
+            if max(counts) == 0:
+                continue
+            for rows in gather_rows(self._group, mine, counts, view):
+                rows.add_to(view, 1.0 / self._size)
+            num_bytes = max(counts) * (8 + view.shape[1] * view.element_size())
+            self.counts.collectives += 1
+            self.counts.num_bytes += num_bytes
+            ended = time.perf_counter()
+            transfer = Transfer(self._bucket_of[member], num_bytes, began, ended, ended - began, began, as_rows=True)
+            self._buckets[self._bucket_of[member]].rows = transfer
+            self.counts.exposed_seconds += transfer.waited
+            began = ended
+
+    def _send_one_by_one(self) -> None:
         """What the network takes when nothing else is done."""
-        self._watch = None
-        started = watch.finish()
-        while self._next < len(self._buckets):
-            number = self._next
-            self._send_full(at_most=1)
-            self.counts.exposed_seconds += self._buckets[number].finish()
-        seconds = watch.finish() - started
+        device = self._parameters[0].device
+        started = finish(device)
+        for number, bucket in enumerate(self._buckets):
+            self._launch(number)
+            self.counts.exposed_seconds += bucket.finish()
+        self._next = len(self._buckets)
+        seconds = finish(device) - started
         self._seen = fitted(self._link, sum(b.num_bytes for b in self.plan.buckets), len(self.plan.buckets), seconds)
 
     def _plan_from(self, watch: Watch) -> None:
         """Every rank takes the plan that rank 0 makes of what it saw."""
         said = ""
+        seen_alone = self._watched == _HELD
         if dist.get_rank(self._group) == 0:
+            tables = self._worth_rows() if seen_alone else self._tables
             made = plan_buckets(
                 self.plan.members,
-                watch.arrivals(len(self._parameters)),
+                watch.arrivals(len(self._parameters), without_rows=tables),
                 self._seen,
                 watch.backward_us(),
                 bucket_bytes=self._bucket_bytes,
+                contention=CONTENTION if seen_alone else 1.0,
                 measured=True,
+                tables=tables,
             )
+            self._tables = tables
             said = json.dumps(made.choices())
-        [said, *_] = exchange(self._group, f"gradients/{self._name}/measured", said, self._timeout)
+        [said, *_] = exchange(self._group, f"gradients/{self._name}/plan{self._watched}", said, self._timeout)
         self._set_plan(self.plan.with_choices(json.loads(said)))
+
+    def _worth_rows(self) -> dict[int, bool]:
+        if self._comm_hook is not None:
+            return {}
+        return {
+            member: only
+            for member, (num_bytes, only) in self._rows_seen.items()
+            if saves(num_bytes, self.plan.members[member].num_bytes, self._seen, self._size)
+        }
 
     def _all_reduce(self, tensor: Tensor) -> Any:
         if not self._averages:
@@ -358,24 +490,26 @@ class GradientReducer:
 
     # ------------------------------------------------------------------ buckets
 
-    def _send_full(self, at_most: int | None = None) -> None:
-        """Send full buckets, in the order of the plan, unless the backward is watched."""
-        if not self._armed or self._watch is not None:
+    def _send_full(self) -> None:
+        """Send full buckets, in the order of the plan."""
+        if not self._armed or self._watched < _HELD:
             return
-        end = len(self._buckets) if at_most is None else min(len(self._buckets), self._next + at_most)
-        while self._next < end and self._buckets[self._next].missing == 0:
-            bucket = self._buckets[self._next]
-            num_bytes = self.plan.buckets[self._next].num_bytes
-            bucket.transfer = transfer = Transfer(self._next, num_bytes, time.perf_counter())
-            if self._comm_hook is None:
-                bucket.work = self._all_reduce(bucket.buffer)
-            else:
-                bucket.work = self._comm_hook.start(bucket, self._next, self._next == len(self._buckets) - 1)
-            bucket.work.get_future().then(lambda _, transfer=transfer: setattr(transfer, "ended", time.perf_counter()))
-            bucket.launched = True
-            self.counts.collectives += 1
-            self.counts.num_bytes += num_bytes
+        whole = sum(not bucket.as_rows for bucket in self.plan.buckets)
+        while self._next < whole and self._buckets[self._next].missing == 0:
+            self._launch(self._next)
             self._next += 1
+
+    def _launch(self, number: int) -> None:
+        bucket, num_bytes = self._buckets[number], self.plan.buckets[number].num_bytes
+        bucket.transfer = transfer = Transfer(number, num_bytes, time.perf_counter())
+        if self._comm_hook is None:
+            bucket.work = self._all_reduce(bucket.buffer)
+        else:
+            bucket.work = self._comm_hook.start(bucket, number, number == len(self._buckets) - 1)
+        bucket.work.get_future().then(lambda _, transfer=transfer: setattr(transfer, "ended", time.perf_counter()))
+        bucket.launched = True
+        self.counts.collectives += 1
+        self.counts.num_bytes += num_bytes
 
     def _view(self, member: int) -> Tensor:
         return self._buckets[self._bucket_of[member]].views[self._place[member]]
@@ -391,7 +525,7 @@ class GradientReducer:
     def _agree(self) -> None:
         """Every rank says what it is about to reduce, before the first of it: ranks that differ would wait in vain."""
         mine = f"{self.plan.digest()} {int(self._may_be_unused)}"
-        for peer, found in enumerate(exchange(self._group, f"gradients/{self._name}/plan", mine, self._timeout)):
+        for peer, found in enumerate(exchange(self._group, f"gradients/{self._name}/plan0", mine, self._timeout)):
             if found != mine:
                 raise GradientError(
                     f"rank {peer} reduces other gradients than rank {dist.get_rank(self._group)}, or in other "

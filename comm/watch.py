@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ class Watch:
         self._device = device
         self._began = self._mark()
         self._arrivals: list[tuple[tuple[int, ...], Any]] = []
+        self._but_for_rows: dict[int, Any] = {}
         self._ended: Any = None
 
     def arrived(self, members: Iterable[int]) -> None:
@@ -27,6 +28,10 @@ class Watch:
         found = tuple(members)
         if found:
             self._arrivals.append((found, self._mark()))
+
+    def arrived_but_for_rows(self, member: int) -> None:
+        """A gradient has come, but for rows that are to be added."""
+        self._but_for_rows[member] = self._mark()
 
     def ended(self) -> None:
         """The backward is over."""
@@ -36,18 +41,20 @@ class Watch:
         """From the first gradient to the end."""
         return self._us(self._ended)
 
-    def arrivals(self, all_members: int) -> list[Arrival]:
-        """Every member once: those that did not come stand at the end."""
-        seen = {member for members, _ in self._arrivals for member in members}
-        late = tuple(member for member in range(all_members) if member not in seen)
-        found = [Arrival(members, self._us(mark)) for members, mark in self._arrivals]
-        return [*found, Arrival(late, self.backward_us())] if late else found
+    def arrivals(self, all_members: int, without_rows: Collection[int] = ()) -> list[Arrival]:
+        """Every member once, in the order of their coming: those that did not come stand at the end.
 
-    def finish(self) -> float:
-        """Seconds on the clock, when nothing is under way on the device."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
+        without_rows: those whose rows need not be waited for.
+        """
+        at_us = dict.fromkeys(range(all_members), self.backward_us())
+        for members, mark in self._arrivals:
+            at_us |= dict.fromkeys(members, self._us(mark))
+        for member in set(without_rows) & set(self._but_for_rows):
+            at_us[member] = self._us(self._but_for_rows[member])
+        together: dict[float, list[int]] = {}
+        for member, time_us in sorted(at_us.items(), key=lambda item: item[1]):
+            together.setdefault(time_us, []).append(member)
+        return [Arrival(tuple(members), time_us) for time_us, members in together.items()]
 
     def _mark(self) -> Any:
         if self._device.type != "cuda":
@@ -61,6 +68,13 @@ class Watch:
             return 1e6 * float(mark - self._began)
         mark.synchronize()
         return 1e3 * float(self._began.elapsed_time(mark))
+
+
+def finish(device: torch.device) -> float:
+    """Seconds on the clock, when nothing is under way on the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def fitted(assumed: Link, num_bytes: int, num_transfers: int, seconds: float) -> Link:

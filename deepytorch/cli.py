@@ -196,23 +196,36 @@ def ddp(
         str, typer.Option(metavar="LIST", help="ddp, ddp_compile, ddp_python_reducer, deepytorch.")
     ] = "ddp,ddp_compile,ddp_python_reducer,deepytorch",
     backend: Annotated[str, typer.Option(help="Group of the deepytorch arm: deepytorch or gloo.")] = "deepytorch",
-    ranks: Annotated[int, typer.Option(min=1, help="Ranks of each host.")] = 2,
+    compress: Annotated[
+        str | None, typer.Option(help="Cast gradients to bf16 or fp16 between hosts, in the deepytorch arm.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, or cuda under torchrun.")] = "cpu",
+    data: Annotated[Path | None, typer.Option(help="Alpaca-layout file for llama. Default: library docs.")] = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Ranks of each host (default 2); under torchrun, those that it started.")
+    ] = None,
     hosts: Annotated[int, typer.Option(min=1, help="Hosts; more than one are simulated by the lab, as root.")] = 1,
     rate: Annotated[str | None, typer.Option(help="Rate of each simulated host's link, such as 200mbit.")] = None,
     flow_rate: Annotated[str | None, typer.Option(help="Cap of each connection between simulated hosts.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="How often the arms take turns.")] = 5,
     steps: Annotated[int, typer.Option(min=1, help="Steps of an arm in a round.")] = 2,
     timeout: Annotated[float, typer.Option(help="Seconds without progress after which all ranks are ended.")] = 300.0,
+    timeline: Annotated[
+        Path | None, typer.Option(metavar="PNG", help="Draw one step of every arm; a Chrome trace goes beside it.")
+    ] = None,
     json_file: Annotated[
         str | None, typer.Option("--json", metavar="FILE|-", help="Write the result as one JSON object; -: to stdout.")
     ] = None,
 ) -> None:
     """Time a data-parallel step in stock DDP, compiled or not, and in deepytorch, and what of it is hidden.
 
-    Seconds are of forward and backward, pooled over the ranks, in the line format of PyTorch's DDP benchmark.
+    Seconds are of forward and backward, pooled over the ranks, in the line format of PyTorch's DDP benchmark. Starts
+    the ranks itself, on this machine, and ends them however it ends; under torchrun it measures in place.
     """
     from deepytorch.bench import ddp as measuring
+    from deepytorch.bench.comm import names, ranks_of_host, torchrun_shape
 
+    shape = torchrun_shape()
     console = Console(stderr=json_file == "-")
     _quiet_transformers()
     options = measuring.DdpOptions(
@@ -220,20 +233,27 @@ def ddp(
         size=size,
         batch_size=batch_size,
         precision=precision,
-        arms=tuple(part.strip() for part in arms.split(",") if part.strip()),
+        arms=names(arms),
         backend=backend,
-        ranks=ranks,
-        hosts=hosts,
+        compress=compress,
+        device=device,
+        data=data,
+        ranks=ranks_of_host(ranks, hosts, shape),
+        hosts=hosts if shape is None else shape[1],
         rate=rate,
         flow_rate=flow_rate,
         rounds=rounds,
         steps=steps,
         timeout_s=timeout,
+        timeline=timeline,
     )
     with console.status("Starting") as status:
-        result = measuring.run_ddp(options, notify=status.update)
+        found = measuring.run_ddp if shape is None else measuring.run_ddp_in_place
+        result = found(options, notify=status.update)
+    if result is None:  # rank 0 shows what torchrun's ranks found
+        return
     for arm in result.arms:
-        console.print(measuring.line_of(arm, result.ranks, ranks), highlight=False, soft_wrap=True)
+        console.print(measuring.line_of(arm, result.ranks, options.ranks), highlight=False, soft_wrap=True)
     table = Table(box=box.SIMPLE_HEAD, title="What overlap reaches", title_justify="left")
     for name in ("arm", "forward", "backward", "communication", "exposed", "efficiency", "gradients off by"):
         table.add_column(name, justify="left" if name == "arm" else "right")

@@ -9,12 +9,16 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import fx
 
+from deepytorch.passes.embedding_rows import EmbeddingRows, embedding_rows
 from deepytorch.passes.ops import reduce  # noqa: F401, registers the operators
 
+_OPS = torch.ops.deepytorch
 _MAX_GROUPS = 48  # about: each costs the host some 20 us
 
 
@@ -37,20 +41,41 @@ class ReduceGradients:
             return
         [results] = output.args
         order = {node: place for place, node in enumerate(graph.nodes)}
-        came = sorted(((member, results[place]) for member, place in places.items()), key=lambda each: order[each[1]])
+        rows = {member: embedding_rows(results[place]) for member, place in places.items()}
+        whole = [(member, results[place]) for member, place in places.items() if rows[member] is None]
         started = []
-        for group in _groups(came):
-            with graph.inserting_after(group[-1][1]):
+        for group in _groups(sorted(whole, key=lambda each: order[each[1]])):
+            gradients = [node for _, node in group]
+            with graph.inserting_after(gradients[-1]):
                 started.append(
-                    _call(graph, "reduce_start", [node for _, node in group], [member for member, _ in group], self)
+                    _call(graph, _OPS.reduce_start, gradients, [member for member, _ in group], self.reducer)
                 )
+        for member, found in rows.items():
+            if found is not None:
+                started += self._start_rows(graph, member, found, order)
         handed = list(results)
         with graph.inserting_before(output):
-            waited = _call(graph, "reduce_wait", started, list(places), self)
+            waited = _call(graph, _OPS.reduce_wait, started, list(places), self.reducer)
             for number, place in enumerate(places.values()):
                 handed[place] = _item(graph, waited, number)
         output.args = (type(results)(handed),)
         _keep_layouts(output, places.values())
+
+    def _start_rows(
+        self, graph: fx.Graph, member: int, found: EmbeddingRows, order: Mapping[fx.Node, int]
+    ) -> list[fx.Node]:
+        started = []
+        if found.rest is not None:
+            with graph.inserting_after(found.rest):
+                started.append(_call(graph, _OPS.reduce_part, found.rest, member, self.reducer))
+        inputs = [node for node in (found.ids, found.values, found.kept) if node is not None]
+        last, kept = max(inputs, key=order.__getitem__), found.kept
+        if found.padding is not None:
+            with graph.inserting_after(last):
+                last = kept = _call(graph, torch.ops.aten.ne.Scalar, found.ids, found.padding)
+        with graph.inserting_after(last):
+            started.append(_call(graph, _OPS.reduce_rows, found.ids, found.values, kept, member, self.reducer))
+        return started
 
 
 def _groups(came: Sequence[tuple[int, fx.Node]]) -> list[list[tuple[int, fx.Node]]]:
@@ -98,16 +123,14 @@ def _keep_layouts(output: fx.Node, places: Iterable[int]) -> None:
     output.meta["original_output_strides"] = changed
 
 
-def _call(
-    graph: fx.Graph, name: str, tensors: Sequence[fx.Node], members: Sequence[int], told: ReduceGradients
-) -> fx.Node:
-    target = getattr(torch.ops.deepytorch, name).default
-    node = graph.call_function(target, (list(tensors), list(members), told.reducer))
-    values = [tensor.meta["val"] for tensor in tensors]
-    mode = next((value.fake_mode for value in values if hasattr(value, "fake_mode")), None)
+def _call(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
+    """A call of an operator, with the value that it has on fake tensors."""
+    node = graph.call_function(getattr(target, "default", target), args)
+    values = fx.map_arg(args, lambda each: each.meta["val"])
+    mode = next((each.fake_mode for each in pytree.tree_leaves(values) if hasattr(each, "fake_mode")), None)
     if mode is not None:
         with mode:
-            node.meta["val"] = target(values, list(members), told.reducer)
+            node.meta["val"] = node.target(*values)
     return node
 
 

@@ -13,14 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from deepytorch.bench.comm_launch import RankError, run_ranks
+from deepytorch.bench.comm_worker import init_default_group
 from deepytorch.bench.ddp_models import MODELS, SIZES
-from deepytorch.bench.ddp_worker import ARMS, DdpPlan
+from deepytorch.bench.ddp_worker import ARMS, DdpPlan, measure
 from deepytorch.bench.lab import LabOptions
 from deepytorch.bench.records import match_fields, read_json, write_json
+from deepytorch.bench.timeline import Span, plot_steps, write_trace
+from deepytorch.config import process_environment
 from deepytorch.errors import ConfigError
 
+DEVICES = ("cpu", "cuda")
+COMPRESSIONS = ("bf16", "fp16")
 PRECISIONS = ("fp32", "amp", "bf16")
 BACKENDS = ("deepytorch", "gloo")
 PERCENTILES = (50, 75, 90, 95)
@@ -29,7 +35,12 @@ WORKER = (sys.executable, "-m", "deepytorch.bench.ddp_worker")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DdpOptions:
-    """What `deepytorch bench ddp` is asked for. `backend`: the process group of the deepytorch arm."""
+    """What `deepytorch bench ddp` is asked for.
+
+    backend: the process group of the deepytorch arm, beside gloo's or nccl's. compress: what that group casts to
+    between hosts. data: what llama learns from. timeline: a PNG of one step; a Chrome trace goes beside it,
+    with `.json`.
+    """
 
     model: str = "vgg16"
     size: str = "cpu"
@@ -44,6 +55,10 @@ class DdpOptions:
     rounds: int = 5
     steps: int = 2
     timeout_s: float = 300.0
+    device: str = "cpu"
+    compress: str | None = None
+    data: Path | None = None
+    timeline: Path | None = None
     lowering: str = "inductor"
 
     def __post_init__(self) -> None:
@@ -52,6 +67,13 @@ class DdpOptions:
         _one_of("model size", self.size, SIZES)
         _one_of("precision", self.precision, PRECISIONS)
         _one_of("backend", self.backend, BACKENDS)
+        _one_of("device", self.device, DEVICES)
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ConfigError("The device is cuda, found no GPU that torch can use; expected cpu here.")
+        if self.compress is not None:
+            _one_of("compression", self.compress, COMPRESSIONS)
+        if self.data is not None and self.model != "llama":
+            raise ConfigError(f"Data was given for {self.model}, which learns from random batches; expected llama.")
         for arm in self.arms:
             _one_of("arm", arm, ARMS)
         if not self.arms or len(set(self.arms)) != len(self.arms):
@@ -84,6 +106,9 @@ class DdpOptions:
             rounds=self.rounds,
             steps=self.steps,
             timeout_s=self.timeout_s,
+            device=self.device,
+            compress=self.compress,
+            data=None if self.data is None else str(self.data.resolve()),
             lowering=self.lowering,
         )
 
@@ -114,6 +139,9 @@ class DdpResult:
     batch_size: int
     precision: str
     backend: str
+    compress: str | None
+    device: str
+    data: str | None  # the name of the file
     ranks: int
     hosts: int
     rate: str | None
@@ -163,6 +191,31 @@ def run_ddp(
             found = record.get("done", found)
     if found is None:
         raise RankError("The ranks ended before the measurement was complete, and none of them says why.")
+    return _result(options, found)
+
+
+def run_ddp_in_place(options: DdpOptions, notify: Callable[[str], None] = lambda text: None) -> DdpResult | None:
+    """Measure as the rank that torchrun's environment names; return the result on rank 0, None on the others."""
+    plan = options.plan()
+    if options.device == "cuda":
+        local = int(process_environment().get("LOCAL_RANK", "0"))
+        torch.cuda.set_device(local)
+        plan = replace(plan, device=f"cuda:{local}")
+    init_default_group(options.timeout_s)
+    try:
+        rank = dist.get_rank()
+        found = measure(plan, notify if rank == 0 else lambda text: None)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+    return _result(options, found) if rank == 0 else None
+
+
+def _result(options: DdpOptions, found: Mapping[str, Any]) -> DdpResult:
+    if options.timeline is not None:
+        drawn = {name: [Span(**span) for span in found["spans"][name]] for name in options.arms}
+        plot_steps(options.timeline, f"{options.model}, batch {options.batch_size}: one step of rank 0", drawn)
+        write_trace(options.timeline.with_suffix(".json"), drawn)
     arms = [_arm(name, found, options.batch_size) for name in options.arms]
     steps = {arm.name: arm.percentile_seconds["p50"] for arm in arms}
 
@@ -175,6 +228,9 @@ def run_ddp(
         batch_size=options.batch_size,
         precision=options.precision,
         backend=options.backend,
+        compress=options.compress,
+        device=options.device,
+        data=None if options.data is None else options.data.name,
         ranks=options.ranks * options.hosts,
         hosts=options.hosts,
         rate=options.rate,

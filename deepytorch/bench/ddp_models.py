@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deepytorch.bench.models import build_model
+from deepytorch.bench.models import MAX_POSITIONS, build_model
+from deepytorch.data import batches, load_rows, train_tokenizer
 from deepytorch.errors import ConfigError
 
 NUM_CLASSES = 1000
@@ -23,32 +25,40 @@ _VGG16 = (64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A model whose forward returns its loss, and what makes a batch of it."""
+    """A model whose forward returns its loss, and what makes batches of it.
+
+    batches: of (examples of a batch, seed, how many batches), each what the model's forward takes by name.
+    """
 
     model: nn.Module
-    batch: Callable[[int, torch.Generator], dict[str, Tensor]]
+    batches: Callable[[int, int, int], list[dict[str, Tensor]]]
 
 
-def build_workload(name: str, size: str = "cpu", seed: int = 0) -> Workload:
+def build_workload(name: str, size: str = "cpu", seed: int = 0, data: Path | None = None) -> Workload:
     """Return the model `name`, one of `MODELS`. `size`: "full" as published, "cpu" with a quarter of the width.
 
+    data: a file in Alpaca layout that llama learns from; None: the documentation of installed libraries.
     Raises `ConfigError` for an unknown name or size.
     """
     if name not in MODELS:
         raise ConfigError(f"The model is {name!r}, expected one of {', '.join(MODELS)}.")
     if size not in SIZES:
         raise ConfigError(f"The model size is {size!r}, expected one of {', '.join(SIZES)}.")
+    if data is not None and name != "llama":
+        raise ConfigError(f"Data was given for {name}, which learns from random batches; expected llama.")
     scale, pixels = (1, 224) if size == "full" else (4, 64)
-    if name in ("hf_Bert", "llama"):
-        family = "bert" if name == "hf_Bert" else "llama"
-        vocab = 30_522 if size == "full" else 8_192
-        text = build_model(family, "base" if size == "full" else "demo", vocab_size=vocab, seed=seed)
-        return Workload(_Loss(text), lambda rows, generator: _tokens(rows, 128, vocab, generator))
+    if name == "hf_Bert":
+        vocab = 30_522 // scale
+        text = build_model("bert", "base" if size == "full" else "quarter", vocab_size=vocab, seed=seed)
+        return Workload(_Loss(text), lambda rows, seed, count: _tokens(rows, 128, vocab, seed, count))
+    if name == "llama":
+        text = build_model("llama", "base" if size == "full" else "small", vocab_size=8_192, seed=seed)
+        return Workload(_Loss(text), lambda rows, seed, count: _texts(rows, data, seed, count))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         builders: dict[str, Callable[[int], nn.Module]] = {"resnet50": _resnet50, "vgg16": _vgg16, "alexnet": _alexnet}
         model = _Classifier(builders[name](scale))
-    return Workload(model.train(), lambda rows, generator: _images(rows, pixels, generator))
+    return Workload(model.train(), lambda rows, seed, count: _images(rows, pixels, seed, count))
 
 
 class _Loss(nn.Module):
@@ -71,14 +81,30 @@ class _Classifier(nn.Module):
         return F.cross_entropy(self.network(images), labels)
 
 
-def _tokens(rows: int, positions: int, vocab: int, generator: torch.Generator) -> dict[str, Tensor]:
-    ids = torch.randint(5, vocab, (rows, positions), generator=generator)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
+def _tokens(rows: int, positions: int, vocab: int, seed: int, count: int) -> list[dict[str, Tensor]]:
+    """Text without padding, as PyTorch's benchmarks give it to BERT."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = [torch.randint(5, vocab, (rows, positions), generator=generator) for _ in range(count)]
+    return [{"input_ids": each, "attention_mask": torch.ones_like(each), "labels": each.clone()} for each in ids]
 
 
-def _images(rows: int, pixels: int, generator: torch.Generator) -> dict[str, Tensor]:
-    images = torch.randn(rows, 3, pixels, pixels, generator=generator)
-    return {"images": images, "labels": torch.randint(0, NUM_CLASSES, (rows,), generator=generator)}
+def _texts(rows: int, data: Path | None, seed: int, count: int) -> list[dict[str, Tensor]]:
+    """Text of uneven lengths, whose prompts are not learnt, padded to the longest of a batch."""
+    examples = load_rows(data)
+    return list(
+        batches(examples, train_tokenizer(examples), batch_size=rows, max_length=MAX_POSITIONS, seed=seed, steps=count)
+    )
+
+
+def _images(rows: int, pixels: int, seed: int, count: int) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        {
+            "images": torch.randn(rows, 3, pixels, pixels, generator=generator),
+            "labels": torch.randint(0, NUM_CLASSES, (rows,), generator=generator),
+        }
+        for _ in range(count)
+    ]
 
 
 def _vgg16(scale: int) -> nn.Module:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,16 +22,19 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from deepytorch.bench.arms import rotated
+from deepytorch.bench.comm_worker import init_default_group
 from deepytorch.bench.ddp_models import Workload, build_workload
 from deepytorch.bench.rank_process import Seat, run_rank
-from deepytorch.comm.gradients import REDUCERS
+from deepytorch.bench.timeline import Span
+from deepytorch.comm.backend import Options
+from deepytorch.comm.gradients import REDUCERS, GradientReducer
 
 ARMS = ("ddp", "ddp_compile", "ddp_python_reducer", "deepytorch")
 # `torch._dynamo.config.optimize_ddp` of each arm: stock cuts a model into the buckets of DDP, or traces its reducer.
 _OPTIMIZE_DDP: dict[str, bool | str] = {
     "ddp": False, "ddp_compile": True, "ddp_python_reducer": "python_reducer", "deepytorch": False,
 }  # fmt: skip
-_WARM_UP = 3
+_WARM_UP = 4  # deepytorch watches three
 _BUCKET_BYTES = 25 << 20  # of stock DDP
 
 
@@ -45,8 +49,11 @@ class DdpPlan:
     arms: tuple[str, ...]
     backend: str
     rounds: int
-    steps: int  # of an arm in a round
+    steps: int  # of an arm in a round, each on another batch
     timeout_s: float
+    device: str = "cpu"
+    compress: str | None = None  # between hosts, in the deepytorch group
+    data: str | None = None
     lowering: str = "inductor"
 
     def to_json(self) -> dict[str, Any]:
@@ -68,8 +75,8 @@ class Arm:
 
     def __init__(self, name: str, plan: DdpPlan, group: dist.ProcessGroup, workload: Workload) -> None:
         self.name, self.group = name, group
-        self._precision = plan.precision
-        self._mode = _OPTIMIZE_DDP[name]
+        self._precision, self._mode = plan.precision, _OPTIMIZE_DDP[name]
+        self.device = next(workload.model.parameters()).device
         with self._dynamo():
             self.model = DistributedDataParallel(
                 workload.model, process_group=group, broadcast_buffers=False, gradient_as_bucket_view=True
@@ -80,6 +87,7 @@ class Arm:
             elif name != "ddp":
                 self.call = torch.compile(self.model, backend=plan.lowering)
         self.optimizer = torch.optim.SGD(self.model.parameters(), 1e-3, momentum=0.9, weight_decay=1e-4)
+        self.last: tuple[float, Times] = 0.0, Times(0.0, 0.0, 0.0)  # when the last step began, and what it took
 
     @contextlib.contextmanager
     def _dynamo(self) -> Iterator[None]:
@@ -89,23 +97,36 @@ class Arm:
 
     def step(self, batch: dict[str, Tensor], *, sync: bool = True) -> Times:
         """Train on one batch; without `sync` gradients stay where they are."""
+        autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=self._precision == "amp")
         with self._dynamo(), contextlib.nullcontext() if sync else self.model.no_sync():
             self.optimizer.zero_grad()
-            begin = time.perf_counter()
-            with torch.autocast("cpu", torch.bfloat16, enabled=self._precision == "amp"):
+            begin = self._now()
+            with autocast:
                 loss = self.call(**batch)
-            forward = time.perf_counter()
+            forward = self._now()
             loss.backward()
-            backward = time.perf_counter()
+            backward = self._now()
             if sync:
                 self.optimizer.step()
-        return Times(forward - begin, backward - forward, time.perf_counter() - backward)
+            times = Times(forward - begin, backward - forward, self._now() - backward)
+        self.last = begin, times
+        return times
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def reducer(self) -> GradientReducer | None:
+        """What reduces this arm's gradients, where that is ours."""
+        first = next(self.model.parameters())
+        return next((each for each in REDUCERS.values() if each.parameters[0] is first), None)
 
     def bucket_bytes(self) -> list[int]:
         """Bytes of what it sends in a step."""
-        for reducer in REDUCERS.values():
-            if self.name == "deepytorch" and reducer.parameters[0] is next(self.model.parameters()):
-                return [bucket.num_bytes for bucket in reducer.plan.buckets]
+        reducer = self.reducer()
+        if reducer is not None:
+            return [transfer.num_bytes for transfer in reducer.counts.transfers]
         return self._stock_bytes()
 
     def _stock_bytes(self) -> list[int]:
@@ -117,49 +138,81 @@ class Arm:
         return min(self._seconds_of(self.bucket_bytes()), self._seconds_of(self._stock_bytes()))
 
     def _seconds_of(self, sizes: list[int]) -> float:
-        buffers = [torch.zeros(-(-size // 4)) for size in sizes]
+        buffers = [torch.zeros(-(-size // 4), device=self.device) for size in sizes]
         dist.barrier()
-        begin = time.perf_counter()
+        begin = self._now()
         for work in [dist.all_reduce(buffer, group=self.group, async_op=True) for buffer in buffers]:
             work.wait()
-        return time.perf_counter() - begin
+        return self._now() - begin
+
+    def spans(self) -> list[Span]:
+        """The last step as spans of time, from its beginning."""
+        begin, times = self.last
+        ends = (times.forward, times.forward + times.backward)
+        found = [Span("compute", "forward", 0.0, ends[0]), Span("compute", "backward", *ends)]
+        found.append(Span("compute", "optimizer", ends[1], ends[1] + times.optimizer))
+        reducer = self.reducer()
+        for transfer in reducer.counts.transfers if reducer is not None else ():
+            size = f"{transfer.num_bytes / 2**20:.2g} MB"
+            name = f"rows, {size}" if transfer.as_rows else f"bucket {transfer.bucket}, {size}"
+            found.append(Span("communication", name, transfer.started - begin, transfer.ended - begin))
+            if transfer.waited > 1e-5:
+                waits = transfer.wait_began - begin
+                found.append(Span("waiting", name, waits, waits + transfer.waited))
+        return found
 
 
 def measure(plan: DdpPlan, notify: Callable[[str], None]) -> dict[str, Any]:
     """Train in every arm, in turns; return every rank's times, by arm."""
     rank = dist.get_rank()
-    stock = dist.group.WORLD
-    assert stock is not None
-    fast = dist.new_group(backend=plan.backend, timeout=timedelta(seconds=plan.timeout_s))
+    groups = {name: _group(name, plan) for name in plan.arms}
     arms: list[Arm] = []
-    batch: dict[str, Tensor] = {}
+    batches: list[dict[str, Tensor]] = []
     for name in plan.arms:
         notify(f"Compiling: {name}")
-        workload = build_workload(plan.model, plan.size)
-        batch = workload.batch(plan.batch_size, torch.Generator().manual_seed(rank))
-        if plan.precision == "bf16":
-            workload.model.to(torch.bfloat16)
-            batch = {key: value.bfloat16() if value.is_floating_point() else value for key, value in batch.items()}
-        arm = Arm(name, plan, fast if name == "deepytorch" else stock, workload)
-        for _ in range(_WARM_UP):
+        workload = build_workload(plan.model, plan.size, data=None if plan.data is None else Path(plan.data))
+        batches = [_on(plan, batch) for batch in workload.batches(plan.batch_size, rank, max(_WARM_UP, plan.steps))]
+        workload.model.to(plan.device, torch.bfloat16 if plan.precision == "bf16" else None)
+        arm = Arm(name, plan, groups[name], workload)
+        for batch in batches:
             arm.step(batch)
-        arm.step(batch, sync=False)
+        for batch in batches:
+            arm.step(batch, sync=False)
         arms.append(arm)
     found: dict[str, dict[str, list[Any]]] = {arm.name: {"steps": [], "alone": [], "communication": []} for arm in arms}
-    difference = _difference(arms, batch)
+    difference = _difference(arms, batches[0])
     for turn in range(plan.rounds):
         notify(f"Measuring: round {turn + 1} of {plan.rounds}")
         for arm in rotated(arms, turn):
-            for _ in range(plan.steps):
+            for batch in batches[: plan.steps]:
                 dist.barrier()
                 found[arm.name]["steps"].append(asdict(arm.step(batch)))
-            dist.barrier()
-            found[arm.name]["alone"].append(asdict(arm.step(batch, sync=False)))
+            for batch in batches[: plan.steps]:
+                dist.barrier()
+                found[arm.name]["alone"].append(asdict(arm.step(batch, sync=False)))
             found[arm.name]["communication"].append(arm.communication_seconds())
+    spans = {}
+    for arm in arms:
+        dist.barrier()
+        arm.step(batches[0])
+        spans[arm.name] = [asdict(span) for span in arm.spans()]
     everyones: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, found)
     buckets = {arm.name: arm.bucket_bytes() for arm in arms}
-    return {"ranks": everyones, "max_grad_rel_diff": difference, "bucket_bytes": buckets}
+    return {"ranks": everyones, "max_grad_rel_diff": difference, "bucket_bytes": buckets, "spans": spans}
+
+
+def _group(name: str, plan: DdpPlan) -> dist.ProcessGroup:
+    timeout = timedelta(seconds=plan.timeout_s)
+    if name == "deepytorch" and plan.backend == "deepytorch":
+        options = Options(compress=plan.compress)  # type: ignore[arg-type]
+        return dist.new_group(backend="deepytorch", timeout=timeout, pg_options=options)
+    return dist.new_group(backend="nccl" if plan.device.startswith("cuda") else "gloo", timeout=timeout)
+
+
+def _on(plan: DdpPlan, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    halves = {torch.float32: torch.bfloat16} if plan.precision == "bf16" else {}
+    return {name: value.to(plan.device, halves.get(value.dtype)) for name, value in batch.items()}
 
 
 def _difference(arms: list[Arm], batch: dict[str, Tensor]) -> dict[str, float]:
@@ -173,9 +226,8 @@ def _difference(arms: list[Arm], batch: dict[str, Tensor]) -> dict[str, float]:
         gradients = [each.grad.clone() for each in arm.model.parameters() if each.grad is not None]
         if arm is arms[0]:
             wanted = gradients
-        floor = 1e-3 * max(
-            float(each.norm()) for each in wanted
-        )  # a gradient that is zero but for rounding says nothing
+        # a gradient that is zero but for rounding says nothing
+        floor = 1e-3 * max(float(each.norm()) for each in wanted)
         pairs = zip(gradients, wanted, strict=True)
         found[arm.name] = max(
             float((ours - theirs).norm()) / max(float(theirs.norm()), floor) for ours, theirs in pairs
@@ -188,8 +240,7 @@ def main() -> None:
 
     def work(content: dict[str, Any], seat: Seat) -> None:
         plan = DdpPlan(**content | {"arms": (*content["arms"],)})
-        timeout = timedelta(seconds=plan.timeout_s)
-        dist.init_process_group("gloo", store=seat.store, rank=seat.rank, world_size=seat.ranks, timeout=timeout)
+        init_default_group(plan.timeout_s, seat.store, seat.rank, seat.ranks)
         seat.tell({"done": measure(plan, lambda text: seat.tell({"doing": text}))})
 
     run_rank(work)

@@ -28,6 +28,7 @@ class Size:
 
 SIZES = {
     "tiny": Size(num_layers=2, hidden_size=64, num_heads=4, intermediate_size=128),  # for tests
+    "quarter": Size(num_layers=12, hidden_size=192, num_heads=3, intermediate_size=768),  # base, a quarter as wide
     "demo": Size(num_layers=4, hidden_size=256, num_heads=4, intermediate_size=704),
     "small": Size(num_layers=4, hidden_size=512, num_heads=8, intermediate_size=1376),
     "base": Size(num_layers=12, hidden_size=768, num_heads=12, intermediate_size=3072),  # GPT-2's and BERT's first

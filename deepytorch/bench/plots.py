@@ -31,7 +31,7 @@ def plot_training(path: Path, title: str, curves: Sequence[Curve]) -> None:
 
     Raises `ConfigError` when the file cannot be written or matplotlib is not installed.
     """
-    figure = _figure(11, 4.2)
+    figure = new_figure(11, 4.2)
     left, right = figure.subplots(1, 2)
     for index, curve in enumerate(curves):
         style = _STYLES[index % len(_STYLES)]
@@ -43,7 +43,7 @@ def plot_training(path: Path, title: str, curves: Sequence[Curve]) -> None:
     right.legend()
     left.legend()
     figure.suptitle(title)
-    _save(figure, path, "Give another folder with --out.")
+    save_figure(figure, path, "Give another folder with --out.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def plot_bandwidth(path: Path, title: str, panels: Sequence[BandwidthPanel]) -> 
 
     Raises `ConfigError` when the file cannot be written or matplotlib is not installed.
     """
-    figure = _figure(max(6.5, 4.8 * len(panels)), 4.4)
+    figure = new_figure(max(6.5, 4.8 * len(panels)), 4.4)
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         for curve in panel.curves:
             axes.plot(curve.sizes_bytes, curve.gb_per_s, label=curve.name, marker="o", markersize=3.5, linewidth=1.5)
@@ -82,7 +82,7 @@ def plot_bandwidth(path: Path, title: str, panels: Sequence[BandwidthPanel]) -> 
         axes.grid(visible=True, alpha=0.3)
         axes.legend()
     figure.suptitle(title)
-    _save(figure, path, "Give another --plot path.")
+    save_figure(figure, path, "Give another --plot path.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ def plot_steps(
 
     Raises `ConfigError` when the file cannot be written or matplotlib is not installed.
     """
-    figure = _figure(13, max(4.2, 1.6 + 0.7 * len(rows)))
+    figure = new_figure(13, max(4.2, 1.6 + 0.7 * len(rows)))
     left, right = figure.subplots(1, 2, width_ratios=(2, 3))
     for curve in curves:
         left.plot(curve.ranks, curve.efficiencies, label=curve.name, marker="o", markersize=3.5, linewidth=1.5)
@@ -136,7 +136,7 @@ def plot_steps(
     right.set(xlabel="ms", title=timeline_title)
     right.legend()
     figure.suptitle(title)
-    _save(figure, path, "Give another --plot path.")
+    save_figure(figure, path, "Give another --plot path.")
 
 
 def _width(span: tuple[float, float]) -> tuple[float, float]:
@@ -150,7 +150,8 @@ def _bytes(size: float) -> str:
     return f"{size:g}"
 
 
-def _figure(width_inches: float, height_inches: float) -> Any:
+def new_figure(width_inches: float, height_inches: float) -> Any:
+    """An empty figure of matplotlib's. Raises `ConfigError` when that is not installed."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -163,7 +164,8 @@ def _figure(width_inches: float, height_inches: float) -> Any:
     return figure
 
 
-def _save(figure: Any, path: Path, remedy: str) -> None:
+def save_figure(figure: Any, path: Path, remedy: str) -> None:
+    """Write a figure as PNG. Raises `ConfigError`, which ends with `remedy`, when the file cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=120)

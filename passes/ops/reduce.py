@@ -1,6 +1,7 @@
 """`deepytorch::reduce_start` and `reduce_wait`: gradients leave a compiled backward while the rest of it runs.
 
-Both look up at run time what is to happen (`comm.gradients`), so that one compiled graph serves steps that reduce and
+`reduce_part` and `reduce_rows` start one gradient in two steps: all of it but rows of an embedding, then these.
+All look up at run time what is to happen (`comm.gradients`), so that one compiled graph serves steps that reduce and
 steps that only accumulate. `reduce_wait` returns memory of the reducer's own, never that of its arguments.
 """
 
@@ -15,6 +16,8 @@ from deepytorch.comm.gradients import reducer
 from deepytorch.passes.ops.library import LIBRARY, define_once
 
 _START = "reduce_start(Tensor[] gradients, int[] members, str name) -> Tensor"
+_PART = "reduce_part(Tensor gradient, int member, str name) -> Tensor"
+_ROWS = "reduce_rows(Tensor ids, Tensor values, Tensor? kept, int member, str name) -> Tensor"
 _WAIT = "reduce_wait(Tensor[] started, int[] members, str name) -> Tensor[]"
 
 
@@ -25,6 +28,24 @@ def _start(gradients: Sequence[Tensor], members: Sequence[int], name: str) -> Te
 
 def _start_fake(gradients: Sequence[Tensor], members: Sequence[int], name: str) -> Tensor:
     return gradients[0].new_empty(0)
+
+
+def _part(gradient: Tensor, member: int, name: str) -> Tensor:
+    reducer(name).arrive_part(member, gradient)
+    return gradient.new_empty(0)
+
+
+def _part_fake(gradient: Tensor, member: int, name: str) -> Tensor:
+    return gradient.new_empty(0)
+
+
+def _rows(ids: Tensor, values: Tensor, kept: Tensor | None, member: int, name: str) -> Tensor:
+    reducer(name).arrive_rows(member, ids, values, kept)
+    return values.new_empty(0)
+
+
+def _rows_fake(ids: Tensor, values: Tensor, kept: Tensor | None, member: int, name: str) -> Tensor:
+    return values.new_empty(0)
 
 
 def _wait(started: Sequence[Tensor], members: Sequence[int], name: str) -> list[Tensor]:
@@ -41,6 +62,12 @@ def _wait_fake(started: Sequence[Tensor], members: Sequence[int], name: str) -> 
 if define_once(_START):
     LIBRARY.impl("reduce_start", _start, "CompositeExplicitAutograd")
     LIBRARY._register_fake("reduce_start", _start_fake)
+if define_once(_PART):
+    LIBRARY.impl("reduce_part", _part, "CompositeExplicitAutograd")
+    LIBRARY._register_fake("reduce_part", _part_fake)
+if define_once(_ROWS):
+    LIBRARY.impl("reduce_rows", _rows, "CompositeExplicitAutograd")
+    LIBRARY._register_fake("reduce_rows", _rows_fake)
 if define_once(_WAIT):
     LIBRARY.impl("reduce_wait", _wait, "CompositeExplicitAutograd")
     LIBRARY._register_fake("reduce_wait", _wait_fake)

@@ -26,6 +26,9 @@ from deepytorch.errors import ConfigError, DataError
         ({"arms": ("ddp", "ddp")}, "each once"),
         ({"batch_size": 0}, "expected 1 or more"),
         ({"rate": "200mbit"}, "expected --hosts 2 or more"),
+        ({"compress": "fp8"}, "expected one of bf16, fp16"),
+        ({"device": "tpu"}, "expected one of cpu, cuda"),
+        ({"data": Path("rows.json")}, "expected llama"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(changes: dict[str, Any], words: str) -> None:
@@ -36,7 +39,8 @@ def test_options_that_make_no_sense_are_refused(changes: dict[str, Any], words: 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_trains_a_step(name: str) -> None:
     workload = build_workload(name)
-    batch = workload.batch(2, torch.Generator().manual_seed(0))
+    [batch, another] = workload.batches(2, 0, 2)
+    assert not all(torch.equal(batch[key], another[key]) for key in batch)
     loss = workload.model(**batch)
     loss.backward()
     assert loss.dim() == 0
@@ -102,8 +106,17 @@ def test_a_small_run_finds_equal_gradients(tmp_path: Path) -> None:
         steps=1,
         lowering="aot_eager",
         timeout_s=120,
+        timeline=tmp_path / "step.png",
     )
     result = run_ddp(options)
+    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert {event["pid"] for event in spans} == {0, 1}
+    assert {event["name"] for event in spans if event["cat"] == "compute"} == {"forward", "backward", "optimizer"}
+    sent = [event for event in spans if event["cat"] == "communication"]
+    assert len(sent) == len(result.arms[1].bucket_bytes)
+    assert all(event["pid"] == 1 and event["dur"] > 0 and event["ts"] > 0 for event in sent)
     assert result.max_grad_rel_diff < 1e-5
     assert result.ranks == 2
     assert [arm.name for arm in result.arms] == ["ddp", "deepytorch"]

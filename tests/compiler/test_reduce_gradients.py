@@ -321,6 +321,99 @@ for mine, p in zip(ranks, train_power.parameters()):
     assert torch.equal(mine[0], mine[1])
 """
 
+ROWS = """
+from deepytorch.comm import gradients
+gradients.saves = lambda *_: True  # whatever it costs here
+class Texts(nn.Module):
+    def __init__(self, tied=True, padding=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(50, 24, padding_idx=padding)
+        self.places = nn.Embedding(9, 24)
+        self.inner = nn.Linear(24, 24)
+        self.head = nn.Linear(24, 50, bias=False)
+        if tied:
+            self.head.weight = self.table.weight
+    def forward(self, x, y):
+        hidden = self.table(x) + self.places(torch.arange(x.shape[1]))
+        return F.cross_entropy(self.head(F.gelu(self.inner(hidden))).flatten(0, 1), y.flatten())
+
+def texts(number):
+    generator = torch.Generator().manual_seed(100 * number + rank)
+    rows = 1 + (number * (rank + 1)) % 4  # of other sizes on each rank
+    return torch.randint(0, 12, (rows, 7), generator=generator), torch.randint(0, 50, (rows, 7), generator=generator)
+
+def tables(model):
+    return [adopted(model).reducer.plan.members[each].name for each in adopted(model).reducer.plan.tables]
+
+model = train(Texts, steps=6, what="tied", batch=texts)
+assert tables(model) == ["table.weight", "places.weight"], tables(model)
+assert any(each.as_rows for each in adopted(model).reducer.counts.transfers)
+model = train(lambda: Texts(False, 3), steps=6, what="apart, with a pad", batch=texts)
+assert tables(model) == ["table.weight", "places.weight"]
+assert float(model.module.table.weight.grad[3].abs().max()) == 0.0
+sent = {each.bucket: each for each in adopted(model).reducer.counts.transfers if each.as_rows}
+table = adopted(model).reducer.plan.bucket_of()[0]
+assert 0 < sent[table].num_bytes <= 12 * (8 + 24 * 4), sent
+
+def accumulate(model, call, optimizer, number):
+    optimizer.zero_grad(set_to_none=number % 3 == 0)
+    if number % 2:
+        with model.no_sync():
+            call(*texts(10 * number)).backward()
+    call(*texts(10 * number + 9)).backward()
+for tied in (True, False):
+    train(lambda: Texts(tied), steps=7, what=("accumulated", tied), step=accumulate)
+
+held = {}
+def keep(model, call, optimizer, number):
+    optimizer.zero_grad()
+    call(*texts(number)).backward()
+    kept = held.setdefault(id(model), [])
+    kept.append([(p.grad, p.grad.clone()) for p in model.parameters()])
+    assert all(torch.equal(now, then) for grads in kept for now, then in grads)
+train(Texts, steps=6, what="held", step=keep)
+
+def grad_only(model, call, optimizer, number):
+    optimizer.zero_grad()
+    with model.no_sync():
+        found = torch.autograd.grad(call(*texts(10 * number + 1)), list(model.parameters()))
+    handed.setdefault(number, []).append(found)
+    call(*texts(10 * number + 2)).backward()
+for tied in (True, False):
+    handed = {}
+    train(lambda: Texts(tied), steps=6, what="autograd.grad in between", step=grad_only)
+    for one, other in handed.values():
+        for theirs, ours in zip(one, other):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+seen = []
+def hooked():
+    model = Texts(False)
+    model.table.weight.register_hook(lambda gradient: seen.append(float(gradient.abs().sum())) or gradient)
+    return model
+train(hooked, steps=6, what="a hook of the user's on a table", batch=texts)
+assert len(seen) == 12 and min(seen) > 0
+
+class Sometimes(Texts):
+    def forward(self, x, y):
+        if x.shape[0] % 2:
+            return F.cross_entropy(self.head(F.gelu(self.inner(self.places(x % 9)))).flatten(0, 1), y.flatten())
+        return super().forward(x, y)
+train(lambda: Sometimes(False), steps=8, what="a table that some ranks use", batch=texts, find_unused_parameters=True)
+
+from deepytorch.compiler import backend
+stock_lower = backend.lower
+def failing(*arguments, **options):
+    raise RuntimeError("this rank cannot compile")
+if rank == 1:
+    backend.lower = failing
+for tied in (True, False):
+    model = train(lambda: Texts(tied), steps=6, what=("one rank in eager", tied), batch=texts)
+    assert tables(model) == ["table.weight", "places.weight"]
+backend.lower = stock_lower
+"""
+
 REPORTS = """
 from deepytorch import explain, report
 model = DDP(Net())
@@ -389,6 +482,7 @@ PARTS = {
     "padded": PADDED,
     "reports": REPORTS,
     "hooks": HOOKS,
+    "rows": ROWS,
 }
 
 
@@ -420,6 +514,12 @@ def test_inductor_reduces_as_stock_does() -> None:
     script = f"LOWERING = 'inductor'\n{HARNESS}\ninit('gloo', timeout=120)\n{PLAIN}\n{CONVOLUTIONS}"
     script += "\ndist.destroy_process_group()"
     run(script, 2, 280)
+
+
+@pytest.mark.slow
+def test_inductor_sends_rows() -> None:
+    script = f"LOWERING = 'inductor'\n{HARNESS}\ninit('gloo', timeout=120)\n{ROWS[: ROWS.index('def accumulate')]}"
+    run(f"{script}\ndist.destroy_process_group()", 2, 280)
 
 
 @pytest.mark.slow
