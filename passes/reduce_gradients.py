@@ -64,18 +64,20 @@ class ReduceGradients:
     def _start_rows(
         self, graph: fx.Graph, member: int, found: EmbeddingRows, order: Mapping[fx.Node, int]
     ) -> list[fx.Node]:
-        started = []
+        part = None
         if found.rest is not None:
             with graph.inserting_after(found.rest):
-                started.append(_call(graph, _OPS.reduce_part, found.rest, member, self.reducer))
-        inputs = [node for node in (found.ids, found.values, found.kept) if node is not None]
+                part = _call(graph, _OPS.reduce_part, found.rest, member, self.reducer)
+        inputs = [node for node in (found.ids, found.values, found.kept, found.rest) if node is not None]
         last, kept = max(inputs, key=order.__getitem__), found.kept
+        if last is found.rest and part is not None:
+            last = part
         if found.padding is not None:
             with graph.inserting_after(last):
                 last = kept = _call(graph, torch.ops.aten.ne.Scalar, found.ids, found.padding)
         with graph.inserting_after(last):
-            started.append(_call(graph, _OPS.reduce_rows, found.ids, found.values, kept, member, self.reducer))
-        return started
+            rows = _call(graph, _OPS.reduce_rows, found.ids, found.values, kept, part, member, self.reducer)
+        return [rows] if part is None else [part, rows]
 
 
 def _groups(came: Sequence[tuple[int, fx.Node]]) -> list[list[tuple[int, fx.Node]]]:

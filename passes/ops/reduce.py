@@ -1,6 +1,7 @@
 """`deepytorch::reduce_start` and `reduce_wait`: gradients leave a compiled backward while the rest of it runs.
 
-`reduce_part` and `reduce_rows` start one gradient in two steps: all of it but rows of an embedding, then these.
+`reduce_part` and `reduce_rows` start one gradient in two steps: all of it but rows of an embedding, then these, which
+take what the first step gave, so that no compiler puts them before it.
 All look up at run time what is to happen (`comm.gradients`), so that one compiled graph serves steps that reduce and
 steps that only accumulate. `reduce_wait` returns memory of the reducer's own, never that of its arguments.
 """
@@ -17,7 +18,7 @@ from deepytorch.passes.ops.library import LIBRARY, define_once
 
 _START = "reduce_start(Tensor[] gradients, int[] members, str name) -> Tensor"
 _PART = "reduce_part(Tensor gradient, int member, str name) -> Tensor"
-_ROWS = "reduce_rows(Tensor ids, Tensor values, Tensor? kept, int member, str name) -> Tensor"
+_ROWS = "reduce_rows(Tensor ids, Tensor values, Tensor? kept, Tensor? part, int member, str name) -> Tensor"
 _WAIT = "reduce_wait(Tensor[] started, int[] members, str name) -> Tensor[]"
 
 
@@ -39,12 +40,12 @@ def _part_fake(gradient: Tensor, member: int, name: str) -> Tensor:
     return gradient.new_empty(0)
 
 
-def _rows(ids: Tensor, values: Tensor, kept: Tensor | None, member: int, name: str) -> Tensor:
+def _rows(ids: Tensor, values: Tensor, kept: Tensor | None, part: Tensor | None, member: int, name: str) -> Tensor:
     reducer(name).arrive_rows(member, ids, values, kept)
     return values.new_empty(0)
 
 
-def _rows_fake(ids: Tensor, values: Tensor, kept: Tensor | None, member: int, name: str) -> Tensor:
+def _rows_fake(ids: Tensor, values: Tensor, kept: Tensor | None, part: Tensor | None, member: int, name: str) -> Tensor:
     return values.new_empty(0)
 
 

@@ -346,10 +346,10 @@ def texts(number):
 def tables(model):
     return [adopted(model).reducer.plan.members[each].name for each in adopted(model).reducer.plan.tables]
 
-model = train(Texts, steps=6, what="tied", batch=texts)
+model = train(Texts, steps=7, what="tied", batch=texts)
 assert tables(model) == ["table.weight", "places.weight"], tables(model)
 assert any(each.as_rows for each in adopted(model).reducer.counts.transfers)
-model = train(lambda: Texts(False, 3), steps=6, what="apart, with a pad", batch=texts)
+model = train(lambda: Texts(False, 3), steps=7, what="apart, with a pad", batch=texts)
 assert tables(model) == ["table.weight", "places.weight"]
 assert float(model.module.table.weight.grad[3].abs().max()) == 0.0
 sent = {each.bucket: each for each in adopted(model).reducer.counts.transfers if each.as_rows}
