@@ -13,6 +13,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -27,7 +28,9 @@ from deepytorch.errors import ConfigError
 _NOMINAL = Link(100.0, 2 * 8e6 / 10e9)  # us, and us per byte: a ring sends nearly twice the payload
 _FITTED_BYTES = (1 << 18, 1 << 21, 1 << 24, 1 << 27)
 
-CONTENTION = 1.5  # how much longer a backward takes while buckets are on their way: they share cores, or a GPU
+# Compute and communication share cores, or a GPU, so each may take longer than it was seen to. Buckets are cut for
+# both: for a late backward, which wants its last buckets small, and for slow links, which want their first ones early.
+_LATE, _SLOW = 1.5, 1.5
 _MAX_GROUPS = 64  # of gradients that come about together; a finer plan gains nothing that shows
 _TOLERANCE = 0.01  # of the whole communication: what fewer buckets may cost
 _ALIGN = 64  # bytes: a bucket's members begin at cache lines, as the kernels like them
@@ -165,16 +168,14 @@ def plan_buckets(
     backward_us: float,
     *,
     bucket_bytes: int | None = None,
-    contention: float = CONTENTION,
     measured: bool = False,
     tables: Mapping[int, bool] | None = None,
 ) -> BucketPlan:
     """The plan whose last bucket is predicted to end first.
 
     arrivals: every member once, in the order of their coming. link: time of the all-reduce of a payload. backward_us:
-    time of the whole backward. bucket_bytes: a size for all buckets in place of the choice. contention: how much
-    later gradients come when buckets are on their way. tables: members of which rows are exchanged, and whether they
-    come as nothing but rows.
+    time of the whole backward. bucket_bytes: a size for all buckets in place of the choice. tables: members of which
+    rows are exchanged, and whether they come as nothing but rows.
     Raises `ConfigError` where `arrivals` does not hold every member once.
     """
     order = [member for arrival in arrivals for member in arrival.members]
@@ -190,8 +191,9 @@ def plan_buckets(
         pieces = [Arrival(tuple(piece), ready[piece[-1]]) for piece in _filled(members, order, bucket_bytes)]
     else:
         pieces = _merged(members, arrivals)
-        slowed = [Arrival(piece.members, contention * piece.at_us) for piece in pieces]
-        pieces = [_joined(pieces[start:end]) for start, end in _cuts(members, slowed, link)]
+        late = [Arrival(piece.members, _LATE * piece.at_us) for piece in pieces]
+        ends = _cuts(members, late, link) | _cuts(members, pieces, link.scaled(rate=_SLOW))
+        pieces = [_joined(pieces[start:end]) for start, end in pairwise([0, *sorted(ends)])]
     buckets: list[Bucket] = []
     free_us = 0.0
     for piece in pieces:
@@ -225,11 +227,11 @@ def _joined(arrivals: Sequence[Arrival]) -> Arrival:
     return Arrival(members, max(arrival.at_us for arrival in arrivals))
 
 
-def _cuts(members: Sequence[Member], pieces: Sequence[Arrival], link: Link) -> list[tuple[int, int]]:
-    """From and to of each bucket's pieces: the fewest buckets that end about as early as any."""
+def _cuts(members: Sequence[Member], pieces: Sequence[Arrival], link: Link) -> set[int]:
+    """Behind how many pieces each bucket ends: the fewest buckets that end about as early as any."""
     count = len(pieces)
     if not count:
-        return []
+        return set()
     cost = [[0.0] * (count + 1) for _ in range(count)]
     for start in range(count):
         kinds: set[str] = set()
@@ -253,12 +255,12 @@ def _cuts(members: Sequence[Member], pieces: Sequence[Arrival], link: Link) -> l
                     now[end], chosen[end] = time, start
         ends.append(now)
         before.append(chosen)
-    cuts: list[tuple[int, int]] = []
+    cuts = set()
     end = count
     for chosen in reversed(before[1:]):
-        cuts.append((chosen[end], end))
+        cuts.add(end)
         end = chosen[end]
-    return cuts[::-1]
+    return cuts
 
 
 def _filled(members: Sequence[Member], order: Sequence[int], bucket_bytes: int) -> list[list[int]]:

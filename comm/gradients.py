@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from deepytorch.comm.agreement import exchange
 from deepytorch.comm.bucket_memory import BucketMemory, Transfer, new_buffer, strides
-from deepytorch.comm.buckets import CONTENTION, BucketPlan, plan_buckets
+from deepytorch.comm.buckets import BucketPlan, plan_buckets
 from deepytorch.comm.cost import Link
 from deepytorch.comm.hooks import CommHook
 from deepytorch.comm.rows import Rows, exchange_sizes, gather_rows, saves, summed_rows
@@ -455,7 +455,6 @@ class GradientReducer:
                 self._seen,
                 watch.backward_us(),
                 bucket_bytes=self._bucket_bytes,
-                contention=CONTENTION if seen_alone else 1.0,
                 measured=True,
                 tables=tables,
             )

@@ -31,6 +31,8 @@ from deepytorch.passes.base import Context
 from deepytorch.passes.reduce_gradients import ReduceGradients
 from deepytorch.passes.slicing import Slicer
 
+_REORDERS = "reorder_for_peak_memory"  # an option of Inductor's
+
 # Set while `deepytorch.explain` looks at a model: regions are analysed and run in eager, nothing is lowered.
 EXPLAINING: ContextVar[list[RegionRecord] | None] = ContextVar("deepytorch_explaining", default=None)
 
@@ -156,6 +158,9 @@ def _lower(
         return lower(module, example_inputs, config=config, plan=plan)
     reduce = ReduceGradients(adopted.name, adopted.members(example_inputs))
     passes = GraphPasses(post_grad_pre=(reduce,))
+    if _REORDERS in torch._inductor.config.get_config_copy():
+        # it puts gradients off to the end, for the memory that they take, and then they leave late
+        config = replace(config, inductor={_REORDERS: False, **config.inductor})
     return lower(module, example_inputs, config=config, plan=plan, passes=passes)
 
 

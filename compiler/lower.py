@@ -12,6 +12,7 @@ import functools
 import hashlib
 import inspect
 import json
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, is_dataclass
 from types import FunctionType
@@ -99,10 +100,15 @@ def fingerprint(graph_pass: GraphPass) -> str | None:
 
 
 def _module_source(kind: Any) -> str:
+    """The source of the module that `kind` stands in, and of the modules beside it whose names it uses."""
     home = inspect.getmodule(kind)
     if home is None:
         raise OSError(f"{kind} belongs to no module")
-    return inspect.getsource(home)
+    package = home.__name__.rpartition(".")[0]
+    named = {getattr(value, "__module__", None) for value in vars(home).values()}
+    beside = sorted(name for name in named if isinstance(name, str) and name != home.__name__)
+    used = [sys.modules[name] for name in beside if package and name.startswith(f"{package}.") and name in sys.modules]
+    return "".join(inspect.getsource(module) for module in [home, *used])
 
 
 def _slots(passes: GraphPasses, options: dict[str, Any], plan: Plan | None) -> dict[str, CustomGraphPass]:

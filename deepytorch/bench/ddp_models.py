@@ -16,6 +16,7 @@ from deepytorch.data import batches, load_rows, train_tokenizer
 from deepytorch.errors import ConfigError
 
 NUM_CLASSES = 1000
+PIXELS = 224
 SIZES = ("cpu", "full")
 MODELS = ("resnet50", "vgg16", "alexnet", "hf_Bert", "llama")
 
@@ -46,7 +47,7 @@ def build_workload(name: str, size: str = "cpu", seed: int = 0, data: Path | Non
         raise ConfigError(f"The model size is {size!r}, expected one of {', '.join(SIZES)}.")
     if data is not None and name != "llama":
         raise ConfigError(f"Data was given for {name}, which learns from random batches; expected llama.")
-    scale, pixels = (1, 224) if size == "full" else (4, 64)
+    scale = 1 if size == "full" else 4
     if name == "hf_Bert":
         vocab = 30_522 // scale
         text = build_model("bert", "base" if size == "full" else "quarter", vocab_size=vocab, seed=seed)
@@ -58,7 +59,7 @@ def build_workload(name: str, size: str = "cpu", seed: int = 0, data: Path | Non
         torch.manual_seed(seed)
         builders: dict[str, Callable[[int], nn.Module]] = {"resnet50": _resnet50, "vgg16": _vgg16, "alexnet": _alexnet}
         model = _Classifier(builders[name](scale))
-    return Workload(model.train(), lambda rows, seed, count: _images(rows, pixels, seed, count))
+    return Workload(model.train(), lambda rows, seed, count: _images(rows, seed, count))
 
 
 class _Loss(nn.Module):
@@ -96,11 +97,11 @@ def _texts(rows: int, data: Path | None, seed: int, count: int) -> list[dict[str
     )
 
 
-def _images(rows: int, pixels: int, seed: int, count: int) -> list[dict[str, Tensor]]:
+def _images(rows: int, seed: int, count: int) -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     return [
         {
-            "images": torch.randn(rows, 3, pixels, pixels, generator=generator),
+            "images": torch.randn(rows, 3, PIXELS, PIXELS, generator=generator),
             "labels": torch.randint(0, NUM_CLASSES, (rows,), generator=generator),
         }
         for _ in range(count)

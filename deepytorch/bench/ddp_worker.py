@@ -230,7 +230,10 @@ def _difference(arms: list[Arm], batch: dict[str, Tensor]) -> dict[str, float]:
         floor = 1e-3 * max(float(each.norm()) for each in wanted)
         pairs = zip(gradients, wanted, strict=True)
         found[arm.name] = max(
-            float((ours - theirs).norm()) / max(float(theirs.norm()), floor) for ours, theirs in pairs
+            float((ours - theirs).norm()) / max(float(theirs.norm()), floor)
+            if bool(ours.any()) == bool(theirs.any())
+            else 1.0
+            for ours, theirs in pairs
         )
     return found
 
