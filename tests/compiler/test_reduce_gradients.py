@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +19,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from deepytorch.compiler.report import LEDGER
-torch._dynamo.config.optimize_ddp = False
 
 class Net(nn.Module):
     def __init__(self, width=48):
@@ -36,7 +38,7 @@ def data(step, peer=None):
 
 def compiled(model, **options):
     torch._dynamo.reset()
-    options = {"lowering": LOWERING, "reduce_gradients": True, **options}
+    options = {"lowering": LOWERING, **options}
     return torch.compile(model, backend="deepytorch", options=options)
 
 def adopted(model):
@@ -417,7 +419,7 @@ backend.lower = stock_lower
 REPORTS = """
 from deepytorch import explain, report
 model = DDP(Net())
-explained = explain(model, *data(0), options={"lowering": LOWERING, "reduce_gradients": True})
+explained = explain(model, *data(0), options={"lowering": LOWERING})
 assert "buckets" in str(explained) and explained.to_json()["gradients"]["parameters"] == len(list(model.parameters()))
 assert "_deepytorch_gradients" not in model.__dict__
 train(Net, what="reported")
@@ -528,6 +530,27 @@ def test_one_rank_with_warm_caches_and_one_with_cold_ones(tmp_path: Path) -> Non
         own = f"os.environ['TORCHINDUCTOR_CACHE_DIR'] = {str(tmp_path)!r} + f'/{{rank * {turn + 1}}}'"
         script = f"{own}\nLOWERING = 'inductor'\n{HARNESS}\ninit('gloo', timeout=120)\n{PLAIN}"
         run(f"{script}\ndist.destroy_process_group()", 2, 280)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "switch"),
+    [
+        ("True", "False", "on"),
+        ("'ddp_optimizer'", "False", "on"),
+        ("'python_reducer'", "'python_reducer'", "on"),
+        ("True", "True", "off"),
+    ],
+)
+def test_dynamo_is_told_once_to_leave_models_whole(before: str, after: str, switch: str) -> None:
+    script = f"""
+import torch
+torch._dynamo.config.optimize_ddp = {before}
+torch.compile(torch.nn.Linear(2, 2), backend="deepytorch")
+assert torch._dynamo.config.optimize_ddp == {after}, torch._dynamo.config.optimize_ddp
+"""
+    environment = {**os.environ, "DEEPYTORCH": switch}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 FAULT = """
