@@ -25,7 +25,7 @@ from deepytorch.comm.cost import Link, fit_link
 from deepytorch.comm.select import predict_us, select
 from deepytorch.errors import ConfigError
 
-_NOMINAL = Link(100.0, 2 * 8e6 / 10e9)  # us, and us per byte: a ring sends nearly twice the payload
+NOMINAL = Link(100.0, 2 * 8e6 / 10e9)  # us, and us per byte: a ring sends nearly twice the payload
 _FITTED_BYTES = (1 << 18, 1 << 21, 1 << 24, 1 << 27)
 
 # Compute and communication share cores, or a GPU, so each may take longer than it was seen to. Buckets are cut for
@@ -141,7 +141,7 @@ def group_link(group: dist.ProcessGroup) -> Link:
     try:
         found = group_of(group)
     except ConfigError:
-        return _NOMINAL
+        return NOMINAL
     device: DeviceKind = "cuda" if torch.cuda.is_available() else "cpu"
     times = []
     for size in _FITTED_BYTES:
@@ -151,11 +151,13 @@ def group_link(group: dist.ProcessGroup) -> Link:
     return fit_link(_FITTED_BYTES, times)
 
 
-def expected_arrivals(members: Sequence[Member], backward_us: float) -> list[Arrival]:
-    """Before any backward was seen: the last parameters first, each after a time that goes by its elements."""
+def expected_arrivals(
+    members: Sequence[Member], backward_us: float, order: Sequence[int] | None = None
+) -> list[Arrival]:
+    """Where no times were seen: each gradient after a time that goes by its elements. order: None, the last first."""
     left = total = sum(member.num_elements for member in members) or 1
     found = []
-    for number in reversed(range(len(members))):
+    for number in reversed(range(len(members))) if order is None else order:
         left -= members[number].num_elements
         found.append(Arrival((number,), backward_us * (total - left) / total))
     return found

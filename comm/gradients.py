@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from deepytorch.comm.agreement import exchange
 from deepytorch.comm.bucket_memory import BucketMemory, Transfer, new_buffer, strides
-from deepytorch.comm.buckets import BucketPlan, plan_buckets
+from deepytorch.comm.buckets import NOMINAL, BucketPlan, expected_arrivals, plan_buckets
 from deepytorch.comm.cost import Link
 from deepytorch.comm.hooks import CommHook
 from deepytorch.comm.rows import Rows, exchange_sizes, gather_rows, saves, summed_rows
@@ -448,12 +448,21 @@ class GradientReducer:
         said = ""
         seen_alone = self._watched == _HELD
         if dist.get_rank(self._group) == 0:
+            backward_us, members = watch.backward_us(), self.plan.members
+            fixed = torch.are_deterministic_algorithms_enabled()
+            if fixed:  # the same plan in every run
+                self._seen = NOMINAL
+                backward_us = NOMINAL.time_us(sum(member.num_bytes for member in members))
             tables = self._worth_rows() if seen_alone else self._tables
+            arrivals = watch.arrivals(len(members), without_rows=tables)
+            if fixed:
+                order = [member for arrival in arrivals for member in arrival.members]
+                arrivals = expected_arrivals(members, backward_us, order)
             made = plan_buckets(
-                self.plan.members,
-                watch.arrivals(len(self._parameters), without_rows=tables),
+                members,
+                arrivals,
                 self._seen,
-                watch.backward_us(),
+                backward_us,
                 bucket_bytes=self._bucket_bytes,
                 measured=True,
                 tables=tables,

@@ -1,35 +1,80 @@
 """deepytorch: a training accelerator for PyTorch.
 
-Use it by name, `torch.compile(model, backend="deepytorch")`; this import is needed for
-`init_process_group("deepytorch")` and for what `__all__` lists.
-It is light on purpose: `torch` and the compiler are loaded when `explain` or `report` is first used.
+`import deepytorch`, and a training script runs as before, faster: see `autowrap` for what is compiled, and when.
+Where only the name is used, `torch.compile(model, backend="deepytorch")`, nothing else is touched.
+The import is light on purpose: `torch` and the compiler are loaded when they are first used.
 """
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from wrapt import when_imported
 
+from deepytorch.config import Environment
 from deepytorch.errors import DeepytorchError
 from deepytorch.version import __version__
 
 if TYPE_CHECKING:
     from deepytorch.api import explain, report
+    from deepytorch.autowrap import compile, configure, disable, enable, optimize, paused  # noqa: A004
 
-__all__ = ["DeepytorchError", "__version__", "explain", "report"]
+__all__ = [
+    "DeepytorchError", "__version__",
+    "compile", "configure", "disable", "enable", "explain", "optimize", "paused", "report",
+]  # fmt: skip
+
+_HOMES = {
+    **dict.fromkeys(("explain", "report"), "deepytorch.api"),
+    **dict.fromkeys(("compile", "configure", "disable", "enable", "optimize", "paused"), "deepytorch.autowrap"),
+}
+
+
+def _is_asked_for_by_name() -> bool:
+    """Whether `torch.compile` looks for its backend, and nobody wrote `import deepytorch`."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "importlib.metadata":
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def _attach(name: str) -> None:
+    """Let an integration loose on its host as soon as that is imported, whichever of the two comes first."""
+    host, integration, attach = _HOSTS[name]
+
+    def attach_to(module: object) -> None:
+        getattr(import_module(integration), attach)(module)
+
+    when_imported(host)(attach_to)
+
+
+# name -> the module of the host, ours, and the function of ours that is called with the host's
+_HOSTS = {
+    "training": ("torch", "deepytorch.autowrap", "install"),
+    "process groups": ("torch", "deepytorch.integrations.process_groups", "attach"),
+    "accelerate": ("accelerate.utils.dataclasses", "deepytorch.integrations.accelerate", "attach"),
+    "trainer": ("transformers.trainer", "deepytorch.integrations.hf_trainer", "attach"),
+}
 
 # `init_process_group("deepytorch")` works after this import, whichever of torch and deepytorch comes first.
 when_imported("torch.distributed.distributed_c10d")(lambda _: import_module("deepytorch.comm.register").register())
 
-_FROM_API = frozenset({"explain", "report"})
+if Environment.read().enabled:
+    _attach("accelerate")  # a name that is made known, and nothing else
+    if not _is_asked_for_by_name():
+        _attach("training")
+        _attach("process groups")
+        _attach("trainer")
 
 
 def __getattr__(name: str) -> object:
-    if name not in _FROM_API:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module("deepytorch.api"), name)
+    value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
 

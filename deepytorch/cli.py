@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from deepytorch.errors import ConfigError, DeepytorchError
+from deepytorch.switch import SWITCH
 from deepytorch.version import __version__
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ _DtypeOf = Annotated[Dtype, typer.Option(help="fp32, or autocast to a lower one 
 
 def main() -> None:
     """Run the command line; what deepytorch raises on purpose is one message and exit status 2, never a traceback."""
+    SWITCH.enabled = False  # what is measured here says itself what is compiled
     try:
         app()
     except DeepytorchError as error:

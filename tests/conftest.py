@@ -39,6 +39,10 @@ os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", MPLBACKEND
 import torch  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
+from deepytorch.switch import SWITCH  # noqa: E402
+
+SWITCH.enabled = False  # tests say themselves what is compiled; those of the import run in processes of their own
+
 # The same examples in every run: what a search finds elsewhere becomes a test of its own.
 settings.register_profile(
     "deepytorch",

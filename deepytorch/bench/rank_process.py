@@ -16,6 +16,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from deepytorch.switch import SWITCH
+
 Tell = Callable[[dict[str, Any]], None]
 
 
@@ -37,6 +39,7 @@ def run_rank(work: Callable[[dict[str, Any], Seat], None]) -> None:
     is gone.
     """
     path, rank, ranks = Path(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    SWITCH.enabled = False  # arms say themselves what is compiled
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole foreground: whoever started us ends us
     if "--watch-stdin" in sys.argv:
         threading.Thread(target=_end_with_stdin, daemon=True).start()

@@ -1,1 +1,1 @@
-"""One module a host framework (DDP, FSDP2, Trainer). Empty so far: a host that calls `torch.compile` works by name."""
+"""One module a host framework, attached when the host is imported: see `deepytorch.__init__`."""

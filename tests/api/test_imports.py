@@ -16,7 +16,7 @@ import deepytorch
 ROOT = Path(__file__).parents[2]
 # From low to high; a module may import from its own entry and from the ones before it.
 LOWER_LAYERS = [
-    {"errors", "log", "version"},
+    {"errors", "log", "switch", "version"},
     {"private_files"},
     {"config"},
     {"comm"},
@@ -38,7 +38,8 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_exported_names():
-    assert deepytorch.__all__ == ["DeepytorchError", "__version__", "explain", "report"]
+    names = ["compile", "configure", "disable", "enable", "explain", "optimize", "paused", "report"]
+    assert deepytorch.__all__ == ["DeepytorchError", "__version__", *names]
     assert set(deepytorch.__all__) <= set(dir(deepytorch))
     for name in deepytorch.__all__:
         assert getattr(deepytorch, name) is not None

@@ -21,7 +21,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import deepytorch
+import deepytorch.switch
 from deepytorch.comm import Options
+deepytorch.switch.SWITCH.enabled = False  # scripts say themselves what is compiled
 torch.set_num_threads(1)
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 

@@ -83,6 +83,20 @@ assert list(model.state_dict()) == list(DDP(Net()).state_dict())
 assert list(compiled(model).state_dict())[0] == "_orig_mod.module.first.weight"
 """
 
+DETERMINISTIC = """
+torch.use_deterministic_algorithms(True)
+plans = []
+for turn in range(2):
+    ddp = DDP(Net(600))
+    call = compiled(ddp)
+    for number in range(4):
+        ddp.zero_grad()
+        call(*data(number)).backward()
+    plans.append(adopted(ddp).reducer.plan)
+assert plans[0] == plans[1] and plans[0].measured, plans
+torch.use_deterministic_algorithms(False)
+"""
+
 ACCUMULATION = """
 def accumulate(model, call, optimizer, number):
     optimizer.zero_grad(set_to_none=number % 2 == 0)
@@ -476,7 +490,7 @@ assert adopted(model).reducer.counts.late == 0
 
 
 PARTS = {
-    "steps": PLAIN + ACCUMULATION,
+    "steps": PLAIN + ACCUMULATION + DETERMINISTIC,
     "models": MODELS,
     "pieces": PIECES,
     "unused": UNUSED,

@@ -1,0 +1,291 @@
+"""What `import deepytorch` does to a training script. Each script runs in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+PREAMBLE = """
+import copy, io, pickle, threading
+import torch
+from torch import nn
+from deepytorch import autowrap
+deepytorch.configure(options={"lowering": "aot_eager"})
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 2)
+    def forward(self, x):
+        return self.head(torch.relu(self.body(x)))
+
+def optimizer_of(*models):
+    return torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.1)
+
+def train(model, optimizer, steps=3, call=None):
+    losses = []
+    for step in range(steps):
+        torch.manual_seed(step)
+        loss = (call or model)(torch.randn(5, 8)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+def regions():
+    return len(deepytorch.report().to_json()["regions"])
+
+torch.manual_seed(0)
+"""
+
+
+def run(script: str, first: str = "import deepytorch", **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", f"{first}\n{PREAMBLE}\n{script}"],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stderr + done.stdout
+
+
+@pytest.mark.parametrize("first", ["import deepytorch", "import torch\nimport deepytorch"])
+def test_the_outermost_module_of_a_step_is_compiled_in_place(first: str) -> None:
+    said = run(
+        """
+import logging
+logging.basicConfig(level=logging.INFO)
+model = Net()
+same = copy.deepcopy(model)
+keys = list(model.state_dict())
+losses = train(model, optimizer_of(model))
+assert autowrap.armed(model) and type(model) is Net and list(model.state_dict()) == keys
+assert not autowrap._LISTENERS and not autowrap._WAITING
+assert regions() == 1 and model.body._compiled_call_impl is None
+with deepytorch.paused():
+    for one, other in zip(losses, train(same, optimizer_of(same))):
+        torch.testing.assert_close(one, other)
+for one, other in zip(model.parameters(), same.parameters()):
+    torch.testing.assert_close(one, other)
+""",
+        first,
+    )
+    assert said.count("armed Net (90 trained parameters)") == 1
+
+
+def test_only_what_trains_is_touched() -> None:
+    run("""
+model, teacher, average, frozen = Net(), Net(), Net(), Net().requires_grad_(False)
+optimizer = optimizer_of(model, frozen)
+for step in range(3):
+    x = torch.randn(4, 8)
+    with torch.no_grad():
+        target = teacher(x) + average(x)
+    (model(frozen(x) @ torch.ones(2, 8)) - target).square().mean().backward()
+    optimizer.step()
+assert autowrap.armed(model)
+assert not any(map(autowrap.armed, (teacher, average, frozen)))
+before = regions()
+model.eval()
+with torch.no_grad():
+    model(torch.randn(3, 8))  # evaluation, another shape
+model(torch.randn(7, 8))
+model.train()
+with torch.no_grad():
+    model(torch.randn(2, 8))
+assert regions() == before
+""")
+
+
+def test_two_models_that_take_turns_and_one_that_is_called_several_times() -> None:
+    run("""
+class Generator(Net): pass
+class Discriminator(Net): pass
+generator, discriminator = Generator(), Discriminator()
+sketch, judge = copy.deepcopy(generator), copy.deepcopy(discriminator)
+def play(generator, discriminator):
+    ours, theirs = optimizer_of(generator), optimizer_of(discriminator)
+    losses = []
+    for step in range(4):
+        torch.manual_seed(step)
+        fake = generator(torch.randn(5, 8)) @ torch.ones(2, 8)
+        loss = (discriminator(fake.detach()) - discriminator(torch.randn(5, 8))).square().mean()
+        loss.backward()
+        theirs.step(); theirs.zero_grad()
+        loss = discriminator(fake).mean()
+        loss.backward()
+        ours.step(); ours.zero_grad(); theirs.zero_grad()
+        losses.append(loss.detach())
+    return losses
+losses = play(generator, discriminator)
+assert autowrap.armed(generator) and autowrap.armed(discriminator)
+deepytorch.disable()
+for one, other in zip(losses, play(sketch, judge)):
+    torch.testing.assert_close(one, other)
+""")
+
+
+def test_copies_and_pickles_are_clean_and_a_copy_is_armed_when_it_trains() -> None:
+    run("""
+model = Net()
+train(model, optimizer_of(model))
+other = copy.deepcopy(model)
+assert other._compiled_call_impl is None and not autowrap.armed(other)
+train(other, optimizer_of(other))
+assert autowrap.armed(other) and autowrap.armed(model)
+buffer = io.BytesIO()
+torch.save(model, buffer)
+buffer.seek(0)
+loaded = torch.load(buffer, weights_only=False)
+assert loaded._compiled_call_impl is None
+torch.testing.assert_close(loaded(torch.ones(1, 8)), model(torch.ones(1, 8)))
+assert pickle.loads(pickle.dumps(model))._compiled_call_impl is None
+""")
+
+
+def test_what_is_compiled_already_is_left_alone_and_said() -> None:
+    said = run("""
+import logging
+logging.basicConfig(level=logging.INFO)
+inside = Net()
+inside.compile(backend="aot_eager")
+theirs = inside._compiled_call_impl
+train(inside, optimizer_of(inside))
+assert inside._compiled_call_impl is theirs and not autowrap.armed(inside)
+outside = Net()
+train(outside, optimizer_of(outside), call=torch.compile(outside, backend="aot_eager"))
+assert not autowrap.armed(outside)
+assert regions() == 0
+""")
+    assert "Net is compiled already" in said
+
+
+def test_everything_can_be_undone() -> None:
+    run("""
+model, explicit = Net(), Net()
+handle = deepytorch.optimize(explicit, options={"lowering": "aot_eager"})
+train(explicit, optimizer_of(explicit))
+assert autowrap.armed(explicit) and regions() == 1
+handle.restore()
+assert "_compiled_call_impl" not in vars(explicit) and not autowrap.armed(explicit)
+train(model, optimizer_of(model))
+assert autowrap.armed(model)
+waiting = optimizer_of(Net())
+deepytorch.disable()
+assert "_compiled_call_impl" not in vars(model) and not autowrap._LISTENERS
+before = regions()
+train(model, optimizer_of(model))
+assert not autowrap.armed(model) and regions() == before
+deepytorch.enable()
+train(model, optimizer_of(model))
+assert autowrap.armed(model)
+try:
+    deepytorch.optimize(Net(), options={"unpadd": True})
+except deepytorch.DeepytorchError as error:
+    assert "unpad" in str(error)
+else:
+    raise AssertionError("an unknown option was taken")
+assert deepytorch.compile(Net(), options={"lowering": "aot_eager"})(torch.ones(2, 8)).shape == (2, 2)
+""")
+
+
+def test_an_error_in_forward_is_the_users_and_training_goes_on() -> None:
+    run("""
+class Picky(Net):
+    def forward(self, x):
+        if x.shape[0] == 3:
+            raise ValueError("three rows")
+        return super().forward(x)
+model = Picky()
+optimizer = optimizer_of(model)
+train(model, optimizer)
+for _ in range(2):
+    try:
+        model(torch.randn(3, 8))
+    except ValueError as error:
+        assert "three rows" in str(error)
+    else:
+        raise AssertionError("the error was lost")
+train(model, optimizer)
+assert autowrap.armed(model)
+""")
+
+
+def test_hooks_threads_and_optimizers_without_a_module() -> None:
+    run("""
+seen = []
+model = Net()
+model.register_forward_hook(lambda module, given, result: seen.append(result.shape))
+train(model, optimizer_of(model))
+assert len(seen) == 3 and autowrap.armed(model)
+
+loose = nn.Parameter(torch.ones(3))
+optimizer = torch.optim.SGD([loose], lr=0.1)
+assert autowrap._LISTENERS
+loose.square().sum().backward()
+optimizer.step()  # it trained without a module: nothing is waited for any longer
+assert not autowrap._LISTENERS and not autowrap._WAITING
+
+models = [Net() for _ in range(3)]
+errors = []
+def work(model):
+    try:
+        train(model, optimizer_of(model))
+    except BaseException as error:
+        errors.append(error)
+threads = [threading.Thread(target=work, args=(each,)) for each in models]
+for each in threads: each.start()
+for each in threads: each.join()
+assert not errors, errors
+assert all(map(autowrap.armed, models))
+""")
+
+
+def test_off_means_that_the_import_does_nothing() -> None:
+    run(
+        """
+assert not hasattr(torch.optim.Optimizer.__init__, "_deepytorch_original")
+model = Net()
+train(model, optimizer_of(model))
+assert not autowrap.armed(model) and regions() == 0
+""",
+        DEEPYTORCH="off",
+    )
+
+
+def test_the_name_alone_arms_nothing() -> None:
+    script = """
+import torch
+from torch import nn
+model = nn.Linear(3, 3)
+compiled = torch.compile(model, backend="deepytorch", options={"lowering": "aot_eager"})
+other = nn.Linear(3, 3)
+optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+other(torch.ones(2, 3)).sum().backward()
+assert compiled(torch.ones(2, 3)).shape == (2, 3)
+assert other._compiled_call_impl is None
+assert not hasattr(torch.optim.Optimizer.__init__, "_deepytorch_original")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_the_import_opens_nothing_and_loads_no_compiler() -> None:
+    script = """
+import sys, threading, os, torch
+files = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+import deepytorch
+assert threading.active_count() == 1
+assert not files or len(os.listdir("/proc/self/fd")) == files
+heavy = {"transformers", "deepytorch.compiler.backend", "torch._inductor.compile_fx", "matplotlib"} & set(sys.modules)
+assert not heavy, heavy
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]

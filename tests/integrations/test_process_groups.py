@@ -1,0 +1,85 @@
+"""`init_process_group` after the import: what was asked for, and what comes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("setup", "asked", "comes"),
+    [
+        ("", "'gloo'", "deepytorch"),
+        ("", "None", "deepytorch"),
+        ("", "backend='GLOO'", "deepytorch"),
+        ("", "'fake'", "fake"),
+        ("deepytorch.configure(process_groups=False)", "'gloo'", "gloo"),
+        ("deepytorch.disable()", "'gloo'", "gloo"),
+    ],
+)
+def test_default_groups_are_ours_unless_told_otherwise(setup: str, asked: str, comes: str, tmp_path: Path) -> None:
+    script = f"""
+import torch
+import deepytorch
+import torch.distributed as dist
+{setup}
+if {asked!r} == "'fake'":
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    dist.init_process_group({asked}, store=FakeStore(), rank=0, world_size=1)
+else:
+    dist.init_process_group({asked}, init_method="file://{tmp_path}/store", rank=0, world_size=1)
+assert dist.get_backend() == {comes!r}, dist.get_backend()
+mine = torch.ones(3)
+dist.all_reduce(mine)
+assert mine.tolist() == [1, 1, 1]
+dist.destroy_process_group()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_data_parallel_training_with_the_import_alone(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        """
+import deepytorch
+deepytorch.configure(options={"lowering": "aot_eager"})
+import copy
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 4))
+same = copy.deepcopy(net)
+model = DistributedDataParallel(net)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+keys = list(model.state_dict())
+stock = DistributedDataParallel(same)
+with deepytorch.paused():
+    reference = torch.optim.SGD(stock.parameters(), lr=0.1)
+for step in range(5):
+    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+    for each, update in ((model, optimizer), (stock, reference)):
+        if each is stock:
+            with deepytorch.paused():
+                each(x).square().mean().backward()
+        else:
+            each(x).square().mean().backward()
+        update.step()
+        update.zero_grad()
+for one, other in zip(model.parameters(), stock.parameters()):
+    torch.testing.assert_close(one, other)
+assert list(model.state_dict()) == keys
+[entry] = deepytorch.report().to_json()["gradients"]
+assert entry["syncs"] == 5 and entry["parameters"] == 4, entry
+dist.destroy_process_group()
+"""
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
