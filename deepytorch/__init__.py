@@ -54,7 +54,7 @@ def _attach(name: str) -> None:
 
 # name -> the module of the host, ours, and the function of ours that is called with the host's
 _HOSTS = {
-    "training": ("torch", "deepytorch.autowrap", "install"),
+    "training": ("torch", "deepytorch.integrations.optimizers", "attach"),
     "process groups": ("torch", "deepytorch.integrations.process_groups", "attach"),
     "accelerate": ("accelerate.utils.dataclasses", "deepytorch.integrations.accelerate", "attach"),
     "trainer": ("transformers.trainer", "deepytorch.integrations.hf_trainer", "attach"),

@@ -1,56 +1,53 @@
 """What `import deepytorch` arms: the outermost module of a training step, compiled in place at its first training call.
 
-An optimizer names the parameters that are trained. From its making on, the first module that is called in training with
-one of them is the outermost one of a step, or of its part: a generator and a discriminator have an optimizer each. What
-no optimizer trains is never touched: teachers, frozen encoders, averaged copies, inference.
+An optimizer names the parameters that are trained. When one is made, every module that holds one of them, itself or in
+a module of its own, gets a probe. The first of them that is called in training is the outermost one of a step, or of a
+part of it: a generator and a discriminator each are. What no optimizer trains is never touched: teachers, frozen
+encoders, averaged copies, inference.
 
 Nothing wraps the module. `nn.Module.__call__` looks for a compiled call in the instance (`_compiled_call_impl`, what
-`Module.compile` sets); ours decides at each call whether it trains, so that evaluation and generation stay in eager.
-Pickles, copies and state_dicts leave it out.
+`Module.compile` sets): probes stand there, and then a call that decides each time whether it trains, so that evaluation
+and generation stay in eager. Pickles, copies and state_dicts leave it out.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
+import gc
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from types import FunctionType
+from collections.abc import Callable, Iterator
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
 from deepytorch.config import Environment
+from deepytorch.errors import ConfigError
 from deepytorch.log import logger, once
 from deepytorch.switch import SWITCH
 
 _LOCK = threading.Lock()
-_LISTENERS: list[Any] = []  # a global hook of torch's, only while an optimizer waits for its module
-# By id, parameters of optimizers whose modules were not called yet (a set would compare tensors).
-_WAITING: dict[int, weakref.ref[nn.Parameter]] = {}
+_PROBED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _HANDLES: weakref.WeakKeyDictionary[nn.Module, Handle] = weakref.WeakKeyDictionary()
 _SETTINGS: dict[str, Any] = {"mode": None, "options": None}  # of what the import arms
 _STEPS: dict[type, Callable[..., Any]] = {}  # modules of one class share a code object, and with it their graphs
 
 
 class Handle:
-    """One module that was armed."""
+    """One module that was armed. `compiled`: what its training calls run, given the module and the arguments."""
 
-    def __init__(self, module: nn.Module, call: Callable[..., Any]) -> None:
+    def __init__(self, module: nn.Module, compiled: Callable[..., Any]) -> None:
         self._module = weakref.ref(module)
-        self.call = call
-        module._compiled_call_impl = call
+        self.compiled = compiled
 
     def restore(self) -> None:
         """Take everything back: the module is as it was."""
         module = self._module()
-        if module is not None:
-            if module.__dict__.get("_compiled_call_impl") is self.call:
-                del module.__dict__["_compiled_call_impl"]
-            _HANDLES.pop(module, None)
+        if module is not None and _HANDLES.pop(module, None) is self:
+            _take_out(module)
 
 
 def optimize(model: nn.Module, *, mode: str | None = None, options: dict[str, Any] | None = None) -> Handle:
@@ -58,11 +55,13 @@ def optimize(model: nn.Module, *, mode: str | None = None, options: dict[str, An
 
     mode, options: as `torch.compile(model, backend="deepytorch", ...)` takes them. Of a DistributedDataParallel or
     another module that wraps one, the inner one is compiled; of FSDP2 modules, each block. Returns a handle whose
-    `restore()` undoes it. Raises `ConfigError` for an option that is not known.
+    `restore()` undoes it. Raises `ConfigError` for an option that is not known, or a model that is compiled already.
     """
     from deepytorch.compiler.config import CompilerConfig
 
     CompilerConfig.parse(mode, options)
+    if _is_compiled(model):
+        raise ConfigError(f"{type(model).__name__} is compiled already; expected a module that is not, or one of ours")
     handles = [_arm(part, mode, options) for part in _parts(model)]
     return handles[0] if len(handles) == 1 else _Several(handles)
 
@@ -88,7 +87,9 @@ def compile(model: Any = None, **kwargs: Any) -> Any:  # noqa: A001, the name th
 def disable() -> None:
     """Undo what the import has armed, and arm nothing from now on."""
     SWITCH.enabled = False
-    _stop_listening()
+    for module in list(_PROBED):
+        _take_out(module)
+    _PROBED.clear()
     for handle in list(_HANDLES.values()):
         handle.restore()
 
@@ -114,40 +115,78 @@ def armed(model: nn.Module) -> bool:
 
 
 def watch(optimizer: torch.optim.Optimizer) -> None:
-    """Listen for the module that this optimizer's parameters are trained in."""
+    """Put probes where this optimizer's parameters are trained."""
     if not SWITCH.enabled or SWITCH.paused or not Environment.read().enabled:
         return
+    trained = {id(each) for group in optimizer.param_groups for each in group["params"] if each.requires_grad}
     with _LOCK:
-        waiting = [each for each in _parameters(optimizer) if each.requires_grad and isinstance(each, nn.Parameter)]
-        _WAITING.update((id(each), weakref.ref(each)) for each in waiting)
-        if _WAITING and not _LISTENERS:
-            _LISTENERS.append(nn.modules.module.register_module_forward_pre_hook(_called))
-    this = weakref.ref(optimizer)
-
-    def stepped(*_: Any) -> None:  # who trains without calling a module is not waited for any longer
-        handle.remove()
-        found = this()
-        if found is not None:
-            with _LOCK:
-                _forget(_parameters(found))
-
-    handle = optimizer.register_step_post_hook(stepped)
+        found = _holders(trained)
+        if any(_is_compiled(each) for each in found):
+            names = sorted({type(each).__name__ for each in found if _is_compiled(each)})
+            once(logging.INFO, "%s is compiled already: left as it is", ", ".join(names))
+        elif not any(each in _HANDLES for each in found):
+            for each in found:
+                each._compiled_call_impl = MethodType(_probe, each)
+                _PROBED.add(each)
 
 
-def _called(module: nn.Module, arguments: Any) -> None:
-    if not (module.training and torch.is_grad_enabled()) or SWITCH.paused or torch.compiler.is_compiling():
-        return
+def _holders(trained: set[int]) -> list[nn.Module]:
+    """Every module alive that holds one of these parameters, itself or in a module of its own."""
+    alive = [each for each in gc.get_objects() if issubclass(type(each), nn.Module) and "_modules" in vars(each)]
+    parents: dict[int, list[nn.Module]] = {}
+    for module in alive:
+        for child in module._modules.values():
+            parents.setdefault(id(child), []).append(module)
+    left = [each for each in alive if any(id(held) in trained for held in each._parameters.values())]
+    found: dict[int, nn.Module] = {}
+    while left:
+        module = left.pop()
+        if id(module) not in found:
+            found[id(module)] = module
+            left += parents.get(id(module), [])
+    return list(found.values())
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether somebody else has compiled it."""
+    if isinstance(module, torch._dynamo.eval_frame.OptimizedModule):
+        return True
+    return module._compiled_call_impl is not None and module not in _PROBED and module not in _HANDLES
+
+
+def _take_out(module: nn.Module) -> None:
+    module.__dict__.pop("_compiled_call_impl", None)
+
+
+def _probe(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Stands in for the compiled call of a module that may be the outermost one of a training step."""
+    if not _trains(module):
+        return module._call_impl(*args, **kwargs)
     with _LOCK:
-        found = [each for each in module.parameters() if _is_waiting(each)]
-        _forget(found)
-    if found:
-        for part in _parts(module):
-            with contextlib.suppress(_LeftAlone):
+        if module in _PROBED:
+            for each in [module, *module.modules(), *(each for each in _PROBED if _holds(each, module))]:
+                if each in _PROBED:
+                    _PROBED.discard(each)
+                    _take_out(each)
+            for part in _parts(module):
                 _arm(part, _SETTINGS["mode"], _SETTINGS["options"])
+    return module(*args, **kwargs)
 
 
-class _LeftAlone(Exception):
-    pass
+def _holds(outer: nn.Module, inner: nn.Module) -> bool:
+    return any(each is inner for each in outer.modules())
+
+
+def _trains(module: nn.Module) -> bool:
+    if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting() or torch.jit.is_tracing():
+        return False
+    return module.training and torch.is_grad_enabled() and not SWITCH.paused
+
+
+def _training_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The call of an armed module."""
+    handle = _HANDLES.get(module) if _trains(module) else None
+    return module._call_impl(*args, **kwargs) if handle is None else handle.compiled(module, *args, **kwargs)
 
 
 class _Several(Handle):
@@ -182,30 +221,14 @@ def _arm(module: nn.Module, mode: str | None, options: dict[str, Any] | None) ->
     known = _HANDLES.get(module)
     if known is not None:
         return known
-    if module._compiled_call_impl is not None or isinstance(module, torch._dynamo.eval_frame.OptimizedModule):
-        once(logging.INFO, "%s is compiled already: left as it is", type(module).__name__)
-        raise _LeftAlone
     compiled = torch.compile(_step_of(module), backend="deepytorch", mode=mode, options=options)
-    this = weakref.ref(module)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        target = this()
-        assert target is not None
-        if SWITCH.paused or not target.training or not torch.is_grad_enabled() or _in_another_trace():
-            return target._call_impl(*args, **kwargs)
-        return compiled(target, *args, **kwargs)
-
-    handle = Handle(module, call)
-    _HANDLES[module] = handle
+    handle = _HANDLES[module] = Handle(module, compiled)
+    module._compiled_call_impl = MethodType(_training_call, module)
     count = sum(each.numel() for each in module.parameters() if each.requires_grad)
     logger.info(
         "armed %s (%s trained parameters): its training calls are compiled", type(module).__name__, f"{count:,}"
     )
     return handle
-
-
-def _in_another_trace() -> bool:
-    return torch.compiler.is_compiling() or torch.jit.is_tracing() or torch.jit.is_scripting()
 
 
 def _step(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -219,42 +242,3 @@ def _step_of(module: nn.Module) -> Callable[..., Any]:
         code = _step.__code__.replace(co_name=f"step_of_{kind.__name__}")
         _STEPS[kind] = FunctionType(code, _step.__globals__, code.co_name)
     return _STEPS[kind]
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [each for group in optimizer.param_groups for each in group["params"]]
-
-
-def _is_waiting(parameter: torch.Tensor) -> bool:
-    waiting = _WAITING.get(id(parameter))
-    return waiting is not None and waiting() is parameter
-
-
-def _forget(parameters: Iterable[torch.Tensor]) -> None:
-    for parameter in parameters:
-        _WAITING.pop(id(parameter), None)
-    for key in [key for key, waiting in _WAITING.items() if waiting() is None]:
-        del _WAITING[key]
-    if not _WAITING:
-        _stop_listening()
-
-
-def _stop_listening() -> None:
-    while _LISTENERS:
-        _LISTENERS.pop().remove()
-
-
-def install(torch_module: Any) -> None:
-    """Listen to every optimizer that is made from now on. `torch_module`: torch, as it has just been imported."""
-    base = torch_module.optim.Optimizer
-    original = base.__init__
-    if hasattr(original, "_deepytorch_original"):
-        return
-
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        watch(self)
-
-    __init__._deepytorch_original = original  # type: ignore[attr-defined]
-    base.__init__ = __init__

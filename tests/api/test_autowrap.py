@@ -30,7 +30,7 @@ def train(model, optimizer, steps=3, call=None):
     losses = []
     for step in range(steps):
         torch.manual_seed(step)
-        loss = (call or model)(torch.randn(5, 8)).square().mean()
+        loss = (model if call is None else call)(torch.randn(5, 8)).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -67,7 +67,7 @@ same = copy.deepcopy(model)
 keys = list(model.state_dict())
 losses = train(model, optimizer_of(model))
 assert autowrap.armed(model) and type(model) is Net and list(model.state_dict()) == keys
-assert not autowrap._LISTENERS and not autowrap._WAITING
+assert not len(autowrap._PROBED)
 assert regions() == 1 and model.body._compiled_call_impl is None
 with deepytorch.paused():
     for one, other in zip(losses, train(same, optimizer_of(same))):
@@ -162,6 +162,10 @@ assert inside._compiled_call_impl is theirs and not autowrap.armed(inside)
 outside = Net()
 train(outside, optimizer_of(outside), call=torch.compile(outside, backend="aot_eager"))
 assert not autowrap.armed(outside)
+after = Net()
+optimizer = optimizer_of(after)  # before it is compiled
+train(after, optimizer, call=torch.compile(after, backend="aot_eager"))
+assert not autowrap.armed(after)
 assert regions() == 0
 """)
     assert "Net is compiled already" in said
@@ -172,14 +176,17 @@ def test_everything_can_be_undone() -> None:
 model, explicit = Net(), Net()
 handle = deepytorch.optimize(explicit, options={"lowering": "aot_eager"})
 train(explicit, optimizer_of(explicit))
-assert autowrap.armed(explicit) and regions() == 1
+assert autowrap.armed(explicit) and regions() == 1, deepytorch.report()
 handle.restore()
 assert "_compiled_call_impl" not in vars(explicit) and not autowrap.armed(explicit)
 train(model, optimizer_of(model))
 assert autowrap.armed(model)
-waiting = optimizer_of(Net())
+waiting = Net()
+optimizer = optimizer_of(waiting)
+assert len(autowrap._PROBED) == 3
 deepytorch.disable()
-assert "_compiled_call_impl" not in vars(model) and not autowrap._LISTENERS
+assert "_compiled_call_impl" not in vars(waiting.body)
+assert "_compiled_call_impl" not in vars(model) and not len(autowrap._PROBED)
 before = regions()
 train(model, optimizer_of(model))
 assert not autowrap.armed(model) and regions() == before
@@ -218,6 +225,33 @@ assert autowrap.armed(model)
 """)
 
 
+def test_parts_of_a_model_that_are_called_one_after_the_other() -> None:
+    run("""
+class Whole(nn.Module):  # as a LightningModule is: its step calls its parts
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = Net(), Net()
+    def training_step(self, x):
+        return self.decoder(self.encoder(x) @ torch.ones(2, 8)).square().mean()
+whole = Whole()
+same = copy.deepcopy(whole)
+def fit(whole):
+    optimizer = optimizer_of(whole)
+    for step in range(3):
+        torch.manual_seed(step)
+        whole.training_step(torch.randn(4, 8)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+fit(whole)
+assert whole._compiled_call_impl is None and not len(autowrap._PROBED)
+assert whole.encoder in autowrap._HANDLES and whole.decoder in autowrap._HANDLES
+with deepytorch.paused():
+    fit(same)
+for one, other in zip(whole.parameters(), same.parameters()):
+    torch.testing.assert_close(one, other)
+""")
+
+
 def test_hooks_threads_and_optimizers_without_a_module() -> None:
     run("""
 seen = []
@@ -227,11 +261,10 @@ train(model, optimizer_of(model))
 assert len(seen) == 3 and autowrap.armed(model)
 
 loose = nn.Parameter(torch.ones(3))
-optimizer = torch.optim.SGD([loose], lr=0.1)
-assert autowrap._LISTENERS
+optimizer = torch.optim.SGD([loose], lr=0.1)  # trains without a module
 loose.square().sum().backward()
-optimizer.step()  # it trained without a module: nothing is waited for any longer
-assert not autowrap._LISTENERS and not autowrap._WAITING
+optimizer.step()
+assert not len(autowrap._PROBED)
 
 models = [Net() for _ in range(3)]
 errors = []
