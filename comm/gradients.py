@@ -109,6 +109,7 @@ class GradientReducer:
         self._set_plan(plan)
         self._next = 0  # the bucket that leaves next
         self._armed = False  # whether the backward that comes reduces
+        self._armed_anew = False  # whether a forward said so since the last backward began
         self._backward = -1  # the backward that is under way, as autograd numbers them; -1: none
         self._agreed = False
         self._hooks: list[Any] = []
@@ -140,7 +141,7 @@ class GradientReducer:
 
     def arm(self) -> None:
         """The forward that has just ended is to be reduced in its backward."""
-        self._armed = True
+        self._armed = self._armed_anew = True
 
     def attach(self) -> None:
         """Listen to every parameter, for gradients that no compiled backward hands over."""
@@ -189,7 +190,8 @@ class GradientReducer:
             self._rest_of[member] = "autograd"
             return
         self._fill(member, gradient)
-        self._rest_of[member] = "sent" if self._sends_rows(member) else "added"
+        apart = not self.plan.buckets[self._bucket_of[member]].as_rows  # else the bucket is not sent before the rows
+        self._rest_of[member] = "sent" if apart and self._sends_rows(member) else "added"
         if self._watch is not None:
             self._watch.arrived_but_for_rows(member)
         if self._rest_of[member] == "sent":
@@ -211,7 +213,9 @@ class GradientReducer:
         if purpose is None:
             if self._sends_rows(member) and self._parameters[member].grad is None:
                 self._rows[member] = rows
+                self._view(member).zero_()
                 self._count(member)
+                self._send_full()
                 return
             self._fill(member, None)
         rows.add_to(self._view(member))
@@ -303,6 +307,9 @@ class GradientReducer:
                 )
             self._take(member, gradient)
             self._in_parts.add(member)
+            rows = self._rows.pop(member, None)  # they are not all of it: it is whole now
+            if rows is not None:
+                rows.add_to(self._view(member))
 
     def _stamp(self, members: Iterable[int]) -> None:
         if self._watch is not None:
@@ -325,6 +332,13 @@ class GradientReducer:
         current = torch._C._current_graph_task_id()
         if self._backward == current:
             return
+        if self._backward >= 0 and self._armed and not self._armed_anew:
+            raise GradientError(
+                "a backward began inside of a backward (reentrant checkpointing, or a custom autograd.Function) or "
+                "behind one that failed; expected one at a time: use checkpoint(..., use_reentrant=False), or "
+                "compile with options={'reduce_gradients': False}"
+            )
+        self._armed_anew = False
         self._backward = current  # one before it that ended in an error is forgotten
         self._arrived.clear()
         self._parts.clear()
@@ -364,7 +378,7 @@ class GradientReducer:
 
     def _send_rest(self) -> None:
         unused = [member for member in range(len(self._parameters)) if member not in self._arrived]
-        used = self._used_anywhere() if self._may_be_unused else None
+        touched = [member in self._arrived or each.grad is not None for member, each in enumerate(self._parameters)]
         for member in unused:
             gradient = self._parameters[member].grad
             if gradient is None:
@@ -378,6 +392,7 @@ class GradientReducer:
         if self._watched < _HELD:
             self._send_one_by_one()
         self._send_full()
+        used = self._used_anywhere(touched) if self._may_be_unused else None  # behind all buckets, on every rank
         for bucket in self._buckets:
             self.counts.exposed_seconds += bucket.finish()
         if self.plan.tables:
@@ -412,13 +427,10 @@ class GradientReducer:
             counts = [rank[place] for rank in everyones]
             if min(counts) < 0:
                 if mine is not None:
-                    view.zero_()
-                    mine.add_to(view)
+                    mine.add_to(view)  # which is zero: see `arrive_rows`
                 self._launch(self._bucket_of[member])
                 self.counts.exposed_seconds += self._buckets[self._bucket_of[member]].finish()
                 continue
-            if member in alone:
-                view.zero_()
             if max(counts) == 0:
                 continue
             for rows in gather_rows(self._group, mine, counts, view):
@@ -487,12 +499,9 @@ class GradientReducer:
         op = dist.ReduceOp.AVG if self._averages else dist.ReduceOp.SUM
         return dist.all_reduce(tensor, op, group=self._group, async_op=True)
 
-    def _used_anywhere(self) -> list[bool]:
-        """Which parameters some rank has used in this backward."""
-        device = self._parameters[0].device
-        used = torch.zeros(len(self._parameters), dtype=torch.int32)
-        used[list(self._arrived)] = 1
-        found = used.to(device)
+    def _used_anywhere(self, touched: Sequence[bool]) -> list[bool]:
+        """Which parameters some rank has used, in this backward or in those that it only accumulated before."""
+        found = torch.tensor(touched, dtype=torch.int32).to(self._parameters[0].device)
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
         return [bool(flag) for flag in found.tolist()]
 

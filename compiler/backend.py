@@ -21,6 +21,7 @@ from deepytorch.compiler.data_parallel import Adopted, active, adopt
 from deepytorch.compiler.dynamic import Trace, restart_as_stock, which_trace
 from deepytorch.compiler.lower import GraphPasses, lower
 from deepytorch.compiler.manager import PassRun, run_passes
+from deepytorch.compiler.own_parameters import OwnParameters
 from deepytorch.compiler.pipeline import passes_for
 from deepytorch.compiler.plan import Plan
 from deepytorch.compiler.report import LEDGER, RegionRecord
@@ -161,7 +162,18 @@ def _lower(
     if _REORDERS in torch._inductor.config.get_config_copy():
         # it puts gradients off to the end, for the memory that they take, and then they leave late
         config = replace(config, inductor={_REORDERS: False, **config.inductor})
-    return lower(module, example_inputs, config=config, plan=plan, passes=passes)
+    spare = _copy(module)
+    compiled = lower(module, example_inputs, config=config, plan=plan, passes=passes)
+    return OwnParameters(compiled, spare, example_inputs, partial(_lower_again, config=config, plan=plan))
+
+
+def _lower_again(
+    module: fx.GraphModule, example_inputs: Sequence[Any], config: CompilerConfig, plan: Plan
+) -> Callable[..., Any]:
+    """A graph for other parameters than it was compiled for, of this data-parallel module or of another one."""
+    ddp = active()
+    adopted = adopt(ddp) if ddp is not None else None
+    return _lower(module, example_inputs, config, plan, adopted if isinstance(adopted, Adopted) else None)
 
 
 def _explain(

@@ -121,7 +121,9 @@ def watch(optimizer: torch.optim.Optimizer) -> None:
     trained = {id(each) for group in optimizer.param_groups for each in group["params"] if each.requires_grad}
     with _LOCK:
         found = _holders(trained)
-        if any(_is_compiled(each) for each in found):
+        if any(isinstance(each, nn.DataParallel) for each in found):  # its copies would call the original
+            once(logging.INFO, "a model in DataParallel is left as it is; DistributedDataParallel is compiled")
+        elif any(_is_compiled(each) for each in found):
             names = sorted({type(each).__name__ for each in found if _is_compiled(each)})
             once(logging.INFO, "%s is compiled already: left as it is", ", ".join(names))
         elif not any(each in _HANDLES for each in found):

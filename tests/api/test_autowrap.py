@@ -162,6 +162,9 @@ assert inside._compiled_call_impl is theirs and not autowrap.armed(inside)
 outside = Net()
 train(outside, optimizer_of(outside), call=torch.compile(outside, backend="aot_eager"))
 assert not autowrap.armed(outside)
+copied = Net()
+train(copied, optimizer_of(nn.DataParallel(copied)))
+assert not autowrap.armed(copied) and copied._compiled_call_impl is None
 after = Net()
 optimizer = optimizer_of(after)  # before it is compiled
 train(after, optimizer, call=torch.compile(after, backend="aot_eager"))
@@ -169,6 +172,7 @@ assert not autowrap.armed(after)
 assert regions() == 0
 """)
     assert "Net is compiled already" in said
+    assert "DataParallel is left as it is" in said
 
 
 def test_everything_can_be_undone() -> None:

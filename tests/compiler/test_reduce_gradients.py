@@ -257,6 +257,28 @@ class Branches(Net):
         return super().forward(self.mine[rank](x), y)
 model = train(Branches, what="branches", find_unused_parameters=True)
 assert model.module.nobodys.weight.grad is None
+class OneRank(Net):  # only one rank misses a weight, in the middle of its buckets
+    def forward(self, x, y):
+        hidden = F.relu(self.first(x))
+        hidden = hidden if rank == 1 and int(x.shape[0]) % 2 else self.norm(hidden)
+        return F.cross_entropy(self.head(F.gelu(self.second(hidden))), y)
+def sizes(number):
+    x, y = data(number)
+    return x[: 3 + number % 4], y[: 3 + number % 4]
+train(OneRank, steps=9, what="unused on one rank", find_unused_parameters=True, batch=sizes)
+def micro(model, call, optimizer, number):  # used by one rank, and only before the step that reduces
+    optimizer.zero_grad()
+    with model.no_sync():
+        call(*sizes(2 * (number % 3) + rank)).backward()
+    x, y = data(number)
+    call(x[:3], y[:3]).backward()
+class Early(Net):
+    def __init__(self):
+        super().__init__()
+        self.extra = nn.Linear(16, 16)
+    def forward(self, x, y):
+        return super().forward(x if int(x.shape[0]) % 2 else self.extra(x), y)
+train(Early, steps=7, what="used before the step that reduces", find_unused_parameters=True, step=micro)
 class Nobodys(Net):
     def __init__(self):
         super().__init__()
@@ -273,6 +295,90 @@ def join():
         call(*data(1)).backward()
 error, _ = told(join)
 assert "join" in error and "reduce_gradients" in error, error
+dist.barrier()
+"""
+
+SHARED = """
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(24, 24)
+    def forward(self, x):
+        return x + F.gelu(self.inner(x))
+class Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(16, 24)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(24, 8)
+    def forward(self, x, y):
+        x = self.first(x)
+        for block in self.blocks:
+            torch._dynamo.graph_break()
+            x = block(x)
+        return F.cross_entropy(self.head(x), y)
+
+def accumulated(model, call, optimizer, number):
+    optimizer.zero_grad(set_to_none=number % 3 == 0)
+    with model.no_sync():
+        for micro in range(2):
+            call(*data(10 * number + micro)).backward()
+    call(*data(10 * number + 9)).backward()
+
+def block_by_block(step=None, what=""):
+    torch._dynamo.reset()
+    stock, ours = DDP(Blocks()), DDP(Blocks(), bucket_cap_mb=0.002)
+    for block in ours.module.blocks:  # one code object, and so one graph, for all of them
+        block.compile(backend="deepytorch", options={"lowering": LOWERING})
+    optimizers = [torch.optim.AdamW(m.parameters(), 1e-3, eps=1e-6) for m in (stock, ours)]
+    for number in range(6):
+        for model, optimizer in zip((stock, ours), optimizers):
+            if step is None:
+                optimizer.zero_grad()
+                model(*data(number)).backward()
+            else:
+                step(model, model, optimizer, number)
+        same(stock, ours, (what, number))
+        for optimizer in optimizers:
+            optimizer.step()
+    return ours
+for step in (None, accumulated):
+    ours = block_by_block(step, ("block by block", step))
+    assert not adopted(ours).reducer._in_parts
+    train(Blocks, steps=6, what=("blocks behind graph breaks", step), step=step)
+
+torch._dynamo.reset()
+pairs = [[DDP(Net()), DDP(Net())] for _ in range(2)]
+for one, other in pairs:
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(1.5)
+own = {"backend": "deepytorch", "options": {"lowering": LOWERING}}
+calls = [pairs[0], [torch.compile(m, **own) for m in pairs[1]]]
+for number in range(6):
+    for models, (one, other) in zip(pairs, calls):
+        for model in models:
+            model.zero_grad()
+        (one(*data(number)) + 2 * other(*data(number + 50))).backward()
+    same(pairs[0][0], pairs[1][0], ("two modules of one class", number))
+    same(pairs[0][1], pairs[1][1], ("the second one", number))
+
+from torch.utils.checkpoint import checkpoint
+class Reentrant(Net):
+    @torch.compiler.disable
+    def forward(self, x, y):
+        hidden = checkpoint(lambda t: F.gelu(self.second(self.norm(t))), self.entry(x), use_reentrant=True)
+        return F.cross_entropy(self.head(hidden), y)
+    def entry(self, x):
+        return self.first(x)
+model = DDP(Reentrant(), static_graph=True)
+model.module.entry = torch.compile(model.module.entry, backend="deepytorch", options={"lowering": LOWERING})
+def steps():
+    for number in range(3):
+        model(*data(number)).backward()
+error, _ = told(steps)
+assert "use_reentrant=False" in error, error
 dist.barrier()
 """
 
@@ -418,6 +524,20 @@ class Sometimes(Texts):
         return super().forward(x, y)
 train(lambda: Sometimes(False), steps=8, what="a table that some ranks use", batch=texts, find_unused_parameters=True)
 
+class Tasks(Texts):  # now with the head that shares the table, now without
+    def __init__(self, first):
+        super().__init__(tied=True)
+        self.other, self.turn, self.first = nn.Linear(24, 50), 0, first
+    def forward(self, x, y):
+        hidden = self.inner(self.table(x))
+        use_table = self.first if x.shape[1] > 5 else not self.first
+        return F.cross_entropy((self.head if use_table else self.other)(hidden).flatten(0, 1), y.flatten())
+def tasks(number):
+    x, y = texts(number)
+    return (x, y) if number < 4 or (number + rank) % 2 else (x[:, :5], y[:, :5])
+for first in (True, False):
+    train(lambda: Tasks(first), steps=9, what=("tasks", first), batch=tasks, find_unused_parameters=True)
+
 from deepytorch.compiler import backend
 stock_lower = backend.lower
 def failing(*arguments, **options):
@@ -498,6 +618,7 @@ PARTS = {
     "padded": PADDED,
     "reports": REPORTS,
     "hooks": HOOKS,
+    "shared": SHARED,
     "rows": ROWS,
 }
 
