@@ -50,6 +50,7 @@ class ModelSize(str, Enum):
     """Widths and depths of those models, from one for tests to one of a billion weights."""
 
     tiny = "tiny"
+    quarter = "quarter"
     demo = "demo"
     small = "small"
     base = "base"

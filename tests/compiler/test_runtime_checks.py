@@ -198,11 +198,13 @@ def windowed(width: int) -> Any:
     return attend
 
 
+@pytest.mark.slow
 def test_holes_under_a_window_run_padded() -> None:
     given = batches(masked_lm_batch, (4, 11, "right"), (4, 12, "left"), (4, 11, "holes"), (3, 10, "mixed"))
     check(Pair(Plain(windowed(4), layers=1).train()), given, {HOLES: 1})
 
 
+@pytest.mark.slow
 def test_a_window_of_one_token_on_each_side() -> None:
     given = batches(masked_lm_batch, (4, 11, "right"), (4, 12, "left"), (4, 11, "holes"))
     check(Pair(Plain(windowed(2), layers=1).train()), given, {HOLES: 1})
@@ -216,6 +218,7 @@ def test_a_window_wider_than_any_probe_is_not_trusted_beyond_it() -> None:
     expect_packed(report, steps=1, padded=1)
 
 
+@pytest.mark.slow
 def test_a_batch_of_one_row_first_then_larger_ones_and_back() -> None:
     pair = Pair(Plain(sdpa_bool, layers=1).train())
     given = batches(
