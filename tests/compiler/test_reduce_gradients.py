@@ -72,10 +72,10 @@ def train(make, steps=5, what="", step=None, batch=data, ours=None, theirs=None,
 """
 
 PLAIN = """
-model = train(Net, what="plain")
+model = train(Net, steps=10, what="plain")
 counts = adopted(model).reducer.counts
 buckets = adopted(model).reducer.plan.buckets
-assert len(buckets) > 2 and counts.syncs == 5 and counts.collectives == 5 * len(buckets), counts
+assert len(buckets) > 2 and counts.syncs == 10 and counts.collectives == 10 * len(buckets), counts
 assert counts.late == 0, counts
 assert not adopted(model).reducer._in_parts
 assert [each.bucket for each in counts.transfers] == list(range(len(buckets)))
