@@ -57,6 +57,8 @@ _HOSTS = {
     "training": ("torch", "deepytorch.integrations.optimizers", "attach"),
     "process groups": ("torch", "deepytorch.integrations.process_groups", "attach"),
     "accelerate": ("accelerate.utils.dataclasses", "deepytorch.integrations.accelerate", "attach"),
+    "models": ("transformers.modeling_utils", "deepytorch.integrations.hf_models", "attach"),
+    "deepspeed": ("deepspeed.runtime.engine", "deepytorch.integrations.deepspeed", "attach"),
     "trainer": ("transformers.trainer", "deepytorch.integrations.hf_trainer", "attach"),
 }
 
@@ -68,6 +70,8 @@ if Environment.read().enabled:
     if not _is_asked_for_by_name():
         _attach("training")
         _attach("process groups")
+        _attach("models")
+        _attach("deepspeed")
         _attach("trainer")
 
 

@@ -17,9 +17,10 @@ import gc
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -33,21 +34,60 @@ _LOCK = threading.Lock()
 _PROBED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _HANDLES: weakref.WeakKeyDictionary[nn.Module, Handle] = weakref.WeakKeyDictionary()
 _SETTINGS: dict[str, Any] = {"mode": None, "options": None}  # of what the import arms
-_STEPS: dict[type, Callable[..., Any]] = {}  # modules of one class share a code object, and with it their graphs
+DOORS: list[Callable[[nn.Module], Door | None]] = []  # handed up by integrations: makes the door of a module, if any
+_STEPS: dict[tuple[Callable[..., Any], type], Callable[..., Any]] = {}  # modules of one class share a code object, and with it their graphs
+
+
+class Door(Protocol):
+    """A way to strip padding from a module's batches without its graph, see `integrations.hf_door`."""
+
+    def call(self, run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """`run(*args, **kwargs)`, packed if that is possible."""
+        ...
+
+    def restore(self) -> None:
+        """Take everything back."""
+        ...
 
 
 class Handle:
-    """One module that was armed. `compiled`: what its training calls run, given the module and the arguments."""
+    """One module that was armed.
 
-    def __init__(self, module: nn.Module, compiled: Callable[..., Any]) -> None:
+    compiled: what its training calls run, given the module and the arguments. door: opened where Dynamo cuts the module
+    into several graphs and none of them can be packed; at once where `sharded` says that it will be so.
+    """
+
+    def __init__(
+        self, module: nn.Module, compiled: Callable[..., Any], door: Door | None = None, sharded: bool = False
+    ) -> None:
         self._module = weakref.ref(module)
-        self.compiled = compiled
+        self.compiled, self._door = compiled, door
+        self._looked, self._open = False, sharded
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """A training call."""
+        if self._door is None:
+            return self.compiled(module, *args, **kwargs)
+        if self._open:
+            return self._door.call(partial(self.compiled, module), args, kwargs)
+        if self._looked:
+            return self.compiled(module, *args, **kwargs)
+        from deepytorch.compiler.report import LEDGER
+
+        self._looked = True
+        before = len(LEDGER.report().regions)
+        outputs = self.compiled(module, *args, **kwargs)
+        regions = LEDGER.report().regions[before:]
+        self._open = len(regions) > 1 and not any(region.outcome == "packed" for region in regions)
+        return outputs
 
     def restore(self) -> None:
         """Take everything back: the module is as it was."""
         module = self._module()
         if module is not None and _HANDLES.pop(module, None) is self:
             _take_out(module)
+            if self._door is not None:
+                self._door.restore()
 
 
 def optimize(model: nn.Module, *, mode: str | None = None, options: dict[str, Any] | None = None) -> Handle:
@@ -62,7 +102,7 @@ def optimize(model: nn.Module, *, mode: str | None = None, options: dict[str, An
     CompilerConfig.parse(mode, options)
     if _is_compiled(model):
         raise ConfigError(f"{type(model).__name__} is compiled already; expected a module that is not, or one of ours")
-    handles = [_arm(part, mode, options) for part in _parts(model)]
+    handles = _arm_all(model, mode, options)
     return handles[0] if len(handles) == 1 else _Several(handles)
 
 
@@ -170,8 +210,8 @@ def _probe(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
                 if each in _PROBED:
                     _PROBED.discard(each)
                     _take_out(each)
-            for part in _parts(module):
-                _arm(part, _SETTINGS["mode"], _SETTINGS["options"])
+            if not armed(module):  # or else by the user's own `optimize` of a part
+                _arm_all(module, _SETTINGS["mode"], _SETTINGS["options"])
     return module(*args, **kwargs)
 
 
@@ -188,7 +228,7 @@ def _trains(module: nn.Module) -> bool:
 def _training_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The call of an armed module."""
     handle = _HANDLES.get(module) if _trains(module) else None
-    return module._call_impl(*args, **kwargs) if handle is None else handle.compiled(module, *args, **kwargs)
+    return module._call_impl(*args, **kwargs) if handle is None else handle(module, *args, **kwargs)
 
 
 class _Several(Handle):
@@ -200,19 +240,27 @@ class _Several(Handle):
             handle.restore()
 
 
-def _parts(module: nn.Module) -> list[nn.Module]:
-    """What of a module is to be compiled: what a data-parallel wrapper holds; the blocks of a sharded one."""
+def _arm_all(module: nn.Module, mode: str | None, options: dict[str, Any] | None) -> list[Handle]:
+    """Arm a module: what a data-parallel wrapper holds, and the blocks of a sharded one by one."""
     inner = getattr(module, "module", None)
-    if isinstance(module, nn.parallel.DistributedDataParallel) or (
-        type(module).__module__.startswith("deepspeed.") and isinstance(inner, nn.Module)
+    if isinstance(inner, nn.Module) and (
+        isinstance(module, nn.parallel.DistributedDataParallel) or type(module).__module__.startswith("deepspeed.")
     ):
-        assert isinstance(inner, nn.Module)
-        return _parts(inner)
+        return _arm_all(inner, mode, options)
     sharded = [each for each in module.modules() if _is_sharded(each)]
     blocks = [each for each in sharded if each is not module]
+    blocks = [each for each in blocks if not any(other is not each and _is_sharded(other) for other in each.modules())]
     if not blocks:
-        return [module]
-    return [each for each in blocks if not any(other is not each and _is_sharded(other) for other in each.modules())]
+        return [_arm(module, mode, options)]
+    door = _door_of(module)
+    handles = [_arm(each, mode, options) for each in blocks]
+    if door is not None and module not in _HANDLES:
+        handles.append(_keep(module, Handle(module, _step, door, sharded=True)))
+    return handles
+
+
+def _door_of(module: nn.Module) -> Door | None:
+    return next((door for make in DOORS if (door := make(module)) is not None), None)
 
 
 def _is_sharded(module: nn.Module) -> bool:
@@ -223,13 +271,26 @@ def _arm(module: nn.Module, mode: str | None, options: dict[str, Any] | None) ->
     known = _HANDLES.get(module)
     if known is not None:
         return known
-    compiled = torch.compile(_step_of(module), backend="deepytorch", mode=mode, options=options)
-    handle = _HANDLES[module] = Handle(module, compiled)
-    module._compiled_call_impl = MethodType(_training_call, module)
-    count = sum(each.numel() for each in module.parameters() if each.requires_grad)
+    compiled = _compiled(type(module), mode, options)
+    door = _door_of(module) if (options or {}).get("unpad", True) else None
+    partitioned = any(hasattr(each, "ds_id") for each in module.parameters())  # by ZeRO-3, whose hooks cut every graph
+    if door is not None and partitioned:
+        handle = Handle(module, _step, door, sharded=True)
+    else:
+        handle = Handle(module, compiled, door)
+    _keep(module, handle)
+    trained = [each for each in module.parameters() if each.requires_grad]
+    count = sum(getattr(each, "ds_numel", each.numel()) for each in trained)
     logger.info(
         "armed %s (%s trained parameters): its training calls are compiled", type(module).__name__, f"{count:,}"
     )
+    return handle
+
+
+def _keep(module: nn.Module, handle: Handle) -> Handle:
+    _HANDLES[module] = handle
+    _PROBED.discard(module)
+    module._compiled_call_impl = MethodType(_training_call, module)
     return handle
 
 
@@ -238,9 +299,43 @@ def _step(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module._call_impl(*args, **kwargs)
 
 
-def _step_of(module: nn.Module) -> Callable[..., Any]:
-    kind = type(module)
-    if kind not in _STEPS:
-        code = _step.__code__.replace(co_name=f"step_of_{kind.__name__}")
-        _STEPS[kind] = FunctionType(code, _step.__globals__, code.co_name)
-    return _STEPS[kind]
+def _inner_step(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What is compiled of a module with hooks."""
+    return forward(*args, **kwargs)
+
+
+def _compiled(kind: type, mode: str | None, options: dict[str, Any] | None) -> Callable[..., Any]:
+    """The call of modules of one class: compiled whole, or, where the module itself has hooks, inside of them.
+
+    Hooks on the outermost module belong to whoever runs the loop (DeepSpeed counts steps in one); Dynamo would compile
+    them, and compile anew when what they count changes.
+    """
+    whole, inner = (
+        torch.compile(_own_code(function, kind), backend="deepytorch", mode=mode, options=options)
+        for function in (_step, _inner_step)
+    )
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not (module._forward_pre_hooks or module._forward_hooks or module._backward_hooks):
+            return whole(module, *args, **kwargs)
+        instance = vars(module)
+        missing = object()
+        set_on_it = instance.get("forward", missing)  # accelerate sets one, for mixed precision
+        instance["forward"] = partial(inner, module.forward)
+        try:
+            return module._call_impl(*args, **kwargs)
+        finally:
+            del instance["forward"]
+            if set_on_it is not missing:
+                instance["forward"] = set_on_it
+
+    return call
+
+
+def _own_code(function: Callable[..., Any], kind: type) -> Callable[..., Any]:
+    """The function with a code object of its own for modules of this class: Dynamo keeps graphs by code object."""
+    key = (function, kind)
+    if key not in _STEPS:
+        code = function.__code__.replace(co_name=f"{function.__name__.strip('_')}_of_{kind.__name__}")
+        _STEPS[key] = FunctionType(code, function.__globals__, code.co_name)
+    return _STEPS[key]

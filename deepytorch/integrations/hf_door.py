@@ -1,0 +1,317 @@
+"""Padding stripped at the door of a Hugging Face model, where graphs break and the compiler cannot follow a mask.
+
+The batch is packed into one long row before the model's forward, attention runs by `packed_attention`, and outputs are
+unpacked: no graph is needed, so this works under ZeRO-3, checkpoint wrappers, hooks and prints.
+
+A model's code is not analysed here: it is asked, see `door_proof`. What a small batch cannot show is declined beforehand:
+windows that only masks know of, state that training changes, sizes that enter the numbers.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepytorch.compiler.facts import Refusal
+from deepytorch.compiler.report import LEDGER, RegionRecord
+from deepytorch.integrations import packed_attention
+from deepytorch.integrations.door_proof import prove, quietly
+from deepytorch.integrations.packed_attention import call_with_bias, has_learned_bias
+from deepytorch.integrations.packed_batch import (
+    PackedBatch,
+    Reading,
+    RowKind,
+    columns,
+    counts,
+    ids_counted,
+    pack_batch,
+    unknown_argument,
+)
+from deepytorch.integrations.padded_hooks import UserHooks
+from deepytorch.log import logger, once
+
+Call = Callable[..., Any]
+
+_INSIDE: ContextVar[PackedBatch | None] = ContextVar("deepytorch_packed_batch", default=None)
+
+# Heads that look at a row and not at its tokens: the model below them is packed.
+BY_ROW = ("ForSequenceClassification", "ForMultipleChoice", "ForQuestionAnswering", "ForNextSentencePrediction")
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")  # numbers that depend on how long the padded row is
+LAYER_TYPES = ("full_attention", "sliding_attention")
+OF_HEADS = ("labels", "start_positions", "end_positions")
+
+
+class Door:
+    """The way into one Hugging Face model.
+
+    outer: whose calls are training steps, the model or what hands its arguments on to it, such as a PeftModel.
+    model: the Hugging Face model itself. The batch is packed on the way into `self.target`: `outer`, or, under a head
+    that looks at rows, the model below.
+    """
+
+    def __init__(self, outer: nn.Module, model: Any) -> None:
+        self._outer, self._model = outer, model
+        self._below = type(model).__name__.endswith(BY_ROW)
+        self.target: nn.Module = model.base_model if self._below else outer
+        self._asked = self._open = False
+        self._reading: Reading | None = None
+        self._found: PackedBatch | Refusal | None = None  # what the last call came to
+        self.record = RegionRecord(f"door of {type(model).__name__}", "declined", "eager")
+
+    def call(self, run: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """A training call of the outer module: `run(*args, **kwargs)`, packed if that is possible."""
+        if not self._asked:
+            self._ask(args, kwargs)
+        return self._through(run, args, kwargs)
+
+    def restore(self) -> None:
+        """Take back what was set on the model."""
+        for module in self._model.modules():
+            if isinstance(getattr(module, "_compiled_call_impl", None), _Replaced):
+                module.__dict__.pop("_compiled_call_impl")
+
+    def _through(self, run: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if not self._below:
+            return self._enter(run, args, kwargs)
+        self._open = True
+        try:
+            return run(*args, **kwargs)
+        finally:
+            self._open = False
+
+    def _call_below(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """The call of the model below a head that looks at rows."""
+        if not self._open:
+            return module._call_impl(*args, **kwargs)
+        return self._enter(module._call_impl, args, kwargs)
+
+    def _enter(self, run: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if _INSIDE.get() is not None:
+            return run(*args, **kwargs)
+        started = time.perf_counter()
+        hooks = UserHooks(self.target)
+        found = self._found = self._pack(hooks, args, kwargs)
+        if isinstance(found, Refusal):
+            self.record.steps_padded += 1
+            self.record.padded_because[found.reason] = self.record.padded_because.get(found.reason, 0) + 1
+            return run(*args, **kwargs)
+        self.record.steps_packed += 1
+        for side in found.sides:
+            self.record.tokens_real += side.num_tokens
+            self.record.tokens_padded += side.num_rows * side.num_positions
+        self.record.host_seconds += time.perf_counter() - started
+        token = _INSIDE.set(found)
+        try:
+            with hooks.shown(found.show, found.take):
+                outputs = run(**found.arguments)
+        finally:
+            _INSIDE.reset(token)
+        return found.outputs(outputs)
+
+    def _pack(self, hooks: UserHooks, args: Sequence[Any], kwargs: Mapping[str, Any]) -> PackedBatch | Refusal:
+        if self._reading is None:
+            return Refusal("; ".join(self.record.declined) or "the call's arguments are not known")
+        given = _bound(self.target, args, kwargs)
+        if given is None:
+            return Refusal("the call's arguments are not the model's")
+        if hooks.refused is not None:
+            return Refusal(hooks.refused)
+        with torch.no_grad():
+            return pack_batch(given, self._reading)
+
+    # ------------------------------------------------------------------ finding out
+
+    def _ask(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Find out how this model reads a batch, or why it cannot be packed. What the batch holds does not matter, and
+        so data-parallel ranks find the same, in as many calls.
+        """
+        given = _bound(self._outer, args, kwargs)
+        if given is None:
+            return
+        tokens_only = {name: value for name, value in given.items() if not (self._below and name in OF_HEADS)}
+        if unknown_argument(tokens_only) is not None:  # another call may do without it
+            return
+        self._asked = True
+        LEDGER.open(self.record)
+        reason = declined_beforehand(self._outer, self._model)
+        if reason is None:
+            self._prepare()
+            reason = self._prove(given)
+        self.record.steps_packed = self.record.steps_padded = self.record.tokens_real = self.record.tokens_padded = 0
+        self.record.padded_because.clear()
+        if reason is None:
+            self.record.outcome = "packed"
+            self.record.changes.append("padding stripped at the door: a probe came out the same packed and padded")
+            logger.info("%s: padding is stripped", self.record.name)
+        else:
+            self.restore()
+            self._reading = None
+            self.record.declined.append(reason)
+            once(logging.INFO, "%s: padding stays: %s", self.record.name, reason)
+
+    def _prepare(self) -> None:
+        packed_attention.attach(import_module("transformers.modeling_utils"))
+        if self._below:
+            self.target._compiled_call_impl = _Replaced(self._call_below, self.target)
+        takes_positions = "position_ids" in inspect.signature(self._model.forward).parameters
+        of_encoder = set(_encoder_of(self._model).modules()) if self._model.config.is_encoder_decoder else set()
+        for module in self._model.modules():
+            if has_learned_bias(module):
+                module._compiled_call_impl = _Replaced(call_with_bias, module)
+            elif _is_position_table(module) and not takes_positions:
+                side = 0 if module in of_encoder else -1
+                module._compiled_call_impl = _Replaced(partial(_call_with_positions, side), module)
+            pooler = module._modules.get("pooler")
+            if pooler is not None:
+                pooler._compiled_call_impl = _Replaced(_call_unpacked, pooler)
+
+    def _prove(self, given: Mapping[str, Any]) -> str | None:
+        reasons = []
+        with quietly(self._outer), UserHooks(self._outer).silenced():
+            for reading in readings(self._model):
+
+                def packed(arguments: Mapping[str, Any], reading: Reading = reading) -> Any:
+                    self._reading = reading
+                    return self._through(self._outer._call_impl, (), arguments), self._found
+
+                self._reading = None
+                reason = prove(self._outer._call_impl, packed, given, reading)
+                if reason is None:
+                    return None
+                reasons.append(reason)
+        return reasons[0]
+
+
+class _Replaced:
+    """A call of a module of the model's, where `Module.compile` puts its own: pickles and copies leave it out."""
+
+    def __init__(self, call: Call, module: nn.Module) -> None:
+        self._call, self._module = call, module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(self._module, *args, **kwargs)
+
+
+def door_for(module: nn.Module) -> Door | None:
+    """The door of a module that trains: a Hugging Face model, or a PeftModel around one. None for any other."""
+    pretrained = import_module("transformers.modeling_utils").PreTrainedModel
+    if isinstance(module, pretrained):
+        return Door(module, module)
+    if type(module).__module__.startswith("peft."):
+        inner = module.get_base_model()  # type: ignore[operator]
+        if isinstance(inner, pretrained):
+            return Door(module, inner)
+    return None
+
+
+def declined_beforehand(outer: nn.Module, model: Any) -> str | None:
+    """What of a model a small probe would not show."""
+    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+    biased = any(has_learned_bias(module) for module in model.modules())
+    if not (getattr(model, "_supports_flash_attn", False) or biased):
+        return f"{type(model).__name__} does not say what its masks mean (transformers gives it no FlashAttention)"
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            return "batch normalisation, whose statistics count pads"
+    layers = set(getattr(config, "layer_types", None) or ()) - set(LAYER_TYPES)
+    if layers:
+        return f"layers of type {', '.join(sorted(layers))}"
+    for name in ("rope_parameters", "rope_scaling"):
+        kinds = getattr(config, name, None) or {}
+        found = {kinds.get("rope_type")} | {each.get("rope_type") for each in kinds.values() if isinstance(each, dict)}
+        if found & set(LENGTH_DEPENDENT_ROPE):
+            return f"position embeddings that depend on the padded length ({', '.join(map(str, found))})"
+    adapters = getattr(outer, "peft_config", None) or {}
+    if any(getattr(each, "is_prompt_learning", False) for each in adapters.values()):
+        return "virtual tokens of a learned prompt"
+    return None
+
+
+def readings(model: Any) -> Iterator[Reading]:
+    """How this model may read its batch, to be tried in turn: the rows it is right for, and how it counts positions."""
+    parameters = inspect.signature(model.forward).parameters
+    two_sided = bool(model.config.is_encoder_decoder) and "decoder_input_ids" in parameters
+    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+    ids = model.get_input_embeddings().num_embeddings
+    by_token = type(model).__name__.endswith("ForTokenClassification")
+    pad_id = getattr(config, "pad_token_id", None)
+    below = type(model).__name__.endswith(BY_ROW)
+    first = Reading(
+        positions=None,
+        shifted=not two_sided and not by_token and _is_causal_loss(model),
+        rows=RowKind.PREFIX,
+        two_sided=two_sided,
+        decoder_ids=getattr(model, "prepare_decoder_input_ids_from_labels", None) if two_sided else None,
+        bounds={
+            "input_ids": ids,
+            "decoder_input_ids": ids,
+            "token_type_ids": getattr(config, "type_vocab_size", None) or 1,
+            "labels": config.num_labels if by_token else ids,
+        },
+        pad_id=pad_id,
+        pads_hold_pad_id=below and pad_id is not None,
+    )
+    windowed = getattr(config, "sliding_window", None) is not None  # windows are counted in tokens when packed
+    half = next(model.parameters()).dtype in (torch.float16, torch.bfloat16)  # rounding would hide the rule of positions
+    kinds = [RowKind.PREFIX] if half or below else [RowKind.CONTIGUOUS if windowed else RowKind.ANY, RowKind.PREFIX]
+    rules: list[Any] = [None]
+    if not two_sided and "position_ids" in parameters:
+        rules = [columns, counts, *([] if pad_id is None else [ids_counted(pad_id)])]
+    for kind in kinds:
+        for rule in rules:
+            yield replace(first, rows=kind, positions=rule)
+
+
+def _is_causal_loss(model: Any) -> bool:
+    losses = import_module("transformers.loss.loss_utils")
+    return model.loss_function is losses.ForCausalLMLoss
+
+
+def _encoder_of(model: Any) -> nn.Module:
+    return model.get_encoder()
+
+
+def _bound(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The arguments of a call by name; None where they do not fit, which the call itself will say."""
+    signature = inspect.signature(module.forward)
+    try:
+        given = dict(signature.bind(*args, **kwargs).arguments)
+    except TypeError:
+        return None
+    for name, parameter in signature.parameters.items():
+        if name in given and parameter.kind is parameter.VAR_KEYWORD:
+            given |= given.pop(name)
+        elif name in given and parameter.kind is parameter.VAR_POSITIONAL and given.pop(name):
+            return None
+    return given
+
+
+def _is_position_table(module: nn.Module) -> bool:
+    """Whether this is a table of learned positions that makes its positions itself, as Bart's."""
+    own = isinstance(module, nn.Embedding) and type(module).forward is not nn.Embedding.forward
+    return own and "position_ids" in inspect.signature(module.forward).parameters
+
+
+def _call_with_positions(side: int, module: Any, *args: Any, **kwargs: Any) -> Any:
+    batch = _INSIDE.get()
+    if batch is not None:
+        kwargs["position_ids"] = batch.sides[side].rows.positions.long()
+    return module._call_impl(*args, **kwargs)
+
+
+def _call_unpacked(module: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+    """A pooler looks at one position of each row."""
+    batch = _INSIDE.get()
+    if batch is not None and hidden_states.shape[:2] == (1, batch.main.num_tokens):
+        hidden_states = batch.main.unpack(hidden_states)
+    return module._call_impl(hidden_states, *args, **kwargs)

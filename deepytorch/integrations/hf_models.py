@@ -1,0 +1,28 @@
+"""Hugging Face models have a door at which padding can be stripped: see `hf_door`, loaded when a model is first armed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def attach(_: Any) -> None:
+    """Tell `autowrap`, now that transformers is there."""
+    from deepytorch import autowrap
+
+    if _door_for not in autowrap.DOORS:
+        autowrap.DOORS.append(_door_for)
+
+
+def detach(modeling_utils: Any) -> None:
+    """Open no door from now on."""
+    from deepytorch import autowrap
+    from deepytorch.integrations import packed_attention
+
+    autowrap.DOORS.clear()
+    packed_attention.detach(modeling_utils)
+
+
+def _door_for(module: Any) -> Any:
+    from deepytorch.integrations.hf_door import door_for
+
+    return door_for(module)

@@ -1,0 +1,167 @@
+"""Attention on packed rows inside of a Hugging Face model, whatever attention implementation the model was given.
+
+A packed batch is one long row, and what a layer has to know of it travels as its attention mask: a tensor of four
+dimensions, which transformers hands through to the attention function as it is. A tensor, because arguments survive
+activation checkpointing, `torch.compile` and data-parallel wrappers, and a state beside the model would not.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from deepytorch.passes.ops.varlen_attention import varlen_attention
+
+# What implementations add to the scores beyond mask, scale and softcap: no operator of ours knows it.
+UNSUPPORTED = ("s_aux", "learnable_sink", "head_mask", "block_mask", "alibi")
+
+
+class CannotPack(Exception):
+    """An attention that cannot run on packed rows; says why."""
+
+
+class Rows(NamedTuple):
+    """Where the rows of one side lie in its packed row.
+
+    cu_seqlens: (rows + 1,) int32, where each row begins. positions: (tokens,) int32, the column of each token.
+    extent: one more than the largest column.
+    """
+
+    cu_seqlens: Tensor
+    positions: Tensor
+    extent: int
+
+
+def encode_mask(keys: Rows, cross: Rows | None = None) -> Tensor:
+    """The attention mask of layers whose keys are `keys`, and whose queries are the same tokens or `cross`.
+
+    (extent of keys, extent of cross, rows + 1, entries) int32, of which the last dimension holds numbers; the others
+    are sizes that take no memory. The two must differ in their number of tokens: that tells one use from the other.
+    """
+    cross = keys if cross is None else cross
+    numbers = torch.cat((keys.cu_seqlens, cross.cu_seqlens, keys.positions, cross.positions))
+    return numbers.expand(keys.extent, cross.extent, keys.cu_seqlens.shape[0], numbers.shape[0])
+
+
+def decode_mask(mask: Tensor, tokens_q: int, tokens_k: int) -> tuple[Rows, Rows]:
+    """The rows of an attention's queries and of its keys, from its mask and how many there are of each."""
+    numbers, offsets = mask[0, 0, 0], mask.shape[2]
+    places = numbers[2 * offsets :]
+    keys = Rows(numbers[:offsets], places[:tokens_k], mask.shape[0])
+    if tokens_q == tokens_k:
+        return keys, keys
+    if places.shape[0] != tokens_q + tokens_k:
+        raise CannotPack(f"an attention has {tokens_q} queries and {tokens_k} keys, which are of no side of the batch")
+    return Rows(numbers[offsets : 2 * offsets], places[tokens_k:], mask.shape[1]), keys
+
+
+def is_packed(mask: object) -> bool:
+    """Whether an attention mask is an encoded one. No attention takes a mask of int32 otherwise."""
+    return isinstance(mask, Tensor) and mask.dtype == torch.int32 and mask.dim() == 4
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    position_bias: Tensor | None = None,
+    is_causal: bool | None = None,
+    **other: Any,
+) -> tuple[Tensor, None]:
+    """An attention function as transformers calls it, on packed rows.
+
+    query, key, value: (1, heads, tokens, head_dim); attention_mask: what `encode_mask` made. Returns
+    (1, tokens, heads, head_dim). What masks mean here is what they mean to transformers' FlashAttention: causal by
+    `is_causal`, or the module's; the last `sliding_window` keys; softcap. position_bias: (1, heads or 1, extent or 1,
+    extent or 1), added to the scores. Raises `CannotPack` for anything else that changes scores.
+    """
+    given = [name for name in UNSUPPORTED if other.get(name) is not None]
+    if given or query.shape[0] != 1:
+        raise CannotPack(f"{type(module).__name__} gives its attention {', '.join(given) or 'more than one row'}")
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if sliding_window is not None and not causal:
+        raise CannotPack(f"{type(module).__name__} has a window to both sides")
+    queries, keys = decode_mask(attention_mask, query.shape[2], key.shape[2])
+    output = varlen_attention(
+        *(x[0].transpose(0, 1) for x in (query, key, value)),
+        queries.cu_seqlens,
+        keys.cu_seqlens,
+        queries.extent,
+        keys.extent,
+        bias=position_bias,
+        positions_q=None if position_bias is None else queries.positions.long(),
+        positions_k=None if position_bias is None else keys.positions.long(),
+        scale=scaling,
+        window_left=-1 if sliding_window is None else sliding_window - 1,
+        window_right=0 if causal else -1,
+        dropout_p=dropout,
+        softcap=softcap or 0.0,
+    )
+    return output[None], None
+
+
+def attach(modeling_utils: Any) -> None:
+    """Have `AttentionInterface.get_interface` of transformers give functions that know packed masks.
+
+    Masks of any other kind go to the function that would have been given, with its arguments untouched.
+    """
+    interface = modeling_utils.AttentionInterface
+    original = interface.get_interface
+    if hasattr(original, "_deepytorch_original"):
+        return
+
+    @functools.wraps(original)
+    def get_interface(self: Any, attn_implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
+        given = original(self, attn_implementation, default)
+
+        @functools.wraps(given)
+        def either(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
+            chosen = attend if is_packed(attention_mask) else given
+            return chosen(module, query, key, value, attention_mask, *args, **kwargs)
+
+        return either
+
+    get_interface._deepytorch_original = original  # type: ignore[attr-defined]
+    interface.get_interface = get_interface
+
+
+def detach(modeling_utils: Any) -> None:
+    """Give transformers its own method back."""
+    interface = modeling_utils.AttentionInterface
+    interface.get_interface = getattr(interface.get_interface, "_deepytorch_original", interface.get_interface)
+
+
+def has_learned_bias(module: nn.Module) -> bool:
+    """Whether this is an attention that adds a learned bias of relative positions, as T5's."""
+    return callable(getattr(module, "compute_bias", None)) and hasattr(module, "has_relative_attention_bias")
+
+
+def call_with_bias(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """The call of such an attention: on packed rows its bias is made for the longest row, not for all tokens.
+
+    It is made where the padded call makes it, so that weights are gathered in the same order (ZeRO-3).
+    """
+    mask = kwargs.get("mask")
+    if not is_packed(mask) or kwargs.get("position_bias") is not None:
+        return module._call_impl(*args, **kwargs)
+    assert mask is not None
+    if not module.has_relative_attention_bias:
+        kwargs["position_bias"] = torch.zeros(1, 1, 1, 1, device=mask.device, dtype=module.q.weight.dtype)
+        return module._call_impl(*args, **kwargs)
+    compute, extent = module.compute_bias, mask.shape[0]  # between tokens of one side
+    vars(module)["compute_bias"] = lambda _queries, _keys, **others: compute(extent, extent, **others)
+    try:
+        return module._call_impl(*args, **kwargs)
+    finally:
+        del vars(module)["compute_bias"]

@@ -1,0 +1,320 @@
+"""A padded batch of a Hugging Face model, read once, packed into one row, and what comes out of the model unpacked."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from deepytorch.compiler.deferred import defer
+from deepytorch.compiler.facts import Refusal
+from deepytorch.integrations.packed_attention import CannotPack, Rows, encode_mask
+from deepytorch.passes.ops.pack import pack_rows, unpack_rows
+
+IGNORE_INDEX = -100
+
+BY_TOKEN = ("input_ids", "inputs_embeds", "token_type_ids", "position_ids")  # (rows, positions, ...)
+BY_DECODER_TOKEN = ("decoder_input_ids", "decoder_inputs_embeds")
+MASKS = ("attention_mask", "decoder_attention_mask")
+AS_GIVEN = ("num_items_in_batch", "use_cache", "return_dict", "output_hidden_states")
+OFF = ("output_attentions", "output_router_logits", "past_key_values", "logits_to_keep", "encoder_outputs")
+
+
+@dataclass(frozen=True, eq=False)
+class Side:
+    """The tokens of one mask: an encoder-decoder has two. `indices`: (tokens,) int64, where each stands among
+    rows x positions.
+    """
+
+    rows: Rows
+    indices: Tensor
+    num_rows: int
+    num_positions: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all rows."""
+        return self.indices.shape[0]
+
+    def pack(self, padded: Tensor) -> Tensor:
+        """(rows, positions, ...) to (1, tokens, ...)."""
+        return pack_rows(padded.reshape(self.num_rows * self.num_positions, *padded.shape[2:]), self.indices)[None]
+
+    def unpack(self, packed: Tensor, dim: int = 1) -> Tensor:
+        """(1, ..., tokens, ...) with the tokens at `dim` to (rows, ..., positions, ...), with zeros at pads."""
+        tokens_first = packed[0].movedim(dim - 1, 0)
+        flat = unpack_rows(tokens_first, self.indices, self.num_rows * self.num_positions)
+        return flat.unflatten(0, (self.num_rows, self.num_positions)).movedim(1, dim)
+
+    def unpack_later(self, packed: Tensor, dim: int, name: str) -> Tensor:
+        """As `unpack`, done when somebody looks."""
+        shape = list(packed.shape)
+        shape[0], shape[dim] = self.num_rows, self.num_positions
+        return defer(
+            shape,
+            lambda _: self.unpack(packed, dim),
+            dtype=packed.dtype,
+            device=packed.device,
+            requires_grad=packed.requires_grad,
+            name=name,
+        )
+
+
+class RowKind(Enum):
+    """Where the tokens of a row may stand."""
+
+    ANY = "anywhere"
+    CONTIGUOUS = "tokens with holes between them"
+    PREFIX = "tokens after pads"
+
+    def violations(self, real: Tensor) -> Tensor:
+        """Where rows are of another kind; real: (rows, positions) bool."""
+        if self is RowKind.PREFIX:
+            return real[:, 1:] & ~real[:, :-1]
+        if self is RowKind.CONTIGUOUS:
+            return (real[:, 1:] & ~real[:, :-1]).sum(1) + real[:, 0] > 1
+        return real.new_zeros(1)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a model makes of its batch, found out once: see `hf_door`.
+
+    positions: gives position_ids (rows, positions) of ids and mask, for a model that takes them and was not given any;
+    None where it takes none. shifted: the labels of one position are compared with the logits of the position before.
+    rows: which rows it is proved for. two_sided: an encoder-decoder. decoder_ids: what it makes of its
+    labels. bounds: one more than the largest id of each argument that holds ids.
+    pads_hold_pad_id: it is proved for batches whose ids at pads are `pad_id`, by which a head may find a row's end.
+    """
+
+    positions: Callable[[Mapping[str, Any], Tensor], Tensor] | None
+    shifted: bool
+    rows: RowKind
+    two_sided: bool
+    decoder_ids: Callable[[Tensor], Tensor] | None
+    bounds: Mapping[str, int]
+    pad_id: int | None
+    pads_hold_pad_id: bool
+
+
+@dataclass(frozen=True, eq=False)
+class PackedBatch:
+    """One batch as the model gets it. `main`: the side of ids; `decoder`: an encoder-decoder's other side."""
+
+    arguments: dict[str, Any]
+    main: Side
+    decoder: Side | None
+
+    def outputs(self, outputs: Any) -> Any:
+        """The model's outputs as the padded run would give them; changes a `ModelOutput` in place."""
+        if isinstance(outputs, tuple):
+            return tuple(self._output(value, "output") for value in outputs)
+        for name in list(outputs):
+            outputs[name] = self._output(outputs[name], name)
+        return outputs
+
+    def _output(self, value: Any, name: str) -> Any:
+        if isinstance(value, Tensor):
+            side = self._side_of(value)
+            return value if side is None else side.unpack_later(value, 1, name)
+        if isinstance(value, tuple | list):
+            return type(value)(self._output(each, name) for each in value)
+        if hasattr(value, "self_attention_cache"):
+            self._cache(value.self_attention_cache, self.sides[-1])
+            self._cache(value.cross_attention_cache, self.main)
+        elif hasattr(value, "layers"):
+            self._cache(value, self.main)
+        elif value is not None:
+            raise CannotPack(f"{name} is of type {type(value).__name__}")
+        return value
+
+    def show(self, value: Any) -> Any:
+        """What a hook is given, padded: tensors (1, tokens, ...) of any nesting are unpacked when it looks at them."""
+        return tree_map_only(Tensor, self._shown, value)
+
+    def _shown(self, tensor: Tensor) -> Tensor:
+        side = self._side_of(tensor)
+        return tensor if side is None else side.unpack_later(tensor, 1, "hook")
+
+    def take(self, value: Any, given: Any) -> Any:
+        """What a hook returned, packed again: tensors (rows, positions, ...). `given`: what it was called with."""
+        sides = {id(side): side for each in tree_leaves(given) if (side := self._side_of(each)) is not None}
+        if len(sides) != 1:
+            return value
+        [side] = sides.values()
+        grid = (side.num_rows, side.num_positions)
+        return tree_map_only(Tensor, lambda each: side.pack(each) if each.shape[:2] == grid else each, value)
+
+    @property
+    def sides(self) -> tuple[Side, ...]:
+        """Of ids, and of decoder ids where there are some."""
+        return (self.main,) if self.decoder is None else (self.main, self.decoder)
+
+    def _side_of(self, tensor: Any) -> Side | None:
+        """Whose tokens a packed tensor (1, tokens, ...) holds."""
+        for side in self.sides:
+            if isinstance(tensor, Tensor) and tensor.dim() >= 2 and tensor.shape[:2] == (1, side.num_tokens):
+                return side
+        return None
+
+    @staticmethod
+    def _cache(cache: Any, side: Side) -> None:
+        for layer in cache.layers:
+            if type(layer).__name__ != "DynamicLayer":
+                raise CannotPack(
+                    f"the key-value cache has layers of type {type(layer).__name__}; use_cache=False does without"
+                )
+            if layer.is_initialized:
+                layer.keys = side.unpack_later(layer.keys, 2, "past_key_values")
+                layer.values = side.unpack_later(layer.values, 2, "past_key_values")
+
+
+def pack_batch(given: Mapping[str, Any], reading: Reading) -> PackedBatch | Refusal:
+    """Pack the arguments of a call; a `Refusal` where this batch cannot be, or is not worth it.
+
+    `given`: name -> argument of the model's forward. One synchronisation with the device.
+    """
+    unknown = unknown_argument(given) or _does_not_fit(given, reading)
+    if unknown is not None:
+        return Refusal(unknown)
+    mask = given["attention_mask"]
+    masks = [mask]
+    labels = given.get("labels")
+    if reading.two_sided:
+        ids = _decoder_ids(given, reading)
+        if ids is None:
+            return Refusal("neither decoder_input_ids nor labels are given")
+        decoder_mask = given.get("decoder_attention_mask")
+        masks.append(torch.ones_like(ids[..., 0] if ids.dim() == 3 else ids) if decoder_mask is None else decoder_mask)
+    if labels is not None and reading.shifted:
+        labels = F.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:]
+    tokens = [each != 0 for each in masks]
+    found = _facts(masks, tokens, given.get("input_ids"), labels, reading)
+    if isinstance(found, Refusal):
+        return found
+    sides = [_side(real, lengths) for real, lengths in zip(tokens, found, strict=True)]
+    main, last = sides[0], sides[-1]
+    if reading.two_sided and main.num_tokens == last.num_tokens:  # what is whose could not be told
+        return Refusal("both sides have as many tokens")
+    arguments = {name: given[name] for name in AS_GIVEN if given.get(name) is not None}
+    arguments |= {name: main.pack(given[name]) for name in BY_TOKEN if given.get(name) is not None}
+    arguments["attention_mask"] = encode_mask(main.rows, last.rows)
+    if reading.positions is not None and "position_ids" not in arguments:
+        arguments["position_ids"] = main.pack(reading.positions(given, tokens[0]))
+    if reading.two_sided:
+        arguments["decoder_inputs_embeds" if ids.dim() == 3 else "decoder_input_ids"] = last.pack(ids)
+        arguments["decoder_attention_mask"] = encode_mask(last.rows)
+    if labels is not None:
+        arguments["labels"] = last.pack(labels)
+        if reading.shifted:
+            arguments["shift_labels"] = arguments["labels"]
+    return PackedBatch(arguments, main, last if reading.two_sided else None)
+
+
+def unknown_argument(given: Mapping[str, Any]) -> str | None:
+    """An argument that nothing is known of, as a reason not to pack; None where all are known."""
+    known = (*BY_TOKEN, *BY_DECODER_TOKEN, *MASKS, *AS_GIVEN, *OFF, "labels")
+    for name, value in given.items():
+        if value is not None and (name not in known or (name in OFF and _is_set(value))):
+            return f"the argument {name} is given"
+    if not isinstance(given.get("attention_mask"), Tensor):
+        return "no attention mask is given"
+    return None
+
+
+def _does_not_fit(given: Mapping[str, Any], reading: Reading) -> str | None:
+    """What of a batch's shapes cannot be packed."""
+    mask = given.get("attention_mask")
+    if mask.dim() != 2 or mask.is_floating_point():
+        return "the attention mask is not one of 0 and 1 for each position"
+    if mask.shape[0] < 2:
+        return "a batch of one row"
+    grids = [(name, mask) for name in BY_TOKEN]
+    if reading.two_sided:
+        ids = _decoder_ids(given, reading)
+        grids += [(name, ids) for name in (*BY_DECODER_TOKEN, "decoder_attention_mask", "labels")]
+    else:
+        grids.append(("labels", mask))
+    for name, grid in grids:
+        value = given.get(name)
+        if value is not None and (grid is None or value.shape[:2] != grid.shape[:2]):
+            return f"{name} is of shape {tuple(value.shape)}"
+    return None
+
+
+def _is_set(value: Any) -> bool:
+    return isinstance(value, Tensor) or bool(value)
+
+
+def _decoder_ids(given: Mapping[str, Any], reading: Reading) -> Tensor | None:
+    for name in BY_DECODER_TOKEN:
+        if given.get(name) is not None:
+            return given[name]
+    if given.get("labels") is None or reading.decoder_ids is None:
+        return None
+    return reading.decoder_ids(given["labels"])
+
+
+def _facts(
+    masks: list[Tensor], tokens: list[Tensor], ids: Tensor | None, labels: Tensor | None, reading: Reading
+) -> list[list[int]] | Refusal:
+    """The number of tokens of every row, on every side."""
+    numbers = [real.sum(1) for real in tokens]
+    checks: list[tuple[str, Tensor]] = []
+    for mask, real in zip(masks, tokens, strict=True):
+        checks.append(("a mask holds numbers besides 0 and 1", real & (mask != 1)))
+        if reading.rows is not RowKind.ANY:
+            checks.append((f"{reading.rows.value}, which the model was not proved for", reading.rows.violations(real)))
+    if reading.pads_hold_pad_id and ids is not None:
+        checks.append(("an id at a padded position is not the padding's", (ids != reading.pad_id) & ~tokens[0]))
+    if labels is not None:
+        checks.append(("a label at a padded position is not ignored", (labels != IGNORE_INDEX) & ~tokens[-1]))
+    numbers += [violated.sum().view(1) for _, violated in checks]
+    found = iter(torch.cat(numbers).tolist())  # the one sync
+    lengths = [list(itertools.islice(found, real.shape[0])) for real in tokens]
+    for (reason, _), violated in zip(checks, found, strict=True):
+        if violated:
+            return Refusal(reason)
+    if min(map(min, lengths)) < 1:
+        return Refusal("a row without a token")
+    if sum(map(sum, lengths)) == sum(real.numel() for real in tokens):
+        return Refusal("hardly any padding in the batch")
+    return lengths
+
+
+def _side(real: Tensor, lengths: list[int]) -> Side:
+    indices = real.reshape(-1).nonzero().squeeze(1)
+    columns = indices % real.shape[1]
+    cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=real.device)
+    # a column may be as large as the batch is wide, where rows are padded on the left or have holes
+    return Side(Rows(cu_seqlens, columns.to(torch.int32), real.shape[1]), indices, *real.shape)
+
+
+def columns(given: Mapping[str, Any], tokens: Tensor) -> Tensor:
+    """Positions as most models count them: from the left edge, pads counted."""
+    return torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
+
+
+def counts(given: Mapping[str, Any], tokens: Tensor) -> Tensor:
+    """Positions that count tokens only, as OPT's."""
+    return (tokens.long().cumsum(1) - 1).clamp(min=0)
+
+
+def ids_counted(padding_idx: int) -> Callable[[Mapping[str, Any], Tensor], Tensor]:
+    """Positions as RoBERTa counts them: ids that are not `padding_idx`, from `padding_idx + 1` on."""
+    return partial(_ids_counted, padding_idx)
+
+
+def _ids_counted(padding_idx: int, given: Mapping[str, Any], tokens: Tensor) -> Tensor:
+    if given.get("input_ids") is None:
+        raise CannotPack("positions are counted from ids, and embeddings are given")
+    counted = (given["input_ids"] != padding_idx).long()
+    return counted.cumsum(1) * counted + padding_idx
