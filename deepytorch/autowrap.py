@@ -35,7 +35,9 @@ _PROBED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _HANDLES: weakref.WeakKeyDictionary[nn.Module, Handle] = weakref.WeakKeyDictionary()
 _SETTINGS: dict[str, Any] = {"mode": None, "options": None}  # of what the import arms
 DOORS: list[Callable[[nn.Module], Door | None]] = []  # handed up by integrations: makes the door of a module, if any
-_STEPS: dict[tuple[Callable[..., Any], type], Callable[..., Any]] = {}  # modules of one class share a code object, and with it their graphs
+_STEPS: dict[
+    tuple[Callable[..., Any], type], Callable[..., Any]
+] = {}  # modules of one class share a code object, and with it their graphs
 
 
 class Door(Protocol):

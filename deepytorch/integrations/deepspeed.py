@@ -12,22 +12,22 @@ from deepytorch.errors import ConfigError
 
 
 def attach(engine_module: Any) -> None:
-    """Take over `DeepSpeedEngine.compile` where it is asked for our backend. `engine_module`: deepspeed.runtime.engine."""
+    """Take over `DeepSpeedEngine.compile` where our backend is asked for. `engine_module`: deepspeed.runtime.engine."""
     engine_class = engine_module.DeepSpeedEngine
     original = engine_class.compile
     if hasattr(original, "_deepytorch_original"):
         return
 
     @functools.wraps(original)
-    def compile(self: Any, backend: Any = None, compile_kwargs: Any = None, *args: Any, **kwargs: Any) -> None:  # noqa: A001
+    def compile_engine(self: Any, backend: Any = None, compile_kwargs: Any = None, *args: Any, **kwargs: Any) -> None:
         given = dict(compile_kwargs or {})
         if backend != "deepytorch":
             given_backend = {} if backend is None else {"backend": backend}
             return original(self, *args, **given_backend, compile_kwargs=given, **kwargs)
         if self.is_deepcompile_enabled():
             raise ConfigError(
-                'engine.compile(backend="deepytorch") with "deepcompile": true in the DeepSpeed configuration; expected '
-                "one of the two: DeepCompile has a backend of its own, so set it to false"
+                'engine.compile(backend="deepytorch") with "deepcompile": true in the DeepSpeed configuration; expected one '
+                "of the two, since DeepCompile has a backend of its own: set it to false"
             )
         from deepytorch import autowrap
 
@@ -36,8 +36,8 @@ def attach(engine_module: Any) -> None:
         self._is_compiled = True
         return None
 
-    compile._deepytorch_original = original  # type: ignore[attr-defined]
-    engine_class.compile = compile
+    compile_engine._deepytorch_original = original  # type: ignore[attr-defined]
+    engine_class.compile = compile_engine
 
 
 def detach(engine_module: Any) -> None:

@@ -2,7 +2,7 @@
 
 [Note: what is compared]
 Values of every output at real positions, and of the loss, within rounding. In half precision a wrong mask may hide
-below the rounding, so one more thing is asked, which is exact there: where one token of every row is changed, packed
+below the rounding, so one more thing is asked, which is exact there: where a token of some rows is changed, packed
 outputs change at no position where padded ones stay as they were.
 """
 
@@ -54,9 +54,9 @@ def prove(run: Run, run_packed: RunPacked, given: Mapping[str, Any], reading: Re
     probe = make_probe(given, reading)
     changed = dict(probe)
     for name in ("input_ids", "inputs_embeds"):
-        if probe.get(name) is not None:  # one token of every row, in a column where each has one
+        if probe.get(name) is not None:  # one token of every other row, in a column where each has one
             changed[name] = probe[name].clone()
-            changed[name][:, 5] = probe[name][:, 6]
+            changed[name][::2, 5] = probe[name][::2, 6]
     padded, padded_changed = run(**probe), run(**changed)
     try:
         packed, batch = run_packed(probe)
@@ -126,7 +126,9 @@ def _ignored_at_pads(labels: Tensor, grid: Tensor, reading: Reading) -> Tensor:
     if not reading.shifted:
         return labels.masked_fill(~grid, IGNORE_INDEX)
     before = torch.nn.functional.pad(grid, (1, 0))[:, :-1]  # a label is compared with the position before
-    return labels.masked_fill(~before, IGNORE_INDEX)
+    labels = labels.masked_fill(~before, IGNORE_INDEX)
+    labels[-1].masked_fill_(~grid[-1], IGNORE_INDEX)
+    return labels
 
 
 def _compared(outputs: Any, batch: PackedBatch) -> list[Tensor]:
@@ -192,7 +194,7 @@ def _leak(padded: tuple[Any, Any], packed: tuple[Any, Any], batch: PackedBatch) 
 
 
 def _moved(one: Tensor, other: Tensor) -> Tensor:
-    """Which rows of (rows, ...) differ. In fp32 by more than rounding: grouped matrix products round by their groups."""
+    """Which rows of (rows, ...) differ; in fp32 by more than rounding: grouped matrix products round by group."""
     change = (one.double() - other.double()).abs().flatten(1).amax(1)
     if one.dtype in (torch.float16, torch.bfloat16):
         return change > 0

@@ -3,8 +3,8 @@
 The batch is packed into one long row before the model's forward, attention runs by `packed_attention`, and outputs are
 unpacked: no graph is needed, so this works under ZeRO-3, checkpoint wrappers, hooks and prints.
 
-A model's code is not analysed here: it is asked, see `door_proof`. What a small batch cannot show is declined beforehand:
-windows that only masks know of, state that training changes, sizes that enter the numbers.
+A model's code is not analysed here: it is asked, see `door_proof`. What a small batch cannot show is declined before
+that: windows that only masks know of, state that training changes, sizes that enter the numbers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from deepytorch.compiler.facts import Refusal
 from deepytorch.compiler.report import LEDGER, RegionRecord
 from deepytorch.integrations import packed_attention
 from deepytorch.integrations.door_proof import prove, quietly
-from deepytorch.integrations.packed_attention import call_with_bias, has_learned_bias
+from deepytorch.integrations.packed_attention import CannotPack, call_with_bias, has_learned_bias
 from deepytorch.integrations.packed_batch import (
     PackedBatch,
     Reading,
@@ -63,7 +63,7 @@ class Door:
         self._outer, self._model = outer, model
         self._below = type(model).__name__.endswith(BY_ROW)
         self.target: nn.Module = model.base_model if self._below else outer
-        self._asked = self._open = False
+        self._asked = self._proving = self._open = False
         self._reading: Reading | None = None
         self._found: PackedBatch | Refusal | None = None  # what the last call came to
         self.record = RegionRecord(f"door of {type(model).__name__}", "declined", "eager")
@@ -105,18 +105,23 @@ class Door:
             self.record.steps_padded += 1
             self.record.padded_because[found.reason] = self.record.padded_because.get(found.reason, 0) + 1
             return run(*args, **kwargs)
+        token = _INSIDE.set(found)
+        self.record.host_seconds += time.perf_counter() - started
+        try:
+            with hooks.shown(found.show, found.take):
+                outputs = found.outputs(run(**found.arguments))
+        except CannotPack as error:  # something that the probe had not seen, such as a cache of another kind
+            if self._proving:
+                raise
+            self._shut(str(error))
+            return run(*args, **kwargs)
+        finally:
+            _INSIDE.reset(token)
         self.record.steps_packed += 1
         for side in found.sides:
             self.record.tokens_real += side.num_tokens
             self.record.tokens_padded += side.num_rows * side.num_positions
-        self.record.host_seconds += time.perf_counter() - started
-        token = _INSIDE.set(found)
-        try:
-            with hooks.shown(found.show, found.take):
-                outputs = run(**found.arguments)
-        finally:
-            _INSIDE.reset(token)
-        return found.outputs(outputs)
+        return outputs
 
     def _pack(self, hooks: UserHooks, args: Sequence[Any], kwargs: Mapping[str, Any]) -> PackedBatch | Refusal:
         if self._reading is None:
@@ -126,8 +131,11 @@ class Door:
             return Refusal("the call's arguments are not the model's")
         if hooks.refused is not None:
             return Refusal(hooks.refused)
-        with torch.no_grad():
-            return pack_batch(given, self._reading)
+        try:
+            with torch.no_grad():
+                return pack_batch(given, self._reading)
+        except CannotPack as error:
+            return Refusal(str(error))
 
     # ------------------------------------------------------------------ finding out
 
@@ -143,21 +151,30 @@ class Door:
             return
         self._asked = True
         LEDGER.open(self.record)
+        before = replace(self.record, padded_because=dict(self.record.padded_because))
         reason = declined_beforehand(self._outer, self._model)
         if reason is None:
             self._prepare()
-            reason = self._prove(given)
-        self.record.steps_packed = self.record.steps_padded = self.record.tokens_real = self.record.tokens_padded = 0
-        self.record.padded_because.clear()
+            self._proving = True
+            try:
+                reason = self._prove(given)
+            finally:
+                self._proving = False
+        for name in ("steps_packed", "steps_padded", "tokens_real", "tokens_padded", "padded_because"):
+            setattr(self.record, name, getattr(before, name))  # the probes are not steps
         if reason is None:
             self.record.outcome = "packed"
             self.record.changes.append("padding stripped at the door: a probe came out the same packed and padded")
             logger.info("%s: padding is stripped", self.record.name)
         else:
-            self.restore()
-            self._reading = None
-            self.record.declined.append(reason)
-            once(logging.INFO, "%s: padding stays: %s", self.record.name, reason)
+            self._shut(reason)
+
+    def _shut(self, reason: str) -> None:
+        self.restore()
+        self._reading = None
+        self.record.outcome = "declined"
+        self.record.declined.append(reason)
+        once(logging.INFO, "%s: padding stays: %s", self.record.name, reason)
 
     def _prepare(self) -> None:
         packed_attention.attach(import_module("transformers.modeling_utils"))
@@ -262,7 +279,10 @@ def readings(model: Any) -> Iterator[Reading]:
         pads_hold_pad_id=below and pad_id is not None,
     )
     windowed = getattr(config, "sliding_window", None) is not None  # windows are counted in tokens when packed
-    half = next(model.parameters()).dtype in (torch.float16, torch.bfloat16)  # rounding would hide the rule of positions
+    half = next(model.parameters()).dtype in (
+        torch.float16,
+        torch.bfloat16,
+    )  # rounding would hide the rule of positions
     kinds = [RowKind.PREFIX] if half or below else [RowKind.CONTIGUOUS if windowed else RowKind.ANY, RowKind.PREFIX]
     rules: list[Any] = [None]
     if not two_sided and "position_ids" in parameters:

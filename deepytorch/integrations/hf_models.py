@@ -1,4 +1,4 @@
-"""Hugging Face models have a door at which padding can be stripped: see `hf_door`, loaded when a model is first armed."""
+"""Hugging Face models have a door at which padding can be stripped: `hf_door`, loaded when a model is first armed."""
 
 from __future__ import annotations
 

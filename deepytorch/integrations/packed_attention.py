@@ -94,7 +94,9 @@ def attend(
         raise CannotPack(f"{type(module).__name__} has a window to both sides")
     queries, keys = decode_mask(attention_mask, query.shape[2], key.shape[2])
     output = varlen_attention(
-        *(x[0].transpose(0, 1) for x in (query, key, value)),
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
         queries.cu_seqlens,
         keys.cu_seqlens,
         queries.extent,
@@ -126,7 +128,9 @@ def attach(modeling_utils: Any) -> None:
         given = original(self, attn_implementation, default)
 
         @functools.wraps(given)
-        def either(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
+        def either(
+            module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any
+        ) -> Any:
             chosen = attend if is_packed(attention_mask) else given
             return chosen(module, query, key, value, attention_mask, *args, **kwargs)
 

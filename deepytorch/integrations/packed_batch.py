@@ -180,20 +180,19 @@ class PackedBatch:
 def pack_batch(given: Mapping[str, Any], reading: Reading) -> PackedBatch | Refusal:
     """Pack the arguments of a call; a `Refusal` where this batch cannot be, or is not worth it.
 
-    `given`: name -> argument of the model's forward. One synchronisation with the device.
+    given: name -> argument of the model's forward. One synchronisation with the device. Raises `CannotPack` where the
+    call lacks what the reading needs.
     """
-    unknown = unknown_argument(given) or _does_not_fit(given, reading)
+    decoder_ids = _decoder_ids(given, reading)
+    unknown = unknown_argument(given) or _does_not_fit(given, decoder_ids)
     if unknown is not None:
         return Refusal(unknown)
-    mask = given["attention_mask"]
-    masks = [mask]
+    masks = [given["attention_mask"]]
     labels = given.get("labels")
-    if reading.two_sided:
-        ids = _decoder_ids(given, reading)
-        if ids is None:
-            return Refusal("neither decoder_input_ids nor labels are given")
+    if decoder_ids is not None:
+        ids = decoder_ids[..., 0] if decoder_ids.dim() == 3 else decoder_ids
         decoder_mask = given.get("decoder_attention_mask")
-        masks.append(torch.ones_like(ids[..., 0] if ids.dim() == 3 else ids) if decoder_mask is None else decoder_mask)
+        masks.append(torch.ones_like(ids, dtype=torch.int64) if decoder_mask is None else decoder_mask)
     if labels is not None and reading.shifted:
         labels = F.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:]
     tokens = [each != 0 for each in masks]
@@ -202,21 +201,21 @@ def pack_batch(given: Mapping[str, Any], reading: Reading) -> PackedBatch | Refu
         return found
     sides = [_side(real, lengths) for real, lengths in zip(tokens, found, strict=True)]
     main, last = sides[0], sides[-1]
-    if reading.two_sided and main.num_tokens == last.num_tokens:  # what is whose could not be told
+    if decoder_ids is not None and main.num_tokens == last.num_tokens:  # what is whose could not be told
         return Refusal("both sides have as many tokens")
     arguments = {name: given[name] for name in AS_GIVEN if given.get(name) is not None}
     arguments |= {name: main.pack(given[name]) for name in BY_TOKEN if given.get(name) is not None}
     arguments["attention_mask"] = encode_mask(main.rows, last.rows)
     if reading.positions is not None and "position_ids" not in arguments:
         arguments["position_ids"] = main.pack(reading.positions(given, tokens[0]))
-    if reading.two_sided:
-        arguments["decoder_inputs_embeds" if ids.dim() == 3 else "decoder_input_ids"] = last.pack(ids)
+    if decoder_ids is not None:
+        arguments["decoder_inputs_embeds" if decoder_ids.dim() == 3 else "decoder_input_ids"] = last.pack(decoder_ids)
         arguments["decoder_attention_mask"] = encode_mask(last.rows)
     if labels is not None:
-        arguments["labels"] = last.pack(labels)
-        if reading.shifted:
-            arguments["shift_labels"] = arguments["labels"]
-    return PackedBatch(arguments, main, last if reading.two_sided else None)
+        arguments["labels"] = packed = last.pack(labels)
+        if reading.shifted:  # the model shifts the packed row once more
+            arguments["labels"] = F.pad(packed, (1, 0), value=IGNORE_INDEX)[:, :-1]
+    return PackedBatch(arguments, main, None if decoder_ids is None else last)
 
 
 def unknown_argument(given: Mapping[str, Any]) -> str | None:
@@ -230,36 +229,35 @@ def unknown_argument(given: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _does_not_fit(given: Mapping[str, Any], reading: Reading) -> str | None:
+def _does_not_fit(given: Mapping[str, Any], decoder_ids: Tensor | None) -> str | None:
     """What of a batch's shapes cannot be packed."""
-    mask = given.get("attention_mask")
+    mask = given["attention_mask"]
     if mask.dim() != 2 or mask.is_floating_point():
         return "the attention mask is not one of 0 and 1 for each position"
     if mask.shape[0] < 2:
         return "a batch of one row"
-    grids = [(name, mask) for name in BY_TOKEN]
-    if reading.two_sided:
-        ids = _decoder_ids(given, reading)
-        grids += [(name, ids) for name in (*BY_DECODER_TOKEN, "decoder_attention_mask", "labels")]
-    else:
-        grids.append(("labels", mask))
-    for name, grid in grids:
+    grids = dict.fromkeys(BY_TOKEN, mask)
+    grids |= dict.fromkeys(("labels", "decoder_attention_mask"), mask if decoder_ids is None else decoder_ids)
+    for name, grid in grids.items():
         value = given.get(name)
-        if value is not None and (grid is None or value.shape[:2] != grid.shape[:2]):
+        if value is not None and value.shape[:2] != grid.shape[:2]:
             return f"{name} is of shape {tuple(value.shape)}"
     return None
 
 
 def _is_set(value: Any) -> bool:
-    return isinstance(value, Tensor) or bool(value)
+    return not (isinstance(value, bool | int) and not value)  # an empty cache is one to be filled
 
 
 def _decoder_ids(given: Mapping[str, Any], reading: Reading) -> Tensor | None:
+    """What the decoder reads: ids or embeddings, or what the model makes of the labels. None of a one-sided model."""
+    if not reading.two_sided:
+        return None
     for name in BY_DECODER_TOKEN:
         if given.get(name) is not None:
             return given[name]
     if given.get("labels") is None or reading.decoder_ids is None:
-        return None
+        raise CannotPack("neither ids nor labels are given to the decoder")
     return reading.decoder_ids(given["labels"])
 
 
@@ -276,7 +274,11 @@ def _facts(
     if reading.pads_hold_pad_id and ids is not None:
         checks.append(("an id at a padded position is not the padding's", (ids != reading.pad_id) & ~tokens[0]))
     if labels is not None:
-        checks.append(("a label at a padded position is not ignored", (labels != IGNORE_INDEX) & ~tokens[-1]))
+        counted, real = labels != IGNORE_INDEX, tokens[-1]
+        checks.append(("a label at a padded position is not ignored", counted & ~real))
+        if reading.shifted:  # the packed row has no place for what its last token predicts
+            is_last = real[-1] & (real[-1].flip(0).cumsum(0).flip(0) == 1)
+            checks.append(("a label behind the last row", counted[-1] & is_last))
     numbers += [violated.sum().view(1) for _, violated in checks]
     found = iter(torch.cat(numbers).tolist())  # the one sync
     lengths = [list(itertools.islice(found, real.shape[0])) for real in tokens]

@@ -20,7 +20,7 @@ Translate = Callable[[Any], Any]
 
 
 class UserHooks:
-    """The hooks of one model's modules that no framework has put there. `refused`: why it cannot run packed, or None."""
+    """The hooks in one model that no framework has put there. `refused`: why they cannot run packed, or None."""
 
     def __init__(self, model: nn.Module) -> None:
         self._forward: list[tuple[dict[int, Callable[..., Any]], int, Callable[..., Any]]] = []
@@ -45,7 +45,7 @@ class UserHooks:
 
     @contextlib.contextmanager
     def shown(self, show: Translate, take: Callable[[Any, Any], Any]) -> Iterator[None]:
-        """Inside, every hook is given what `show` makes of its arguments, and `take` gets what it returns beside them."""
+        """Inside, every hook is given what `show` makes of its arguments; `take` gets what it returns, beside them."""
 
         def translated(hook: Callable[..., Any]) -> Callable[..., Any]:
             @torch.compiler.disable(reason="a hook of the user's is shown padded tensors")

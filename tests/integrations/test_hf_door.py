@@ -1,0 +1,331 @@
+"""Padding stripped at the door of a Hugging Face model, without a graph: everything agrees with padded eager."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers")
+import transformers as hf
+
+from deepytorch.compiler.report import LEDGER, Report
+from deepytorch.integrations.hf_door import Door, door_for
+from tests.compiler.parity import (
+    Batch,
+    Pair,
+    assert_close,
+    batches,
+    causal_batch,
+    compare_at_tokens,
+    expect_packed,
+    masked_lm_batch,
+    mixture,
+    padded_because,
+)
+from tests.compiler.test_parity_decoders import GROUPED, gpt2, llama, mistral, opt, qwen2
+from tests.compiler.test_parity_encoders import bert, roberta, with_classes
+from tests.compiler.test_parity_seq2seq import SIZES, bart, pairs, t5
+
+
+class DoorPair(Pair):
+    """A model behind its door, and its eager twin. Nothing is compiled."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.door = door_for(model)
+        assert self.door is not None
+        self.compiled = lambda **batch: self.door.call(model._call_impl, (), batch)
+
+
+def declined(door: Door, model: nn.Module, batch: Batch) -> str:
+    """Why a door stays shut; the call itself has to give what eager gives."""
+    twin = copy.deepcopy(model)
+    torch.manual_seed(3)
+    found = door.call(model._call_impl, (), batch)
+    torch.manual_seed(3)
+    torch.testing.assert_close(found[0], twin(**batch)[0])
+    assert door.record.steps_packed == 0
+    assert door.record.outcome == "declined"
+    return "; ".join(door.record.declined)
+
+
+def report() -> Report:
+    return LEDGER.report()
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("build", [llama, qwen2, gpt2, opt], ids=lambda build: build.__name__)
+def test_decoders_train_as_eager_does_for_every_padding(build: Callable[[str], Any], attention: str) -> None:
+    pair = DoorPair(build(attention).train())
+    given = batches(causal_batch, *mixture([(4, 10, "none")]))
+    expect_packed(pair.train(given, compare_at_tokens()), steps=5, padded=1)
+    assert padded_because(report()) == {"hardly any padding in the batch": 1}
+
+
+def test_windows_are_packed_and_holes_run_padded() -> None:
+    model = mistral("sdpa").train()
+    model.config.use_cache = False
+    pair = DoorPair(model)
+    pair.train(batches(causal_batch, *mixture()), compare_at_tokens())
+    assert padded_because(report()) == {"tokens with holes between them, which the model was not proved for": 1}
+    expect_packed(report(), steps=4)
+
+
+def test_a_cache_that_the_probe_had_not_seen_shuts_the_door_and_the_batch_runs_padded() -> None:
+    pair = DoorPair(mistral("sdpa").train())
+    one, two = batches(causal_batch, (4, 11, "right"), (4, 9, "right"))
+    given = [{**one, "use_cache": False}, {**two, "use_cache": True}, {**one, "use_cache": False}]
+    pair.train(given)
+    assert pair.door.record.steps_packed == 1
+    assert "use_cache=False" in pair.door.record.declined[0]
+
+
+@pytest.mark.parametrize("build", [bert, roberta], ids=lambda build: build.__name__)
+def test_encoders_train_as_eager_does(build: Callable[..., Any]) -> None:
+    kind = hf.BertForMaskedLM if build is bert else hf.RobertaForMaskedLM
+    pair = DoorPair(kind(build("sdpa")).train())
+    expect_packed(pair.train(batches(masked_lm_batch, *mixture()), compare_at_tokens()), steps=5, padded=0)
+
+
+@pytest.mark.parametrize("build", [bart, t5], ids=lambda build: build.__name__)
+@pytest.mark.parametrize("decoder_mask", [True, False], ids=["masked", "unmasked"])
+def test_both_sides_of_an_encoder_decoder(build: Callable[[str], Any], decoder_mask: bool) -> None:
+    pair = DoorPair(build("sdpa").train())
+
+    def compare(expected: Any, found: Any, batch: Batch) -> None:
+        real = batch.get("decoder_attention_mask", torch.ones_like(batch["labels"])).bool()
+        assert_close(found.logits[real], expected.logits[real], "logits", rel=1e-5, floor=1e-6)
+        real = batch["attention_mask"].bool()
+        hidden = "encoder_last_hidden_state"
+        assert_close(found[hidden][real], expected[hidden][real], hidden, rel=1e-5, floor=1e-6)
+
+    expect_packed(pair.train(pairs(*SIZES, decoder_mask=decoder_mask), compare), steps=4, padded=0)
+
+
+def test_a_head_that_looks_at_rows_stays_padded_above_a_packed_encoder() -> None:
+    pair = DoorPair(hf.BertForSequenceClassification(bert("sdpa", num_labels=3)).train())
+    given = batches(with_classes, (4, 11, "right"), (3, 9, "right"), (4, 10, "left"))
+    for batch in given:
+        batch["input_ids"] = batch["input_ids"].masked_fill(
+            batch["attention_mask"] == 0, pair.model.config.pad_token_id
+        )
+    expect_packed(pair.train(given), steps=2, padded=1)
+
+
+def test_a_head_that_looks_for_the_last_token_reads_it_by_the_ids_at_pads() -> None:
+    model = hf.LlamaForSequenceClassification(hf.LlamaConfig(**GROUPED, pad_token_id=1, num_labels=3)).train()
+    pair = DoorPair(model)
+    given = batches(with_classes, (4, 11, "right"), (4, 9, "right"))
+    given[1]["input_ids"][-1, -1] = 7  # not the padding's id: eager reads there
+    given[1]["attention_mask"][-1, -1] = 0
+    pair.train(given)
+    assert padded_because(report()) == {"an id at a padded position is not the padding's": 1}
+    expect_packed(report(), steps=1)
+
+
+def test_a_head_that_chooses_among_positions_is_left_alone() -> None:
+    model = hf.BertForQuestionAnswering(bert("sdpa")).train()
+    [batch] = batches(causal_batch, (4, 11, "right"))
+    batch["start_positions"], batch["end_positions"] = torch.tensor([0, 1, 1, 0]), torch.tensor([1, 2, 1, 1])
+    del batch["labels"]
+    door = door_for(model)
+    assert door is not None
+    assert "differ" in declined(door, model, batch)
+
+
+class Averages(hf.LlamaForCausalLM):
+    """Mixes in the mean over all positions, pads among them."""
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, position_ids: Any = None, labels: Any = None) -> Any:
+        hidden = self.model(input_ids, attention_mask=attention_mask, position_ids=position_ids).last_hidden_state
+        logits = self.lm_head(hidden + 0.1 * hidden.mean(1, keepdim=True))
+        loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size)
+        return hf.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+class LooksAtItsNeighbour(hf.LlamaForCausalLM):
+    """Lets every row see the one before."""
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, position_ids: Any = None, labels: Any = None) -> Any:
+        return super().forward(input_ids.roll(1, 0), attention_mask, position_ids, labels=labels)
+
+
+class CountsWhatItSees(hf.LlamaForCausalLM):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.seen = nn.BatchNorm1d(4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [(Averages, "differ"), (LooksAtItsNeighbour, "differ"), (CountsWhatItSees, "batch normalisation")],
+    ids=["mean over pads", "rows mixed", "statistics"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_models_that_are_not_the_same_packed_are_declined(kind: Any, reason: str, dtype: torch.dtype) -> None:
+    model = kind(hf.LlamaConfig(**GROUPED)).to(dtype).train()
+    [batch] = batches(causal_batch, (4, 11, "right"))
+    door = door_for(model)
+    assert door is not None
+    said = declined(door, model, batch)
+    assert reason in said or "a token shows" in said
+
+
+def test_position_embeddings_that_depend_on_the_padded_length_are_declined() -> None:
+    config = hf.LlamaConfig(**GROUPED, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
+    model = hf.LlamaForCausalLM(config).train()
+    [batch] = batches(causal_batch, (4, 11, "right"))
+    door = door_for(model)
+    assert door is not None
+    assert "padded length" in declined(door, model, batch)
+
+
+def test_batches_that_cannot_be_packed_run_padded_and_are_counted() -> None:
+    pair = DoorPair(llama("sdpa").train())
+    given = batches(causal_batch, (4, 11, "right"), (1, 9, "right"), (4, 9, "right"), (4, 9, "right"), (4, 8, "right"))
+    given[2]["labels"] = given[2]["input_ids"].clone()  # labels at pads
+    given[3]["attention_mask"] = given[3]["attention_mask"] * 2
+    given[3]["attention_mask"][0] = 1
+    given[4]["attention_mask"][1] = 0  # nothing in a row
+    given[4]["labels"][1] = -100
+    pair.train(given)
+    expect_packed(report(), steps=1)
+    assert padded_because(report()) == {
+        "a batch of one row": 1,
+        "a label at a padded position is not ignored": 1,
+        "a mask holds numbers besides 0 and 1": 1,
+        "a row without a token": 1,
+    }
+
+
+def test_arguments_that_are_not_known_run_padded_and_the_next_call_is_packed() -> None:
+    pair = DoorPair(llama("eager").train())
+    one, two = batches(causal_batch, (4, 11, "right"), (4, 9, "right"))
+    for batch, asked in ((one, True), (two, False), (one, True)):
+        pair.step({**batch, "output_attentions": asked})
+    cache = hf.DynamicCache()
+    pair.compiled(**one, past_key_values=cache)
+    assert cache.get_seq_length() == 11
+    assert pair.door.record.steps_packed == 1
+    assert padded_because(report()) == {
+        "the call's arguments are not known": 1,
+        "the argument output_attentions is given": 1,
+        "the argument past_key_values is given": 1,
+    }
+
+
+def test_hooks_of_the_users_see_padded_tensors_and_may_change_them() -> None:
+    pair = DoorPair(llama("sdpa").train())
+    seen: dict[str, list[torch.Tensor]] = {"eager": [], "packed": []}
+    for name, model in (("eager", pair.reference), ("packed", pair.model)):
+
+        def hook(_: nn.Module, given: Any, output: torch.Tensor, name: str = name) -> torch.Tensor:
+            assert given[0].shape == output.shape
+            seen[name].append(output.detach().clone())
+            return output * 1.5
+
+        model.model.layers[0].mlp.register_forward_hook(hook)
+    given = batches(causal_batch, (4, 11, "right"), (3, 9, "holes"))
+    expect_packed(pair.train(given, compare_at_tokens()), steps=2)
+    assert len(seen["packed"]) == 2  # none of them from the probe
+    for batch, one, other in zip(given, seen["eager"], seen["packed"], strict=True):
+        real = batch["attention_mask"].bool()
+        assert_close(other[real], one[real], "what a hook saw")
+        assert not other[~real].any()
+
+
+def test_hooks_on_gradients_run_padded() -> None:
+    pair = DoorPair(llama("sdpa").train())
+    for model in (pair.model, pair.reference):
+        model.model.layers[0].register_full_backward_hook(lambda *_: None)
+    pair.train(batches(causal_batch, (4, 11, "right")))
+    [(reason, count)] = padded_because(report()).items()
+    assert reason.startswith("a backward hook")
+    assert count == 1
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing_recomputes_packed(reentrant: bool) -> None:
+    for build in (llama, t5):
+        pair = DoorPair(build("sdpa").train())
+        for model in (pair.model, pair.reference):
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            if reentrant:
+                model.enable_input_require_grads()
+        given = batches(causal_batch, (4, 11, "right"), (3, 9, "left")) if build is llama else pairs(*SIZES)
+        expect_packed(pair.train(given), steps=len(given))
+
+
+def test_key_value_caches_and_hidden_states_are_those_of_eager() -> None:
+    pair = DoorPair(llama("sdpa").train())
+
+    def compare(expected: Any, found: Any, batch: Batch) -> None:
+        real = batch["attention_mask"].bool()
+        for one, other in zip(expected.hidden_states, found.hidden_states, strict=True):
+            assert_close(other[real], one[real], "hidden state", rel=1e-5, floor=1e-6)
+        for one, other in zip(expected.past_key_values.layers, found.past_key_values.layers, strict=True):
+            keys, wanted = (each.keys.transpose(1, 2)[real] for each in (other, one))
+            assert_close(keys, wanted, "keys", rel=1e-5, floor=1e-6)
+
+    given = [{**batch, "output_hidden_states": True, "use_cache": True} for batch in batches(causal_batch, *mixture())]
+    expect_packed(pair.train(given, compare), steps=5)
+
+
+def test_losses_of_an_accumulation_and_tuples() -> None:
+    pair = DoorPair(llama("sdpa").train())
+    one, two = batches(causal_batch, (4, 11, "right"), (4, 9, "left"))
+    expect_packed(pair.train([{**one, "num_items_in_batch": torch.tensor(57)}, {**two, "return_dict": False}]), steps=2)
+
+
+def test_dropout_is_drawn_anew_and_the_probe_draws_nothing() -> None:
+    config = hf.BertConfig(**GROUPED | {"max_position_embeddings": 64})
+    model = hf.BertForMaskedLM(config).train()
+    [batch] = batches(masked_lm_batch, (6, 20, "right"))
+    door = door_for(model)
+    assert door is not None
+    state = torch.random.get_rng_state()
+    first = door.call(model._call_impl, (), {**batch, "output_attentions": False}).loss
+    second = door.call(model._call_impl, (), batch).loss
+    assert door.record.steps_packed == 2
+    assert first != second
+    torch.random.set_rng_state(state)
+    assert door.call(model._call_impl, (), batch).loss == first
+    assert model.training
+
+
+def test_half_precision_is_as_near_to_double_as_eager_is() -> None:
+    torch.manual_seed(0)
+    model = llama("sdpa").to(torch.bfloat16).train()
+    [batch] = batches(causal_batch, (6, 20, "right"))
+    exact = copy.deepcopy(model).double()
+    eager = copy.deepcopy(model)
+    door = door_for(model)
+    assert door is not None
+    losses = [exact(**batch).loss, eager(**batch).loss, door.call(model._call_impl, (), batch).loss]
+    for loss in losses:
+        loss.backward()
+    assert door.record.steps_packed == 1
+    for wanted, one, other in zip(exact.parameters(), eager.parameters(), model.parameters(), strict=True):
+        assert wanted.grad is not None and one.grad is not None and other.grad is not None  # noqa: PT018
+        errors = [(each.grad.double() - wanted.grad).square().mean().sqrt() for each in (one, other)]
+        assert errors[1] <= 3 * errors[0] + 1e-3 * wanted.grad.square().mean().sqrt()
+
+
+def test_a_restored_model_is_as_it_was_and_copies_and_pickles_are_clean() -> None:
+    model = hf.BertForMaskedLM(bert("sdpa")).train()
+    keys = list(model.state_dict())
+    pair = DoorPair(model)
+    pair.train(batches(masked_lm_batch, (4, 11, "right")))
+    assert list(model.state_dict()) == keys
+    [batch] = batches(masked_lm_batch, (4, 9, "right"), seed=5)
+    other = pickle.loads(pickle.dumps(model))
+    torch.testing.assert_close(other(**batch).loss, copy.deepcopy(model)(**batch).loss)
+    pair.door.restore()
+    assert not any("_compiled_call_impl" in vars(module) for module in model.modules())
+    torch.testing.assert_close(model(**batch).loss, other(**batch).loss)
