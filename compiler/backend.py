@@ -58,6 +58,9 @@ def deepytorch_backend(
     if not config.unpad or not _may_have_attention(module):
         reason = "nothing to pack: no attention in this graph" if config.unpad else "stripping padding is switched off"
         return _lower_whole(module, example_inputs, config, _record(config, reason))
+    if _is_packed(module):
+        reason = "nothing to pack: the model's batches are packed before they come here"
+        return _lower_whole(module, example_inputs, config, _record(config, reason))
     trace, reasons = which_trace(module, example_inputs)
     if trace is Trace.DECLINED:
         return _lower_whole(module, example_inputs, config, _record(config, *reasons))
@@ -242,6 +245,17 @@ def _may_have_attention(module: fx.GraphModule) -> bool:
                 ):
                     return True
     return False
+
+
+def _is_packed(module: fx.GraphModule) -> bool:
+    """Whether a Dynamo graph has our attention already: padding was stripped at its model's door."""
+    packed = torch.ops.deepytorch.varlen_attention.default
+    return any(
+        node.target is packed
+        for part in module.modules()
+        if isinstance(part, fx.GraphModule)
+        for node in part.graph.nodes
+    )
 
 
 def _keep_warnings_from_breaking_graphs() -> None:
