@@ -144,6 +144,8 @@ def _adopted(ddp: Any) -> Adopted:
     REDUCERS[name] = reducer
     ddp.reducer = _Silent(ddp, reducer)
     ddp._check_comm_hook = _too_late
+    # DDP would pass every output through a node of its own, which copies it: deferred logits would be computed.
+    ddp.find_unused_parameters, ddp._static_graph_delay_allreduce_enqueued = False, True
     logger.info("%s: %d gradients leave in %d buckets", name, len(plan.members), len(plan.buckets))
     return Adopted(name, reducer, {id(parameter): number for number, (_, parameter) in enumerate(found)})
 

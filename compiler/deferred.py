@@ -248,12 +248,15 @@ class _Source(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, pending: _Pending) -> torch.Tensor:
+        ctx.set_materialize_grads(False)  # a loss beside it, through a node that both share, has no gradient for it
         ctx.pending = pending
         return _bare(pending)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None]:
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[None, None]:
+        if gradient is None:
+            return None, None
         value = ctx.pending.compute()
         if value.requires_grad:
             torch.autograd.backward(value, gradient)

@@ -59,6 +59,9 @@ _HOSTS = {
     "accelerate": ("accelerate.utils.dataclasses", "deepytorch.integrations.accelerate", "attach"),
     "models": ("transformers.modeling_utils", "deepytorch.integrations.hf_models", "attach"),
     "deepspeed": ("deepspeed.runtime.engine", "deepytorch.integrations.deepspeed", "attach"),
+    "lightning": ("lightning.pytorch.strategies.strategy", "deepytorch.integrations.lightning", "attach"),
+    "pytorch_lightning": ("pytorch_lightning.strategies.strategy", "deepytorch.integrations.lightning", "attach"),
+    "megatron": ("megatron.core.jit", "deepytorch.integrations.megatron", "attach"),
     "trainer": ("transformers.trainer", "deepytorch.integrations.hf_trainer", "attach"),
 }
 
@@ -68,11 +71,8 @@ when_imported("torch.distributed.distributed_c10d")(lambda _: import_module("dee
 if Environment.read().enabled:
     _attach("accelerate")  # a name that is made known, and nothing else
     if not _is_asked_for_by_name():
-        _attach("training")
-        _attach("process groups")
-        _attach("models")
-        _attach("deepspeed")
-        _attach("trainer")
+        for _name in _HOSTS.keys() - {"accelerate"}:
+            _attach(_name)
 
 
 def __getattr__(name: str) -> object:

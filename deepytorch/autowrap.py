@@ -34,6 +34,7 @@ _LOCK = threading.Lock()
 _PROBED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _HANDLES: weakref.WeakKeyDictionary[nn.Module, Handle] = weakref.WeakKeyDictionary()
 _SETTINGS: dict[str, Any] = {"mode": None, "options": None}  # of what the import arms
+LOOPS: list[Callable[[nn.Module], bool]] = []  # likewise: whether this call of a module is one of a loop's, not a model's
 DOORS: list[Callable[[nn.Module], Door | None]] = []  # handed up by integrations: makes the door of a module, if any
 _STEPS: dict[
     tuple[Callable[..., Any], type], Callable[..., Any]
@@ -204,7 +205,7 @@ def _take_out(module: nn.Module) -> None:
 
 def _probe(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Stands in for the compiled call of a module that may be the outermost one of a training step."""
-    if not _trains(module):
+    if not _trains(module) or any(runs_a_step(module) for runs_a_step in LOOPS):
         return module._call_impl(*args, **kwargs)
     with _LOCK:
         if module in _PROBED:

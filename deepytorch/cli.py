@@ -276,6 +276,58 @@ def ddp(
 
 
 @bench.command()
+def hosts(
+    hosts: Annotated[
+        str, typer.Option(metavar="LIST", help="plain, ddp, fsdp2, trainer, accelerate, zero1, ..., or all.")
+    ] = "all",
+    models: Annotated[str, typer.Option(metavar="LIST", help="llama, bert, t5.")] = "llama,bert,t5",
+    size: _SizeOf = ModelSize.demo,
+    data: _Data = None,
+    batch_size: _BatchSize = 8,
+    max_length: Annotated[int, typer.Option(min=8, help="Tokens that longer rows are cut to.")] = 384,
+    steps: Annotated[int, typer.Option(min=4, help="Training steps of each script.")] = 20,
+    timeout: Annotated[float, typer.Option(help="Seconds that one script may take.")] = 900.0,
+    json_file: Annotated[
+        str | None, typer.Option("--json", metavar="FILE|-", help="Write the result as one JSON object; -: to stdout.")
+    ] = None,
+    markdown: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the matrix as a page.")] = None,
+) -> None:
+    """Run the same script in every host of a training loop, with the import and without.
+
+    Losses of every step are compared, each goes on from the other's checkpoint, and the median step is timed. CPU, two
+    ranks where a host has ranks. Exits with 1 where a cell is neither green nor named.
+    """
+    from deepytorch.bench import hosts as measuring
+    from deepytorch.bench.comm import names
+    from deepytorch.bench.host_loops import HOSTS
+
+    console = Console(stderr=json_file == "-")
+    options = measuring.HostsOptions(
+        hosts=tuple(HOSTS) if hosts == "all" else names(hosts),
+        models=names(models),
+        size=size.value,
+        data=data,
+        batch_size=batch_size,
+        max_length=max_length,
+        steps=steps,
+        timeout_s=timeout,
+    )
+    with console.status("Starting") as status:
+        result = measuring.run_hosts(options, notify=status.update)
+    console.print(measuring.table(result))
+    for remark in measuring.remarks(result):
+        console.print(remark, highlight=False, markup=False, soft_wrap=True)
+    if json_file == "-":
+        typer.echo(json.dumps(result.to_json(), indent=2))
+    elif json_file is not None:
+        measuring.save(result, Path(json_file))
+    if markdown is not None:
+        measuring.write_markdown(result, markdown)
+    if any(not cell.green and not cell.named for cell in result.cells):
+        raise typer.Exit(1)
+
+
+@bench.command()
 def comm(
     ranks: Annotated[
         int | None, typer.Option(min=1, help="Ranks of each host (default 2); under torchrun, those that it started.")

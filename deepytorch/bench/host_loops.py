@@ -1,0 +1,403 @@
+"""The training loops of `deepytorch bench hosts`: each host's own way to run steps and to keep checkpoints.
+
+The loops are what their users write; nothing in them knows of deepytorch.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+Batch = dict[str, Tensor]
+LEARNING_RATE = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One training step of one rank."""
+
+    loss: float
+    seconds: float
+
+
+class Loop(ABC):
+    """One host, with a model and this rank's batches."""
+
+    def __init__(self, model: nn.Module, batches: Sequence[Batch], folder: Path) -> None:
+        self.model, self.batches, self.folder = model, batches, folder
+
+    @abstractmethod
+    def train(self, first: int, save_at: int | None, save: Path, resume: Path | None) -> list[Step]:
+        """Train from step `first` to the last batch; save before step `save_at`, and begin with what `resume` holds."""
+
+
+class OwnLoop(Loop):
+    """A loop in the script itself."""
+
+    def __init__(self, model: nn.Module, batches: Sequence[Batch], folder: Path) -> None:
+        super().__init__(model, batches, folder)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), LEARNING_RATE)
+
+    def train(self, first: int, save_at: int | None, save: Path, resume: Path | None) -> list[Step]:
+        """Batch after batch."""
+        if resume is not None:
+            self.load(resume)
+        steps = []
+        for number in range(first, len(self.batches)):
+            if number == save_at:
+                self.save(save)
+            if dist.is_initialized():
+                dist.barrier()
+            begin = time.perf_counter()
+            loss = self.step(self.batches[number])
+            steps.append(Step(float(loss.detach()), time.perf_counter() - begin))
+        return steps
+
+    def step(self, batch: Batch) -> Tensor:
+        """One optimizer step; returns the loss."""
+        loss = self.model(**batch).loss
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+    def save(self, path: Path) -> None:
+        """Write a checkpoint."""
+        path.mkdir(parents=True, exist_ok=True)
+        inner = self.model.module if hasattr(self.model, "module") else self.model
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            torch.save({"model": inner.state_dict(), "optimizer": self.optimizer.state_dict()}, path / "state.pt")
+        if dist.is_initialized():
+            dist.barrier()
+
+    def load(self, path: Path) -> None:
+        """Go on from a checkpoint."""
+        inner = self.model.module if hasattr(self.model, "module") else self.model
+        state = torch.load(path / "state.pt", weights_only=True)
+        inner.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+class DataParallel(OwnLoop):
+    """`DistributedDataParallel`."""
+
+    def __init__(self, model: nn.Module, batches: Sequence[Batch], folder: Path) -> None:
+        dist.init_process_group("gloo")
+        super().__init__(nn.parallel.DistributedDataParallel(model), batches, folder)
+
+
+class FullyShard(OwnLoop):
+    """FSDP2: `fully_shard` on every block and on the model."""
+
+    def __init__(self, model: Any, batches: Sequence[Batch], folder: Path) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        dist.init_process_group("gloo")
+        for block in (each for name, each in model.named_modules() if name.rpartition(".")[2].isdigit()):
+            if type(block).__name__.endswith(("Layer", "Block")) and "Attention" not in type(block).__name__:
+                if not type(block).__name__.startswith("T5Layer"):
+                    fully_shard(block)
+        super().__init__(fully_shard(model), batches, folder)
+
+    def save(self, path: Path) -> None:
+        """Each rank writes its shards."""
+        import torch.distributed.checkpoint as checkpoint
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        checkpoint.save({"model": model, "optimizer": optimizer}, checkpoint_id=path)
+
+    def load(self, path: Path) -> None:
+        """Each rank reads its shards."""
+        import torch.distributed.checkpoint as checkpoint
+        from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        checkpoint.load({"model": model, "optimizer": optimizer}, checkpoint_id=path)
+        set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+
+
+class LowRank(OwnLoop):
+    """PEFT: LoRA adapters on the attention's projections."""
+
+    def __init__(self, model: Any, batches: Sequence[Batch], folder: Path) -> None:
+        from peft import LoraConfig, get_peft_model
+
+        targets = {"llama": ["q_proj", "v_proj"], "bert": ["query", "value"], "t5": ["q", "v"]}
+        torch.manual_seed(0)
+        config = LoraConfig(r=8, lora_dropout=0.0, target_modules=targets[model.config.model_type])
+        super().__init__(get_peft_model(model, config), batches, folder)
+
+    def save(self, path: Path) -> None:
+        """Write the adapters, and the optimizer beside them."""
+        self.model.save_pretrained(path)
+        torch.save(self.optimizer.state_dict(), path / "optimizer.pt")
+
+    def load(self, path: Path) -> None:
+        """Read the adapters, and the optimizer."""
+        from peft import load_peft_weights, set_peft_model_state_dict
+
+        set_peft_model_state_dict(self.model, load_peft_weights(str(path), device="cpu"))
+        self.optimizer.load_state_dict(torch.load(path / "optimizer.pt", weights_only=True))
+
+
+class Accelerated(OwnLoop):
+    """Accelerate: `Accelerator.prepare`."""
+
+    def __init__(self, model: nn.Module, batches: Sequence[Batch], folder: Path) -> None:
+        from accelerate import Accelerator
+
+        self.accelerator = Accelerator(cpu=True)
+        super().__init__(model, batches, folder)
+        self.model, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
+
+    def step(self, batch: Batch) -> Tensor:
+        """One optimizer step; returns the loss."""
+        loss = self.model(**batch).loss
+        self.accelerator.backward(loss)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+    def save(self, path: Path) -> None:
+        """Write everything that was prepared."""
+        self.accelerator.save_state(str(path))
+
+    def load(self, path: Path) -> None:
+        """Read it back."""
+        self.accelerator.load_state(str(path))
+
+
+class Zero(OwnLoop):
+    """DeepSpeed's ZeRO at one stage."""
+
+    stage = 1
+
+    def __init__(self, model: nn.Module, batches: Sequence[Batch], folder: Path) -> None:
+        import deepspeed
+
+        deepspeed.init_distributed("gloo", verbose=False)
+        config = {
+            "train_micro_batch_size_per_gpu": batches[0]["input_ids"].shape[0],
+            "zero_optimization": {"stage": self.stage},
+            "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "torch_adam": True}},
+            "steps_per_print": 10**9,
+        }
+        Loop.__init__(self, model, batches, folder)
+        self.engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+
+    def step(self, batch: Batch) -> Tensor:
+        """One optimizer step; returns the loss."""
+        loss = self.engine(**batch).loss
+        self.engine.backward(loss)
+        self.engine.step()
+        return loss
+
+    def save(self, path: Path) -> None:
+        """Each rank writes its part."""
+        self.engine.save_checkpoint(str(path), tag="bench")
+
+    def load(self, path: Path) -> None:
+        """Each rank reads its part."""
+        self.engine.load_checkpoint(str(path), tag="bench")
+
+
+class Zero2(Zero):
+    """Gradients sharded as well."""
+
+    stage = 2
+
+
+class Zero3(Zero):
+    """Weights sharded as well."""
+
+    stage = 3
+
+
+class Trainer(Loop):
+    """Hugging Face Trainer."""
+
+    def train(self, first: int, save_at: int | None, save: Path, resume: Path | None) -> list[Step]:
+        """A Trainer of its own for every run, as a script that is started again has."""
+        trainer = self._trainer(save, save_at or len(self.batches) + 1)
+        steps: list[Step] = []
+        trainer.add_callback(_recorder(trainer, steps))
+        trainer.train(resume_from_checkpoint=None if resume is None else str(resume / f"checkpoint-{first}"))
+        return steps
+
+    def arguments(self, save: Path, save_steps: int) -> dict[str, Any]:
+        """What its TrainingArguments are given."""
+        return {
+            "output_dir": str(save),
+            "per_device_train_batch_size": 1,  # batches come collated
+            "max_steps": len(self.batches),
+            "learning_rate": LEARNING_RATE,
+            "logging_steps": 1,
+            "logging_nan_inf_filter": False,
+            "save_steps": save_steps,
+            "report_to": [],
+            "use_cpu": True,
+            "disable_tqdm": True,
+            "remove_unused_columns": False,
+            "ddp_backend": "gloo",
+            "train_sampling_strategy": "sequential",
+            "dataloader_pin_memory": False,
+        }
+
+    def _trainer(self, save: Path, save_steps: int) -> Any:
+        from transformers import Trainer as HfTrainer
+        from transformers import TrainingArguments
+
+        arguments = TrainingArguments(**self.arguments(save, save_steps))
+        return HfTrainer(self.model, arguments, _only, train_dataset=self._dataset())
+
+    def _dataset(self) -> list[Batch]:
+        """Of all ranks, in the order in which the Trainer deals them out."""
+        ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+        dealt: list[Batch] = [{}] * (len(self.batches) * ranks)
+        dealt[rank::ranks] = self.batches
+        return dealt
+
+
+class SupervisedTrainer(Trainer):
+    """TRL's SFTTrainer."""
+
+    def _trainer(self, save: Path, save_steps: int) -> Any:
+        from datasets import Dataset
+        from tokenizers import Tokenizer
+        from tokenizers.models import WordLevel
+        from transformers import PreTrainedTokenizerFast
+        from trl import SFTConfig, SFTTrainer
+
+        dataset = self._dataset()
+        words = Tokenizer(WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))  # batches hold ids already
+        settings = self.arguments(save, save_steps) | {"dataset_kwargs": {"skip_prepare_dataset": True}, "bf16": False}
+        return SFTTrainer(
+            self.model,
+            SFTConfig(**settings),
+            lambda rows: dataset[rows[0]["number"]],
+            train_dataset=Dataset.from_dict({"number": list(range(len(dataset)))}),
+            processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"),
+        )
+
+
+class Lightning(Loop):
+    """Lightning: a LightningModule around the model, data-parallel where there are ranks."""
+
+    def train(self, first: int, save_at: int | None, save: Path, resume: Path | None) -> list[Step]:
+        """A Trainer of its own for every run."""
+        import lightning
+
+        steps: list[Step] = []
+        ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        trainer = lightning.Trainer(
+            accelerator="cpu",
+            devices=ranks,
+            strategy="ddp" if ranks > 1 else "auto",
+            max_steps=len(self.batches),
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            use_distributed_sampler=False,
+            default_root_dir=self.folder,
+            callbacks=[_lightning_recorder(steps, save_at, save)],
+        )
+        loader = torch.utils.data.DataLoader(list(self.batches), batch_size=1, collate_fn=_only)
+        path = None if resume is None else str(resume / "state.ckpt")
+        trainer.fit(_lightning_module(self.model), loader, ckpt_path=path, weights_only=False)
+        return steps[-(len(self.batches) - first) :]
+
+
+HOSTS: dict[str, tuple[type[Loop], int]] = {  # with how many ranks
+    "plain": (OwnLoop, 1),
+    "ddp": (DataParallel, 2),
+    "fsdp2": (FullyShard, 2),
+    "trainer": (Trainer, 2),
+    "accelerate": (Accelerated, 2),
+    "zero1": (Zero, 2),
+    "zero2": (Zero2, 2),
+    "zero3": (Zero3, 2),
+    "lightning": (Lightning, 2),
+    "peft": (LowRank, 1),
+    "trl": (SupervisedTrainer, 2),
+}
+
+PACKAGES = {
+    "trainer": ("transformers", "accelerate"),
+    "accelerate": ("accelerate",),
+    "zero1": ("deepspeed",),
+    "zero2": ("deepspeed",),
+    "zero3": ("deepspeed",),
+    "lightning": ("lightning",),
+    "peft": ("peft",),
+    "trl": ("trl", "datasets"),
+}
+
+
+def _only(batches: list[Batch]) -> Batch:
+    return batches[0]
+
+
+def _recorder(trainer: Any, steps: list[Step]) -> Any:
+    from transformers import TrainerCallback
+
+    class Recorder(TrainerCallback):
+        began = 0.0
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            self.began = time.perf_counter()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            steps.append(Step(float("nan"), time.perf_counter() - self.began))
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+            if "loss" in logs:
+                steps[-1] = Step(float(logs["loss"]), steps[-1].seconds)
+
+    return Recorder()
+
+
+def _lightning_module(model: nn.Module) -> Any:
+    import lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch: Batch, index: int) -> Tensor:
+            loss = self.model(**batch).loss
+            self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), LEARNING_RATE)
+
+    return Module()
+
+
+def _lightning_recorder(steps: list[Step], save_at: int | None, save: Path) -> Any:
+    import lightning
+
+    class Recorder(lightning.Callback):
+        began = 0.0
+
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+            if trainer.global_step == save_at:
+                trainer.save_checkpoint(save / "state.ckpt")
+            self.began = time.perf_counter()
+
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+            steps.append(Step(float(outputs["loss"]), time.perf_counter() - self.began))
+
+    return Recorder()

@@ -1,0 +1,316 @@
+"""`deepytorch bench hosts`: every host of a training loop, with and without the import, on the same batches."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from deepytorch.bench.host_loops import HOSTS, PACKAGES
+from deepytorch.bench.hosts_worker import HostJob
+from deepytorch.bench.models import SIZES
+from deepytorch.bench.records import write_json
+from deepytorch.config import process_environment
+from deepytorch.errors import ConfigError, DataError
+
+MODELS = ("llama", "bert", "t5")
+NOT_APPLICABLE = {("trl", "bert"): "SFT is for causal models", ("trl", "t5"): "SFT is for causal models"}
+LOSS_TOLERANCE = 1e-3  # relative, after some steps of AdamW, which amplifies rounding
+RESUMED_TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostsOptions:
+    """What `deepytorch bench hosts` is asked for."""
+
+    hosts: tuple[str, ...] = tuple(HOSTS)
+    models: tuple[str, ...] = MODELS
+    size: str = "demo"
+    batch_size: int = 8
+    max_length: int = 384
+    steps: int = 20
+    data: Path | None = None
+    timeout_s: float = 900.0
+    lowering: str = "inductor"
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for a value that is not accepted."""
+        for what, found, accepted in (("host", self.hosts, tuple(HOSTS)), ("model", self.models, MODELS)):
+            for name in found:
+                if name not in accepted:
+                    raise ConfigError(f'The {what} is "{name}", expected one of {", ".join(accepted)}.')
+        if self.size not in SIZES:
+            raise ConfigError(f'The model size is "{self.size}", expected one of {", ".join(SIZES)}.')
+        if self.steps < 4:
+            raise ConfigError(f"steps is {self.steps}; expected 4 or more: the last two are repeated from checkpoints.")
+        if self.data is not None and not self.data.is_file():
+            raise DataError(f"The data file {self.data} is not there; expected a JSON file in Alpaca layout.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cell:
+    """One host with one model.
+
+    speedup: median step without the import / with it, over the second half of the steps. checkpoint_rel_diff: of the
+    losses after each has gone on from the other's checkpoint. named: why a cell is empty or not green.
+    """
+
+    host: str
+    model: str
+    ranks: int
+    max_loss_rel_diff: float | None = None
+    speedup: float | None = None
+    checkpoint_rel_diff: float | None = None
+    steps_packed: int = 0
+    steps_padded: int = 0
+    how: str = ""
+    named: str = ""
+
+    @property
+    def green(self) -> bool:
+        """Whether losses agree and checkpoints are interchangeable."""
+        differences = (self.max_loss_rel_diff, self.checkpoint_rel_diff)
+        bounds = (LOSS_TOLERANCE, RESUMED_TOLERANCE)
+        return all(each is not None and each <= bound for each, bound in zip(differences, bounds, strict=True))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostsResult:
+    """What `deepytorch bench hosts` found."""
+
+    options: HostsOptions
+    machine: str
+    versions: dict[str, str]
+    cells: tuple[Cell, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        options = asdict(self.options) | {"data": None if self.options.data is None else self.options.data.name}
+        cells = [asdict(cell) | {"green": cell.green} for cell in self.cells]
+        return {"options": options, "machine": self.machine, "versions": self.versions, "cells": cells}
+
+
+class _Failed(Exception):
+    """A process of a host failed; holds the last of what it said."""
+
+
+def run_hosts(options: HostsOptions, notify: Callable[[str], None]) -> HostsResult:
+    """Run every cell, one after the other. A host that fails or is not installed leaves a cell with its name."""
+    cells = []
+    for host in options.hosts:
+        for model in options.models:
+            notify(f"{host}, {model}")
+            cells.append(_cell(host, model, options))
+    return HostsResult(
+        options=options,
+        machine=f"{platform.machine()}, {torch.get_num_threads()} cores",
+        versions=_versions(),
+        cells=tuple(cells),
+    )
+
+
+def _versions() -> dict[str, str]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {}
+    for name in ("torch", "transformers", "accelerate", "deepspeed", "lightning", "peft", "trl"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _cell(host: str, model: str, options: HostsOptions) -> Cell:
+    ranks = HOSTS[host][1]
+    if (host, model) in NOT_APPLICABLE:
+        return Cell(host=host, model=model, ranks=ranks, named=NOT_APPLICABLE[host, model])
+    missing = [name for name in PACKAGES.get(host, ()) if find_spec(name) is None]
+    if missing:
+        return Cell(host=host, model=model, ranks=ranks, named=f"not installed: {', '.join(missing)}")
+    with tempfile.TemporaryDirectory(prefix="deepytorch-bench-") as scratch:
+        folders = {name: Path(scratch) / name for name in ("plain", "ours", "crossed")}
+        for folder in folders.values():
+            folder.mkdir()
+        save_at, saves = options.steps - 2, {name: str(folder / "save") for name, folder in folders.items()}
+
+        def job(name: str, **given: Any) -> HostJob:
+            return HostJob(
+                host=host,
+                model=model,
+                size=options.size,
+                batch_size=options.batch_size,
+                max_length=options.max_length,
+                steps=options.steps,
+                save_at=save_at,
+                save=saves[name],
+                data=None if options.data is None else str(options.data.resolve()),
+                lowering=options.lowering,
+                **{"first": 0, "resume": None, "other": None} | given,
+            )
+
+        try:
+            plain = _run(job("plain"), folders["plain"], ranks, options.timeout_s, on=False)
+            ours = _run(job("ours", other=saves["plain"]), folders["ours"], ranks, options.timeout_s, on=True)
+            crossed = job("crossed", first=save_at, resume=saves["ours"])
+            back = _run(crossed, folders["crossed"], ranks, options.timeout_s, on=False)
+        except _Failed as failure:
+            return Cell(host=host, model=model, ranks=ranks, named=str(failure))
+    half = options.steps // 2
+    seconds = [statistics.median(each["seconds"] for each in found[0]["steps"][half:]) for found in (plain, ours)]
+    report = ours[0]["report"]
+    return Cell(
+        host=host,
+        model=model,
+        ranks=ranks,
+        max_loss_rel_diff=_difference(plain, ours, "steps", "steps"),
+        speedup=seconds[0] / seconds[1],
+        checkpoint_rel_diff=_difference(back, ours, "steps", "resumed"),
+        steps_packed=report["steps_packed"],
+        steps_padded=report["steps_padded"],
+        how=_how(ours[0]["regions"]),
+        named="; ".join(fallback for region in ours[0]["regions"] for fallback in region["fallbacks"]),
+    )
+
+
+def _how(regions: Sequence[dict[str, Any]]) -> str:
+    packed = [region["name"] for region in regions if region["outcome"] == "packed"]
+    if any(name.startswith("door") for name in packed):
+        return "at the model's door"
+    return "in the graph" if packed else "compiled, padded" if regions else "left alone"
+
+
+def _difference(one: list[Any], other: list[Any], mine: str, others: str) -> float:
+    """The largest relative difference of losses, over ranks and steps; infinite where a step is missing."""
+    largest = 0.0
+    for expected, found in zip(one, other, strict=True):
+        losses = [[each["loss"] for each in run] for run in (expected[mine], found[others])]
+        if len(losses[0]) != len(losses[1]) or not losses[0]:
+            return math.inf
+        for a, b in zip(*losses, strict=True):
+            difference = abs(a - b) / max(abs(a), 1e-12)
+            largest = max(largest, difference if math.isfinite(difference) else math.inf)
+    return largest
+
+
+def _run(job: HostJob, folder: Path, ranks: int, timeout_s: float, *, on: bool) -> list[dict[str, Any]]:
+    """Run one job in processes of its own; return what each rank found."""
+    path = folder / "job.json"
+    path.write_text(json.dumps(asdict(job)), encoding="utf-8")
+    environment = {
+        **process_environment(),
+        "DEEPYTORCH": "on" if on else "off",
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if ranks > 1:
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(ranks)}
+    processes = []
+    for rank in range(ranks):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)} if ranks > 1 else {}
+        with (folder / f"rank{rank}.log").open("w", encoding="utf-8") as log:
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "deepytorch.bench.hosts_worker", str(path)],
+                    env=environment | own, stdout=log, stderr=subprocess.STDOUT,
+                )
+            )  # fmt: skip
+    try:
+        codes = [process.wait(timeout_s) for process in processes]
+    except subprocess.TimeoutExpired:
+        raise _Failed(f"no end after {timeout_s:.0f} s {'with' if on else 'without'} the import") from None
+    finally:
+        for process in processes:
+            process.kill()
+    for rank, code in enumerate(codes):
+        if code:
+            lines = (folder / f"rank{rank}.log").read_text(encoding="utf-8").strip().splitlines()
+            said = next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "nothing")
+            raise _Failed(f"failed {'with' if on else 'without'} the import: {said.strip()[:300]}")
+    return [json.loads((folder / f"rank{rank}.json").read_text(encoding="utf-8")) for rank in range(ranks)]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def table(result: HostsResult) -> Table:
+    """What is shown on a terminal."""
+    shown = Table(title="deepytorch bench hosts", title_justify="left")
+    for name in ("host", "model", "ranks", "losses", "speedup", "checkpoints", "padding"):
+        shown.add_column(name, overflow="fold")
+    for cell in result.cells:
+        shown.add_row(*_row(cell)[:-1])
+    return shown
+
+
+def remarks(result: HostsResult) -> list[str]:
+    """Why cells are empty or not green."""
+    return [f"{cell.host}, {cell.model}: {cell.named}" for cell in result.cells if cell.named]
+
+
+def _row(cell: Cell) -> tuple[str, ...]:
+    if cell.speedup is None:
+        return cell.host, cell.model, str(cell.ranks), "", "", "", "", cell.named
+    losses, checkpoints = (
+        f"{'equal' if each <= bound else 'DIFFER'} ({each:.0e})"
+        for each, bound in (
+            (cell.max_loss_rel_diff or 0.0, LOSS_TOLERANCE),
+            (cell.checkpoint_rel_diff or 0.0, RESUMED_TOLERANCE),
+        )
+    )
+    padding = f"{cell.how}, {cell.steps_packed} of {cell.steps_packed + cell.steps_padded} steps"
+    return cell.host, cell.model, str(cell.ranks), losses, f"{cell.speedup:.2f}x", checkpoints, padding, cell.named
+
+
+def write_markdown(result: HostsResult, path: Path) -> None:
+    """Write the matrix as a page of the documentation. Raises `DataError` where that cannot be."""
+    options = result.options
+    versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
+    data = "the embedded text" if options.data is None else f"`{options.data.name}`"
+    lines = [
+        "# Compatibility",
+        "",
+        "Made by `deepytorch bench hosts`: the same script twice, with the import and without, on the same batches.",
+        "",
+        f"- **losses**: equal in each of {options.steps} steps, on every rank (largest relative difference; "
+        f"{LOSS_TOLERANCE:.0e} is allowed).",
+        "- **speedup**: median step of the second half, without the import / with it, on rank 0.",
+        "- **checkpoints**: each script goes on from the other's, and the losses that follow agree.",
+        "- **padding**: where it was stripped ([how it works](how-it-works.md)), and in how many steps.",
+        "",
+        f"Size `{options.size}`, batch {options.batch_size}, up to {options.max_length} tokens, fp32, {data}; "
+        f"one thread a rank on {result.machine}; {versions}.",
+        "",
+        "| host | model | ranks | losses | speedup | checkpoints | padding | |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        *("| " + " | ".join(_row(cell)) + " |" for cell in result.cells),
+        "",
+    ]
+    try:
+        path.write_text("\n".join(lines), encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"{path} cannot be written: {error.strerror}. Give another --markdown path.") from error
+
+
+def save(result: HostsResult, path: Path) -> None:
+    """Write the result as JSON."""
+    write_json(path, result.to_json())
+
+

@@ -1,0 +1,53 @@
+"""Megatron-LM: its fused functions are compiled by deepytorch.
+
+Megatron-LM decorates them with `megatron.core.jit.jit_fuser`, which is `torch.compile` under the name of the module.
+This takes its place before other modules of Megatron's import it; `disable_jit_fuser` and `enable_jit_fuser` work as
+they did. Its models have pipeline and tensor parallel layers of their own and are left as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+
+def attach(jit: Any) -> None:
+    """Take over `jit_fuser` where it is `torch.compile`. `jit`: megatron.core.jit."""
+    enable = getattr(jit, "enable_jit_fuser", None)
+    if hasattr(enable, "_deepytorch_original") or not _is_compile(getattr(jit, "jit_fuser", None)):
+        return
+    jit.jit_fuser = compile_fused
+    if enable is None:
+        return
+
+    @functools.wraps(enable)
+    def enable_jit_fuser() -> None:
+        enable()
+        if _is_compile(jit.jit_fuser):
+            jit.jit_fuser = compile_fused
+
+    enable_jit_fuser._deepytorch_original = enable  # type: ignore[attr-defined]
+    jit.enable_jit_fuser = enable_jit_fuser
+
+
+def detach(jit: Any) -> None:
+    """Give Megatron-LM its own function back."""
+    import torch
+
+    if getattr(jit, "jit_fuser", None) is compile_fused:
+        jit.jit_fuser = torch.compile
+    enable = getattr(jit, "enable_jit_fuser", None)
+    jit.enable_jit_fuser = getattr(enable, "_deepytorch_original", enable)
+
+
+def compile_fused(function: Any = None, **kwargs: Any) -> Any:
+    """`torch.compile(function, backend="deepytorch")`, as a decorator with and without arguments."""
+    import torch
+
+    return torch.compile(function, **{"backend": "deepytorch", **kwargs})
+
+
+def _is_compile(function: Any) -> bool:
+    import torch
+
+    return function is torch.compile
