@@ -34,7 +34,9 @@ _LOCK = threading.Lock()
 _PROBED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _HANDLES: weakref.WeakKeyDictionary[nn.Module, Handle] = weakref.WeakKeyDictionary()
 _SETTINGS: dict[str, Any] = {"mode": None, "options": None}  # of what the import arms
-LOOPS: list[Callable[[nn.Module], bool]] = []  # likewise: whether this call of a module is one of a loop's, not a model's
+LOOPS: list[
+    Callable[[nn.Module], bool]
+] = []  # likewise: whether this call of a module is one of a loop's, not a model's
 DOORS: list[Callable[[nn.Module], Door | None]] = []  # handed up by integrations: makes the door of a module, if any
 _STEPS: dict[
     tuple[Callable[..., Any], type], Callable[..., Any]

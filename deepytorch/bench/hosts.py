@@ -312,5 +312,3 @@ def write_markdown(result: HostsResult, path: Path) -> None:
 def save(result: HostsResult, path: Path) -> None:
     """Write the result as JSON."""
     write_json(path, result.to_json())
-
-

@@ -71,7 +71,10 @@ def work(job: HostJob, folder: Path) -> dict[str, Any]:
         found["resumed"] = [asdict(each) for each in steps]
     report = deepytorch.report().to_json()
     found["report"] = {name: report[name] for name in ("steps_packed", "steps_padded", "recompiles")}
-    found["regions"] = [{name: each[name] for name in ("name", "outcome", "fallbacks")} for each in report["regions"]]
+    found["regions"] = [
+        {name: each[name] for name in ("name", "outcome", "fallbacks", "declined", "padded_because")}
+        for each in report["regions"]
+    ]
     return found
 
 

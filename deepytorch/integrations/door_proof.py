@@ -113,7 +113,7 @@ def make_probe(given: Mapping[str, Any], reading: Reading) -> dict[str, Any]:
             drawn = torch.randint(reading.bounds.get(name, 2), grid.shape, generator=generator).to(value)
             if name == "labels":
                 drawn[:, ::3] = IGNORE_INDEX
-                drawn = _ignored_at_pads(drawn, grid, reading)
+                drawn = _ignored_at_pads(drawn, grid)
             elif name == "input_ids" and reading.pad_id is not None:
                 drawn[0, 4] = reading.pad_id  # whether the mask counts or the ids do
                 if reading.pads_hold_pad_id:
@@ -122,13 +122,10 @@ def make_probe(given: Mapping[str, Any], reading: Reading) -> dict[str, Any]:
     return probe
 
 
-def _ignored_at_pads(labels: Tensor, grid: Tensor, reading: Reading) -> Tensor:
-    if not reading.shifted:
-        return labels.masked_fill(~grid, IGNORE_INDEX)
-    before = torch.nn.functional.pad(grid, (1, 0))[:, :-1]  # a label is compared with the position before
-    labels = labels.masked_fill(~before, IGNORE_INDEX)
-    labels[-1].masked_fill_(~grid[-1], IGNORE_INDEX)
-    return labels
+def _ignored_at_pads(labels: Tensor, grid: Tensor) -> Tensor:
+    """Whether a label is compared with its own position or with the one before."""
+    before = torch.nn.functional.pad(grid, (1, 0))[:, :-1]
+    return labels.masked_fill(~(grid & before), IGNORE_INDEX)
 
 
 def _compared(outputs: Any, batch: PackedBatch) -> list[Tensor]:

@@ -34,6 +34,7 @@ from deepytorch.integrations.packed_batch import (
     columns,
     counts,
     ids_counted,
+    is_known,
     pack_batch,
     unknown_argument,
 )
@@ -48,7 +49,7 @@ _INSIDE: ContextVar[PackedBatch | None] = ContextVar("deepytorch_packed_batch", 
 BY_ROW = ("ForSequenceClassification", "ForMultipleChoice", "ForQuestionAnswering", "ForNextSentencePrediction")
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")  # numbers that depend on how long the padded row is
 LAYER_TYPES = ("full_attention", "sliding_attention")
-OF_HEADS = ("labels", "start_positions", "end_positions")
+OF_HEADS = ("start_positions", "end_positions")
 
 
 class Door:
@@ -56,13 +57,15 @@ class Door:
 
     outer: whose calls are training steps, the model or what hands its arguments on to it, such as a PeftModel.
     model: the Hugging Face model itself. The batch is packed on the way into `self.target`: `outer`, or, under a head
-    that looks at rows, the model below.
+    that looks at rows or takes arguments of its own, the model below.
     """
 
     def __init__(self, outer: nn.Module, model: Any) -> None:
         self._outer, self._model = outer, model
-        self._below = type(model).__name__.endswith(BY_ROW)
-        self.target: nn.Module = model.base_model if self._below else outer
+        self.target = outer
+        if type(model).__name__.endswith(BY_ROW):
+            self.target = model.base_model
+        self._given: Mapping[str, Any] = {}  # to the head above the target
         self._asked = self._proving = self._open = False
         self._reading: Reading | None = None
         self._found: PackedBatch | Refusal | None = None  # what the last call came to
@@ -81,16 +84,16 @@ class Door:
                 module.__dict__.pop("_compiled_call_impl")
 
     def _through(self, run: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if not self._below:
+        if self.target is self._outer:
             return self._enter(run, args, kwargs)
-        self._open = True
+        self._open, self._given = True, _bound(self._outer, args, kwargs) or {}
         try:
-            return run(*args, **kwargs)
+            return self._outer._call_impl(*args, **kwargs)
         finally:
-            self._open = False
+            self._open, self._given = False, {}
 
     def _call_below(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """The call of the model below a head that looks at rows."""
+        """The call of the model below a head."""
         if not self._open:
             return module._call_impl(*args, **kwargs)
         return self._enter(module._call_impl, args, kwargs)
@@ -133,7 +136,7 @@ class Door:
             return Refusal(hooks.refused)
         try:
             with torch.no_grad():
-                return pack_batch(given, self._reading)
+                return pack_batch(given, self._reading, self._given.get("labels"))
         except CannotPack as error:
             return Refusal(str(error))
 
@@ -146,9 +149,13 @@ class Door:
         given = _bound(self._outer, args, kwargs)
         if given is None:
             return
-        tokens_only = {name: value for name, value in given.items() if not (self._below and name in OF_HEADS)}
-        if unknown_argument(tokens_only) is not None:  # another call may do without it
+        strange = {name: value for name, value in given.items() if value is not None and not is_known(name)}
+        if any(isinstance(value, torch.Tensor) and name not in OF_HEADS for name, value in strange.items()):
+            return  # another call may do without it
+        if unknown_argument({name: value for name, value in given.items() if name not in strange}) is not None:
             return
+        if strange:  # of a head
+            self.target = self._model.base_model
         self._asked = True
         LEDGER.open(self.record)
         before = replace(self.record, padded_because=dict(self.record.padded_because))
@@ -176,11 +183,16 @@ class Door:
         self.record.declined.append(reason)
         once(logging.INFO, "%s: padding stays: %s", self.record.name, reason)
 
+    @property
+    def _packed_model(self) -> Any:
+        """The Hugging Face model that gets packed batches."""
+        return self._model if self.target is self._outer else self.target
+
     def _prepare(self) -> None:
         packed_attention.attach(import_module("transformers.modeling_utils"))
-        if self._below:
+        if self.target is not self._outer:
             self.target._compiled_call_impl = _Replaced(self._call_below, self.target)
-        takes_positions = "position_ids" in inspect.signature(self._model.forward).parameters
+        takes_positions = "position_ids" in inspect.signature(self._packed_model.forward).parameters
         of_encoder = set(_encoder_of(self._model).modules()) if self._model.config.is_encoder_decoder else set()
         for module in self._model.modules():
             if has_learned_bias(module):
@@ -195,7 +207,7 @@ class Door:
     def _prove(self, given: Mapping[str, Any]) -> str | None:
         reasons = []
         with quietly(self._outer), UserHooks(self._outer).silenced():
-            for reading in readings(self._model):
+            for reading in readings(self._model, self._packed_model):
 
                 def packed(arguments: Mapping[str, Any], reading: Reading = reading) -> Any:
                     self._reading = reading
@@ -254,15 +266,18 @@ def declined_beforehand(outer: nn.Module, model: Any) -> str | None:
     return None
 
 
-def readings(model: Any) -> Iterator[Reading]:
-    """How this model may read its batch, to be tried in turn: the rows it is right for, and how it counts positions."""
-    parameters = inspect.signature(model.forward).parameters
+def readings(model: Any, packed: Any) -> Iterator[Reading]:
+    """How a model may read its batch, to be tried in turn: the rows it is right for, and how it counts positions.
+
+    packed: what of `model` gets packed batches: itself, or the model below its head.
+    """
+    parameters = inspect.signature(packed.forward).parameters
     two_sided = bool(model.config.is_encoder_decoder) and "decoder_input_ids" in parameters
     config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
     ids = model.get_input_embeddings().num_embeddings
     by_token = type(model).__name__.endswith("ForTokenClassification")
     pad_id = getattr(config, "pad_token_id", None)
-    below = type(model).__name__.endswith(BY_ROW)
+    by_row = type(model).__name__.endswith(BY_ROW)
     first = Reading(
         positions=None,
         shifted=not two_sided and not by_token and _is_causal_loss(model),
@@ -276,14 +291,15 @@ def readings(model: Any) -> Iterator[Reading]:
             "labels": config.num_labels if by_token else ids,
         },
         pad_id=pad_id,
-        pads_hold_pad_id=below and pad_id is not None,
+        pads_hold_pad_id=by_row and pad_id is not None,
     )
     windowed = getattr(config, "sliding_window", None) is not None  # windows are counted in tokens when packed
-    half = next(model.parameters()).dtype in (
-        torch.float16,
-        torch.bfloat16,
-    )  # rounding would hide the rule of positions
-    kinds = [RowKind.PREFIX] if half or below else [RowKind.CONTIGUOUS if windowed else RowKind.ANY, RowKind.PREFIX]
+    half = next(model.parameters()).dtype in (torch.float16, torch.bfloat16)  # rounding would hide rules of positions
+    kinds = (
+        [RowKind.PREFIX]
+        if half or packed is not model
+        else [RowKind.CONTIGUOUS if windowed else RowKind.ANY, RowKind.PREFIX]
+    )
     rules: list[Any] = [None]
     if not two_sided and "position_ids" in parameters:
         rules = [columns, counts, *([] if pad_id is None else [ids_counted(pad_id)])]

@@ -177,10 +177,10 @@ class PackedBatch:
                 layer.values = side.unpack_later(layer.values, 2, "past_key_values")
 
 
-def pack_batch(given: Mapping[str, Any], reading: Reading) -> PackedBatch | Refusal:
+def pack_batch(given: Mapping[str, Any], reading: Reading, above: Tensor | None = None) -> PackedBatch | Refusal:
     """Pack the arguments of a call; a `Refusal` where this batch cannot be, or is not worth it.
 
-    given: name -> argument of the model's forward. One synchronisation with the device. Raises `CannotPack` where the
+    given: name -> argument of the model's forward. above: labels of a head above the model, which stays padded. One synchronisation with the device. Raises `CannotPack` where the
     call lacks what the reading needs.
     """
     decoder_ids = _decoder_ids(given, reading)
@@ -196,7 +196,7 @@ def pack_batch(given: Mapping[str, Any], reading: Reading) -> PackedBatch | Refu
     if labels is not None and reading.shifted:
         labels = F.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:]
     tokens = [each != 0 for each in masks]
-    found = _facts(masks, tokens, given.get("input_ids"), labels, reading)
+    found = _facts(masks, tokens, given, labels, above, reading)
     if isinstance(found, Refusal):
         return found
     sides = [_side(real, lengths) for real, lengths in zip(tokens, found, strict=True)]
@@ -218,11 +218,15 @@ def pack_batch(given: Mapping[str, Any], reading: Reading) -> PackedBatch | Refu
     return PackedBatch(arguments, main, None if decoder_ids is None else last)
 
 
+def is_known(name: str) -> bool:
+    """Whether an argument of this name is one of every model's, whatever it holds."""
+    return name in (*BY_TOKEN, *BY_DECODER_TOKEN, *MASKS, *AS_GIVEN, *OFF, "labels")
+
+
 def unknown_argument(given: Mapping[str, Any]) -> str | None:
     """An argument that nothing is known of, as a reason not to pack; None where all are known."""
-    known = (*BY_TOKEN, *BY_DECODER_TOKEN, *MASKS, *AS_GIVEN, *OFF, "labels")
     for name, value in given.items():
-        if value is not None and (name not in known or (name in OFF and _is_set(value))):
+        if value is not None and (not is_known(name) or (name in OFF and _is_set(value))):
             return f"the argument {name} is given"
     if not isinstance(given.get("attention_mask"), Tensor):
         return "no attention mask is given"
@@ -262,7 +266,12 @@ def _decoder_ids(given: Mapping[str, Any], reading: Reading) -> Tensor | None:
 
 
 def _facts(
-    masks: list[Tensor], tokens: list[Tensor], ids: Tensor | None, labels: Tensor | None, reading: Reading
+    masks: list[Tensor],
+    tokens: list[Tensor],
+    given: Mapping[str, Any],
+    labels: Tensor | None,
+    above: Tensor | None,
+    reading: Reading,
 ) -> list[list[int]] | Refusal:
     """The number of tokens of every row, on every side."""
     numbers = [real.sum(1) for real in tokens]
@@ -271,6 +280,11 @@ def _facts(
         checks.append(("a mask holds numbers besides 0 and 1", real & (mask != 1)))
         if reading.rows is not RowKind.ANY:
             checks.append((f"{reading.rows.value}, which the model was not proved for", reading.rows.violations(real)))
+    if above is not None and above.shape == tokens[-1].shape:  # compared with its position, or with the one before
+        counted = above != IGNORE_INDEX
+        seen = counted | F.pad(counted, (0, 1))[:, 1:]
+        checks.append(("a label at a padded position is not ignored", seen & ~tokens[-1]))
+    ids = given.get("input_ids")
     if reading.pads_hold_pad_id and ids is not None:
         checks.append(("an id at a padded position is not the padding's", (ids != reading.pad_id) & ~tokens[0]))
     if labels is not None:
