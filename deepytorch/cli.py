@@ -145,6 +145,14 @@ def demo(
     run_demo(options, console)
 
 
+@app.command()
+def config() -> None:
+    """Print every setting with its default and meaning, as Markdown: docs/configuration.md."""
+    from deepytorch.reference import markdown
+
+    typer.echo(markdown())
+
+
 @bench.command()
 def unpad(
     labels: Annotated[LabelsOf, typer.Option(help="Which tokens are learned.")] = LabelsOf.response,

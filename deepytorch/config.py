@@ -16,7 +16,7 @@ class Environment:
     """What the environment asks for.
 
     `enabled` (`DEEPYTORCH=on|off`): when off, the backend is stock Inductor and the import does nothing.
-    `log_level` (`DEEPYTORCH_LOG=debug|info|warning|error|critical`): None leaves the logger as it is.
+    `log_level` (`DEEPYTORCH_LOG=debug|info|warning|error|critical`): of the logger "deepytorch"; unset leaves it alone.
     `remember_links` (`DEEPYTORCH_LINKS=remember|measure`): whether a process group may take the costs of its links from
     the cache, or measures them anew, as a network that has changed needs.
     """

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 Batch = dict[str, Tensor]
 LEARNING_RATE = 1e-3
+BLOCKS = ("LlamaDecoderLayer", "BertLayer", "T5Block")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +33,9 @@ class Step:
 class Loop(ABC):
     """One host, with a model and this rank's batches."""
 
-    def __init__(self, model: nn.Module, batches: Sequence[Batch], folder: Path) -> None:
-        self.model, self.batches, self.folder = model, batches, folder
+    def __init__(self, model: Any, batches: Sequence[Batch], folder: Path) -> None:
+        self.model: Any = model
+        self.batches, self.folder = batches, folder
 
     @abstractmethod
     def train(self, first: int, save_at: int | None, save: Path, resume: Path | None) -> list[Step]:
@@ -45,7 +47,7 @@ class OwnLoop(Loop):
 
     def __init__(self, model: nn.Module, batches: Sequence[Batch], folder: Path) -> None:
         super().__init__(model, batches, folder)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), LEARNING_RATE)
+        self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), LEARNING_RATE)
 
     def train(self, first: int, save_at: int | None, save: Path, resume: Path | None) -> list[Step]:
         """Batch after batch."""
@@ -70,10 +72,13 @@ class OwnLoop(Loop):
         self.optimizer.zero_grad()
         return loss
 
+    def _inner(self) -> nn.Module:
+        return self.model.module if isinstance(self.model, nn.parallel.DistributedDataParallel) else self.model
+
     def save(self, path: Path) -> None:
         """Write a checkpoint."""
         path.mkdir(parents=True, exist_ok=True)
-        inner = self.model.module if hasattr(self.model, "module") else self.model
+        inner = self._inner()
         if not dist.is_initialized() or dist.get_rank() == 0:
             torch.save({"model": inner.state_dict(), "optimizer": self.optimizer.state_dict()}, path / "state.pt")
         if dist.is_initialized():
@@ -81,7 +86,7 @@ class OwnLoop(Loop):
 
     def load(self, path: Path) -> None:
         """Go on from a checkpoint."""
-        inner = self.model.module if hasattr(self.model, "module") else self.model
+        inner = self._inner()
         state = torch.load(path / "state.pt", weights_only=True)
         inner.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -102,10 +107,9 @@ class FullyShard(OwnLoop):
         from torch.distributed.fsdp import fully_shard
 
         dist.init_process_group("gloo")
-        for block in (each for name, each in model.named_modules() if name.rpartition(".")[2].isdigit()):
-            if type(block).__name__.endswith(("Layer", "Block")) and "Attention" not in type(block).__name__:
-                if not type(block).__name__.startswith("T5Layer"):
-                    fully_shard(block)
+        for name, block in model.named_modules():
+            if type(block).__name__ in BLOCKS and name.rpartition(".")[2].isdigit():
+                fully_shard(block)
         super().__init__(fully_shard(model), batches, folder)
 
     def save(self, path: Path) -> None:
@@ -312,7 +316,7 @@ class Lightning(Loop):
             default_root_dir=self.folder,
             callbacks=[_lightning_recorder(steps, save_at, save)],
         )
-        loader = torch.utils.data.DataLoader(list(self.batches), batch_size=1, collate_fn=_only)
+        loader: Any = torch.utils.data.DataLoader(_Listed(self.batches), batch_size=1, collate_fn=_only)
         path = None if resume is None else str(resume / "state.ckpt")
         trainer.fit(_lightning_module(self.model), loader, ckpt_path=path, weights_only=False)
         return steps[-(len(self.batches) - first) :]
@@ -344,6 +348,17 @@ PACKAGES = {
 }
 
 
+class _Listed(torch.utils.data.Dataset[Batch]):
+    def __init__(self, batches: Sequence[Batch]) -> None:
+        self._batches = batches
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __getitem__(self, number: int) -> Batch:
+        return self._batches[number]
+
+
 def _only(batches: list[Batch]) -> Batch:
     return batches[0]
 
@@ -360,7 +375,7 @@ def _recorder(trainer: Any, steps: list[Step]) -> Any:
         def on_step_end(self, *_: Any, **__: Any) -> None:
             steps.append(Step(float("nan"), time.perf_counter() - self.began))
 
-        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+        def on_log(self, *_: Any, logs: Any = None, **__: Any) -> None:
             if "loss" in logs:
                 steps[-1] = Step(float(logs["loss"]), steps[-1].seconds)
 

@@ -26,8 +26,8 @@ def attach(engine_module: Any) -> None:
             return original(self, *args, **given_backend, compile_kwargs=given, **kwargs)
         if self.is_deepcompile_enabled():
             raise ConfigError(
-                'engine.compile(backend="deepytorch") with "deepcompile": true in the DeepSpeed configuration; expected '
-                "one of the two, since DeepCompile has a backend of its own: set it to false"
+                'engine.compile(backend="deepytorch") with "deepcompile": true in the DeepSpeed configuration; '
+                "expected one of the two, since DeepCompile has a backend of its own: set it to false"
             )
         from deepytorch import autowrap
 

@@ -180,8 +180,8 @@ class PackedBatch:
 def pack_batch(given: Mapping[str, Any], reading: Reading, above: Tensor | None = None) -> PackedBatch | Refusal:
     """Pack the arguments of a call; a `Refusal` where this batch cannot be, or is not worth it.
 
-    given: name -> argument of the model's forward. above: labels of a head above the model, which stays padded. One synchronisation with the device. Raises `CannotPack` where the
-    call lacks what the reading needs.
+    given: name -> argument of the model's forward. above: labels of a head above the model, which stays padded. One
+    synchronisation with the device. Raises `CannotPack` where the call lacks what the reading needs.
     """
     decoder_ids = _decoder_ids(given, reading)
     unknown = unknown_argument(given) or _does_not_fit(given, decoder_ids)

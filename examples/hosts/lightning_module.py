@@ -3,6 +3,7 @@
 import deepytorch  # the one line
 
 import sys
+from typing import Any
 
 import lightning
 import torch
@@ -29,7 +30,8 @@ class Module(lightning.LightningModule):
 
 if __name__ == "__main__":
     ranks = int(sys.argv[1]) if len(sys.argv) > 1 else 1
-    loader = torch.utils.data.DataLoader(list(padded_batches(20)), batch_size=1, collate_fn=lambda rows: rows[0])
+    rows: Any = list(padded_batches(20))
+    loader: Any = torch.utils.data.DataLoader(rows, batch_size=1, collate_fn=lambda batch: batch[0])
     strategy = "ddp" if ranks > 1 else "auto"
     lightning.Trainer(devices=ranks, strategy=strategy, max_epochs=1, logger=False, enable_checkpointing=False).fit(
         Module(), loader
