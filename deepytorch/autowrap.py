@@ -321,20 +321,32 @@ def _compiled(kind: type, mode: str | None, options: dict[str, Any] | None) -> C
     )
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not (module._forward_pre_hooks or module._forward_hooks or module._backward_hooks):
-            return whole(module, *args, **kwargs)
-        instance = vars(module)
-        missing = object()
-        set_on_it = instance.get("forward", missing)  # accelerate sets one, for mixed precision
-        instance["forward"] = partial(inner, module.forward)
-        try:
-            return module._call_impl(*args, **kwargs)
-        finally:
-            del instance["forward"]
-            if set_on_it is not missing:
-                instance["forward"] = set_on_it
+        with _forgiving():
+            if not (module._forward_pre_hooks or module._forward_hooks or module._backward_hooks):
+                return whole(module, *args, **kwargs)
+            with _set_forward(module, partial(inner, module.forward)):
+                return module._call_impl(*args, **kwargs)
 
     return call
+
+
+def _forgiving() -> Any:
+    """Nobody asked for a compiler: where Dynamo itself fails, the frame runs in eager, and it says so."""
+    return torch._dynamo.config.patch(suppress_errors=True)
+
+
+@contextlib.contextmanager
+def _set_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Inside, `module` has this forward."""
+    instance = vars(module)
+    set_on_it = instance.get("forward")  # accelerate sets one, for mixed precision
+    instance["forward"] = forward
+    try:
+        yield
+    finally:
+        del instance["forward"]
+        if set_on_it is not None:
+            instance["forward"] = set_on_it
 
 
 def _own_code(function: Callable[..., Any], kind: type) -> Callable[..., Any]:

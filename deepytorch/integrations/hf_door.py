@@ -113,11 +113,15 @@ class Door:
         try:
             with hooks.shown(found.show, found.take):
                 outputs = found.outputs(run(**found.arguments))
-        except CannotPack as error:  # something that the probe had not seen, such as a cache of another kind
+        except (torch.OutOfMemoryError, KeyboardInterrupt):
+            raise
+        except Exception as error:  # something that the probe had not seen, such as a cache of another kind
             if self._proving:
                 raise
-            self._shut(str(error))
-            return run(*args, **kwargs)
+            _INSIDE.set(None)
+            outputs = run(*args, **kwargs)  # raises again where the batch is to blame
+            self._shut(str(error) if isinstance(error, CannotPack) else f"{type(error).__name__}: {str(error)[:300]}")
+            return outputs
         finally:
             _INSIDE.reset(token)
         self.record.steps_packed += 1

@@ -326,3 +326,89 @@ assert not heavy, heavy
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_workers_forks_and_spawned_processes() -> None:
+    run("""
+import multiprocessing
+from torch.utils.data import DataLoader
+from multiprocessing.reduction import ForkingPickler
+
+model = Net()
+optimizer = optimizer_of(model)
+rows = [torch.randn(8, generator=torch.Generator().manual_seed(n)) for n in range(12)]
+for context in ("fork", "spawn"):
+    for batch in DataLoader(rows, batch_size=4, num_workers=2, multiprocessing_context=context):
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+assert autowrap.armed(model) and regions() == 1
+
+def child(queue):  # forked from a process that has compiled
+    model.eval()
+    with torch.no_grad():
+        queue.put(model(torch.ones(2, 8)).tolist())
+queue = multiprocessing.get_context("fork").Queue()
+process = multiprocessing.get_context("fork").Process(target=child, args=(queue,))
+process.start()
+found = queue.get(timeout=60)
+process.join(60)
+assert process.exitcode == 0
+model.eval()
+with torch.no_grad():
+    assert found == model(torch.ones(2, 8)).tolist()
+ForkingPickler.dumps(model)  # what mp.spawn(fn, args=(model,)) does with its arguments
+""")
+
+
+def test_averaged_copies_and_an_interrupt_inside_of_forward() -> None:
+    run("""
+from torch.optim.swa_utils import AveragedModel
+class Interrupted(Net):
+    stop = False
+    def forward(self, x):
+        if self.stop:
+            raise KeyboardInterrupt
+        return super().forward(x)
+model = Interrupted()
+average = AveragedModel(model)
+optimizer = optimizer_of(model)
+train(model, optimizer)
+average.update_parameters(model)
+for one, other in zip(model.parameters(), average.module.parameters()):
+    torch.testing.assert_close(one, other)
+assert not autowrap.armed(average) and regions() == 1
+average(torch.ones(2, 8)).sum().backward()  # in training mode, but no optimizer trains it
+assert not autowrap.armed(average) and regions() == 1
+model.stop = True
+try:
+    model(torch.ones(5, 8))
+except KeyboardInterrupt:
+    pass
+else:
+    raise AssertionError("the interrupt was lost")
+model.stop = False
+train(model, optimizer)
+assert autowrap.armed(model)
+""")
+
+
+def test_what_dynamo_cannot_trace_runs_as_it_is() -> None:
+    run("""
+import numpy
+class Odd(Net):
+    def forward(self, x):
+        hidden = self.body(x)
+        if float(hidden.detach().mean()) > 100:
+            hidden = -hidden
+        scale = float(numpy.frombuffer(hidden.detach().numpy().tobytes(), dtype="float32").mean())
+        print(end="")
+        names = [name for name in (lambda: (yield "a"))()]
+        return self.head(torch.relu(hidden)) * (1 + 0.01 * scale) * len(names)
+model = Odd()
+same = copy.deepcopy(model)
+losses = train(model, optimizer_of(model))
+with deepytorch.paused():
+    for one, other in zip(losses, train(same, optimizer_of(same))):
+        torch.testing.assert_close(one, other)
+""")

@@ -204,6 +204,29 @@ def test_batches_that_cannot_be_packed_run_padded_and_are_counted() -> None:
     }
 
 
+def test_an_error_of_the_users_is_theirs_and_one_of_packing_falls_back() -> None:
+    pair = DoorPair(llama("sdpa").train())
+    one, two = batches(causal_batch, (4, 11, "right"), (4, 9, "right"))
+    pair.step(one)
+    with pytest.raises(IndexError):
+        pair.compiled(**{**two, "input_ids": two["input_ids"] + 10**6})
+    pair.step(two)
+    assert pair.door.record.steps_packed == 2
+    for model in (pair.model, pair.reference):
+        layer = model.model.layers[0]
+
+        def forward(hidden: torch.Tensor, *args: Any, own: Any = layer.forward, **kwargs: Any) -> Any:
+            if hidden.shape[0] == 1:
+                raise ValueError("one row")
+            return own(hidden, *args, **kwargs)
+
+        layer.forward = forward
+    pair.step(one)
+    pair.step(two)
+    assert pair.door.record.steps_packed == 2
+    assert "one row" in pair.door.record.declined[0]
+
+
 def test_arguments_that_are_not_known_run_padded_and_the_next_call_is_packed() -> None:
     pair = DoorPair(llama("eager").train())
     one, two = batches(causal_batch, (4, 11, "right"), (4, 9, "right"))

@@ -19,7 +19,7 @@ import deepytorch
 if os.environ.get("DEEPYTORCH") != "off":
     deepytorch.configure(options={"lowering": "aot_eager"})
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 folder = sys.argv[1]
 torch.manual_seed(0)
 config = LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=64,
@@ -42,7 +42,14 @@ arguments = TrainingArguments(
     folder, per_device_train_batch_size=4, per_device_eval_batch_size=3, max_steps=6, logging_steps=1, eval_steps=3,
     eval_strategy="steps", save_steps=3, learning_rate=1e-2, report_to=[], use_cpu=True, disable_tqdm=True, seed=0,
     remove_unused_columns=False, label_names=["labels"])
-trainer = Trainer(model, arguments, collate, train_dataset=rows, eval_dataset=rows[:9])
+texts = []
+class Speaks(TrainerCallback):  # with a key-value cache, in the middle of training
+    def on_step_end(self, *_, model=None, **__):
+        model.eval()
+        with torch.no_grad():
+            texts.append(model.generate(rows[1][None], max_new_tokens=4, do_sample=False, use_cache=True).tolist())
+        model.train()
+trainer = Trainer(model, arguments, collate, train_dataset=rows, eval_dataset=rows[:9], callbacks=[Speaks()])
 trainer.train()
 resumed = len(sys.argv) > 2
 if resumed:
@@ -57,6 +64,7 @@ found = {
     "names": sorted({name for entry in history for name in entry if name.startswith("deepytorch/")}),
     "in_eval": [each for entry in history if "eval_loss" in entry for each in entry if "deepy" in each],
     "text": text.tolist(),
+    "texts": texts,
     "keys": sorted(torch.load(folder + "/checkpoint-3/optimizer.pt", weights_only=False)),
     "report": deepytorch.report().to_json(),
     "type": type(trainer.model).__name__,
@@ -85,6 +93,7 @@ def test_a_trainer_script_trains_alike_and_faster_with_the_import_alone(tmp_path
     assert ours["losses"] == pytest.approx(plain["losses"], rel=1e-4)
     assert ours["eval"] == pytest.approx(plain["eval"], rel=1e-4)
     assert ours["text"] == plain["text"]
+    assert ours["texts"] == plain["texts"]
     assert len(ours["losses"]) == 6
     assert ours["type"] == plain["type"] == "LlamaForCausalLM"
     assert ours["keys"] == plain["keys"]
@@ -135,3 +144,31 @@ print("FOUND" + json.dumps(found))
 def test_accelerate_takes_the_name(imported: bool) -> None:
     found = run(ACCELERATE.format(imported=imported))
     assert found == {"type": "OptimizedModule", "regions": 1}
+
+
+NAMED = """
+import json
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+torch.manual_seed(0)
+model = LlamaForCausalLM(LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+                                     vocab_size=64, max_position_embeddings=64))
+def collate(rows):
+    mask = torch.tensor([[1] * 9, [1] * 5 + [0] * 4])
+    ids = torch.randint(3, 64, (2, 9))
+    return {{"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}}
+{first}
+arguments = TrainingArguments("{folder}", per_device_train_batch_size=2, max_steps=2, report_to=[], use_cpu=True,
+                              disable_tqdm=True, save_strategy="no", remove_unused_columns=False, torch_compile=True,
+                              torch_compile_backend="deepytorch")
+Trainer(model, arguments, collate, train_dataset=list(range(4))).train()
+import deepytorch
+print("FOUND" + json.dumps(deepytorch.report().to_json()))
+"""
+
+
+@pytest.mark.slow
+def test_the_trainer_takes_the_name(tmp_path: Path) -> None:
+    found = run(NAMED.format(first="import deepytorch", folder=tmp_path))
+    assert found["steps_packed"] == 2
+    assert len(found["regions"]) == 1

@@ -1,0 +1,42 @@
+"""Every host of a training loop, with the real package: the same script with the import and without."""
+
+from __future__ import annotations
+
+import pytest
+
+from deepytorch.bench.host_loops import PACKAGES
+from deepytorch.bench.hosts import HostsOptions, run_hosts
+
+GRAPH, DOOR = "in the graph", "at the model's door"
+CELLS = [
+    ("trainer", "llama", GRAPH),
+    ("plain", "t5", GRAPH),
+    ("ddp", "bert", GRAPH),
+    ("fsdp2", "t5", DOOR),
+    ("accelerate", "bert", GRAPH),
+    ("zero1", "bert", GRAPH),
+    ("zero2", "t5", GRAPH),
+    ("zero3", "llama", DOOR),
+    ("zero3", "t5", DOOR),
+    ("lightning", "llama", GRAPH),
+    ("peft", "bert", GRAPH),
+    ("trl", "llama", DOOR),
+]
+
+
+@pytest.mark.parametrize(
+    ("host", "model", "how"),
+    [pytest.param(*cell, marks=() if cell[0] == "trainer" else pytest.mark.slow) for cell in CELLS],
+    ids=[f"{host}-{model}" for host, model, _ in CELLS],
+)
+def test_losses_agree_and_checkpoints_are_interchangeable(host: str, model: str, how: str) -> None:
+    for package in PACKAGES.get(host, ()):
+        pytest.importorskip(package)
+    options = HostsOptions(
+        hosts=(host,), models=(model,), size="tiny", batch_size=4, max_length=200, steps=6, lowering="aot_eager"
+    )
+    [cell] = run_hosts(options, notify=lambda _: None).cells
+    assert cell.named == ""
+    assert cell.green, cell
+    assert cell.how == how
+    assert cell.steps_packed >= 7, cell  # TRL's and others' first call is what shows that graphs break
