@@ -37,7 +37,9 @@ _SETTINGS: dict[str, Any] = {"mode": None, "options": None}  # of what the impor
 LOOPS: list[
     Callable[[nn.Module], bool]
 ] = []  # likewise: whether this call of a module is one of a loop's, not a model's
-DOORS: list[Callable[[nn.Module], Door | None]] = []  # handed up by integrations: makes the door of a module, if any
+# Handed up by integrations: makes the door of a module, if it has one, given the least share of pads worth packing.
+DOORS: list[Callable[[nn.Module, float], Door | None]] = []
+LOOPS: list[Callable[[nn.Module], bool]] = []  # likewise: whether this call of a module is a loop's step, not a model's
 _STEPS: dict[
     tuple[Callable[..., Any], type], Callable[..., Any]
 ] = {}  # modules of one class share a code object, and with it their graphs
@@ -257,15 +259,20 @@ def _arm_all(module: nn.Module, mode: str | None, options: dict[str, Any] | None
     blocks = [each for each in blocks if not any(other is not each and _is_sharded(other) for other in each.modules())]
     if not blocks:
         return [_arm(module, mode, options)]
-    door = _door_of(module)
+    door = _door_of(module, options)
     handles = [_arm(each, mode, options) for each in blocks]
     if door is not None and module not in _HANDLES:
         handles.append(_keep(module, Handle(module, _step, door, sharded=True)))
     return handles
 
 
-def _door_of(module: nn.Module) -> Door | None:
-    return next((door for make in DOORS if (door := make(module)) is not None), None)
+def _door_of(module: nn.Module, options: dict[str, Any] | None) -> Door | None:
+    from deepytorch.compiler.config import CompilerConfig
+
+    config = CompilerConfig.parse(None, options)
+    if not config.unpad:
+        return None
+    return next((door for make in DOORS if (door := make(module, config.min_padding)) is not None), None)
 
 
 def _is_sharded(module: nn.Module) -> bool:
@@ -277,7 +284,7 @@ def _arm(module: nn.Module, mode: str | None, options: dict[str, Any] | None) ->
     if known is not None:
         return known
     compiled = _compiled(type(module), mode, options)
-    door = _door_of(module) if (options or {}).get("unpad", True) else None
+    door = _door_of(module, options)
     partitioned = any(hasattr(each, "ds_id") for each in module.parameters())  # by ZeRO-3, whose hooks cut every graph
     if door is not None and partitioned:
         handle = Handle(module, _step, door, sharded=True)

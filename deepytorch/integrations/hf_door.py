@@ -57,11 +57,12 @@ class Door:
 
     outer: whose calls are training steps, the model or what hands its arguments on to it, such as a PeftModel.
     model: the Hugging Face model itself. The batch is packed on the way into `self.target`: `outer`, or, under a head
-    that looks at rows or takes arguments of its own, the model below.
+    that looks at rows or takes arguments of its own, the model below. min_padding: batches with a smaller share of pads
+    run padded.
     """
 
-    def __init__(self, outer: nn.Module, model: Any) -> None:
-        self._outer, self._model = outer, model
+    def __init__(self, outer: nn.Module, model: Any, min_padding: float = 0.0) -> None:
+        self._outer, self._model, self._min_padding = outer, model, min_padding
         self.target = outer
         if type(model).__name__.endswith(BY_ROW):
             self.target = model.base_model
@@ -140,9 +141,12 @@ class Door:
             return Refusal(hooks.refused)
         try:
             with torch.no_grad():
-                return pack_batch(given, self._reading, self._given.get("labels"))
+                found = pack_batch(given, self._reading, self._given.get("labels"))
         except CannotPack as error:
             return Refusal(str(error))
+        if isinstance(found, PackedBatch) and not self._proving and found.padding < self._min_padding:
+            return Refusal("hardly any padding in the batch")
+        return found
 
     # ------------------------------------------------------------------ finding out
 
@@ -235,15 +239,15 @@ class _Replaced:
         return self._call(self._module, *args, **kwargs)
 
 
-def door_for(module: nn.Module) -> Door | None:
+def door_for(module: nn.Module, min_padding: float = 0.0) -> Door | None:
     """The door of a module that trains: a Hugging Face model, or a PeftModel around one. None for any other."""
     pretrained = import_module("transformers.modeling_utils").PreTrainedModel
     if isinstance(module, pretrained):
-        return Door(module, module)
+        return Door(module, module, min_padding)
     if type(module).__module__.startswith("peft."):
         inner = module.get_base_model()  # type: ignore[operator]
         if isinstance(inner, pretrained):
-            return Door(module, inner)
+            return Door(module, inner, min_padding)
     return None
 
 

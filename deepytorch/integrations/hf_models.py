@@ -22,7 +22,7 @@ def detach(modeling_utils: Any) -> None:
     packed_attention.detach(modeling_utils)
 
 
-def _door_for(module: Any) -> Any:
+def _door_for(module: Any, min_padding: float) -> Any:
     from deepytorch.integrations.hf_door import door_for
 
-    return door_for(module)
+    return door_for(module, min_padding)

@@ -113,6 +113,12 @@ class PackedBatch:
     main: Side
     decoder: Side | None
 
+    @property
+    def padding(self) -> float:
+        """The share of positions that are pads."""
+        positions = sum(side.num_rows * side.num_positions for side in self.sides)
+        return 1.0 - sum(side.num_tokens for side in self.sides) / positions
+
     def outputs(self, outputs: Any) -> Any:
         """The model's outputs as the padded run would give them; changes a `ModelOutput` in place."""
         if isinstance(outputs, tuple):

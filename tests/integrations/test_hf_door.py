@@ -227,6 +227,21 @@ def test_an_error_of_the_users_is_theirs_and_one_of_packing_falls_back() -> None
     assert "one row" in pair.door.record.declined[0]
 
 
+def test_batches_with_few_pads_run_padded_where_that_is_asked_for() -> None:
+    model = llama("sdpa").train()
+    [few, many] = batches(causal_batch, (4, 11, "right"), (4, 11, "right"))
+    few["attention_mask"][:] = 1
+    few["attention_mask"][0, -1] = 0
+    few["labels"][0, -1] = -100
+    many["attention_mask"][1:, 4:] = 0
+    many["labels"][1:, 4:] = -100
+    door = door_for(model, 0.1)
+    assert door is not None
+    for batch in (few, many, few):
+        door.call(model._call_impl, (), batch)
+    assert (door.record.steps_packed, door.record.steps_padded) == (1, 2)
+
+
 def test_arguments_that_are_not_known_run_padded_and_the_next_call_is_packed() -> None:
     pair = DoorPair(llama("eager").train())
     one, two = batches(causal_batch, (4, 11, "right"), (4, 9, "right"))
