@@ -34,15 +34,11 @@ _LOCK = threading.Lock()
 _PROBED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _HANDLES: weakref.WeakKeyDictionary[nn.Module, Handle] = weakref.WeakKeyDictionary()
 _SETTINGS: dict[str, Any] = {"mode": None, "options": None}  # of what the import arms
-LOOPS: list[
-    Callable[[nn.Module], bool]
-] = []  # likewise: whether this call of a module is one of a loop's, not a model's
 # Handed up by integrations: makes the door of a module, if it has one, given the least share of pads worth packing.
 DOORS: list[Callable[[nn.Module, float], Door | None]] = []
 LOOPS: list[Callable[[nn.Module], bool]] = []  # likewise: whether this call of a module is a loop's step, not a model's
-_STEPS: dict[
-    tuple[Callable[..., Any], type], Callable[..., Any]
-] = {}  # modules of one class share a code object, and with it their graphs
+# Modules of one class share a code object, and with it their graphs.
+_STEPS: dict[tuple[Callable[..., Any], type], Callable[..., Any]] = {}
 
 
 class Door(Protocol):
