@@ -182,7 +182,7 @@ class Indices:
             assert index.among is not None
             if entries.loss is not None and index.among.is_tokens:  # labels stand at tokens, in their order
                 chosen = self._mask(entries)[0].reshape(-1)[self._entries(index.among)]
-                return _places_of(chosen, self._facts.labels[entries.loss])
+                return places_of(chosen, self._facts.labels[entries.loss])
             return self._rank(index.among)[self._entries(entries)]
         if index.kind == "cu_seqlens":
             lengths, device = facts.lengths[entries.space], facts.masks[entries.space].device
@@ -196,7 +196,7 @@ class Indices:
     def _entries(self, entries: IndexSet) -> torch.Tensor:
         if entries not in self._flat:
             mask, count = self._mask(entries)
-            self._flat[entries] = _places_of(mask.reshape(-1), count)
+            self._flat[entries] = places_of(mask.reshape(-1), count)
         return self._flat[entries]
 
     def _rank(self, entries: IndexSet) -> torch.Tensor:
@@ -218,7 +218,7 @@ class Indices:
         return narrowed, None
 
 
-def _places_of(flags: torch.Tensor, count: int | None) -> torch.Tensor:
+def places_of(flags: torch.Tensor, count: int | None) -> torch.Tensor:
     """Where `flags` (entries,) are true, `count` of them if that is known."""
     if flags.is_cuda and count is not None:  # knows its size, so it does not wait for the device
         return torch.nonzero_static(flags, size=count).squeeze(1)

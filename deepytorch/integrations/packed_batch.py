@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from deepytorch.compiler.deferred import defer
-from deepytorch.compiler.facts import Refusal
+from deepytorch.compiler.facts import Refusal, places_of
 from deepytorch.integrations.packed_attention import CannotPack, Rows, encode_mask
 from deepytorch.passes.ops.pack import pack_rows, unpack_rows
 
@@ -313,7 +313,7 @@ def _facts(
 
 
 def _side(real: Tensor, lengths: list[int]) -> Side:
-    indices = real.reshape(-1).nonzero().squeeze(1)
+    indices = places_of(real.reshape(-1), sum(lengths))
     columns = indices % real.shape[1]
     cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=real.device)
     # a column may be as large as the batch is wide, where rows are padded on the left or have holes
