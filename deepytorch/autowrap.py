@@ -325,9 +325,11 @@ def _compiled(kind: type, mode: str | None, options: dict[str, Any] | None) -> C
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with _forgiving():
-            if not (module._forward_pre_hooks or module._forward_hooks or module._backward_hooks):
+            forward = module.forward
+            busy = isinstance(forward, partial) and forward.func is inner  # in another thread, or above on the stack
+            if busy or not (module._forward_pre_hooks or module._forward_hooks or module._backward_hooks):
                 return whole(module, *args, **kwargs)
-            with _set_forward(module, partial(inner, module.forward)):
+            with _set_forward(module, partial(inner, forward)):
                 return module._call_impl(*args, **kwargs)
 
     return call
@@ -340,16 +342,17 @@ def _forgiving() -> Any:
 
 @contextlib.contextmanager
 def _set_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Inside, `module` has this forward."""
+    """Inside, `module` has this forward, unless somebody gives it another one."""
     instance = vars(module)
     set_on_it = instance.get("forward")  # accelerate sets one, for mixed precision
     instance["forward"] = forward
     try:
         yield
     finally:
-        del instance["forward"]
-        if set_on_it is not None:
-            instance["forward"] = set_on_it
+        if instance.get("forward") is forward:
+            del instance["forward"]
+            if set_on_it is not None:
+                instance["forward"] = set_on_it
 
 
 def _own_code(function: Callable[..., Any], kind: type) -> Callable[..., Any]:

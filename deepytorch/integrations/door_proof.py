@@ -1,15 +1,18 @@
 """What shows that a model computes the same packed as padded: it is asked, with a small batch of our own.
 
 [Note: what is compared]
-Values of every output at real positions, and of the loss, within rounding. In half precision a wrong mask may hide
-below the rounding, so one more thing is asked, which is exact there: where a token of some rows is changed, packed
-outputs change at no position where padded ones stay as they were.
+Values of every output at real positions, the loss, and gradients of both with respect to weights, within rounding, in
+training mode with every dropout at zero. In half precision a wrong mask may hide below the rounding, so one more thing
+is asked, which is exact there: where a token of some rows is changed, packed outputs change at no position where padded
+ones stay as they were. Sharded weights (ZeRO-3, FSDP2) have no gradients of their own here: outputs only, in evaluation.
+
+What the probe changes is put back; a model that changes in training for other reasons than its optimizer is declined.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,55 +39,151 @@ PROBES = {
     ),
 }
 
-# Relative root mean square of what packed and padded may differ by. In fp32 the first is rounding of another order of
-# sums; the second allows for TF32.
-TOLERANCE = {"cpu": 1e-4, "other": 2e-3, "half": 3e-2}
+# Relative root mean square of what packed and padded may differ by, from rounding of sums in another order: outputs at
+# tokens, losses (means over tokens), gradients (sums over tokens). By what the model computes in.
+TOLERANCE = {"fp32": (1e-5, 1e-5, 3e-4), "tf32": (2e-3, 2e-4, 3e-2), "half": (3e-2, 1e-3, 0.15)}
+MANY_WEIGHTS = 50_000_000  # beyond, gradients of small weights only (norms, biases): each layer has some
+SMALL_WEIGHT = 1 << 16
 
 Run = Callable[..., Any]
 RunPacked = Callable[[Mapping[str, Any]], tuple[Any, PackedBatch | Refusal | None]]
 
 
-def prove(run: Run, run_packed: RunPacked, given: Mapping[str, Any], reading: Reading) -> str | None:
+def prove(
+    run: Run,
+    run_packed: RunPacked,
+    given: Mapping[str, Any],
+    reading: Reading,
+    weights: Sequence[Tensor],
+    precision: str,
+) -> str | None:
     """Why packed and padded disagree under this reading, or None.
 
     run: the module's own call. run_packed: the same through the door, given the arguments; returns the outputs and the
     batch as it was packed, or why it was not. given: arguments of a call of the user's, for their names, dtypes and
-    widths; what they hold does not matter, so that ranks find the same.
+    widths; what they hold does not matter, so that ranks find the same. weights: whose gradients are compared. precision: see
+    `precision_of`.
     """
-    probe = make_probe(given, reading)
-    changed = dict(probe)
-    for name in ("input_ids", "inputs_embeds"):
-        if probe.get(name) is not None:  # one token of every other row, in a column where each has one
-            changed[name] = probe[name].clone()
-            changed[name][::2, 5] = probe[name][::2, 6]
-    padded, padded_changed = run(**probe), run(**changed)
     try:
+        probe = make_probe(given, reading)
+        embeddings = [each for each in probe.values() if isinstance(each, Tensor) and each.requires_grad]
+        changed = _with_other_tokens(probe)
+        padded, padded_changed = run(**probe), run(**changed)
         packed, batch = run_packed(probe)
         packed_changed, _ = run_packed(changed)
+        if not isinstance(batch, PackedBatch):
+            return batch.reason if isinstance(batch, Refusal) else "the model below was not called"
+        return (
+            _difference(padded, packed, batch, precision)
+            or _leak((padded, padded_changed), (packed, packed_changed), batch)
+            or _gradient_difference(padded, packed, batch, [*weights, *embeddings], precision)
+        )
     except CannotPack as error:
         return str(error)
     except (torch.OutOfMemoryError, KeyboardInterrupt):
         raise
     except Exception as error:
-        return f"the packed probe failed with {type(error).__name__}: {str(error)[:200]}"
-    if not isinstance(batch, PackedBatch):
-        return batch.reason if isinstance(batch, Refusal) else "the model below was not called"
-    return _difference(padded, packed, batch) or _leak((padded, padded_changed), (packed, packed_changed), batch)
+        return f"the probe failed with {type(error).__name__}: {str(error)[:200]}"
+
+
+def _with_other_tokens(probe: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with one token of every other row changed, in a column where each row has one."""
+    changed = dict(probe)
+    for name in ("input_ids", "inputs_embeds"):
+        if probe.get(name) is not None:
+            changed[name] = probe[name].detach().clone()
+            changed[name][::2, 5] = probe[name].detach()[::2, 6]
+    return changed
+
+
+def is_deterministic(run: Run, given: Mapping[str, Any], reading: Reading) -> bool:
+    """Whether the padded run gives the same twice, with other random numbers."""
+    try:
+        probe = make_probe(given, reading)
+        outputs = []
+        for seed in (0, 1):
+            torch.manual_seed(seed)
+            outputs.append([each for each in tree_leaves(_plain(run(**probe))) if isinstance(each, Tensor)])
+        return not any(
+            _moved(one.reshape(1, -1), other.reshape(1, -1)).any() for one, other in zip(*outputs, strict=True)
+        )
+    except (torch.OutOfMemoryError, KeyboardInterrupt):
+        raise
+    except Exception:
+        return True  # the proof will say what is wrong
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether weights are spread over ranks (ZeRO-3, FSDP2), so that every call is a matter of all ranks."""
+    return any(hasattr(each, "ds_id") or hasattr(each, "device_mesh") for each in module.parameters())
+
+
+def small_weights(module: nn.Module) -> list[Tensor]:
+    """Weights whose gradients are worth comparing; none where they are sharded."""
+    if is_sharded(module):
+        return []
+    trained = [each for each in module.parameters() if each.requires_grad]
+    if sum(each.numel() for each in trained) <= MANY_WEIGHTS:
+        return list(trained)
+    return [each for each in trained if each.numel() <= SMALL_WEIGHT]
 
 
 @contextlib.contextmanager
-def quietly(module: nn.Module) -> Iterator[None]:
-    """Inside, no dropout, no gradients, and no random number of the user's is used up."""
-    training = {each: each.training for each in module.modules()}
+def quietly(module: nn.Module, *, training: bool) -> Iterator[None]:
+    """Inside, `module` is in training mode without dropout, or in evaluation without gradients, and no random number of
+    the user's is used up.
+    """
+    modes = {each: each.training for each in module.modules()}
+    settings = [
+        (each, name, value)
+        for each in modes
+        for name, value in vars(each).items()
+        if isinstance(value, float) and value and (name == "p" or "drop" in name or "jitter" in name)
+    ]
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     try:
-        for each in training:
-            each.training = False
-        with torch.random.fork_rng(devices), torch.no_grad():
+        for each in modes:
+            each.training = training
+        for each, name, _ in settings:
+            setattr(each, name, 0.0)
+        with torch.random.fork_rng(devices), torch.set_grad_enabled(training):
             yield
     finally:
-        for each, trains in training.items():
-            each.training = trains
+        for each, mode in modes.items():
+            each.training = mode
+        for each, name, value in settings:
+            setattr(each, name, value)
+
+
+class Unchanged:
+    """What a model holds beside its parameters, kept over a probe."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._buffers = [(name, each, each.detach().clone()) for name, each in module.named_buffers()]
+        self._module, self._held = module, self._attributes(module)
+
+    @staticmethod
+    def _attributes(module: nn.Module) -> dict[tuple[str, str], int]:
+        return {
+            (path, name): id(value)
+            for path, each in module.named_modules()
+            for name, value in vars(each).items()
+            if isinstance(value, Tensor)
+        }
+
+    def put_back(self) -> str | None:
+        """Restore buffers; what had changed, or None."""
+        found = None
+        for name, buffer, before in self._buffers:
+            if not torch.equal(buffer, before):
+                found = f"the buffer {name}, which training changes"
+                with torch.no_grad():
+                    buffer.copy_(before)
+        held = self._attributes(self._module)
+        if held != self._held:
+            (path, name) = next(iter(set(held.items()) ^ set(self._held.items())))[0]
+            found = f"the tensor {path}.{name}, which the model keeps of its batch"
+        return found
 
 
 def make_probe(given: Mapping[str, Any], reading: Reading) -> dict[str, Any]:
@@ -101,31 +200,50 @@ def make_probe(given: Mapping[str, Any], reading: Reading) -> dict[str, Any]:
             probe[name] = value
             continue
         grid = decoder if name.startswith("decoder") else last if name == "labels" else main
+        of_tokens = value.dim() >= 2 and value.shape[:2] == _grid_of(name, given, reading)
         if name in MASKS:
             probe[name] = grid.to(value.dtype)
-        elif value.dim() == 1:  # one of every row
-            probe[name] = value[:1].expand(len(main)).clone()
+        elif not of_tokens:  # one of every row
+            probe[name] = value[:1].expand(len(main), *value.shape[1:]).clone()
         elif value.is_floating_point():
-            probe[name] = torch.randn(*grid.shape, *value.shape[2:], generator=generator).to(value)
+            probe[name] = torch.randn(*grid.shape, *value.shape[2:], generator=generator).to(value).detach()
+            probe[name].requires_grad_(torch.is_grad_enabled())
         elif name == "position_ids":
             probe[name] = torch.arange(grid.shape[1], device=device).expand(grid.shape).clone()
         else:
             drawn = torch.randint(reading.bounds.get(name, 2), grid.shape, generator=generator).to(value)
             if name == "labels":
-                drawn[:, ::3] = IGNORE_INDEX
-                drawn = _ignored_at_pads(drawn, grid)
+                drawn[:, 2::3] = IGNORE_INDEX
+                drawn = _ignored_at_pads(drawn, grid, reading)
             elif name == "input_ids" and reading.pad_id is not None:
                 drawn[0, 4] = reading.pad_id  # whether the mask counts or the ids do
                 if reading.pads_hold_pad_id:
                     drawn = drawn.masked_fill(~main, reading.pad_id)
             probe[name] = drawn
+    if given["attention_mask"].dim() != 2:
+        raise CannotPack("the attention mask is not one of 0 and 1 for each position")
     return probe
 
 
-def _ignored_at_pads(labels: Tensor, grid: Tensor) -> Tensor:
-    """Whether a label is compared with its own position or with the one before."""
-    before = torch.nn.functional.pad(grid, (1, 0))[:, :-1]
-    return labels.masked_fill(~(grid & before), IGNORE_INDEX)
+def _grid_of(name: str, given: Mapping[str, Any], reading: Reading) -> tuple[int, ...]:
+    if reading.two_sided and (name == "labels" or name.startswith("decoder")):
+        return tuple(given[name].shape[:2])
+    return tuple(given["attention_mask"].shape[:2])
+
+
+def _ignored_at_pads(labels: Tensor, grid: Tensor, reading: Reading) -> Tensor:
+    """Labels that count at real tokens, at the first of a row too: only so it shows whether the loss shifts."""
+    if reading.unsure:
+        return labels.masked_fill(~grid, IGNORE_INDEX).masked_fill(_after_pad(grid), IGNORE_INDEX)
+    if not reading.shifted:
+        return labels.masked_fill(~grid, IGNORE_INDEX)
+    labels = labels.masked_fill(_after_pad(grid), IGNORE_INDEX)  # a label is compared with the position before
+    labels[-1].masked_fill_(~grid[-1], IGNORE_INDEX)
+    return labels
+
+
+def _after_pad(grid: Tensor) -> Tensor:
+    return ~torch.nn.functional.pad(grid, (1, 0), value=True)[:, :-1]
 
 
 def _compared(outputs: Any, batch: PackedBatch) -> list[Tensor]:
@@ -158,24 +276,60 @@ def _plain(outputs: Any) -> Any:
     return outputs
 
 
-def _difference(padded: Any, packed: Any, batch: PackedBatch) -> str | None:
+def _difference(padded: Any, packed: Any, batch: PackedBatch, precision: str) -> str | None:
     expected, found = _compared(padded, batch), _compared(packed, batch)
     if [each.shape for each in expected] != [each.shape for each in found]:
         return "the packed probe's outputs have other shapes than the padded one's"
     for one, other in zip(expected, found, strict=True):
         if one.dtype != other.dtype:
             return "the packed probe's outputs have other dtypes than the padded one's"
-        reference = one.double()
-        error = (other.double() - reference).square().mean().sqrt()
+        reference = one.detach().double()
+        error = (other.detach().double() - reference).square().mean().sqrt()
         scale = reference.square().mean().sqrt()
-        if not error <= _tolerance(one) * scale + 1e-12:
+        if not error <= TOLERANCE[precision][0 if one.dim() else 1] * scale + 1e-12:
             return f"packed and padded probes differ by {float(error / scale):.1e}"
     return None
 
 
-def _tolerance(tensor: Tensor) -> float:
-    half = tensor.dtype in (torch.float16, torch.bfloat16) or torch.is_autocast_enabled(tensor.device.type)
-    return TOLERANCE["half" if half else tensor.device.type if tensor.device.type == "cpu" else "other"]
+def precision_of(module: nn.Module) -> str:
+    """What a module computes in, as `TOLERANCE` has it."""
+    weight = next(module.parameters())
+    if weight.dtype in (torch.float16, torch.bfloat16) or torch.is_autocast_enabled(weight.device.type):
+        return "half"
+    return "tf32" if weight.is_cuda and torch.get_float32_matmul_precision() != "highest" else "fp32"
+
+
+def _gradient_difference(
+    padded: Any, packed: Any, batch: PackedBatch, weights: Sequence[Tensor], precision: str
+) -> str | None:
+    if not weights or not torch.is_grad_enabled():
+        return None
+    try:
+        expected, found = (_gradients(_compared(each, batch), weights) for each in (padded, packed))
+    except RuntimeError as error:
+        if ".grad()" in str(error) or "autograd.grad" in str(error):  # reentrant checkpointing knows backward() only
+            return None
+        raise
+    largest = max((float(each.norm()) for each in expected if each is not None), default=0.0)
+    for weight, one, other in zip(weights, expected, found, strict=True):
+        if one is None or other is None:
+            if any(each is not None and each.any() for each in (one, other)):
+                return f"a weight of shape {tuple(weight.shape)} has a gradient in one of the probes only"
+            continue
+        difference, norm = float((one.double() - other.double()).norm()), float(one.double().norm())
+        if not difference <= TOLERANCE[precision][2] * norm + 1e-6 * largest:
+            return f"gradients of packed and padded probes differ by {difference / max(norm, 1e-30):.1e}"
+    return None
+
+
+def _gradients(outputs: Sequence[Tensor], weights: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """Of a scalar that every output has a part in, each number another one."""
+    total: Any = 0.0
+    for number, output in enumerate(each for each in outputs if each.requires_grad):
+        generator = torch.Generator().manual_seed(number)
+        factors = torch.randn(output.shape, generator=generator) if output.dim() else torch.ones(())
+        total = total + (output.float() * factors.to(output.device)).sum() / max(output.numel(), 1) ** 0.5
+    return torch.autograd.grad(total, list(weights), allow_unused=True)
 
 
 def _leak(padded: tuple[Any, Any], packed: tuple[Any, Any], batch: PackedBatch) -> str | None:
@@ -192,7 +346,8 @@ def _leak(padded: tuple[Any, Any], packed: tuple[Any, Any], batch: PackedBatch) 
 
 def _moved(one: Tensor, other: Tensor) -> Tensor:
     """Which rows of (rows, ...) differ; in fp32 by more than rounding: grouped matrix products round by group."""
+    one, other = one.detach(), other.detach()
     change = (one.double() - other.double()).abs().flatten(1).amax(1)
     if one.dtype in (torch.float16, torch.bfloat16):
         return change > 0
-    return change > _tolerance(one) * one.double().square().mean().sqrt()
+    return change > 1e-5 * one.double().square().mean().sqrt()

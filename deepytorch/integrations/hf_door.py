@@ -25,7 +25,15 @@ from torch import nn
 from deepytorch.compiler.facts import Refusal
 from deepytorch.compiler.report import LEDGER, RegionRecord
 from deepytorch.integrations import packed_attention
-from deepytorch.integrations.door_proof import prove, quietly
+from deepytorch.integrations.door_proof import (
+    Unchanged,
+    is_deterministic,
+    is_sharded,
+    precision_of,
+    prove,
+    quietly,
+    small_weights,
+)
 from deepytorch.integrations.packed_attention import CannotPack, call_with_bias, has_learned_bias
 from deepytorch.integrations.packed_batch import (
     PackedBatch,
@@ -43,12 +51,16 @@ from deepytorch.log import logger, once
 
 Call = Callable[..., Any]
 
-_INSIDE: ContextVar[PackedBatch | None] = ContextVar("deepytorch_packed_batch", default=None)
+# The door whose model runs packed, and the batch.
+_INSIDE: ContextVar[tuple[Door, PackedBatch] | None] = ContextVar("deepytorch_packed_batch", default=None)
 
 # Heads that look at a row and not at its tokens: the model below them is packed.
-BY_ROW = ("ForSequenceClassification", "ForMultipleChoice", "ForQuestionAnswering", "ForNextSentencePrediction")
+BY_ROW = ("ForSequenceClassification", "ForNextSentencePrediction")
+AMONG_POSITIONS = ("ForQuestionAnswering", "ForMultipleChoice")
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")  # numbers that depend on how long the padded row is
 LAYER_TYPES = ("full_attention", "sliding_attention")
+MANY_KINDS = 8
+SHORTEST = 12  # positions of the probe
 OF_HEADS = ("start_positions", "end_positions")
 
 
@@ -67,16 +79,33 @@ class Door:
         if type(model).__name__.endswith(BY_ROW):
             self.target = model.base_model
         self._given: Mapping[str, Any] = {}  # to the head above the target
-        self._asked = self._proving = self._open = False
+        self._proving = self._open = False
+        self._found_out: dict[Any, Reading | None] = {}  # by kind of call
         self._reading: Reading | None = None
+        self._unasked: str | None = None  # why nothing is known of this kind of call
         self._found: PackedBatch | Refusal | None = None  # what the last call came to
         self.record = RegionRecord(f"door of {type(model).__name__}", "declined", "eager")
 
     def call(self, run: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A training call of the outer module: `run(*args, **kwargs)`, packed if that is possible."""
-        if not self._asked:
-            self._ask(args, kwargs)
+        given = _bound(self._outer, args, kwargs)
+        kind = None if given is None else self._kind(given)
+        self._unasked = "the call's arguments are not the model's" if given is None else None
+        if given is not None and kind not in self._found_out:
+            kind = self._ask(given)
+        self._reading = self._found_out.get(kind)
         return self._through(run, args, kwargs)
+
+    def _kind(self, given: Mapping[str, Any]) -> Any:
+        """What a proof holds for: the arguments that are given, and the model as it is made up."""
+        modules = [id(module) if "forward" not in vars(module) else -id(module) for module in self._outer.modules()]
+        loss = getattr(self._model, "_loss_function", None), getattr(self._model, "loss_type", None)
+        return (
+            frozenset(name for name, value in given.items() if value is not None),
+            hash(tuple(modules)),
+            loss,
+            bool(getattr(self._model.config, "output_attentions", False)),
+        )
 
     def restore(self) -> None:
         """Take back what was set on the model."""
@@ -100,7 +129,7 @@ class Door:
         return self._enter(module._call_impl, args, kwargs)
 
     def _enter(self, run: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if _INSIDE.get() is not None:
+        if _INSIDE.get() is not None:  # inside of itself or of another packed model
             return run(*args, **kwargs)
         started = time.perf_counter()
         hooks = UserHooks(self.target)
@@ -109,15 +138,15 @@ class Door:
             self.record.steps_padded += 1
             self.record.padded_because[found.reason] = self.record.padded_because.get(found.reason, 0) + 1
             return run(*args, **kwargs)
-        token = _INSIDE.set(found)
+        token = _INSIDE.set((self, found))
         self.record.host_seconds += time.perf_counter() - started
         try:
-            with hooks.shown(found.show, found.take):
+            with hooks.shown(found.show, found.take, call=not self._proving):
                 outputs = found.outputs(run(**found.arguments))
         except (torch.OutOfMemoryError, KeyboardInterrupt):
             raise
         except Exception as error:  # something that the probe had not seen, such as a cache of another kind
-            if self._proving:
+            if self._proving or "deepytorch_of_a_hook" in vars(error):
                 raise
             _INSIDE.set(None)
             outputs = run(*args, **kwargs)  # raises again where the batch is to blame
@@ -133,15 +162,14 @@ class Door:
 
     def _pack(self, hooks: UserHooks, args: Sequence[Any], kwargs: Mapping[str, Any]) -> PackedBatch | Refusal:
         if self._reading is None:
-            return Refusal("; ".join(self.record.declined) or "the call's arguments are not known")
+            return Refusal(self._unasked or "; ".join(self.record.declined))
         given = _bound(self.target, args, kwargs)
         if given is None:
             return Refusal("the call's arguments are not the model's")
         if hooks.refused is not None:
             return Refusal(hooks.refused)
         try:
-            with torch.no_grad():
-                found = pack_batch(given, self._reading, self._given.get("labels"))
+            found = pack_batch(given, self._reading, self._given.get("labels"))
         except CannotPack as error:
             return Refusal(str(error))
         if isinstance(found, PackedBatch) and not self._proving and found.padding < self._min_padding:
@@ -150,24 +178,25 @@ class Door:
 
     # ------------------------------------------------------------------ finding out
 
-    def _ask(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Find out how this model reads a batch, or why it cannot be packed. What the batch holds does not matter, and
-        so data-parallel ranks find the same, in as many calls.
+    def _ask(self, given: Mapping[str, Any]) -> Any:
+        """Find out how this model reads a batch, or why it cannot be packed; return the kind of call that this holds
+        for, or None where nothing was asked. What the batch holds does not matter, and so data-parallel ranks find the
+        same, in as many calls.
         """
-        given = _bound(self._outer, args, kwargs)
-        if given is None:
-            return
         strange = {name: value for name, value in given.items() if value is not None and not is_known(name)}
-        if any(isinstance(value, torch.Tensor) and name not in OF_HEADS for name, value in strange.items()):
-            return  # another call may do without it
-        if unknown_argument({name: value for name, value in given.items() if name not in strange}) is not None:
-            return
+        tensors = [n for n, value in strange.items() if isinstance(value, torch.Tensor) and n not in OF_HEADS]
+        familiar = {name: value for name, value in given.items() if name not in strange or name in tensors}
+        self._unasked = unknown_argument(familiar)
+        if self._unasked is not None:  # another call may do without it
+            return None
         if strange:  # of a head
             self.target = self._model.base_model
-        self._asked = True
-        LEDGER.open(self.record)
+        if not self._found_out:
+            LEDGER.open(self.record)
         before = replace(self.record, padded_because=dict(self.record.padded_because))
-        reason = declined_beforehand(self._outer, self._model)
+        kind = self._kind(given)
+        reason = "more kinds of calls than are proved" if len(self._found_out) >= MANY_KINDS else None
+        reason = reason or declined_beforehand(self._outer, self._model)
         if reason is None:
             self._prepare()
             self._proving = True
@@ -177,17 +206,22 @@ class Door:
                 self._proving = False
         for name in ("steps_packed", "steps_padded", "tokens_real", "tokens_padded", "padded_because"):
             setattr(self.record, name, getattr(before, name))  # the probes are not steps
+        self._found_out[kind] = self._reading if reason is None else None
         if reason is None:
             self.record.outcome = "packed"
             self.record.changes.append("padding stripped at the door: a probe came out the same packed and padded")
             logger.info("%s: padding is stripped", self.record.name)
         else:
-            self._shut(reason)
+            self._shut(reason, all_kinds=False)
+        return kind
 
-    def _shut(self, reason: str) -> None:
-        self.restore()
+    def _shut(self, reason: str, *, all_kinds: bool = True) -> None:
         self._reading = None
-        self.record.outcome = "declined"
+        if all_kinds:
+            self._found_out = dict.fromkeys(self._found_out)
+        if not any(self._found_out.values()):
+            self.restore()
+            self.record.outcome = "declined"
         self.record.declined.append(reason)
         once(logging.INFO, "%s: padding stays: %s", self.record.name, reason)
 
@@ -207,26 +241,37 @@ class Door:
                 module._compiled_call_impl = _Replaced(call_with_bias, module)
             elif _is_position_table(module) and not takes_positions:
                 side = 0 if module in of_encoder else -1
-                module._compiled_call_impl = _Replaced(partial(_call_with_positions, side), module)
+                module._compiled_call_impl = _Replaced(partial(_call_with_positions, self, side), module)
             pooler = module._modules.get("pooler")
             if pooler is not None:
-                pooler._compiled_call_impl = _Replaced(_call_unpacked, pooler)
+                pooler._compiled_call_impl = _Replaced(partial(_call_unpacked, self), pooler)
 
     def _prove(self, given: Mapping[str, Any]) -> str | None:
         reasons = []
-        with quietly(self._outer), UserHooks(self._outer).silenced():
-            for reading in readings(self._model, self._packed_model):
+        tried = list(readings(self._model, self._packed_model))
+        kept = Unchanged(self._outer)
+        run = self._outer._call_impl
+        with UserHooks(self._outer).silenced():
+            training = not is_sharded(self._outer)
+            if training:
+                with quietly(self._outer, training=True):
+                    training = is_deterministic(run, given, tried[0])
+            weights, precision = small_weights(self._outer), precision_of(self._outer)
+            with quietly(self._outer, training=training):
+                for reading in tried:
+                    self._reading = None
+                    reason = prove(run, partial(self._probe, reading), given, reading, weights, precision)
+                    if reason is None:
+                        break
+                    reasons.append(reason)
+        changed = kept.put_back()
+        if changed is not None:
+            return changed
+        return reasons[0] if len(reasons) == len(tried) else None
 
-                def packed(arguments: Mapping[str, Any], reading: Reading = reading) -> Any:
-                    self._reading = reading
-                    return self._through(self._outer._call_impl, (), arguments), self._found
-
-                self._reading = None
-                reason = prove(self._outer._call_impl, packed, given, reading)
-                if reason is None:
-                    return None
-                reasons.append(reason)
-        return reasons[0]
+    def _probe(self, reading: Reading, arguments: Mapping[str, Any]) -> tuple[Any, PackedBatch | Refusal | None]:
+        self._reading, self._found = reading, None
+        return self._through(self._outer._call_impl, (), arguments), self._found
 
 
 class _Replaced:
@@ -257,6 +302,14 @@ def declined_beforehand(outer: nn.Module, model: Any) -> str | None:
     biased = any(has_learned_bias(module) for module in model.modules())
     if not (getattr(model, "_supports_flash_attn", False) or biased):
         return f"{type(model).__name__} does not say what its masks mean (transformers gives it no FlashAttention)"
+    if type(model).__name__.endswith(AMONG_POSITIONS):
+        return "a head that chooses among positions, pads among them, or among rows"
+    if getattr(config, "expert_capacity", None) is not None:
+        return "experts that take so many tokens of each row"
+    if (getattr(config, "max_position_embeddings", None) or SHORTEST) < SHORTEST:
+        return f"fewer than {SHORTEST} positions"
+    if getattr(model.config, "output_attentions", False):
+        return "attention weights are asked for"
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             return "batch normalisation, whose statistics count pads"
@@ -295,11 +348,12 @@ def readings(model: Any, packed: Any) -> Iterator[Reading]:
         bounds={
             "input_ids": ids,
             "decoder_input_ids": ids,
-            "token_type_ids": getattr(config, "type_vocab_size", None) or 1,
+            "token_type_ids": getattr(config, "type_vocab_size", None) or 2,
             "labels": config.num_labels if by_token else ids,
         },
         pad_id=pad_id,
         pads_hold_pad_id=by_row and pad_id is not None,
+        unsure=packed is not model,
     )
     windowed = getattr(config, "sliding_window", None) is not None  # windows are counted in tokens when packed
     half = next(model.parameters()).dtype in (torch.float16, torch.bfloat16)  # rounding would hide rules of positions
@@ -311,9 +365,11 @@ def readings(model: Any, packed: Any) -> Iterator[Reading]:
     rules: list[Any] = [None]
     if not two_sided and "position_ids" in parameters:
         rules = [columns, counts, *([] if pad_id is None else [ids_counted(pad_id)])]
+    shifts = (first.shifted,) if two_sided or packed is not model else (first.shifted, not first.shifted)
     for kind in kinds:
-        for rule in rules:
-            yield replace(first, rows=kind, positions=rule)
+        for shifted in shifts:
+            for rule in rules:
+                yield replace(first, rows=kind, positions=rule, shifted=shifted)
 
 
 def _is_causal_loss(model: Any) -> bool:
@@ -346,16 +402,16 @@ def _is_position_table(module: nn.Module) -> bool:
     return own and "position_ids" in inspect.signature(module.forward).parameters
 
 
-def _call_with_positions(side: int, module: Any, *args: Any, **kwargs: Any) -> Any:
-    batch = _INSIDE.get()
-    if batch is not None:
-        kwargs["position_ids"] = batch.sides[side].rows.positions.long()
+def _call_with_positions(door: Door, side: int, module: Any, *args: Any, **kwargs: Any) -> Any:
+    inside = _INSIDE.get()
+    if inside is not None and inside[0] is door:
+        kwargs["position_ids"] = inside[1].sides[side].rows.positions.long()
     return module._call_impl(*args, **kwargs)
 
 
-def _call_unpacked(module: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+def _call_unpacked(door: Door, module: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
     """A pooler looks at one position of each row."""
-    batch = _INSIDE.get()
-    if batch is not None and hidden_states.shape[:2] == (1, batch.main.num_tokens):
-        hidden_states = batch.main.unpack(hidden_states)
+    inside = _INSIDE.get()
+    if inside is not None and inside[0] is door and hidden_states.shape[:2] == (1, inside[1].main.num_tokens):
+        hidden_states = inside[1].main.unpack(hidden_states)
     return module._call_impl(hidden_states, *args, **kwargs)

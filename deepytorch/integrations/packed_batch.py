@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from deepytorch.compiler.deferred import defer
 from deepytorch.compiler.facts import Refusal, places_of
-from deepytorch.integrations.packed_attention import CannotPack, Rows, encode_mask
+from deepytorch.integrations.packed_attention import CannotPack, Rows, encode_mask, is_packed
 from deepytorch.passes.ops.pack import pack_rows, unpack_rows
 
 IGNORE_INDEX = -100
@@ -103,6 +103,7 @@ class Reading:
     bounds: Mapping[str, int]
     pad_id: int | None
     pads_hold_pad_id: bool
+    unsure: bool  # whether labels are a head's above, which may shift them or not
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,21 +144,30 @@ class PackedBatch:
         return value
 
     def show(self, value: Any) -> Any:
-        """What a hook is given, padded: tensors (1, tokens, ...) of any nesting are unpacked when it looks at them."""
+        """What a hook is given, padded: tensors (1, tokens, ...) of any nesting. Raises `CannotPack` for what a padded
+        run would show otherwise: ids at pads, masks, tokens without rows.
+        """
         return tree_map_only(Tensor, self._shown, value)
 
     def _shown(self, tensor: Tensor) -> Tensor:
         side = self._side_of(tensor)
-        return tensor if side is None else side.unpack_later(tensor, 1, "hook")
+        if side is None:
+            if is_packed(tensor) or any(tensor.shape[:1] == (side.num_tokens,) for side in self.sides):
+                raise CannotPack("a hook would see how rows are packed")
+            return tensor
+        if not tensor.is_floating_point():
+            raise CannotPack("a hook would see other ids at pads")
+        return side.unpack(tensor)
 
-    def take(self, value: Any, given: Any) -> Any:
-        """What a hook returned, packed again: tensors (rows, positions, ...). `given`: what it was called with."""
-        sides = {id(side): side for each in tree_leaves(given) if (side := self._side_of(each)) is not None}
-        if len(sides) != 1:
-            return value
-        [side] = sides.values()
-        grid = (side.num_rows, side.num_positions)
-        return tree_map_only(Tensor, lambda each: side.pack(each) if each.shape[:2] == grid else each, value)
+    def take(self, value: Any) -> Any:
+        """What comes out of a hook, packed again: tensors (rows, positions, ...)."""
+        return tree_map_only(Tensor, self._taken, value)
+
+    def _taken(self, tensor: Tensor) -> Tensor:
+        sides = [side for side in self.sides if tensor.shape[:2] == (side.num_rows, side.num_positions)]
+        if len(sides) == 2:
+            raise CannotPack("a hook's tensors may be of either side of the model")
+        return sides[0].pack(tensor) if sides else tensor
 
     @property
     def sides(self) -> tuple[Side, ...]:
