@@ -4,7 +4,8 @@
 Values of every output at real positions, the loss, and gradients of both with respect to weights, within rounding, in
 training mode with every dropout at zero. In half precision a wrong mask may hide below the rounding, so one more thing
 is asked, which is exact there: where a token of some rows is changed, packed outputs change at no position where padded
-ones stay as they were. Sharded weights (ZeRO-3, FSDP2) have no gradients of their own here: outputs only, in evaluation.
+ones stay as they were. Sharded weights (ZeRO-3, FSDP2) have no gradients of their own here: of such models outputs
+alone are compared, in evaluation.
 
 What the probe changes is put back; a model that changes in training for other reasons than its optimizer is declined.
 """
@@ -61,8 +62,8 @@ def prove(
 
     run: the module's own call. run_packed: the same through the door, given the arguments; returns the outputs and the
     batch as it was packed, or why it was not. given: arguments of a call of the user's, for their names, dtypes and
-    widths; what they hold does not matter, so that ranks find the same. weights: whose gradients are compared. precision: see
-    `precision_of`.
+    widths; what they hold does not matter, so that ranks find the same. weights: whose gradients are compared.
+    precision: see `precision_of`.
     """
     try:
         probe = make_probe(given, reading)
