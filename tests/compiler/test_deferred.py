@@ -8,6 +8,7 @@ import io
 import pickle
 import time
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -125,8 +126,6 @@ USES = {
     "str": str,
     "repr": repr,
     "format": lambda x: f"{x}",
-    "is_leaf": lambda x: x.is_leaf,
-    "grad_fn": lambda x: type(x.grad_fn).__name__,
     "pickle": lambda x: pickle.loads(pickle.dumps(x)),
     "deepcopy": lambda x: copy.deepcopy(x.detach()),
     "new_zeros": lambda x: x.new_zeros(3),
@@ -654,3 +653,48 @@ def test_a_write_through_data_to_any_one_of_the_weights_is_noticed(place):
     weights[place].data.mul_(2)
     with pytest.raises(DeferredError, match="written through"):
         tensor + 1
+
+
+def test_frameworks_that_look_for_a_history_and_hook_gradients_compute_nothing() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    made = []
+
+    def compute(_: list[torch.Tensor]) -> torch.Tensor:
+        made.append(1)
+        return weight * 2
+
+    deferred = defer((3,), compute, dtype=torch.float32, device="cpu", requires_grad=True)
+    assert deferred.grad_fn is not None  # what DeepSpeed asks of every output
+    assert not deferred.is_leaf
+    seen = []
+    deferred.register_hook(seen.append)
+    assert made == []
+    deferred.sum().backward()
+    assert made == [1]
+    assert len(seen) == 1
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [2.0, 2.0, 2.0]
+    plain = defer((3,), compute, dtype=torch.float32, device="cpu")
+    assert plain.grad_fn is None
+    assert plain.is_leaf
+
+
+def test_a_node_that_passes_every_output_on_gives_no_gradient_to_what_the_loss_is_not_made_of() -> None:
+    weight = torch.ones(3, requires_grad=True)
+
+    class Sink(torch.autograd.Function):  # as DistributedDataParallel's for unused parameters
+        @staticmethod
+        def forward(ctx: Any, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            ctx.set_materialize_grads(False)
+            return tuple(each.clone() for each in inputs)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            return gradients
+
+    hidden = weight * 3
+    deferred = defer((3,), lambda _: hidden * 2, dtype=torch.float32, device="cpu", requires_grad=True)
+    loss, _ = Sink.apply(hidden.sum(), deferred)
+    loss.backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [3.0, 3.0, 3.0]
