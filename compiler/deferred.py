@@ -14,8 +14,8 @@ never other numbers.
 [Note: where gradients go]
 Gradients reach whatever the closure read, as in eager. A gradient that would have to reach a weight that has changed
 since raises, as in eager ("modified by an inplace operation"). The loss of the same step was not made from the deferred
-value, so `d loss / d logits` does not exist: `retain_grad()` on a deferred tensor logs so, once. Its `grad_fn` is a node
-of its own, there to be looked at (DeepSpeed hooks every output that has one); uses go through the value's history.
+value, so `d loss / d logits` does not exist: `retain_grad()` on a deferred tensor logs so, once. Its `grad_fn` is a
+node of its own, there to be looked at (DeepSpeed hooks every output that has one); uses go through the value's history.
 """
 
 from __future__ import annotations
@@ -324,7 +324,8 @@ _LAZY: dict[Any, Callable[..., Any]] = {
 _DESCRIPTION = frozenset(
     getattr(torch.Tensor, name).__get__
     for name in (
-        "shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad_fn", "is_leaf", "itemsize", "nbytes", "is_cuda", "is_cpu",
+        "shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad_fn", "is_leaf", "itemsize", "nbytes",
+        "is_cuda", "is_cpu",
         "is_xpu", "is_mps", "is_meta", "is_sparse", "is_sparse_csr", "is_quantized", "is_nested", "is_mkldnn", "is_xla",
         "is_mtia",
     )
