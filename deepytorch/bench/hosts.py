@@ -142,7 +142,7 @@ def _cell(host: str, model: str, options: HostsOptions) -> Cell:
     if missing:
         return Cell(host=host, model=model, ranks=ranks, named=f"not installed: {', '.join(missing)}")
     with tempfile.TemporaryDirectory(prefix="deepytorch-bench-") as scratch:
-        folders = {name: Path(scratch) / name for name in ("plain", "ours", "crossed")}
+        folders = {name: Path(scratch) / name for name in ("plain", "ours", "crossed", "again")}
         for folder in folders.values():
             folder.mkdir()
         save_at, saves = options.steps - 2, {name: str(folder / "save") for name, folder in folders.items()}
@@ -164,7 +164,13 @@ def _cell(host: str, model: str, options: HostsOptions) -> Cell:
 
         try:
             plain = _run(job("plain"), folders["plain"], ranks, options.timeout_s, on=False)
-            ours = _run(job("ours", other=saves["plain"]), folders["ours"], ranks, options.timeout_s, on=True)
+            other = saves["plain"] if HOSTS[host][0].resumes_in_process else None
+            ours = _run(job("ours", other=other), folders["ours"], ranks, options.timeout_s, on=True)
+            if other is None:
+                again = job("again", first=save_at, resume=saves["plain"])
+                resumed = _run(again, folders["again"], ranks, options.timeout_s, on=True)
+                for found, each in zip(ours, resumed, strict=True):
+                    found["resumed"] = each["steps"]
             crossed = job("crossed", first=save_at, resume=saves["ours"])
             back = _run(crossed, folders["crossed"], ranks, options.timeout_s, on=False)
         except _Failed as failure:
