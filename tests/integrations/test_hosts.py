@@ -24,11 +24,8 @@ CELLS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("host", "model", "how"),
-    [pytest.param(*cell, marks=() if cell[0] == "trainer" else pytest.mark.slow) for cell in CELLS],
-    ids=[f"{host}-{model}" for host, model, _ in CELLS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("host", "model", "how"), CELLS, ids=[f"{host}-{model}" for host, model, _ in CELLS])
 def test_losses_agree_and_checkpoints_are_interchangeable(host: str, model: str, how: str) -> None:
     for package in PACKAGES.get(host, ()):
         pytest.importorskip(package)
