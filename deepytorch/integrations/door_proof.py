@@ -123,7 +123,8 @@ def small_weights(module: nn.Module) -> list[Tensor]:
     """Weights whose gradients are worth comparing; none where they are sharded."""
     if is_sharded(module):
         return []
-    trained = [each for each in module.parameters() if each.requires_grad]
+    # a hook of the user's on a weight would be called
+    trained = [each for each in module.parameters() if each.requires_grad and not each._backward_hooks]
     if sum(each.numel() for each in trained) <= MANY_WEIGHTS:
         return list(trained)
     return [each for each in trained if each.numel() <= SMALL_WEIGHT]

@@ -101,7 +101,7 @@ class Door:
         modules = [id(module) if "forward" not in vars(module) else -id(module) for module in self._outer.modules()]
         loss = getattr(self._model, "_loss_function", None), getattr(self._model, "loss_type", None)
         return (
-            frozenset(name for name, value in given.items() if value is not None),
+            frozenset((n, v if isinstance(v, bool) else None) for n, v in given.items() if v is not None),
             hash(tuple(modules)),
             loss,
             bool(getattr(self._model.config, "output_attentions", False)),
@@ -148,6 +148,8 @@ class Door:
         except Exception as error:  # something that the probe had not seen, such as a cache of another kind
             if self._proving or "deepytorch_of_a_hook" in vars(error):
                 raise
+            if is_sharded(self._outer):  # a second forward of this rank alone would gather other weights than its peers
+                raise
             _INSIDE.set(None)
             outputs = run(*args, **kwargs)  # raises again where the batch is to blame
             self._shut(str(error) if isinstance(error, CannotPack) else f"{type(error).__name__}: {str(error)[:300]}")
@@ -168,6 +170,8 @@ class Door:
             return Refusal("the call's arguments are not the model's")
         if hooks.refused is not None:
             return Refusal(hooks.refused)
+        if hooks.found and is_sharded(self._outer):
+            return Refusal("a hook in a model whose weights are sharded")
         try:
             found = pack_batch(given, self._reading, self._given.get("labels"))
         except CannotPack as error:

@@ -47,6 +47,11 @@ class UserHooks:
         if self._forward and any(_recomputes(module) for module in model.modules()):
             self._refuse("hook under activation checkpointing", self._forward[0][2])
 
+    @property
+    def found(self) -> bool:
+        """Whether there are any."""
+        return bool(self._forward)
+
     def _refuse(self, kind: str, hook: Callable[..., Any]) -> None:
         self.refused = f"a {kind}: {getattr(hook, '__qualname__', type(hook).__name__)}"
 

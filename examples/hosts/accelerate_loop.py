@@ -1,6 +1,6 @@
 """Accelerate, with one line more: `accelerate launch --cpu examples/hosts/accelerate_loop.py`, or plain python.
 
-`Accelerator(dynamo_backend="deepytorch")` says the same about compiling without the import.
+`Accelerator(dynamo_backend="deepytorch")` says the same in its own words.
 """
 
 import deepytorch  # the one line

@@ -1,6 +1,6 @@
 """Hugging Face Trainer, with one line more: `python examples/hosts/trainer.py`, or under torchrun.
 
-`TrainingArguments(torch_compile=True, torch_compile_backend="deepytorch")` says the same without the import.
+`TrainingArguments(torch_compile=True, torch_compile_backend="deepytorch")` says the same in its own words.
 """
 
 import deepytorch  # the one line
