@@ -77,12 +77,12 @@ def test_windows_are_packed_and_holes_run_padded() -> None:
     expect_packed(report(), steps=4)
 
 
-def test_a_cache_that_the_probe_had_not_seen_shuts_the_door_and_the_batch_runs_padded() -> None:
+def test_calls_that_ask_for_a_cache_of_windows_run_padded_and_the_others_are_packed() -> None:
     pair = DoorPair(mistral("sdpa").train())
     one, two = batches(causal_batch, (4, 11, "right"), (4, 9, "right"))
     given = [{**one, "use_cache": False}, {**two, "use_cache": True}, {**one, "use_cache": False}]
     pair.train(given)
-    assert pair.door.record.steps_packed == 1
+    assert (pair.door.record.steps_packed, pair.door.record.steps_padded) == (2, 1)
     assert "use_cache=False" in pair.door.record.declined[0]
 
 
