@@ -36,4 +36,6 @@ def test_losses_agree_and_checkpoints_are_interchangeable(host: str, model: str,
     assert cell.named == ""
     assert cell.green, cell
     assert cell.how == how
-    assert cell.steps_packed >= 7, cell  # TRL's and others' first call is what shows that graphs break
+    # Of 6 steps, and 2 more where a second training runs in the same process; TRL's first call in each is padded.
+    assert cell.steps_packed >= 6, cell
+    assert cell.steps_padded <= 1, cell
