@@ -9,6 +9,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from deepytorch import autowrap
 from deepytorch.compiler import data_parallel
 from deepytorch.compiler.backend import EXPLAINING, deepytorch_backend
 from deepytorch.compiler.config import CompilerConfig
@@ -90,6 +91,9 @@ class Explanation:
 def explain(model: Callable[..., Any], *args: Any, options: dict[str, Any] | None = None, **kwargs: Any) -> Explanation:
     """Run `model(*args, **kwargs)` once in eager and say what deepytorch would do with it, region by region.
 
+    Where Dynamo cuts a Hugging Face model into several graphs, or its weights are sharded, padding is stripped at the
+    model's door under `import deepytorch`: then the model is asked as in training, and the door is one more region. Of
+    a sharded model every rank has to call this.
     Nothing is lowered and the model is not changed; its forward runs once, so buffers that a forward updates are
     updated. `options` are those of `torch.compile(..., backend="deepytorch", options=...)`.
     """
@@ -102,6 +106,11 @@ def explain(model: Callable[..., Any], *args: Any, options: dict[str, Any] | Non
         torch._dynamo.reset()  # a region that was compiled before would not be looked at again
         compiled = torch.compile(target, backend=_explaining(options))
         compiled(*args, **kwargs)
+        unpads = CompilerConfig.parse(None, options).unpad
+        if unpads and isinstance(target, torch.nn.Module) and target.training and torch.is_grad_enabled():
+            door = autowrap.explain_door(target, found, args, kwargs)
+            if door is not None:
+                found.insert(0, door)
     finally:
         EXPLAINING.reset(token)
         torch._dynamo.reset()

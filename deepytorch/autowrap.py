@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import FunctionType, MethodType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -29,6 +29,9 @@ from deepytorch.config import Environment
 from deepytorch.errors import ConfigError
 from deepytorch.log import logger, once
 from deepytorch.switch import SWITCH
+
+if TYPE_CHECKING:
+    from deepytorch.compiler.report import RegionRecord
 
 _LOCK = threading.Lock()
 _PROBED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -48,6 +51,15 @@ class Door(Protocol):
         """`run(*args, **kwargs)`, packed if that is possible."""
         ...
 
+    @property
+    def asked(self) -> bool:
+        """Whether it knows of some calls what becomes of them."""
+        ...
+
+    def explain(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RegionRecord:
+        """What would become of a training call with these arguments."""
+        ...
+
     def restore(self) -> None:
         """Take everything back."""
         ...
@@ -64,15 +76,15 @@ class Handle:
         self, module: nn.Module, compiled: Callable[..., Any], door: Door | None = None, sharded: bool = False
     ) -> None:
         self._module = weakref.ref(module)
-        self.compiled, self._door = compiled, door
+        self.compiled, self.door = compiled, door
         self._looked, self._open = False, sharded
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """A training call."""
-        if self._door is None:
+        if self.door is None:
             return self.compiled(module, *args, **kwargs)
         if self._open:
-            return self._door.call(partial(self.compiled, module), args, kwargs)
+            return self.door.call(partial(self.compiled, module), args, kwargs)
         if self._looked:
             return self.compiled(module, *args, **kwargs)
         from deepytorch.compiler.report import LEDGER
@@ -80,8 +92,7 @@ class Handle:
         self._looked = True
         before = len(LEDGER.report().regions)
         outputs = self.compiled(module, *args, **kwargs)
-        regions = LEDGER.report().regions[before:]
-        self._open = len(regions) > 1 and not any(region.outcome == "packed" for region in regions)
+        self._open = _wants_door(LEDGER.report().regions[before:])
         return outputs
 
     def restore(self) -> None:
@@ -89,8 +100,8 @@ class Handle:
         module = self._module()
         if module is not None and _HANDLES.pop(module, None) is self:
             _take_out(module)
-            if self._door is not None:
-                self._door.restore()
+            if self.door is not None:
+                self.door.restore()
 
 
 def optimize(model: nn.Module, *, mode: str | None = None, options: dict[str, Any] | None = None) -> Handle:
@@ -243,13 +254,44 @@ class _Several(Handle):
             handle.restore()
 
 
-def _arm_all(module: nn.Module, mode: str | None, options: dict[str, Any] | None) -> list[Handle]:
-    """Arm a module: what a data-parallel wrapper holds, and the blocks of a sharded one by one."""
+def explain_door(
+    model: nn.Module, regions: Sequence[RegionRecord], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> RegionRecord | None:
+    """What a model's door would do with a training call, of which Dynamo made `regions`; None where it stays shut."""
+    module = _unwrapped(model)
+    if not (_wants_door(regions) or _is_partitioned(module) or any(map(_is_sharded, module.modules()))):
+        return None
+    handle = _HANDLES.get(module)
+    door = None if handle is None else handle.door
+    if door is not None and door.asked:
+        return door.explain(args, kwargs)
+    door = _door_of(module, None)  # of its own: what training has armed learns in training
+    if door is None:
+        return None
+    try:
+        return door.explain(args, kwargs)
+    finally:
+        door.restore()
+
+
+def _wants_door(regions: Sequence[RegionRecord]) -> bool:
+    """Whether Dynamo cut a call into several graphs and none of them is packed."""
+    return len(regions) > 1 and not any(region.outcome == "packed" for region in regions)
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    """The model in a data-parallel wrapper or in DeepSpeed's engine."""
     inner = getattr(module, "module", None)
     if isinstance(inner, nn.Module) and (
         isinstance(module, nn.parallel.DistributedDataParallel) or type(module).__module__.startswith("deepspeed.")
     ):
-        return _arm_all(inner, mode, options)
+        return _unwrapped(inner)
+    return module
+
+
+def _arm_all(module: nn.Module, mode: str | None, options: dict[str, Any] | None) -> list[Handle]:
+    """Arm a module: what a data-parallel wrapper holds, and the blocks of a sharded one by one."""
+    module = _unwrapped(module)
     sharded = [each for each in module.modules() if _is_sharded(each)]
     blocks = [each for each in sharded if each is not module]
     blocks = [each for each in blocks if not any(other is not each and _is_sharded(other) for other in each.modules())]
@@ -271,6 +313,11 @@ def _door_of(module: nn.Module, options: dict[str, Any] | None) -> Door | None:
     return next((door for make in DOORS if (door := make(module, config.min_padding)) is not None), None)
 
 
+def _is_partitioned(module: nn.Module) -> bool:
+    """Whether ZeRO-3, whose hooks cut every graph, has partitioned its weights."""
+    return any(hasattr(each, "ds_id") for each in module.parameters())
+
+
 def _is_sharded(module: nn.Module) -> bool:
     return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
 
@@ -281,8 +328,7 @@ def _arm(module: nn.Module, mode: str | None, options: dict[str, Any] | None) ->
         return known
     compiled = _compiled(type(module), mode, options)
     door = _door_of(module, options)
-    partitioned = any(hasattr(each, "ds_id") for each in module.parameters())  # by ZeRO-3, whose hooks cut every graph
-    if door is not None and partitioned:
+    if door is not None and _is_partitioned(module):
         handle = Handle(module, _step, door, sharded=True)
     else:
         handle = Handle(module, compiled, door)

@@ -321,16 +321,17 @@ def hosts(
         timeout_s=timeout,
     )
     with console.status("Starting") as status:
-        result = measuring.run_hosts(options, notify=status.update)
+        for result in measuring.run_hosts(options, notify=status.update):  # an hour or more: files hold what there is
+            console.print(measuring.line(result), highlight=False, markup=False, soft_wrap=True)
+            if json_file is not None and json_file != "-":
+                measuring.save(result, Path(json_file))
+            if markdown is not None:
+                measuring.write_markdown(result, markdown)
     console.print(measuring.table(result))
     for remark in measuring.remarks(result):
         console.print(remark, highlight=False, markup=False, soft_wrap=True)
     if json_file == "-":
         typer.echo(json.dumps(result.to_json(), indent=2))
-    elif json_file is not None:
-        measuring.save(result, Path(json_file))
-    if markdown is not None:
-        measuring.write_markdown(result, markdown)
     if any(not cell.green and not cell.named for cell in result.cells):
         raise typer.Exit(1)
 

@@ -10,7 +10,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -49,6 +49,8 @@ class HostsOptions:
     def __post_init__(self) -> None:
         """Raise `ConfigError` for a value that is not accepted."""
         for what, found, accepted in (("host", self.hosts, tuple(HOSTS)), ("model", self.models, MODELS)):
+            if not found:
+                raise ConfigError(f"No {what} is named, expected some of {', '.join(accepted)}.")
             for name in found:
                 if name not in accepted:
                     raise ConfigError(f'The {what} is "{name}", expected one of {", ".join(accepted)}.')
@@ -107,19 +109,21 @@ class _Failed(Exception):
     """A process of a host failed; holds the last of what it said."""
 
 
-def run_hosts(options: HostsOptions, notify: Callable[[str], None]) -> HostsResult:
-    """Run every cell, one after the other. A host that fails or is not installed leaves a cell with its name."""
-    cells = []
+def run_hosts(options: HostsOptions, notify: Callable[[str], None]) -> Iterator[HostsResult]:
+    """Run every cell, one after the other, and yield what was found so far after each. A host that fails or is not
+    installed leaves a cell with its name.
+    """
+    cells: list[Cell] = []
     for host in options.hosts:
         for model in options.models:
             notify(f"{host}, {model}")
             cells.append(_cell(host, model, options))
-    return HostsResult(
-        options=options,
-        machine=f"{platform.machine()}, {torch.get_num_threads()} cores",
-        versions=_versions(),
-        cells=tuple(cells),
-    )
+            yield HostsResult(
+                options=options,
+                machine=f"{platform.machine()}, {torch.get_num_threads()} cores",
+                versions=_versions(),
+                cells=tuple(cells),
+            )
 
 
 def _versions() -> dict[str, str]:
@@ -264,6 +268,11 @@ def table(result: HostsResult) -> Table:
     for cell in result.cells:
         shown.add_row(*_row(cell)[:-1])
     return shown
+
+
+def line(result: HostsResult) -> str:
+    """The cell that was run last."""
+    return ", ".join(each for each in _row(result.cells[-1]) if each)
 
 
 def remarks(result: HostsResult) -> list[str]:

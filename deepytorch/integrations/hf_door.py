@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepytorch.compiler.backend import EXPLAINING
 from deepytorch.compiler.facts import Refusal
 from deepytorch.compiler.report import LEDGER, RegionRecord
 from deepytorch.integrations import packed_attention
@@ -95,6 +96,32 @@ class Door:
             kind = self._ask(given)
         self._reading = self._found_out.get(kind)
         return self._through(run, args, kwargs)
+
+    @property
+    def asked(self) -> bool:
+        """Whether a call was proved or declined before."""
+        return bool(self._found_out)
+
+    def explain(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RegionRecord:
+        """What would become of a training call with these arguments; the model is asked where it was not yet."""
+        given = _bound(self._outer, args, kwargs)
+        kind = None if given is None else self._kind(given)
+        self._unasked = "the call's arguments are not the model's" if given is None else None
+        if given is not None and kind not in self._found_out:
+            kind = self._ask(given)
+        record = replace(self.record, steps_packed=0, steps_padded=0, padded_because={}, tokens_real=0, tokens_padded=0)
+        self._reading = self._found_out.get(kind)
+        if given is None or self._reading is None:
+            record.outcome = "declined"
+            record.declined = [self._unasked] if self._unasked is not None else record.declined
+            return record
+        mask = given["attention_mask"]
+        record.tokens_real, record.tokens_padded = int((mask != 0).sum()), mask.numel()
+        if self.target is self._outer:
+            found = self._pack(UserHooks(self.target), args, kwargs)
+            if isinstance(found, Refusal):
+                record.padded_because = {found.reason: 1}
+        return record
 
     def _kind(self, given: Mapping[str, Any]) -> Any:
         """What a proof holds for: the arguments that are given, and the model as it is made up."""
@@ -195,7 +222,7 @@ class Door:
             return None
         if strange:  # of a head
             self.target = self._model.base_model
-        if not self._found_out:
+        if not self._found_out and EXPLAINING.get() is None:
             LEDGER.open(self.record)
         before = replace(self.record, padded_because=dict(self.record.padded_because))
         kind = self._kind(given)

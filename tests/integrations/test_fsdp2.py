@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = """
 import deepytorch
 deepytorch.configure(options={"lowering": "aot_eager"})
@@ -74,3 +76,60 @@ def test_blocks_are_compiled_and_train_alike(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+FAILS = """
+import sys
+from pathlib import Path
+import deepytorch
+deepytorch.configure(options={"lowering": "aot_eager"})
+import torch
+import torch.distributed as dist
+import transformers
+from torch.distributed.fsdp import fully_shard
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+config = transformers.LlamaConfig(
+    hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=64, use_cache=False
+)
+model = transformers.LlamaForCausalLM(config)
+failing, calls, own = False, 0, model.model.norm.forward
+def norm(hidden):
+    global calls
+    calls += 1
+    if failing:
+        raise RuntimeError("this rank fails")
+    return own(hidden)
+model.model.norm.forward = norm
+for layer in model.model.layers:
+    fully_shard(layer)
+fully_shard(model)
+optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+ids = torch.randint(5, 64, (4, 12), generator=torch.Generator().manual_seed(dist.get_rank()))
+mask = torch.ones_like(ids)
+mask[1:, 5 + dist.get_rank():] = 0
+for step in range(4):
+    if step == 2:
+        [door] = [each for each in deepytorch.report().to_json()["regions"] if each["name"].startswith("door")]
+        assert (door["steps_packed"], door["steps_padded"]) == (2, 0), door
+        failing, calls = dist.get_rank() == 1, 0
+    try:
+        loss = model(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss
+    except RuntimeError as error:
+        Path(sys.argv[1], f"rank{dist.get_rank()}").write_text(f"{error}; {calls} call")
+        raise
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_rank_that_fails_in_a_packed_forward_does_not_run_it_again(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    script = tmp_path / "train.py"
+    script.write_text(FAILS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode != 0
+    assert (tmp_path / "rank1").read_text() == "this rank fails; 1 call", done.stderr[-3000:]

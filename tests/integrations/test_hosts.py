@@ -32,7 +32,8 @@ def test_losses_agree_and_checkpoints_are_interchangeable(host: str, model: str,
     options = HostsOptions(
         hosts=(host,), models=(model,), size="tiny", batch_size=4, max_length=200, steps=6, lowering="aot_eager"
     )
-    [cell] = run_hosts(options, notify=lambda _: None).cells
+    [found] = run_hosts(options, notify=lambda _: None)
+    [cell] = found.cells
     assert cell.named == ""
     assert cell.green, cell
     assert cell.how == how

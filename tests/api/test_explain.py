@@ -1,0 +1,88 @@
+"""`deepytorch.explain`: what would be done, before it is done."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import deepytorch
+from deepytorch import autowrap
+from deepytorch.api import explain
+from deepytorch.compiler.report import LEDGER
+from tests.compiler.parity import batches, causal_batch
+from tests.compiler.test_parity_decoders import llama
+
+EAGER = {"lowering": "aot_eager"}
+
+
+def cut_by_a_print(model: Any) -> Any:
+    """A model whose first layer prints, which cuts its graph."""
+    layer = model.model.layers[0]
+
+    def forward(*args: Any, own: Any = layer.forward, **kwargs: Any) -> Any:
+        print("a layer")  # noqa: T201, what cuts the graph
+        return own(*args, **kwargs)
+
+    layer.forward = forward
+    return model
+
+
+def test_a_model_in_one_graph_has_one_region_with_its_fraction_and_gain() -> None:
+    [batch] = batches(causal_batch, (4, 11, "right"))
+    explained = explain(llama("sdpa").train(), **batch, options=EAGER)
+    [region] = explained.to_json()["regions"]
+    assert explained.packed
+    assert region["outcome"] == "packed"
+    assert region["real_token_fraction"] == pytest.approx(float(batch["attention_mask"].float().mean()))
+    assert region["expected_speedup_of_matrix_work"] > 1
+    assert "packed" in str(explained)
+
+
+def test_where_graphs_break_the_door_is_one_more_region() -> None:
+    model = cut_by_a_print(llama("sdpa").train())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    one, full = batches(causal_batch, (4, 11, "right"), (4, 9, "none"))
+    door, *others = explain(model, **one, options=EAGER).to_json()["regions"]
+    assert (door["name"], door["outcome"]) == ("door of LlamaForCausalLM", "packed")
+    assert door["real_token_fraction"] == pytest.approx(float(one["attention_mask"].float().mean()))
+    assert len(others) > 1
+    assert {region["outcome"] for region in others} == {"declined"}
+    door = explain(model, **full, options=EAGER).to_json()["regions"][0]
+    assert door["this_batch_would_run_padded_because"] == ["hardly any padding in the batch"]
+    assert not LEDGER.report().regions
+    assert not any("_compiled_call_impl" in vars(module) for module in model.modules())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
+def test_a_door_that_stays_shut_says_why() -> None:
+    model = cut_by_a_print(llama("sdpa").train())
+    [batch] = batches(causal_batch, (4, 11, "right"))
+    del batch["attention_mask"]
+    door = explain(model, **batch, options=EAGER).to_json()["regions"][0]
+    assert door["outcome"] == "declined"
+    assert door["declined"] == ["no attention mask is given"]
+    with_unpad_off = explain(model, **batch, options={**EAGER, "unpad": False}).to_json()["regions"]
+    assert not any(region["name"].startswith("door") for region in with_unpad_off)
+
+
+def test_asking_in_the_middle_of_training_leaves_its_door_open() -> None:
+    model = cut_by_a_print(llama("sdpa").train())
+    handle = deepytorch.optimize(model, options=EAGER)
+    given = batches(causal_batch, (4, 11, "right"), (4, 9, "right"), (4, 10, "right"))
+    try:
+        for batch in given[:2]:
+            model(**batch).loss.backward()
+        regions = explain(model, **given[2], options=EAGER).to_json()["regions"]
+        assert (regions[0]["name"], regions[0]["outcome"]) == ("door of LlamaForCausalLM", "packed")
+        model(**given[2]).loss.backward()
+        assert handle.door is not None
+        [record] = [each for each in LEDGER.report().regions if each.name.startswith("door")]
+        assert (record.steps_packed, record.steps_padded) == (2, 0)
+        assert autowrap.armed(model)
+    finally:
+        handle.restore()
