@@ -40,6 +40,7 @@ _SETTINGS: dict[str, Any] = {"mode": None, "options": None}  # of what the impor
 # Handed up by integrations: makes the door of a module, if it has one, given the least share of pads worth packing.
 DOORS: list[Callable[[nn.Module, float], Door | None]] = []
 LOOPS: list[Callable[[nn.Module], bool]] = []  # likewise: whether this call of a module is a loop's step, not a model's
+LEFT_ALONE: dict[str, str] = {}  # likewise: package -> what is said of its modules, which are not armed
 # Modules of one class share a code object, and with it their graphs.
 _STEPS: dict[tuple[Callable[..., Any], type], Callable[..., Any]] = {}
 
@@ -175,7 +176,10 @@ def watch(optimizer: torch.optim.Optimizer) -> None:
     trained = {id(each) for group in optimizer.param_groups for each in group["params"] if each.requires_grad}
     with _LOCK:
         found = _holders(trained)
-        if any(isinstance(each, nn.DataParallel) for each in found):  # its copies would call the original
+        packages = {type(each).__module__.partition(".")[0] for each in found}
+        if packages & LEFT_ALONE.keys():
+            once(logging.INFO, "%s", " ".join(LEFT_ALONE[name] for name in sorted(packages & LEFT_ALONE.keys())))
+        elif any(isinstance(each, nn.DataParallel) for each in found):  # its copies would call the original
             once(logging.INFO, "a model in DataParallel is left as it is; DistributedDataParallel is compiled")
         elif any(_is_compiled(each) for each in found):
             names = sorted({type(each).__name__ for each in found if _is_compiled(each)})

@@ -2,7 +2,8 @@
 
 Megatron-LM decorates them with `megatron.core.jit.jit_fuser`, which is `torch.compile` under the name of the module.
 This takes its place before other modules of Megatron's import it; `disable_jit_fuser` and `enable_jit_fuser` work as
-they did. Its models have pipeline and tensor parallel layers of their own and are left as they are.
+they did. Its models are left as they are: Dynamo would cut them into dozens of graphs at their tensor and pipeline
+parallel layers, and they pack sequences themselves.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from typing import Any
 
 def attach(jit: Any) -> None:
     """Take over `jit_fuser` where it is `torch.compile`. `jit`: megatron.core.jit."""
+    from deepytorch import autowrap
+
+    autowrap.LEFT_ALONE["megatron"] = "models of Megatron-LM are left as they are; its fused functions are compiled."
     enable = getattr(jit, "enable_jit_fuser", None)
     if hasattr(enable, "_deepytorch_original") or not _is_compile(getattr(jit, "jit_fuser", None)):
         return
@@ -34,6 +38,9 @@ def detach(jit: Any) -> None:
     """Give Megatron-LM its own function back."""
     import torch
 
+    from deepytorch import autowrap
+
+    autowrap.LEFT_ALONE.pop("megatron", None)
     if getattr(jit, "jit_fuser", None) is compile_fused:
         jit.jit_fuser = torch.compile
     enable = getattr(jit, "enable_jit_fuser", None)

@@ -412,3 +412,38 @@ with deepytorch.paused():
     for one, other in zip(losses, train(same, optimizer_of(same))):
         torch.testing.assert_close(one, other)
 """)
+
+
+def test_cells_of_a_notebook_run_again() -> None:
+    run("""
+cells = [
+'''class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 2)
+    def forward(self, x):
+        return FACTOR * self.head(torch.relu(self.body(x)))
+''',
+'''torch.manual_seed(0)
+model = Net()
+optimizer = optimizer_of(model)
+losses = train(model, optimizer)
+''',
+]
+FACTOR = 1.0
+def run_cells():
+    for cell in cells:
+        exec(compile(cell, "<cell>", "exec"), globals())  # no file has its source
+    return losses, model
+first, one = run_cells()
+again, other = run_cells()
+assert autowrap.armed(one) and autowrap.armed(other) and one is not other
+assert regions() == 2
+cells[0] = cells[0].replace("FACTOR", "2.0 * FACTOR")  # the class is edited
+edited, last = run_cells()
+with deepytorch.paused():
+    plain, _ = run_cells()
+torch.testing.assert_close(first, again)
+torch.testing.assert_close(edited, plain)
+assert not torch.allclose(first[0], edited[0])
+""")
