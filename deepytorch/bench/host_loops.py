@@ -188,9 +188,10 @@ class Accelerated(OwnLoop):
 
 
 class Zero(OwnLoop):
-    """DeepSpeed's ZeRO at one stage."""
+    """DeepSpeed's ZeRO at one stage. offload: the parts of it that live in the host's memory."""
 
     stage = 1
+    offload: tuple[str, ...] = ()
 
     def __init__(self, model: nn.Module, batches: Sequence[Batch], folder: Path) -> None:
         import deepspeed
@@ -198,7 +199,8 @@ class Zero(OwnLoop):
         deepspeed.init_distributed("gloo", verbose=False)
         config = {
             "train_micro_batch_size_per_gpu": batches[0]["input_ids"].shape[0],
-            "zero_optimization": {"stage": self.stage},
+            "zero_optimization": {"stage": self.stage, **{part: {"device": "cpu"} for part in self.offload}},
+            "zero_force_ds_cpu_optimizer": False,  # its own has to be built
             "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "torch_adam": True}},
             "steps_per_print": 10**9,
         }
@@ -227,10 +229,22 @@ class Zero2(Zero):
     stage = 2
 
 
+class Zero2Offload(Zero2):
+    """With the optimizer's state offloaded."""
+
+    offload = ("offload_optimizer",)
+
+
 class Zero3(Zero):
     """Weights sharded as well."""
 
     stage = 3
+
+
+class Zero3Offload(Zero3):
+    """With weights and the optimizer's state offloaded."""
+
+    offload = ("offload_optimizer", "offload_param")
 
 
 class Trainer(Loop):
@@ -338,7 +352,9 @@ HOSTS: dict[str, tuple[type[Loop], int]] = {  # with how many ranks
     "accelerate": (Accelerated, 2),
     "zero1": (Zero, 2),
     "zero2": (Zero2, 2),
+    "zero2-offload": (Zero2Offload, 2),
     "zero3": (Zero3, 2),
+    "zero3-offload": (Zero3Offload, 2),
     "lightning": (Lightning, 2),
     "peft": (LowRank, 1),
     "trl": (SupervisedTrainer, 2),
@@ -347,9 +363,7 @@ HOSTS: dict[str, tuple[type[Loop], int]] = {  # with how many ranks
 PACKAGES = {
     "trainer": ("transformers", "accelerate"),
     "accelerate": ("accelerate",),
-    "zero1": ("deepspeed",),
-    "zero2": ("deepspeed",),
-    "zero3": ("deepspeed",),
+    **dict.fromkeys(("zero1", "zero2", "zero2-offload", "zero3", "zero3-offload"), ("deepspeed",)),
     "lightning": ("lightning",),
     "peft": ("peft",),
     "trl": ("trl", "datasets"),
