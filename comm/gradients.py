@@ -27,7 +27,6 @@ import json
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -36,28 +35,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepytorch.comm.agreement import exchange
-from deepytorch.comm.bucket_memory import BucketMemory, Transfer, new_buffer, strides
+from deepytorch.comm.bucket_memory import strides
 from deepytorch.comm.buckets import NOMINAL, BucketPlan, expected_arrivals, plan_buckets
 from deepytorch.comm.cost import Link
 from deepytorch.comm.hooks import CommHook
+from deepytorch.comm.outgoing import Counts, Outgoing
 from deepytorch.comm.rows import Rows, exchange_sizes, gather_rows, saves, summed_rows
-from deepytorch.comm.watch import Watch, finish, fitted
+from deepytorch.comm.watch import Watch, fitted
 from deepytorch.errors import GradientError
 
 _HELD = 2  # backwards, at first: their buckets leave at the end
 _WATCHED = 3
-
-
-@dataclass
-class Counts:
-    """What one reducer did: `syncs` backwards that reduced, over how many `collectives` and `num_bytes`."""
-
-    syncs: int = 0
-    collectives: int = 0
-    num_bytes: int = 0
-    exposed_seconds: float = 0.0
-    late: int = 0  # gradients that came from eager frames
-    transfers: list[Transfer] = field(default_factory=list)  # of the last backward that reduced
 
 
 class GradientReducer:
@@ -94,8 +82,6 @@ class GradientReducer:
         self._group, self._may_be_unused, self._timeout = group, may_be_unused, timeout
         self._link, self._bucket_bytes, self._comm_hook = link, bucket_bytes, hook
         self._size = dist.get_world_size(group)
-        self._averages = "deepytorch" in str(dist.get_backend(group)) or "nccl" in str(dist.get_backend(group))
-        self._buckets: list[BucketMemory] = []
         self._arrived: set[int] = set()
         self._in_parts: set[int] = set()  # see [Note: parts]
         self._parts: dict[int, Tensor] = {}  # of this backward, on their way to autograd
@@ -107,7 +93,6 @@ class GradientReducer:
         self._watched = 0  # backwards
         self._watch: Watch | None = None  # of this backward
         self._set_plan(plan)
-        self._next = 0  # the bucket that leaves next
         self._armed = False  # whether the backward that comes reduces
         self._armed_anew = False  # whether a forward said so since the last backward began
         self._backward = -1  # the backward that is under way, as autograd numbers them; -1: none
@@ -116,9 +101,7 @@ class GradientReducer:
 
     def _set_plan(self, plan: BucketPlan) -> None:
         self.plan = plan
-        self._bucket_of = plan.bucket_of()
-        self._place = {member: place for bucket in plan.buckets for place, member in enumerate(bucket.members)}
-        self._buckets = []  # made by the next backward; what autograd holds of the old ones stays as it is
+        self._outgoing = Outgoing(plan, self._parameters, self._group, self._comm_hook, self.counts)
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
@@ -136,6 +119,10 @@ class GradientReducer:
             "from_eager_frames": self.counts.late,
             "exposed_seconds": self.counts.exposed_seconds,
         }
+
+    def reset_counts(self) -> None:
+        """Counting starts anew."""
+        self.counts = self._outgoing.counts = Counts()
 
     # ------------------------------------------------------------------ what DDP tells
 
@@ -174,7 +161,7 @@ class GradientReducer:
                 continue
             self._count(member)
             if self._parameters[member].grad is None:
-                targets.append(self._view(member))
+                targets.append(self._outgoing.view(member))
                 sources.append(gradient)
             else:
                 self._fill(member, gradient)
@@ -190,7 +177,7 @@ class GradientReducer:
             self._rest_of[member] = "autograd"
             return
         self._fill(member, gradient)
-        apart = not self.plan.buckets[self._bucket_of[member]].as_rows  # else the bucket is not sent before the rows
+        apart = not self._outgoing.planned(member).as_rows  # else the bucket is not sent before the rows
         self._rest_of[member] = "sent" if apart and self._sends_rows(member) else "added"
         if self._watch is not None:
             self._watch.arrived_but_for_rows(member)
@@ -213,12 +200,12 @@ class GradientReducer:
         if purpose is None:
             if self._sends_rows(member) and self._parameters[member].grad is None:
                 self._rows[member] = rows
-                self._view(member).zero_()
+                self._outgoing.view(member).zero_()
                 self._count(member)
                 self._send_full()
                 return
             self._fill(member, None)
-        rows.add_to(self._view(member))
+        rows.add_to(self._outgoing.view(member))
         if self._watch is not None:
             self._rows_seen[member] = rows.num_bytes, purpose is None
         self._stamp([member])
@@ -243,7 +230,7 @@ class GradientReducer:
         """Put a gradient (None: zeros) into its bucket, with the micro-batches before this one: they leave together,
         and autograd takes the view in their place.
         """
-        parameter, view = self._parameters[member], self._view(member)
+        parameter, view = self._parameters[member], self._outgoing.view(member)
         earlier, parameter.grad = parameter.grad, None
         if gradient is None:
             if earlier is None:
@@ -268,11 +255,10 @@ class GradientReducer:
         graph of the backward.
         """
         if torch.is_grad_enabled() or any(_has_hooks(self._parameters[member]) for member in members):
-            for number in dict.fromkeys(self._bucket_of[member] for member in members if member not in self._parts):
-                self.counts.exposed_seconds += self._buckets[number].finish()
+            self._outgoing.wait(member for member in members if member not in self._parts)
         return [
-            self._parts.pop(member) if member in self._parts else self._view(member).view_as(self._parameters[member])
-            for member in members
+            self._parts.pop(each) if each in self._parts else self._outgoing.view(each).view_as(self._parameters[each])
+            for each in members
         ]
 
     def layouts(self, members: Sequence[int]) -> list[tuple[Any, ...]]:
@@ -298,8 +284,8 @@ class GradientReducer:
             self._take(member, gradient)
             self._count(member)
             self._send_full()
-        elif gradient.data_ptr() != self._view(member).data_ptr():  # a sum of parts
-            if self._buckets[self._bucket_of[member]].launched:
+        elif gradient.data_ptr() != self._outgoing.view(member).data_ptr():  # a sum of parts
+            if self._outgoing.memory_of(member).launched:
                 raise GradientError(
                     f"{self._names[member]} got a gradient in parts, from a compiled graph and from elsewhere, for the "
                     "first time after the first step; expected it in every step: compile with "
@@ -309,7 +295,7 @@ class GradientReducer:
             self._in_parts.add(member)
             rows = self._rows.pop(member, None)  # they are not all of it: it is whole now
             if rows is not None:
-                rows.add_to(self._view(member))
+                rows.add_to(self._outgoing.view(member))
 
     def _stamp(self, members: Iterable[int]) -> None:
         if self._watch is not None:
@@ -317,14 +303,18 @@ class GradientReducer:
 
     def _take(self, member: int, gradient: Tensor) -> None:
         """Move a gradient that autograd holds into its bucket, and give autograd the view."""
-        view = self._view(member)
+        view = self._outgoing.view(member)
         if gradient.data_ptr() != view.data_ptr():
             view.copy_(gradient)
             self._parameters[member].grad = view.view_as(view)
 
     def _count(self, member: int) -> None:
         self._arrived.add(member)
-        self._buckets[self._bucket_of[member]].missing -= 1
+        self._outgoing.fill(member)
+
+    def _send_full(self) -> None:
+        if self._armed and self._watched >= _HELD:
+            self._outgoing.send_full()
 
     # ------------------------------------------------------------------ one backward
 
@@ -344,15 +334,9 @@ class GradientReducer:
         self._parts.clear()
         self._rest_of.clear()
         self._rows.clear()
-        self._next = 0
         if self._armed and not self._agreed:
             self._agree()
-        if not self._buckets:
-            self._buckets = [self._make(number, together=True) for number in range(len(self.plan.buckets))]
-        for number, bucket in enumerate(self._buckets):
-            if bucket.is_held():  # somebody kept a gradient of an earlier step: it stays what it is
-                self._buckets[number] = bucket = self._make(number, together=False)
-            bucket.begin()
+        self._outgoing.begin()
         if self._armed and self._watched < _WATCHED:
             self._watch = Watch(self._parameters[0].device)
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
@@ -369,8 +353,7 @@ class GradientReducer:
             self._watch = None
         if armed:
             self.counts.syncs += 1
-            sent = [transfer for bucket in self._buckets for transfer in (bucket.transfer, bucket.rows)]
-            self.counts.transfers = [transfer for transfer in sent if transfer is not None]
+            self.counts.transfers = self._outgoing.transfers()
             if watch is not None:
                 self._watched += 1
                 if self._watched >= _HELD:
@@ -382,28 +365,28 @@ class GradientReducer:
         for member in unused:
             gradient = self._parameters[member].grad
             if gradient is None:
-                self._view(member).zero_()
+                self._outgoing.view(member).zero_()
                 self._rows[member] = None
             else:
-                self._view(member).copy_(gradient)
+                self._outgoing.view(member).copy_(gradient)
             self._count(member)
         if self._watch is not None:
             self._watch.ended()
         if self._watched < _HELD:
-            self._send_one_by_one()
+            seconds, buckets = self._outgoing.send_one_by_one(), self.plan.buckets
+            self._seen = fitted(self._link, sum(each.num_bytes for each in buckets), len(buckets), seconds)
         self._send_full()
         used = self._used_anywhere(touched) if self._may_be_unused else None  # behind all buckets, on every rank
-        for bucket in self._buckets:
-            self.counts.exposed_seconds += bucket.finish()
+        self._outgoing.wait()
         if self.plan.tables:
             self._reduce_rows()
         for member in self._arrived.difference(unused):  # autograd may have cloned what it was handed
-            parameter, view = self._parameters[member], self._view(member)
+            parameter, view = self._parameters[member], self._outgoing.view(member)
             if parameter.grad is not None and parameter.grad.data_ptr() != view.data_ptr():
                 parameter.grad = view.view_as(view)
         for member in unused:
             if used is None or used[member]:
-                self._parameters[member].grad = self._view(member).view_as(self._parameters[member])
+                self._parameters[member].grad = self._outgoing.view(member).view_as(self._parameters[member])
         if unused and used is None:
             names = ", ".join(self._names[member] for member in unused[:5])
             more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
@@ -423,37 +406,18 @@ class GradientReducer:
             sizes.append(-1 if whole else 0 if rows is None else rows.ids.numel())
         everyones = exchange_sizes(self._group, sizes, self._parameters[0].device)
         for place, member in enumerate(self.plan.tables):
-            mine, view = self._rows.get(member), self._view(member)
+            mine, view = self._rows.get(member), self._outgoing.view(member)
             counts = [rank[place] for rank in everyones]
             if min(counts) < 0:
                 if mine is not None:
                     mine.add_to(view)  # which is zero: see `arrive_rows`
-                self._launch(self._bucket_of[member])
-                self.counts.exposed_seconds += self._buckets[self._bucket_of[member]].finish()
+                self._outgoing.send_now(member)
                 continue
             if max(counts) == 0:
                 continue
             for rows in gather_rows(self._group, mine, counts, view):
                 rows.add_to(view, 1.0 / self._size)
-            num_bytes = max(counts) * (8 + view.shape[1] * view.element_size())
-            self.counts.collectives += 1
-            self.counts.num_bytes += num_bytes
-            ended = time.perf_counter()
-            transfer = Transfer(self._bucket_of[member], num_bytes, began, ended, ended - began, began, as_rows=True)
-            self._buckets[self._bucket_of[member]].rows = transfer
-            self.counts.exposed_seconds += transfer.waited
-            began = ended
-
-    def _send_one_by_one(self) -> None:
-        """What the network takes when nothing else is done."""
-        device = self._parameters[0].device
-        started = finish(device)
-        for number, bucket in enumerate(self._buckets):
-            self._launch(number)
-            self.counts.exposed_seconds += bucket.finish()
-        self._next = len(self._buckets)
-        seconds = finish(device) - started
-        self._seen = fitted(self._link, sum(b.num_bytes for b in self.plan.buckets), len(self.plan.buckets), seconds)
+            began = self._outgoing.sent_rows(member, max(counts) * (8 + view.shape[1] * view.element_size()), began)
 
     def _plan_from(self, watch: Watch) -> None:
         """Every rank takes the plan that rank 0 makes of what it saw."""
@@ -493,49 +457,11 @@ class GradientReducer:
             if saves(num_bytes, self.plan.members[member].num_bytes, self._seen, self._size)
         }
 
-    def _all_reduce(self, tensor: Tensor) -> Any:
-        if not self._averages:
-            tensor.div_(self._size)
-        op = dist.ReduceOp.AVG if self._averages else dist.ReduceOp.SUM
-        return dist.all_reduce(tensor, op, group=self._group, async_op=True)
-
     def _used_anywhere(self, touched: Sequence[bool]) -> list[bool]:
         """Which parameters some rank has used, in this backward or in those that it only accumulated before."""
         found = torch.tensor(touched, dtype=torch.int32).to(self._parameters[0].device)
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
         return [bool(flag) for flag in found.tolist()]
-
-    # ------------------------------------------------------------------ buckets
-
-    def _send_full(self) -> None:
-        """Send full buckets, in the order of the plan."""
-        if not self._armed or self._watched < _HELD:
-            return
-        whole = sum(not bucket.as_rows for bucket in self.plan.buckets)
-        while self._next < whole and self._buckets[self._next].missing == 0:
-            self._launch(self._next)
-            self._next += 1
-
-    def _launch(self, number: int) -> None:
-        bucket, num_bytes = self._buckets[number], self.plan.buckets[number].num_bytes
-        bucket.transfer = transfer = Transfer(number, num_bytes, time.perf_counter())
-        if self._comm_hook is None:
-            bucket.work = self._all_reduce(bucket.buffer)
-        else:
-            bucket.work = self._comm_hook.start(bucket, number, number == len(self._buckets) - 1)
-        bucket.work.get_future().then(lambda _, transfer=transfer: setattr(transfer, "ended", time.perf_counter()))
-        bucket.launched = True
-        self.counts.collectives += 1
-        self.counts.num_bytes += num_bytes
-
-    def _view(self, member: int) -> Tensor:
-        return self._buckets[self._bucket_of[member]].views[self._place[member]]
-
-    def _make(self, number: int, together: bool) -> BucketMemory:
-        planned = self.plan.buckets[number]
-        parameters = [self._parameters[member] for member in planned.members]
-        buffer = new_buffer(planned.num_bytes, parameters[0].device, self._group, together)
-        return BucketMemory(planned, parameters, buffer)
 
     # ------------------------------------------------------------------ agreement
 

@@ -65,14 +65,11 @@ def read_facts(program: Program, inputs: Sequence[Any]) -> Facts | Refusal:
     masks = [_mask(program, number, values, labelled, sizes[number]) for number in range(len(program.spaces))]
     picks = [_pick(pick, values, sizes[pick.space]) for pick in program.picks]
     violations = _violations(program, values, masks, labelled, picks)
-    numbers = [mask.sum(1) for mask in masks]
-    numbers += [entries.sum().view(1) for entries in labelled]
-    numbers += [violated.sum().view(1) for _, violated in violations]
-    found = iter(torch.cat(numbers).tolist())  # the one sync
-    lengths = [list(itertools.islice(found, rows)) for rows, _ in sizes]
-    labels = list(itertools.islice(found, len(labelled)))
-    for (reason, _), violated in zip(violations, found, strict=True):
-        if violated:
+    found = count_true([*masks, *labelled, *(violated for _, violated in violations)])
+    lengths = found[: len(masks)]
+    labels = [sum(each) for each in found[len(masks) : len(masks) + len(labelled)]]
+    for (reason, _), violated in zip(violations, found[len(masks) + len(labelled) :], strict=True):
+        if any(violated):
             return Refusal(reason)
     if min(map(min, lengths)) < 1:
         return Refusal("a row without a token")
@@ -80,6 +77,18 @@ def read_facts(program: Program, inputs: Sequence[Any]) -> Facts | Refusal:
     if min(map(max, lengths)) < 2 or min(counted, default=2) < 2:
         return Refusal("fewer than two tokens or labels")  # a size of one would be compiled for itself
     return Facts(sizes, masks, labelled, lengths, labels, picks)
+
+
+def count_true(grids: Sequence[torch.Tensor]) -> list[list[int]]:
+    """How many entries are true, of each row of a grid (rows, positions) bool, and of any other tensor as a whole; with
+    one synchronisation.
+    """
+    shape = grids[0].shape
+    if len(shape) == 2 and all(each.shape == shape for each in grids):
+        return torch.stack(list(grids)).sum(2).tolist()
+    numbers = [each.sum(1) if each.dim() == 2 else each.sum().view(1) for each in grids]
+    found = iter(torch.cat(numbers).tolist())
+    return [list(itertools.islice(found, each.shape[0])) for each in numbers]
 
 
 def _labelled(loss: LossFacts, target: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:

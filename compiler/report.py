@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from deepytorch.comm.gradients import REDUCERS, Counts
+from deepytorch.comm.gradients import REDUCERS
 
 
 @dataclass
@@ -97,7 +97,7 @@ class Ledger:
             if reset:
                 found = Report([RegionRecord(**asdict(record)) for record in self._records], gradients)
                 for reducer in REDUCERS.values():
-                    reducer.counts = Counts()
+                    reducer.reset_counts()
                 for record in self._records:
                     fresh = RegionRecord(record.name, record.outcome, record.lowering)
                     for name in _COUNTED:

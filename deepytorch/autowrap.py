@@ -278,6 +278,14 @@ def explain_door(
         door.restore()
 
 
+def disarm_inside(module: nn.Module) -> None:
+    """Take back what was armed of a module's parts: they run in eager from now on."""
+    for part in module.modules():
+        handle = None if part is module else _HANDLES.get(part)
+        if handle is not None:
+            handle.restore()
+
+
 def _wants_door(regions: Sequence[RegionRecord]) -> bool:
     """Whether Dynamo cut a call into several graphs and none of them is packed."""
     return len(regions) > 1 and not any(region.outcome == "packed" for region in regions)

@@ -9,6 +9,7 @@ that: windows that only masks know of, state that training changes, sizes that e
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import time
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepytorch import autowrap
 from deepytorch.compiler.backend import EXPLAINING
 from deepytorch.compiler.facts import Refusal
 from deepytorch.compiler.report import LEDGER, RegionRecord
@@ -81,6 +83,7 @@ class Door:
             self.target = model.base_model
         self._given: Mapping[str, Any] = {}  # to the head above the target
         self._proving = self._open = False
+        self._in_eager = False  # calls of the model's modules are replaced, which Dynamo would not see
         self._found_out: dict[Any, Reading | None] = {}  # by kind of call
         self._reading: Reading | None = None
         self._unasked: str | None = None  # why nothing is known of this kind of call
@@ -168,7 +171,7 @@ class Door:
         token = _INSIDE.set((self, found))
         self.record.host_seconds += time.perf_counter() - started
         try:
-            with hooks.shown(found.show, found.take, call=not self._proving):
+            with hooks.shown(found.show, found.take, call=not self._proving), self._as_proved():
                 outputs = found.outputs(run(**found.arguments))
         except (torch.OutOfMemoryError, KeyboardInterrupt):
             raise
@@ -188,6 +191,12 @@ class Door:
             self.record.tokens_real += side.num_tokens
             self.record.tokens_padded += side.num_rows * side.num_positions
         return outputs
+
+    def _as_proved(self) -> contextlib.AbstractContextManager[Any]:
+        """Dynamo calls `forward` of a module itself, and not what stands in place of its call: then nothing compiled
+        may run inside, of the model or of its blocks.
+        """
+        return torch.compiler.set_stance("force_eager") if self._in_eager else contextlib.nullcontext()
 
     def _pack(self, hooks: UserHooks, args: Sequence[Any], kwargs: Mapping[str, Any]) -> PackedBatch | Refusal:
         if self._reading is None:
@@ -241,6 +250,8 @@ class Door:
         if reason is None:
             self.record.outcome = "packed"
             self.record.changes.append("padding stripped at the door: a probe came out the same packed and padded")
+            if self._in_eager and EXPLAINING.get() is None:  # blocks that are checkpointed run again in the backward
+                autowrap.disarm_inside(self._outer)
             logger.info("%s: padding is stripped", self.record.name)
         else:
             self._shut(reason, all_kinds=False)
@@ -265,17 +276,21 @@ class Door:
         packed_attention.attach(import_module("transformers.modeling_utils"))
         if self.target is not self._outer:
             self.target._compiled_call_impl = _Replaced(self._call_below, self.target)
+        self._in_eager = False
         takes_positions = "position_ids" in inspect.signature(self._packed_model.forward).parameters
         of_encoder = set(_encoder_of(self._model).modules()) if self._model.config.is_encoder_decoder else set()
         for module in self._model.modules():
-            if has_learned_bias(module):
-                module._compiled_call_impl = _Replaced(call_with_bias, module)
-            elif _is_position_table(module) and not takes_positions:
-                side = 0 if module in of_encoder else -1
-                module._compiled_call_impl = _Replaced(partial(_call_with_positions, self, side), module)
             pooler = module._modules.get("pooler")
+            if has_learned_bias(module):
+                self._replace(module, call_with_bias)
+            elif _is_position_table(module) and not takes_positions:
+                self._replace(module, partial(_call_with_positions, self, 0 if module in of_encoder else -1))
             if pooler is not None:
-                pooler._compiled_call_impl = _Replaced(partial(_call_unpacked, self), pooler)
+                self._replace(pooler, partial(_call_unpacked, self))
+
+    def _replace(self, module: nn.Module, call: Call) -> None:
+        module._compiled_call_impl = _Replaced(call, module)
+        self._in_eager = True
 
     def _prove(self, given: Mapping[str, Any]) -> str | None:
         reasons = []

@@ -93,6 +93,8 @@ def attend(
     if sliding_window is not None and not causal:
         raise CannotPack(f"{type(module).__name__} has a window to both sides")
     queries, keys = decode_mask(attention_mask, query.shape[2], key.shape[2])
+    if position_bias is not None and position_bias.shape[3] == 1:  # the same for every key: no softmax sees it
+        position_bias = None
     output = varlen_attention(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
@@ -154,7 +156,8 @@ def has_learned_bias(module: nn.Module) -> bool:
 def call_with_bias(module: Any, *args: Any, **kwargs: Any) -> Any:
     """The call of such an attention: on packed rows its bias is made for the longest row, not for all tokens.
 
-    It is made where the padded call makes it, so that weights are gathered in the same order (ZeRO-3).
+    It is made where the padded call makes it, so that weights are gathered in the same order (ZeRO-3). It depends on
+    distances alone, of which there are few: for every pair Inductor would compute it anew, and add up its gradient.
     """
     mask = kwargs.get("mask")
     if not is_packed(mask) or kwargs.get("position_bias") is not None:
@@ -164,8 +167,24 @@ def call_with_bias(module: Any, *args: Any, **kwargs: Any) -> Any:
         kwargs["position_bias"] = torch.zeros(1, 1, 1, 1, device=mask.device, dtype=module.q.weight.dtype)
         return module._call_impl(*args, **kwargs)
     compute, extent = module.compute_bias, mask.shape[0]  # between tokens of one side
-    vars(module)["compute_bias"] = lambda _queries, _keys, **others: compute(extent, extent, **others)
+
+    def compute_bias(*_: Any, **__: Any) -> Tensor:
+        return _by_distance(compute(1, 2 * extent, device=mask.device, past_seen_tokens=extent), extent)
+
+    vars(module)["compute_bias"] = compute_bias
     try:
         return module._call_impl(*args, **kwargs)
     finally:
         del vars(module)["compute_bias"]
+
+
+def _by_distance(distances: Tensor, extent: int) -> Tensor:
+    """(1, heads, 1, 2 * extent), for keys from `extent` before a query on, to (1, heads, extent, extent), of all pairs.
+
+    Rows of one entry less than the distances have, laid over copies of these: each begins one distance earlier than the
+    row above it (the shift of Transformer-XL, Dai et al. 2019, appendix B).
+    """
+    heads = distances.shape[1]
+    copies = distances.expand(1, heads, extent, 2 * extent).reshape(1, heads, -1)
+    rows = copies[..., extent : 2 * extent * extent].view(1, heads, extent, 2 * extent - 1)
+    return rows[..., :extent]

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from deepytorch.compiler.deferred import defer
-from deepytorch.compiler.facts import Refusal, places_of
+from deepytorch.compiler.facts import Refusal, count_true, places_of
 from deepytorch.integrations.packed_attention import CannotPack, Rows, encode_mask, is_packed
 from deepytorch.passes.ops.pack import pack_rows, unpack_rows
 
@@ -290,7 +290,6 @@ def _facts(
     reading: Reading,
 ) -> list[list[int]] | Refusal:
     """The number of tokens of every row, on every side."""
-    numbers = [real.sum(1) for real in tokens]
     checks: list[tuple[str, Tensor]] = []
     for mask, real in zip(masks, tokens, strict=True):
         checks.append(("a mask holds numbers besides 0 and 1", real & (mask != 1)))
@@ -309,11 +308,10 @@ def _facts(
         if reading.shifted:  # the packed row has no place for what its last token predicts
             is_last = real[-1] & (real[-1].flip(0).cumsum(0).flip(0) == 1)
             checks.append(("a label behind the last row", counted[-1] & is_last))
-    numbers += [violated.sum().view(1) for _, violated in checks]
-    found = iter(torch.cat(numbers).tolist())  # the one sync
-    lengths = [list(itertools.islice(found, real.shape[0])) for real in tokens]
-    for (reason, _), violated in zip(checks, found, strict=True):
-        if violated:
+    found = count_true([*tokens, *(violated for _, violated in checks)])
+    lengths = found[: len(tokens)]
+    for (reason, _), violated in zip(checks, found[len(tokens) :], strict=True):
+        if any(violated):
             return Refusal(reason)
     if min(map(min, lengths)) < 1:
         return Refusal("a row without a token")

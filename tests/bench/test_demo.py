@@ -62,7 +62,7 @@ def test_training_lowers_the_loss(options, tmp_path, console):
     assert result.runs[0].losses[-1] < 0.8 * result.runs[0].losses[0]
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_lower_precision_stays_within_its_tolerance(options, console, dtype):
     result = run_demo(options(dtype=dtype), console)  # raises when it does not
     fp32 = run_demo(options(ways=(EAGER,)), console)

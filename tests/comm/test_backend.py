@@ -254,7 +254,15 @@ def test_a_single_rank():
     run(f"{CASES}\ninit()\n{REDUCE}\n{OTHERS}\ndist.destroy_process_group()", 1, 60)
 
 
-def test_reduce_scatter_and_all_gather_over_hosts():
+@pytest.mark.parametrize(
+    "setting",
+    [
+        pytest.param("True, 0, 1, 8192", marks=pytest.mark.slow),
+        "False, 4096, 2, 1 << 16",
+        pytest.param("False, 256, 3, 4096", marks=pytest.mark.slow),
+    ],
+)
+def test_reduce_scatter_and_all_gather_over_hosts(setting):
     """In several chunks on their way at a time, over one connection and over two, ranks of a host not in a row."""
     script = """
     from dataclasses import replace
@@ -266,10 +274,8 @@ def test_reduce_scatter_and_all_gather_over_hosts():
     assert chosen(kind="reduce_scatter").algorithm == chosen(kind="all_gather").algorithm == "hierarchical"
     assert chosen(kind="broadcast").algorithm == "engine"
     """
-    settings = ("True, 0, 1, 8192", "False, 4096, 2, 1 << 16", "False, 256, 3, 4096")
-    for setting in settings:
-        start = f"interleaved, chunk, streams, area = {setting}\n{textwrap.dedent(script)}"
-        run(f"{CASES}\n{start}\n{OTHERS}\ndist.destroy_process_group()", 4, 120)
+    start = f"interleaved, chunk, streams, area = {setting}\n{textwrap.dedent(script)}"
+    run(f"{CASES}\n{start}\n{OTHERS}\ndist.destroy_process_group()", 4, 120)
 
 
 @pytest.mark.slow

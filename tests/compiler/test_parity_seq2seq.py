@@ -62,7 +62,7 @@ def pairs(*sizes: tuple[int, int, str, int], decoder_mask: bool = False, seed: i
 SIZES = ((4, 12, "right", 7), (3, 9, "left", 10), (5, 14, "holes", 6), (4, 11, "one", 9))
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", ["sdpa", pytest.param("eager", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("build", [bart, t5], ids=["bart", "t5"])
 def test_both_sides_are_packed_and_train_as_eager_does(build: Any, attention: str) -> None:
     pair = Pair(build(attention).train())

@@ -14,6 +14,7 @@ from torch import nn
 pytest.importorskip("transformers")
 import transformers as hf
 
+from deepytorch import autowrap
 from deepytorch.compiler.report import LEDGER, Report
 from deepytorch.integrations.hf_door import Door, door_for
 from tests.compiler.parity import (
@@ -542,3 +543,27 @@ def test_a_probe_that_fails_leaves_the_call_alone() -> None:
     door = door_for(model)
     assert door is not None
     assert declined(door, model, batch)
+
+
+@pytest.mark.parametrize("kind", ["positions", "bias", "pooler"])
+def test_calls_that_dynamo_would_not_see_are_not_compiled(kind: str) -> None:
+    call = None
+    if kind == "pooler":
+        model = hf.BertModel(bert("sdpa")).train()
+        given = batches(masked_lm_batch, (4, 11, "right"), (3, 9, "right"), (4, 10, "right"))
+
+        def call(module: nn.Module, labels: torch.Tensor, **batch: torch.Tensor) -> Any:
+            return (module(**batch).pooler_output.square().sum(),)
+
+    else:
+        model, given = (bart if kind == "positions" else t5)("sdpa").train(), pairs(*SIZES)
+    pair = Pair(model, call=call)
+    handle = autowrap.optimize(pair.model, options={"lowering": "aot_eager"})
+    handle._open = True  # as where graphs break and none is packed
+    pair.compiled = pair.model
+    try:
+        pair.train(given)
+        [door] = [each for each in report().regions if each.name.startswith("door")]
+        assert (door.outcome, door.steps_packed) == ("packed", len(given))
+    finally:
+        handle.restore()

@@ -36,6 +36,7 @@ def swiglu(x):
 """
 
 
+@pytest.mark.slow
 def test_fused_functions_are_compiled_by_deepytorch(tmp_path: Path) -> None:
     core = tmp_path / "megatron" / "core"
     core.mkdir(parents=True)
