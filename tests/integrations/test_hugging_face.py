@@ -104,7 +104,12 @@ def test_a_trainer_script_trains_alike_and_faster_with_the_import_alone(tmp_path
     assert "deepytorch/steps_packed" in ours["names"]
     assert ours["in_eval"] == []
     assert plain["names"] == []
-    # each goes on from the other's checkpoint
+
+
+@pytest.mark.slow
+def test_a_trainer_goes_on_from_a_checkpoint_of_the_other(tmp_path: Path) -> None:
+    run(TRAINER, str(tmp_path / "plain"), DEEPYTORCH="off")
+    run(TRAINER, str(tmp_path / "ours"))
     crossed = run(TRAINER, str(tmp_path / "crossed"), str(tmp_path / "plain" / "checkpoint-6"))
     back = run(TRAINER, str(tmp_path / "back"), str(tmp_path / "ours" / "checkpoint-6"), DEEPYTORCH="off")
     assert crossed["losses"][-2:] == pytest.approx(back["losses"][-2:], rel=1e-3)
