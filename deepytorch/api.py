@@ -108,7 +108,8 @@ def explain(model: Callable[..., Any], *args: Any, options: dict[str, Any] | Non
         compiled(*args, **kwargs)
         unpads = CompilerConfig.parse(None, options).unpad
         if unpads and isinstance(target, torch.nn.Module) and target.training and torch.is_grad_enabled():
-            door = autowrap.explain_door(target, found, args, kwargs)
+            with autowrap.paused():  # asking runs the model, which is not a training step to be armed
+                door = autowrap.explain_door(target, found, args, kwargs)
             if door is not None:
                 found.insert(0, door)
     finally:

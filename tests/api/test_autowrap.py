@@ -447,3 +447,26 @@ torch.testing.assert_close(first, again)
 torch.testing.assert_close(edited, plain)
 assert not torch.allclose(first[0], edited[0])
 """)
+
+
+def test_explaining_arms_nothing() -> None:
+    pytest.importorskip("transformers")
+    run("""
+from transformers import LlamaConfig, LlamaForCausalLM
+sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=64)
+model = LlamaForCausalLM(LlamaConfig(**sizes, use_cache=False)).train()
+own = model.model.layers[0].forward
+def forward(*args, **kwargs):
+    print("a layer")  # cuts the graph
+    return own(*args, **kwargs)
+model.model.layers[0].forward = forward
+optimizer = optimizer_of(model)
+ids = torch.randint(5, 64, (4, 20))
+mask = (torch.arange(20)[None] < torch.tensor([20, 5, 8, 12])[:, None]).long()
+batch = dict(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100))
+door = deepytorch.explain(model, **batch).to_json()["regions"][0]
+assert (door["name"], door["outcome"]) == ("door of LlamaForCausalLM", "packed"), door
+assert not autowrap.armed(model)
+model(**batch).loss.backward()
+assert [name for name, module in model.named_modules() if module in autowrap._HANDLES] == [""]
+""")
