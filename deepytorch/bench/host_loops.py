@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from deepytorch.bench.turns import Turn
+
 Batch = dict[str, Tensor]
 LEARNING_RATE = 1e-3
 BLOCKS = ("LlamaDecoderLayer", "BertLayer", "T5Block")
@@ -34,10 +36,11 @@ class Loop(ABC):
     """One host, with a model and this rank's batches.
 
     resumes_in_process: whether a second training in one process goes on from a checkpoint as one in a process of its
-    own does, without deepytorch.
+    own does, without deepytorch. turn: taken for every step, where another script runs in alternation.
     """
 
     resumes_in_process = True
+    turn: Turn | None = None
 
     def __init__(self, model: Any, batches: Sequence[Batch], folder: Path) -> None:
         self.model: Any = model
@@ -46,6 +49,19 @@ class Loop(ABC):
     @abstractmethod
     def train(self, first: int, save_at: int | None, save: Path, resume: Path | None) -> list[Step]:
         """Train from step `first` to the last batch; save before step `save_at`, and begin with what `resume` holds."""
+
+    def begin(self) -> float:
+        """What the clock shows as a step begins."""
+        if self.turn is not None:
+            self.turn.take()
+        return time.perf_counter()
+
+    def end(self, began: float) -> float:
+        """The seconds that a step took."""
+        seconds = time.perf_counter() - began
+        if self.turn is not None:
+            self.turn.hand_on()
+        return seconds
 
 
 class OwnLoop(Loop):
@@ -65,9 +81,9 @@ class OwnLoop(Loop):
                 self.save(save)
             if dist.is_initialized():
                 dist.barrier()
-            begin = time.perf_counter()
-            loss = self.step(self.batches[number])
-            steps.append(Step(float(loss.detach()), time.perf_counter() - begin))
+            began = self.begin()
+            loss = float(self.step(self.batches[number]).detach())
+            steps.append(Step(loss, self.end(began)))
         return steps
 
     def step(self, batch: Batch) -> Tensor:
@@ -254,7 +270,7 @@ class Trainer(Loop):
         """A Trainer of its own for every run, as a script that is started again has."""
         trainer = self._trainer(save, save_at or len(self.batches) + 1)
         steps: list[Step] = []
-        trainer.add_callback(_recorder(trainer, steps))
+        trainer.add_callback(_recorder(self, steps))
         trainer.train(resume_from_checkpoint=None if resume is None else str(resume / f"checkpoint-{first}"))
         return steps
 
@@ -336,7 +352,7 @@ class Lightning(Loop):
             enable_model_summary=False,
             use_distributed_sampler=False,
             default_root_dir=self.folder,
-            callbacks=[_lightning_recorder(steps, save_at, save)],
+            callbacks=[_lightning_recorder(self, steps, save_at, save)],
         )
         loader: Any = torch.utils.data.DataLoader(_Listed(self.batches), batch_size=1, collate_fn=_only)
         path = None if resume is None else str(resume / "state.ckpt")
@@ -385,17 +401,17 @@ def _only(batches: list[Batch]) -> Batch:
     return batches[0]
 
 
-def _recorder(trainer: Any, steps: list[Step]) -> Any:
+def _recorder(loop: Loop, steps: list[Step]) -> Any:
     from transformers import TrainerCallback
 
     class Recorder(TrainerCallback):
         began = 0.0
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:
-            self.began = time.perf_counter()
+            self.began = loop.begin()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            steps.append(Step(float("nan"), time.perf_counter() - self.began))
+            steps.append(Step(float("nan"), loop.end(self.began)))
 
         def on_log(self, *_: Any, logs: Any = None, **__: Any) -> None:
             if "loss" in logs:
@@ -423,7 +439,7 @@ def _lightning_module(model: nn.Module) -> Any:
     return Module()
 
 
-def _lightning_recorder(steps: list[Step], save_at: int | None, save: Path) -> Any:
+def _lightning_recorder(loop: Loop, steps: list[Step], save_at: int | None, save: Path) -> Any:
     import lightning
 
     class Recorder(lightning.Callback):
@@ -432,9 +448,9 @@ def _lightning_recorder(steps: list[Step], save_at: int | None, save: Path) -> A
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
             if trainer.global_step == save_at:
                 trainer.save_checkpoint(save / "state.ckpt")
-            self.began = time.perf_counter()
+            self.began = loop.begin()
 
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
-            steps.append(Step(float(outputs["loss"]), time.perf_counter() - self.began))
+            steps.append(Step(float(outputs["loss"]), loop.end(self.began)))
 
     return Recorder()

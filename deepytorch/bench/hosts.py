@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 import platform
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -20,10 +16,10 @@ import torch
 from rich.table import Table
 
 from deepytorch.bench.host_loops import HOSTS, PACKAGES
+from deepytorch.bench.host_scripts import Script, ScriptFailed, results
 from deepytorch.bench.hosts_worker import HostJob
 from deepytorch.bench.models import SIZES
 from deepytorch.bench.records import write_json
-from deepytorch.config import process_environment
 from deepytorch.errors import ConfigError, DataError
 
 MODELS = ("llama", "bert", "t5")
@@ -66,8 +62,9 @@ class HostsOptions:
 class Cell:
     """One host with one model.
 
-    speedup: median step without the import / with it, over the second half of the steps. checkpoint_rel_diff: of the
-    losses after each has gone on from the other's checkpoint. named: why a cell is empty or not green.
+    seconds: median step without the import and with it, over the second half of the steps, rank 0. speedup: the ratio
+    of the two. checkpoint_rel_diff: of the losses after each has gone on from the other's checkpoint. named: why a cell
+    is empty or not green.
     """
 
     host: str
@@ -75,6 +72,7 @@ class Cell:
     ranks: int
     max_loss_rel_diff: float | None = None
     speedup: float | None = None
+    seconds: tuple[float, float] | None = None
     checkpoint_rel_diff: float | None = None
     steps_packed: int = 0
     steps_padded: int = 0
@@ -103,10 +101,6 @@ class HostsResult:
         options = asdict(self.options) | {"data": None if self.options.data is None else self.options.data.name}
         cells = [asdict(cell) | {"green": cell.green} for cell in self.cells]
         return {"options": options, "machine": self.machine, "versions": self.versions, "cells": cells}
-
-
-class _Failed(Exception):
-    """A process of a host failed; holds the last of what it said."""
 
 
 def run_hosts(options: HostsOptions, notify: Callable[[str], None]) -> Iterator[HostsResult]:
@@ -166,28 +160,35 @@ def _cell(host: str, model: str, options: HostsOptions) -> Cell:
                 **{"first": 0, "resume": None, "other": None} | given,
             )
 
+        def script(name: str, *, on: bool, in_turns: bool = False, **given: Any) -> Script:
+            timeout_s = options.timeout_s * (2 if in_turns else 1)  # the other's steps count
+            return Script(job(name, **given), folders[name], ranks, timeout_s, on=on, in_turns=in_turns)
+
+        other = saves["plain"] if HOSTS[host][0].resumes_in_process else None
         try:
-            plain = _run(job("plain"), folders["plain"], ranks, options.timeout_s, on=False)
-            other = saves["plain"] if HOSTS[host][0].resumes_in_process else None
-            ours = _run(job("ours", other=other), folders["ours"], ranks, options.timeout_s, on=True)
+            plain, ours = results(
+                script("plain", on=False, in_turns=True),
+                script("ours", on=True, in_turns=True, other=other),  # whose last step comes after the other's
+            )
             if other is None:
-                again = job("again", first=save_at, resume=saves["plain"])
-                resumed = _run(again, folders["again"], ranks, options.timeout_s, on=True)
+                [resumed] = results(script("again", on=True, first=save_at, resume=saves["plain"]))
                 for found, each in zip(ours, resumed, strict=True):
                     found["resumed"] = each["steps"]
-            crossed = job("crossed", first=save_at, resume=saves["ours"])
-            back = _run(crossed, folders["crossed"], ranks, options.timeout_s, on=False)
-        except _Failed as failure:
+            [back] = results(script("crossed", on=False, first=save_at, resume=saves["ours"]))
+        except ScriptFailed as failure:
             return Cell(host=host, model=model, ranks=ranks, named=str(failure))
     half = options.steps // 2
-    seconds = [statistics.median(each["seconds"] for each in found[0]["steps"][half:]) for found in (plain, ours)]
+    without, with_import = (
+        statistics.median(each["seconds"] for each in found[0]["steps"][half:]) for found in (plain, ours)
+    )
     report = ours[0]["report"]
     return Cell(
         host=host,
         model=model,
         ranks=ranks,
         max_loss_rel_diff=_difference(plain, ours, "steps", "steps"),
-        speedup=seconds[0] / seconds[1],
+        speedup=without / with_import,
+        seconds=(without, with_import),
         checkpoint_rel_diff=_difference(back, ours, "steps", "resumed"),
         steps_packed=report["steps_packed"],
         steps_padded=report["steps_padded"],
@@ -214,50 +215,6 @@ def _difference(one: list[Any], other: list[Any], mine: str, others: str) -> flo
             difference = abs(a - b) / max(abs(a), 1e-12)
             largest = max(largest, difference if math.isfinite(difference) else math.inf)
     return largest
-
-
-def _run(job: HostJob, folder: Path, ranks: int, timeout_s: float, *, on: bool) -> list[dict[str, Any]]:
-    """Run one job in processes of its own; return what each rank found."""
-    path = folder / "job.json"
-    path.write_text(json.dumps(asdict(job)), encoding="utf-8")
-    environment = {
-        **process_environment(),
-        "DEEPYTORCH": "on" if on else "off",
-        "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    if ranks > 1:
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(ranks)}
-    processes = []
-    for rank in range(ranks):
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)} if ranks > 1 else {}
-        with (folder / f"rank{rank}.log").open("w", encoding="utf-8") as log:
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "deepytorch.bench.hosts_worker", str(path)],
-                    env=environment | own, stdout=log, stderr=subprocess.STDOUT,
-                )
-            )  # fmt: skip
-    try:
-        codes = [process.wait(timeout_s) for process in processes]
-    except subprocess.TimeoutExpired:
-        raise _Failed(f"no end after {timeout_s:.0f} s {'with' if on else 'without'} the import") from None
-    finally:
-        for process in processes:
-            process.kill()
-    for rank, code in enumerate(codes):
-        if code:
-            lines = (folder / f"rank{rank}.log").read_text(encoding="utf-8").strip().splitlines()
-            said = next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "nothing")
-            raise _Failed(f"failed {'with' if on else 'without'} the import: {said.strip()[:300]}")
-    return [json.loads((folder / f"rank{rank}.json").read_text(encoding="utf-8")) for rank in range(ranks)]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def table(result: HostsResult) -> Table:
@@ -303,6 +260,7 @@ def write_markdown(result: HostsResult, path: Path) -> None:
         "# Compatibility",
         "",
         "Made by `deepytorch bench hosts`: the same script twice, with the import and without, on the same batches.",
+        "The two take turns, step by step.",
         "",
         f"- **losses**: equal in each of {options.steps} steps, on every rank (largest relative difference; "
         f"{LOSS_TOLERANCE:.0e} is allowed).",

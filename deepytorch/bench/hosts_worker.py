@@ -1,6 +1,7 @@
-"""What each rank of `deepytorch bench hosts` runs: `python -m deepytorch.bench.hosts_worker JOB.json`.
+"""What each rank of `deepytorch bench hosts` runs: `python -m deepytorch.bench.hosts_worker JOB.json [PIPE PIPE]`.
 
-The same script with and without the import: DEEPYTORCH=off in the environment makes the import do nothing.
+The same script with and without the import: DEEPYTORCH=off in the environment makes the import do nothing. Through the
+pipes it is told when to run a step (`turns`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch.distributed as dist
 import deepytorch
 from deepytorch.bench.host_loops import HOSTS
 from deepytorch.bench.models import batch_kind, build_model
+from deepytorch.bench.turns import Turn
 from deepytorch.data import batches, library_rows, read_alpaca, train_tokenizer
 
 
@@ -40,8 +42,8 @@ class HostJob:
     lowering: str
 
 
-def work(job: HostJob, folder: Path) -> dict[str, Any]:
-    """Run the job as this rank; return its steps, and what deepytorch did."""
+def work(job: HostJob, folder: Path, turn: Turn | None = None) -> dict[str, Any]:
+    """Run the job as this rank, its first training in turns; return its steps, and what deepytorch did."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     if job.lowering != "inductor":
@@ -63,9 +65,13 @@ def work(job: HostJob, folder: Path) -> dict[str, Any]:
         )
     )
     loop = HOSTS[job.host][0](model, own, folder)
+    loop.turn = turn
     found: dict[str, Any] = {}
     resume = None if job.resume is None else Path(job.resume)
     found["steps"] = [asdict(each) for each in loop.train(job.first, job.save_at, Path(job.save), resume)]
+    if turn is not None:
+        turn.close()
+        loop.turn = None
     if job.other is not None:
         steps = loop.train(job.save_at, None, folder / "again", Path(job.other))
         found["resumed"] = [asdict(each) for each in steps]
@@ -80,9 +86,9 @@ def work(job: HostJob, folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Do what `sys.argv[1]` says; rank r leaves `rankR.json` beside it."""
-    path = Path(sys.argv[1])
+    path, pipes = Path(sys.argv[1]), [int(each) for each in sys.argv[2:4]]
     job = HostJob(**json.loads(path.read_text(encoding="utf-8")))
-    found = work(job, path.parent)
+    found = work(job, path.parent, Turn(*pipes) if pipes else None)
     rank = os.environ.get("RANK", "0")
     (path.parent / f"rank{rank}.json").write_text(json.dumps(found), encoding="utf-8")
     if dist.is_initialized():
