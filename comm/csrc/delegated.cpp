@@ -10,6 +10,16 @@ namespace {
 
 constexpr auto kLook = std::chrono::milliseconds(100);
 
+// torch before 2.13 has no name of its own for it.
+template <typename Type>
+constexpr Type reduce_scatter_coalesced() {
+  if constexpr (requires { Type::REDUCE_SCATTER_TENSOR_COALESCED; }) {
+    return Type::REDUCE_SCATTER_TENSOR_COALESCED;
+  } else {
+    return Type::COALESCED;
+  }
+}
+
 }  // namespace
 
 void raise(const std::string& message) { C10_THROW_ERROR(DistBackendError, message); }
@@ -19,7 +29,7 @@ c10d::OpType op_type(Kind kind) {
     case Kind::all_reduce: return c10d::OpType::ALLREDUCE;
     case Kind::all_reduce_coalesced: return c10d::OpType::ALLREDUCE_COALESCED;
     case Kind::reduce_scatter: return c10d::OpType::_REDUCE_SCATTER_BASE;
-    case Kind::reduce_scatter_coalesced: return c10d::OpType::REDUCE_SCATTER_TENSOR_COALESCED;
+    case Kind::reduce_scatter_coalesced: return reduce_scatter_coalesced<c10d::OpType>();
     case Kind::all_gather: return c10d::OpType::_ALLGATHER_BASE;
     case Kind::all_gather_coalesced: return c10d::OpType::ALLGATHER_COALESCED;
     case Kind::broadcast: return c10d::OpType::BROADCAST;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -59,6 +60,8 @@ def phi(attention: str) -> Any:
 
 
 def opt(attention: str) -> Any:
+    if "self.layerdrop >" not in inspect.getsource(hf.models.opt.modeling_opt.OPTDecoder.forward):
+        pytest.skip("this transformers draws a number before each layer of OPT, which cuts its graph")
     return hf.OPTForCausalLM(
         hf.OPTConfig(
             hidden_size=48, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=96,
