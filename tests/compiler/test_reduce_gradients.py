@@ -556,7 +556,7 @@ model = DDP(Net())
 explained = explain(model, *data(0), options={"lowering": LOWERING})
 assert "buckets" in str(explained) and explained.to_json()["gradients"]["parameters"] == len(list(model.parameters()))
 assert "_deepytorch_gradients" not in model.__dict__
-train(Net, what="reported")
+trained = train(Net, what="reported")
 [entry] = report().to_json()["gradients"]
 assert entry["syncs"] == 5 and entry["num_bytes"] == 5 * sum(entry["bucket_bytes"]), entry
 assert "ms/step that the backward waited" in str(report())
@@ -564,6 +564,7 @@ report(reset=True)
 [entry] = report().to_json()["gradients"]
 assert entry["syncs"] == 0 and entry["num_bytes"] == 0
 import gc
+del trained
 torch._dynamo.reset()
 gc.collect()
 assert report().to_json()["gradients"] == []  # it goes with its module
