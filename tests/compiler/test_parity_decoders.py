@@ -88,18 +88,18 @@ def qwen2_windows_in_some_layers(attention: str) -> Any:
     )
 
 
-WHOLE = {
+WHOLE: dict[str, Any] = {
     "llama-sdpa": (llama, "sdpa"),
     "llama-eager": (llama, "eager"),
     "qwen2-sdpa": (qwen2, "sdpa"),
-    "qwen2-eager": (qwen2, "eager"),
+    "qwen2-eager": pytest.param(qwen2, "eager", marks=pytest.mark.slow),
     "qwen3-sdpa": (qwen3, "sdpa"),
-    "gpt2-sdpa": (gpt2, "sdpa"),
+    "gpt2-sdpa": pytest.param(gpt2, "sdpa", marks=pytest.mark.slow),
     "gpt2-eager": (gpt2, "eager"),
     "gpt_neox-sdpa": (gpt_neox, "sdpa"),
     "phi-eager": (phi, "eager"),
     "opt-sdpa": (opt, "sdpa"),
-    "opt-eager": (opt, "eager"),
+    "opt-eager": pytest.param(opt, "eager", marks=pytest.mark.slow),
 }
 WINDOWED = {
     "mistral-sdpa": (mistral, "sdpa"),

@@ -60,11 +60,11 @@ def modernbert(attention: str) -> Any:
     )  # fmt: skip
 
 
-MASKED = {
-    "bert-sdpa": (hf.BertForMaskedLM, bert, "sdpa"),
+MASKED: dict[str, Any] = {
+    "bert-sdpa": pytest.param(hf.BertForMaskedLM, bert, "sdpa", marks=pytest.mark.slow),
     "bert-eager": (hf.BertForMaskedLM, bert, "eager"),
     "roberta-sdpa": (hf.RobertaForMaskedLM, roberta, "sdpa"),
-    "roberta-eager": (hf.RobertaForMaskedLM, roberta, "eager"),
+    "roberta-eager": pytest.param(hf.RobertaForMaskedLM, roberta, "eager", marks=pytest.mark.slow),
     "distilbert-sdpa": (hf.DistilBertForMaskedLM, distilbert, "sdpa"),
     "electra-sdpa": (hf.ElectraForMaskedLM, electra, "sdpa"),
 }
