@@ -30,7 +30,7 @@ from deepytorch.private_files import cache_directory, prepare_private
 
 _SOURCES = Path(__file__).parent / "csrc"
 _NAME = "deepytorch_comm"
-_FLAGS = ("-O3", "-std=c++20", "-fvisibility=hidden")  # torch 2.11 and 2.12 would ask for an older standard
+_FLAGS = ("-O3", "-std=c++20", "-fvisibility=hidden")  # torch 2.11 would ask for C++17
 BUILD_TIMEOUT = timedelta(minutes=15)
 _COMPLAINT = re.compile(r"\berror: |: not found$")  # of a compiler, or of the shell that was to start it
 

@@ -10,7 +10,7 @@ namespace {
 
 constexpr auto kLook = std::chrono::milliseconds(100);
 
-// torch before 2.13 has no name of its own for it.
+// torch 2.11 has no name of its own for it.
 template <typename Type>
 constexpr Type reduce_scatter_coalesced() {
   if constexpr (requires { Type::REDUCE_SCATTER_TENSOR_COALESCED; }) {
