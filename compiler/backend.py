@@ -25,11 +25,12 @@ from deepytorch.compiler.own_parameters import OwnParameters
 from deepytorch.compiler.pipeline import passes_for
 from deepytorch.compiler.plan import Plan
 from deepytorch.compiler.report import LEDGER, RegionRecord
-from deepytorch.compiler.runtime import Step
+from deepytorch.compiler.runtime import Effects, Step
 from deepytorch.config import Environment
 from deepytorch.log import logger, once
 from deepytorch.passes.base import Context
 from deepytorch.passes.reduce_gradients import ReduceGradients
+from deepytorch.passes.rules import is_random
 from deepytorch.passes.slicing import Slicer
 
 _REORDERS = "reorder_for_peak_memory"  # an option of Inductor's
@@ -111,9 +112,16 @@ def _compile(
         eager=module.forward,
         lower=partial(_lower, config=config, plan=plan, adopted=_adopt(config, record)),
         record=record,
-        may_run_twice=not Slicer(padded.graph).writes_inputs,
+        effects=_effects(padded.graph),
         min_padding=config.min_padding,
+        zero_outputs=config.outputs == "zeros",
     )
+
+
+def _effects(graph: fx.Graph) -> Effects:
+    number = {node: index for index, node in enumerate(node for node in graph.nodes if node.op == "placeholder")}
+    written = tuple(number[node] for node in Slicer(graph).written_inputs())
+    return Effects(written, draws=any(is_random(node) for node in graph.nodes))
 
 
 def _lower_whole(

@@ -12,6 +12,8 @@ from typing import Any, Literal
 from deepytorch.errors import ConfigError
 
 Lowering = Literal["inductor", "aot_eager"]
+Outputs = Literal["exact", "zeros"]
+OUTPUTS = ("exact", "zeros")
 LOWERINGS = ("inductor", "aot_eager")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
@@ -24,6 +26,8 @@ class CompilerConfig:
     `mode`: one of `torch.compile`'s modes, with Inductor's meaning.
     `unpad`: strip padding. `loss_rows`: leave out rows of the loss whose label is ignored.
     `defer_outputs`: compute an output that the loss does not need, such as logits, at its first use.
+    `outputs`: what a script finds at padded positions of outputs; "exact": what eager has there, "zeros": zeros, for
+    scripts that look at real positions only and in ways that cannot be seen to.
     `min_padding`: the padded step runs for a batch whose fraction of padded positions, from 0 to 1, is below this.
     `reduce_gradients`: average the gradients of a DistributedDataParallel module inside its compiled backward.
     `dump_graphs`: a directory that gets every graph before and after each pass.
@@ -35,6 +39,7 @@ class CompilerConfig:
     unpad: bool = True
     loss_rows: bool = True
     defer_outputs: bool = True
+    outputs: Outputs = "exact"
     min_padding: float = 0.0
     reduce_gradients: bool = True
     dump_graphs: str | None = None
@@ -43,6 +48,7 @@ class CompilerConfig:
     def __post_init__(self) -> None:
         _expect("lowering", self.lowering, self.lowering in LOWERINGS, f"one of {', '.join(LOWERINGS)}")
         _expect("mode", self.mode, self.mode is None or self.mode in MODES, f"one of {', '.join(MODES)}")
+        _expect("outputs", self.outputs, self.outputs in OUTPUTS, f"one of {', '.join(OUTPUTS)}")
         for name in ("unpad", "loss_rows", "defer_outputs", "reduce_gradients"):
             value = getattr(self, name)
             _expect(name, value, isinstance(value, bool), "True or False")

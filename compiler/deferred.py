@@ -1,8 +1,15 @@
-"""An output that is computed when it is first used: `outputs.logits` stays alive at no cost, and still works.
+"""An output that is computed when it is first used, or of which only the tokens are: `outputs.logits`, as ever.
 
-A packed step needs no logits for its loss, but hands its user an object in their place. That object is a tensor whose
-shape, dtype and device are known and whose numbers are made at the first operation that looks at them, from what its
-closure holds.
+A packed step needs no logits for its loss, and knows nothing of what stands at pads. It hands its user an object in
+their place: a tensor whose shape, dtype and device are known and whose numbers are made at the first operation that
+looks at them, from what its closures hold. What is done with it decides how much is made: uses that no pad has a part
+in (`pad_safe`) run on the tokens, and give such objects again; any other use gets the padded value, with eager's
+numbers at pads too, which from then on takes the object's place.
+
+[Note: writes into an object]
+An object whose memory would be another one's too in eager (a view), or which another one was computed from, cannot be
+written to as tokens: the padded values of all objects of the step are made first, in the order of their making, and
+then the write is what it is in eager.
 
 [Note: weights that change in between]
 Users read `out.logits` after `optimizer.step()`, when the weights that they are made of are others. Before every step
@@ -25,7 +32,6 @@ import logging
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -33,6 +39,9 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
+from deepytorch.compiler import pad_safe
+from deepytorch.compiler.tokens import Modes, Tokens
+from deepytorch.compiler.usage import Usage, is_users
 from deepytorch.errors import DeferredError
 from deepytorch.log import once
 from deepytorch.passes.samples import same_bits, sample
@@ -54,6 +63,11 @@ def defer(
     requires_grad: bool = False,
     name: str = "output",
     depends_on: Sequence[torch.Tensor] = (),
+    tokens: Callable[[], Tokens | None] | None = None,
+    usage: Usage | None = None,
+    family: Family | None = None,
+    watched: bool = False,
+    whole: bool = False,
 ) -> torch.Tensor:
     """A tensor of `shape`, `dtype` and `device` that `compute` makes when its values are first used, once.
 
@@ -63,16 +77,20 @@ def defer(
     call, and is released after that.
     `requires_grad` holds only while gradients are enabled, as for the result of any operation.
 
+    tokens: gives the value's tokens, for uses that take no more. usage: is told of every use. family: of all deferred
+    outputs of one step. watched: `compute` gives a tensor of the graph that eager has made already. whole: it has no
+    pads that cost anything.
+
     Raises (at the use, not here) `DeferredError` when a dependency has changed other than by `Optimizer.step`.
     """
-    _hook_optimizers()
     device = torch.device(device)
     if device.type != "cpu" and device.index is None:
         device = torch.empty(0, device=device).device  # "cuda" is the current one of them
     requires_grad = requires_grad and torch.is_grad_enabled()
-    pending = _Pending(tuple(shape), dtype, device, requires_grad, name, compute, depends_on)
-    if depends_on:
-        _PENDING.add(pending)
+    kept = Kept(depends_on, name) if depends_on else None
+    pending = _Pending(tuple(shape), dtype, device, requires_grad, name, compute, kept)
+    pending.make_tokens, pending.usage, pending.watched, pending.whole = tokens, usage, watched, whole
+    pending.family = family if family is not None else Family()
     return _wrap(pending)
 
 
@@ -120,6 +138,43 @@ class _Dependency:
         )
 
 
+class Kept:
+    """Tensors that something will be computed from later, with the values they had when this was made."""
+
+    __slots__ = ("__weakref__", "dependencies", "_name")
+
+    def __init__(self, tensors: Sequence[torch.Tensor], name: str) -> None:
+        _hook_optimizers()
+        self.dependencies, self._name = [_Dependency(tensor) for tensor in tensors], name
+        _KEPT.add(self)
+
+    def usable(self) -> list[torch.Tensor]:
+        """The tensors, or copies where an optimizer has stepped since; `DeferredError` where they changed otherwise."""
+        return [dependency.usable(self._name) for dependency in self.dependencies]
+
+    def release(self) -> None:
+        """They are needed no more."""
+        self.dependencies = []
+        _KEPT.discard(self)
+
+
+class Family:
+    """The deferred tensors of one step, in the order of their making, as long as somebody holds them."""
+
+    __slots__ = ("_tensors",)
+
+    def __init__(self) -> None:
+        self._tensors: list[weakref.ref[torch.Tensor]] = []
+
+    def add(self, tensor: torch.Tensor) -> None:
+        self._tensors.append(weakref.ref(tensor))
+
+    def others(self, tensor: torch.Tensor) -> list[_Pending]:
+        """Of all that live, are not computed, and are not `tensor`."""
+        found = [held for each in self._tensors if (held := each()) is not None and held is not tensor]
+        return [held._pending for held in found if held._pending.value is None]  # type: ignore[attr-defined]
+
+
 class _Pending:
     """What a deferred tensor stands for: how to compute it, and its value once that was done.
 
@@ -127,8 +182,9 @@ class _Pending:
     """
 
     __slots__ = (
-        "__weakref__", "_compute", "autocast", "dependencies", "device", "dtype", "hooks",
-        "inference", "name", "requires_grad", "shape", "value",
+        "__weakref__", "_compute", "_modes", "device", "dtype", "family", "hooks", "kept", "make_tokens",
+        "memory", "name", "requires_grad", "shape", "sources", "usage", "value", "version", "watched",
+        "whole",
     )  # fmt: skip
 
     def __init__(
@@ -139,7 +195,7 @@ class _Pending:
         requires_grad: bool,
         name: str,
         compute: Compute,
-        depends_on: Sequence[torch.Tensor],
+        kept: Kept | None = None,
     ) -> None:
         self.shape = shape
         self.dtype = dtype
@@ -147,16 +203,45 @@ class _Pending:
         self.requires_grad = requires_grad
         self.name = name
         self._compute: Compute | None = compute
-        self.dependencies = [_Dependency(tensor) for tensor in depends_on]
-        self.inference = torch.is_inference_mode_enabled()
-        kind = device.type
-        self.autocast = (
-            (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            if torch.amp.is_autocast_available(kind)
-            else None
-        )
+        self.kept = kept
+        self._modes = Modes(grad=requires_grad)
         self.hooks: OrderedDict[int, Callable[[torch.Tensor], torch.Tensor | None]] = OrderedDict()
         self.value: torch.Tensor | None = None
+        self.make_tokens: Callable[[], Tokens | None] | None = None
+        self.usage: Usage | None = None
+        self.watched = self.whole = False
+        self.family = Family()
+        self.memory: object = self  # what stands for the memory that it would share with its views
+        self.sources: tuple[_Pending, ...] = ()  # what it was computed from
+        self.version = -1  # of the value when it was computed
+
+    def tokens(self) -> Tokens | None:
+        """Its tokens, if it has them and nobody needed more."""
+        return self.make_tokens() if self.make_tokens is not None and self.value is None else None
+
+    def asked(self, function: Any) -> torch.Tensor:
+        """The value, for a function that takes all of it."""
+        if self.value is None and self.usage is not None:
+            if function in _OF_GRAPHS:
+                self.usage.graph(self.name, function)
+            elif not self.whole:
+                self.usage.padded(self.name, function)
+        return self.compute()
+
+    def comes_from(self, other: _Pending) -> bool:
+        """Whether it shares memory with `other` or was computed from it."""
+        return self.memory is other.memory or any(each is other or each.comes_from(other) for each in self.sources)
+
+    def moved(self) -> _Pending:
+        """Another one for the same value, which this one is about to be no more."""
+        assert self._compute is not None
+        before = _Pending(self.shape, self.dtype, self.device, self.requires_grad, self.name, self._compute, self.kept)
+        before._modes, before.sources = self._modes, self.sources
+        return before
+
+    def become(self, tokens: Tokens, compute: Compute) -> None:
+        """Another value, by a write in place."""
+        self.make_tokens, self._compute, self.kept = (lambda: tokens), compute, None
 
     @torch.compiler.disable(reason="a deferred output is computed at its first use")
     def compute(self) -> torch.Tensor:
@@ -164,20 +249,16 @@ class _Pending:
         if self.value is not None:
             return self.value
         assert self._compute is not None
-        dependencies = [dependency.usable(self.name) for dependency in self.dependencies]
-        with ExitStack() as modes:
-            modes.enter_context(torch.inference_mode(self.inference))
-            modes.enter_context(torch.set_grad_enabled(self.requires_grad))
-            if self.autocast is not None and (self.autocast[0] or torch.is_autocast_enabled(self.device.type)):
-                enabled, dtype = self.autocast
-                # without its cache: a cast of a weight cached elsewhere may be one made without gradients
-                modes.enter_context(torch.autocast(self.device.type, dtype, enabled, cache_enabled=False))
+        dependencies = [] if self.kept is None else self.kept.usable()
+        with self._modes:
             value = self._compute(dependencies)
         self._check(value)
         if self.hooks and value.requires_grad:
             value.register_hook(functools.partial(_run_hooks, self.hooks))
-        self.value, self._compute, self.dependencies = value, None, []
-        _PENDING.discard(self)
+        self.value, self._compute, self.make_tokens, self.sources = value, None, None, ()
+        self.version = _version(value)
+        if self.kept is not None:
+            self.kept.release()
         return value
 
     def _check(self, value: torch.Tensor) -> None:
@@ -200,9 +281,14 @@ class _Pending:
         self, dtype: torch.dtype, requires_grad: bool, operation: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
         """`operation` on this value, deferred too; it is computed with this value and then cheap."""
-        return _wrap(
-            _Pending(self.shape, dtype, self.device, requires_grad, self.name, lambda _: operation(self.compute()), ())
+        derived = _Pending(
+            self.shape, dtype, self.device, requires_grad, self.name, lambda _: operation(self.compute())
         )
+        derived.usage, derived.family, derived.memory, derived.sources = self.usage, self.family, self.memory, (self,)
+        derived.whole = self.whole
+        if self.make_tokens is not None:
+            derived.make_tokens = functools.partial(_derived_tokens, self, operation)
+        return _wrap(derived)
 
 
 class _Deferred(torch.Tensor):
@@ -222,7 +308,13 @@ class _Deferred(torch.Tensor):
                 answer = _LAZY[func](tensor, pending, *args[1:])
                 if answer is not None:
                     return answer
-        args, kwargs = tree_map_only(_Deferred, lambda deferred: deferred._pending.compute(), (args, kwargs or {}))
+        if not torch.compiler.is_dynamo_compiling():
+            result = _on_tokens(func, args, kwargs or {})
+            if result is not NotImplemented:
+                return result
+            if isinstance(tensor, _Deferred) and _may_write(func, kwargs or {}):
+                _compute_all(func, tensor)
+        args, kwargs = tree_map_only(_Deferred, lambda deferred: deferred._pending.asked(func), (args, kwargs or {}))
         return func(*args, **kwargs)
 
     @classmethod
@@ -236,8 +328,185 @@ class _Deferred(torch.Tensor):
                 "Python's torch functions: compile with torch.compile(..., options={'defer_outputs': False})"
             )
         with torch.overrides.enable_reentrant_dispatch():
-            args, kwargs = tree_map_only(_Deferred, lambda deferred: deferred._pending.compute(), (args, kwargs))
+            args, kwargs = tree_map_only(_Deferred, lambda deferred: deferred._pending.asked(func), (args, kwargs))
         return func(*args, **kwargs)
+
+
+# ---------------------------------------------------------------------- tokens alone
+
+
+def _derived_tokens(source: _Pending, operation: Callable[[torch.Tensor], torch.Tensor]) -> Tokens | None:
+    tokens = source.tokens()
+    result = None if tokens is None else pad_safe.run(operation, (tokens,), {})
+    return result if isinstance(result, Tokens) else None  # None: was computed since
+
+
+@torch.compiler.disable(reason="uses of an output's tokens are looked up when they happen")
+def _on_tokens(function: Any, args: Any, kwargs: Any) -> Any:
+    """`function` on the tokens of its deferred arguments, or `NotImplemented`."""
+    in_place = function in pad_safe.OUT_OF_PLACE
+    if not in_place and function not in pad_safe.TABLE:
+        return NotImplemented
+    pendings: list[_Pending] = []
+
+    def unwrapped(each: Any) -> Any:
+        if isinstance(each, _Deferred):
+            tokens = each._pending.tokens()
+            if tokens is None:
+                return each._pending.asked(function)
+            pendings.append(each._pending)
+            return tokens
+        return each
+
+    if any(each._pending.make_tokens is None and each._pending.value is None for each in _all_deferred(args, kwargs)):
+        return NotImplemented
+    inside, named = _mapped(args, unwrapped), _mapped(kwargs, unwrapped)
+    if not pendings:
+        return NotImplemented
+    if in_place:
+        return _written(function, args, kwargs, inside, named)
+    result = pad_safe.run(function, inside, named)
+    if result is NotImplemented:
+        return NotImplemented
+    source = pendings[0]
+    if source.usage is not None:
+        source.usage.packed(source.name, function)
+    if isinstance(result, torch.Tensor):
+        return result
+    first = inside[0] if inside else None
+    if isinstance(result, Tokens) and isinstance(first, Tokens) and function in pad_safe.CASTS:
+        if (result.dtype, result.device) == (first.dtype, first.device) and not kwargs.get("copy"):
+            return args[0]
+    is_view = function in pad_safe.VIEWS
+
+    def wrapped(tokens: Any, key: int | None = None) -> Any:
+        if not isinstance(tokens, Tokens):
+            return tokens
+        recipe = _Recipe(function, args, kwargs, key)
+        pending = _Pending(
+            tokens.shape, tokens.dtype, tokens.device, tokens.requires_grad, source.name, recipe
+        )
+        pending.make_tokens, pending.usage, pending.family = (lambda: tokens), source.usage, source.family
+        pending.memory = source.memory if is_view else pending
+        pending.sources = tuple(pendings)
+        return _wrap(pending)
+
+    if isinstance(result, Tokens):
+        return wrapped(result)
+    items = result.items if isinstance(result, pad_safe.Several) else result
+    results = [wrapped(each, key) for key, each in enumerate(items)]
+    return result.kind(results) if isinstance(result, pad_safe.Several) else type(result)(results)
+
+
+def _written(function: Any, args: Any, kwargs: Any, inside: Any, named: Any) -> Any:
+    """A write into the tokens of the first argument; of all that hangs together with it where that cannot be."""
+    tensor, tokens = args[0], inside[0]
+    if not isinstance(tensor, _Deferred):
+        return NotImplemented
+    pending = tensor._pending
+    others = pending.family.others(tensor)
+    plain = pad_safe.OUT_OF_PLACE[function]
+    if isinstance(tokens, Tokens) and not any(each.comes_from(pending) for each in others):
+        result = pad_safe.run(plain, inside, named)
+        if isinstance(result, Tokens):
+            described = (result.shape, result.dtype, result.device, result.requires_grad)
+            if described == (tokens.shape, tokens.dtype, tokens.device, pending.requires_grad):
+                pending.become(result, _Recipe(plain, (pending.moved(), *args[1:]), kwargs))
+                if pending.usage is not None:
+                    pending.usage.packed(pending.name, function)
+                return tensor
+    for each in others:
+        each.asked(function)
+    return NotImplemented
+
+
+def _may_write(function: Any, kwargs: Any) -> bool:
+    """Whether a torch function changes its first argument."""
+    name = getattr(function, "__name__", "")
+    return bool(kwargs.get("inplace")) or name in _WRITES or (name.endswith("_") and not name.startswith("_"))
+
+
+_WRITES = ("__set__", "__setitem__", *(f"__i{name}__" for name in (
+    "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift",
+)))  # fmt: skip
+
+
+@torch.compiler.disable(reason="before a write the other outputs of the step are computed")
+def _compute_all(function: Any, tensor: torch.Tensor) -> None:
+    for each in tensor._pending.family.others(tensor):  # type: ignore[attr-defined]
+        each.asked(function)
+
+
+class _Recipe:
+    """A call on padded values, to be made when somebody needs what it gives.
+
+    Masks and labels are copied, as scripts change them in place; another argument that has changed since is an error.
+    """
+
+    __slots__ = ("_args", "_function", "_key", "_kwargs", "_versions")
+
+    def __init__(self, function: Any, args: Any, kwargs: Any, key: int | None = None) -> None:
+        self._function, self._key = function, key
+        self._versions: list[tuple[torch.Tensor, int]] = []
+        self._args, self._kwargs = _mapped(args, self._kept), _mapped(kwargs, self._kept)
+
+    def _kept(self, each: Any) -> Any:
+        if isinstance(each, _Deferred):
+            if each._pending.value is None:
+                return each._pending
+            each = each._pending.value
+        if isinstance(each, torch.Tensor):
+            if not each.is_floating_point() and each.numel() <= _SMALL:
+                return each.clone()
+            self._versions.append((each, _version(each)))
+        return each
+
+    def __call__(self, _: Any) -> torch.Tensor:
+        args, kwargs = _mapped(self._args, self._padded), _mapped(self._kwargs, self._padded)
+        for tensor, version in self._versions:
+            if _version(tensor) != version:
+                raise DeferredError(
+                    f"padded positions of what {self._function.__name__} gave are looked at, and a tensor of shape "
+                    f"{tuple(tensor.shape)} that it was given has been changed in place since; expected it unchanged: "
+                    f"{_ADVICE}"
+                )
+        result = self._function(*args, **kwargs)
+        return result if self._key is None else result[self._key]
+
+    def _padded(self, each: Any) -> Any:
+        if not isinstance(each, _Pending):
+            return each
+        value = each.compute()
+        self._versions.append((value, each.version))
+        return value
+
+
+_SMALL = 1 << 20  # entries of a tensor of integers that is copied for later
+
+
+def _mapped(values: Any, change: Callable[[Any], Any]) -> Any:
+    """Arguments of a call with `change` applied to each, in lists too."""
+    if isinstance(values, dict):
+        return {name: _mapped_one(each, change) for name, each in values.items()}
+    return tuple(_mapped_one(each, change) for each in values)
+
+
+def _mapped_one(value: Any, change: Callable[[Any], Any]) -> Any:
+    if type(value) in (list, tuple):
+        return type(value)(_mapped_one(each, change) for each in value)
+    return change(value)
+
+
+def _all_deferred(args: Any, kwargs: Any) -> list[Any]:
+    found: list[Any] = []
+
+    def note(each: Any) -> None:
+        if isinstance(each, _Deferred):
+            found.append(each)
+
+    _mapped(args, note)
+    _mapped(kwargs, note)
+    return found
 
 
 class _Source(torch.autograd.Function):
@@ -268,10 +537,13 @@ _ANCHOR = torch.empty((), requires_grad=True)  # what the node of a deferred ten
 
 
 def _wrap(pending: _Pending) -> torch.Tensor:
-    if not pending.requires_grad:
-        return _bare(pending)
-    with torch.enable_grad():
-        return _Source.apply(_ANCHOR, pending)
+    if pending.requires_grad:
+        with torch.enable_grad():
+            tensor = _Source.apply(_ANCHOR, pending)
+    else:
+        tensor = _bare(pending)
+    pending.family.add(tensor)
+    return tensor
 
 
 def _bare(pending: _Pending) -> torch.Tensor:
@@ -300,14 +572,25 @@ def _detach(tensor: torch.Tensor, pending: _Pending) -> torch.Tensor:
 
 
 def _register_hook(tensor: torch.Tensor, pending: _Pending, hook: Any) -> RemovableHandle | None:
-    return pending.add_hook(hook) if pending.requires_grad else None
+    if not pending.requires_grad:
+        return None
+    if pending.usage is not None and is_users(hook):
+        pending.usage.graph(pending.name, torch.Tensor.register_hook)
+    if pending.watched:
+        return pending.compute().register_hook(hook)
+    return pending.add_hook(hook)
 
 
 def _retain_grad(tensor: torch.Tensor, pending: _Pending) -> None:
+    if pending.usage is not None:
+        pending.usage.graph(pending.name, torch.Tensor.retain_grad)
+    if pending.watched:
+        pending.compute().retain_grad()
+        return
     once(
         logging.WARNING,
-        "retain_grad() on the deferred output %r: the loss of its step was not computed from it, so only gradients of "
-        "what you compute from it yourself will show in .grad; options={'defer_outputs': False} gives the usual way",
+        "retain_grad() on the deferred output %r: the loss of this step was not computed from it, so only gradients of "
+        "what you compute from it yourself will show in .grad; from the next step on it is as in eager",
         pending.name,
     )
 
@@ -319,6 +602,9 @@ _LAZY: dict[Any, Callable[..., Any]] = {
     torch.Tensor.register_hook: _register_hook,
     torch.Tensor.retain_grad: _retain_grad,
 }
+
+# Uses that ask for a tensor's place between the weights and the loss.
+_OF_GRAPHS = frozenset((torch.autograd.grad, torch.Tensor.register_hook, torch.Tensor.retain_grad))
 
 # What a deferred tensor knows of itself. Strides are not among them: nobody promised that the value is contiguous.
 _DESCRIPTION = frozenset(
@@ -338,7 +624,7 @@ _DESCRIPTION = frozenset(
     )
 )  # fmt: skip
 
-_PENDING: weakref.WeakSet[_Pending] = weakref.WeakSet()  # not computed, with dependencies
+_KEPT: weakref.WeakSet[Kept] = weakref.WeakSet()
 
 
 @functools.cache
@@ -349,9 +635,7 @@ def _hook_optimizers() -> None:
 @torch.compiler.disable(reason="weights that deferred outputs still need are cloned before a step")
 def _snapshot_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Clone, once for all deferred tensors, what `optimizer` is about to change and they still need."""
-    endangered = [
-        dependency for pending in _PENDING for dependency in pending.dependencies if dependency.snapshot is None
-    ]
+    endangered = [dependency for kept in _KEPT for dependency in kept.dependencies if dependency.snapshot is None]
     if not endangered:
         return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

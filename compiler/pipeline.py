@@ -10,7 +10,11 @@ from deepytorch.passes.unpad import StripPadding
 def passes_for(plan: Plan) -> list[Pass]:
     """The passes of `plan`, in order."""
     config = plan.config
-    passes: list[Pass] = [StripPadding(loss_rows=config.loss_rows, defer_outputs=config.defer_outputs)]
+    passes: list[Pass] = [
+        StripPadding(
+            loss_rows=config.loss_rows, defer_outputs=config.defer_outputs, zero_outputs=config.outputs == "zeros"
+        )
+    ]
     unknown = set(plan.passes) - {type(each).__name__ for each in passes}
     assert not unknown, f"a plan asks for {sorted(unknown)}, which no pass is called"
     return [each for each in passes if type(each).__name__ in plan.passes]

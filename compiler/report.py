@@ -23,6 +23,10 @@ class RegionRecord:
     plan_digest: str = ""
     steps_packed: int = 0
     steps_padded: int = 0
+    steps_watched: int = 0  # the first, in eager
+    steps_replayed: int = 0  # packed ones that ran padded as well, because somebody looked at pads
+    replay_seconds: float = 0.0
+    outputs: dict[str, list[str]] = field(default_factory=dict)  # what was done with each
     padded_because: dict[str, int] = field(default_factory=dict)
     tokens_real: int = 0
     tokens_padded: int = 0  # positions of the batches, pads among them
@@ -37,7 +41,7 @@ class RegionRecord:
     @property
     def steps(self) -> int:
         """Steps of either kind."""
-        return self.steps_packed + self.steps_padded
+        return self.steps_packed + self.steps_padded + self.steps_watched
 
 
 class Report:

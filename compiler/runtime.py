@@ -1,5 +1,8 @@
 """One step of a packed region: look at the batch, choose the packed or the padded step, hand its outputs back.
 
+The first step runs in eager, and what is done with its outputs is watched (`usage`): a region whose outputs are looked
+at where their pads are never runs packed, and one whose outputs are asked for gradients goes on in eager.
+
 The two steps are compiled at their first use, each by a nested `torch.compile` with guards of its own, so that a size
 that varies from batch to batch (the number of tokens) is symbolic without touching Dynamo's graph around it.
 """
@@ -15,20 +18,25 @@ from typing import Any
 import torch
 from torch import fx
 
-from deepytorch.compiler.deferred import defer
+from deepytorch.compiler.deferred import Family, Kept, defer
 from deepytorch.compiler.dynamic import mark_alias, symbolic_dims
 from deepytorch.compiler.facts import Facts, Indices, Refusal, read_facts
+from deepytorch.compiler.replay import Replay
 from deepytorch.compiler.report import RegionRecord
+from deepytorch.compiler.tokens import UNKNOWN, ZERO, Memo, Once, Place, Tokens
+from deepytorch.compiler.usage import Level, Usage
 from deepytorch.errors import DeferredError
 from deepytorch.log import logger, once
 from deepytorch.passes.base import GraphInput, Role
-from deepytorch.passes.program import Output, Program
-from deepytorch.passes.samples import same_bits, sample
+from deepytorch.passes.program import IndexInput, IndexSet, Output, OutputMeta, Program
 
 Lower = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
 # A packed step that saves less than this share of the padded step's work is not worth its gathers.
 MIN_SAVING = 0.02
+
+# Calls that are watched at most while none of them has had its backward: a step may call a model several times.
+MAX_WATCHED = 8
 
 
 class CompiledStep:
@@ -88,6 +96,16 @@ def _operator_calls(graph: fx.Graph) -> list[fx.Node]:
     return [n for n in graph.nodes if isinstance(n.target, torch._ops.OpOverload) and n.target is not sizes]
 
 
+@dataclass(frozen=True)
+class Effects:
+    """What a region does besides computing its outputs. written: the inputs that it writes to. draws: whether it draws
+    random numbers.
+    """
+
+    written: tuple[int, ...] = ()
+    draws: bool = False
+
+
 class Step:
     """What Dynamo calls in place of a packed region."""
 
@@ -101,11 +119,12 @@ class Step:
         eager: Callable[..., Any],
         lower: Lower,
         record: RegionRecord,
-        may_run_twice: bool,
+        effects: Effects,
         min_padding: float = 0.0,
+        zero_outputs: bool = False,
     ) -> None:
-        self._program, self._record, self._eager = program, record, eager
-        self._may_run_twice, self._min_padding = may_run_twice, min_padding
+        self._program, self._record, self._eager, self._effects = program, record, eager, effects
+        self._min_padding, self._zero_outputs = min_padding, zero_outputs
         self._padded_inputs = _read_inputs(padded, len(inputs))
         self._padded = CompiledStep(
             padded, [symbolic_dims(fakes[index]) for index in self._padded_inputs], lower, record
@@ -115,18 +134,31 @@ class Step:
         self._batch = tuple(index for index, given in enumerate(inputs) if given.role is Role.BATCH)
         self._parameters = tuple(index for index, given in enumerate(inputs) if given.role is Role.PARAMETER)
         self._padded_failed = False
-        self._want_padded = False  # somebody reads deferred outputs that only the padded step computes
+        self._usage = Usage(record.name)
+        record.outputs = self._usage.outputs
+        self._defers = any(output.kind != "value" for output in program.outputs)
+        # None: it is known how outputs are used, or it does not matter
+        self._watched = _Watched() if self._defers and not zero_outputs else None
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
         """Run one step of the region."""
+        if self._usage.level is Level.EAGER:
+            return self._run_eager(inputs, self._usage.reason)
+        if self._defers and _is_recomputed():
+            return self._run_eager(inputs, "under hooks on saved tensors, such as a checkpoint's around the model")
         started = time.perf_counter()
         chosen = self._choose(inputs)
         if isinstance(chosen, Refusal):
             self._record.host_seconds += time.perf_counter() - started
             return self._run_padded(inputs, chosen.reason)
         indices = Indices(chosen)
+        if self._watched is not None:
+            if self._watched.goes_on:
+                return self._watch(inputs, chosen, indices, self._watched)
+            self._watched = None
         arguments = [inputs[index] for index in self._program.packed_inputs]
         arguments += [indices.get(index) for index in self._program.indices]
+        replay = self._replay(inputs) if self._defers else None
         host = time.perf_counter() - started
         compiles = self._record.compiles
         assert self._packed is not None
@@ -137,7 +169,8 @@ class Step:
         except Exception as error:
             return self._without_packed(inputs, error)
         started = time.perf_counter()
-        taken = _Taken(inputs, values, indices, chosen.sizes, _Batch(inputs[index] for index in self._batch))
+        batch = _Batch(inputs[index] for index in self._batch)
+        taken = _Taken(inputs, values, indices, chosen.sizes, batch, replay, Family())
         outputs = tuple(
             values[output.index] if output.kind == "value" else self._defer(output, place, taken)
             for place, output in enumerate(self._program.outputs)
@@ -150,13 +183,46 @@ class Step:
             self._record.host_seconds += host
         return outputs
 
+    def _replay(self, inputs: Sequence[Any]) -> Replay:
+        effects = self._effects
+        return Replay(
+            self._eager, inputs, parameters=self._parameters, written=effects.written, draws=effects.draws
+        )
+
+    def _watch(self, inputs: Sequence[Any], facts: Facts, indices: Indices, watched: _Watched) -> tuple[Any, ...]:
+        """The step in eager, with outputs whose uses are noted."""
+        plain = tuple(self._eager(*inputs))
+        self._record.steps_watched += 1
+        watched.took(plain)
+        family = Family()
+        places = _Places(indices, facts.sizes)
+        outputs = list(plain)
+        for number, (output, value) in enumerate(zip(self._program.outputs, plain, strict=True)):
+            if output.kind == "value" or not isinstance(value, torch.Tensor):
+                continue
+            assert output.meta is not None
+            outputs[number] = defer(
+                value.shape,
+                lambda _, value=value: value,
+                dtype=value.dtype,
+                device=value.device,
+                requires_grad=value.requires_grad,
+                name=output.meta.name,
+                tokens=places.of_padded(value, output) if output.entries is not None else None,
+                usage=self._usage,
+                family=family,
+                watched=True,
+                whole=output.kind == "tail" and output.entries is None,
+            )
+        return tuple(outputs)
+
     # ------------------------------------------------------------------ choosing
 
     def _choose(self, inputs: Sequence[Any]) -> Facts | Refusal:
         if self._packed is None:
             return Refusal("the packed step failed")
-        if self._want_padded:
-            return Refusal("outputs past the last label are read")
+        if self._usage.level is Level.PADDED:
+            return Refusal(self._usage.reason)
         with torch.no_grad():
             try:
                 facts = read_facts(self._program, inputs)
@@ -190,16 +256,22 @@ class Step:
         except (torch.OutOfMemoryError, KeyboardInterrupt):
             raise
         except Exception as error:
-            if not self._may_run_twice:
+            if self._effects.written:
                 raise
             self._fell_back("padded", error)
             outputs = tuple(self._eager(*inputs))
             self._padded_failed = True  # eager went through, so the batch was not to blame
             return outputs
 
+    def _run_eager(self, inputs: Sequence[Any], reason: str) -> tuple[Any, ...]:
+        record = self._record
+        record.steps_padded += 1
+        record.padded_because[reason] = record.padded_because.get(reason, 0) + 1
+        return tuple(self._eager(*inputs))
+
     def _without_packed(self, inputs: Sequence[Any], error: Exception) -> tuple[Any, ...]:
         """The packed step failed before it changed anything: this batch and all later ones run padded."""
-        if not self._may_run_twice:
+        if self._effects.written:
             raise error
         self._fell_back("packed", error)
         self._packed = None
@@ -213,11 +285,30 @@ class Step:
 
     # ------------------------------------------------------------------ outputs
 
-    def _defer(self, output: Output, place: int, taken: _Taken) -> torch.Tensor:
-        """Output number `place` of the region, for whoever comes to use it."""
-        return self._defer_tail(output, taken) if output.kind == "tail" else self._defer_twin(output, place, taken)
+    def _defer(self, output: Output, number: int, taken: _Taken) -> torch.Tensor:
+        """Output `number` of the region, for whoever comes to use it."""
+        if output.kind == "twin":
+            return self._defer_twin(output, number, taken)
+        meta = output.meta
+        assert meta is not None
+        places = _Places(taken.indices, taken.sizes)
+        if output.kind == "tokens":
+            rows = taken.values[output.index]
+            tokens = places.later(lambda: rows, output, meta, rows.requires_grad)
+            return defer(
+                meta.shape(taken.sizes),
+                (lambda _: tokens().padded_with_zeros()) if output.zero_at_pads else self._exact(number, meta, taken),
+                dtype=meta.dtype,
+                device=rows.device,
+                requires_grad=rows.requires_grad,
+                name=meta.name,
+                tokens=tokens,
+                usage=self._usage,
+                family=taken.family,
+            )
+        return self._defer_tail(output, number, taken, places)
 
-    def _defer_tail(self, output: Output, taken: _Taken) -> torch.Tensor:
+    def _defer_tail(self, output: Output, number: int, taken: _Taken, places: _Places) -> torch.Tensor:
         tail, meta = self._program.tails[output.index], output.meta
         assert meta is not None
         given = [taken.inputs[index] for index in tail.inputs]
@@ -233,42 +324,66 @@ class Step:
                 arguments[number] = weight
             return tail.module(*arguments, *rest)[0]
 
+        requires_grad = any(value.requires_grad for value in (*rest, *weights))
+        if output.entries is None:  # the tail gives it whole
+            return defer(
+                meta.shape(taken.sizes),
+                compute,
+                dtype=meta.dtype,
+                device=rest[0].device,
+                requires_grad=requires_grad,
+                name=meta.name,
+                depends_on=weights,
+                usage=self._usage,
+                family=taken.family,
+                whole=True,
+            )
+        kept = Kept(weights, meta.name)
+
+        def rows() -> torch.Tensor:
+            made = compute(kept.usable())
+            kept.release()
+            return made
+
         return defer(
             meta.shape(taken.sizes),
-            compute,
+            self._exact(number, meta, taken),
             dtype=meta.dtype,
             device=rest[0].device,
-            requires_grad=any(value.requires_grad for value in (*rest, *weights)),
+            requires_grad=requires_grad,
             name=meta.name,
-            depends_on=weights,
+            tokens=places.later(Once(rows, grad=requires_grad), output, meta, requires_grad),
+            usage=self._usage,
+            family=taken.family,
         )
 
-    def _defer_twin(self, output: Output, place: int, taken: _Taken) -> torch.Tensor:
+    def _exact(self, number: int, meta: OutputMeta, taken: _Taken) -> Callable[[Any], torch.Tensor]:
+        """Makes output `number` padded, as eager does: the step runs once more."""
+        replay = taken.replay
+        assert replay is not None
+
+        def compute(_: Any) -> torch.Tensor:
+            known = replay.seconds
+            found = replay.outputs(meta.name)[number]
+            if not known:
+                self._record.steps_replayed += 1
+                self._record.replay_seconds += replay.seconds
+            return found
+
+        return compute
+
+    def _defer_twin(self, output: Output, number: int, taken: _Taken) -> torch.Tensor:
         meta = output.meta
         assert meta is not None
-        inputs, batch = taken.inputs, taken.batch
-        parameters = [inputs[index] for index in self._parameters]
-        versions = [parameter._version for parameter in parameters]
-        samples = [sample(parameter) for parameter in parameters]
-
-        def compute(_: list[torch.Tensor]) -> torch.Tensor:
-            self._want_padded = True
-            batch.check(meta.name)
-            moved = [parameter._version for parameter in parameters] != versions
-            if moved or not all(map(_unchanged, samples, parameters)):
-                raise DeferredError(
-                    f"{meta.name} was left out of the packed step and its weights have changed since. Read it before "
-                    "optimizer.step(), or compile with options={'defer_outputs': False}. Later steps compute it."
-                )
-            return tuple(self._padded([inputs[index] for index in self._padded_inputs]))[place]
-
         return defer(
             meta.shape(taken.sizes),
-            compute,
+            self._exact(number, meta, taken),
             dtype=meta.dtype,
-            device=inputs[self._batch[0]].device,
-            requires_grad=any(parameter.requires_grad for parameter in parameters),
+            device=taken.inputs[self._batch[0]].device,
+            requires_grad=any(taken.inputs[index].requires_grad for index in self._parameters),
             name=meta.name,
+            usage=self._usage,
+            family=taken.family,
         )
 
 
@@ -281,6 +396,87 @@ class _Taken:
     indices: Indices
     sizes: Sequence[tuple[int, int]]
     batch: _Batch
+    replay: Replay | None
+    family: Family
+
+
+class _Places:
+    """Where the tokens of one step's outputs stand, found out when somebody uses one."""
+
+    def __init__(self, indices: Indices, sizes: Sequence[tuple[int, int]]) -> None:
+        self._indices, self._sizes = indices, sizes
+        self._known: dict[tuple[IndexSet, bool], Place] = {}
+
+    def of(self, output: Output) -> Place:
+        """Of an output's entries."""
+        entries = output.entries
+        assert entries is not None
+        key = (entries, output.merged)
+        if key not in self._known:
+            rows, positions = self._sizes[entries.space]
+            flat = self._indices.get(IndexInput("flat", IndexSet(entries.space)))
+            whole = Place((rows, positions), flat)
+            place, _ = whole.sliced(1, entries.offset, positions - entries.cut + entries.offset)
+            self._known[key] = place.reshaped((place.size,)) if output.merged else place
+        return self._known[key]
+
+    def later(
+        self, rows: Callable[[], torch.Tensor], output: Output, meta: OutputMeta, requires_grad: bool
+    ) -> Callable[[], Tokens]:
+        """Gives an output's tokens, of packed rows that are made when they are needed."""
+
+        def make() -> Tokens:
+            place = self.of(output)
+            shape, device = meta.shape(self._sizes), place.at.device
+            features = tuple(shape[len(place.grid) :])
+            pads = ZERO if output.zero_at_pads else UNKNOWN
+            packed = Memo(lambda: rows().reshape(place.count, *features))
+            return Tokens(place, features, meta.dtype, device, packed, pads, requires_grad=requires_grad)
+
+        return Memo(make)
+
+    def of_padded(self, value: torch.Tensor, output: Output) -> Callable[[], Tokens]:
+        """Gives an output's tokens, of a padded value that is there."""
+
+        def make() -> Tokens:
+            place = self.of(output)
+            features = tuple(value.shape[len(place.grid) :])
+            pads = ZERO if output.zero_at_pads else UNKNOWN
+            packed = Once(lambda: place.take(value), grad=value.requires_grad)
+            return Tokens(
+                place, features, value.dtype, value.device, packed, pads, requires_grad=value.requires_grad
+            )
+
+        return Memo(make)
+
+
+class _Watched:
+    """The calls of a region whose outputs are watched: until one of them has had its backward."""
+
+    def __init__(self) -> None:
+        self._count, self._backward = 0, False
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the next call is watched as well."""
+        return self._count == 0 or (self._count < MAX_WATCHED and not self._backward)
+
+    def took(self, outputs: Sequence[Any]) -> None:
+        """These are the outputs of one more."""
+        self._count += 1
+        trained = [each for each in outputs if isinstance(each, torch.Tensor) and each.requires_grad]
+        self._backward |= not trained
+        for each in trained:
+            each.register_hook(self._saw_backward)
+
+    def _saw_backward(self, gradient: torch.Tensor) -> None:
+        self._backward = True
+
+
+def _is_recomputed() -> bool:
+    """Whether what this call saves for its backward is in other hands, which may run it again and compare."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None or torch._C._current_graph_task_id() != -1
 
 
 class _Batch:
@@ -298,10 +494,6 @@ class _Batch:
                 f"{name} is computed from a batch that was overwritten since. Read it before the next batch is copied "
                 "in, or compile with options={'defer_outputs': False}."
             )
-
-
-def _unchanged(before: torch.Tensor | None, weight: torch.Tensor) -> bool:
-    return before is None or same_bits(before, sample(weight))
 
 
 def _read_inputs(module: fx.GraphModule, count: int) -> tuple[int, ...]:

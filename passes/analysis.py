@@ -37,7 +37,9 @@ aten = torch.ops.aten
 _LOSSES = frozenset({aten.cross_entropy_loss.default, aten.nll_loss_nd.default, aten.nll_loss.default})
 
 
-def analyse(module: fx.GraphModule, context: Context, *, loss_rows: bool, defer_outputs: bool) -> Region:
+def analyse(
+    module: fx.GraphModule, context: Context, *, loss_rows: bool, defer_outputs: bool, zero_outputs: bool
+) -> Region:
     """Everything that does not depend on who sees what; raises `Declined` where nothing can be packed."""
     graph = module.graph
     slicer = Slicer(graph)
@@ -80,7 +82,7 @@ def analyse(module: fx.GraphModule, context: Context, *, loss_rows: bool, defer_
         attentions={attention.output: attention for attention, _ in decided} if packs else {},
         losses={node: number for number, node in enumerate(losses)},
         loss_rows=loss_rows,
-        exact_outputs=context.ends_in_break,
+        token_outputs=frozenset(),
         biases={attention.output: meaning.bias for attention, meaning in decided},
         unreduced=frozenset(node for node in losses if is_token(known.get(node))),
         picks={node: number for number, node in enumerate(picks)},
@@ -90,7 +92,8 @@ def analyse(module: fx.GraphModule, context: Context, *, loss_rows: bool, defer_
     return Region(
         graph=graph, slicer=slicer, symbols=symbols, layouts=known, spaces=spaces,
         meanings={attention.output: meaning for attention, meaning in decided}, seen=seen, demand={}, outputs=outputs,
-        losses=losses, picks=picks, zeroing=zeroing, entries={}, declined=declined, packs=packs,
+        losses=losses, picks=picks, zeroing=zeroing,
+        exact_outputs=context.ends_in_break or not (defer_outputs or zero_outputs), entries={}, declined=declined, packs=packs,
     )  # fmt: skip
 
 

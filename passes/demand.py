@@ -2,8 +2,8 @@
 
 Backward through the graph: `NOTHING` < the entries that one loss looks at < `TOKENS` < `EVERYTHING`. What stands at
 padded positions is seen by nobody when a value only meets masked keys, losses whose labels are ignored there, masks
-that zero it, picks of real tokens, and outputs (zeros there by contract). Every other operator sees everything, so
-its inputs must be padded and exact, and what feeds them too.
+that zero it, picks of real tokens, and outputs of one entry a token (what Python does with them is seen at run time).
+Every other operator sees everything, so its inputs must be padded and exact, and what feeds them too.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Seen:
     attentions: Mapping[fx.Node, Attention]  # by output node, those whose mask is known
     losses: Mapping[fx.Node, int]  # loss node -> its number
     loss_rows: bool  # whether losses leave out the rows whose label is ignored
-    exact_outputs: bool  # whether outputs are seen at pads as well
+    token_outputs: frozenset[fx.Node]  # outputs that may leave the region with their tokens alone
     biases: Mapping[fx.Node, tuple[fx.Node, ...]]  # attention's output -> what is added to its scores
     unreduced: frozenset[fx.Node]  # losses with a value for every token
     picks: Mapping[fx.Node, int]  # node that takes one token a row -> its number
@@ -89,7 +89,7 @@ def demands(graph: fx.Graph, seen: Seen) -> dict[fx.Node, Demand]:
 def _output_demand(node: fx.Node, seen: Seen) -> Demand:
     if node in seen.deferred:
         return NOTHING
-    if is_token(seen.layouts.get(node)) and not seen.from_batch[node] and not seen.exact_outputs:
+    if node in seen.token_outputs:
         return TOKENS
     return EVERYTHING
 

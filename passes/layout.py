@@ -242,6 +242,20 @@ def is_token(layout: Layout | None) -> bool:
     return rows == 1 and len(positions) == 1 and 0 <= positions[0].offset <= positions[0].cut
 
 
+def leads_with_tokens(layout: Layout | None) -> bool:
+    """Whether a value is (rows, positions, ...) or (rows * positions, ...), with plain dimensions besides."""
+    if layout is None or not is_token(layout):
+        return False
+    if len(layout[0]) == 2:
+        first, rest = layout[0], layout[1:]
+    else:
+        first, rest = (*layout[0], *(layout[1] if len(layout) > 1 else ())), layout[2:]
+        if any(len(dim) != 1 for dim in layout[:2]):
+            return False
+    ordered = len(first) == 2 and first[0] is ROWS and isinstance(first[1], Positions)
+    return ordered and all(isinstance(atom, int) for dim in rest for atom in dim)
+
+
 def token_dims(layout: Layout) -> list[int]:
     """The dimensions that hold the rows or the positions, in order."""
     return [index for index, dim in enumerate(layout) if any(not isinstance(atom, int) for atom in dim)]

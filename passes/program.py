@@ -124,19 +124,26 @@ class OutputMeta:
 
 @dataclass(frozen=True)
 class Output:
-    """One output of the region. kind "value": output `index` of the packed graph. "tail": deferred, computed by tail
-    `index`. "twin": deferred, computed by the padded step.
+    """One output of the region. kind "value": output `index` of the packed graph. "tokens": its tokens, which the
+    packed graph's output `index` holds. "tail": deferred, computed by tail `index`. "twin": deferred, computed by the
+    padded step.
+
+    entries: of "tokens" and "tail", what they hold one row of; None where they hold the whole padded value. merged:
+    whether the padded value is (rows * positions, ...). zero_at_pads: whether it is known to be.
     """
 
     kind: str
     index: int = 0
     meta: OutputMeta | None = None
+    entries: IndexSet | None = None
+    merged: bool = False
+    zero_at_pads: bool = False
 
 
 @dataclass(frozen=True)
 class Tail:
     """A deferred output: `module` takes the region's inputs `inputs`, the packed graph's outputs `values` and the index
-    inputs `indices`, in this order, and returns the padded output.
+    inputs `indices`, in this order, and returns the output, padded or its tokens (`Output.entries`).
     """
 
     module: fx.GraphModule

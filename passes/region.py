@@ -58,6 +58,7 @@ class Region:
     outputs: list[Any]
     losses: list[fx.Node]
     picks: list[fx.Node]
+    exact_outputs: bool  # whether every output is seen at pads as well
     zeroing: dict[fx.Node, fx.Node]  # value that is zero at pads -> the batch-only factor that makes it so
     entries: dict[fx.Node, IndexSet]
     declined: list[Decline]

@@ -67,6 +67,14 @@ class Slicer:
         """Whether running the graph leaves something behind: a write into the memory of an input."""
         return self._updates_statistics or any(root.op == "placeholder" for root in self._writes)
 
+    def written_inputs(self) -> list[fx.Node]:
+        """The inputs that running the graph writes to."""
+        written = {root for root in self._writes if root.op == "placeholder"}
+        for node in self.order:
+            if _updates_statistics(node):
+                written |= {source for source in node.all_input_nodes if source.op == "placeholder" and _is_buffer(source)}
+        return sorted(written, key=self.order.__getitem__)
+
     def cannot_pack(self) -> str | None:
         """What the graph writes to that must not be computed twice or elsewhere; None where there is no such write."""
         for root, writes in self._writes.items():
@@ -132,6 +140,10 @@ class Slicer:
 
 def _is_inert_dropout(node: fx.Node) -> bool:
     return node.target is torch.ops.aten.dropout.default and (node.args[1] == 0 or not node.args[2])
+
+
+def _is_buffer(node: fx.Node) -> bool:
+    return node.meta["input"].role is Role.BUFFER
 
 
 def _updates_statistics(node: fx.Node) -> bool:

@@ -17,7 +17,7 @@ from deepytorch.passes import demand as seeing
 from deepytorch.passes.analysis import analyse, why_not
 from deepytorch.passes.base import Context, Decline, Pass, Rewrite
 from deepytorch.passes.demand import admitted_rule, demands, is_float, random_nodes
-from deepytorch.passes.layout import is_token, positions_of
+from deepytorch.passes.layout import is_token, leads_with_tokens, positions_of
 from deepytorch.passes.program import IndexSet
 from deepytorch.passes.region import Declined, Region
 from deepytorch.passes.rules import tensor_inputs
@@ -28,21 +28,29 @@ from deepytorch.passes.write_program import write_program
 class StripPadding(Pass):
     """Rewrites a padded region into one on packed tokens. Exact: pads are seen by nobody, or checked at run time.
 
-    `loss_rows`: entries whose label is ignored run neither head nor loss. `defer_outputs`: token outputs beside a
-    loss are computed at their first use.
+    `loss_rows`: entries whose label is ignored run neither head nor loss. `defer_outputs`: outputs beside a loss are
+    computed at their first use, and what leaves the region has its tokens alone until somebody looks at pads.
+    `zero_outputs`: outputs are zeros at pads.
     """
 
     provides: ClassVar[frozenset[str]] = frozenset({"packed"})
     loss_rows: bool = True
     defer_outputs: bool = True
+    zero_outputs: bool = False
 
     def rewrite(self, module: fx.GraphModule, context: Context) -> Rewrite:
         """Pack what can be packed; `context.artifacts["program"]` tells the run time how to feed the new graph."""
         rewrite = Rewrite()
         try:
-            region = analyse(module, context, loss_rows=self.loss_rows, defer_outputs=self.defer_outputs)
-            decide(region, defer_outputs=self.defer_outputs)
-            program = write_program(module, region)
+            region = analyse(
+                module,
+                context,
+                loss_rows=self.loss_rows,
+                defer_outputs=self.defer_outputs,
+                zero_outputs=self.zero_outputs,
+            )
+            decide(region, defer_outputs=self.defer_outputs, zero_outputs=self.zero_outputs)
+            program = write_program(module, region, zero_outputs=self.zero_outputs)
         except Declined as declined:
             rewrite.declined.append(Decline(declined.where, str(declined)))
             return rewrite
@@ -52,11 +60,27 @@ class StripPadding(Pass):
         return rewrite
 
 
-def decide(region: Region, *, defer_outputs: bool) -> None:
+def decide(region: Region, *, defer_outputs: bool, zero_outputs: bool) -> None:
     """Compute demand, and from it which values are packed over what; settle which outputs can wait."""
-    may_wait = defer_outputs and bool(region.losses) and not region.seen.exact_outputs
+    may_wait = defer_outputs and bool(region.losses) and not region.exact_outputs
     modes = _modes(region.graph)
     deferred = {node for node in region.outputs if may_wait and _is_token_output(node, region)}
+    if defer_outputs and not zero_outputs and not region.exact_outputs and region.packs:
+        # such as a cache, whose pads have no place in an object of tokens
+        region.twins |= {
+            node
+            for node in region.outputs
+            if _is_token_output(node, region) and not leads_with_tokens(region.layouts[node])
+        }
+    if not region.exact_outputs:
+        region.seen.token_outputs = frozenset(
+            node
+            for node in region.outputs
+            if isinstance(node, fx.Node)
+            and is_token(region.layouts.get(node))
+            and not region.seen.from_batch[node]
+            and (zero_outputs or leads_with_tokens(region.layouts[node]))
+        )
     keep: set[fx.Node] = set()
     for _ in range(2 * len(region.outputs) + 4):
         region.seen.deferred = frozenset(deferred | region.twins)
@@ -65,7 +89,8 @@ def decide(region: Region, *, defer_outputs: bool) -> None:
         region.demand = demands(region.graph, region.seen)
         region.entries = _entries(region)
         before = (len(deferred), len(region.twins), len(keep))
-        region.twins |= {node for node in deferred if region.space(node).trimmed_by}
+        if zero_outputs:  # what is left out are real positions
+            region.twins |= {node for node in deferred if region.space(node).trimmed_by}
         if may_wait and not region.slicer.writes_inputs:
             region.twins |= _outputs_in_the_way(region)
         for node in list(deferred - region.twins):

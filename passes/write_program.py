@@ -35,20 +35,31 @@ from deepytorch.passes.samples import sample
 aten = torch.ops.aten
 
 
-def write_program(module: fx.GraphModule, region: Region) -> Program:
-    """Replace the module's graph by its packed form and say how to run it."""
+def write_program(module: fx.GraphModule, region: Region, *, zero_outputs: bool) -> Program:
+    """Replace the module's graph by its packed form and say how to run it.
+
+    zero_outputs: token outputs are padded with zeros in the graph; otherwise they leave it packed.
+    """
     placeholders = [node for node in region.graph.nodes if node.op == "placeholder"]
     number = {node: index for index, node in enumerate(placeholders)}
-    tails, tail_of = _tails(module, region, number)
+    tails, tail_of, tail_entries = _tails(module, region, number, zero_outputs)
     emitter = _emitter(region, region.entries)
     for node in region.graph.nodes:
         _write_node(region, emitter, node)
     outputs: list[Output] = []
     values: list[Any] = []
     for node in region.outputs:
-        if node in region.seen.deferred:
-            meta = _output_meta(region, node)
-            outputs.append(Output("twin", 0, meta) if node in region.twins else Output("tail", tail_of[node], meta))
+        if node in region.twins:
+            outputs.append(Output("twin", 0, _output_meta(region, node)))
+        elif node in region.seen.deferred:
+            entries = tail_entries[node]
+            merged = entries is not None and len(region.layouts[node][0]) == 2
+            outputs.append(Output("tail", tail_of[node], _output_meta(region, node), entries, merged))
+        elif not zero_outputs and node in region.seen.token_outputs and node in region.entries:
+            zeros, merged = node in region.zeroing, len(region.layouts[node][0]) == 2
+            entries = region.entries[node]
+            outputs.append(Output("tokens", len(values), _output_meta(region, node), entries, merged, zeros))
+            values.append(emitter.packed(node, entries))
         else:
             outputs.append(Output("value", len(values)))
             values.append(emitter.padded(node) if isinstance(node, fx.Node) else node)
@@ -148,11 +159,12 @@ def _label_layout(region: Region, node: fx.Node) -> Layout:
 
 
 def _tails(
-    module: fx.GraphModule, region: Region, number: Mapping[fx.Node, int]
-) -> tuple[list[tuple[Tail, list[fx.Node]]], dict[fx.Node, int]]:
-    """A small graph for every deferred output, from values that the step computes anyway."""
+    module: fx.GraphModule, region: Region, number: Mapping[fx.Node, int], zero_outputs: bool
+) -> tuple[list[tuple[Tail, list[fx.Node]]], dict[fx.Node, int], dict[fx.Node, IndexSet | None]]:
+    """A small graph for every deferred output, from values that the step computes anyway; and what each gives."""
     tails: list[tuple[Tail, list[fx.Node]]] = []
     tail_of: dict[fx.Node, int] = {}
+    gives: dict[fx.Node, IndexSet | None] = {}
     for output in region.outputs:
         if output not in region.seen.deferred or output in tail_of or output in region.twins:
             continue
@@ -174,11 +186,13 @@ def _tails(
                 emitter.pack(node)
             else:
                 emitter.copy(node)
-        graph = emitter.finish([emitter.padded(output)])
+        home = None if zero_outputs else entries.get(output)
+        gives[output] = home
+        graph = emitter.finish([emitter.padded(output) if home is None else emitter.packed(output, home)])
         kept = _prune(graph, len(number))
         tail_of[output] = len(tails)
         tails.append((Tail(fx.GraphModule(module, graph), kept, tuple(emitter.indices), ()), boundary))
-    return tails, tail_of
+    return tails, tail_of, gives
 
 
 def _tail_entries(region: Region, nodes: list[fx.Node], boundary: list[fx.Node]) -> dict[fx.Node, IndexSet]:

@@ -1,0 +1,103 @@
+"""A step once more, as eager would have run it: for whoever looks at more of it than was computed."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from deepytorch.compiler.tokens import Modes
+from deepytorch.errors import DeferredError
+from deepytorch.passes.samples import same_bits, sample
+
+_SAMPLED = 4  # weights that are looked into for writes that leave no version behind: whoever writes so writes all
+
+
+class Replay:
+    """The inputs of one step of a region with everything else that its numbers depend on, and the eager step on them.
+
+    It must be made before the step runs. written: inputs that the step writes to; the replay writes to copies, with the
+    values from before. draws: whether the step draws random numbers; the replay draws what eager would have drawn.
+    """
+
+    def __init__(
+        self,
+        eager: Callable[..., Any],
+        inputs: Sequence[Any],
+        *,
+        parameters: Sequence[int],
+        written: Sequence[int] = (),
+        draws: bool = False,
+    ) -> None:
+        self._eager, self._inputs = eager, inputs
+        self._versions = [
+            each._version if isinstance(each, torch.Tensor) and not each.is_inference() else None for each in inputs
+        ]
+        spread = parameters[:: max(1, len(parameters) // _SAMPLED)][:_SAMPLED]
+        self._samples = [(inputs[index], sample(inputs[index])) for index in spread]
+        self._copies = {index: inputs[index].detach().clone() for index in written}
+        self._modes = Modes()
+        self._random = _RandomState(inputs) if draws else None
+        self._outputs: tuple[Any, ...] | None = None
+        self.seconds = 0.0
+
+    @torch.compiler.disable(reason="a step is replayed in eager")
+    def outputs(self, name: str) -> tuple[Any, ...]:
+        """The eager step's outputs, computed at the first call; `name` is the one that is wanted.
+
+        Raises `DeferredError` where a weight or the batch is no longer what it was.
+        """
+        if self._outputs is None:
+            self._check(name)
+            started = time.perf_counter()
+            inputs = [self._copies.get(index, each) for index, each in enumerate(self._inputs)]
+            with self._modes:
+                if self._random is None:
+                    self._outputs = tuple(self._eager(*inputs))
+                else:
+                    with self._random.as_it_was():
+                        self._outputs = tuple(self._eager(*inputs))
+            self.seconds = time.perf_counter() - started
+            self._inputs, self._copies, self._samples = (), {}, []
+        return self._outputs
+
+    def _check(self, name: str) -> None:
+        for index, (each, version) in enumerate(zip(self._inputs, self._versions, strict=True)):
+            if version is None or index in self._copies or each._version == version:
+                continue
+            kind = "a weight" if isinstance(each, torch.nn.Parameter) else "the batch"
+            raise _changed(name, kind, tuple(each.shape))
+        for weight, before in self._samples:
+            if before is not None and not same_bits(before, sample(weight)):
+                raise _changed(name, "a weight", tuple(weight.shape))
+
+
+def _changed(name: str, kind: str, shape: tuple[int, ...]) -> DeferredError:
+    return DeferredError(
+        f"padded positions of {name!r} are computed when they are first looked at, and {kind} of shape {shape} has "
+        "changed since the step; expected the first look before that. Look at them before optimizer.step() or before "
+        "the batch is overwritten, look at real positions only, or compile with "
+        "torch.compile(..., options={'defer_outputs': False}) (deepytorch.configure(options=...) under the import)"
+    )
+
+
+class _RandomState:
+    """Where the generators stand that a step on these inputs draws from."""
+
+    def __init__(self, inputs: Sequence[Any]) -> None:
+        self._cpu = torch.get_rng_state()
+        indices = {each.device.index for each in inputs if isinstance(each, torch.Tensor) and each.is_cuda}
+        self._devices = sorted(indices)
+        self._cuda = [torch.cuda.get_rng_state(index) for index in self._devices]
+
+    @contextlib.contextmanager
+    def as_it_was(self) -> Iterator[None]:
+        """Inside, they stand there again; afterwards they stand where they stood before."""
+        with torch.random.fork_rng(self._devices):
+            torch.set_rng_state(self._cpu)
+            for index, state in zip(self._devices, self._cuda, strict=True):
+                torch.cuda.set_rng_state(state, index)
+            yield

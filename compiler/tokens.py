@@ -1,0 +1,325 @@
+"""Values of tokens alone, and where in a padded batch the tokens stand: what a packed step's outputs are made of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
+
+import torch
+
+from deepytorch.passes.ops.pack import pack_rows, unpack_rows
+
+Grid = tuple[int, ...]
+
+_AUTOCASTS = ("cpu", "cuda")
+
+
+class Place:
+    """Where the entries of packed rows stand in their padded grid.
+
+    grid: the sizes of the token dimensions, (rows, positions) or, merged, (rows * positions,). at: (entries,) int64,
+    ascending, the index of every entry in the flattened grid. Positions without an entry are pads.
+    """
+
+    __slots__ = ("_derived", "_masks", "_ranks", "at", "cut_from", "grid", "unmerged")
+
+    def __init__(self, grid: Grid, at: torch.Tensor, unmerged: Grid | None = None) -> None:
+        self.grid, self.at = grid, at
+        self.unmerged = grid if len(grid) == 2 else unmerged  # the grid of two dimensions that this one was
+        self.cut_from: tuple[Place, int, int] | None = None  # of a merged grid: the whole, start and stop
+        self._derived: dict[tuple[object, ...], tuple[Place, torch.Tensor | None]] = {}
+        self._masks: list[tuple[torch.Tensor, int, bool]] = []
+        self._ranks: torch.Tensor | None = None
+
+    @property
+    def count(self) -> int:
+        """Entries."""
+        return self.at.shape[0]
+
+    @property
+    def size(self) -> int:
+        """Positions of the grid, pads among them."""
+        return math.prod(self.grid)
+
+    def is_like(self, other: Place) -> bool:
+        """Whether the entries of both stand at the same positions of grids of one shape."""
+        if self is other:
+            return True
+        if self.grid != other.grid or self.count != other.count:
+            return False
+        return self.at is other.at or (self.at.device == other.at.device and bool(torch.equal(self.at, other.at)))
+
+    def coordinates(self) -> tuple[torch.Tensor, ...]:
+        """The index of every entry along each dimension of the grid, each (entries,) int64."""
+        if len(self.grid) == 1:
+            return (self.at,)
+        return torch.div(self.at, self.grid[1], rounding_mode="floor"), self.at % self.grid[1]
+
+    def reshaped(self, grid: Grid) -> Place:
+        """The same entries in another grid of as many positions."""
+        if grid == self.grid:
+            return self
+        key = ("reshaped", grid)
+        if key not in self._derived:
+            self._derived[key] = (Place(grid, self.at, self.unmerged if len(grid) == 1 else None), None)
+        return self._derived[key][0]
+
+    def sliced(self, dim: int, start: int, stop: int) -> tuple[Place, torch.Tensor | None]:
+        """The grid cut to `start:stop` along `dim`, and which entries are left, (entries,) int64; None for all."""
+        if (start, stop) == (0, self.grid[dim]):
+            return self, None
+        key = ("sliced", dim, start, stop)
+        if key not in self._derived:
+            along = self.coordinates()
+            kept = ((along[dim] >= start) & (along[dim] < stop)).nonzero().squeeze(1)
+            cut = [each[kept] - (start if number == dim else 0) for number, each in enumerate(along)]
+            grid = tuple(stop - start if number == dim else size for number, size in enumerate(self.grid))
+            at = cut[0] if len(grid) == 1 else cut[0] * grid[1] + cut[1]
+            place = Place(grid, at)
+            if len(grid) == 1:
+                place.cut_from = (self, start, stop)
+            self._derived[key] = (place, kept)
+        return self._derived[key]
+
+    def moved(self, device: torch.device) -> Place:
+        """The same on another device."""
+        if device == self.at.device:
+            return self
+        key = ("moved", device)
+        if key not in self._derived:
+            self._derived[key] = (Place(self.grid, self.at.to(device), self.unmerged), None)
+        return self._derived[key][0]
+
+    def entries_at(self, positions: torch.Tensor) -> torch.Tensor | None:
+        """Which entries stand at these positions of the flattened grid, int64; None where one of them is a pad."""
+        if self._ranks is None:
+            self._ranks = self.at.new_full((self.size,), -1)
+            self._ranks[self.at] = torch.arange(self.count, device=self.at.device)
+        found = self._ranks[positions]
+        return None if bool((found < 0).any()) else found
+
+    def spread(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor's first dimensions are those of the grid, or 1 where it is the same along one."""
+        sizes = tensor.shape[: len(self.grid)]
+        return len(sizes) == len(self.grid) and all(
+            size in (1, own) for size, own in zip(sizes, self.grid, strict=True)
+        )
+
+    def take(self, padded: torch.Tensor) -> torch.Tensor:
+        """The entries of a padded tensor (*grid, ...), or one that is the same along some of the grid, packed."""
+        dims = len(self.grid)
+        if tuple(padded.shape[:dims]) == self.grid:
+            flat = padded if dims == 1 else padded.flatten(0, 1)
+            return pack_rows(flat, self.at)
+        if all(size == 1 for size in padded.shape[:dims]):
+            return padded if dims == 1 else padded.flatten(0, 1)  # (1, ...), to broadcast
+        along = self.coordinates()
+        zero = torch.zeros_like(along[0])
+        return padded[tuple(each if size != 1 else zero for each, size in zip(along, padded.shape, strict=False))]
+
+    def is_off_at_pads(self, flags: torch.Tensor) -> bool:
+        """Whether a tensor (*grid), which may be the same along some of it, is zero or false wherever a pad stands. One
+        synchronisation with the device, remembered.
+        """
+        if self.count == self.size:
+            return True
+        for known, version, answer in self._masks:
+            if known is flags and version == flags._version:
+                return answer
+        whole = flags.detach().expand(self.grid).reshape(-1)
+        answer = bool(torch.count_nonzero(whole) == torch.count_nonzero(whole[self.at]))
+        if not flags.is_inference():
+            self._masks.append((flags, flags._version, answer))
+        return answer
+
+
+class Pads:
+    """What is known of a packed value's pads: `are_zero()` answers when somebody has to know."""
+
+    def are_zero(self) -> bool:
+        """Whether the padded value holds zeros, or False, at every pad."""
+        return False
+
+
+UNKNOWN = Pads()
+
+
+class ZeroPads(Pads):
+    """Zeros at every pad."""
+
+    def are_zero(self) -> bool:
+        return True
+
+
+ZERO = ZeroPads()
+
+
+class OffBy(Pads):
+    """Zeros at pads if `flags` (*grid) are off there; asked for at most once, as the flags were when this was made."""
+
+    def __init__(self, place: Place, flags: Callable[[], torch.Tensor], watched: torch.Tensor) -> None:
+        self._place, self._flags, self._watched = place, flags, watched
+        self._version = None if watched.is_inference() else watched._version
+        self._answer: bool | None = None
+
+    def are_zero(self) -> bool:
+        if self._answer is None:
+            changed = self._version is not None and self._watched._version != self._version
+            self._answer = not changed and self._place.is_off_at_pads(self._flags())
+        return self._answer
+
+
+class AnyOf(Pads):
+    """Zeros at pads if one of several is: a product."""
+
+    def __init__(self, *parts: Pads) -> None:
+        self._parts = parts
+
+    def are_zero(self) -> bool:
+        return any(part.are_zero() for part in self._parts)
+
+
+class AllOf(Pads):
+    """Zeros at pads if all of several are: a sum."""
+
+    def __init__(self, *parts: Pads) -> None:
+        self._parts = parts
+
+    def are_zero(self) -> bool:
+        return all(part.are_zero() for part in self._parts)
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """A padded value of which only the tokens were computed.
+
+    rows: (entries, *features), made at the first use. features: their sizes. dtype, device: of the rows. swapped: the
+    padded value is (rows, features, positions), as `cross_entropy` wants it, and not (rows, positions, features).
+    """
+
+    place: Place
+    features: Grid
+    dtype: torch.dtype
+    device: torch.device
+    make: Callable[[], torch.Tensor]
+    pads: Pads = UNKNOWN
+    swapped: bool = False
+    requires_grad: bool = False
+
+    @staticmethod
+    def of(place: Place, rows: torch.Tensor, pads: Pads = UNKNOWN) -> Tokens:
+        """Of rows that are there."""
+        make = lambda: rows  # noqa: E731
+        return Tokens(
+            place, tuple(rows.shape[1:]), rows.dtype, rows.device, make, pads, requires_grad=rows.requires_grad
+        )
+
+    @property
+    def shape(self) -> Grid:
+        """The padded value's shape."""
+        if self.swapped:
+            return (self.place.grid[0], *self.features, self.place.grid[1])
+        return (*self.place.grid, *self.features)
+
+    @property
+    def num_token_dims(self) -> int:
+        """How many of the shape's first dimensions are token dimensions."""
+        return len(self.place.grid)
+
+    def rows(self) -> torch.Tensor:
+        """The packed rows, (entries, *features)."""
+        return self.make()
+
+    def later(
+        self,
+        operation: Callable[[torch.Tensor], torch.Tensor],
+        *,
+        place: Place | None = None,
+        features: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> Tokens:
+        """What a view or a cast makes of it, itself made at the first use."""
+        return replace(
+            self,
+            place=self.place if place is None else place,
+            features=self.features if features is None else tuple(features),
+            dtype=dtype or self.dtype,
+            device=device or self.device,
+            make=Once(lambda: operation(self.rows())),
+            requires_grad=self.requires_grad and torch.is_grad_enabled() and (dtype or self.dtype).is_floating_point,
+        )
+
+    def padded_with_zeros(self) -> torch.Tensor:
+        """The padded value, with zeros at pads."""
+        flat = unpack_rows(self.rows(), self.place.at, self.place.size)
+        whole = flat.reshape(*self.place.grid, *self.features)
+        return whole.movedim(1, -1) if self.swapped else whole
+
+
+Value = TypeVar("Value")
+
+
+class Memo(Generic[Value]):
+    """Something that is made at the first call."""
+
+    __slots__ = ("_make", "_value")
+
+    def __init__(self, make: Callable[[], Value]) -> None:
+        self._make: Callable[[], Value] | None = make
+
+    def __call__(self) -> Value:
+        if self._make is not None:
+            self._value = self._make()
+            self._make = None
+        return self._value
+
+
+class Once:
+    """A tensor that is made at the first call, under the grad mode and autocast state of now; `grad` is another grad
+    mode.
+    """
+
+    __slots__ = ("_make", "_modes", "_value")
+
+    def __init__(self, make: Callable[[], torch.Tensor], grad: bool | None = None) -> None:
+        self._make: Callable[[], torch.Tensor] | None = make
+        self._modes = Modes(grad)
+        self._value: torch.Tensor | None = None
+
+    def __call__(self) -> torch.Tensor:
+        if self._value is None:
+            assert self._make is not None
+            with self._modes:
+                self._value = self._make()
+            self._make = None
+        return self._value
+
+
+class Modes:
+    """Grad mode, inference mode and autocast as they are now, to be entered later."""
+
+    __slots__ = ("_autocasts", "_entered", "_grad", "_inference")
+
+    def __init__(self, grad: bool | None = None) -> None:
+        """grad: the grad mode, if it is to be another one than now."""
+        self._grad = torch.is_grad_enabled() if grad is None else grad
+        self._inference = torch.is_inference_mode_enabled()
+        self._autocasts = tuple(
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _AUTOCASTS
+        )
+
+    def __enter__(self) -> None:
+        self._entered = ExitStack()
+        self._entered.enter_context(torch.inference_mode(self._inference))
+        self._entered.enter_context(torch.set_grad_enabled(self._grad))
+        for kind, enabled, dtype in self._autocasts:
+            if enabled or torch.is_autocast_enabled(kind):
+                # without its cache: a cast of a weight cached elsewhere may be one made without gradients
+                self._entered.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
+
+    def __exit__(self, *error: object) -> None:
+        self._entered.close()
