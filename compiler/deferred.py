@@ -141,7 +141,7 @@ class _Dependency:
 class Kept:
     """Tensors that something will be computed from later, with the values they had when this was made."""
 
-    __slots__ = ("__weakref__", "dependencies", "_name")
+    __slots__ = ("__weakref__", "_name", "dependencies")
 
     def __init__(self, tensors: Sequence[torch.Tensor], name: str) -> None:
         _hook_optimizers()
@@ -211,7 +211,7 @@ class _Pending:
         self.usage: Usage | None = None
         self.watched = self.whole = False
         self.family = Family()
-        self.memory: object = self  # what stands for the memory that it would share with its views
+        self.memory = object()  # what stands for the memory that it would share with its views
         self.sources: tuple[_Pending, ...] = ()  # what it was computed from
         self.version = -1  # of the value when it was computed
 
@@ -383,11 +383,9 @@ def _on_tokens(function: Any, args: Any, kwargs: Any) -> Any:
         if not isinstance(tokens, Tokens):
             return tokens
         recipe = _Recipe(function, args, kwargs, key)
-        pending = _Pending(
-            tokens.shape, tokens.dtype, tokens.device, tokens.requires_grad, source.name, recipe
-        )
+        pending = _Pending(tokens.shape, tokens.dtype, tokens.device, tokens.requires_grad, source.name, recipe)
         pending.make_tokens, pending.usage, pending.family = (lambda: tokens), source.usage, source.family
-        pending.memory = source.memory if is_view else pending
+        pending.memory = source.memory if is_view else pending.memory
         pending.sources = tuple(pendings)
         return _wrap(pending)
 
@@ -589,7 +587,7 @@ def _retain_grad(tensor: torch.Tensor, pending: _Pending) -> None:
         return
     once(
         logging.WARNING,
-        "retain_grad() on the deferred output %r: the loss of this step was not computed from it, so only gradients of "
+        "retain_grad() on the deferred output %r: the loss of its step was not computed from it, so only gradients of "
         "what you compute from it yourself will show in .grad; from the next step on it is as in eager",
         pending.name,
     )

@@ -76,13 +76,19 @@ def _aligned(operand: Any, place: Place, dims: int) -> Any:
     return place.take(whole)
 
 
-def _flags(operand: Tensor, place: Place, dims: int) -> Tensor | None:
-    """A plain operand that is one number a position, as (*grid) or the same along some of it; None for any other."""
+def _flags(operand: Tensor, place: Place, dims: int, inverted: bool) -> Callable[[], Tensor] | None:
+    """Gives where a plain operand is not zero, or, inverted, where it is: (*grid), or the same along some of it. None
+    where it has no part in the grid.
+    """
     if operand.dim() != dims or not place.spread(operand):
         return None
-    if any(size != 1 for size in operand.shape[len(place.grid) :]):
-        return None
-    return operand.detach().reshape(operand.shape[: len(place.grid)])
+    tokens = len(place.grid)
+    operand = operand.detach()
+    if all(size == 1 for size in operand.shape[tokens:]):
+        flags = operand.reshape(operand.shape[:tokens])
+        return flags.logical_not if inverted else (lambda: flags)
+    compare = torch.eq if inverted else torch.ne
+    return lambda: compare(operand, 0).flatten(tokens).any(-1)
 
 
 def _off(operand: Any, place: Place, dims: int, *, inverted: bool = False) -> Pads:
@@ -93,10 +99,9 @@ def _off(operand: Any, place: Place, dims: int, *, inverted: bool = False) -> Pa
         return UNKNOWN if inverted else operand.pads
     if not isinstance(operand, Tensor):
         return ZERO if isinstance(operand, bool | int | float) and bool(operand) == inverted else UNKNOWN
-    flags = operand.detach().expand(place.grid) if operand.dim() == 0 else _flags(operand, place, dims)
-    if flags is None:
-        return UNKNOWN
-    return OffBy(place, flags.logical_not if inverted else (lambda: flags), operand)
+    whole = operand.expand(*place.grid, *[1] * (dims - len(place.grid))) if operand.dim() == 0 else operand
+    flags = _flags(whole, place, dims, inverted)
+    return UNKNOWN if flags is None else OffBy(place, flags, operand)
 
 
 def _pointwise(function: Any, *args: Any, **kwargs: Any) -> Any:

@@ -185,9 +185,7 @@ class Step:
 
     def _replay(self, inputs: Sequence[Any]) -> Replay:
         effects = self._effects
-        return Replay(
-            self._eager, inputs, parameters=self._parameters, written=effects.written, draws=effects.draws
-        )
+        return Replay(self._eager, inputs, parameters=self._parameters, written=effects.written, draws=effects.draws)
 
     def _watch(self, inputs: Sequence[Any], facts: Facts, indices: Indices, watched: _Watched) -> tuple[Any, ...]:
         """The step in eager, with outputs whose uses are noted."""
@@ -443,9 +441,7 @@ class _Places:
             features = tuple(value.shape[len(place.grid) :])
             pads = ZERO if output.zero_at_pads else UNKNOWN
             packed = Once(lambda: place.take(value), grad=value.requires_grad)
-            return Tokens(
-                place, features, value.dtype, value.device, packed, pads, requires_grad=value.requires_grad
-            )
+            return Tokens(place, features, value.dtype, value.device, packed, pads, requires_grad=value.requires_grad)
 
         return Memo(make)
 

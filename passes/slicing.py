@@ -72,7 +72,9 @@ class Slicer:
         written = {root for root in self._writes if root.op == "placeholder"}
         for node in self.order:
             if _updates_statistics(node):
-                written |= {source for source in node.all_input_nodes if source.op == "placeholder" and _is_buffer(source)}
+                written |= {
+                    source for source in node.all_input_nodes if source.op == "placeholder" and _is_buffer(source)
+                }
         return sorted(written, key=self.order.__getitem__)
 
     def cannot_pack(self) -> str | None:

@@ -119,6 +119,17 @@ def is_sharded(module: nn.Module) -> bool:
     return any(hasattr(each, "ds_id") or hasattr(each, "device_mesh") for each in module.parameters())
 
 
+def sharding_groups(module: nn.Module) -> list[Any]:
+    """The process groups over which weights are spread; none where they are not."""
+    for each in module.parameters():
+        if hasattr(each, "ds_id"):
+            return [each.ds_process_group]  # type: ignore[attr-defined]
+        mesh = getattr(each, "device_mesh", None)
+        if mesh is not None:
+            return [mesh.get_group(dim) for dim in range(mesh.ndim)]
+    return []
+
+
 def small_weights(module: nn.Module) -> list[Tensor]:
     """Weights whose gradients are worth comparing; none where they are sharded."""
     if is_sharded(module):

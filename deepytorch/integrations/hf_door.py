@@ -25,8 +25,13 @@ from torch import nn
 
 from deepytorch import autowrap
 from deepytorch.compiler.backend import EXPLAINING
+from deepytorch.compiler.deferred import Family, defer
 from deepytorch.compiler.facts import Refusal
+from deepytorch.compiler.replay import Replay
 from deepytorch.compiler.report import LEDGER, RegionRecord
+from deepytorch.compiler.tokens import Memo, Tokens
+from deepytorch.compiler.usage import Level, Usage
+from deepytorch.errors import DeferredError
 from deepytorch.integrations import packed_attention
 from deepytorch.integrations.door_proof import (
     Unchanged,
@@ -35,19 +40,24 @@ from deepytorch.integrations.door_proof import (
     precision_of,
     prove,
     quietly,
+    sharding_groups,
     small_weights,
 )
 from deepytorch.integrations.packed_attention import CannotPack, call_with_bias, has_learned_bias
 from deepytorch.integrations.packed_batch import (
+    Find,
     PackedBatch,
     Reading,
     RowKind,
+    Show,
+    Side,
     columns,
     counts,
     ids_counted,
     is_known,
     pack_batch,
     unknown_argument,
+    zeros_at_pads,
 )
 from deepytorch.integrations.padded_hooks import UserHooks
 from deepytorch.log import logger, once
@@ -88,6 +98,8 @@ class Door:
         self._reading: Reading | None = None
         self._unasked: str | None = None  # why nothing is known of this kind of call
         self._found: PackedBatch | Refusal | None = None  # what the last call came to
+        self._uses: dict[Any, _Uses] = {}  # by kind of call
+        self._kind_now: Any = None
         self.record = RegionRecord(f"door of {type(model).__name__}", "declined", "eager")
 
     def call(self, run: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -97,7 +109,7 @@ class Door:
         self._unasked = "the call's arguments are not the model's" if given is None else None
         if given is not None and kind not in self._found_out:
             kind = self._ask(given)
-        self._reading = self._found_out.get(kind)
+        self._reading, self._kind_now = self._found_out.get(kind), kind
         return self._through(run, args, kwargs)
 
     @property
@@ -162,21 +174,29 @@ class Door:
         if _INSIDE.get() is not None:  # inside of itself or of another packed model
             return run(*args, **kwargs)
         started = time.perf_counter()
-        hooks = UserHooks(self.target)
-        found = self._found = self._pack(hooks, args, kwargs)
+        uses = None if self._proving or self._reading is None else self._uses_of(self._kind_now)
+        first = uses is not None and uses.begins()
+        found = self._found = self._pack(UserHooks(self.target), args, kwargs, uses)
         if isinstance(found, Refusal):
             self.record.steps_padded += 1
             self.record.padded_because[found.reason] = self.record.padded_because.get(found.reason, 0) + 1
+            if uses is not None and uses.usage.level is Level.EAGER:
+                return self.target._call_impl(*args, **kwargs)
             return run(*args, **kwargs)
+        if first:
+            assert uses is not None
+            self.record.steps_watched += 1
+            return found.watched(run(*args, **kwargs), uses.watching())
+        show = zeros_at_pads if uses is None else uses.showing(self._again(args, kwargs), self.record)
         token = _INSIDE.set((self, found))
         self.record.host_seconds += time.perf_counter() - started
         try:
-            with hooks.shown(found.show, found.take, call=not self._proving), self._as_proved():
-                outputs = found.outputs(run(**found.arguments))
+            with self._as_proved():
+                outputs = found.outputs(run(**found.arguments), show)
         except (torch.OutOfMemoryError, KeyboardInterrupt):
             raise
         except Exception as error:  # something that the probe had not seen, such as a cache of another kind
-            if self._proving or "deepytorch_of_a_hook" in vars(error):
+            if self._proving:
                 raise
             if is_sharded(self._outer):  # a second forward of this rank alone would gather other weights than its peers
                 raise
@@ -192,22 +212,46 @@ class Door:
             self.record.tokens_padded += side.num_rows * side.num_positions
         return outputs
 
+    def _uses_of(self, kind: Any) -> _Uses:
+        """What is done with the outputs of this kind of calls."""
+        if kind not in self._uses:
+            self._uses[kind] = _Uses(self.record, self.target)
+        return self._uses[kind]
+
+    def _again(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Replay | None:
+        """This call padded, for whoever looks at pads of its outputs; None where weights are sharded, as a call of one
+        rank alone would wait for the others.
+        """
+        if is_sharded(self._outer):
+            return None
+        uses = self._uses_of(self._kind_now)
+        tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+        inputs = [*uses.parameters, *tensors]
+
+        def run(*_: Any) -> tuple[Any]:
+            with torch.compiler.set_stance("force_eager"), UserHooks(self.target).silenced():
+                return (self.target._call_impl(*args, **kwargs),)
+
+        return Replay(run, inputs, parameters=range(len(uses.parameters)), draws=True)
+
     def _as_proved(self) -> contextlib.AbstractContextManager[Any]:
         """Dynamo calls `forward` of a module itself, and not what stands in place of its call: then nothing compiled
         may run inside, of the model or of its blocks.
         """
         return torch.compiler.set_stance("force_eager") if self._in_eager else contextlib.nullcontext()
 
-    def _pack(self, hooks: UserHooks, args: Sequence[Any], kwargs: Mapping[str, Any]) -> PackedBatch | Refusal:
+    def _pack(
+        self, hooks: UserHooks, args: Sequence[Any], kwargs: Mapping[str, Any], uses: _Uses | None = None
+    ) -> PackedBatch | Refusal:
         if self._reading is None:
             return Refusal(self._unasked or "; ".join(self.record.declined))
         given = _bound(self.target, args, kwargs)
         if given is None:
             return Refusal("the call's arguments are not the model's")
-        if hooks.refused is not None:
+        if uses is not None and uses.usage.level is not Level.PACKED:
+            return Refusal(uses.usage.reason)
+        if hooks.refused is not None and not self._proving:
             return Refusal(hooks.refused)
-        if hooks.found and is_sharded(self._outer):
-            return Refusal("a hook in a model whose weights are sharded")
         try:
             found = pack_batch(given, self._reading, self._given.get("labels"))
         except CannotPack as error:
@@ -318,6 +362,98 @@ class Door:
     def _probe(self, reading: Reading, arguments: Mapping[str, Any]) -> tuple[Any, PackedBatch | Refusal | None]:
         self._reading, self._found = reading, None
         return self._through(self._outer._call_impl, (), arguments), self._found
+
+
+class _Uses:
+    """What a script does with the outputs of one kind of calls.
+
+    Ranks that hold parts of one model have to find the same: the first call of each is watched, whatever its batch is,
+    and before the second one they tell each other what they saw. A use that comes up later is an error there.
+    """
+
+    def __init__(self, record: RegionRecord, model: nn.Module) -> None:
+        self.usage = Usage(record.name)
+        record.outputs = self.usage.outputs
+        self.parameters = list(model.parameters())
+        self._shards = sharding_groups(model)
+        self._calls = 0
+
+    def begins(self) -> bool:
+        """Whether a call that begins now is the first one."""
+        self._calls += 1
+        if self._calls == 2 and self._shards:
+            self._agree()
+        return self._calls == 1
+
+    def _agree(self) -> None:
+        level = torch.tensor(int(self.usage.level), dtype=torch.int32, device=self._device())
+        for group in self._shards:
+            torch.distributed.all_reduce(level, torch.distributed.ReduceOp.MAX, group)
+        if int(level) > self.usage.level:
+            self.usage.level = Level(int(level))
+            self.usage.reason = "another rank looks at padded positions"
+
+    def _device(self) -> torch.device:
+        device = self.parameters[0].device
+        return device if device.type != "meta" else torch.device("cpu")
+
+    def watching(self) -> Show:
+        """Makes of a padded tensor what a script gets at the first call."""
+        family = Family()
+
+        def show(value: torch.Tensor, side: Side, dim: int, name: str, find: Find) -> torch.Tensor:
+            tokens = Memo(lambda: Tokens.of(side.place, side.place.take(value))) if dim == 1 else None
+            return defer(
+                value.shape,
+                lambda _: value,
+                dtype=value.dtype,
+                device=value.device,
+                requires_grad=value.requires_grad,
+                name=name,
+                tokens=tokens,
+                usage=self.usage,
+                family=family,
+                watched=True,
+            )
+
+        return show
+
+    def showing(self, again: Replay | None, record: RegionRecord) -> Show:
+        """Makes of a packed tensor what a script gets. again: the padded call, if it can be had."""
+        family = Family()
+
+        def show(packed: torch.Tensor, side: Side, dim: int, name: str, find: Find) -> torch.Tensor:
+            shape = list(packed.shape)
+            shape[0], shape[dim] = side.num_rows, side.num_positions
+
+            def padded(_: Any) -> torch.Tensor:
+                if again is None:
+                    raise DeferredError(
+                        f"padded positions of {name!r} are looked at, and this rank alone cannot compute them, as "
+                        "weights are sharded; expected them to be looked at in the first step of training, after "
+                        "which all ranks compute them. Do so, look at real positions only, or pass "
+                        "deepytorch.configure(options={'unpad': False})"
+                    )
+                known = again.seconds
+                found = find(again.outputs(name)[0])
+                if not known:
+                    record.steps_replayed += 1
+                    record.replay_seconds += again.seconds
+                return found
+
+            return defer(
+                shape,
+                padded,
+                dtype=packed.dtype,
+                device=packed.device,
+                requires_grad=packed.requires_grad,
+                name=name,
+                tokens=Memo(lambda: side.tokens(packed)) if dim == 1 else None,
+                usage=self.usage,
+                family=family,
+            )
+
+        return show
 
 
 class _Replaced:

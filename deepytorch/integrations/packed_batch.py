@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,11 +13,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
-from deepytorch.compiler.deferred import defer
 from deepytorch.compiler.facts import Refusal, count_true, places_of
-from deepytorch.integrations.packed_attention import CannotPack, Rows, encode_mask, is_packed
+from deepytorch.compiler.tokens import Place, Tokens
+from deepytorch.integrations.packed_attention import CannotPack, Rows, encode_mask
 from deepytorch.passes.ops.pack import pack_rows, unpack_rows
 
 IGNORE_INDEX = -100
@@ -25,6 +25,9 @@ BY_TOKEN = ("input_ids", "inputs_embeds", "token_type_ids", "position_ids")  # (
 BY_DECODER_TOKEN = ("decoder_input_ids", "decoder_inputs_embeds")
 MASKS = ("attention_mask", "decoder_attention_mask")
 AS_GIVEN = ("num_items_in_batch", "use_cache", "return_dict", "output_hidden_states")
+Find = Callable[[Any], Any]
+Show = Callable[[Tensor, "Side", int, str, Find], Tensor]
+
 OFF = ("output_attentions", "output_router_logits", "past_key_values", "logits_to_keep", "encoder_outputs")
 
 
@@ -54,18 +57,14 @@ class Side:
         flat = unpack_rows(tokens_first, self.indices, self.num_rows * self.num_positions)
         return flat.unflatten(0, (self.num_rows, self.num_positions)).movedim(1, dim)
 
-    def unpack_later(self, packed: Tensor, dim: int, name: str) -> Tensor:
-        """As `unpack`, done when somebody looks."""
-        shape = list(packed.shape)
-        shape[0], shape[dim] = self.num_rows, self.num_positions
-        return defer(
-            shape,
-            lambda _: self.unpack(packed, dim),
-            dtype=packed.dtype,
-            device=packed.device,
-            requires_grad=packed.requires_grad,
-            name=name,
-        )
+    @functools.cached_property
+    def place(self) -> Place:
+        """Where the tokens stand among rows and positions."""
+        return Place((self.num_rows, self.num_positions), self.indices)
+
+    def tokens(self, packed: Tensor) -> Tokens:
+        """(1, tokens, ...) as what stands for (rows, positions, ...)."""
+        return Tokens.of(self.place, packed[0])
 
 
 class RowKind(Enum):
@@ -120,77 +119,83 @@ class PackedBatch:
         positions = sum(side.num_rows * side.num_positions for side in self.sides)
         return 1.0 - sum(side.num_tokens for side in self.sides) / positions
 
-    def outputs(self, outputs: Any) -> Any:
-        """The model's outputs as the padded run would give them; changes a `ModelOutput` in place."""
-        if isinstance(outputs, tuple):
-            return tuple(self._output(value, "output") for value in outputs)
-        for name in list(outputs):
-            outputs[name] = self._output(outputs[name], name)
-        return outputs
+    def outputs(self, outputs: Any, show: Show) -> Any:
+        """The model's outputs as the padded run would give them; changes a `ModelOutput` in place.
 
-    def _output(self, value: Any, name: str) -> Any:
-        if isinstance(value, Tensor):
-            side = self._side_of(value)
-            return value if side is None else side.unpack_later(value, 1, name)
-        if isinstance(value, tuple | list):
-            return type(value)(self._output(each, name) for each in value)
-        if hasattr(value, "self_attention_cache"):
-            self._cache(value.self_attention_cache, self.sides[-1])
-            self._cache(value.cross_attention_cache, self.main)
-        elif hasattr(value, "layers"):
-            self._cache(value, self.main)
-        elif value is not None:
-            raise CannotPack(f"{name} is of type {type(value).__name__}")
+        show: makes of a packed tensor what a script gets, given the side and the dimension of its tokens, its name, and
+        how it is found among the outputs of another run.
+        """
+        return _translated(outputs, lambda value, dim, name, find: self._shown(value, dim, name, find, show))
+
+    def _shown(self, value: Tensor, dim: int, name: str, find: Find, show: Show) -> Tensor:
+        for side in self.sides:
+            if value.dim() > dim and value.shape[0] == 1 and value.shape[dim] == side.num_tokens:
+                return show(value, side, dim, name, find)
         return value
 
-    def show(self, value: Any) -> Any:
-        """What a hook is given, padded: tensors (1, tokens, ...) of any nesting. Raises `CannotPack` for what a padded
-        run would show otherwise: ids at pads, masks, tokens without rows.
-        """
-        return tree_map_only(Tensor, self._shown, value)
+    def watched(self, outputs: Any, show: Show) -> Any:
+        """As `outputs`, of those of a padded run."""
 
-    def _shown(self, tensor: Tensor) -> Tensor:
-        side = self._side_of(tensor)
-        if side is None:
-            if is_packed(tensor) or any(tensor.shape[:1] == (side.num_tokens,) for side in self.sides):
-                raise CannotPack("a hook would see how rows are packed")
-            return tensor
-        if not tensor.is_floating_point():
-            raise CannotPack("a hook would see other ids at pads")
-        return side.unpack(tensor)
+        def shown(value: Tensor, dim: int, name: str, find: Find) -> Tensor:
+            if not value.is_floating_point() or value.dim() <= dim or (self.decoder is not None and name == "output"):
+                return value
+            side = self.main if self.decoder is None or name.startswith("encoder") else self.decoder
+            grid = (side.num_rows, side.num_positions)
+            return show(value, side, dim, name, find) if (value.shape[0], value.shape[dim]) == grid else value
 
-    def take(self, value: Any) -> Any:
-        """What comes out of a hook, packed again: tensors (rows, positions, ...)."""
-        return tree_map_only(Tensor, self._taken, value)
-
-    def _taken(self, tensor: Tensor) -> Tensor:
-        sides = [side for side in self.sides if tensor.shape[:2] == (side.num_rows, side.num_positions)]
-        if len(sides) == 2:
-            raise CannotPack("a hook's tensors may be of either side of the model")
-        return sides[0].pack(tensor) if sides else tensor
+        return _translated(outputs, shown)
 
     @property
     def sides(self) -> tuple[Side, ...]:
         """Of ids, and of decoder ids where there are some."""
         return (self.main,) if self.decoder is None else (self.main, self.decoder)
 
-    def _side_of(self, tensor: Any) -> Side | None:
-        """Whose tokens a packed tensor (1, tokens, ...) holds."""
-        for side in self.sides:
-            if isinstance(tensor, Tensor) and tensor.dim() >= 2 and tensor.shape[:2] == (1, side.num_tokens):
-                return side
-        return None
 
-    @staticmethod
-    def _cache(cache: Any, side: Side) -> None:
-        for layer in cache.layers:
+def zeros_at_pads(packed: Tensor, side: Side, dim: int, name: str, find: Find) -> Tensor:
+    """A packed tensor unpacked with zeros: what a proof compares, at real positions."""
+    return side.unpack(packed, dim)
+
+
+def _translated(outputs: Any, translate: Callable[[Tensor, int, str, Find], Tensor]) -> Any:
+    """A model's outputs with every tensor translated, those of a key-value cache by its dimension of positions too."""
+
+    def one(value: Any, name: str, find: Find) -> Any:
+        if isinstance(value, Tensor):
+            return translate(value, 1, name, find) if value.dim() >= 2 else value
+        if isinstance(value, tuple | list):
+            return type(value)(
+                one(each, name, lambda outputs, number=number: find(outputs)[number])
+                for number, each in enumerate(value)
+            )
+        if hasattr(value, "self_attention_cache"):
+            cached(value.self_attention_cache, name, lambda outputs: find(outputs).self_attention_cache)
+            cached(value.cross_attention_cache, name, lambda outputs: find(outputs).cross_attention_cache)
+        elif hasattr(value, "layers"):
+            cached(value, name, find)
+        elif value is not None:
+            raise CannotPack(f"{name} is of type {type(value).__name__}")
+        return value
+
+    def cached(cache: Any, name: str, find: Find) -> None:
+        for number, layer in enumerate(cache.layers):
             if type(layer).__name__ != "DynamicLayer":
                 raise CannotPack(
                     f"the key-value cache has layers of type {type(layer).__name__}; use_cache=False does without"
                 )
             if layer.is_initialized:
-                layer.keys = side.unpack_later(layer.keys, 2, "past_key_values")
-                layer.values = side.unpack_later(layer.values, 2, "past_key_values")
+                for part in ("keys", "values"):
+                    of_part = lambda outputs, number=number, part=part: getattr(  # noqa: E731
+                        find(outputs).layers[number], part
+                    )
+                    setattr(layer, part, translate(getattr(layer, part), 2, name, of_part))
+
+    if isinstance(outputs, tuple):
+        return tuple(
+            one(value, "output", lambda outputs, number=number: outputs[number]) for number, value in enumerate(outputs)
+        )
+    for name in list(outputs):
+        outputs[name] = one(outputs[name], name, lambda outputs, name=name: outputs[name])
+    return outputs
 
 
 def pack_batch(given: Mapping[str, Any], reading: Reading, above: Tensor | None = None) -> PackedBatch | Refusal:

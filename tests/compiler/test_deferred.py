@@ -389,9 +389,9 @@ def test_one_clone_serves_all_and_dies_with_them(head):
     first, second = head.defer(), head.defer()
     head.eager().sum().backward()
     optimizer.step()
-    clones = [dependency.snapshot for dependency in first._pending.dependencies]
+    clones = [dependency.snapshot for dependency in first._pending.kept.dependencies]
     assert all(clone is not None for clone in clones)
-    assert all(mine is theirs.snapshot for mine, theirs in zip(clones, second._pending.dependencies, strict=True))
+    assert all(mine is theirs.snapshot for mine, theirs in zip(clones, second._pending.kept.dependencies, strict=True))
     watched = [weakref.ref(clone) for clone in clones]
     del clones
     first.sum()
@@ -408,7 +408,7 @@ def test_only_what_the_optimizer_updates_is_cloned(head):
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
         torch.optim.SGD(parameters, lr=0.1).step()
-    weight, bias = logits._pending.dependencies
+    weight, bias = logits._pending.kept.dependencies
     assert weight.snapshot is None
     assert bias.snapshot is not None
 
@@ -420,7 +420,7 @@ def test_nothing_is_cloned_for_what_is_computed_or_dead(head):
     pending = weakref.ref(gone._pending)
     del gone
     assert pending() is None
-    assert not len(deferred_module._PENDING)
+    assert not len(deferred_module._KEPT)
     value.sum().backward()
     optimizer.step()
     assert torch.equal(logits, value)

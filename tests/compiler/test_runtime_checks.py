@@ -63,7 +63,7 @@ def test_the_first_token_after_left_padding_counts_where_its_label_does() -> Non
     config = transformers.LlamaConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, vocab_size=96
     )
-    given = batches(causal_batch, (4, 11, "left"), (3, 13, "left"))
+    given = batches(causal_batch, (4, 11, "left"), (3, 13, "left"), (3, 11, "left"))
     given[1]["labels"] = given[1]["input_ids"].masked_fill(given[1]["attention_mask"] == 0, IGNORED)
     check(Pair(transformers.LlamaForCausalLM(config).train()), given, {LABEL_AT_PAD: 1})
 
