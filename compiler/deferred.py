@@ -31,7 +31,7 @@ import functools
 import logging
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -341,11 +341,32 @@ def _derived_tokens(source: _Pending, operation: Callable[[torch.Tensor], torch.
     return result if isinstance(result, Tokens) else None  # None: was computed since
 
 
+def by_token(function: Callable[..., Any], args: Sequence[Any], rows: Sequence[int]) -> Any:
+    """`function(*args)` for one that works row by row, as the `rows`-th of its arguments and its results go: on tokens
+    where these are what is known of its arguments. For integrations, which know such functions.
+    """
+    result = _on_tokens(function, tuple(args), {}, functools.partial(pad_safe.row_by_row, rows))
+    if result is NotImplemented:
+        return function(*(each._pending.asked(function) if isinstance(each, _Deferred) else each for each in args))
+    return result
+
+
+def plain_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """Arguments of a call of a module without deferred outputs among them: those have been computed."""
+    if any(isinstance(each, _Deferred) for each in (*args, *kwargs.values())):
+        args = [each._pending.asked(torch.nn.Module.__call__) if isinstance(each, _Deferred) else each for each in args]
+        kwargs = {
+            name: each._pending.asked(torch.nn.Module.__call__) if isinstance(each, _Deferred) else each
+            for name, each in kwargs.items()
+        }
+    return args, kwargs
+
+
 @torch.compiler.disable(reason="uses of an output's tokens are looked up when they happen")
-def _on_tokens(function: Any, args: Any, kwargs: Any) -> Any:
+def _on_tokens(function: Any, args: Any, kwargs: Any, rule: Callable[..., Any] = pad_safe.run) -> Any:
     """`function` on the tokens of its deferred arguments, or `NotImplemented`."""
     in_place = function in pad_safe.OUT_OF_PLACE
-    if not in_place and function not in pad_safe.TABLE:
+    if not in_place and function not in pad_safe.TABLE and rule is pad_safe.run:
         return NotImplemented
     pendings: list[_Pending] = []
 
@@ -365,7 +386,7 @@ def _on_tokens(function: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     if in_place:
         return _written(function, args, kwargs, inside, named)
-    result = pad_safe.run(function, inside, named)
+    result = rule(function, inside, named)
     if result is NotImplemented:
         return NotImplemented
     source = pendings[0]
@@ -374,9 +395,9 @@ def _on_tokens(function: Any, args: Any, kwargs: Any) -> Any:
     if isinstance(result, torch.Tensor):
         return result
     first = inside[0] if inside else None
-    if isinstance(result, Tokens) and isinstance(first, Tokens) and function in pad_safe.CASTS:
-        if (result.dtype, result.device) == (first.dtype, first.device) and not kwargs.get("copy"):
-            return args[0]
+    casts = isinstance(result, Tokens) and isinstance(first, Tokens) and function in pad_safe.CASTS
+    if casts and (result.dtype, result.device) == (first.dtype, first.device) and not kwargs.get("copy"):
+        return args[0]
     is_view = function in pad_safe.VIEWS
 
     def wrapped(tokens: Any, key: int | None = None) -> Any:

@@ -42,6 +42,30 @@ def run(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return NotImplemented
 
 
+def row_by_row(rows: Sequence[int], function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A function of which it is known that it works row by row: some of its arguments, and its results, are
+    (rows, ...).
+    """
+    place = next((args[index].place for index in rows if isinstance(args[index], Tokens)), None)
+    if place is None or len(place.grid) != 1:
+        return NotImplemented
+    given = list(args)
+    for index, each in enumerate(args):
+        if index not in rows:
+            if isinstance(each, Tokens):
+                return NotImplemented
+        elif isinstance(each, Tokens):
+            if not each.place.is_like(place):
+                return NotImplemented
+            given[index] = each.rows()
+        else:
+            given[index] = place.take(each)
+    made = function(*given)
+    if isinstance(made, Tensor):
+        return Tokens.of(place, made)
+    return [Tokens.of(place, each) if isinstance(each, Tensor) else each for each in made]
+
+
 class _NotPacked(Exception):
     """The padded value has to be had."""
 

@@ -246,7 +246,12 @@ def _trains(module: nn.Module) -> bool:
 def _training_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The call of an armed module."""
     handle = _HANDLES.get(module) if _trains(module) else None
-    return module._call_impl(*args, **kwargs) if handle is None else handle(module, *args, **kwargs)
+    if handle is None:
+        return module._call_impl(*args, **kwargs)
+    from deepytorch.compiler.deferred import plain_arguments
+
+    args, kwargs = plain_arguments(args, kwargs)  # outputs of another step, or of another model
+    return handle(module, *args, **kwargs)
 
 
 class _Several(Handle):

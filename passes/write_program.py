@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -334,7 +335,14 @@ def _buffers(region: Region, number: Mapping[fx.Node, int]) -> tuple[BufferState
 def _output_meta(region: Region, node: fx.Node) -> OutputMeta:
     symbols = [region.symbols.rows, *(space.symbol for space in region.spaces.values())]
     shape = [region.symbols.expr(size) for size in node.meta["val"].shape]
-    return OutputMeta(node.name, node.meta["val"].dtype, sympy.lambdify(symbols, shape, modules="math"))
+    return OutputMeta(_spoken_name(node), node.meta["val"].dtype, sympy.lambdify(symbols, shape, modules="math"))
+
+
+def _spoken_name(node: fx.Node) -> str:
+    """What the model's own code calls a value, where the line that made it says so."""
+    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()]
+    named = re.match(r"(?:self\.)?(\w+)(?::[^=]+)?\s*=(?!=)", lines[-1]) if lines else None
+    return named[1] if named is not None else node.name
 
 
 def _costs(region: Region) -> tuple[tuple[IndexSet, float], ...]:
