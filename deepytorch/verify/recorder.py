@@ -41,7 +41,7 @@ class Recorder:
         self._stepping: list[Optimizer] = []
         self._moved: set[int] = set()
         self._inside = threading.local()
-        self._draws = _Draws() if job.role == WITHOUT else None
+        self._draws = Draws() if job.role == WITHOUT else None
 
     def attach(self) -> None:
         """Look on from now on."""
@@ -65,10 +65,8 @@ class Recorder:
         self._finished = True
         if how is not None:
             self._write_weights()
-        if self._job.role == WITH:
-            from deepytorch.api import report
-
-            self._write("report", report=report().to_json())
+        if self._job.role == WITH and (ledger := _ledger()) is not None:
+            self._write("report", report=ledger.report().to_json())
         self._write("ended", how=how, failure=failure)
         self._file.close()
         self._job.ended.touch()
@@ -194,7 +192,7 @@ class Recorder:
         self._write("weights", weights=weights, missing=missing)
 
 
-class _Draws:
+class Draws:
     """Which modules draw random numbers in their training calls: the innermost ones of a model's first step."""
 
     def __init__(self) -> None:
@@ -204,6 +202,7 @@ class _Draws:
 
     @property
     def watching(self) -> bool:
+        """Whether it looks at anything."""
         return bool(self._handles)
 
     def watch(self, modules: Iterable[nn.Module], trained: Sequence[Tensor]) -> None:
@@ -344,11 +343,15 @@ def _generators() -> list[Tensor]:
     return states
 
 
+def _ledger() -> Any:
+    """Where regions write what they do; None before something was compiled."""
+    module = sys.modules.get("deepytorch.compiler.report")
+    return None if module is None else module.LEDGER
+
+
 def _regions() -> list[tuple[str, int, int]]:
-    report = sys.modules.get("deepytorch.compiler.report")  # not there before something was compiled
-    if report is None:
-        return []
-    return [(each.name, each.steps_packed, each.steps_padded) for each in report.LEDGER.report().regions]
+    regions = [] if (ledger := _ledger()) is None else ledger.report().regions
+    return [(each.name, each.steps_packed, each.steps_padded) for each in regions]
 
 
 def _is_ours(roots: Sequence[Any]) -> bool:

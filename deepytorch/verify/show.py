@@ -16,10 +16,10 @@ from deepytorch.verify.run import Verdict, VerifyOptions, verify
 
 _KINDS = {
     LOSS: "losses",
-    TOTAL: "gradient norms, total",
-    NORM: "gradient norms, each",
-    WEIGHT: "weights at the end",
-    COUNT: "numbers of calls",
+    TOTAL: "total gradient",
+    NORM: "gradients",
+    WEIGHT: "end weights",
+    COUNT: "counts",
 }
 
 
@@ -145,9 +145,10 @@ def _sentence(verdict: Verdict) -> str:
             lines.append(f"Its last lines:\n{escape(verdict.with_import.output)}")
     if differences:
         first = differences[0]
+        since = first.where if first.step is None else f"from {first.where} on"
         lines.append(
-            f"[bold red]Differs[/] {'' if first.step is None else 'from '}{first.where}{'' if first.step is None else ' on'}: {escape(_what(first))} is {first.without:.7g} without the "
-            f"import and {first.with_import:.7g} with it, {_relative(first)}. {escape(_where(verdict, first))}"
+            f"[bold red]Differs[/] {since}: {escape(_what(first))} is {first.without:.7g} without the import and "
+            f"{first.with_import:.7g} with it, {_relative(first)}. {escape(_where(verdict, first))}"
         )
     elif failure is None:
         lines.append(
@@ -173,7 +174,7 @@ def _where(verdict: Verdict, each: Compared) -> str:
 
 
 def _what(each: Compared) -> str:
-    return {NORM: f"gradient norm of {each.name}", WEIGHT: f"weight {each.name}"}.get(each.kind, each.name)
+    return {NORM: f"gradient of {each.name}", WEIGHT: f"weight {each.name}"}.get(each.kind, each.name)
 
 
 def _own(each: Compared) -> str:
