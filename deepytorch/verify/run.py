@@ -131,7 +131,7 @@ def verify(options: VerifyOptions, notify: Callable[[str], None] = lambda _: Non
     """Run the script in three processes, one after another, and compare; `ScriptError` when it fails by itself."""
     with tempfile.TemporaryDirectory(prefix="deepytorch-verify-") as folder:  # made for this user alone
         without = _run(options, WITHOUT, Path(folder), notify)
-        _refuse_without_training(options, without)
+        refuse_without_training(options, without)
         with_import = _run(options, WITH, Path(folder), notify)
         moved = _run(options, MOVED, Path(folder), notify)
         notify("Comparing")
@@ -210,7 +210,7 @@ def _last_lines(path: Path) -> str:
     return "\n".join(lines[-_LAST_LINES:])
 
 
-def _refuse_without_training(options: VerifyOptions, run: Run) -> None:
+def refuse_without_training(options: VerifyOptions, run: Run) -> None:
     """Raise `ScriptError` where there is nothing to compare with."""
     script = " ".join(options.command)
     if run.failure is not None:

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import traceback
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -33,10 +34,8 @@ def main() -> None:
     if job.role == WITH and job.lowering is not None:
         deepytorch.configure(options={"lowering": job.lowering})
     random.seed(job.seed)
-    if find_spec("numpy") is not None:
-        import numpy
-
-        numpy.random.seed(job.seed)
+    if find_spec("numpy") is not None:  # which torch does without, and so do we
+        import_module("numpy").random.seed(job.seed)
     torch.manual_seed(job.seed)
     try:
         run_script(job)

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from deepytorch import cli
-from deepytorch.errors import ConfigError
+from deepytorch.errors import ConfigError, ScriptError
 from deepytorch.verify.compare import COUNT, LOSS, NORM, TOTAL, compare
 from deepytorch.verify.recorder import Draws, drop_nothing, move_last_bit, parameter_names
 from deepytorch.verify.records import Gradients, Job, Loss, Run, read_run
-from deepytorch.verify.run import VerifyOptions, verify
+from deepytorch.verify.run import VerifyOptions, refuse_without_training, verify
 
 ROOT = Path(__file__).parents[2]
 
@@ -106,6 +106,7 @@ def test_a_script_that_agrees(monkeypatch, capsys):
     assert answer["compared"] == 3 + 3 + 3 * parameters + parameters
 
 
+@pytest.mark.slow
 def test_dropout_can_be_left_out(monkeypatch, capsys):
     Path("script.py").write_text(
         PLAIN
@@ -190,10 +191,7 @@ def test_a_script_that_fails_by_itself(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("script", "words"),
     [
-        ("", "made no optimizer"),
         ("torch.optim.SGD([weight], lr=0.1).step()", "never called backward"),
-        ("torch.optim.SGD([weight], lr=0.1)\nloss_of(torch.randn(5, 4)).backward()", "never the step"),
-        ("sys.exit(3)", "SystemExit(3)"),
         ("import signal\nos.kill(os.getpid(), signal.SIGKILL)", "ended with status -9"),
     ],
 )
@@ -201,6 +199,21 @@ def test_a_script_with_nothing_to_compare(monkeypatch, capsys, script, words):
     Path("script.py").write_text(PLAIN + script)
     assert command(monkeypatch, "script.py") == 2
     assert words in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({}, "made no optimizer"),
+        ({"optimizers": 1, "backwards": 3}, "called backward 3 times and never the step"),
+        ({"failure": "It ended itself: SystemExit(3).", "output": "bad option"}, "SystemExit.*bad option"),
+        ({"failure": "It did not come to its end in 5 seconds"}, "in 5 seconds"),
+    ],
+)
+def test_a_run_with_nothing_to_compare_is_refused(fields, words):
+    Path("script.py").write_text("")
+    with pytest.raises(ScriptError, match=f"(?s)script.py .*{words}"):
+        refuse_without_training(VerifyOptions(command=("script.py",)), Run("without", **fields))
 
 
 def test_accumulated_gradients_two_optimizers_and_gradients_of_gradients():
@@ -262,6 +275,7 @@ optimizer.step(closure=closure)
     ]
 
 
+@pytest.mark.slow
 def test_a_script_that_catches_everything_and_a_script_in_a_module():
     Path("package").mkdir()
     Path("package/__init__.py").write_text("")
@@ -286,6 +300,7 @@ while True:
     assert verdict.with_import.ended == "steps"
 
 
+@pytest.mark.slow
 def test_a_script_that_does_not_end_is_ended_with_what_it_started(monkeypatch, capsys):
     Path("script.py").write_text(
         PLAIN
