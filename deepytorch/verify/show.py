@@ -58,8 +58,8 @@ def remarks(verdict: Verdict) -> Iterator[str]:
         what = "in spite of --no-dropout" if not options.dropout else "in training (dropout, for one)"
         yield (
             f"The model draws random numbers {what}: {', '.join(without.draws)}. What is packed draws others than what "
-            "is padded, of the same distribution, so that numbers differ and nothing is wrong."
-            + (" --no-dropout sets dropout to zero in all runs." if options.dropout else "")
+            "is padded, of the same distribution, so numbers may differ where nothing is wrong."
+            + (" Compare with --no-dropout, which sets dropout to zero in all runs." if options.dropout else "")
         )
     if not without.losses():
         yield "No scalar was handed to backward, so no losses were compared."
