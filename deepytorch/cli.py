@@ -73,6 +73,13 @@ class Compress(str, Enum):
     fp8 = "fp8"
 
 
+class Lowering(str, Enum):
+    """How the rewritten graph runs."""
+
+    inductor = "inductor"
+    aot_eager = "aot_eager"
+
+
 class LabelsOf(str, Enum):
     """Which tokens are learned: the response's, as instruction tuning does, or the prompt's too."""
 
@@ -143,6 +150,45 @@ def demo(
         out=out,
     )
     run_demo(options, console)
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def verify(
+    command: Annotated[
+        list[str], typer.Argument(metavar="SCRIPT [ARGS]", help="A training script as it is, and its arguments.")
+    ],
+    module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module, as for `python -m`.")] = False,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of its optimizers, after which it is ended.")] = 10,
+    seed: Annotated[int, typer.Option(min=0, help="Of random, numpy and torch, set before the script starts.")] = 0,
+    tolerance: Annotated[float, typer.Option(help="Relative difference that is allowed in any case.")] = 1e-4,
+    timeout: Annotated[float, typer.Option(help="Seconds that each of the three processes may take.")] = 1800.0,
+    lowering: Annotated[
+        Lowering | None, typer.Option(help="Of what the import compiles; aot_eager leaves Inductor out.")
+    ] = None,
+    no_dropout: Annotated[bool, typer.Option("--no-dropout", help="Set every dropout to zero, in all runs.")] = False,
+    json_file: Annotated[
+        str | None, typer.Option("--json", metavar="FILE|-", help="Write the result as one JSON object; -: to stdout.")
+    ] = None,
+) -> None:
+    """Run a training script with the import and without, and compare losses, gradients and weights.
+
+    In one process each, with the same seeds; a third run shows how sensitive eager itself is to rounding. Exits with 1
+    where something differs or the script fails with the import only, with 2 where it fails without.
+    """
+    from deepytorch.verify.run import VerifyOptions
+    from deepytorch.verify.show import verify_and_show
+
+    options = VerifyOptions(
+        command=tuple(command),
+        is_module=module,
+        steps=steps,
+        seed=seed,
+        tolerance=tolerance,
+        timeout_s=timeout,
+        lowering=None if lowering is None else lowering.value,
+        dropout=not no_dropout,
+    )
+    raise typer.Exit(verify_and_show(options, Console(stderr=json_file == "-"), json_file))
 
 
 @app.command()

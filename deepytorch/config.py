@@ -19,22 +19,28 @@ class Environment:
     `log_level` (`DEEPYTORCH_LOG=debug|info|warning|error|critical`): of the logger "deepytorch"; unset leaves it alone.
     `remember_links` (`DEEPYTORCH_LINKS=remember|measure`): whether a process group may take the costs of its links from
     the cache, or measures them anew, as a network that has changed needs.
+    `verify` (`DEEPYTORCH=verify`): on, and packed steps are compared with padded ones from time to time.
+    `verify_every` (`DEEPYTORCH_VERIFY_EVERY=K`): with `DEEPYTORCH=verify`, one step in so many is compared; unset: 50.
     """
 
     enabled: bool = True
     log_level: str | None = None
     remember_links: bool = True
+    verify: bool = False
+    verify_every: int = 50
 
     @classmethod
     def read(cls, variables: Mapping[str, str] | None = None) -> Environment:
         """The environment of this process (or `variables`); `ConfigError` for a value that is not accepted."""
         variables = os.environ if variables is None else variables
-        switch = _choice(variables, "DEEPYTORCH", ("on", "off"))
+        switch = _choice(variables, "DEEPYTORCH", ("on", "off", "verify"))
         links = _choice(variables, "DEEPYTORCH_LINKS", ("remember", "measure"))
         return cls(
             enabled=switch != "off",
             log_level=_choice(variables, "DEEPYTORCH_LOG", LOG_LEVELS),
             remember_links=links != "measure",
+            verify=switch == "verify",
+            verify_every=_positive(variables, "DEEPYTORCH_VERIFY_EVERY", cls.verify_every),
         )
 
 
@@ -51,3 +57,15 @@ def _choice(variables: Mapping[str, str], name: str, accepted: tuple[str, ...]) 
             f"set it to one of these, or unset it"
         )
     return found or None
+
+
+def _positive(variables: Mapping[str, str], name: str, default: int) -> int:
+    found = variables.get(name, "").strip()
+    if not found:
+        return default
+    if not (found.isascii() and found.isdigit() and int(found) > 0):
+        raise ConfigError(
+            f"environment variable {name}={variables[name]!r}; expected a whole number from 1 on: set it to one, or "
+            f"unset it"
+        )
+    return int(found)

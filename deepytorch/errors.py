@@ -19,6 +19,10 @@ class ParityError(DeepytorchError):
     """Two runs that must agree (losses, gradients) do not."""
 
 
+class ScriptError(DeepytorchError):
+    """A script that is to be checked fails by itself, or trains nothing."""
+
+
 class DeferredError(DeepytorchError, RuntimeError):
     """A deferred output can no longer be computed, because what it is computed from has changed."""
 

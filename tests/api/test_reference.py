@@ -25,6 +25,12 @@ def test_every_field_has_a_meaning() -> None:
     for section in (compiler, group, environment):
         for setting in section.settings:
             assert len(setting.meaning) > 10, setting
-    assert [each.name for each in environment.settings] == ["DEEPYTORCH", "DEEPYTORCH_LOG", "DEEPYTORCH_LINKS"]
+    assert [each.name for each in environment.settings] == [
+        "DEEPYTORCH",
+        "DEEPYTORCH_LOG",
+        "DEEPYTORCH_LINKS",
+        "DEEPYTORCH",
+        "DEEPYTORCH_VERIFY_EVERY",
+    ]
     assert environment.settings[0].value == r"on\|off"
     assert [each.value for each in compiler.settings if each.name == "unpad"] == ["True"]

@@ -125,12 +125,27 @@ def test_environment_is_read():
     assert Environment.read({"DEEPYTORCH": "ON"}).enabled
 
 
+def test_environment_asks_for_comparisons():
+    assert not Environment.read({"DEEPYTORCH": "on", "DEEPYTORCH_VERIFY_EVERY": "7"}).verify
+    found = Environment.read({"DEEPYTORCH": "Verify"})
+    assert (found.enabled, found.verify, found.verify_every) == (True, True, 50)
+    assert Environment.read({"DEEPYTORCH": "verify", "DEEPYTORCH_VERIFY_EVERY": " 7 "}).verify_every == 7
+    assert Environment.read({"DEEPYTORCH_VERIFY_EVERY": ""}).verify_every == 50
+
+
 def test_environment_of_the_process(monkeypatch):
     monkeypatch.setenv("DEEPYTORCH", "off")
     assert not Environment.read().enabled
 
 
-@pytest.mark.parametrize("variables", [{"DEEPYTORCH": "no"}, {"DEEPYTORCH_LOG": "loud"}])
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"DEEPYTORCH": "no"},
+        {"DEEPYTORCH_LOG": "loud"},
+        *({"DEEPYTORCH_VERIFY_EVERY": value} for value in ("0", "-1", "2.5", "often", "²")),
+    ],
+)
 def test_environment_refuses_what_it_does_not_know(variables):
     with pytest.raises(ConfigError, match="or unset it"):
         Environment.read(variables)

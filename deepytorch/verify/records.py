@@ -1,0 +1,149 @@
+"""What the processes of `deepytorch verify` are told, and what they leave: JSON, one record a line, and raw weights.
+
+A line is written as soon as it is known, so what a script that dies has done until then can be read.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+WITHOUT, WITH, MOVED = "without", "with", "moved"  # the import; MOVED: without it, weights moved by their last bit
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What one process does.
+
+    command: the script, or the module's name where `is_module`, and its arguments. role: WITHOUT, WITH or MOVED.
+    lowering: of what the import compiles; None leaves it. dropout: False sets it to zero. folder: takes the records.
+    """
+
+    command: list[str]
+    is_module: bool
+    role: str
+    steps: int
+    seed: int
+    lowering: str | None
+    dropout: bool
+    folder: str
+
+    def write(self, path: Path) -> None:
+        """Save it for the process."""
+        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> Job:
+        """Load it in the process."""
+        return cls(**json.loads(path.read_text(encoding="utf-8")))
+
+    @property
+    def records(self) -> Path:
+        """The file of the records."""
+        return Path(self.folder) / "records.jsonl"
+
+    @property
+    def weights(self) -> Path:
+        """The file of the trained weights at the end, one after another."""
+        return Path(self.folder) / "weights.bin"
+
+    @property
+    def ended(self) -> Path:
+        """There as soon as everything is written: a process that hangs afterwards has lost nothing."""
+        return Path(self.folder) / "ended"
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """One scalar that was handed to backward."""
+
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """Norms before a step of an optimizer: of all gradients, and of each parameter's (None: it had none)."""
+
+    optimizer: int
+    total: float
+    norms: tuple[float | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """Where a trained weight lies in the file: numbers of `dtype` ("float32" or "float64"), from `offset` in bytes."""
+
+    name: str
+    dtype: str
+    count: int
+    offset: int
+
+
+@dataclass
+class Run:
+    """One run of the script, as far as it came.
+
+    events: by step (from 1; what came after the last one is of the step that was never made), in their order. names: of
+    the trained parameters, by optimizer. packed: by step, which regions had run packed and padded until then.
+    """
+
+    role: str
+    steps: int = 0
+    backwards: int = 0
+    optimizers: int = 0
+    events: dict[int, list[Loss | Gradients]] = field(default_factory=dict)
+    names: dict[int, list[str]] = field(default_factory=dict)
+    weights: list[Weight] = field(default_factory=list)
+    weights_file: Path | None = None
+    weights_missing: str | None = None
+    packed: dict[int, list[tuple[str, int, int]]] = field(default_factory=dict)
+    report: dict[str, Any] = field(default_factory=dict)
+    draws: list[str] = field(default_factory=list)
+    dropouts: int = 0
+    ended: str | None = None  # "steps": all were made, "script": it came to its end before, None: it did neither
+    failure: str | None = None
+    output: str = ""  # its last lines, where it failed
+
+    def losses(self) -> list[float]:
+        """Every loss, in its order."""
+        return [event.value for _, events in sorted(self.events.items()) for event in events if isinstance(event, Loss)]
+
+
+def read_run(job: Job) -> Run:
+    """What a process has left; a line that it could not finish is left out."""
+    run = Run(job.role)
+    lines = job.records.read_text(encoding="utf-8").split("\n") if job.records.exists() else []
+    for line in lines[:-1]:
+        _take(run, json.loads(line))
+    if run.weights:
+        run.weights_file = job.weights
+    return run
+
+
+def _take(run: Run, record: dict[str, Any]) -> None:
+    kind = record["kind"]
+    if kind == "optimizer":
+        run.optimizers += 1
+        run.dropouts += record["dropouts"]
+    elif kind == "names":
+        run.names[record["optimizer"]] = record["names"]
+    elif kind == "backward":
+        run.backwards += 1
+        run.events.setdefault(record["step"], []).extend(Loss(value) for value in record["values"])
+    elif kind == "gradients":
+        found = Gradients(record["optimizer"], record["total"], tuple(record["norms"]))
+        run.events.setdefault(record["step"], []).append(found)
+    elif kind == "step":
+        run.steps = record["step"]
+        run.packed[run.steps] = [(name, packed, padded) for name, packed, padded in record["regions"]]
+    elif kind == "draws":
+        run.draws = record["modules"]
+    elif kind == "weights":
+        run.weights = [Weight(**each) for each in record["weights"]]
+        run.weights_missing = record["missing"]
+    elif kind == "report":
+        run.report = record["report"]
+    elif kind == "ended":
+        run.ended, run.failure = record["how"], record["failure"]

@@ -1,0 +1,234 @@
+"""Runs a script three times, each in a process of its own, and compares: with the import, without, and moved."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deepytorch.config import process_environment
+from deepytorch.errors import ConfigError, ScriptError
+from deepytorch.verify.compare import Compared, compare, plain
+from deepytorch.verify.records import MOVED, WITH, WITHOUT, Job, Run, read_run
+
+_GRACE_S = 30.0  # for a process to end by itself, once everything is written
+_LAST_LINES = 20
+_LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "python", "python3")
+_TELL = {
+    WITHOUT: "without the import (1 of 3)",
+    WITH: "with the import (2 of 3)",
+    MOVED: "without the import, weights moved by their last bit (3 of 3)",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerifyOptions:
+    """What to run and how.
+
+    command: the script, or the name of a module where `is_module`, and its arguments. tolerance: relative. timeout_s:
+    of each of the three processes. lowering: of what the import compiles; None leaves it to the script. dropout: False
+    sets every dropout to zero in all three.
+    """
+
+    command: tuple[str, ...]
+    is_module: bool = False
+    steps: int = 10
+    seed: int = 0
+    tolerance: float = 1e-4
+    timeout_s: float = 1800.0
+    lowering: str | None = None
+    dropout: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.command:
+            raise ConfigError("no script was given; expected: deepytorch verify SCRIPT [ARGUMENTS]")
+        for name in ("steps", "tolerance", "timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name}={getattr(self, name)!r}; expected more than 0")
+        if self.lowering not in (None, "inductor", "aot_eager"):
+            raise ConfigError(f"lowering={self.lowering!r}; expected inductor or aot_eager")
+        ranks = process_environment().get("WORLD_SIZE", "1")
+        if ranks != "1":
+            raise ConfigError(
+                f"WORLD_SIZE={ranks} is set, so this is one of several ranks; expected one process: run `deepytorch "
+                "verify SCRIPT` without torchrun"
+            )
+        if not self.is_module and not Path(self.command[0]).exists():
+            hint = "the script itself" if Path(self.command[0]).name in _LAUNCHERS else "a path to a Python script"
+            raise ConfigError(
+                f"the script {self.command[0]!r} does not exist; expected {hint}: deepytorch verify SCRIPT [ARGUMENTS] "
+                "or deepytorch verify -m MODULE [ARGUMENTS]"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What was found: every number of both runs, in order, and the runs themselves."""
+
+    options: VerifyOptions
+    without: Run
+    with_import: Run
+    moved: Run
+    compared: list[Compared]
+
+    @property
+    def differences(self) -> list[Compared]:
+        """Those that are more than eager's own sensitivity, the first one first."""
+        return [each for each in self.compared if not each.agrees]
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the script trains as it does without the import."""
+        return self.with_import.failure is None and not self.differences
+
+    @property
+    def num_packed(self) -> int:
+        """Packed steps of all regions."""
+        return int(self.with_import.report.get("steps_packed", 0))
+
+    def regions_in(self, step: int | None) -> tuple[list[str], list[str]]:
+        """Names of the regions that ran packed, and padded, in a step; None, or a step that was not ended: in any."""
+        steps = self.with_import.packed
+        now = steps.get(step, []) if step in steps else steps.get(max(steps, default=0), [])
+        before = (
+            {number: counts for number, (_, *counts) in enumerate(steps.get(step - 1, []))} if step in steps else {}
+        )
+        packed = [name for number, (name, count, _) in enumerate(now) if count > before.get(number, (0, 0))[0]]
+        padded = [name for number, (name, _, count) in enumerate(now) if count > before.get(number, (0, 0))[1]]
+        return packed, padded
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        first = self.differences[0].to_json() if self.differences else None
+        packed, padded = self.regions_in(self.differences[0].step) if self.differences else ([], [])
+        runs = {WITHOUT: self.without, WITH: self.with_import, MOVED: self.moved}
+        return {
+            "command": list(self.options.command),
+            "steps": {name: run.steps for name, run in runs.items()},
+            "seed": self.options.seed,
+            "tolerance": self.options.tolerance,
+            "agrees": self.agrees,
+            "failure": self.with_import.failure,
+            "differs_first": None if first is None else {**first, "packed": packed, "padded": padded},
+            "differences": [each.to_json() for each in self.differences],
+            "compared": len(self.compared),
+            "losses": {name: [plain(value) for value in run.losses()] for name, run in runs.items()},
+            "draws_random_numbers": self.without.draws,
+            "sensitivity_failure": self.moved.failure,
+            "report": self.with_import.report,
+        }
+
+
+def verify(options: VerifyOptions, notify: Callable[[str], None] = lambda _: None) -> Verdict:
+    """Run the script in three processes, one after another, and compare; `ScriptError` when it fails by itself."""
+    with tempfile.TemporaryDirectory(prefix="deepytorch-verify-") as folder:  # made for this user alone
+        without = _run(options, WITHOUT, Path(folder), notify)
+        refuse_without_training(options, without)
+        with_import = _run(options, WITH, Path(folder), notify)
+        moved = _run(options, MOVED, Path(folder), notify)
+        notify("Comparing")
+        usable = moved if moved.failure is None else None
+        compared = compare(without, with_import, usable, options.tolerance)
+    return Verdict(options, without, with_import, moved, compared)
+
+
+def _run(options: VerifyOptions, role: str, folder: Path, notify: Callable[[str], None]) -> Run:
+    """One run; what went wrong is in its `failure`."""
+    notify(f"Running {_TELL[role]}")
+    own = folder / role
+    own.mkdir(mode=0o700)
+    job = Job(
+        command=list(options.command),
+        is_module=options.is_module,
+        role=role,
+        steps=options.steps,
+        seed=options.seed,
+        lowering=options.lowering,
+        dropout=options.dropout,
+        folder=str(own),
+    )
+    job.write(own / "job.json")
+    environment = {"PYTHONHASHSEED": str(options.seed % 2**32), **process_environment()}
+    environment["DEEPYTORCH"] = "on" if role == WITH else "off"
+    with (own / "output.txt").open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "deepytorch.verify.worker", str(own / "job.json")],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # so that what the script has started, such as loaders of data, ends with it
+        )
+        try:
+            in_time = _wait(process, job, options.timeout_s)
+        finally:
+            _end(process)
+    run = read_run(job)
+    if run.ended is None and run.failure is None:
+        if not in_time:
+            made = f"{run.steps} of {options.steps} steps made"
+            run.failure = (
+                f"It did not come to its end in {options.timeout_s:g} seconds ({made}); --timeout gives it more."
+            )
+        else:
+            run.failure = f"Its process ended with status {process.returncode}."
+    if run.failure is not None:
+        run.output = _last_lines(own / "output.txt")
+    return run
+
+
+def _wait(process: subprocess.Popen[bytes], job: Job, timeout_s: float) -> bool:
+    """Wait for the end, or the deadline; False after that."""
+    deadline = time.monotonic() + timeout_s
+    written = False
+    while process.poll() is None:
+        if not written and job.ended.exists():
+            written, deadline = True, time.monotonic() + _GRACE_S
+        if time.monotonic() > deadline:
+            return written
+        time.sleep(0.05)
+    return True
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process, and those of its session that are left."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _last_lines(path: Path) -> str:
+    lines = path.read_text(encoding="utf-8", errors="replace").rstrip().splitlines()
+    return "\n".join(lines[-_LAST_LINES:])
+
+
+def refuse_without_training(options: VerifyOptions, run: Run) -> None:
+    """Raise `ScriptError` where there is nothing to compare with."""
+    script = " ".join(options.command)
+    if run.failure is not None:
+        told = f" Its last lines:\n{run.output}" if run.output else ""
+        cause = "" if run.failure.startswith("Traceback") else f" {run.failure}"
+        raise ScriptError(f"{script} fails without the import, so there is nothing to compare with.{cause}{told}")
+    one_process = (
+        "verify looks at one process: of a script that starts others (torchrun, mp.spawn), give it a form that trains "
+        "in one."
+    )
+    if not run.optimizers:
+        raise ScriptError(f"{script} made no optimizer of torch.optim; expected a script that trains. {one_process}")
+    if not run.backwards:
+        raise ScriptError(
+            f"{script} made an optimizer and never called backward; expected a script that trains. {one_process}"
+        )
+    if not run.steps:
+        raise ScriptError(
+            f"{script} called backward {run.backwards} times and never the step of an optimizer; expected one step at "
+            "least, so that there is something to compare."
+        )

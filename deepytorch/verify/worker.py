@@ -1,0 +1,82 @@
+"""One run of a script for `deepytorch verify`: `python -m deepytorch.verify.worker JOB.json`.
+
+Whether the import does anything is said by DEEPYTORCH in its environment.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import runpy
+import sys
+import threading
+import time
+import traceback
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+import deepytorch
+from deepytorch.verify.recorder import Recorder, StepsDone
+from deepytorch.verify.records import WITH, Job
+
+_OURS = ("<frozen runpy>", runpy.__file__, __file__)
+
+
+def main() -> None:
+    """Run the script that `sys.argv[1]` describes, and look on."""
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    job = Job.read(Path(sys.argv[1]))
+    recorder = Recorder(job)
+    recorder.attach()
+    if job.role == WITH and job.lowering is not None:
+        deepytorch.configure(options={"lowering": job.lowering})
+    random.seed(job.seed)
+    if find_spec("numpy") is not None:  # which torch does without, and so do we
+        import_module("numpy").random.seed(job.seed)
+    torch.manual_seed(job.seed)
+    try:
+        run_script(job)
+    except StepsDone:
+        return
+    except SystemExit as end:
+        if end.code:
+            recorder.finish(None, f"It ended itself: SystemExit({end.code!r}).")
+            raise
+    except BaseException as error:
+        told = _told(error)
+        recorder.finish(None, told)
+        sys.stderr.write(f"{told}\n")
+        sys.exit(1)
+    recorder.finish("script")
+
+
+def run_script(job: Job) -> None:
+    """What `python SCRIPT ARGUMENTS` or `python -m MODULE ARGUMENTS` does."""
+    sys.argv = list(job.command)
+    if job.is_module:
+        runpy.run_module(job.command[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = str(Path(job.command[0]).resolve().parent)
+        runpy.run_path(job.command[0], run_name="__main__")
+
+
+def _told(error: BaseException) -> str:
+    """The traceback, from the script's own first line on."""
+    frames = traceback.extract_tb(error.__traceback__)
+    while frames and frames[0].filename in _OURS:
+        del frames[0]
+    lines = ["Traceback (most recent call last):\n", *traceback.format_list(frames)] if frames else []
+    return "".join([*lines, *traceback.format_exception_only(type(error), error)]).rstrip()
+
+
+def _end_with_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()
