@@ -1,0 +1,17 @@
+"""The process that scenarios are forked from: one for each process of pytest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.scripts.runner import Runner
+
+
+@pytest.fixture(scope="session")
+def runner() -> Iterator[Runner]:
+    """Started by the first test that needs it."""
+    started = Runner()
+    yield started
+    started.close()
