@@ -1,0 +1,23 @@
+"""The batch lives in buffers that are overwritten before the logits are read."""
+
+import torch
+from tiny import batch, llama, norms
+
+torch.manual_seed(0)
+model = llama()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+buffers = [torch.zeros(4, 16, dtype=torch.long) for _ in range(3)]
+history = []
+for step in range(4):
+    for buffer, new in zip(buffers, batch(step), strict=True):
+        buffer.copy_(new)
+    ids, mask, labels = buffers
+    outputs = model(input_ids=ids, attention_mask=mask, labels=labels)
+    for buffer in buffers:
+        buffer.zero_()
+    loss = outputs.loss + 0.1 * outputs.logits.pow(2).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    history.append(loss.item())
+history.append(norms(model))
