@@ -17,10 +17,7 @@ SCENARIOS = [Scenario.read(path) for path in sorted(FOLDER.glob("*.py")) if path
 
 @pytest.mark.parametrize(
     "scenario",
-    [
-        pytest.param(each, id=each.name, marks=[] if each.default else [pytest.mark.slow])
-        for each in SCENARIOS
-    ],
+    [pytest.param(each, id=each.name, marks=[] if each.default else [pytest.mark.slow]) for each in SCENARIOS],
 )
 def test_a_script_records_the_same_numbers_with_the_import(
     scenario: Scenario, runner: Runner, tmp_path: Path, record_property: Callable[[str, object], None]

@@ -11,7 +11,7 @@ history = []
 for step, (rows, length) in enumerate([(4, 16), (3, 12), (5, 19), (1, 9)]):
     ids, mask, labels = batch(step, rows=rows, length=length)
     outputs = model(input_ids=ids, attention_mask=mask, labels=labels)
-    loss = outputs.loss + 0.1 * F.softmax(outputs.logits, -1)[..., 5].mean()
+    loss = outputs.loss + F.softplus(outputs.logits).mean()
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()

@@ -8,7 +8,9 @@ model = llama()
 history = []
 for layer in model.model.layers:
     layer.register_forward_hook(
-        lambda module, args, output: history.append((output[0] if isinstance(output, tuple) else output).abs().mean().item())
+        lambda module, args, output: history.append(
+            (output[0] if isinstance(output, tuple) else output).abs().mean().item()
+        )
     )
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for step in range(3):

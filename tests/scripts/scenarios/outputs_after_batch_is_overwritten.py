@@ -13,11 +13,10 @@ for step in range(4):
         buffer.copy_(new)
     ids, mask, labels = buffers
     outputs = model(input_ids=ids, attention_mask=mask, labels=labels)
+    outputs.loss.backward()
     for buffer in buffers:
         buffer.zero_()
-    loss = outputs.loss + 0.1 * outputs.logits.pow(2).mean()
-    optimizer.zero_grad()
-    loss.backward()
+    history.append([outputs.loss.item(), outputs.logits.std().item(), outputs.logits[:, -1].mean().item()])
     optimizer.step()
-    history.append(loss.item())
+    optimizer.zero_grad()
 history.append(norms(model))

@@ -19,7 +19,7 @@ for step in range(4):
             weight.add_(move)
     optimizer.zero_grad()
     outputs = model(**inputs)
-    (outputs.loss + 0.01 * outputs.logits.pow(2).mean()).backward()
+    (outputs.loss + 0.1 * outputs.logits.pow(2).mean()).backward()
     with torch.no_grad():
         for weight, move in zip(model.parameters(), moves, strict=True):
             weight.sub_(move)
