@@ -1,7 +1,7 @@
 """Runs scripts in children forked from a process that has imported torch and transformers already.
 
-Started as a script by `runner.Runner`. It reads one request a line from stdin and answers each with one line on stdout, both
-JSON. What a child records, prints and raises is in files of the request's folder, one pair a rank.
+Started as a script by `runner.Runner`. It reads one request a line from stdin and answers each with one line on stdout,
+both JSON. What a child records, prints and raises is in files of the request's folder, one pair a rank.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ def main() -> None:
     for line in sys.stdin:
         answers.write(json.dumps(_serve(json.loads(line))) + "\n")
         answers.flush()
+    os._exit(0)  # the interpreter's own last steps would take a second
 
 
 def _serve(request: dict[str, Any]) -> dict[str, Any]:

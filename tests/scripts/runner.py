@@ -22,7 +22,7 @@ FLOOR = 1e-2  # numbers smaller than this one are compared as if they were this 
 class Scenario:
     """A script, and what it says of itself in constants of its module.
 
-    DEFAULT: whether it belongs to the default suite. RANKS: how many processes it needs. LOWERING: how its graphs are run.
+    DEFAULT: whether it belongs to the default suite. RANKS: how many processes it needs. LOWERING: how its graphs run.
     PRECISION: what it computes in, which says how far the last bit of a weight is. EXPECT: "packed" where all steps but
     the first have to run without pads, "padded" where one of them must not.
     """
@@ -56,7 +56,7 @@ class Scenario:
 class Outcome:
     """What a script recorded in one variant, over all of its ranks.
 
-    history: one list of numbers an entry. raised: the exception that ended it, one a rank, with its traceback in `error`.
+    history: one list of numbers an entry. raised: the exception that ended it, one a rank; `error` has the traceback.
     log: what it wrote to stdout and stderr. report: of the first rank, where deepytorch was imported.
     """
 
@@ -137,7 +137,7 @@ class Runner:
 
 
 def compare(scenario: Scenario, runner: Runner, folder: Path) -> tuple[list[str], Outcome]:
-    """What the import changes in what this scenario records or raises, one line each, and the outcome with the import."""
+    """What the import changes in what this scenario records or raises, one line each; the outcome with it."""
     reference = runner.run(scenario, "off", folder)
     imported = runner.run(scenario, "import", folder)
     found = differences(reference, imported)

@@ -1,4 +1,4 @@
-"""Pooling outside of the model: weights over positions are learned; without a mask in the first steps, then with one."""
+"""Pooling outside of the model: weights over positions are learned; without a mask at first, then with one."""
 
 import torch
 from tiny import batch, bert, norms
