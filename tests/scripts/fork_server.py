@@ -109,7 +109,7 @@ def _run(request: dict[str, Any]) -> dict[str, Any]:
     sys.path[0] = str(path.parent)
     raised, error = None, ""
     try:
-        exec(compile(path.read_text(), str(path), "exec"), vars(script))
+        exec(compile(path.read_text(), str(path), "exec", dont_inherit=True), vars(script))
         history = [list(numbers(entry)) for entry in vars(script)["history"]]
     except BaseException as found:
         raised, error = type(found).__name__, traceback.format_exc()

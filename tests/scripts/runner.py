@@ -149,19 +149,17 @@ def compare(scenario: Scenario, runner: Runner, folder: Path) -> tuple[list[str]
 
 
 def differences(reference: Outcome, found: Outcome, moved: Outcome | None = None) -> list[str]:
-    """Where `found` is not what `reference` is, beyond the tolerance; ten times what `moved` differs is tolerated."""
+    """Where `found` is not what `reference` is, beyond the tolerance: at least ten times what `moved` differs."""
     if reference.raised != found.raised:
         return [f"raised {found.raised}, without the import {reference.raised}"]
     if shape(reference) != shape(found):
         return [f"recorded {shape(found)} numbers, without the import {shape(reference)}"]
     told = []
     for index, entry in enumerate(reference.history):
-        noise = 0.0
-        if moved is not None and shape(moved) == shape(reference):
-            apart = [_apart(*pair) for pair in zip(entry, moved.history[index], strict=True)]
-            noise = max((each for each in apart if math.isfinite(each)), default=0.0)
-        tolerance = max(TOLERANCE, 10 * noise)
-        for place, (expected, got) in enumerate(zip(entry, found.history[index], strict=True)):
+        near = entry if moved is None or shape(moved) != shape(reference) else moved.history[index]
+        for place, (expected, got, other) in enumerate(zip(entry, found.history[index], near, strict=True)):
+            noise = _apart(expected, other)
+            tolerance = max(TOLERANCE, 10 * noise if math.isfinite(noise) else 0.0)
             if not _apart(expected, got) <= tolerance:
                 told.append(
                     f"entry {index}, number {place}: {got:.7g}, without the import {expected:.7g} "

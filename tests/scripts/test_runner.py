@@ -142,10 +142,10 @@ def test_numbers_are_equal_within_the_tolerance() -> None:
 
 
 def test_the_tolerance_is_ten_times_what_a_last_bit_changes() -> None:
-    reference, moved = outcome([1.0], [1.0]), outcome([1.001], [1.0])
-    assert differences(reference, outcome([1.009], [1.0]), moved) == []
-    assert len(differences(reference, outcome([1.011], [1.0]), moved)) == 1
-    assert len(differences(reference, outcome([1.0], [1.009]), moved)) == 1
+    reference, moved = outcome([1.0, 1.0], [1.0]), outcome([1.001, 1.0], [math.inf])
+    assert differences(reference, outcome([1.009, 1.0], [1.0]), moved) == []
+    assert len(differences(reference, outcome([1.011, 1.0], [1.0]), moved)) == 1
+    assert len(differences(reference, outcome([1.0, 1.009], [1.009]), moved)) == 2
 
 
 def test_other_counts_and_other_exceptions_are_differences() -> None:
