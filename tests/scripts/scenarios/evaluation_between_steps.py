@@ -24,9 +24,9 @@ for step in range(3):
     inputs = {"input_ids": ids, "attention_mask": mask, "labels": labels}
     before = judge(inputs)
     outputs = model(**inputs)
-    apart = outputs.logits.detach().norm().item() - before[1]
+    ratio = outputs.logits.detach().norm().item() / before[1]
     optimizer.zero_grad()
     outputs.loss.backward()
     optimizer.step()
-    history.append([before, outputs.loss.item(), apart, judge(inputs)])
+    history.append([before, outputs.loss.item(), ratio, judge(inputs)])
 history.append(norms(model))

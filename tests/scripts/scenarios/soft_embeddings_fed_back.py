@@ -13,9 +13,10 @@ for step in range(3):
     logits = model(input_ids=ids, attention_mask=mask).logits
     soft = F.softmax(logits, dim=-1) @ model.get_input_embeddings().weight
     again = model(inputs_embeds=soft, attention_mask=mask).logits
-    loss = F.cross_entropy(again.flatten(0, 1), labels.flatten()) + soft.pow(2).mean()
+    size = soft.pow(2).mean()
+    loss = F.cross_entropy(again.flatten(0, 1), labels.flatten()) + 10 * size
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-    history.append(loss.item())
+    history.append([loss.item(), size.item()])
 history.append(norms(model))
