@@ -1,0 +1,182 @@
+"""Runs a script with the import and without, each in a process of its own, and compares the numbers it records."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 120.0
+TOLERANCE = 1e-4  # relative
+FLOOR = 1e-2  # numbers smaller than this one are compared as if they were this large
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A script, and what it says of itself in constants of its module.
+
+    DEFAULT: whether it belongs to the default suite. RANKS: how many processes it needs. LOWERING: how its graphs run.
+    PRECISION: what it computes in, which says how far the last bit of a weight is. EXPECT: "packed" where all steps but
+    the first have to run without pads, "padded" where one of them must not.
+    """
+
+    path: Path
+    default: bool = False
+    ranks: int = 1
+    lowering: str = "aot_eager"
+    precision: str = "float32"
+    expect: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Of the file, without its ending."""
+        return self.path.stem
+
+    @classmethod
+    def read(cls, path: Path) -> Scenario:
+        """What the constants of this script say; it is not run."""
+        said = {
+            target.id: ast.literal_eval(line.value)
+            for line in ast.parse(path.read_text()).body
+            if isinstance(line, ast.Assign)
+            for target in line.targets
+            if isinstance(target, ast.Name) and target.id in ("DEFAULT", "RANKS", "LOWERING", "PRECISION", "EXPECT")
+        }
+        return cls(path, **{name.lower(): value for name, value in said.items()})
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a script recorded in one variant, over all of its ranks.
+
+    history: one list of numbers an entry. raised: the exception that ended it, one a rank; `error` has the traceback.
+    log: what it wrote to stdout and stderr. report: of the first rank, where deepytorch was imported.
+    """
+
+    history: list[list[float]]
+    raised: list[str | None]
+    error: str
+    log: str
+    seconds: float
+    report: dict[str, Any] | None
+
+
+class Runner:
+    """A process that forks children, see `fork_server`."""
+
+    def __init__(self) -> None:
+        """Starts it, which takes some seconds."""
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        environment |= {"HF_HUB_OFFLINE": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+        self._server = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("fork_server.py"))],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._answer()
+
+    def run(self, scenario: Scenario, variant: str, folder: Path, deadline_s: float = DEADLINE_S) -> Outcome:
+        """Run it as "off", "import" or "moved" (off, from weights that differ in their last bit); files go to `folder`.
+
+        Raises `TimeoutError` where it did not end by the deadline, `ChildProcessError` where it died.
+        """
+        folder = folder / variant
+        folder.mkdir()
+        request = {
+            "script": str(scenario.path),
+            "variant": variant,
+            "folder": str(folder),
+            "ranks": scenario.ranks,
+            "lowering": scenario.lowering,
+            "precision": scenario.precision,
+            "deadline_s": deadline_s,
+        }
+        assert self._server.stdin is not None
+        self._server.stdin.write(json.dumps(request) + "\n")
+        self._server.stdin.flush()
+        answer = self._answer()
+        logs = [(folder / f"{rank}.log").read_text(errors="replace") for rank in range(scenario.ranks)]
+        log = "\n".join(logs)
+        if None in answer["status"]:
+            raise TimeoutError(f"{scenario.name} ({variant}) was killed after {deadline_s:g} s\n{log}")
+        if any(answer["status"]):
+            raise ChildProcessError(f"{scenario.name} ({variant}) ended with {answer['status']}\n{log}")
+        found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(scenario.ranks)]
+        return Outcome(
+            history=[entry for each in found for entry in each["history"]],
+            raised=[each["raised"] for each in found],
+            error="\n".join(each["error"] for each in found if each["error"]),
+            log=log,
+            seconds=answer["seconds"],
+            report=found[0]["report"],
+        )
+
+    def close(self) -> None:
+        """End it."""
+        assert self._server.stdin is not None
+        self._server.stdin.close()
+        self._server.wait()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._server.stdout is not None
+        line = self._server.stdout.readline()
+        if not line:
+            raise ChildProcessError(f"the fork server ended with status {self._server.wait()}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+def compare(scenario: Scenario, runner: Runner, folder: Path) -> tuple[list[str], Outcome]:
+    """What the import changes in what this scenario records or raises, one line each; the outcome with it."""
+    reference = runner.run(scenario, "off", folder)
+    imported = runner.run(scenario, "import", folder)
+    found = differences(reference, imported)
+    if found and shape(reference) == shape(imported):
+        found = differences(reference, imported, runner.run(scenario, "moved", folder))
+    if imported.log.count("Traceback") > reference.log.count("Traceback"):
+        found.append("a traceback in the log")
+    return found, imported
+
+
+def differences(reference: Outcome, found: Outcome, moved: Outcome | None = None) -> list[str]:
+    """Where `found` is not what `reference` is, beyond the tolerance: at least ten times what `moved` differs."""
+    if reference.raised != found.raised:
+        return [f"raised {found.raised}, without the import {reference.raised}"]
+    if shape(reference) != shape(found):
+        return [f"recorded {shape(found)} numbers, without the import {shape(reference)}"]
+    told = []
+    for index, entry in enumerate(reference.history):
+        near = entry if moved is None or shape(moved) != shape(reference) else moved.history[index]
+        for place, (expected, got, other) in enumerate(zip(entry, found.history[index], near, strict=True)):
+            noise = _apart(expected, other)
+            tolerance = max(TOLERANCE, 10 * noise if math.isfinite(noise) else 0.0)
+            if not _apart(expected, got) <= tolerance:
+                told.append(
+                    f"entry {index}, number {place}: {got:.7g}, without the import {expected:.7g} "
+                    f"({_apart(expected, got):.1e} apart, tolerance {tolerance:.1e})"
+                )
+    return told
+
+
+def shape(outcome: Outcome) -> list[int]:
+    """How many numbers each entry has."""
+    return [len(entry) for entry in outcome.history]
+
+
+def _apart(expected: float, found: float) -> float:
+    """The relative distance of two numbers; infinite where only one of them is a finite one."""
+    if expected == found or (math.isnan(expected) and math.isnan(found)):
+        return 0.0
+    if not (math.isfinite(expected) and math.isfinite(found)):
+        return math.inf
+    return abs(expected - found) / max(abs(expected), FLOOR)

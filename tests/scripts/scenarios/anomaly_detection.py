@@ -1,0 +1,23 @@
+"""Training under torch.autograd.detect_anomaly, with a loss outside that counts pads."""
+
+import warnings
+
+import torch
+import torch.nn.functional as F
+from tiny import batch, llama, norms
+
+warnings.simplefilter("ignore")
+torch.manual_seed(0)
+model = llama()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+history = []
+for step in range(3):
+    ids, mask, _ = batch(step)
+    with torch.autograd.detect_anomaly():
+        logits = model(input_ids=ids, attention_mask=mask).logits
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+    optimizer.step()
+    history.append(loss.item())
+history.append(norms(model))

@@ -1,0 +1,18 @@
+"""nn.DataParallel, which on a CPU calls the model itself."""
+
+import torch
+from tiny import batch, llama, norms
+
+torch.manual_seed(0)
+model = torch.nn.DataParallel(llama())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+history = []
+for step in range(4):
+    ids, mask, labels = batch(step)
+    outputs = model(input_ids=ids, attention_mask=mask, labels=labels)
+    loss = outputs.loss.mean() + 0.1 * outputs.logits.pow(2).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    history.append(loss.item())
+history.append(norms(model))

@@ -1,0 +1,20 @@
+"""The model computes its own loss; compiled by Inductor."""
+
+import torch
+from tiny import batch, llama, norms
+
+LOWERING = "inductor"
+EXPECT = "packed"
+
+torch.manual_seed(0)
+model = llama()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+history = []
+for step in range(4):
+    ids, mask, labels = batch(step)
+    loss = model(input_ids=ids, attention_mask=mask, labels=labels).loss
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    history.append(loss.item())
+history.append(norms(model))

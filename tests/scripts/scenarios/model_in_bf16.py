@@ -1,0 +1,21 @@
+"""Weights and activations are bfloat16 throughout."""
+
+import torch
+import torch.nn.functional as F
+from tiny import batch, llama, norms
+
+PRECISION = "bfloat16"
+
+torch.manual_seed(0)
+model = llama().to(torch.bfloat16)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+history = []
+for step in range(3):
+    ids, mask, _ = batch(step)
+    logits = model(input_ids=ids, attention_mask=mask).logits
+    loss = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    history.append(loss.item())
+history.append(norms(model))

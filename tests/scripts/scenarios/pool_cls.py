@@ -1,0 +1,19 @@
+"""Pooling outside of the model: the first position."""
+
+import torch
+from tiny import batch, bert, norms
+
+torch.manual_seed(0)
+model, head = bert(), torch.nn.Linear(32, 2)
+optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.05)
+history = []
+for step in range(4):
+    ids, mask, _ = batch(step)
+    outputs = model(input_ids=ids, attention_mask=mask)
+    logits = head(outputs.last_hidden_state[:, 0]) + head(outputs.pooler_output)
+    loss = torch.nn.functional.cross_entropy(logits, ids[:, 1] % 2)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    history.append(loss.item())
+history.append(norms(model))

@@ -1,0 +1,25 @@
+"""A hook on the logits clips their gradient, row and position by row and position, and logs it."""
+
+import torch
+import torch.nn.functional as F
+from tiny import batch, llama, norms
+
+torch.manual_seed(0)
+model = llama()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+history = []
+for step in range(4):
+    ids, mask, _ = batch(step)
+    logits = model(input_ids=ids, attention_mask=mask).logits
+
+    def clip(grad):
+        history.append(grad.norm().item())
+        return grad.clamp(-0.01, 0.01)
+
+    logits.register_hook(clip)
+    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    history.append(loss.item())
+history.append(norms(model))

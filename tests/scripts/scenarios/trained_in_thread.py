@@ -1,0 +1,29 @@
+"""The training loop runs in a thread of its own."""
+
+import threading
+
+import torch
+import torch.nn.functional as F
+from tiny import batch, llama, norms
+
+torch.manual_seed(0)
+model = llama()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+history = []
+
+
+def train():
+    for step in range(3):
+        ids, mask, _ = batch(step)
+        logits = model(input_ids=ids, attention_mask=mask).logits
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        history.append(loss.item())
+
+
+thread = threading.Thread(target=train)
+thread.start()
+thread.join()
+history.append(norms(model))

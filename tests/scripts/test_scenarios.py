@@ -1,0 +1,38 @@
+"""`import deepytorch` never changes what a script trains: scripts as users write them, with the import and without."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from deepytorch.comm import native
+from tests.scripts.runner import Runner, Scenario, compare
+
+FOLDER = Path(__file__).with_name("scenarios")
+HELPERS = {"tiny.py"}
+SCENARIOS = [Scenario.read(path) for path in sorted(FOLDER.glob("*.py")) if path.name not in HELPERS]
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [pytest.param(each, id=each.name, marks=[] if each.default else [pytest.mark.slow]) for each in SCENARIOS],
+)
+def test_a_script_records_the_same_numbers_with_the_import(
+    scenario: Scenario, runner: Runner, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    if scenario.ranks > 1:
+        native.load()  # compiled here, where no deadline runs
+    found, imported = compare(scenario, runner, tmp_path)
+    record_property("report", json.dumps(imported.report))
+    shown = "\n".join([*found[:12], *(["..."] if len(found) > 12 else []), imported.error, imported.log])
+    assert not found, f"{len(found)} differences\n{shown}"
+    assert imported.report is not None
+    steps = {name: imported.report[f"steps_{name}"] for name in ("packed", "padded")}
+    if scenario.expect == "packed":
+        assert steps["packed"] > 0, (steps, imported.report)
+        assert steps["padded"] <= 1, (steps, imported.report)
+    elif scenario.expect == "padded":
+        assert steps["padded"] > 0, (steps, imported.report)
