@@ -152,8 +152,7 @@ def _asked_twice(record: RegionRecord, what: str) -> None:
     record.fallbacks.append(f"{record.name}: a backward with {what}; the region runs in eager")
     once(
         logging.INFO,
-        "a backward was called with %s, which compiled code cannot do twice: what it went through runs in eager from "
-        "now on",
+        "a backward with %s, which compiled code cannot do: what it went through runs in eager from now on",
         what,
     )
 

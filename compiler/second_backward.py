@@ -85,10 +85,7 @@ class SecondBackward:
             [inputs[place]._version for place in self._places],
             {place: inputs[place].clone() for place in self._written},
             [(generator, generator.get_state()) for generator in self._generators],
-            [
-                (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-                for kind in self._devices
-            ],
+            [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in self._devices],
             rerun,
         )
 
@@ -177,13 +174,13 @@ class SecondBackward:
         self._check(call)
         found = _Rerun((), list(call.inputs))
         aliases: dict[int, torch.Tensor] = {}
-        for place, given in enumerate(call.inputs):
-            if not isinstance(given, torch.Tensor):
-                continue
-            if id(given) not in aliases:
-                aliases[id(given)] = self._stand_in(call, place, edges, found.sources)
-            found.inputs[place] = aliases[id(given)]
         with _as_it_was(call, self._all_generators), torch.enable_grad():
+            for place, given in enumerate(call.inputs):
+                if not isinstance(given, torch.Tensor):
+                    continue
+                if id(given) not in aliases:
+                    aliases[id(given)] = self._stand_in(call, place, edges, found.sources)
+                found.inputs[place] = aliases[id(given)]
             found.outputs = call.rerun(*found.inputs)
         return found
 
@@ -257,31 +254,37 @@ class _Replacement:
 
     def apply(self, *gradients: Any) -> Any:
         """Gradients of the inputs, from those of the outputs."""
-        node = self._node()
-        found = self._take_over(node, gradients)
-        return type(node).apply(node, *gradients) if found is None else found
+        return self._run("apply", gradients, gradients)
 
     def apply_boxed(self, gradients: list[Any]) -> Any:
         """The same, for a list that is emptied."""
-        node = self._node()
-        found = self._take_over(node, gradients)
-        return type(node).apply_boxed(node, gradients) if found is None else found
+        return self._run("apply_boxed", (gradients,), gradients)
 
-    def _take_over(self, node: Any, gradients: Sequence[Any]) -> tuple[Any, ...] | None:
+    def _run(self, name: str, arguments: Sequence[Any], gradients: Sequence[Any]) -> Any:
+        node = self._node()
+        stock = getattr(type(node), name)
         keeps, creates = torch._C._autograd._get_current_graph_task_keep_graph(), torch.is_grad_enabled()
         call, again = self._call, self._again
         if not keeps:
             self._call = self._again = None
-        if call is None or not (creates or (keeps and _donates(node))):
-            return None
+        if call is None:
+            return stock(node, *arguments)
+        asked = "create_graph=True" if creates else "retain_graph=True" if keeps and _donates(node) else None
+        if asked is None:
+            call = call if call.copies else None
+            try:
+                return stock(node, *arguments)
+            except RuntimeError as error:  # before it took any gradient
+                if call is None or "modified by an inplace operation" not in str(error):
+                    raise
+                asked = "buffers that a later call wrote into"
         edges = [_known(*edge) for edge in node.next_functions if edge[0] is not None]
-        if again is None:
-            again = self._second.run_again(call, edges)
-        if keeps:
-            self._again = again
+        again = again or self._second.run_again(call, edges)
+        self._again = again if keeps else None
         found = _differentiate(node, again, edges, gradients, creates)
-        if found is not None:
-            self._second.asked("create_graph=True" if creates else "retain_graph=True")
+        if found is None:
+            return stock(node, *arguments)
+        self._second.asked(asked)
         return found
 
 
@@ -297,11 +300,7 @@ def _differentiate(
         return None
     came = [(value, each) for value, each in came if value.requires_grad]
     nodes = [edge[0] for edge in node.next_functions if edge[0] is not None]
-    wanted = [
-        edge
-        for place, edge in enumerate(edges)
-        if edge not in edges[:place] and _is_wanted(nodes[place])
-    ]
+    wanted = [edge for place, edge in enumerate(edges) if edge not in edges[:place] and _is_wanted(nodes[place])]
     if not came or not wanted:
         return (None,) * len(node.needs_input_grad)
     results = torch.autograd.grad(
@@ -415,14 +414,19 @@ def _as_it_was(call: Call, generators: Sequence[torch.Generator]) -> Iterator[No
 # ---------------------------------------------------------------------- what a graph of Dynamo's writes
 
 
-_STATISTICS = {torch.nn.functional.batch_norm: ("training", 5), torch.nn.functional.instance_norm: ("use_input_stats", 5)}
+_STATISTICS = {
+    torch.nn.functional.batch_norm: ("training", 5),
+    torch.nn.functional.instance_norm: ("use_input_stats", 5),
+}
 
 
 def unread_statistics(graph: fx.Graph) -> frozenset[int]:
     """Places of inputs that a graph of Dynamo's writes into, and that none of its outputs depends on."""
-    found = [place for place, node in enumerate(_placeholders(graph)) if node.users and all(
-        _only_writes(user, node) for user in node.users
-    )]
+    found = [
+        place
+        for place, node in enumerate(_placeholders(graph))
+        if node.users and all(_only_writes(user, node) for user in node.users)
+    ]
     return frozenset(found)
 
 
