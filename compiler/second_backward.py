@@ -1,16 +1,17 @@
 """What AOTAutograd's backwards cannot do: keep their graph for a second one, or be differentiated themselves.
 
 A compiled region leaves one autograd node behind, which is a Python object, and autograd looks its `apply` up in it for
-every backward. So a node of one call can be given another one, with nothing between the region and its outputs: no copy,
-no view, no further node. Ordinary backwards go on to what was there. One that is to keep what donated buffers would
+every backward. So a node of one call can be given another one, with nothing between the region and its outputs, neither
+a copy nor a view. Ordinary backwards go on to what was there. One that is to keep what donated buffers would
 overwrite (`retain_graph=True`), or to have a graph of its own (`create_graph=True`), runs the region's forward again in
 eager, with random numbers, autocast and buffers as they were, and differentiates that.
 
 Once that was asked for, the region runs in eager: asked once is asked at every step.
 
 [Note: what is kept] The inputs of a call are kept until its backward, and not longer: weights live anyway, and what
-comes from regions before mostly is saved for the backward too. What the region writes into is copied before, but for
-statistics that no output depends on (BatchNorm's).
+comes from regions before mostly is saved for the backward too. Inside of a checkpoint, which is there to have them
+gone, they are not kept: its own arguments are still alive, and where others are not the backward is what it was. What
+the region writes into is copied before, but for statistics that no output depends on (BatchNorm's).
 """
 
 from __future__ import annotations
@@ -42,6 +43,16 @@ class Call:
     random: list[tuple[torch.Generator, torch.Tensor]]
     autocast: list[tuple[str, bool, torch.dtype]]
     rerun: Callable[..., Sequence[Any]]
+
+    def let_go(self) -> None:
+        """Keep the inputs no longer than others do."""
+        self.inputs = [weakref.ref(each) if isinstance(each, torch.Tensor) else each for each in self.inputs]
+
+    def kept(self) -> Sequence[Any] | None:
+        """The inputs, or None where one is gone."""
+        found = [each() if isinstance(each, weakref.ref) else each for each in self.inputs]
+        gone = [isinstance(one, weakref.ref) and other is None for one, other in zip(self.inputs, found, strict=True)]
+        return None if any(gone) else found
 
 
 @dataclass(slots=True)
@@ -169,40 +180,46 @@ class SecondBackward:
 
     # ------------------------------------------------------------------ the forward, again
 
-    def run_again(self, call: Call, edges: Collection[Any]) -> _Rerun:
-        """Run the forward of a call in eager. edges: those that gradients are wanted for."""
-        self._check(call)
-        found = _Rerun((), list(call.inputs))
+    def run_again(self, call: Call, edges: Collection[Any]) -> _Rerun | None:
+        """Run the forward of a call in eager, if its inputs are still there. edges: what gradients are wanted for."""
+        inputs = call.kept()
+        if inputs is None:
+            return None
+        self._check(call, inputs)
+        found = _Rerun((), list(inputs))
         aliases: dict[int, torch.Tensor] = {}
         with _as_it_was(call, self._all_generators), torch.enable_grad():
-            for place, given in enumerate(call.inputs):
+            for place, given in enumerate(inputs):
                 if not isinstance(given, torch.Tensor):
                     continue
                 if id(given) not in aliases:
-                    aliases[id(given)] = self._stand_in(call, place, edges, found.sources)
+                    aliases[id(given)] = self._stand_in(given, call.copies.get(place), place, edges, found.sources)
                 found.inputs[place] = aliases[id(given)]
             found.outputs = call.rerun(*found.inputs)
         return found
 
     def _stand_in(
-        self, call: Call, place: int, edges: Collection[Any], sources: dict[Any, torch.Tensor]
+        self,
+        given: torch.Tensor,
+        copy: torch.Tensor | None,
+        place: int,
+        edges: Collection[Any],
+        sources: dict[Any, torch.Tensor],
     ) -> torch.Tensor:
-        """What the forward is run on in place of an input. Hooks of the input are not called for what is done inside."""
-        given: torch.Tensor = call.inputs[place]
+        """What the forward is run on in place of an input, whose own hooks have no business in here."""
         if place in self._unread:
             return given.detach().clone()
-        before = call.copies.get(place, given)
-        edge = _edge(given) if before is given else _edge_behind(before)
+        before, edge = (given, _edge(given)) if copy is None else (copy, _edge_behind(copy))
         if edge not in edges:
-            return before.detach() if before is given else before.detach().clone()
+            return before.detach() if copy is None else before.detach().clone()
         source = before.view_as(before) if before.requires_grad else before.detach().requires_grad_()
         sources[edge] = source
-        return source if before is given else source.clone()
+        return source if copy is None else source.clone()
 
-    def _check(self, call: Call) -> None:
+    def _check(self, call: Call, inputs: Sequence[Any]) -> None:
         assert self._places is not None
         for place, version in zip(self._places, call.versions, strict=True):
-            given = call.inputs[place]
+            given = inputs[place]
             if given._version != version:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -227,13 +244,14 @@ class TwiceDifferentiable:
 
     def __call__(self, *inputs: Any) -> Sequence[Any]:
         """Run the region."""
-        if self._in_eager or forward_ad._current_level >= 0:
+        in_checkpoint = _saves_elsewhere()  # which expects the same forward when it is run again, whatever was asked
+        if (self._in_eager and not in_checkpoint) or forward_ad._current_level >= 0:
             return self._eager(*inputs)
-        if _saves_elsewhere():  # what keeps its inputs would keep what a checkpoint wants gone
-            return self._compiled(*inputs)
         call = self._second.begin(inputs, self._eager)
         outputs = self._compiled(*inputs)
         self._second.watch(call, outputs)
+        if call is not None and in_checkpoint:
+            call.let_go()
         return outputs
 
     def _asked(self, what: str) -> None:
@@ -261,7 +279,7 @@ class _Replacement:
         return self._run("apply_boxed", (gradients,), gradients)
 
     def _run(self, name: str, arguments: Sequence[Any], gradients: Sequence[Any]) -> Any:
-        node = self._node()
+        node: Any = self._node()
         stock = getattr(type(node), name)
         keeps, creates = torch._C._autograd._get_current_graph_task_keep_graph(), torch.is_grad_enabled()
         call, again = self._call, self._again
@@ -281,7 +299,7 @@ class _Replacement:
         edges = [_known(*edge) for edge in node.next_functions if edge[0] is not None]
         again = again or self._second.run_again(call, edges)
         self._again = again if keeps else None
-        found = _differentiate(node, again, edges, gradients, creates)
+        found = None if again is None else _differentiate(node, again, edges, gradients, creates)
         if found is None:
             return stock(node, *arguments)
         self._second.asked(asked)
@@ -325,7 +343,7 @@ def _is_wanted(node: Any) -> bool:
 
 
 def _values(metadata: Any, again: _Rerun, count: int) -> list[Any] | None:
-    """Eager's values of the outputs that the node has: inputs that it changed, outputs, what other outputs are views of."""
+    """Eager's values of the node's outputs: inputs that were changed, outputs, and what outputs are views of."""
     changed, bases = metadata.mutated_inp_runtime_indices, metadata.num_intermediate_bases
     if count != len(changed) + metadata.num_outputs + bases or len(again.outputs) != metadata.num_outputs:
         return None

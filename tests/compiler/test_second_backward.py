@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import statistics
 import time
 import weakref
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 from deepytorch.compiler.report import LEDGER
@@ -336,6 +336,35 @@ def test_outputs_may_be_changed_in_place() -> None:
     assert asked()
 
 
+def test_a_checkpoint_around_the_region() -> None:
+    def step(call: Any, number: int) -> torch.Tensor:
+        inputs = torch.randn(4, 6, requires_grad=True)
+        loss = torch.utils.checkpoint.checkpoint(call, inputs, use_reentrant=False).square().sum()
+        if number > 0:
+            [slope] = torch.autograd.grad(loss, inputs, create_graph=True)
+            loss = loss + slope.square().sum()
+        loss = loss + torch.utils.checkpoint.checkpoint(call, inputs.detach(), use_reentrant=False).sum()
+        loss.backward()
+        return loss
+
+    assert_trains_as_eager(Region(lambda w, x: (x @ w).tanh()), step)
+    assert asked()
+
+
+def test_inputs_that_a_checkpoint_has_done_with_are_not_kept() -> None:
+    call = compiled(Region(lambda w, x: (x @ w).exp()))
+    seen = []
+
+    def part(x: torch.Tensor) -> torch.Tensor:
+        between = x * 2
+        seen.append(weakref.ref(between))
+        return call(between)
+
+    loss = torch.utils.checkpoint.checkpoint(part, torch.randn(4, 6, requires_grad=True), use_reentrant=False).sum()
+    assert seen[0]() is None
+    loss.backward()
+
+
 def test_a_region_called_several_times_within_a_step() -> None:
     def step(call: Any, number: int) -> torch.Tensor:
         inputs = torch.randn(4, 6, requires_grad=True)
@@ -479,7 +508,6 @@ def test_an_ordinary_call_costs_the_host_little(count: int, limit_us: float) -> 
         costs.append(between - started + time.perf_counter() - behind)
     assert outputs[0].grad_fn.apply.__self__ is not outputs[0].grad_fn
     assert 1e6 * min(costs) < limit_us
-    print(f"{count} inputs: {1e6 * statistics.median(costs):.1f} us")
 
 
 # ---------------------------------------------------------------------- which writes do not matter
