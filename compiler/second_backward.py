@@ -26,6 +26,8 @@ import torch
 from torch import fx, nn
 from torch.autograd import forward_ad
 
+from deepytorch.log import logger
+
 _VIEWS = 8  # how many nodes lie, at most, between an output that is a view and the node of its region
 _BACKWARD = ("apply", "apply_boxed")  # what autograd calls of a node; newer versions hand gradients over in a list
 
@@ -88,6 +90,14 @@ class SecondBackward:
         """Right before a call. `rerun(*inputs)` gives, in eager, what the compiled call gives, output for output."""
         if self._blind or not torch.is_grad_enabled():
             return None
+        try:
+            return self._begin(inputs, rerun)
+        except Exception:  # a kind of tensor that cannot be copied, or has no version
+            self._blind = True
+            logger.debug("traceback of the failure", exc_info=True)
+            return None
+
+    def _begin(self, inputs: Sequence[Any], rerun: Callable[..., Sequence[Any]]) -> Call:
         if self._places is None:
             self._look_at(inputs)
         assert self._places is not None
@@ -106,8 +116,13 @@ class SecondBackward:
             return
         node = self._known_node(outputs)
         if node is None:
-            node = self._find_node(call, outputs)
-            if node is None or not self._learn(call, node, len(outputs)):
+            try:
+                node = self._find_node(call, outputs)
+                known = node is not None and self._learn(call, node, len(outputs))
+            except Exception:  # likewise: to be ready for what may never be asked must not cost the step
+                known = False
+                logger.debug("traceback of the failure", exc_info=True)
+            if not known:
                 self._blind = True
                 return
         replacement = _Replacement(self, call, weakref.ref(node))
