@@ -26,6 +26,7 @@ from deepytorch.compiler.pipeline import passes_for
 from deepytorch.compiler.plan import Plan
 from deepytorch.compiler.report import LEDGER, RegionRecord
 from deepytorch.compiler.runtime import Effects, Step
+from deepytorch.compiler.second_backward import TwiceDifferentiable, unread_statistics
 from deepytorch.config import Environment
 from deepytorch.log import logger, once
 from deepytorch.passes.base import Context
@@ -136,9 +137,12 @@ def _lower_whole(
     LEDGER.open(record)
     record.compiles += 1
     started = time.perf_counter()
+    eager, unread = _copy(module).forward, unread_statistics(module.graph)  # lowering may change the module
     try:
         adopted = _adopt(config, record)
-        return _lower(module, example_inputs, config=config, plan=Plan.initial("region", config), adopted=adopted)
+        plan = Plan.initial("region", config)
+        compiled = _lower(module, example_inputs, config=config, plan=plan, adopted=adopted)
+        return TwiceDifferentiable(compiled, eager, unread, partial(_asked_twice, record))
     except (TensorifyScalarRestartAnalysis, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -149,6 +153,16 @@ def _lower_whole(
         return module.forward
     finally:
         record.compile_seconds += time.perf_counter() - started
+
+
+def _asked_twice(record: RegionRecord, what: str) -> None:
+    """A region's backward was asked for what only eager gives."""
+    record.fallbacks.append(f"{record.name}: a backward with {what}; the region runs in eager")
+    once(
+        logging.INFO,
+        "a backward with %s, which compiled code cannot do: what it went through runs in eager from now on",
+        what,
+    )
 
 
 def _adopt(config: CompilerConfig, record: RegionRecord) -> Adopted | None:

@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
+from torch.utils._device import DeviceContext
 
 from deepytorch.config import Environment
 from deepytorch.errors import ConfigError
@@ -240,7 +242,24 @@ def _holds(outer: nn.Module, inner: nn.Module) -> bool:
 def _trains(module: nn.Module) -> bool:
     if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting() or torch.jit.is_tracing():
         return False
-    return module.training and torch.is_grad_enabled() and not SWITCH.paused
+    return module.training and torch.is_grad_enabled() and not SWITCH.paused and not _is_transformed()
+
+
+def _is_transformed() -> bool:
+    """Whether somebody looks into this call who would not see into compiled code: a transform of `torch.func`, forward
+    mode, modes that take calls of operators or functions, hooks on what is saved for the backward.
+
+    A checkpoint's hooks are not meant: what it runs again is compiled as well.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+        return True
+    if torch._C._len_torch_dispatch_stack() or any(
+        not isinstance(torch._C._get_function_stack_at(place), DeviceContext)  # of `torch.set_default_device`
+        for place in range(torch._C._len_torch_function_stack())
+    ):
+        return True
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and getattr(hooks[0], "__module__", "") != "torch.utils.checkpoint"
 
 
 def _training_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

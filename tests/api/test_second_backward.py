@@ -1,0 +1,339 @@
+"""What compiled code cannot do, in scripts whose model the import armed. Each script runs in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PREAMBLE = """
+import copy
+import torch, torch.utils.checkpoint
+from torch import nn
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, jvp, vmap
+from deepytorch import autowrap
+deepytorch.configure(options={"lowering": "aot_eager"})
+
+class Net(nn.Module):
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.body = nn.Linear(6, 8)
+        self.drop = nn.Dropout(dropout)
+        self.head = nn.Linear(8, 1)
+    def forward(self, x):
+        return self.head(self.drop(torch.tanh(self.body(x))))
+
+def fallbacks():
+    return [said for region in deepytorch.report().to_json()["regions"] for said in region["fallbacks"]]
+
+def train(model, step, steps, optimizer=None):
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    losses = []
+    for number in range(steps):
+        torch.manual_seed(number)
+        optimizer.zero_grad()
+        losses.append(float(step(model, number, optimizer)))
+    return losses
+
+def same(step, model=None, steps=6, optimizer=lambda model: None):
+    "`step` trains an armed model and one in eager alike, the last three steps being ordinary ones."
+    def then(model, number, optimizer):
+        if number < steps - 3:
+            return step(model, number, optimizer)
+        loss = model(torch.randn(5, *shape)).square().mean()
+        loss.backward()
+        optimizer.step(lambda: loss)
+        return loss
+    torch.manual_seed(0)
+    model = model or Net()
+    shape = (3, 4, 4) if any(isinstance(each, nn.Conv2d) for each in model.modules()) else (6,)
+    other = copy.deepcopy(model)
+    losses = train(model, then, steps, optimizer(model))
+    assert autowrap.armed(model)
+    with deepytorch.paused():
+        expected = train(other, then, steps, optimizer(other))
+    torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
+    for one, two in zip(model.state_dict().values(), other.state_dict().values()):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
+
+def data(number):
+    return torch.randn(5, 6), torch.randn(5, 1)
+"""
+
+
+def run(script: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", f"import deepytorch\n{PREAMBLE}\n{script}"],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stderr + done.stdout
+
+
+def test_a_gradient_penalty_falls_back_and_says_so_once() -> None:
+    said = run("""
+import logging
+logging.basicConfig(level=logging.INFO)
+def step(critic, number, optimizer):
+    real, fake, share = torch.randn(5, 3, 4, 4), torch.randn(5, 3, 4, 4), torch.rand(5, 1, 1, 1)
+    loss = critic(fake).mean() - critic(real).mean()
+    if number > 0:
+        middle = (share * real + (1 - share) * fake).requires_grad_()
+        [slope] = torch.autograd.grad(critic(middle).sum(), middle, create_graph=True)
+        loss = loss + 10 * (slope.flatten(1).norm(2, dim=1) - 1).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss
+critic = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.LeakyReLU(0.2), nn.Flatten(), nn.Linear(16, 1))
+same(step, critic)
+assert len(fallbacks()) == 1 and "create_graph=True" in fallbacks()[0]
+""")
+    assert said.count("a backward with create_graph=True") == 1
+
+
+def test_two_losses_and_a_graph_that_is_kept() -> None:
+    run("""
+def step(model, number, optimizer):
+    outputs = model(data(number)[0])
+    outputs.square().mean().backward(retain_graph=number > 0)
+    if number > 0:
+        outputs.abs().mean().backward()
+    optimizer.step()
+    return outputs.sum()
+same(step)
+assert len(fallbacks()) == 1 and "retain_graph=True" in fallbacks()[0]
+
+def hessian_vector_product(model, number, optimizer):
+    loss = model(data(number)[0]).square().mean()
+    weights = list(model.parameters())
+    slopes = torch.autograd.grad(loss, weights, create_graph=True)
+    products = torch.autograd.grad(slopes, weights, [torch.ones_like(each) for each in slopes], allow_unused=True)
+    for weight, product in zip(weights, products):
+        weight.grad = product
+    optimizer.step()
+    return loss
+same(hessian_vector_product, Net(dropout=0.3))
+""")
+
+
+def test_meta_learning_with_fast_weights() -> None:
+    run("""
+def step(model, number, optimizer):
+    weights = dict(model.named_parameters())
+    for _ in range(2):
+        x, y = data(number)
+        loss = (functional_call(model, weights, (x,)) - y).square().mean()
+        slopes = torch.autograd.grad(loss, list(weights.values()), create_graph=True)
+        weights = {name: weight - 0.1 * slope for (name, weight), slope in zip(weights.items(), slopes)}
+    x, y = data(number)
+    loss = (functional_call(model, weights, (x,)) - y).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss
+same(step, Net(dropout=0.2))
+""")
+
+
+def test_transforms_of_functions_and_forward_mode() -> None:
+    run("""
+def per_sample(model, number, optimizer):
+    x, y = data(number)
+    def loss_of(weights, x, y):
+        return (functional_call(model, weights, (x[None],)) - y).square().mean()
+    weights = {name: weight.detach() for name, weight in model.named_parameters()}
+    slopes = vmap(grad(loss_of), (None, 0, 0))(weights, x, y)
+    loss = (model(x) - y).square().mean()
+    loss.backward()
+    for name, weight in model.named_parameters():
+        weight.grad += slopes[name].clamp(-1, 1).mean(0)
+    optimizer.step()
+    return loss
+same(per_sample)
+
+def forward_mode(model, number, optimizer):
+    x, y = data(number)
+    if number == 0:
+        loss = model(x).square().mean()
+    else:
+        tangent = jvp(model, (x,), (y.expand(5, 6),))[1]
+        with forward_ad.dual_level():
+            other = forward_ad.unpack_dual(model(forward_ad.make_dual(x, y.expand(5, 6).clone()))).tangent
+        third = torch.autograd.functional.jvp(model, x, y.expand(5, 6), create_graph=True)[1]
+        curve = torch.autograd.functional.hessian(lambda x: model(x).square().sum(), x[:2], create_graph=True)
+        loss = tangent.square().mean() + other.mean() + third.square().sum() + curve.square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss
+same(forward_mode)
+""")
+
+
+def test_transforms_before_the_first_training_call() -> None:
+    run("""
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+weights = {name: weight.detach() for name, weight in model.named_parameters()}
+slopes = grad(lambda weights, x: functional_call(model, weights, (x,)).sum())(weights, torch.randn(3, 6))
+assert not autowrap.armed(model) and slopes["head.bias"].item() == 3
+model(torch.randn(3, 6)).sum().backward()
+assert autowrap.armed(model)
+""")
+
+
+def test_optimizers_that_call_the_model_several_times_a_step() -> None:
+    run("""
+def sharpness_aware(model, number, optimizer):
+    x, y = data(number)
+    loss = (model(x) - y).square().mean()
+    loss.backward()
+    with torch.no_grad():
+        moves = [0.05 * each.grad / each.grad.norm() for each in model.parameters()]
+        for weight, move in zip(model.parameters(), moves):
+            weight.add_(move)
+    optimizer.zero_grad()
+    (model(x) - y).square().mean().backward()
+    with torch.no_grad():
+        for weight, move in zip(model.parameters(), moves):
+            weight.sub_(move)
+    optimizer.step()
+    return loss
+same(sharpness_aware)
+
+def quasi_newton(model, number, optimizer):
+    x, y = data(number)
+    def closure():
+        optimizer.zero_grad()
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        return loss
+    return optimizer.step(closure)
+torch.manual_seed(0)
+model = Net()
+other = copy.deepcopy(model)
+losses = train(model, quasi_newton, 3, torch.optim.LBFGS(model.parameters(), max_iter=4))
+with deepytorch.paused():
+    expected = train(other, quasi_newton, 3, torch.optim.LBFGS(other.parameters(), max_iter=4))
+torch.testing.assert_close(losses, expected, rtol=1e-3, atol=1e-4)
+assert autowrap.armed(model) and not fallbacks()
+""")
+
+
+def test_hooks_on_what_is_saved_see_what_eager_saves() -> None:
+    run("""
+seen = []
+def rounded(tensor):
+    seen.append(tuple(tensor.shape))
+    return tensor.to(torch.bfloat16)
+def step(model, number, optimizer):
+    x, y = data(number)
+    if number == 0:
+        loss = (model(x) - y).square().mean()
+    elif number == 1:
+        with torch.autograd.graph.saved_tensors_hooks(rounded, lambda packed: packed.float()):
+            loss = (model(x) - y).square().mean()
+    elif number == 2:
+        with torch.autograd.graph.save_on_cpu():
+            loss = (model(x) - y).square().mean()
+    else:
+        x.requires_grad_(number > 3)  # for the kind that wants it
+        loss = (torch.utils.checkpoint.checkpoint(model, x, use_reentrant=number > 3) - y).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss
+same(step, Net(dropout=0.3), steps=8)
+assert seen[:len(seen) // 2] == seen[len(seen) // 2:]
+""")
+
+
+def test_modes_of_the_users_see_every_call() -> None:
+    run("""
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+class Halved(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        return found / 2 if function is torch.tanh else found
+class Named(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+counted = []
+def step(model, number, optimizer):
+    x, y = data(number)
+    if number == 0:
+        loss = (model(x) - y).square().mean()
+    elif number == 1:
+        with Halved():
+            loss = (model(x) - y).square().mean()
+    else:
+        with FlopCounterMode(display=False) as counter, Named() as mode:
+            loss = (model(x) - y).square().mean()
+        counted.append((counter.get_total_flops(), mode.names))
+    loss.backward()
+    optimizer.step()
+    return loss
+torch.set_default_device("cpu")  # this is a mode too, and none of theirs
+same(step)
+assert counted[0] == counted[1] and counted[0][0] > 0
+model = Net()
+torch.optim.SGD(model.parameters())
+model(torch.randn(2, 6))
+assert autowrap.armed(model)
+""")
+
+
+RANK = """
+import os
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+def step(critic, number, optimizer):
+    torch.manual_seed(10 * number + rank)
+    real, fake, share = torch.randn(5, 6), torch.randn(5, 6), torch.rand(5, 1)
+    loss = critic(torch.cat([real, fake])).square().mean()
+    middle = (share * real + (1 - share) * fake).requires_grad_()
+    [slope] = torch.autograd.grad(critic(middle).sum(), middle, create_graph=True)
+    loss = loss + (slope.norm(2, dim=1) - 1).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss
+torch.manual_seed(0)
+model = Net()
+other = copy.deepcopy(model)
+losses = train(DistributedDataParallel(model), step, 4)
+assert autowrap.armed(model) and fallbacks()
+with deepytorch.paused():
+    expected = train(DistributedDataParallel(other), step, 4)
+torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
+for one, two in zip(model.parameters(), other.parameters()):
+    torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("ours", [False, True], ids=["reduced by DDP", "reduced by us"])
+def test_a_gradient_penalty_in_a_data_parallel_model(ours: bool, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    options = {"lowering": "aot_eager", "reduce_gradients": ours}
+    configure = f"deepytorch.configure(options={options}, process_groups=False)\n"
+    script.write_text(f"import deepytorch\n{PREAMBLE}\n{configure}{RANK}")
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=540,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-6000:]

@@ -1,0 +1,530 @@
+"""Backwards that keep their graph: as eager's, in a region that was compiled without knowing of them."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import nn
+
+from deepytorch.compiler.report import LEDGER
+from deepytorch.compiler.second_backward import TwiceDifferentiable, unread_statistics
+
+Loss = Callable[[Any, torch.Tensor], torch.Tensor]
+
+
+def compiled(model: Any, lowering: str = "aot_eager") -> Any:
+    LEDGER.forget()
+    return torch.compile(model, backend="deepytorch", options={"lowering": lowering})
+
+
+def mlp(**kinds: Any) -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), kinds.get("middle", nn.Identity()), nn.Linear(8, 1))
+
+
+def cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.LeakyReLU(0.2), nn.Flatten(), nn.Linear(4 * 25, 1)
+    )
+
+
+def asked() -> list[str]:
+    return [said.partition(": ")[2] for region in LEDGER.report().regions for said in region.fallbacks]
+
+
+def train(call: Any, model: nn.Module, step: Callable[[Any, int], torch.Tensor], steps: int = 5) -> list[float]:
+    """`step(call, number)` does the backward, or gives the loss to do it with."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+    losses = []
+    for number in range(steps):
+        torch.manual_seed(number)
+        optimizer.zero_grad()
+        losses.append(step(call, number).item())
+        optimizer.step()
+    return losses
+
+
+def assert_trains_as_eager(
+    model: nn.Module, step: Callable[[Any, int], torch.Tensor], lowering: str = "aot_eager", steps: int = 5
+) -> None:
+    other = copy.deepcopy(model)
+    expected = train(other, other, step, steps)
+    losses = train(compiled(model, lowering), model, step, steps)
+    torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
+    for (name, one), two in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def penalty_step(shape: tuple[int, ...]) -> Callable[[Any, int], torch.Tensor]:
+    """WGAN-GP's critic: the first step has no penalty, so that the region is compiled and has run before it comes."""
+
+    def step(critic: Any, number: int) -> torch.Tensor:
+        real, fake, share = torch.randn(shape), torch.randn(shape), torch.rand(shape[0], *[1] * (len(shape) - 1))
+        loss = critic(fake).mean() - critic(real).mean()
+        middle = (share * real + (1 - share) * fake).requires_grad_(number > 0)
+        scores = critic(middle)
+        if number > 0:
+            [slope] = torch.autograd.grad(scores.sum(), middle, create_graph=True)
+            loss = loss + 10 * (slope.flatten(1).norm(2, dim=1) - 1).square().mean()
+        loss.backward()
+        return loss
+
+    return step
+
+
+# ---------------------------------------------------------------------- what scripts do
+
+
+@pytest.mark.parametrize("lowering", ["aot_eager", "inductor"])
+def test_a_gradient_penalty_on_an_mlp(lowering: str) -> None:
+    assert_trains_as_eager(mlp(), penalty_step((4, 6)), lowering)
+    assert asked() == ["a backward with create_graph=True; the region runs in eager"]
+
+
+@pytest.mark.parametrize("lowering", ["aot_eager", "inductor"])
+def test_a_gradient_penalty_through_batch_norm_updates_its_statistics_once(lowering: str) -> None:
+    assert_trains_as_eager(cnn(), penalty_step((4, 2, 5, 5)), lowering, steps=4)
+    assert asked()
+
+
+def test_a_gradient_penalty_with_dropout_draws_what_the_step_drew() -> None:
+    assert_trains_as_eager(mlp(middle=nn.Dropout(0.4)), penalty_step((4, 6)))
+    assert asked()
+
+
+@pytest.mark.parametrize("lowering", ["aot_eager", "inductor"])
+def test_two_losses_with_two_backwards(lowering: str) -> None:
+    def step(call: Any, number: int) -> torch.Tensor:
+        outputs = call(torch.randn(4, 6))
+        outputs.square().mean().backward(retain_graph=number > 0)  # the first compiles it to overwrite what was saved
+        if number > 0:
+            outputs.abs().mean().backward()
+        return outputs.sum()
+
+    assert_trains_as_eager(mlp(), step, lowering)
+    assert asked() == ["a backward with retain_graph=True; the region runs in eager"]
+
+
+def test_a_region_that_always_keeps_its_graph_stays_compiled() -> None:
+    def step(call: Any, number: int) -> torch.Tensor:
+        outputs = call(torch.randn(4, 6))
+        outputs.square().mean().backward(retain_graph=True)
+        outputs.abs().mean().backward(retain_graph=True)
+        outputs.mean().backward()
+        return outputs.sum()
+
+    assert_trains_as_eager(mlp(middle=nn.Dropout(0.4)), step)
+    assert asked() == []
+
+
+def test_gradients_of_several_losses_one_by_one() -> None:
+    def step(call: Any, number: int) -> torch.Tensor:
+        outputs = call(torch.randn(4, 6))
+        if number == 0:
+            outputs.mean().backward()
+            return outputs.sum()
+        weights = list(model_of(call).parameters())
+        found = [torch.autograd.grad(each.sum(), weights, retain_graph=True) for each in outputs]
+        for weight, *each in zip(weights, *found, strict=True):
+            weight.grad = torch.stack(each).median(0).values
+        return outputs.sum()
+
+    assert_trains_as_eager(mlp(), step)
+    assert asked()
+
+
+def model_of(call: Any) -> nn.Module:
+    return getattr(call, "_orig_mod", call)
+
+
+def test_a_backward_that_creates_a_graph_and_is_differentiated() -> None:
+    def step(call: Any, number: int) -> torch.Tensor:
+        loss = call(torch.randn(4, 6)).square().mean()
+        weights = list(model_of(call).parameters())
+        if number == 0:
+            loss.backward()
+            return loss
+        slopes = torch.autograd.grad(loss, weights, create_graph=True)
+        total = loss + sum(each.square().sum() for each in slopes)
+        total.backward()
+        return total
+
+    assert_trains_as_eager(mlp(middle=nn.LayerNorm(8)), step)
+    assert asked()
+
+
+def test_a_hessian_vector_product_of_some_weights() -> None:
+    def step(call: Any, number: int) -> torch.Tensor:
+        loss = call(torch.randn(4, 6)).square().mean()
+        weights = list(model_of(call).parameters())[:2]
+        slopes = torch.autograd.grad(loss, weights, create_graph=True)
+        products = torch.autograd.grad(slopes, weights, [torch.ones_like(each) for each in slopes], retain_graph=True)
+        loss.backward(inputs=weights)
+        for weight, product in zip(weights, products, strict=True):
+            weight.grad += product
+        return loss
+
+    assert_trains_as_eager(mlp(), step)
+    assert asked()
+
+
+def test_autocast_is_as_it_was_at_the_step() -> None:
+    def step(call: Any, number: int) -> torch.Tensor:
+        inputs = torch.randn(4, 6, requires_grad=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            outputs = call(inputs)
+        [slope] = torch.autograd.grad(outputs.float().sum(), inputs, create_graph=True)
+        loss = outputs.float().square().mean() + slope.square().sum()
+        loss.backward()
+        return loss
+
+    assert_trains_as_eager(mlp(), step, steps=1)
+    assert asked()
+
+
+def test_hooks_of_weights_and_inputs_are_called_once() -> None:
+    def slopes(call: Any) -> tuple[list[torch.Tensor], list[str]]:
+        model, said = model_of(call), []
+        inputs = torch.ones(2, 6, requires_grad=True)
+        weight = model[0].weight
+        weight.grad = None
+        before = (inputs * 2).detach().requires_grad_()
+        handle = weight.register_hook(lambda g: (said.append("weight"), g * 3)[1])
+        before.register_hook(lambda g: (said.append("input"), g * 2)[1])
+        loss = call(before).square().sum()
+        loss.backward(create_graph=True)
+        handle.remove()
+        return [weight.grad.detach().clone(), before.grad.detach().clone()], said
+
+    model = mlp()
+    expected, order = slopes(copy.deepcopy(model))
+    found, said = slopes(compiled(model))
+    torch.testing.assert_close(found, expected)
+    assert sorted(said) == sorted(order) == ["input", "weight"]
+
+
+def test_a_buffer_that_outputs_depend_on_is_as_it_was_before_the_step() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(6, 1)
+            self.register_buffer("calls", torch.zeros(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                self.calls += 1
+            return self.inner(x).tanh() * (self.calls + 0)
+
+    assert_trains_as_eager(Counting(), penalty_step((4, 6)))
+    # the first step has two calls before its backward, and what the first of them saved is overwritten by the second
+    assert "a backward with buffers that a later call wrote into; the region runs in eager" in asked()
+
+
+def test_spectral_norm_iterates_once_a_step() -> None:
+    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 8)), nn.Tanh(), nn.Linear(8, 1))
+    assert_trains_as_eager(model, penalty_step((4, 6)))
+    assert asked()
+
+
+# ---------------------------------------------------------------------- shapes of regions
+
+
+class Region(nn.Module):
+    """Whatever a function makes of inputs and one weight."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6))
+        self.function = function
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.function(self.weight, *inputs)
+
+
+def two_views(weight: torch.Tensor, x: torch.Tensor) -> Any:
+    hidden = (x @ weight).tanh()
+    return hidden.view(-1), hidden[1:], hidden.t()
+
+
+REGIONS: dict[str, Callable[..., Any]] = {
+    "views of an intermediate": two_views,
+    "an output and a view of it": lambda w, x: (lambda h: (h, h[0], h.t()))((x @ w).tanh()),
+    "an input among the outputs": lambda w, x: (x, (x @ w).tanh()),
+    "a view of an input": lambda w, x: (x.t(), (x @ w).tanh().square()),
+    "an output without a gradient": lambda w, x: ((x @ w).tanh(), (x > 0).float(), (x @ w).detach(), x.argmax()),
+    "an output twice": lambda w, x: (lambda h: (h, h))((x @ w).tanh()),
+    "chunks": lambda w, x: torch.chunk((x @ w).tanh(), 2, dim=-1),
+    "a number": lambda w, x: ((x @ w).tanh().sum(), 3, None),
+}
+
+
+def losses_of(outputs: Any) -> torch.Tensor:
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    return sum(
+        (place + 1) * each.square().sum()
+        for place, each in enumerate(outputs)
+        if isinstance(each, torch.Tensor) and each.requires_grad
+    )
+
+
+@pytest.mark.parametrize("leaf", [True, False], ids=["leaf", "computed"])
+@pytest.mark.parametrize("kind", REGIONS)
+def test_outputs_of_every_kind_get_second_gradients(kind: str, leaf: bool) -> None:
+    def second(call: Any, weight: torch.Tensor, x: torch.Tensor) -> list[Any]:
+        inputs = x if leaf else x * 2
+        first = torch.autograd.grad(losses_of(call(inputs)), [x, weight], create_graph=True)
+        return [*first, *torch.autograd.grad(sum(each.square().sum() for each in first), [x, weight])]
+
+    model, x = Region(REGIONS[kind]).double(), torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    expected = second(model, model.weight, x)
+    torch.testing.assert_close(second(compiled(model), model.weight, x), expected)
+    assert asked() == ["a backward with create_graph=True; the region runs in eager"]
+
+
+def test_an_input_given_twice() -> None:
+    def second(call: Any, x: torch.Tensor) -> Any:
+        [first] = torch.autograd.grad(losses_of(call(x, x)), x, create_graph=True)
+        return first, torch.autograd.grad(first.square().sum(), x)[0]
+
+    model = Region(lambda w, x, y: (x @ w).tanh() * y)
+    x = torch.randn(4, 6, requires_grad=True)
+    expected = second(model, x)
+    torch.testing.assert_close(second(compiled(model), x), expected)
+    assert asked()
+
+
+def test_an_input_that_the_region_writes_into() -> None:
+    def second(call: Any, x: torch.Tensor) -> Any:
+        given = x * 2
+        outputs = call(given)
+        [first] = torch.autograd.grad(losses_of(outputs) + given.square().sum(), x, create_graph=True)
+        return first, torch.autograd.grad(first.square().sum(), x)[0]
+
+    def function(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        x.sigmoid_()
+        return (x @ weight).tanh()
+
+    model, x = Region(function), torch.randn(4, 6, requires_grad=True)
+    expected = second(model, x)
+    call = compiled(model)
+    torch.testing.assert_close(second(call, x), expected)
+    assert asked()
+
+
+def test_outputs_may_be_changed_in_place() -> None:
+    def step(call: Any, number: int) -> torch.Tensor:
+        inputs = torch.randn(4, 6, requires_grad=True)
+        outputs = call(inputs)
+        outputs.mul_(2).add_(1)
+        outputs[0] = 0
+        if number == 0:
+            loss = outputs.square().mean()
+        else:
+            [slope] = torch.autograd.grad(outputs.square().sum(), inputs, create_graph=True)
+            loss = slope.square().mean()
+        loss.backward()
+        return loss
+
+    assert_trains_as_eager(Region(lambda w, x: x @ w), step)
+    assert asked()
+
+
+def test_a_checkpoint_around_the_region() -> None:
+    def step(call: Any, number: int) -> torch.Tensor:
+        inputs = torch.randn(4, 6, requires_grad=True)
+        loss = torch.utils.checkpoint.checkpoint(call, inputs, use_reentrant=False).square().sum()
+        if number > 0:
+            [slope] = torch.autograd.grad(loss, inputs, create_graph=True)
+            loss = loss + slope.square().sum()
+        loss = loss + torch.utils.checkpoint.checkpoint(call, inputs.detach(), use_reentrant=False).sum()
+        loss.backward()
+        return loss
+
+    assert_trains_as_eager(Region(lambda w, x: (x @ w).tanh()), step)
+    assert asked()
+
+
+def test_inputs_that_a_checkpoint_has_done_with_are_not_kept() -> None:
+    call = compiled(Region(lambda w, x: (x @ w).exp()))
+    seen = []
+
+    def part(x: torch.Tensor) -> torch.Tensor:
+        between = x * 2
+        seen.append(weakref.ref(between))
+        return call(between)
+
+    loss = torch.utils.checkpoint.checkpoint(part, torch.randn(4, 6, requires_grad=True), use_reentrant=False).sum()
+    assert seen[0]() is None
+    loss.backward()
+
+
+def test_a_region_called_several_times_within_a_step() -> None:
+    def step(call: Any, number: int) -> torch.Tensor:
+        inputs = torch.randn(4, 6, requires_grad=True)
+        hidden = call(call(call(inputs)))
+        loss = hidden.square().sum()
+        if number > 0:
+            [slope] = torch.autograd.grad(loss, inputs, create_graph=True)
+            loss = loss + slope.square().sum()
+        loss.backward()
+        return loss
+
+    assert_trains_as_eager(Region(lambda w, x: (x @ w).tanh()), step)
+    assert asked()
+
+
+def test_a_model_cut_into_several_regions() -> None:
+    class Cut(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.one(x).tanh()
+            torch._dynamo.graph_break()
+            return self.two(hidden.square())
+
+    assert_trains_as_eager(Cut(), penalty_step((4, 6)))
+    assert len(asked()) >= 2
+
+
+def test_an_input_overwritten_since_is_the_error_that_eager_gives() -> None:
+    model, inputs = mlp(), torch.randn(4, 6)
+
+    def spoil(call: Any) -> str:
+        loss = call(inputs).sum()
+        inputs.zero_()
+        with pytest.raises(RuntimeError) as raised:
+            loss.backward(create_graph=True)
+        return str(raised.value)
+
+    for said in (spoil(model), spoil(compiled(model))):
+        assert "modified by an inplace operation: [torch.FloatTensor [4, 6]]" in said
+
+
+def test_a_third_backward_without_a_graph_is_the_error_that_eager_gives() -> None:
+    for call in (mlp(), compiled(mlp())):
+        loss = call(torch.randn(4, 6)).sum()
+        loss.backward()
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            loss.backward()
+
+
+def test_random_numbers_go_on_as_if_nothing_was_run_again() -> None:
+    def after(call: Any) -> torch.Tensor:
+        torch.manual_seed(3)
+        call(torch.ones(2, 6)).sum().backward(create_graph=True)
+        return torch.rand(3)
+
+    model = mlp(middle=nn.Dropout(0.5))
+    torch.testing.assert_close(after(compiled(model)), after(model))
+    assert asked()
+
+
+# ---------------------------------------------------------------------- what it costs
+
+
+@pytest.fixture
+def _no_collection() -> Any:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("ends", ["dropped", "backward", "retained", "differentiated"])
+@pytest.mark.usefixtures("_no_collection")
+def test_a_call_keeps_nothing_alive_behind_its_backward(ends: str) -> None:
+    model = mlp(middle=nn.BatchNorm1d(8))
+    call = compiled(model)
+    call(torch.randn(4, 6)).sum().backward()
+    LEDGER.forget()
+    inputs = torch.randn(4, 6)
+    seen = weakref.ref(inputs)
+    loss = call(inputs).sum()
+    node = weakref.ref(loss.grad_fn.next_functions[0][0])
+    del inputs
+    assert seen() is not None
+    if ends == "retained":
+        loss.backward(retain_graph=True)
+        assert seen() is not None
+    if ends == "differentiated":
+        slopes = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        sum(each.square().sum() for each in slopes).backward()
+        del slopes
+        model.zero_grad()
+    if ends in ("backward", "retained"):
+        loss.backward()
+        assert seen() is None  # though the loss, and with it the node, is still there
+    del loss
+    assert seen() is None
+    assert node() is None
+
+
+def test_a_region_without_gradients_is_not_watched() -> None:
+    region = TwiceDifferentiable(lambda x: (x + 1,), lambda x: (x + 1,), (), lambda what: None)
+    region(torch.ones(2))
+    assert region._second._blind
+    assert region._second.begin([torch.ones(2)], lambda x: (x,)) is None
+
+
+@pytest.mark.parametrize("count, limit_us", [(40, 20), (300, 100)])
+def test_an_ordinary_call_costs_the_host_little(count: int, limit_us: float) -> None:
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = nn.ParameterList(nn.Parameter(torch.ones(1)) for _ in range(count - 1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * torch.cat(list(self.weights)).sum()
+
+    regions: list[TwiceDifferentiable] = []
+    begin = TwiceDifferentiable.__call__
+
+    def caught(self: TwiceDifferentiable, *inputs: Any) -> Any:
+        regions.append((self, inputs))
+        return begin(self, *inputs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TwiceDifferentiable, "__call__", caught)
+        compiled(Wide())(torch.ones(1))
+    [(region, inputs)] = regions
+    assert len(inputs) == count
+    costs = []
+    for _ in range(200):
+        started = time.perf_counter()
+        call = region._second.begin(inputs, region._eager)
+        between = time.perf_counter()
+        outputs = region._compiled(*inputs)
+        behind = time.perf_counter()
+        region._second.watch(call, outputs)
+        costs.append(between - started + time.perf_counter() - behind)
+    assert outputs[0].grad_fn.apply.__self__ is not outputs[0].grad_fn
+    assert 1e6 * min(costs) < limit_us
+
+
+# ---------------------------------------------------------------------- which writes do not matter
+
+
+def test_statistics_that_no_output_depends_on() -> None:
+    found = []
+
+    def look(module: Any, inputs: Any) -> Any:
+        names = [node.name for node in module.graph.nodes if node.op == "placeholder"]
+        found.append({names[place] for place in unread_statistics(module.graph)})
+        return module.forward
+
+    model = cnn()
+    torch.compile(model, backend=look)(torch.randn(4, 2, 5, 5))
+    assert len(found[0]) == 3
+    assert all("running" in name or "num_batches" in name for name in found[0])
+    model[1].eval()
+    torch.compile(model, backend=look)(torch.randn(4, 2, 5, 5))
+    assert found[1] == set()
