@@ -27,6 +27,7 @@ from deepytorch.compiler.plan import Plan
 from deepytorch.compiler.report import LEDGER, RegionRecord
 from deepytorch.compiler.runtime import Effects, Step
 from deepytorch.compiler.second_backward import TwiceDifferentiable, unread_statistics
+from deepytorch.compiler.unused_outputs import parts_in_outputs
 from deepytorch.config import Environment
 from deepytorch.log import logger, once
 from deepytorch.passes.base import Context
@@ -104,6 +105,7 @@ def _compile(
     record.recompiles += _is_recompilation()
     LEDGER.open(record)
     fakes = [node.meta["val"] for node in padded.graph.nodes if node.op == "placeholder"]
+    adopted = _adopt(config, record)
     return Step(
         padded=padded,
         packed=captured.module,
@@ -111,11 +113,12 @@ def _compile(
         inputs=captured.inputs,
         fakes=fakes,
         eager=module.forward,
-        lower=partial(_lower, config=config, plan=plan, adopted=_adopt(config, record)),
+        lower=partial(_lower, config=config, plan=plan, adopted=adopted),
         record=record,
         effects=_effects(padded.graph),
         min_padding=config.min_padding,
         zero_outputs=config.outputs == "zeros",
+        leaves_unused=adopted is None,
     )
 
 
@@ -137,12 +140,14 @@ def _lower_whole(
     LEDGER.open(record)
     record.compiles += 1
     started = time.perf_counter()
-    eager, unread = _copy(module).forward, unread_statistics(module.graph)  # lowering may change the module
+    copy = _copy(module)  # lowering may change the module
+    eager, unread = copy.forward, unread_statistics(module.graph)
     try:
         adopted = _adopt(config, record)
         plan = Plan.initial("region", config)
         compiled = _lower(module, example_inputs, config=config, plan=plan, adopted=adopted)
-        return TwiceDifferentiable(compiled, eager, unread, partial(_asked_twice, record))
+        parts = parts_in_outputs(copy.graph) if adopted is None else None
+        return TwiceDifferentiable(compiled, eager, unread, partial(_asked_twice, record), parts)
     except (TensorifyScalarRestartAnalysis, torch.OutOfMemoryError):
         raise
     except Exception as error:

@@ -23,7 +23,9 @@ from deepytorch.compiler.dynamic import mark_alias, symbolic_dims
 from deepytorch.compiler.facts import Facts, Indices, Refusal, read_facts
 from deepytorch.compiler.replay import Replay
 from deepytorch.compiler.report import RegionRecord
+from deepytorch.compiler.second_backward import SecondBackward
 from deepytorch.compiler.tokens import UNKNOWN, ZERO, Memo, Once, Place, Tokens
+from deepytorch.compiler.unused_outputs import parts_in_outputs
 from deepytorch.compiler.usage import Level, Usage
 from deepytorch.errors import DeferredError
 from deepytorch.log import logger, once
@@ -46,14 +48,28 @@ class CompiledStep:
     """
 
     def __init__(
-        self, module: fx.GraphModule, varying: Sequence[tuple[int, ...]], lower: Lower, record: RegionRecord
+        self,
+        module: fx.GraphModule,
+        varying: Sequence[tuple[int, ...]],
+        lower: Lower,
+        record: RegionRecord,
+        second: SecondBackward,
     ) -> None:
         self._module, self._varying, self._lower, self._record = module, varying, lower, record
+        self._second = second
         self._compiles = 0
         self._compiled: Callable[..., Any] | None = None
 
-    def __call__(self, arguments: list[Any]) -> Sequence[Any]:
-        """Run the step."""
+    def __call__(self, arguments: list[Any], again: Callable[..., Sequence[Any]] | None = None) -> Sequence[Any]:
+        """Run the step. `again` gives the same outputs of the same arguments in eager, for a second backward; the
+        step's own graph does where it is None.
+        """
+        call = self._second.begin(arguments, again or self._module.forward)
+        outputs = self._run(arguments)
+        self._second.watch(call, outputs)
+        return outputs
+
+    def _run(self, arguments: list[Any]) -> Sequence[Any]:
         if self._compiled is None:
             # Dynamo never enters code that was generated while it was compiling, so it is generated again.
             self._module.recompile()
@@ -122,23 +138,29 @@ class Step:
         effects: Effects,
         min_padding: float = 0.0,
         zero_outputs: bool = False,
+        leaves_unused: bool = True,
     ) -> None:
+        """leaves_unused: whether weights of outputs that nobody used get no gradient, as in eager."""
         self._program, self._record, self._eager, self._effects = program, record, eager, effects
         self._min_padding, self._zero_outputs = min_padding, zero_outputs
         self._padded_inputs = _read_inputs(padded, len(inputs))
+        self._usage = Usage(record.name)
+        record.outputs = self._usage.outputs
+        seconds = [
+            SecondBackward((), self._usage.twice, parts_in_outputs(each.graph) if leaves_unused else None)
+            for each in (padded, packed)
+        ]
         self._padded = CompiledStep(
-            padded, [symbolic_dims(fakes[index]) for index in self._padded_inputs], lower, record
+            padded, [symbolic_dims(fakes[index]) for index in self._padded_inputs], lower, record, seconds[0]
         )
         varying = [symbolic_dims(fakes[index]) for index in program.packed_inputs] + [(0,)] * len(program.indices)
-        self._packed: CompiledStep | None = CompiledStep(packed, varying, lower, record)
+        self._packed: CompiledStep | None = CompiledStep(packed, varying, lower, record, seconds[1])
         self._batch = tuple(index for index, given in enumerate(inputs) if given.role is Role.BATCH)
         self._parameters = tuple(index for index, given in enumerate(inputs) if given.role is Role.PARAMETER)
         self._padded_failed = False
-        self._usage = Usage(record.name)
-        record.outputs = self._usage.outputs
         self._defers = any(output.kind != "value" for output in program.outputs)
         # None: it is known how outputs are used, or it does not matter
-        self._watched = _Watched() if self._defers and not zero_outputs else None
+        self._watched = _Watched(self._usage) if self._defers and not zero_outputs else None
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
         """Run one step of the region."""
@@ -163,7 +185,7 @@ class Step:
         compiles = self._record.compiles
         assert self._packed is not None
         try:
-            values = self._packed(arguments)
+            values = self._packed(arguments, partial(self._packed_again, inputs, indices))
         except (torch.OutOfMemoryError, KeyboardInterrupt):
             raise
         except Exception as error:
@@ -182,6 +204,15 @@ class Step:
         else:
             self._record.host_seconds += host
         return outputs
+
+    def _packed_again(self, inputs: Sequence[Any], indices: Indices, *arguments: Any) -> Sequence[Any]:
+        """What the packed step gives, computed padded and in eager, where every operator has a second derivative."""
+        program = self._program
+        given = list(inputs)
+        for index, argument in zip(program.packed_inputs, arguments, strict=False):
+            given[index] = argument
+        taken = [given[index] for index in program.reference_inputs]
+        return program.reference(*taken, *(indices.get(index) for index in program.reference_indices))
 
     def _replay(self, inputs: Sequence[Any]) -> Replay:
         effects = self._effects
@@ -449,7 +480,8 @@ class _Places:
 class _Watched:
     """The calls of a region whose outputs are watched: until one of them has had its backward."""
 
-    def __init__(self) -> None:
+    def __init__(self, usage: Usage) -> None:
+        self._usage = usage
         self._count, self._backward = 0, False
 
     @property
@@ -467,6 +499,8 @@ class _Watched:
 
     def _saw_backward(self, gradient: torch.Tensor) -> None:
         self._backward = True
+        if torch.is_grad_enabled():  # with a graph of its own
+            self._usage.twice("create_graph=True")
 
 
 def _is_recomputed() -> bool:

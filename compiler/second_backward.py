@@ -20,12 +20,14 @@ import contextlib
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.autograd import forward_ad
 
+from deepytorch.compiler.unused_outputs import Parts, with_zeros
 from deepytorch.log import logger
 
 _VIEWS = 8  # how many nodes lie, at most, between an output that is a view and the node of its region
@@ -70,11 +72,14 @@ class SecondBackward:
     """Watches the calls of one region, for backwards that need more than it compiled.
 
     unread: places of inputs that are written, and that no output depends on. asked: called at the first such backward,
-    with what it asked for.
+    with what it asked for. parts: which inputs have a part in which outputs, if weights behind unused ones are to have
+    no gradient.
     """
 
-    def __init__(self, unread: Collection[int], asked: Callable[[str], None]) -> None:
-        self._unread, self.asked = frozenset(unread), asked
+    def __init__(self, unread: Collection[int], asked: Callable[[str], None], parts: Parts | None = None) -> None:
+        self._unread, self.asked, self._parts = frozenset(unread), asked, parts
+        self.behind: list[frozenset[int] | None] | None = None  # of each gradient that a node returns: see `parts`
+        self.differentiable: list[bool] = []  # of each gradient that a node is given
         self._places: list[int] | None = None  # of tensors among the inputs, those that are written left out
         self._written: list[int] = []
         self._devices: list[str] = []
@@ -126,6 +131,8 @@ class SecondBackward:
                 self._blind = True
                 return
         replacement = _Replacement(self, call, weakref.ref(node))
+        if self.behind is not None:
+            node.set_materialize_grads(False)
         for name in _BACKWARD:
             if hasattr(self._node_class, name):
                 setattr(node, name, getattr(replacement, name))
@@ -170,7 +177,23 @@ class SecondBackward:
         self._places = places
         call.random = [(each, state) for each, state in call.random if not torch.equal(each.get_state(), state)]
         self._generators = [generator for generator, _ in call.random]
+        self._learn_parts(call, node)
         return True
+
+    def _learn_parts(self, call: Call, node: Any) -> None:
+        metadata = node._forward_cls.metadata
+        if self._parts is None or metadata.mutated_inp_runtime_indices or metadata.num_intermediate_bases:
+            return
+        behind: dict[Any, frozenset[int]] = {}
+        for given, part in zip(call.inputs, self._parts, strict=True):
+            edge = _edge(given) if isinstance(given, torch.Tensor) else None
+            if edge is not None:
+                behind[edge] = behind.get(edge, frozenset()) | part
+        edges = iter([_known(*edge) for edge in node.next_functions if edge[0] is not None])
+        self.behind = [behind.get(next(edges, None)) if needs else None for needs in node.needs_input_grad]
+        self.differentiable = [bool(info.requires_grad) for info in metadata.output_info]
+        if len(node._input_metadata) != len(self.differentiable):
+            self.behind = None
 
     def _known_node(self, outputs: Sequence[Any]) -> Any:
         if self._node_class is None:
@@ -252,9 +275,10 @@ class TwiceDifferentiable:
         eager: Callable[..., Sequence[Any]],
         unread: Collection[int],
         asked: Callable[[str], None],
+        parts: Parts | None = None,
     ) -> None:
         self._compiled, self._eager, self._tell = compiled, eager, asked
-        self._second = SecondBackward(unread, self._asked)
+        self._second = SecondBackward(unread, self._asked, parts)
         self._in_eager = False
 
     def __call__(self, *inputs: Any) -> Sequence[Any]:
@@ -295,7 +319,11 @@ class _Replacement:
 
     def _run(self, name: str, arguments: Sequence[Any], gradients: Sequence[Any]) -> Any:
         node: Any = self._node()
-        stock = getattr(type(node), name)
+        if self._second.behind is not None:
+            gradients = list(gradients)
+            filled = with_zeros(node, gradients, self._second.differentiable)
+            arguments = filled if name == _BACKWARD[0] else (filled,)
+        stock = partial(self._stock, getattr(type(node), name), list(gradients))
         keeps, creates = torch._C._autograd._get_current_graph_task_keep_graph(), torch.is_grad_enabled()
         call, again = self._call, self._again
         if not keeps:
@@ -319,6 +347,16 @@ class _Replacement:
             return stock(node, *arguments)
         self._second.asked(asked)
         return found
+
+    def _stock(self, backward: Any, gradients: Sequence[Any], node: Any, *arguments: Any) -> Any:
+        """What the node would have run, without the zeros that it makes for weights of outputs that nobody used."""
+        found, behind = backward(node, *arguments), self._second.behind
+        used = {number for number, each in enumerate(gradients) if each is not None}
+        if behind is None or len(used) == sum(self._second.differentiable) or len(found) != len(behind):
+            return found
+        return tuple(
+            None if part is not None and not part & used else each for each, part in zip(found, behind, strict=True)
+        )
 
 
 def _differentiate(

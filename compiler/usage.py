@@ -49,6 +49,12 @@ class Usage:
         """An output was used in a way that takes its place between the weights and the loss."""
         self._raise(Level.EAGER, output, name_of(function), "the gradient")
 
+    def twice(self, asked: str) -> None:
+        """A backward of the region was asked for what compiled code cannot give."""
+        if self.level < Level.EAGER:
+            self.level, self.reason = Level.EAGER, f"a backward with {asked}"
+            once(logging.INFO, "%s: %s, so that its steps run in eager from now on", self.region, self.reason)
+
     def _raise(self, level: Level, output: str, function: str, looks_at: str) -> None:
         where = whose_line()
         self._note(output, f"{function} ({where}) looks at {looks_at}")

@@ -314,6 +314,10 @@ class Emitter:
         """A padded token value with one number a token, as (rows, positions)."""
         return self._by_token(self.padded(node), self.layouts[node], merge=False)
 
+    def gathered(self, node: fx.Node, entries: IndexSet) -> fx.Node:
+        """A padded value's entries."""
+        return self._gather(node, entries, positions_of(self.layouts[node])[0])
+
     def _gather(self, node: fx.Node, entries: IndexSet, grid: Positions) -> fx.Node:
         """Pack a padded token value whose own positions are those of `grid`."""
         layout = self.layouts[node]

@@ -168,6 +168,9 @@ class Program:
     sizes: tuple[tuple[int, int, int], ...]  # of each space: the input, its rows' dim and its positions' dim
     buffers: tuple[BufferState, ...] = ()
     packed_inputs: tuple[int, ...] = ()
+    reference: Callable[..., Sequence[torch.Tensor]] | None = None  # gives the packed graph's outputs, computed padded
+    reference_inputs: tuple[int, ...] = ()  # what it takes: these inputs of the region, and then
+    reference_indices: tuple[IndexInput, ...] = ()
     costs: tuple[tuple[IndexSet, float], ...] = ()  # multiply-adds for every entry of a set, in what is packed
     sites: list[str] = field(default_factory=list)
 

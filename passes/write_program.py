@@ -49,6 +49,7 @@ def write_program(module: fx.GraphModule, region: Region, *, zero_outputs: bool)
         _write_node(region, emitter, node)
     outputs: list[Output] = []
     values: list[Any] = []
+    sources: list[tuple[Any, IndexSet | None]] = []  # of each value, what it is, and over which entries
     for node in region.outputs:
         if node in region.twins:
             outputs.append(Output("twin", 0, _output_meta(region, node)))
@@ -61,16 +62,20 @@ def write_program(module: fx.GraphModule, region: Region, *, zero_outputs: bool)
             entries = region.entries[node]
             outputs.append(Output("tokens", len(values), _output_meta(region, node), entries, merged, zeros))
             values.append(emitter.packed(node, entries))
+            sources.append((node, entries))
         else:
             outputs.append(Output("value", len(values)))
             values.append(emitter.padded(node) if isinstance(node, fx.Node) else node)
+            sources.append((node, None))
     wired = []
     for tail, boundary in tails:
         start = len(values)
         for node in boundary:
             home = region.entries.get(node)
             values.append(emitter.padded(node) if home is None else emitter.packed(node, home))
+            sources.append((node, home))
         wired.append(Tail(tail.module, tail.inputs, tail.indices, tuple(range(start, len(values)))))
+    reference, reference_inputs, reference_indices = _reference(module, region, sources)
     facts, facts_inputs, found = _facts(module, region)
     graph = emitter.finish(values)
     kept = _prune(graph, len(placeholders))
@@ -89,9 +94,33 @@ def write_program(module: fx.GraphModule, region: Region, *, zero_outputs: bool)
         sizes=tuple((number[s.size[0]], s.size[1], s.size[2]) for s in region.spaces.values()),
         buffers=_buffers(region, number),
         packed_inputs=kept,
+        reference=reference,
+        reference_inputs=reference_inputs,
+        reference_indices=reference_indices,
         costs=_costs(region),
         sites=_sites(region),
     )
+
+
+def _reference(
+    module: fx.GraphModule, region: Region, sources: list[tuple[Any, IndexSet | None]]
+) -> tuple[fx.GraphModule, tuple[int, ...], tuple[IndexInput, ...]]:
+    """The padded graph with the packed one's outputs: gathered from padded values."""
+    emitter = _emitter(region, {})
+    for node in region.graph.nodes:
+        if node.op not in ("placeholder", "output"):
+            emitter.copy(node)
+    values = [
+        node
+        if not isinstance(node, fx.Node)
+        else emitter.padded(node)
+        if home is None
+        else emitter.gathered(node, home)
+        for node, home in sources
+    ]
+    graph = emitter.finish(values)
+    kept = _prune(graph, len(emitter.inputs))
+    return fx.GraphModule(module, graph), kept, tuple(emitter.indices)
 
 
 def _emitter(region: Region, entries: Mapping[fx.Node, IndexSet]) -> Emitter:
