@@ -363,10 +363,10 @@ def plain_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Seq
 
 
 @torch.compiler.disable(reason="uses of an output's tokens are looked up when they happen")
-def _on_tokens(function: Any, args: Any, kwargs: Any, rule: Callable[..., Any] = pad_safe.run) -> Any:
+def _on_tokens(function: Any, args: Any, kwargs: Any, rule: Callable[..., Any] | None = None) -> Any:
     """`function` on the tokens of its deferred arguments, or `NotImplemented`."""
     in_place = function in pad_safe.OUT_OF_PLACE
-    if not in_place and function not in pad_safe.TABLE and rule is pad_safe.run:
+    if not in_place and function not in pad_safe.TABLE and rule is None:
         return NotImplemented
     pendings: list[_Pending] = []
 
@@ -386,7 +386,7 @@ def _on_tokens(function: Any, args: Any, kwargs: Any, rule: Callable[..., Any] =
         return NotImplemented
     if in_place:
         return _written(function, args, kwargs, inside, named)
-    result = rule(function, inside, named)
+    result = (rule or pad_safe.run)(function, inside, named)
     if result is NotImplemented:
         return NotImplemented
     source = pendings[0]

@@ -1,8 +1,8 @@
 """What may be done with a packed value and still give what eager gives: one table of torch functions.
 
 An entry takes the arguments of a call in which `Tokens` stand for padded tensors, and gives `Tokens` again (the result
-at tokens, its pads left open), a plain tensor (nobody's pads are in it), or `NotImplemented`: then the padded value has
-to be had. Three kinds of functions are here: those that work position by position; those that look at some positions
+at tokens, its pads left open), a plain tensor (nobody's pads are in it), or `NotImplemented`: then the padded value
+has to be had. Three kinds of functions are here: those that work position by position; those that look at some positions
 only, if these are tokens (indexing, a loss whose labels are ignored at pads); and sums over values that are zero at pads.
 
 What holds of values holds of gradients: where no pad has a part in a result, none gets a gradient from it.
@@ -248,8 +248,9 @@ def _reshaped(x: Tokens, shape: Grid) -> Tokens:
     for grid in dict.fromkeys((place.grid, (place.size,), place.unmerged)):
         rest = None if grid is None or shape[: len(grid)] != grid else shape[len(grid) :]
         if grid is not None and rest is not None and math.prod(rest) == features:
-            kept = tuple(rest)
-            return x.later(lambda rows: rows.reshape(rows.shape[0], *kept), place=place.reshaped(grid), features=kept)
+            return x.later(
+                lambda rows, kept=rest: rows.reshape(rows.shape[0], *kept), place=place.reshaped(grid), features=rest
+            )
     raise _NotPacked
 
 
@@ -651,6 +652,10 @@ def _norm(function: Any, input: Any, p: Any = "fro", dim: Any = None, *args: Any
     return _over_features("dim", function, input, p, dim, *args, place=2, **kwargs)
 
 
+def _vector_norm(function: Any, x: Any, ord: Any = 2, dim: Any = None, **kwargs: Any) -> Any:  # noqa: A002
+    return _over_features("dim", function, x, ord, dim, place=2, **kwargs)
+
+
 def _similarity(function: Any, x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
     place, dims = _shared((x1, x2))
     if dim % dims < len(place.grid):
@@ -698,7 +703,7 @@ def _elementwise_loss(function: Any, input: Any, target: Any, *args: Any, **kwar
         raise _NotPacked
     if kwargs.get("size_average") is not None:
         raise _NotPacked
-    place, dims = _shared((input, target))
+    _shared((input, target))
     shapes = [tuple(each.shape) for each in (input, target)]
     if shapes[0] != shapes[1]:
         raise _NotPacked
@@ -735,8 +740,8 @@ def _named(*names: str) -> list[Any]:
 
 _KEEP_ZEROS = (
     "neg", "negative", "abs", "absolute", "relu", "tanh", "square", "sign", "sin", "expm1", "log1p", "gelu",
-    "silu", "leaky_relu", "elu", "softsign", "nan_to_num", "erf", "arctan", "floor", "ceil", "round", "trunc", "__neg__",
-    "__abs__",
+    "silu", "leaky_relu", "elu", "softsign", "nan_to_num", "erf", "arctan", "floor", "ceil", "round", "trunc",
+    "__neg__", "__abs__",
 )  # fmt: skip
 _POINTWISE = (
     "exp", "exp2", "log", "log2", "log10", "sigmoid", "logsigmoid", "softplus", "reciprocal", "rsqrt", "cos", "clamp",
@@ -799,9 +804,7 @@ TABLE: dict[Any, Rule] = {
     **dict.fromkeys(_named("any"), _any),
     **dict.fromkeys(_named("count_nonzero"), _count_nonzero),
     **dict.fromkeys(_named("norm"), _norm),
-    torch.linalg.vector_norm: lambda function, x, ord=2, dim=None, *args, **kwargs: _over_features(
-        "dim", function, x, ord, dim, *args, place=2, **kwargs
-    ),
+    torch.linalg.vector_norm: _vector_norm,
     F.linear: _linear,
     **dict.fromkeys(_named("matmul", "__matmul__"), _matmul),
     F.layer_norm: _norm_layer,

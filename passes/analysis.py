@@ -93,7 +93,8 @@ def analyse(
         graph=graph, slicer=slicer, symbols=symbols, layouts=known, spaces=spaces,
         meanings={attention.output: meaning for attention, meaning in decided}, seen=seen, demand={}, outputs=outputs,
         losses=losses, picks=picks, zeroing=zeroing,
-        exact_outputs=context.ends_in_break or not (defer_outputs or zero_outputs), entries={}, declined=declined, packs=packs,
+        exact_outputs=context.ends_in_break or not (defer_outputs or zero_outputs),
+        entries={}, declined=declined, packs=packs,
     )  # fmt: skip
 
 

@@ -369,7 +369,7 @@ def _output_meta(region: Region, node: fx.Node) -> OutputMeta:
 
 def _spoken_name(node: fx.Node) -> str:
     """What the model's own code calls a value, where the line that made it says so."""
-    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()]
+    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip(" ^~")]
     named = re.match(r"(?:self\.)?(\w+)(?::[^=]+)?\s*=(?!=)", lines[-1]) if lines else None
     return named[1] if named is not None else node.name
 
