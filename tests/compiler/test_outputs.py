@@ -154,7 +154,7 @@ def test_positions_are_picked_packed_where_they_are_tokens_and_padded_where_one_
         pair = Pair(bert(), call=call)
         assert_way(pair.train(right_padded()), "packed", len(SIZES))
     torch._dynamo.reset()
-    pair = Pair(bert(), call=first_token)
+    pair = Pair(llama().model, call=first_token)
     report = pair.train(batches(causal_batch, *((rows, positions, "left") for rows, positions, _ in SIZES)))
     assert_way(report, "padded", len(SIZES))
 
