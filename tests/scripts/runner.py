@@ -73,23 +73,29 @@ class Runner:
 
     def __init__(self) -> None:
         """Starts it, which takes some seconds."""
+        self._server = self._start()
+
+    def _start(self) -> subprocess.Popen[str]:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         environment |= {"HF_HUB_OFFLINE": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-        self._server = subprocess.Popen(
+        server = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("fork_server.py"))],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
-        self._answer()
+        self._answer(server)
+        return server
 
     def run(self, scenario: Scenario, variant: str, folder: Path, deadline_s: float = DEADLINE_S) -> Outcome:
         """Run it as "off", "import" or "moved" (off, from weights that differ in their last bit); files go to `folder`.
 
         Raises `TimeoutError` where it did not end by the deadline, `ChildProcessError` where it died.
         """
+        if self._server.poll() is not None:  # one scenario has lost it, not those that follow
+            self._server = self._start()
         folder = folder / variant
         folder.mkdir()
         request = {
@@ -104,7 +110,7 @@ class Runner:
         assert self._server.stdin is not None
         self._server.stdin.write(json.dumps(request) + "\n")
         self._server.stdin.flush()
-        answer = self._answer()
+        answer = self._answer(self._server)
         logs = [(folder / f"{rank}.log").read_text(errors="replace") for rank in range(scenario.ranks)]
         log = "\n".join(logs)
         if None in answer["status"]:
@@ -127,11 +133,12 @@ class Runner:
         self._server.stdin.close()
         self._server.wait()
 
-    def _answer(self) -> dict[str, Any]:
-        assert self._server.stdout is not None
-        line = self._server.stdout.readline()
+    @staticmethod
+    def _answer(server: subprocess.Popen[str]) -> dict[str, Any]:
+        assert server.stdout is not None
+        line = server.stdout.readline()
         if not line:
-            raise ChildProcessError(f"the fork server ended with status {self._server.wait()}")
+            raise ChildProcessError(f"the fork server ended with status {server.wait()}")
         answer: dict[str, Any] = json.loads(line)
         return answer
 

@@ -97,6 +97,14 @@ def test_a_script_that_dies_is_an_error(runner: Runner, tmp_path: Path) -> None:
         runner.run(script(tmp_path, "import os\nos._exit(3)"), "off", tmp_path)
 
 
+def test_a_script_that_ends_the_fork_server_costs_no_other_one(runner: Runner, tmp_path: Path) -> None:
+    ending = script(tmp_path, "import os, signal\nos.kill(os.getppid(), signal.SIGTERM)")
+    with pytest.raises(ChildProcessError, match="the fork server ended with status -15"):
+        runner.run(ending, "off", tmp_path)
+    (tmp_path / "again").mkdir()
+    assert runner.run(script(tmp_path, "history = [2]"), "off", tmp_path / "again").history == [[2.0]]
+
+
 def test_ranks_find_each_other(runner: Runner, tmp_path: Path) -> None:
     text = """
         import torch, torch.distributed as dist
