@@ -105,7 +105,7 @@ def _compile(
     record.recompiles += _is_recompilation()
     LEDGER.open(record)
     fakes = [node.meta["val"] for node in padded.graph.nodes if node.op == "placeholder"]
-    adopted = _adopt(config, record)
+    adopted, environment = _adopt(config, record), Environment.read()
     return Step(
         padded=padded,
         packed=captured.module,
@@ -119,6 +119,7 @@ def _compile(
         min_padding=config.min_padding,
         zero_outputs=config.outputs == "zeros",
         leaves_unused=adopted is None,
+        verify_every=environment.verify_every if environment.verify else None,
     )
 
 

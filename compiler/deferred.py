@@ -395,9 +395,10 @@ def _on_tokens(function: Any, args: Any, kwargs: Any, rule: Callable[..., Any] |
     if isinstance(result, torch.Tensor):
         return result
     first = inside[0] if inside else None
-    casts = isinstance(result, Tokens) and isinstance(first, Tokens) and function in pad_safe.CASTS
-    if casts and (result.dtype, result.device) == (first.dtype, first.device) and not kwargs.get("copy"):
-        return args[0]
+    if function in pad_safe.CASTS and isinstance(result, Tokens) and isinstance(first, Tokens):
+        described = (result.dtype, result.device) == (first.dtype, first.device)
+        if described and not kwargs.get("copy"):
+            return args[0]
     is_view = function in pad_safe.VIEWS
 
     def wrapped(tokens: Any, key: int | None = None) -> Any:

@@ -2,8 +2,9 @@
 
 An entry takes the arguments of a call in which `Tokens` stand for padded tensors, and gives `Tokens` again (the result
 at tokens, its pads left open), a plain tensor (nobody's pads are in it), or `NotImplemented`: then the padded value
-has to be had. Three kinds of functions are here: those that work position by position; those that look at some positions
-only, if these are tokens (indexing, a loss whose labels are ignored at pads); and sums over values that are zero at pads.
+has to be had. Three kinds of functions are here: those that work position by position; those that look at some
+positions only, if these are tokens (indexing, a loss whose labels are ignored at pads); and sums over values that are
+zero at pads.
 
 What holds of values holds of gradients: where no pad has a part in a result, none gets a gradient from it.
 """
@@ -248,10 +249,12 @@ def _reshaped(x: Tokens, shape: Grid) -> Tokens:
     for grid in dict.fromkeys((place.grid, (place.size,), place.unmerged)):
         rest = None if grid is None or shape[: len(grid)] != grid else shape[len(grid) :]
         if grid is not None and rest is not None and math.prod(rest) == features:
-            return x.later(
-                lambda rows, kept=rest: rows.reshape(rows.shape[0], *kept), place=place.reshaped(grid), features=rest
-            )
+            return x.later(partial(_with_features, rest), place=place.reshaped(grid), features=rest)
     raise _NotPacked
+
+
+def _with_features(features: Grid, rows: Tensor) -> Tensor:
+    return rows.reshape(rows.shape[0], *features)
 
 
 def _flatten(function: Any, x: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
@@ -652,7 +655,7 @@ def _norm(function: Any, input: Any, p: Any = "fro", dim: Any = None, *args: Any
     return _over_features("dim", function, input, p, dim, *args, place=2, **kwargs)
 
 
-def _vector_norm(function: Any, x: Any, ord: Any = 2, dim: Any = None, **kwargs: Any) -> Any:  # noqa: A002
+def _vector_norm(function: Any, x: Any, ord: Any = 2, dim: Any = None, **kwargs: Any) -> Any:
     return _over_features("dim", function, x, ord, dim, place=2, **kwargs)
 
 

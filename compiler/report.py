@@ -26,6 +26,9 @@ class RegionRecord:
     steps_watched: int = 0  # the first, in eager
     steps_replayed: int = 0  # packed ones that ran padded as well, because somebody looked at pads
     replay_seconds: float = 0.0
+    verified_steps: int = 0  # packed ones that were compared with eager, by DEEPYTORCH=verify
+    verify_seconds: float = 0.0
+    largest_difference: float = 0.0
     outputs: dict[str, list[str]] = field(default_factory=dict)  # what was done with each
     padded_because: dict[str, int] = field(default_factory=dict)
     tokens_real: int = 0
@@ -63,10 +66,12 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data: sums first, then the regions."""
-        steps = self.total("steps_packed") + self.total("steps_padded")
+        steps = self.total("steps")
         return {
             "steps_packed": self.total("steps_packed"),
             "steps_padded": self.total("steps_padded"),
+            "steps_watched": self.total("steps_watched"),
+            "steps_replayed": self.total("steps_replayed"),
             "tokens_real": self.total("tokens_real"),
             "tokens_padded": self.total("tokens_padded"),
             "tokens_saved": sum(r.tokens_padded - r.tokens_real for r in self.regions if r.steps_packed),
@@ -115,7 +120,8 @@ class Ledger:
 
 
 _COUNTED = (
-    "steps_packed", "steps_padded", "padded_because", "tokens_real", "tokens_padded", "labels", "compiles",
+    "steps_packed", "steps_padded", "steps_watched", "steps_replayed", "replay_seconds", "verified_steps",
+    "verify_seconds", "padded_because", "tokens_real", "tokens_padded", "labels", "compiles",
     "recompiles", "host_seconds", "compile_seconds", "fallbacks",
 )  # fmt: skip
 

@@ -28,6 +28,7 @@ from deepytorch.compiler.second_backward import SecondBackward
 from deepytorch.compiler.tokens import UNKNOWN, ZERO, Memo, Once, Place, Tokens
 from deepytorch.compiler.unused_outputs import parts_in_outputs
 from deepytorch.compiler.usage import Level, Usage
+from deepytorch.compiler.verification import Verification
 from deepytorch.errors import DeferredError
 from deepytorch.log import logger, once
 from deepytorch.passes.base import GraphInput, Role
@@ -140,8 +141,11 @@ class Step:
         min_padding: float = 0.0,
         zero_outputs: bool = False,
         leaves_unused: bool = True,
+        verify_every: int | None = None,
     ) -> None:
-        """leaves_unused: whether weights of outputs that nobody used get no gradient, as in eager."""
+        """leaves_unused: whether weights of outputs that nobody used get no gradient, as in eager. verify_every: of so
+        many packed steps one is compared with eager; None compares none.
+        """
         self._program, self._record, self._eager, self._effects = program, record, eager, effects
         self._min_padding, self._zero_outputs = min_padding, zero_outputs
         self._padded_inputs = _read_inputs(padded, len(inputs))
@@ -160,6 +164,9 @@ class Step:
         self._parameters = tuple(index for index, given in enumerate(inputs) if given.role is Role.PARAMETER)
         self._padded_failed = False
         self._defers = any(output.kind != "value" for output in program.outputs)
+        compares = verify_every is not None and not effects.written and not effects.draws
+        self._verification = Verification(verify_every, record) if compares and verify_every is not None else None
+        self._differentiates = leaves_unused  # else a backward of our own would reduce gradients between ranks
         # None: it is known how outputs are used, or it does not matter
         self._watched = _Watched(self._usage) if self._defers and not zero_outputs else None
 
@@ -181,6 +188,11 @@ class Step:
             self._watched = None
         arguments = [inputs[index] for index in self._program.packed_inputs]
         arguments += [indices.get(index) for index in self._program.indices]
+        if self._verification is not None and self._verification.is_due() and torch.is_grad_enabled():
+            if not self._agrees(inputs, chosen, indices, arguments):
+                self._usage.differs()
+                return self._run_padded(inputs, self._usage.reason)
+            started = time.perf_counter()
         replay = self._replay(inputs) if self._defers else None
         host = time.perf_counter() - started
         compiles = self._record.compiles
@@ -206,6 +218,29 @@ class Step:
             self._record.host_seconds += host
         return outputs
 
+    def _agrees(self, inputs: Sequence[Any], facts: Facts, indices: Indices, arguments: Sequence[Any]) -> bool:
+        """Whether the packed step gives at tokens what eager gives, and weights the same gradients."""
+        assert self._verification is not None
+        assert self._packed is not None
+        step, places = self._packed, _Places(indices, facts.sizes)
+        compared = [
+            (number, output)
+            for number, output in enumerate(self._program.outputs)
+            if output.kind in ("value", "tokens")
+        ]
+
+        def packed() -> list[torch.Tensor]:
+            values = step(list(arguments), partial(self._packed_again, inputs, indices))
+            return [values[output.index] for _, output in compared if _is_float(values[output.index])]
+
+        def eager() -> list[torch.Tensor]:
+            values = self._eager(*inputs)
+            found = [(output, values[number]) for number, output in compared if _is_float(values[number])]
+            return [places.of(output).take(value) if output.kind == "tokens" else value for output, value in found]
+
+        weights = [inputs[index] for index in self._parameters if inputs[index].requires_grad]
+        return self._verification.agree(packed, eager, weights if self._differentiates else [])
+
     def _packed_again(self, inputs: Sequence[Any], indices: Indices, *arguments: Any) -> Sequence[Any]:
         """What the packed step gives, computed padded and in eager, where every operator has a second derivative."""
         program = self._program
@@ -213,6 +248,7 @@ class Step:
         for index, argument in zip(program.packed_inputs, arguments, strict=False):
             given[index] = argument
         taken = [given[index] for index in program.reference_inputs]
+        assert program.reference is not None
         return program.reference(*taken, *(indices.get(index) for index in program.reference_indices))
 
     def _replay(self, inputs: Sequence[Any]) -> Replay:
@@ -233,7 +269,7 @@ class Step:
             assert output.meta is not None
             outputs[number] = defer(
                 value.shape,
-                lambda _, value=value: value,
+                partial(_there, value),
                 dtype=value.dtype,
                 device=value.device,
                 requires_grad=value.requires_grad,
@@ -502,6 +538,14 @@ class _Watched:
         self._backward = True
         if torch.is_grad_enabled():  # with a graph of its own
             self._usage.twice("create_graph=True")
+
+
+def _there(value: torch.Tensor, _: Any) -> torch.Tensor:
+    return value
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def _is_recomputed() -> bool:

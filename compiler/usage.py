@@ -55,6 +55,10 @@ class Usage:
             self.level, self.reason = Level.EAGER, f"a backward with {asked}"
             once(logging.INFO, "%s: %s, so that its steps run in eager from now on", self.region, self.reason)
 
+    def differs(self) -> None:
+        """A packed step of the region was compared with eager, and differed."""
+        self.level, self.reason = max(self.level, Level.PADDED), "packed and eager steps differed when compared"
+
     def _raise(self, level: Level, output: str, function: str, looks_at: str) -> None:
         where = whose_line()
         self._note(output, f"{function} ({where}) looks at {looks_at}")

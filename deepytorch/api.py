@@ -164,11 +164,33 @@ class Summary:
                 f"{1e3 * region.host_seconds / region.steps:.2f}" if region.steps else "",
                 "\n".join([*reasons, *region.declined, *region.fallbacks]),
             )
+        watched = sum(region.steps_watched for region in self._report.regions)
+        again = sum(region.steps_replayed for region in self._report.regions)
+        seconds = sum(region.replay_seconds for region in self._report.regions)
         saved = f"{found['tokens_saved']:,} padded positions left out of {found['tokens_padded']:,}"
         compiled = f"compiling took {found['compile_seconds']:.1f} s"
-        return _rendered([table, *self._gradients()]) + f"\n{saved}; {compiled}."
+        told = _rendered([table, *self._outputs(), *self._gradients()]) + f"\n{saved}; {compiled}."
+        if watched:
+            told += f"\n{watched} first steps ran in eager to see how outputs are used"
+            told += f"; {again} ran once more for their pads, in {seconds:.1f} s." if again else "."
+        compared = sum(region.verified_steps for region in self._report.regions)
+        if compared:
+            apart = max(region.largest_difference for region in self._report.regions)
+            took = sum(region.verify_seconds for region in self._report.regions)
+            told += f"\n{compared} packed steps were compared with eager, {apart:.1e} apart at most, in {took:.1f} s."
+        return told
 
     __repr__ = __str__
+
+    def _outputs(self) -> list[Table]:
+        """What was done with outputs, where anything was."""
+        table = Table(title="outputs", title_justify="left")
+        for name in ("region", "output", "uses"):
+            table.add_column(name, overflow="fold")
+        for region in self._report.regions:
+            for output, uses in region.outputs.items():
+                table.add_row(region.name, output, ", ".join(uses))
+        return [table] if table.row_count else []
 
     def _gradients(self) -> list[Table]:
         if not self._report.gradients:

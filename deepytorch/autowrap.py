@@ -269,8 +269,8 @@ def _training_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return module._call_impl(*args, **kwargs)
     from deepytorch.compiler.deferred import plain_arguments
 
-    args, kwargs = plain_arguments(args, kwargs)  # outputs of another step, or of another model
-    return handle(module, *args, **kwargs)
+    plain, named = plain_arguments(args, kwargs)  # outputs of another step, or of another model
+    return handle(module, *plain, **named)
 
 
 class _Several(Handle):

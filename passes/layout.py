@@ -247,7 +247,8 @@ def leads_with_tokens(layout: Layout | None) -> bool:
     if layout is None or not is_token(layout):
         return False
     if len(layout[0]) == 2:
-        first, rest = layout[0], layout[1:]
+        first: Dim = layout[0]
+        rest = layout[1:]
     else:
         first, rest = (*layout[0], *(layout[1] if len(layout) > 1 else ())), layout[2:]
         if any(len(dim) != 1 for dim in layout[:2]):

@@ -163,13 +163,10 @@ def _translated(outputs: Any, translate: Callable[[Tensor, int, str, Find], Tens
         if isinstance(value, Tensor):
             return translate(value, 1, name, find) if value.dim() >= 2 else value
         if isinstance(value, tuple | list):
-            return type(value)(
-                one(each, name, lambda outputs, number=number: find(outputs)[number])
-                for number, each in enumerate(value)
-            )
+            return type(value)(one(each, name, _item(find, number)) for number, each in enumerate(value))
         if hasattr(value, "self_attention_cache"):
-            cached(value.self_attention_cache, name, lambda outputs: find(outputs).self_attention_cache)
-            cached(value.cross_attention_cache, name, lambda outputs: find(outputs).cross_attention_cache)
+            cached(value.self_attention_cache, name, _part(find, "self_attention_cache"))
+            cached(value.cross_attention_cache, name, _part(find, "cross_attention_cache"))
         elif hasattr(value, "layers"):
             cached(value, name, find)
         elif value is not None:
@@ -183,19 +180,23 @@ def _translated(outputs: Any, translate: Callable[[Tensor, int, str, Find], Tens
                     f"the key-value cache has layers of type {type(layer).__name__}; use_cache=False does without"
                 )
             if layer.is_initialized:
-                for part in ("keys", "values"):
-                    of_part = lambda outputs, number=number, part=part: getattr(  # noqa: E731
-                        find(outputs).layers[number], part
-                    )
-                    setattr(layer, part, translate(getattr(layer, part), 2, name, of_part))
+                found = _item(_part(find, "layers"), number)
+                layer.keys = translate(layer.keys, 2, name, _part(found, "keys"))
+                layer.values = translate(layer.values, 2, name, _part(found, "values"))
 
     if isinstance(outputs, tuple):
-        return tuple(
-            one(value, "output", lambda outputs, number=number: outputs[number]) for number, value in enumerate(outputs)
-        )
+        return one(outputs, "output", lambda outputs: outputs)
     for name in list(outputs):
-        outputs[name] = one(outputs[name], name, lambda outputs, name=name: outputs[name])
+        outputs[name] = one(outputs[name], name, _item(lambda outputs: outputs, name))
     return outputs
+
+
+def _item(find: Find, key: Any) -> Find:
+    return lambda outputs: find(outputs)[key]
+
+
+def _part(find: Find, name: str) -> Find:
+    return lambda outputs: getattr(find(outputs), name)
 
 
 def pack_batch(given: Mapping[str, Any], reading: Reading, above: Tensor | None = None) -> PackedBatch | Refusal:

@@ -387,3 +387,30 @@ def test_without_deferred_outputs_every_value_is_there_at_once() -> None:
         assert_close(found.logits, expected.logits, "logits", rel=1e-5, floor=1e-6)
 
     pair.train(right_padded(), compare)
+
+
+def test_steps_are_compared_with_eager_where_the_environment_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEPYTORCH", "verify")
+    monkeypatch.setenv("DEEPYTORCH_VERIFY_EVERY", "2")
+    pair = Pair(llama(), call=ignoring_pads)
+    report = pair.train(right_padded() + right_padded()[:2])
+    (region,) = report.regions
+    assert (region.steps_packed, region.verified_steps) == (5, 3), describe(report)
+    assert 0 < region.largest_difference < 1e-4
+    assert region.verify_seconds > 0
+
+
+def test_a_packed_step_that_differs_from_eager_is_told_and_left(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("DEEPYTORCH", "verify")
+    from deepytorch.passes.ops import varlen_attention_cpu
+
+    forward = varlen_attention_cpu.forward
+    monkeypatch.setattr(
+        varlen_attention_cpu, "forward", lambda *args, **kwargs: tuple(1.01 * x for x in forward(*args, **kwargs))
+    )
+    pair = Pair(llama(), call=ignoring_pads)
+    report = pair.train(right_padded())
+    assert_way(report, "padded", len(SIZES))
+    assert "packed and eager steps differ" in caplog.text

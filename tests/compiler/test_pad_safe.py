@@ -174,7 +174,9 @@ PLAIN: dict[str, Callable[[Any, Case], Any]] = {
     "anything true": lambda x, c: ((x > 0).any(-1) & c.mask).any(),
     "counted": lambda x, c: torch.count_nonzero((x > 0) * c.wide),
     "sums of integers": lambda x, c: (x.argmax(-1) * c.mask).sum(1),
-    "entropy of a part of the positions": lambda x, c: ((-(x.softmax(-1) * x.log_softmax(-1)).sum(-1))[:, 1:] * c.mask[:, 1:]).sum(),
+    "entropy of a part of the positions": lambda x, c: (
+        (-(x.softmax(-1) * x.log_softmax(-1)).sum(-1))[:, 1:] * c.mask[:, 1:]
+    ).sum(),
     "rows one half each": lambda x, c: (x.sum(-1) * c.mask)[:2].sum(1) - (x.sum(-1) * c.mask).chunk(3, dim=0)[2].sum(),
     "sum in float64": lambda x, c: (x * c.wide).sum(dtype=torch.float64),
 }  # fmt: skip

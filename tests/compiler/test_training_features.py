@@ -23,7 +23,6 @@ from tests.compiler.parity import (
     batches,
     causal_batch,
     compare_at_tokens,
-    describe,
     expect_packed,
     masked_lm_batch,
 )
