@@ -1,18 +1,28 @@
-"""A step once more, as eager would have run it: for whoever looks at more of it than was computed."""
+"""A step once more, as eager would have run it: for whoever looks at more of it than was computed.
+
+[Note: weights that an optimizer changes]
+Scripts log what a step gave after its `optimizer.step()`. As long as somebody holds an output of a step whose pads could
+be asked for, weights are copied before an optimizer changes them: up to `MAX_COPIED_BYTES` for all steps together, beyond
+which a look at pads is an error then. A loop that drops its outputs, such as the Trainer's, copies nothing.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from deepytorch.compiler.tokens import Modes
 from deepytorch.errors import DeferredError
 from deepytorch.passes.samples import same_bits, sample
 
+MAX_COPIED_BYTES = 1 << 30
 _SAMPLED = 4  # weights that are looked into for writes that leave no version behind: whoever writes so writes all
 
 
@@ -43,6 +53,9 @@ class Replay:
         self._random = _RandomState(inputs) if draws else None
         self._outputs: tuple[Any, ...] | None = None
         self.seconds = 0.0
+        self.copied_bytes = 0
+        _hook_optimizers()
+        _ALIVE.add(self)
 
     @torch.compiler.disable(reason="a step is replayed in eager")
     def outputs(self, name: str) -> tuple[Any, ...]:
@@ -61,8 +74,26 @@ class Replay:
                     with self._random.as_it_was():
                         self._outputs = tuple(self._eager(*inputs))
             self.seconds = time.perf_counter() - started
-            self._inputs, self._copies, self._samples = (), {}, []
+            self._inputs, self._copies, self._samples, self.copied_bytes = (), {}, [], 0
+            _ALIVE.discard(self)
         return self._outputs
+
+    def copy_before(self, changed: set[int], copies: dict[int, torch.Tensor]) -> None:
+        """Keep the weights that are about to be changed, by id. copies: those that others keep already."""
+        for index, (each, version) in enumerate(zip(self._inputs, self._versions, strict=True)):
+            if id(each) not in changed or index in self._copies or version is None or each._version != version:
+                continue
+            if id(each) not in copies:
+                copies[id(each)] = each.detach().clone()
+            self._copies[index] = copies[id(each)].requires_grad_(each.requires_grad)
+            self.copied_bytes += each.nbytes
+        self._samples = [(weight, before) for weight, before in self._samples if id(weight) not in changed]
+
+    def bytes_before(self, changed: set[int]) -> int:
+        """What that would take."""
+        return sum(
+            each.nbytes for index, each in enumerate(self._inputs) if id(each) in changed and index not in self._copies
+        )
 
     def _check(self, name: str) -> None:
         for index, (each, version) in enumerate(zip(self._inputs, self._versions, strict=True)):
@@ -73,6 +104,28 @@ class Replay:
         for weight, before in self._samples:
             if before is not None and not same_bits(before, sample(weight)):
                 raise _changed(name, "a weight", tuple(weight.shape))
+
+
+_ALIVE: weakref.WeakSet[Replay] = weakref.WeakSet()  # not run, and held by outputs that somebody holds
+
+
+@functools.cache
+def _hook_optimizers() -> None:
+    register_optimizer_step_pre_hook(_copy_before_step)
+
+
+@torch.compiler.disable(reason="weights that outputs may still need are copied before a step")
+def _copy_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    replays = list(_ALIVE)
+    if not replays:
+        return
+    changed = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    copies: dict[int, torch.Tensor] = {}
+    left = MAX_COPIED_BYTES - sum(replay.copied_bytes for replay in replays)
+    for replay in replays:
+        if 0 < replay.bytes_before(changed) <= left:
+            replay.copy_before(changed, copies)
+            left -= replay.copied_bytes
 
 
 def _changed(name: str, kind: str, shape: tuple[int, ...]) -> DeferredError:

@@ -42,6 +42,8 @@ MIN_SAVING = 0.02
 # Calls that are watched at most while none of them has had its backward: a step may call a model several times.
 MAX_WATCHED = 8
 
+_SMALL = 1 << 20  # entries of a batch's tensor that is copied for later
+
 
 class CompiledStep:
     """A graph that is compiled at its first call, with the sizes that vary marked.
@@ -182,9 +184,10 @@ class Step:
             self._record.host_seconds += time.perf_counter() - started
             return self._run_padded(inputs, chosen.reason)
         indices = Indices(chosen)
+        places = _Places(indices, chosen.sizes, self._program.outputs)
         if self._watched is not None:
             if self._watched.goes_on:
-                return self._watch(inputs, chosen, indices, self._watched)
+                return self._watch(inputs, places, self._watched)
             self._watched = None
         arguments = [inputs[index] for index in self._program.packed_inputs]
         arguments += [indices.get(index) for index in self._program.indices]
@@ -193,7 +196,8 @@ class Step:
                 self._usage.differs()
                 return self._run_padded(inputs, self._usage.reason)
             started = time.perf_counter()
-        replay = self._replay(inputs) if self._defers else None
+        kept = self._kept(inputs) if self._defers else inputs
+        replay = self._replay(kept) if self._defers else None
         host = time.perf_counter() - started
         compiles = self._record.compiles
         assert self._packed is not None
@@ -204,8 +208,8 @@ class Step:
         except Exception as error:
             return self._without_packed(inputs, error)
         started = time.perf_counter()
-        batch = _Batch(inputs[index] for index in self._batch)
-        taken = _Taken(inputs, values, indices, chosen.sizes, batch, replay, Family())
+        batch = _Batch(kept[index] for index in self._batch)
+        taken = _Taken(kept, values, indices, chosen.sizes, places, batch, replay, Family())
         outputs = tuple(
             values[output.index] if output.kind == "value" else self._defer(output, place, taken)
             for place, output in enumerate(self._program.outputs)
@@ -222,7 +226,7 @@ class Step:
         """Whether the packed step gives at tokens what eager gives, and weights the same gradients."""
         assert self._verification is not None
         assert self._packed is not None
-        step, places = self._packed, _Places(indices, facts.sizes)
+        step, places = self._packed, _Places(indices, facts.sizes, self._program.outputs)
         compared = [
             (number, output)
             for number, output in enumerate(self._program.outputs)
@@ -255,13 +259,21 @@ class Step:
         effects = self._effects
         return Replay(self._eager, inputs, parameters=self._parameters, written=effects.written, draws=effects.draws)
 
-    def _watch(self, inputs: Sequence[Any], facts: Facts, indices: Indices, watched: _Watched) -> tuple[Any, ...]:
+    def _kept(self, inputs: Sequence[Any]) -> list[Any]:
+        """The inputs with ids, masks and labels copied: loops overwrite them with the next batch."""
+        kept = list(inputs)
+        for index in self._batch:
+            given = kept[index]
+            if isinstance(given, torch.Tensor) and not given.is_floating_point() and given.numel() <= _SMALL:
+                kept[index] = given.clone()
+        return kept
+
+    def _watch(self, inputs: Sequence[Any], places: _Places, watched: _Watched) -> tuple[Any, ...]:
         """The step in eager, with outputs whose uses are noted."""
         plain = tuple(self._eager(*inputs))
         self._record.steps_watched += 1
         watched.took(plain)
         family = Family()
-        places = _Places(indices, facts.sizes)
         outputs = list(plain)
         for number, (output, value) in enumerate(zip(self._program.outputs, plain, strict=True)):
             if output.kind == "value" or not isinstance(value, torch.Tensor):
@@ -357,7 +369,7 @@ class Step:
             return self._defer_twin(output, number, taken)
         meta = output.meta
         assert meta is not None
-        places = _Places(taken.indices, taken.sizes)
+        places = taken.places
         if output.kind == "tokens":
             rows = taken.values[output.index]
             tokens = places.later(lambda: rows, output, meta, rows.requires_grad)
@@ -461,16 +473,19 @@ class _Taken:
     values: Sequence[Any]
     indices: Indices
     sizes: Sequence[tuple[int, int]]
+    places: _Places
     batch: _Batch
     replay: Replay | None
     family: Family
 
 
 class _Places:
-    """Where the tokens of one step's outputs stand, found out when somebody uses one."""
+    """Where the tokens of one step's outputs stand. The batch is read now; the rest when somebody uses one."""
 
-    def __init__(self, indices: Indices, sizes: Sequence[tuple[int, int]]) -> None:
-        self._indices, self._sizes = indices, sizes
+    def __init__(self, indices: Indices, sizes: Sequence[tuple[int, int]], outputs: Sequence[Output]) -> None:
+        self._sizes = sizes
+        spaces = {output.entries.space for output in outputs if output.entries is not None}
+        self._flat = {space: indices.get(IndexInput("flat", IndexSet(space))) for space in spaces}
         self._known: dict[tuple[IndexSet, bool], Place] = {}
 
     def of(self, output: Output) -> Place:
@@ -480,8 +495,7 @@ class _Places:
         key = (entries, output.merged)
         if key not in self._known:
             rows, positions = self._sizes[entries.space]
-            flat = self._indices.get(IndexInput("flat", IndexSet(entries.space)))
-            whole = Place((rows, positions), flat)
+            whole = Place((rows, positions), self._flat[entries.space])
             place, _ = whole.sliced(1, entries.offset, positions - entries.cut + entries.offset)
             self._known[key] = place.reshaped((place.size,)) if output.merged else place
         return self._known[key]
