@@ -68,7 +68,8 @@ def deepytorch_backend(
     if trace is Trace.DECLINED:
         return _lower_whole(module, example_inputs, config, _record(config, *reasons))
     try:
-        return _compile(module, example_inputs, config, trace)
+        with _saving_for_nobody():
+            return _compile(module, example_inputs, config, trace)
     except TensorifyScalarRestartAnalysis:
         raise
     except Untraceable as untraceable:
@@ -80,6 +81,11 @@ def deepytorch_backend(
         once(logging.WARNING, "a region could not be analysed (%s: %s); stock compiles it", type(error).__name__, error)
         logger.debug("traceback of the failure", exc_info=True)
         return _lower_whole(module, example_inputs, config, _record(config, f"{type(error).__name__}: {error}"))
+
+
+def _saving_for_nobody() -> Any:
+    """Inside, what a trace saves for a backward is not counted by whoever counts it, such as a checkpoint around us."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 def _compile(

@@ -91,7 +91,7 @@ def defer(
     pending = _Pending(tuple(shape), dtype, device, requires_grad, name, compute, kept)
     pending.make_tokens, pending.usage, pending.watched, pending.whole = tokens, usage, watched, whole
     pending.family = family if family is not None else Family()
-    return _wrap(pending)
+    return _wrap(pending, compute([]) if watched else None)
 
 
 def is_deferred(tensor: object) -> bool:
@@ -539,14 +539,13 @@ class _Source(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, pending: _Pending) -> torch.Tensor:
         ctx.set_materialize_grads(False)  # a loss beside it, through a node that both share, has no gradient for it
-        ctx.pending = pending
+        ctx.pending, ctx.is_value = pending, anchor is not _ANCHOR
         return _bare(pending)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[None, None]:
-        if gradient is None:
-            return None, None
+        if gradient is None or ctx.is_value:  # then the anchor is the value itself
+            return gradient, None
         value = ctx.pending.compute()
         if value.requires_grad:
             torch.autograd.backward(value, gradient)
@@ -556,10 +555,11 @@ class _Source(torch.autograd.Function):
 _ANCHOR = torch.empty((), requires_grad=True)  # what the node of a deferred tensor hangs on; it never gets a gradient
 
 
-def _wrap(pending: _Pending) -> torch.Tensor:
+def _wrap(pending: _Pending, anchor: torch.Tensor | None = None) -> torch.Tensor:
+    """The tensor that stands for `pending`. anchor: the value, if it is there."""
     if pending.requires_grad:
         with torch.enable_grad():
-            tensor = _Source.apply(_ANCHOR, pending)
+            tensor = _Source.apply(_ANCHOR if anchor is None else anchor, pending)
     else:
         tensor = _bare(pending)
     pending.family.add(tensor)

@@ -1,9 +1,10 @@
 """A step once more, as eager would have run it: for whoever looks at more of it than was computed.
 
 [Note: weights that an optimizer changes]
-Scripts log what a step gave after its `optimizer.step()`. As long as somebody holds an output of a step whose pads could
-be asked for, weights are copied before an optimizer changes them: up to `MAX_COPIED_BYTES` for all steps together, beyond
-which a look at pads is an error then. A loop that drops its outputs, such as the Trainer's, copies nothing.
+Scripts log what a step gave after its `optimizer.step()`. As long as somebody holds an output of a step whose pads
+could be asked for, weights are copied before an optimizer changes them: up to `MAX_COPIED_BYTES` for all steps
+together, beyond which a look at pads is an error then. A loop that drops its outputs, such as the Trainer's, copies
+nothing.
 """
 
 from __future__ import annotations

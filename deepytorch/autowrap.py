@@ -13,11 +13,13 @@ and generation stay in eager. Pickles, copies and state_dicts leave it out.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from functools import partial
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -232,7 +234,9 @@ def _probe(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
                     _take_out(each)
             if not armed(module):  # or else by the user's own `optimize` of a part
                 _arm_all(module, _SETTINGS["mode"], _SETTINGS["options"])
-    return module(*args, **kwargs)
+    # not `module(...)`: a class may have a `__call__` of its own, which is running already
+    call = module._compiled_call_impl or module._call_impl
+    return call(*args, **kwargs)
 
 
 def _holds(outer: nn.Module, inner: nn.Module) -> bool:
@@ -262,10 +266,20 @@ def _is_transformed() -> bool:
     return hooks is not None and getattr(hooks[0], "__module__", "") != "torch.utils.checkpoint"
 
 
+def _is_of_the_scripts(value: Any) -> bool:
+    """Whether an argument is a tensor of a class that the script has made: what it does with functions is its own."""
+    kind = type(value)
+    return (
+        kind is not torch.Tensor
+        and isinstance(value, torch.Tensor)
+        and not kind.__module__.startswith(("torch.", "deepytorch."))
+    )
+
+
 def _training_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The call of an armed module."""
     handle = _HANDLES.get(module) if _trains(module) else None
-    if handle is None:
+    if handle is None or any(map(_is_of_the_scripts, (*args, *kwargs.values()))):
         return module._call_impl(*args, **kwargs)
     from deepytorch.compiler.deferred import plain_arguments
 
@@ -417,9 +431,38 @@ def _compiled(kind: type, mode: str | None, options: dict[str, Any] | None) -> C
     return call
 
 
-def _forgiving() -> Any:
+@contextlib.contextmanager
+def _forgiving() -> Iterator[None]:
     """Nobody asked for a compiler: where Dynamo itself fails, the frame runs in eager, and it says so."""
-    return torch._dynamo.config.patch(suppress_errors=True)
+    _quieten_dynamo()
+    token = _FORGIVING.set(True)
+    try:
+        with torch._dynamo.config.patch(suppress_errors=True):
+            yield
+    finally:
+        _FORGIVING.reset(token)
+
+
+_FORGIVING: ContextVar[bool] = ContextVar("deepytorch_forgiving", default=False)
+
+
+@functools.cache
+def _quieten_dynamo() -> None:
+    """Dynamo logs a traceback for each frame that it leaves to eager, an error of the script's own among them, which is
+    raised there anyway: it becomes a line of ours.
+    """
+
+    def keep(record: logging.LogRecord) -> bool:
+        if not _FORGIVING.get() or record.levelno > logging.WARNING:
+            return True
+        text = record.getMessage()
+        if "Traceback" not in text and "WON'T CONVERT" not in text and "graph break" not in text.lower():
+            return True
+        logger.debug("Dynamo: %s", text)
+        once(logging.INFO, "Dynamo could not follow a part of the model, which runs in eager (details at level debug)")
+        return False
+
+    logging.getLogger("torch._dynamo.convert_frame").addFilter(keep)
 
 
 @contextlib.contextmanager

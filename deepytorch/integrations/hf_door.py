@@ -250,7 +250,7 @@ class Door:
             return Refusal("the call's arguments are not the model's")
         if uses is not None and uses.usage.level is not Level.PACKED:
             return Refusal(uses.usage.reason)
-        if hooks.refused is not None and not self._proving:
+        if hooks.refused is not None:
             return Refusal(hooks.refused)
         try:
             found = pack_batch(given, self._reading, self._given.get("labels"))
@@ -270,7 +270,7 @@ class Door:
         strange = {name: value for name, value in given.items() if value is not None and not is_known(name)}
         tensors = [n for n, value in strange.items() if isinstance(value, torch.Tensor) and n not in OF_HEADS]
         familiar = {name: value for name, value in given.items() if name not in strange or name in tensors}
-        self._unasked = unknown_argument(familiar)
+        self._unasked = UserHooks(self._outer).refused or unknown_argument(familiar)
         if self._unasked is not None:  # another call may do without it
             return None
         if strange:  # of a head
