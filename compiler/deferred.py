@@ -543,7 +543,7 @@ class _Source(torch.autograd.Function):
         return _bare(pending)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[None, None]:
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
         if gradient is None or ctx.is_value:  # then the anchor is the value itself
             return gradient, None
         value = ctx.pending.compute()
