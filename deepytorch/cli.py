@@ -202,6 +202,13 @@ def config() -> None:
 @bench.command()
 def unpad(
     labels: Annotated[LabelsOf, typer.Option(help="Which tokens are learned.")] = LabelsOf.response,
+    loss: Annotated[
+        str,
+        typer.Option(
+            metavar="model|outside|everywhere",
+            help="The model's own; a loop's, on the logits, with labels ignored at pads; one that counts pads.",
+        ),
+    ] = "model",
     data: _Data = None,
     model: _Model = Model.llama,
     size: _SizeOf = ModelSize.small,
@@ -225,6 +232,7 @@ def unpad(
     _quiet_transformers()
     options = UnpadOptions(
         labels=labels.value,
+        loss=loss,
         data=data,
         model=model.value,
         size=size.value,

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from deepytorch.errors import ConfigError
 
@@ -75,10 +76,25 @@ class Step:
     compiled: bool
 
 
-def compiled_arm(name: str, model: nn.Module, backend: str | None) -> Arm:
-    """Return an arm that runs `model` through `torch.compile(backend=...)`, or as it is when `backend` is None."""
+def compiled_arm(name: str, model: nn.Module, backend: str | None, loss: str = "model") -> Arm:
+    """Return an arm that runs `model` through `torch.compile(backend=...)`, or as it is when `backend` is None.
+
+    loss: which one is trained on, one of `LOSSES`.
+    """
     callable_model = model if backend is None else torch.compile(model, backend=backend)
-    return Arm(name, model, lambda batch: callable_model(**batch).loss)
+    if loss == "model":
+        return Arm(name, model, lambda batch: callable_model(**batch).loss)
+
+    def outside(batch: Batch) -> Tensor:
+        logits = callable_model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        targets = batch["labels"] if loss == "outside" else batch["input_ids"]
+        return cross_entropy(logits[:, :-1].float().reshape(-1, logits.shape[-1]), targets[:, 1:].reshape(-1))
+
+    return Arm(name, model, outside)
+
+
+# The model's own; of a plain loop, over next tokens: with the batch's labels, or with labels at pads too.
+LOSSES = ("model", "outside", "everywhere")
 
 
 def forward_backward(arm: Arm, batch: Batch, precision: Precision) -> Step:

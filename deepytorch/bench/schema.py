@@ -36,6 +36,9 @@ class UnpadResult:
     peak_memory_ratio_vs_eager: float  # deepytorch's peak of tensor bytes beyond the weights / eager's: below 1 is less
     # beyond what was asked for
     labels: str
+    loss: (
+        str  # "model": the model's own; "outside": a loop's, labels ignored at pads; "everywhere": one that counts pads
+    )
     token_ceiling: float  # 1 / real_token_fraction: what dropping pads alone could give, attention left aside
     labelled_fraction: float  # labels that are not ignored / tokens
     ratio_no_padding: float  # stock torch.compile's time / deepytorch's on batches where every position is a label

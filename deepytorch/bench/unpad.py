@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import deepytorch
 from deepytorch.bench.arms import (
+    LOSSES,
     Arm,
     Batch,
     Precision,
@@ -50,6 +51,7 @@ class UnpadOptions:
     model: str = "llama"
     size: str = "small"
     labels: Labels = "response"
+    loss: str = "model"
     data: Path | None = None
     batch_size: int = 8
     steps: int = 8  # batches
@@ -67,6 +69,10 @@ class UnpadOptions:
         for name in ("batch_size", "steps", "rounds", "max_length"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}, expected at least 1.")
+        if self.loss not in LOSSES:
+            raise ConfigError(f"loss is {self.loss!r}, expected one of {', '.join(LOSSES)}.")
+        if self.loss != "model" and batch_kind(self.model) != "causal":
+            raise ConfigError(f"The loss {self.loss!r} is one over next tokens, expected a decoder, not {self.model}.")
         if self.max_length > MAX_POSITIONS:
             raise ConfigError(
                 f"max_length is {self.max_length}, expected at most {MAX_POSITIONS}: the models' positions."
@@ -165,6 +171,7 @@ def _result(options: UnpadOptions, precision: Precision, data: Sequence[Batch], 
         compile_seconds_inductor=_compile_seconds(found.first_stock, measured.steady(STOCK)),
         peak_memory_ratio_vs_eager=found.peak_bytes[DEEPYTORCH] / found.peak_bytes[EAGER],
         labels=options.labels,
+        loss=options.loss,
         token_ceiling=positions / tokens,
         labelled_fraction=sum(map(num_labels, data)) / tokens,
         ratio_no_padding=found.unpadded.ratio(STOCK),
@@ -196,11 +203,11 @@ def build_arms(options: UnpadOptions, device: torch.device) -> dict[str, Arm]:
         return made.to(device)
 
     arms = [
-        compiled_arm(EAGER, model(), None),
-        compiled_arm(STOCK, model(), options.stock_backend),
-        compiled_arm(DEEPYTORCH, model(), options.backend),
+        compiled_arm(EAGER, model(), None, options.loss),
+        compiled_arm(STOCK, model(), options.stock_backend, options.loss),
+        compiled_arm(DEEPYTORCH, model(), options.backend, options.loss),
     ]
-    if batch_kind(options.model) == "causal":
+    if batch_kind(options.model) == "causal" and options.loss == "model":
         register_attention()
         arms.append(hand_packed_arm(HAND_PACKED, model(ATTENTION_NAME)))
     return {arm.name: arm for arm in arms}
