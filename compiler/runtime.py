@@ -574,7 +574,8 @@ class _Batch:
     __slots__ = ("_versions",)
 
     def __init__(self, inputs: Iterable[Any]) -> None:
-        self._versions = [(tensor, tensor._version) for tensor in inputs if isinstance(tensor, torch.Tensor)]
+        tensors = [each for each in inputs if isinstance(each, torch.Tensor) and not each.is_inference()]
+        self._versions = [(tensor, tensor._version) for tensor in tensors]
 
     def check(self, name: str) -> None:
         """Raise `DeferredError` where the batch was overwritten since."""

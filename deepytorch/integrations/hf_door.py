@@ -92,7 +92,7 @@ class Door:
         if type(model).__name__.endswith(BY_ROW):
             self.target = model.base_model
         self._given: Mapping[str, Any] = {}  # to the head above the target
-        self._proving = self._open = False
+        self._proving = self._open = self._listed = False
         self._in_eager = False  # calls of the model's modules are replaced, which Dynamo would not see
         self._found_out: dict[Any, Reading | None] = {}  # by kind of call
         self._reading: Reading | None = None
@@ -186,6 +186,7 @@ class Door:
         if first:
             assert uses is not None
             self.record.steps_watched += 1
+            uses.watched = True
             return found.watched(run(*args, **kwargs), uses.watching())
         show = zeros_at_pads if uses is None else uses.showing(self._again(args, kwargs), self.record)
         token = _INSIDE.set((self, found))
@@ -270,13 +271,18 @@ class Door:
         strange = {name: value for name, value in given.items() if value is not None and not is_known(name)}
         tensors = [n for n, value in strange.items() if isinstance(value, torch.Tensor) and n not in OF_HEADS]
         familiar = {name: value for name, value in given.items() if name not in strange or name in tensors}
-        self._unasked = UserHooks(self._outer).refused or unknown_argument(familiar)
+        hooked = UserHooks(self._outer).refused
+        self._unasked = hooked or unknown_argument(familiar)
+        if hooked is not None and not self._listed and EXPLAINING.get() is None:
+            LEDGER.open(self.record)
+            self._listed = True
         if self._unasked is not None:  # another call may do without it
             return None
         if strange:  # of a head
             self.target = self._model.base_model
-        if not self._found_out and EXPLAINING.get() is None:
+        if not self._listed and EXPLAINING.get() is None:
             LEDGER.open(self.record)
+            self._listed = True
         before = replace(self.record, padded_because=dict(self.record.padded_because))
         kind = self._kind(given)
         reason = "more kinds of calls than are proved" if len(self._found_out) >= MANY_KINDS else None
@@ -376,12 +382,14 @@ class _Uses:
         record.outputs = self.usage.outputs
         self.parameters = list(model.parameters())
         self._shards = sharding_groups(model)
-        self._calls = 0
+        self._calls, self.watched = 0, False
 
     def begins(self) -> bool:
-        """Whether a call that begins now is the first one."""
+        """Whether a call that begins now is to be watched."""
         self._calls += 1
-        if self._calls == 2 and self._shards:
+        if not self._shards:
+            return not self.watched
+        if self._calls == 2:
             self._agree()
         return self._calls == 1
 

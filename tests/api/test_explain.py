@@ -43,6 +43,7 @@ def test_a_model_in_one_graph_has_one_region_with_its_fraction_and_gain() -> Non
 
 
 def test_where_graphs_break_the_door_is_one_more_region() -> None:
+    LEDGER.forget()
     model = cut_by_a_print(llama("sdpa").train())
     before = {name: value.clone() for name, value in model.state_dict().items()}
     one, full = batches(causal_batch, (4, 11, "right"), (4, 9, "none"))
@@ -71,6 +72,7 @@ def test_a_door_that_stays_shut_says_why() -> None:
 
 
 def test_asking_in_the_middle_of_training_leaves_its_door_open() -> None:
+    LEDGER.forget()
     model = cut_by_a_print(llama("sdpa").train())
     handle = deepytorch.optimize(model, options=EAGER)
     given = batches(causal_batch, (4, 11, "right"), (4, 9, "right"), (4, 10, "right"))

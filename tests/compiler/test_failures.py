@@ -109,11 +109,11 @@ def test_a_packed_step_that_fails_at_run_time_goes_on_padded(
     calls = []
     original = runtime_module.CompiledStep.__call__
 
-    def packed_fails(self: Any, arguments: list[Any]) -> Any:
+    def packed_fails(self: Any, arguments: list[Any], again: Any = None) -> Any:
         calls.append(self)
         if self is calls[0]:
             raise Broken("on purpose")
-        return original(self, arguments)
+        return original(self, arguments, again)
 
     monkeypatch.setattr(runtime_module.CompiledStep, "__call__", packed_fails)
     for batch in given[1:]:
@@ -153,7 +153,7 @@ def test_an_error_of_the_users_own_model_is_the_users_to_see() -> None:
 
 
 def test_running_out_of_memory_is_raised_not_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_memory(self: Any, arguments: list[Any]) -> Any:
+    def no_memory(self: Any, arguments: list[Any], again: Any = None) -> Any:
         raise torch.OutOfMemoryError("on purpose")
 
     pair = Pair(model())

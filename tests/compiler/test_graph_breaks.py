@@ -65,4 +65,5 @@ def test_a_warning_of_transformers_does_not_cut_a_model_imported_after_us() -> N
     )  # fmt: skip
     pair = Pair(transformers.GPT2LMHeadModel(config).train())
     with torch._dynamo.config.patch(ignore_logging_functions=set()):
-        expect_packed(pair.train(batches(causal_batch, (4, 11, "right"), (3, 13, "left"))), steps=2)
+        given = batches(causal_batch, (4, 11, "right"), (3, 13, "left"), (4, 9, "right"), (3, 11, "left"))
+        expect_packed(pair.train(given), steps=4)

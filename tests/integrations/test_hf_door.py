@@ -131,9 +131,9 @@ def test_a_head_that_looks_for_the_last_token_reads_it_by_the_ids_at_pads() -> N
     given = batches(with_classes, (4, 11, "right"), (4, 9, "right"))
     given[1]["input_ids"][-1, -1] = 7  # not the padding's id: eager reads there
     given[1]["attention_mask"][-1, -1] = 0
-    pair.train(given)
-    assert padded_because(report()) == {"an id at a padded position is not the padding's": 1}
-    expect_packed(report(), steps=1)
+    pair.train(given + given)
+    assert padded_because(report()) == {"an id at a padded position is not the padding's": 2}
+    expect_packed(report(), steps=2)
 
 
 def test_a_head_that_chooses_among_positions_is_left_alone() -> None:
@@ -201,8 +201,8 @@ def test_batches_that_cannot_be_packed_run_padded_and_are_counted() -> None:
     given[3]["attention_mask"][0] = 1
     given[4]["attention_mask"][1] = 0  # nothing in a row
     given[4]["labels"][1] = -100
-    pair.train(given)
-    expect_packed(report(), steps=1)
+    pair.train([*given, given[0]])
+    expect_packed(report(), steps=2)
     assert padded_because(report()) == {
         "a batch of one row": 1,
         "a label at a padded position is not ignored": 1,
@@ -309,21 +309,24 @@ def test_key_value_caches_and_hidden_states_are_those_of_eager() -> None:
     pair = DoorPair(llama("sdpa").train())
 
     def compare(expected: Any, found: Any, batch: Batch) -> None:
-        real = batch["attention_mask"].bool()
         for one, other in zip(expected.hidden_states, found.hidden_states, strict=True):
-            assert_close(other[real], one[real], "hidden state", rel=1e-5, floor=1e-6)
+            assert_close(other, one, "hidden state", rel=1e-5, floor=1e-6)
         for one, other in zip(expected.past_key_values.layers, found.past_key_values.layers, strict=True):
-            keys, wanted = (each.keys.transpose(1, 2)[real] for each in (other, one))
-            assert_close(keys, wanted, "keys", rel=1e-5, floor=1e-6)
+            assert_close(other.keys, one.keys, "keys", rel=1e-5, floor=1e-6)
 
     given = [{**batch, "output_hidden_states": True, "use_cache": True} for batch in batches(causal_batch, *mixture())]
-    expect_packed(pair.train(given, compare), steps=5)
+    pair.step(given[0])  # watched; what comes later is found when it happens
+    pair.step(given[1], compare, when="before backward")
+    pair.step(given[2], compare, when="after backward")
+    record = pair.door.record
+    assert (record.steps_watched, record.steps_packed, record.steps_replayed, record.steps_padded) == (1, 1, 1, 1)
 
 
 def test_losses_of_an_accumulation_and_tuples() -> None:
     pair = DoorPair(llama("sdpa").train())
     one, two = batches(causal_batch, (4, 11, "right"), (4, 9, "left"))
-    expect_packed(pair.train([{**one, "num_items_in_batch": torch.tensor(57)}, {**two, "return_dict": False}]), steps=2)
+    given = [{**one, "num_items_in_batch": torch.tensor(57)}, {**two, "return_dict": False}]
+    expect_packed(pair.train(given + given), steps=4)
 
 
 def test_dropout_is_drawn_anew_and_the_probe_draws_nothing() -> None:
@@ -332,10 +335,10 @@ def test_dropout_is_drawn_anew_and_the_probe_draws_nothing() -> None:
     [batch] = batches(masked_lm_batch, (6, 20, "right"))
     door = door_for(model)
     assert door is not None
+    door.call(model._call_impl, (), batch)  # watched, in eager
     state = torch.random.get_rng_state()
-    first = door.call(model._call_impl, (), {**batch, "output_attentions": False}).loss
-    second = door.call(model._call_impl, (), batch).loss
-    assert taken(door) == 2
+    first, second = (door.call(model._call_impl, (), batch).loss for _ in range(2))
+    assert door.record.steps_packed == 2
     assert first != second
     torch.random.set_rng_state(state)
     assert door.call(model._call_impl, (), batch).loss == first

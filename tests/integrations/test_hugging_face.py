@@ -97,7 +97,9 @@ def test_a_trainer_script_trains_alike_and_faster_with_the_import_alone(tmp_path
     assert len(ours["losses"]) == 6
     assert ours["type"] == plain["type"] == "LlamaForCausalLM"
     assert ours["keys"] == plain["keys"]
-    assert ours["report"]["steps_packed"] + ours["report"]["steps_watched"] == 6  # evaluation and generation stayed in eager
+    assert (
+        ours["report"]["steps_packed"] + ours["report"]["steps_watched"] == 6
+    )  # evaluation and generation stayed in eager
     assert ours["report"]["recompiles"] <= 1
     assert plain["report"]["regions"] == []
     assert "deepytorch/real_token_fraction" in ours["names"]
