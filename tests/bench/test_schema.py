@@ -28,6 +28,7 @@ VALUES = {
     "compile_seconds_inductor": 30.0,
     "peak_memory_ratio_vs_eager": 0.5,
     "labels": "response",
+    "loss": "model",
     "token_ceiling": 2.0,
     "labelled_fraction": 0.7,
     "ratio_no_padding": 1.0,

@@ -39,6 +39,7 @@ def test_losses_agree_and_checkpoints_are_interchangeable(host: str, model: str,
     assert cell.named == ""
     assert cell.green, cell
     assert cell.how == how
-    # Of 6 steps, and 2 more where a second training runs in the same process; TRL's first call in each is padded.
-    assert cell.steps_packed >= 6, cell
+    # Of 6 steps, and 2 more where a second training runs in the same process, the first is watched; TRL's first call in
+    # each shows that its graph is cut.
+    assert cell.steps_packed >= (4 if host == "trl" else 5), cell
     assert cell.steps_padded <= 1, cell

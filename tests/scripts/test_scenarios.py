@@ -16,9 +16,16 @@ HELPERS = {"tiny.py"}
 SCENARIOS = [Scenario.read(path) for path in sorted(FOLDER.glob("*.py")) if path.name not in HELPERS]
 
 
+def _marks(number: int, scenario: Scenario) -> list[pytest.MarkDecorator]:
+    """The default suite runs the chosen ones, `-m slow` every second of the others, `-m "slow or matrix"` all."""
+    if scenario.default:
+        return []
+    return [pytest.mark.slow if number % 2 == 0 else pytest.mark.matrix]
+
+
 @pytest.mark.parametrize(
     "scenario",
-    [pytest.param(each, id=each.name, marks=[] if each.default else [pytest.mark.slow]) for each in SCENARIOS],
+    [pytest.param(each, id=each.name, marks=_marks(number, each)) for number, each in enumerate(SCENARIOS)],
 )
 def test_a_script_records_the_same_numbers_with_the_import(
     scenario: Scenario, runner: Runner, tmp_path: Path, record_property: Callable[[str, object], None]
