@@ -132,7 +132,14 @@ def _compile(
 def _effects(graph: fx.Graph) -> Effects:
     number = {node: index for index, node in enumerate(node for node in graph.nodes if node.op == "placeholder")}
     written = tuple(number[node] for node in Slicer(graph).written_inputs())
-    return Effects(written, draws=any(is_random(node) for node in graph.nodes))
+    return Effects(written, draws=any(is_random(node) and not _keeps_all(node) for node in graph.nodes))
+
+
+def _keeps_all(node: fx.Node) -> bool:
+    """Whether this is an attention without dropout, whose operator could draw."""
+    if node.target is not torch.ops.aten.scaled_dot_product_attention.default:
+        return False
+    return (node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)) == 0.0
 
 
 def _lower_whole(

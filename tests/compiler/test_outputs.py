@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from deepytorch.compiler.report import LEDGER, Report
-from deepytorch.errors import DeferredError
 from tests.compiler.parity import (
     OPTIONS,
     Batch,
@@ -219,7 +218,7 @@ def test_a_step_that_runs_again_draws_what_eager_draws() -> None:
     assert LEDGER.report().regions[-1].steps_replayed == 1
 
 
-def test_pads_looked_at_after_the_optimizers_step_are_the_old_ones_or_an_error() -> None:
+def test_pads_looked_at_after_the_optimizers_step_are_the_old_ones() -> None:
     model = llama()
     reference = copy.deepcopy(model)
     compiled = torch.compile(model, backend="deepytorch", options=OPTIONS)
@@ -236,8 +235,7 @@ def test_pads_looked_at_after_the_optimizers_step_are_the_old_ones_or_an_error()
         else:
             real = batch["attention_mask"].bool()
             assert_close(found.logits[real], wanted.logits[real], "logits at tokens", rel=1e-5)
-            with pytest.raises(DeferredError, match=r"a weight of shape .* has changed since the step"):
-                found.logits.mean()
+            assert_close(found.logits, wanted.logits, "logits", rel=1e-5)
     assert_close(first, reference_logits, "logits of the first step", rel=1e-6)
 
 
