@@ -8,8 +8,9 @@ concatenated vanish; in-place arithmetic on a fresh value becomes its out-of-pla
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,8 +68,8 @@ def capture(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
     fake_mode.allow_non_fake_inputs = True
     try:
         # Annotations such as activation checkpointing's recompute tags travel in node.meta.
-        with fake_mode, torch.fx.traceback.preserve_node_meta():
-            interpreter = _Inlining(module)
+        with fake_mode, torch.fx.traceback.preserve_node_meta(), contextlib.ExitStack() as casts:
+            interpreter = _Inlining(module, casts)
             traced = make_fx(lambda *args: interpreter.run(*args), pre_dispatch=True, tracing_mode="real")(*fakes)
     finally:
         fake_mode.allow_non_fake_inputs = allowed
@@ -108,12 +109,25 @@ _LOST_METHODS = frozenset({
 class _Inlining(fx.Interpreter):
     """Runs a Dynamo graph with checkpointed parts inlined, their nodes tagged for recomputation in the backward.
 
+    Tracing records autocast of the model's own and does not enter it. Here it is entered, left at the latest with
+    `casts`: dtypes are then what they will be, and a `.float()` inside is not lost as one that changes nothing.
     Raises `Untraceable` for a custom autograd function, a hook on a gradient, `torch.func`, control flow, and for
     selective checkpointing, whose policy only AOTAutograd knows how to ask.
     """
 
+    def __init__(self, module: fx.GraphModule, casts: contextlib.ExitStack) -> None:
+        super().__init__(module)
+        self._casts = casts
+        self._entered: list[contextlib.ExitStack] = []
+
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call; a checkpointed part by running what is inside."""
+        if target is torch.amp.autocast_mode._enter_autocast:
+            device, dtype, enabled, _ = args
+            self._entered.append(self._casts.enter_context(contextlib.ExitStack()))
+            self._entered[-1].enter_context(_autocast(device, dtype, enabled))
+        elif target is torch.amp.autocast_mode._exit_autocast:
+            self._entered.pop().close()
         if target is not torch.ops.higher_order.tag_activation_checkpoint:
             module = f"{getattr(target, '__module__', None)}."
             if isinstance(target, torch._ops.HigherOrderOperator) or module.startswith(_LOST_MODULES):
@@ -126,13 +140,28 @@ class _Inlining(fx.Interpreter):
         for node in part.graph.nodes:
             node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
             node.meta["ac_graph_id"] = number
-        return _Inlining(part).run(*args[1:])
+        return _Inlining(part, self._casts).run(*args[1:])
 
     def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a tensor's method."""
         if target in _LOST_METHODS:
             raise Untraceable(f"Tensor.{target} is left to stock")
         return super().call_method(target, args, kwargs)
+
+
+@contextlib.contextmanager
+def _autocast(device: str, dtype: torch.dtype | None, enabled: bool) -> Iterator[None]:
+    """`torch.autocast`, which would be recorded itself."""
+    before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled()
+    torch.set_autocast_enabled(device, enabled)
+    torch.set_autocast_dtype(device, dtype or before[1])
+    torch.set_autocast_cache_enabled(False)  # it would keep fake weights
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device, before[0])
+        torch.set_autocast_dtype(device, before[1])
+        torch.set_autocast_cache_enabled(before[2])
 
 
 _CHECKPOINTS = itertools.count(1_000_000)  # apart from the numbers that torch gives

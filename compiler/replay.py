@@ -21,10 +21,9 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from deepytorch.compiler.tokens import Modes
 from deepytorch.errors import DeferredError
-from deepytorch.passes.samples import same_bits, sample
+from deepytorch.passes.samples import Samples
 
 MAX_COPIED_BYTES = 1 << 30
-_SAMPLED = 4  # weights that are looked into for writes that leave no version behind: whoever writes so writes all
 
 
 class Replay:
@@ -47,8 +46,7 @@ class Replay:
         self._versions = [
             each._version if isinstance(each, torch.Tensor) and not each.is_inference() else None for each in inputs
         ]
-        spread = parameters[:: max(1, len(parameters) // _SAMPLED)][:_SAMPLED]
-        self._samples = [(inputs[index], sample(inputs[index])) for index in spread]
+        self._weights: Samples | None = Samples([inputs[index] for index in parameters])
         self._copies = {index: inputs[index].detach().clone() for index in written}
         self._modes = Modes()
         self._random = _RandomState(inputs) if draws else None
@@ -75,7 +73,7 @@ class Replay:
                     with self._random.as_it_was():
                         self._outputs = tuple(self._eager(*inputs))
             self.seconds = time.perf_counter() - started
-            self._inputs, self._copies, self._samples, self.copied_bytes = (), {}, [], 0
+            self._inputs, self._copies, self._weights, self.copied_bytes = (), {}, None, 0
             _ALIVE.discard(self)
         return self._outputs
 
@@ -88,7 +86,6 @@ class Replay:
                 copies[id(each)] = each.detach().clone()
             self._copies[index] = copies[id(each)].requires_grad_(each.requires_grad)
             self.copied_bytes += each.nbytes
-        self._samples = [(weight, before) for weight, before in self._samples if id(weight) not in changed]
 
     def bytes_before(self, changed: set[int]) -> int:
         """What that would take."""
@@ -102,9 +99,9 @@ class Replay:
                 continue
             kind = "a weight" if isinstance(each, torch.nn.Parameter) else "the batch"
             raise _changed(name, kind, tuple(each.shape))
-        for weight, before in self._samples:
-            if before is not None and not same_bits(before, sample(weight)):
-                raise _changed(name, "a weight", tuple(weight.shape))
+        copied = {id(self._inputs[index]) for index in self._copies}
+        for weight in self._weights.changed(but=copied) if self._weights is not None else ():
+            raise _changed(name, "a weight", tuple(weight.shape))
 
 
 _ALIVE: weakref.WeakSet[Replay] = weakref.WeakSet()  # not run, and held by outputs that somebody holds

@@ -403,7 +403,7 @@ def test_statistics_are_written_once_a_step(masked: bool) -> None:
 # ------------------------------------------------------------------------------------------ modes, outputs
 
 
-@pytest.mark.parametrize("mode", ["autocast", "no_grad"])
+@pytest.mark.parametrize("mode", ["autocast", "autocast, then float", "no_grad"])
 def test_outputs_made_under_a_mode_of_the_models_own(mode: str) -> None:
     class Island(Words):
         def forward(self, input_ids: Any, attention_mask: Any, labels: Any) -> Any:
@@ -414,7 +414,7 @@ def test_outputs_made_under_a_mode_of_the_models_own(mode: str) -> None:
                     shown = self.head(x).softmax(-1)
             else:
                 with torch.autocast("cpu", torch.bfloat16):
-                    shown = self.head(x)
+                    shown = self.head(x) if mode == "autocast" else self.head(x).float().square()
             return loss, shown
 
     def compare(expected: Any, found: Any, batch: Batch) -> None:

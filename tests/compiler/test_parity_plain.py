@@ -402,7 +402,7 @@ def test_boolean_indexing_of_the_labelled_tokens_trains_as_eager_does() -> None:
     pair.train(batches(masked_lm_batch, (4, 11, "right"), (3, 13, "left")))
 
 
-def test_logits_beside_the_loss_have_eagers_values_at_tokens_and_zeros_at_pads() -> None:
+def test_logits_beside_the_loss_have_eagers_values_where_they_are_taken_by_the_mask() -> None:
     def loss(model: Any, x: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> Any:
         logits = model.head(x)
         return F.cross_entropy(logits.view(-1, VOCAB), labels.view(-1)), logits
@@ -410,7 +410,6 @@ def test_logits_beside_the_loss_have_eagers_values_at_tokens_and_zeros_at_pads()
     def compare(expected: Any, found: Any, batch: Batch) -> None:
         real = batch["attention_mask"].bool()
         assert_close(found[1][real], expected[1][real], "logits")
-        assert not found[1][~real].any()
 
     pair = Pair(Plain(sdpa_bool, loss).train())
     expect_packed(pair.train(batches(masked_lm_batch, *SIZES), compare), steps=4)
