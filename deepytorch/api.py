@@ -171,7 +171,7 @@ class Summary:
         compiled = f"compiling took {found['compile_seconds']:.1f} s"
         told = _rendered([table, *self._outputs(), *self._gradients()]) + f"\n{saved}; {compiled}."
         if watched:
-            told += f"\n{watched} first steps ran in eager to see how outputs are used"
+            told += f"\n{watched} first step{'s' * (watched > 1)} ran in eager to see how outputs are used"
             told += f"; {again} ran once more for their pads, in {seconds:.1f} s." if again else "."
         compared = sum(region.verified_steps for region in self._report.regions)
         if compared:

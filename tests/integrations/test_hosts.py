@@ -25,9 +25,17 @@ CELLS = [
     ("trl", "llama", DOOR),
 ]
 
+# What others of these go through as well: run with `-m "slow or matrix"`.
+RARE = {("plain", "t5"), ("accelerate", "bert"), ("zero1", "bert"), ("zero2-offload", "llama"), ("zero3", "t5")}
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("host", "model", "how"), CELLS, ids=[f"{host}-{model}" for host, model, _ in CELLS])
+
+@pytest.mark.parametrize(
+    ("host", "model", "how"),
+    [
+        pytest.param(*cell, id="-".join(cell[:2]), marks=pytest.mark.matrix if cell[:2] in RARE else pytest.mark.slow)
+        for cell in CELLS
+    ],
+)
 def test_losses_agree_and_checkpoints_are_interchangeable(host: str, model: str, how: str) -> None:
     for package in PACKAGES.get(host, ()):
         pytest.importorskip(package)
