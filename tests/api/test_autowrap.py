@@ -80,6 +80,7 @@ for one, other in zip(model.parameters(), same.parameters()):
     assert said.count("armed Net (90 trained parameters)") == 1
 
 
+@pytest.mark.slow
 def test_only_what_trains_is_touched() -> None:
     run("""
 model, teacher, average, frozen = Net(), Net(), Net(), Net().requires_grad_(False)
@@ -104,6 +105,7 @@ assert regions() == before
 """)
 
 
+@pytest.mark.slow
 def test_two_models_that_take_turns_and_one_that_is_called_several_times() -> None:
     run("""
 class Generator(Net): pass
@@ -132,6 +134,7 @@ for one, other in zip(losses, play(sketch, judge)):
 """)
 
 
+@pytest.mark.slow
 def test_copies_and_pickles_are_clean_and_a_copy_is_armed_when_it_trains() -> None:
     run("""
 model = Net()
@@ -150,6 +153,7 @@ assert pickle.loads(pickle.dumps(model))._compiled_call_impl is None
 """)
 
 
+@pytest.mark.slow
 def test_what_is_compiled_already_is_left_alone_and_said() -> None:
     said = run("""
 import logging
@@ -449,6 +453,7 @@ assert not torch.allclose(first[0], edited[0])
 """)
 
 
+@pytest.mark.slow
 def test_explaining_arms_nothing() -> None:
     pytest.importorskip("transformers")
     run("""

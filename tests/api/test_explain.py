@@ -42,6 +42,7 @@ def test_a_model_in_one_graph_has_one_region_with_its_fraction_and_gain() -> Non
     assert "packed" in str(explained)
 
 
+@pytest.mark.slow
 def test_where_graphs_break_the_door_is_one_more_region() -> None:
     LEDGER.forget()
     model = cut_by_a_print(llama("sdpa").train())
@@ -71,6 +72,7 @@ def test_a_door_that_stays_shut_says_why() -> None:
     assert not any(region["name"].startswith("door") for region in with_unpad_off)
 
 
+@pytest.mark.slow
 def test_asking_in_the_middle_of_training_leaves_its_door_open() -> None:
     LEDGER.forget()
     model = cut_by_a_print(llama("sdpa").train())

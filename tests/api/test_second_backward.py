@@ -323,6 +323,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ours", [False, True], ids=["reduced by DDP", "reduced by us"])
 def test_a_gradient_penalty_in_a_data_parallel_model(ours: bool, tmp_path: Path) -> None:
     script = tmp_path / "script.py"

@@ -84,6 +84,7 @@ def found(script: str, *arguments: str, **options):
 # scripts
 
 
+@pytest.mark.slow
 def test_a_script_that_agrees(monkeypatch, capsys):
     Path("train.py").write_text(LLAMA)
     status = command(
@@ -153,6 +154,7 @@ def test_a_script_that_differs(monkeypatch, capsys):
     assert "Nothing was packed" in shown.err
 
 
+@pytest.mark.slow
 def test_a_script_that_fails_with_the_import_only(monkeypatch, capsys):
     Path("script.py").write_text(
         PLAIN
@@ -216,6 +218,7 @@ def test_a_run_with_nothing_to_compare_is_refused(fields, words):
         refuse_without_training(VerifyOptions(command=("script.py",)), Run("without", **fields))
 
 
+@pytest.mark.slow
 def test_accumulated_gradients_two_optimizers_and_gradients_of_gradients():
     verdict = found(
         """
@@ -241,6 +244,7 @@ for step in range(6):
     assert [each.name for each in verdict.compared if each.kind == LOSS][:2] == ["loss 1 of 5", "loss 2 of 5"]
 
 
+@pytest.mark.slow
 def test_closures_and_what_python_shows_a_script():
     Path("folder").mkdir()
     Path("folder/beside.py").write_text("ITERATIONS = 3\n")

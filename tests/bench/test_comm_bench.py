@@ -588,6 +588,7 @@ def test_a_killed_rank_ends_all_and_is_named(worker, ranks_left):
     assert ranks_left() == []
 
 
+@pytest.mark.slow
 def test_ranks_that_stand_still_are_ended(worker, ranks_left):
     with pytest.raises(
         RankError, match=r"stood still for 8 s at: all_reduce, 1024 bytes: first check\. All ranks were"
@@ -603,6 +604,7 @@ def test_a_worker_that_cannot_start_says_why(tmp_path):
         run_comm(options(), worker=(sys.executable, str(script)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_whatever_ends_the_command_ends_the_ranks(worker, ranks_left, tmp_path, number):
     code = (

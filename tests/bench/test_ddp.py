@@ -36,6 +36,7 @@ def test_options_that_make_no_sense_are_refused(changes: dict[str, Any], words: 
         DdpOptions(**changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_trains_a_step(name: str) -> None:
     workload = build_workload(name)
@@ -97,6 +98,7 @@ def test_figures_are_those_of_the_measured_times(monkeypatch: pytest.MonkeyPatch
         DdpResult.from_json({"model": "vgg16"})
 
 
+@pytest.mark.slow
 def test_a_small_run_finds_equal_gradients(tmp_path: Path) -> None:
     options = DdpOptions(
         model="alexnet",

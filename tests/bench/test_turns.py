@@ -108,6 +108,7 @@ def job(**given: object) -> HostJob:
     return HostJob(**{**values, "lowering": "aot_eager", **given})  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_script_that_fails_says_how_and_the_other_is_ended(tmp_path: Path):
     folders = [tmp_path / name for name in ("fails", "trains")]
     for folder in folders:

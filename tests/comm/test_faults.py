@@ -260,6 +260,7 @@ def test_two_jobs_on_one_host_at_a_time():
     assert [outcome.code for outcome in outcomes] == [0, 0, 0, 0], outcomes
 
 
+@pytest.mark.slow
 def test_more_ranks_than_cores():
     script = """
     init(timeout=60)

@@ -56,6 +56,7 @@ def test_a_cut_model_trains_as_eager_does(build: Callable[[], Any]) -> None:
     Pair(Cut(build()).train()).train(batches(masked_lm_batch, *SIZES))
 
 
+@pytest.mark.slow
 def test_a_warning_of_transformers_does_not_cut_a_model_imported_after_us() -> None:
     """GPT-2 warns once in its loss, through a method that transformers adds to `logging.Logger` when it is imported."""
     transformers = pytest.importorskip("transformers")

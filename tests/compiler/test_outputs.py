@@ -147,6 +147,7 @@ def test_a_script_trains_as_in_eager_and_goes_the_way_that_its_uses_allow(name: 
     assert_way(pair.train(given), way, len(given))
 
 
+@pytest.mark.slow
 def test_positions_are_picked_packed_where_they_are_tokens_and_padded_where_one_is_not() -> None:
     for call in (last_token, first_token):
         torch._dynamo.reset()
@@ -158,12 +159,14 @@ def test_positions_are_picked_packed_where_they_are_tokens_and_padded_where_one_
     assert_way(report, "padded", len(SIZES))
 
 
+@pytest.mark.slow
 def test_all_paddings_train_as_in_eager() -> None:
     given = batches(causal_batch, *((4, 11, kind) for kind in ("right", "left", "mixed", "holes", "one", "none")))
     for call in (ignoring_pads, z_loss_at_tokens, z_loss_everywhere):
         Pair(llama(), call=call).train(given)
 
 
+@pytest.mark.slow
 def test_padded_positions_of_every_output_are_eagers() -> None:
     def compare(expected: Any, found: Any, batch: Batch) -> None:
         assert_close(found.logits, expected.logits, "logits", rel=1e-5, floor=1e-6)
@@ -178,6 +181,7 @@ def test_padded_positions_of_every_output_are_eagers() -> None:
     assert_way(report, "padded", len(SIZES))
 
 
+@pytest.mark.slow
 def test_a_first_look_at_pads_in_a_later_step_runs_that_step_again_and_later_ones_padded() -> None:
     looks = iter([False, False, True, False, False, True])
 
@@ -284,6 +288,7 @@ def penalised(model: nn.Module, **batch: torch.Tensor) -> torch.Tensor:
     return loss + 1e-2 * sum(each.square().sum() for each in gradients)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [0, 2])
 def test_a_gradient_penalty_from_any_step_on_is_eagers(first: int) -> None:
     steps = iter(range(len(SIZES)))
@@ -333,6 +338,7 @@ def test_weights_behind_outputs_that_nobody_uses_have_no_gradient() -> None:
     assert LEDGER.report().regions[-1].steps_packed == len(SIZES) - 1
 
 
+@pytest.mark.slow
 def test_a_decoder_without_a_mask_is_cut_after_its_last_label_and_shows_eagers_logits_all_the_same() -> None:
     torch.manual_seed(0)
     config = hf.T5Config(
@@ -377,6 +383,7 @@ def test_zeros_at_pads_are_what_a_user_asks_for() -> None:
     assert report.total("steps_packed") == len(SIZES), describe(report)
 
 
+@pytest.mark.slow
 def test_without_deferred_outputs_every_value_is_there_at_once() -> None:
     pair = Pair(llama(), options={"defer_outputs": False})
 
@@ -398,6 +405,7 @@ def test_steps_are_compared_with_eager_where_the_environment_asks_for_it(monkeyp
     assert region.verify_seconds > 0
 
 
+@pytest.mark.slow
 def test_a_packed_step_that_differs_from_eager_is_told_and_left(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

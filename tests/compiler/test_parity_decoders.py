@@ -176,6 +176,7 @@ def test_loss_scaled_by_the_batches_of_an_accumulation() -> None:
     expect_packed(LEDGER.report(), steps=2)
 
 
+@pytest.mark.slow
 def test_gradients_accumulate_over_packed_and_padded_steps() -> None:
     pair = Pair(llama("sdpa").train())
     given = batches(causal_batch, (4, 11, "right"), (2, 9, "none"), (3, 13, "left"))
@@ -187,6 +188,7 @@ def test_gradients_accumulate_over_packed_and_padded_steps() -> None:
     expect_packed(LEDGER.report(), steps=2, padded=1)
 
 
+@pytest.mark.slow
 def test_positions_counted_from_the_mask_are_followed() -> None:
     pair = Pair(llama("eager").train())
     given = batches(causal_batch, (4, 11, "left"), (3, 13, "mixed"), (4, 9, "holes"))
@@ -253,6 +255,7 @@ def test_sequence_classification_reads_the_last_token() -> None:
     expect_packed(pair.train(given, compare_whole()), steps=3)
 
 
+@pytest.mark.slow
 def test_token_classification_has_labels_of_its_own_token() -> None:
     config = hf.LlamaConfig(num_labels=3, classifier_dropout=0.0, attn_implementation="sdpa", **GROUPED)
     pair = Pair(hf.LlamaForTokenClassification(config).train())
@@ -279,6 +282,7 @@ def test_tied_embeddings_get_both_gradients() -> None:
     expect_packed(pair.train(batches(causal_batch, (4, 11, "right"), (3, 13, "left")), compare_at_tokens()), steps=2)
 
 
+@pytest.mark.slow
 def test_without_a_mask_positions_that_no_label_needs_are_left_out() -> None:
     pair = Pair(llama("sdpa").train())
     given = batches(causal_batch, (4, 16, "right"), (3, 18, "right"), (5, 12, "right"))

@@ -108,6 +108,7 @@ def test_classifiers_that_pool_the_first_token_are_packed(
     expect_packed(pair.train(batches(with_classes, *FIRST_IS_A_TOKEN), compare_whole()), steps=3, padded=0)
 
 
+@pytest.mark.slow
 def test_regression_on_a_pooled_token() -> None:
     pair = Pair(hf.BertForSequenceClassification(bert("sdpa", num_labels=1)).train())
     given = batches(with_classes, *FIRST_IS_A_TOKEN)

@@ -161,12 +161,14 @@ OTHERS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attend", PACKED, ids=lambda function: function.__name__)
 def test_attention_is_packed_however_its_mask_is_spelled(attend: Attend) -> None:
     pair = Pair(Plain(attend).train())
     expect_packed(pair.train(batches(masked_lm_batch, *SIZES)), steps=4, padded=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attend", OTHERS, ids=lambda function: function.__name__)
 def test_unusual_attention_gives_the_same_training_packed_or_not(attend: Attend) -> None:
     pair = Pair(Plain(attend).train())
@@ -176,12 +178,14 @@ def test_unusual_attention_gives_the_same_training_packed_or_not(attend: Attend)
     assert packed or any(region.declined for region in report.regions), describe(report)
 
 
+@pytest.mark.slow
 def test_pads_that_attention_sees_softly_are_never_stripped() -> None:
     pair = Pair(Plain(masked_softly).train())
     report = pair.train(batches(masked_lm_batch, *SIZES))
     assert not [change for region in report.regions for change in region.changes if "attention" in change]
 
 
+@pytest.mark.slow
 def test_a_causal_model_without_a_mask_leaves_out_what_no_label_needs() -> None:
     def attend(q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -205,6 +209,7 @@ class FromIds(nn.Module):
         return self.inner(input_ids, input_ids != 1, labels)
 
 
+@pytest.mark.slow
 def test_a_mask_made_from_the_pad_id_is_read_from_the_ids() -> None:
     pair = Pair(FromIds().train())
     given = batches(masked_lm_batch, *SIZES)
@@ -319,6 +324,7 @@ def last(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return x[torch.arange(x.shape[0], device=x.device), mask.sum(1) - 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pool", [mean_with_mask, mean_with_float_mask, mean_of_filled, first, last])
 def test_pooling_that_respects_the_mask_keeps_the_model_packed(pool: Any) -> None:
     pair = Pair(Plain(sdpa_bool, classify(pool), outputs=3).train())
@@ -397,6 +403,7 @@ def test_losses_are_packed_however_they_are_spelled(loss: Callable[..., Any]) ->
     expect_packed(pair.train(given), steps=3)
 
 
+@pytest.mark.slow
 def test_boolean_indexing_of_the_labelled_tokens_trains_as_eager_does() -> None:
     pair = Pair(Plain(sdpa_bool, only_labelled).train())
     pair.train(batches(masked_lm_batch, (4, 11, "right"), (3, 13, "left")))
@@ -415,6 +422,7 @@ def test_logits_beside_the_loss_have_eagers_values_where_they_are_taken_by_the_m
     expect_packed(pair.train(batches(masked_lm_batch, *SIZES), compare), steps=4)
 
 
+@pytest.mark.slow
 def test_a_loss_outside_of_the_compiled_model_reaches_every_weight() -> None:
     def logits_only(model: Any, x: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return model.head(x)
@@ -499,6 +507,7 @@ class Encoder(nn.Module):
         return F.cross_entropy(self.head(x).reshape(-1, VOCAB), labels.reshape(-1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kwargs",
     [{"batch_first": True}, {"batch_first": False}, {"batch_first": True, "norm_first": True, "activation": "gelu"}],

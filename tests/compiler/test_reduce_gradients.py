@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -626,8 +627,15 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize("backend", [pytest.param("gloo", marks=pytest.mark.slow), "deepytorch"])
-@pytest.mark.parametrize("part", PARTS.values(), ids=PARTS.keys())
+def _part(part: str, backend: str) -> Any:
+    # Two of ours by default, all in CI; stock gloo, above which the same code runs, with the matrix.
+    marks = [pytest.mark.matrix] if backend == "gloo" else [] if part in ("steps", "unused") else [pytest.mark.slow]
+    return pytest.param(PARTS[part], backend, id=f"{part}-{backend}", marks=marks)
+
+
+@pytest.mark.parametrize(
+    ("part", "backend"), [_part(part, backend) for part in PARTS for backend in ("gloo", "deepytorch")]
+)
 def test_training_equals_stock_data_parallel(part: str, backend: str) -> None:
     script = f"LOWERING = 'aot_eager'\n{HARNESS}\ninit({backend!r}, timeout=60)\n{part}\ndist.destroy_process_group()"
     run(script, 2, 280)
@@ -650,6 +658,7 @@ assert not reducer._in_parts, "Inductor copied gradients that autograd was to ta
 """
 
 
+@pytest.mark.slow
 def test_inductor_reduces_as_stock_does() -> None:
     script = f"LOWERING = 'inductor'\n{HARNESS}\ninit('gloo', timeout=120)\n{PLAIN}\n{CONVOLUTIONS}"
     script += "\ndist.destroy_process_group()"
@@ -670,6 +679,7 @@ def test_one_rank_with_warm_caches_and_one_with_cold_ones(tmp_path: Path) -> Non
         run(f"{script}\ndist.destroy_process_group()", 2, 280)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after", "switch"),
     [
@@ -721,6 +731,7 @@ say("told", error)
         assert "told" in ranks.output(0), ranks.output(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ours", "words"),
     [
@@ -746,6 +757,7 @@ dist.destroy_process_group()
     run(script, 2, 90)
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_compile_is_waited_for_up_to_the_timeout() -> None:
     script = f"""
 LOWERING = 'aot_eager'

@@ -57,6 +57,7 @@ def test_one_such_label_is_enough() -> None:
     check(Pair(Plain(sdpa_bool, layers=1).train()), given, {LABEL_AT_PAD: 1})
 
 
+@pytest.mark.slow
 def test_the_first_token_after_left_padding_counts_where_its_label_does() -> None:
     """A shifted loss has the last pad predict it: that loss is eager's, so the padded step runs."""
     transformers = pytest.importorskip("transformers")
@@ -156,6 +157,7 @@ class CausalBuffer(nn.Module):
         return scores.masked_fill(~keys(mask), -1e9).softmax(-1) @ v
 
 
+@pytest.mark.slow
 def test_a_buffer_that_a_mask_is_made_from_is_watched() -> None:
     pair = Pair(Plain(CausalBuffer(), layers=1).train())
     given = batches(masked_lm_batch, (4, 11, "right"), (4, 12, "left"), (3, 10, "right"))
@@ -184,6 +186,7 @@ class HalfMasked(nn.Module):
         return F.cross_entropy(self.head(x).view(-1, VOCAB), labels.view(-1))
 
 
+@pytest.mark.slow
 def test_an_attention_that_hides_later_pads_only_runs_padded_when_pads_come_first() -> None:
     given = batches(masked_lm_batch, (4, 11, "right"), (4, 12, "left"), (3, 10, "right"), (4, 9, "holes"))
     check(Pair(HalfMasked().train()), given, {LATE_TOKENS: 2})
@@ -210,6 +213,7 @@ def test_a_window_of_one_token_on_each_side() -> None:
     check(Pair(Plain(windowed(2), layers=1).train()), given, {HOLES: 1})
 
 
+@pytest.mark.slow
 def test_a_window_wider_than_any_probe_is_not_trusted_beyond_it() -> None:
     """2,100 positions: the batches are short at first, then longer than what the mask was probed with."""
     pair = Pair(Plain(windowed(2100), places=2300, layers=1).train())

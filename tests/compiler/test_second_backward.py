@@ -82,6 +82,7 @@ def penalty_step(shape: tuple[int, ...]) -> Callable[[Any, int], torch.Tensor]:
 # ---------------------------------------------------------------------- what scripts do
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lowering", ["aot_eager", "inductor"])
 def test_a_gradient_penalty_on_an_mlp(lowering: str) -> None:
     assert_trains_as_eager(mlp(), penalty_step((4, 6)), lowering)

@@ -140,6 +140,7 @@ def test_a_model_in_bf16_is_as_near_to_fp64_as_eagers_is() -> None:
 # ------------------------------------------------------------------------------------------ dropout
 
 
+@pytest.mark.slow
 def test_the_same_seed_draws_the_same_dropout() -> None:
     model = with_gelu_dropout(0.2)
     compiled = torch.compile(model, backend="deepytorch", options=OPTIONS)
@@ -177,6 +178,7 @@ def test_dropout_has_eagers_distribution() -> None:
     expect_packed(LEDGER.report(), steps=300)
 
 
+@pytest.mark.slow
 def test_a_model_with_dropout_learns() -> None:
     model = with_gelu_dropout(0.1)
     compiled = torch.compile(model, backend="deepytorch", options=OPTIONS)
@@ -195,6 +197,7 @@ def test_a_model_with_dropout_learns() -> None:
 # ------------------------------------------------------------------------------------------ saving and loading
 
 
+@pytest.mark.slow
 def test_a_model_compiled_in_place_saves_under_its_own_names_and_resumes() -> None:
     given = batches(causal_batch, *GIVEN, (4, 10, "left"))
     straight, start = llama(), None
@@ -232,6 +235,7 @@ def test_a_model_compiled_in_place_saves_under_its_own_names_and_resumes() -> No
     assert_same_parameters(straight, second)
 
 
+@pytest.mark.slow
 def test_weights_loaded_while_compiled_are_used() -> None:
     pair = Pair(llama())
     given = batches(causal_batch, *GIVEN)
@@ -246,6 +250,7 @@ def test_weights_loaded_while_compiled_are_used() -> None:
 # ------------------------------------------------------------------------------------------ outputs
 
 
+@pytest.mark.slow
 def test_logits_read_after_the_optimizers_step_are_those_of_before_it() -> None:
     pair = Pair(llama())
     for batch in batches(causal_batch, *GIVEN):
@@ -439,6 +444,7 @@ def test_hooks_on_the_model_are_called_with_padded_shapes() -> None:
     assert seen == [(rows, positions, 96) for rows, positions, _ in GIVEN]
 
 
+@pytest.mark.slow
 def test_a_model_without_labels_that_count_in_this_batch_still_gives_logits() -> None:
     model = llama()
     compiled = torch.compile(model, backend="deepytorch", options=OPTIONS)

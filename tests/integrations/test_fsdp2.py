@@ -125,6 +125,7 @@ for step in range(4):
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_in_a_packed_forward_does_not_run_it_again(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     script = tmp_path / "train.py"

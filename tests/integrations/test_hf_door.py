@@ -554,6 +554,7 @@ def test_a_probe_that_fails_leaves_the_call_alone() -> None:
     assert declined(door, model, batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["positions", "bias", "pooler"])
 def test_calls_that_dynamo_would_not_see_are_not_compiled(kind: str) -> None:
     call = None

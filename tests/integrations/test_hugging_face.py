@@ -147,6 +147,7 @@ print("FOUND" + json.dumps(found))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("imported", [True, False], ids=["first", "last"])
 def test_accelerate_takes_the_name(imported: bool) -> None:
     found = run(ACCELERATE.format(imported=imported))
