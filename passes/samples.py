@@ -65,4 +65,3 @@ def _gathered(tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
             views, torch.cat(list(views.values())).split([view.numel() for view in views.values()]), strict=True
         )
     }
-
