@@ -21,7 +21,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from deepytorch.compiler.tokens import Modes
 from deepytorch.errors import DeferredError
-from deepytorch.passes.samples import Samples
+from deepytorch.passes.samples import Sampler
 
 MAX_COPIED_BYTES = 1 << 30
 
@@ -30,7 +30,8 @@ class Replay:
     """The inputs of one step of a region with everything else that its numbers depend on, and the eager step on them.
 
     It must be made before the step runs. written: inputs that the step writes to; the replay writes to copies, with the
-    values from before. draws: whether the step draws random numbers; the replay draws what eager would have drawn.
+    values from before. sampler: looks into the weights for writes that leave no version behind. draws: whether the step
+    draws random numbers; the replay draws what eager would have drawn.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Replay:
         inputs: Sequence[Any],
         *,
         parameters: Sequence[int],
+        sampler: Sampler,
         written: Sequence[int] = (),
         draws: bool = False,
     ) -> None:
@@ -46,7 +48,8 @@ class Replay:
         self._versions = [
             each._version if isinstance(each, torch.Tensor) and not each.is_inference() else None for each in inputs
         ]
-        self._weights: Samples | None = Samples([inputs[index] for index in parameters])
+        self._weights, self._sampler = [inputs[index] for index in parameters], sampler
+        self._samples = sampler.take(self._weights)
         self._copies = {index: inputs[index].detach().clone() for index in written}
         self._modes = Modes()
         self._random = _RandomState(inputs) if draws else None
@@ -73,7 +76,7 @@ class Replay:
                     with self._random.as_it_was():
                         self._outputs = tuple(self._eager(*inputs))
             self.seconds = time.perf_counter() - started
-            self._inputs, self._copies, self._weights, self.copied_bytes = (), {}, None, 0
+            self._inputs, self._copies, self._weights, self.copied_bytes = (), {}, [], 0
             _ALIVE.discard(self)
         return self._outputs
 
@@ -100,7 +103,7 @@ class Replay:
             kind = "a weight" if isinstance(each, torch.nn.Parameter) else "the batch"
             raise _changed(name, kind, tuple(each.shape))
         copied = {id(self._inputs[index]) for index in self._copies}
-        for weight in self._weights.changed(but=copied) if self._weights is not None else ():
+        for weight in self._sampler.changed(self._weights, self._samples, copied):
             raise _changed(name, "a weight", tuple(weight.shape))
 
 

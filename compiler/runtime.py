@@ -33,6 +33,7 @@ from deepytorch.errors import DeferredError
 from deepytorch.log import logger, once
 from deepytorch.passes.base import GraphInput, Role
 from deepytorch.passes.program import IndexInput, IndexSet, Output, OutputMeta, Program
+from deepytorch.passes.samples import Sampler
 
 Lower = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
@@ -149,6 +150,7 @@ class Step:
         many packed steps one is compared with eager; None compares none.
         """
         self._program, self._record, self._eager, self._effects = program, record, eager, effects
+        self._sampler = Sampler()
         self._min_padding, self._zero_outputs = min_padding, zero_outputs
         self._padded_inputs = _read_inputs(padded, len(inputs))
         self._usage = Usage(record.name)
@@ -257,7 +259,14 @@ class Step:
 
     def _replay(self, inputs: Sequence[Any]) -> Replay:
         effects = self._effects
-        return Replay(self._eager, inputs, parameters=self._parameters, written=effects.written, draws=effects.draws)
+        return Replay(
+            self._eager,
+            inputs,
+            parameters=self._parameters,
+            sampler=self._sampler,
+            written=effects.written,
+            draws=effects.draws,
+        )
 
     def _kept(self, inputs: Sequence[Any]) -> list[Any]:
         """The inputs with ids, masks and labels copied: loops overwrite them with the next batch."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Container, Iterator, Sequence
 
 import torch
 
 _SAMPLES = 256  # values of a tensor that are compared; gathering them takes about 4 us on CPU
-_FEW = 16  # of each of many tensors: a cache miss each
+_FEW = 4  # of each of many tensors: a cache miss each
 
 
 def sample(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -16,20 +17,60 @@ def sample(tensor: torch.Tensor) -> torch.Tensor | None:
     return None if view is None else view.clone(memory_format=torch.contiguous_format)
 
 
-class Samples:
-    """Up to 16 values of each of many tensors, gathered in one operation for each device and dtype."""
+class Sampler:
+    """A few values of each of many tensors, gathered in one operation for each device and dtype.
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._tensors = tensors
-        self._gathered = _gathered(tensors)
+    It is asked about the same tensors again and again, and keeps views of them for as long as they live.
+    """
 
-    def changed(self, but: Container[int]) -> Iterator[torch.Tensor]:
+    def __init__(self) -> None:
+        self._known: list[weakref.ref[torch.Tensor]] = []
+        self._addresses: list[int] = []
+        self._views: dict[tuple[torch.device, torch.dtype], dict[int, torch.Tensor]] = {}
+
+    def take(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Samples, to be given to `changed` with the same tensors."""
+        if not self._knows(tensors):
+            self._look_at(tensors)
+        return [torch.cat(list(views.values())) for views in self._views.values()]
+
+    def changed(
+        self, tensors: Sequence[torch.Tensor], before: Sequence[torch.Tensor], but: Container[int]
+    ) -> Iterator[torch.Tensor]:
         """Those whose values are others now. but: ids of tensors that are left out."""
-        now = _gathered(self._tensors)
-        for index, each in enumerate(self._tensors):
-            before = self._gathered.get(index)
-            if before is not None and id(each) not in but and not same_bits(before, now.get(index)):
-                yield each
+        now = self.take(tensors)
+        if len(now) != len(before):
+            yield from (each for each in tensors if id(each) not in but)
+            return
+        for views, old, new in zip(self._views.values(), before, now, strict=True):
+            if old.numel() == new.numel() and same_bits(old, new):
+                continue
+            counts = [view.numel() for view in views.values()]
+            if old.numel() != new.numel():
+                yield from (tensors[index] for index in views if id(tensors[index]) not in but)
+                continue
+            for index, one, other in zip(views, old.split(counts), new.split(counts), strict=True):
+                if id(tensors[index]) not in but and not same_bits(one, other):
+                    yield tensors[index]
+
+    def _knows(self, tensors: Sequence[torch.Tensor]) -> bool:
+        return (
+            len(self._known) == len(tensors)
+            and all(known() is each for known, each in zip(self._known, tensors, strict=True))
+            and self._addresses == [_address(each) for each in tensors]
+        )
+
+    def _look_at(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._known = [weakref.ref(each, self._forget) for each in tensors]
+        self._addresses = [_address(each) for each in tensors]
+        self._views = {}
+        for index, each in enumerate(tensors):
+            view = _spread(each, _FEW)
+            if view is not None:
+                self._views.setdefault((each.device, each.dtype), {})[index] = view.flatten()
+
+    def _forget(self, _: object) -> None:
+        self._known, self._views = [], {}  # views would keep the memory of a model that is gone
 
 
 def same_bits(before: torch.Tensor, after: torch.Tensor | None) -> bool:
@@ -51,17 +92,5 @@ def _spread(tensor: torch.Tensor, values: int) -> torch.Tensor | None:
     return tensor.as_strided((count,), (step,), tensor.storage_offset())
 
 
-def _gathered(tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Samples by the place of their tensor."""
-    groups: dict[tuple[torch.device, torch.dtype], dict[int, torch.Tensor]] = {}
-    for index, each in enumerate(tensors):
-        view = _spread(each, _FEW)
-        if view is not None:
-            groups.setdefault((each.device, each.dtype), {})[index] = view.flatten()
-    return {
-        index: sample
-        for views in groups.values()
-        for index, sample in zip(
-            views, torch.cat(list(views.values())).split([view.numel() for view in views.values()]), strict=True
-        )
-    }
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.data_ptr() if type(tensor) in (torch.Tensor, torch.nn.Parameter) else 0

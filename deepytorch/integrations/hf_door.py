@@ -61,6 +61,7 @@ from deepytorch.integrations.packed_batch import (
 )
 from deepytorch.integrations.padded_hooks import UserHooks
 from deepytorch.log import logger, once
+from deepytorch.passes.samples import Sampler
 
 Call = Callable[..., Any]
 
@@ -233,7 +234,8 @@ class Door:
             with torch.compiler.set_stance("force_eager"), UserHooks(self.target).silenced():
                 return (self.target._call_impl(*args, **kwargs),)
 
-        return Replay(run, inputs, parameters=range(len(uses.parameters)), draws=True)
+        parameters = range(len(uses.parameters))
+        return Replay(run, inputs, parameters=parameters, sampler=uses.sampler, draws=True)
 
     def _as_proved(self) -> contextlib.AbstractContextManager[Any]:
         """Dynamo calls `forward` of a module itself, and not what stands in place of its call: then nothing compiled
@@ -381,6 +383,7 @@ class _Uses:
         self.usage = Usage(record.name)
         record.outputs = self.usage.outputs
         self.parameters = list(model.parameters())
+        self.sampler = Sampler()
         self._shards = sharding_groups(model)
         self._calls, self.watched = 0, False
 
