@@ -144,7 +144,11 @@ class SecondBackward:
         self._unread = frozenset(place for place in self._unread if not inputs[place].requires_grad)
         self._places = [place for place in tensors if not inputs[place].is_inference()]
         self._written = [
-            place for place in tensors if place not in self._unread and not isinstance(inputs[place], nn.Parameter)
+            place
+            for place in tensors
+            if place not in self._unread
+            and not isinstance(inputs[place], nn.Parameter)
+            and not _stands_for_more(inputs[place])
         ]
         devices = sorted({inputs[place].device for place in tensors}, key=str)
         self._devices = sorted({"cpu", *(device.type for device in devices if _has_autocast(device.type))})
@@ -297,6 +301,13 @@ class TwiceDifferentiable:
         if not self._in_eager:
             self._in_eager = True
             self._tell(what)
+
+
+def _stands_for_more(tensor: torch.Tensor) -> bool:
+    """Whether places of it share memory (`expand`): torch writes into no such tensor, and a copy would hold them all."""
+    return tensor.layout is torch.strided and any(
+        stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
 
 
 class _Replacement:

@@ -32,7 +32,10 @@ class Sampler:
         """Samples, to be given to `changed` with the same tensors."""
         if not self._knows(tensors):
             self._look_at(tensors)
-        return [torch.cat(list(views.values())) for views in self._views.values()]
+        return [
+            torch.cat([view if view.dim() == 1 else view.flatten() for view in views.values()])
+            for views in self._views.values()
+        ]
 
     def changed(
         self, tensors: Sequence[torch.Tensor], before: Sequence[torch.Tensor], but: Container[int]
@@ -67,7 +70,7 @@ class Sampler:
         for index, each in enumerate(tensors):
             view = _spread(each, _FEW)
             if view is not None:
-                self._views.setdefault((each.device, each.dtype), {})[index] = view.flatten()
+                self._views.setdefault((each.device, each.dtype), {})[index] = view
 
     def _forget(self, _: object) -> None:
         self._known, self._views = [], {}  # views would keep the memory of a model that is gone

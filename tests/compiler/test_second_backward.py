@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import resource
 import time
 import weakref
 from collections.abc import Callable
@@ -317,6 +318,26 @@ def test_an_input_that_the_region_writes_into() -> None:
     call = compiled(model)
     torch.testing.assert_close(second(call, x), expected)
     assert asked()
+
+
+def test_an_expanded_input_is_not_copied() -> None:
+    """Packed batches carry the longest row's length so, as an expanded tensor that would fill the machine if copied."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, carrier: torch.Tensor) -> torch.Tensor:
+            return self.linear(x) * carrier[0, 0]
+
+    model = Scaled()
+    call = compiled(model)
+    carrier = torch.ones(4).expand(8192, 8192, 4)  # 1 GiB, copied
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for _ in range(3):
+        call(torch.randn(2, 4), carrier).sum().backward()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 512 << 10  # KiB
 
 
 def test_outputs_may_be_changed_in_place() -> None:
