@@ -304,7 +304,7 @@ class TwiceDifferentiable:
 
 
 def _stands_for_more(tensor: torch.Tensor) -> bool:
-    """Whether places of it share memory (`expand`): torch writes into no such tensor, and a copy would hold them all."""
+    """Whether places of it share memory (`expand`): torch writes into no such tensor, and a copy holds them all."""
     return tensor.layout is torch.strided and any(
         stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
