@@ -8,7 +8,7 @@ from collections.abc import Container, Iterator, Sequence
 import torch
 
 _SAMPLES = 256  # values of a tensor that are compared; gathering them takes about 4 us on CPU
-_FEW = 4  # of each of many tensors: a cache miss each
+_FEW, _ALTOGETHER = 16, 1024  # of each of many tensors, at least: a cache miss each
 
 
 def sample(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -67,8 +67,9 @@ class Sampler:
         self._known = [weakref.ref(each, self._forget) for each in tensors]
         self._addresses = [_address(each) for each in tensors]
         self._views = {}
+        values = max(_FEW, _ALTOGETHER // max(1, len(tensors)))
         for index, each in enumerate(tensors):
-            view = _spread(each, _FEW)
+            view = _spread(each, values)
             if view is not None:
                 self._views.setdefault((each.device, each.dtype), {})[index] = view
 

@@ -24,6 +24,15 @@ def test_each_weight_that_was_written_is_named_and_no_other() -> None:
         assert not list(sampler.changed(given, before, {id(given[written])}))
 
 
+def test_clipping_that_changes_one_value_in_a_hundred_is_noticed() -> None:
+    torch.manual_seed(0)
+    given, sampler = [nn.Parameter(torch.randn(64, 64)) for _ in range(40)], Sampler()
+    before = sampler.take(given)
+    for each in given:
+        each.data.clamp_(-2.6, 2.6)
+    assert list(sampler.changed(given, before, ()))
+
+
 def test_memory_that_was_put_in_place_is_looked_at() -> None:
     given, sampler = weights(), Sampler()
     before = sampler.take(given)
