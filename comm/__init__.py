@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from deepytorch.comm.buffers import allocate
     from deepytorch.comm.compress import all_reduce, overflows
     from deepytorch.comm.register import register
+    from deepytorch.comm.shrink import shrink
 
-__all__ = ["Options", "all_reduce", "allocate", "chosen", "overflows", "register"]
+__all__ = ["Options", "all_reduce", "allocate", "chosen", "overflows", "register", "shrink"]
 
 _HOMES = {
     "Options": "backend",
@@ -30,6 +31,7 @@ _HOMES = {
     "allocate": "buffers",
     "all_reduce": "compress",
     "overflows": "compress",
+    "shrink": "shrink",
 }
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from deepytorch.comm import hierarchical, native, nccl, symmetric
-from deepytorch.comm.base import KINDS, Choice, Compression
+from deepytorch.comm.base import KINDS, Choice, Compression, DeviceKind
 from deepytorch.comm.calibrate import STREAMS, Bench, calibrated
 from deepytorch.comm.cost import Links
 from deepytorch.comm.delegate import inner_backends, stock_group
@@ -165,12 +165,14 @@ def _all_have(store: dist.Store, rank: int, size: int, mine: bool, timeout: time
 def _make(
     module: Any, store: dist.Store, name: str, rank: int, size: int, timeout: timedelta, options: Options
 ) -> Group:
+    store = _of_this_life(store, rank)
     topology = gather_topology(dist.PrefixStore("topology", store), rank, size, discover_host(), timeout)
     host = topology.host_of[rank]
     local = topology.ranks_on(host)
     local_rank = local.index(rank)
     nccl.prepare(topology)
-    cpu, cuda = inner_backends(store, rank, size, timeout)
+    single = topology.num_hosts == 1
+    cpu, cuda = inner_backends(store, rank, size, timeout, single)
     between = _between(store, topology, host, local_rank, timeout)
     segment = _segment(module, store, topology, host, local_rank, cuda is not None, options, timeout)
     shares = _same_everywhere(store, topology, rank, segment is not None or len(local) == 1, timeout)
@@ -185,6 +187,8 @@ def _make(
         num_hosts=topology.num_hosts,
         host=host,
         ranks=_ranks_by_host(topology),
+        store=None if single else _with_deadline(dist.PrefixStore("health", store)),
+        exchanges=shares and single and options.algorithm in (None, "shared_memory"),
     )
     backend.set_one_shot_bytes(options.one_shot_bytes)
     if cuda is not None:
@@ -195,6 +199,21 @@ def _make(
     group = replace(group, links=_links(group, module, cpu, between, shares))
     _set_tables(group, shares)
     return group
+
+
+def _of_this_life(store: dist.Store, rank: int) -> dist.Store:
+    """The group's keys, apart from those of an earlier group of the same name in the same store.
+
+    Every rank counts how often it has made the group: all count alike, since they make it together.
+    """
+    return dist.PrefixStore(f"life/{store.add(f'lives/{rank}', 1)}", store)
+
+
+def _with_deadline(store: dist.Store) -> dist.Store:
+    """A connection of its own, for a thread that must not wait long for an answer."""
+    made = store.clone()
+    made.set_timeout(timedelta(seconds=5))
+    return made
 
 
 def _ranks_by_host(topology: Topology) -> list[int]:
@@ -302,7 +321,8 @@ def _local_backend(group: Group, module: Any) -> Any | None:
         host=0,
         ranks=list(range(num_ranks)),
     )
-    local.set_table("all_reduce", False, [(_WITHOUT_END, *_settings(Choice("shared_memory")))])
+    for fixed in (False, True):
+        local.set_table("all_reduce", False, [(_WITHOUT_END, *_settings(Choice("shared_memory")))], fixed)
     return local
 
 
@@ -339,23 +359,21 @@ def _settings(choice: Choice) -> tuple[str, int, int, str]:
 def _set_tables(group: Group, shares: bool) -> None:
     """Give the native backend its choices. Only what it can run on this group's hosts is looked at."""
     backend, topology, options = group.backend, group.topology, group.options
-    for device in ("cpu", "cuda"):
+    devices: tuple[DeviceKind, ...] = ("cpu", "cuda")
+    for device, fixed in itertools.product(devices, (False, True)):
+        links = Links() if fixed else group.links  # completed by formula, the same in every run
+        ranges_of = {} if options.algorithm else table(topology, links, device=device, allow_compress=options.compress)
         for kind in KINDS:
             rows: list[tuple[int, str, int, int, str]] = []
             if options.algorithm is not None:
                 choice = Choice(options.algorithm, options.chunk_bytes, max(1, options.num_streams), options.compress)
                 rows = [(_WITHOUT_END, *_settings(_possible(choice, kind, topology, shares, device)))]
-            else:
-                ranges = table(
-                    topology,
-                    group.links,
-                    device=device,
-                    allow_compress=options.compress,  # type: ignore[arg-type]
-                )[kind]
+            elif device == "cpu":  # on GPUs nccl, until somebody has measured ours to be faster on that machine
+                ranges = ranges_of[kind]
                 for index, entry in enumerate(ranges):
                     end = ranges[index + 1].from_bytes - 1 if index + 1 < len(ranges) else _WITHOUT_END
                     rows.append((end, *_settings(_possible(entry.choice, kind, topology, shares, device))))
-            backend.set_table(kind, device == "cuda", rows)
+            backend.set_table(kind, device == "cuda", rows, fixed)
 
 
 def _possible(choice: Choice, kind: str, topology: Topology, shares: bool, device: str) -> Choice:

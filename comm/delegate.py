@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from deepytorch.config import process_environment
 
 
 def stock_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
@@ -25,9 +28,20 @@ def stock_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> 
     return group
 
 
-def inner_backends(store: dist.Store, rank: int, size: int, timeout: timedelta) -> tuple[Any, Any | None]:
-    """Stock gloo, and stock nccl where there is a GPU for it (else None)."""
-    cpu = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
+def inner_backends(
+    store: dist.Store, rank: int, size: int, timeout: timedelta, single_host: bool = False
+) -> tuple[Any, Any | None]:
+    """Stock gloo, and stock nccl where there is a GPU for it (else None).
+
+    single_host: gloo then takes one thread, and shares its listener with the other groups of this process.
+    """
+    prefix = dist.PrefixStore("gloo", store)
+    if single_host:
+        options = dist.ProcessGroupGloo._Options()
+        options._devices, options._threads, options._timeout = _listeners(), 1, timeout
+        cpu = dist.ProcessGroupGloo(prefix, rank, size, options)
+    else:
+        cpu = dist.ProcessGroupGloo(prefix, rank, size, timeout)
     cpu._set_sequence_number_for_group()
     if not (torch.cuda.is_available() and dist.is_nccl_available()):
         return cpu, None
@@ -36,3 +50,12 @@ def inner_backends(store: dist.Store, rank: int, size: int, timeout: timedelta) 
     cuda = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
     cuda._set_sequence_number_for_group()
     return cpu, cuda
+
+
+@functools.cache
+def _listeners() -> list[Any]:
+    """Gloo's listeners of this process, for all groups of one host: as stock gloo chooses its network devices."""
+    gloo, interfaces = dist.ProcessGroupGloo, process_environment().get("GLOO_SOCKET_IFNAME", "")
+    if interfaces:
+        return [gloo.create_device(interface=name) for name in interfaces.split(",")]
+    return [gloo.create_default_device()]

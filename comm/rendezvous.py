@@ -33,7 +33,7 @@ def share_segment(
     try:
         if local_rank == 0:
             try:
-                segment = native.Segment.create(num_ranks, areas, area_bytes)
+                segment = native.Segment.create(num_ranks, areas, max(area_bytes, _least_area_bytes(num_ranks)))
                 offer = {"pid": os.getpid(), "descriptor": segment.descriptor, "token": segment.token}
             except native.CommError as error:
                 offer = {"trouble": str(error)}
@@ -52,6 +52,11 @@ def share_segment(
     store.set(f"outcome/{local_rank}", trouble)
     outcomes = [_wait(store, f"outcome/{rank}", timeout).decode() for rank in range(num_ranks)]
     return segment if not _report(outcomes) else None
+
+
+def _least_area_bytes(num_ranks: int) -> int:
+    """Room for the sizes that ranks tell each other, and a cache line for each."""
+    return -(-128 * num_ranks // 4096) * 4096
 
 
 def _wait(store: dist.Store, key: str, timeout: timedelta) -> bytes:

@@ -556,8 +556,19 @@ def doctor(
     file: Annotated[
         Path | None, typer.Option(help="With --topology: a topology file to show, as --json prints one.")
     ] = None,
+    group: Annotated[
+        int | None,
+        typer.Option(metavar="PID", help="Say in place of it what the process groups of a running process do now."),
+    ] = None,
 ) -> None:
     """Say which versions, devices and compilers are here, what is missing and how to get it."""
+    if group is not None:
+        from deepytorch.comm.recorder import read_groups
+
+        for number, text in enumerate(read_groups(group)):
+            typer.echo(f"{'' if number == 0 else chr(10)}group {number + 1} of process {group}, on this host")
+            typer.echo(text)
+        return
     if file is not None and not topology:
         raise ConfigError(f"--file {file} was given without --topology, which it belongs to. Add --topology.")
     if topology:

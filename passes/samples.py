@@ -21,7 +21,7 @@ class Sampler:
     """A few values of each of many tensors, gathered in one operation for each device and dtype.
 
     It is asked about the same tensors again and again, and keeps views of them for as long as they live. Values that
-    stand side by side are taken: spread over the tensor they would cost a cache miss each, and `cat` three times as long.
+    stand side by side are taken: spread over the tensor they would cost a cache miss each, and `cat` would take long.
     """
 
     def __init__(self) -> None:

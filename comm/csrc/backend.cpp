@@ -1,11 +1,15 @@
 #include "backend.h"
 
+#include <ATen/Context.h>
+#include <ATen/ThreadLocalState.h>
 #include <c10/util/Exception.h>
 #include <pybind11/pybind11.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <utility>
+
+#include "checks.h"
 
 namespace deepytorch {
 
@@ -30,7 +34,21 @@ Reduce reduction(RedOp op) { return op == RedOp::MIN ? Reduce::min : op == RedOp
 
 bool in_memory(const Row& row) { return row.algorithm == Algorithm::shared_memory || row.algorithm == Algorithm::hierarchical; }
 
-uint64_t mix(uint64_t digest, uint64_t value) { return (digest ^ value) * 0x100000001b3 + (digest >> 29); }
+uint64_t sizes_of(const std::vector<at::Tensor>& tensors) {
+  uint64_t found = tensors.size();
+  for (const at::Tensor& tensor : tensors) found = mix(found + 1, tensor.numel());
+  return found;
+}
+
+std::vector<at::Tensor> flat(const std::vector<at::Tensor>& tensors) { return tensors; }
+
+std::vector<at::Tensor> flat(const std::vector<std::vector<at::Tensor>>& lists) {
+  std::vector<at::Tensor> found;
+  for (const auto& list : lists) found.insert(found.end(), list.begin(), list.end());
+  return found;
+}
+
+size_t bytes_of(const at::Tensor& tensor) { return tensor.is_sparse() ? 0 : tensor.nbytes(); }
 
 }  // namespace
 
@@ -116,6 +134,7 @@ struct Backend::Wanted {
   int root = -1;
   bool on_cuda = false;
   std::chrono::milliseconds timeout = c10d::kUnsetTimeout;
+  uint64_t sizes = 0;
   const void* data = nullptr;  // where the host may read it directly
   size_t bytes = 0;
 };
@@ -129,8 +148,10 @@ struct Backend::Worker {
 
 struct Backend::Job {
   Fingerprint fingerprint;
-  bool may_share;  // whether memory was handed out before the call, alike on all ranks
-  std::shared_ptr<void> keeper;
+  bool own = true;         // all ranks of the host run it together; else it only calls an inner backend
+  bool may_share = false;  // whether memory was handed out before the call, alike on all ranks
+  std::shared_ptr<Kept> kept;
+  std::optional<at::ThreadLocalState> caller;  // of the calling thread, where another one runs it
   std::chrono::milliseconds timeout;
   at::ScalarType dtype;
   RedOp reduce;
@@ -141,11 +162,16 @@ struct Backend::Job {
 
 Backend::Backend(Setup setup)
     : c10d::Backend(setup.rank, setup.size), setup_(std::move(setup)), timeout_(setup_.timeout_ms),
-      changed_(*new std::condition_variable), process_(getpid()) {
+      health_(std::make_shared<Health>(setup_.segment)), changed_(*new std::condition_variable), process_(getpid()) {
   const auto& segment = setup_.segment;
   for (const uint64_t value : {static_cast<uint64_t>(setup_.num_hosts), segment ? segment->area_bytes() : 0,
                                segment ? static_cast<uint64_t>(segment->areas()) : 0}) {
     plan_ = mix(plan_ + 1, value);
+  }
+  if (setup_.store) {
+    listener_ = std::make_unique<Listener>(health_, std::move(setup_.store),
+                                           "rank " + std::to_string(setup_.rank) + " on host " + std::to_string(setup_.host),
+                                           [this] { let_go(); });
   }
 }
 
@@ -155,6 +181,7 @@ Backend::~Backend() {
     (void)setup_.cuda.release();
     for (auto& backend : setup_.between) (void)backend.release();
     (void)new auto(std::move(workers_));
+    (void)listener_.release();
     return;  // `changed_` is left too: its destructor would wait for a thread of the parent
   }
   const bool on_worker = std::any_of(workers_.begin(), workers_.end(), [](const auto& worker) { return worker->is_this(); });
@@ -169,19 +196,19 @@ void Backend::set_one_shot_bytes(uint64_t bytes) {
   plan_ = mix(plan_ + 1, bytes);
 }
 
-void Backend::set_table(Kind kind, bool on_cuda, std::vector<Row> rows) {
+void Backend::set_table(Kind kind, bool on_cuda, bool fixed, std::vector<Row> rows) {
   for (const Row& row : rows) {
-    for (const uint64_t value : {static_cast<uint64_t>(kind), static_cast<uint64_t>(on_cuda), row.max_bytes,
+    for (const uint64_t value : {static_cast<uint64_t>(kind), static_cast<uint64_t>(on_cuda), static_cast<uint64_t>(fixed), row.max_bytes,
                                  static_cast<uint64_t>(row.algorithm), row.chunk_bytes, static_cast<uint64_t>(row.streams),
                                  static_cast<uint64_t>(row.wire)}) {
       plan_ = mix(plan_ + 1, value);
     }
   }
-  table_[{kind, on_cuda}] = std::move(rows);
+  table_[{kind, on_cuda, fixed}] = std::move(rows);
 }
 
 Row Backend::row(Kind kind, bool on_cuda, uint64_t bytes) const {
-  const auto found = table_.find({kind, on_cuda});
+  const auto found = table_.find({kind, on_cuda, at::globalContext().deterministicAlgorithms()});
   if (found != table_.end()) {
     for (const Row& row : found->second) {
       if (bytes <= row.max_bytes) return row;
@@ -225,28 +252,6 @@ void Backend::guard() const {
   if (stopped_.load()) raise("this process group was destroyed; expected a group made by init_process_group or new_group");
 }
 
-bool Backend::poisoned() const {
-  if (setup_.segment && setup_.segment->poisoned()) return true;
-  const std::lock_guard<std::mutex> lock(error_mutex_);
-  return !error_.empty();
-}
-
-std::string Backend::poison_message() const {
-  {
-    const std::lock_guard<std::mutex> lock(error_mutex_);
-    if (!error_.empty()) return error_;
-  }
-  return setup_.segment ? setup_.segment->poison_message() : "";
-}
-
-void Backend::poison(const std::string& message) {
-  if (setup_.segment) setup_.segment->poison(message);
-  {
-    const std::lock_guard<std::mutex> lock(error_mutex_);
-    if (error_.empty()) error_ = setup_.segment ? setup_.segment->poison_message() : message;
-  }
-}
-
 // ------------------------------------------------------------------ memory that is shared
 
 at::Tensor Backend::adopt(const std::shared_ptr<Segment>& region) {
@@ -284,31 +289,71 @@ std::vector<char*> Backend::peers(uint64_t shared) {
 
 // ------------------------------------------------------------------ running
 
-// Tell the ranks of this host what comes next. Lets go of the lock where they disagree.
-void Backend::publish(const Fingerprint& fingerprint, std::unique_lock<std::mutex>& lock) {
-  if (!setup_.segment) return;
+// Number the call and tell the ranks of this host what comes next. Lets go of the lock where they disagree.
+Fingerprint Backend::announce(const Wanted& wanted, uint64_t plan, uint64_t shared, std::unique_lock<std::mutex>& lock) {
+  Fingerprint made;
+  made.sequence = ++sequence_;
+  made.count = wanted.count;
+  made.root = wanted.root;
+  made.kind = wanted.kind;
+  made.reduce = static_cast<uint8_t>(wanted.reduce);
+  made.dtype = static_cast<int8_t>(wanted.dtype);
+  made.on_cuda = wanted.on_cuda;
+  made.plan = plan;
+  made.sizes = wanted.sizes;
+  made.history = history_;
+  made.shared = shared;
+  history_ = made.digest();
+  if (!setup_.segment) return made;
   try {
-    setup_.segment->publish(fingerprint);
+    setup_.segment->publish(made);
   } catch (const CommError& error) {
     lock.unlock();
-    poison(error.what());
+    health_->poison(error.what());
     let_go();
     raise(error.what());
   }
+  return made;
 }
 
-Backend::WorkPtr Backend::delegate(Wanted wanted, const std::function<WorkPtr(c10d::Backend&)>& call, CopiedOutputs copied) {
+// See [Note: order]. `call` may run on another thread later, and must hold what it works on.
+Backend::WorkPtr Backend::delegate(Wanted wanted, std::function<WorkPtr(c10d::Backend&)> call, Tensors outputs,
+                                   CopiedOutputs copied) {
   guard();
-  Fingerprint fingerprint;
-  {
-    std::unique_lock<std::mutex> lock(mutex_);
-    fingerprint = {++sequence_, wanted.count, wanted.root, wanted.kind, static_cast<uint8_t>(wanted.reduce),
-                   static_cast<int8_t>(wanted.dtype), wanted.on_cuda, 0, 0};
-    publish(fingerprint, lock);
+  std::unique_lock<std::mutex> lock(mutex_);
+  const Fingerprint fingerprint = announce(wanted, 0, 0, lock);
+  if (wanted.on_cuda || (!busy_ && queue_.empty())) {
+    lock.unlock();
+    auto work = call(*inner(wanted.on_cuda));
+    if (wanted.on_cuda || !work) return work;
+    lock.lock();
+    if (handed_on_.size() >= 64) {
+      std::erase_if(handed_on_, [](const auto& weak) {
+        const auto other = weak.lock();
+        return !other || other->isCompleted();
+      });
+    }
+    handed_on_.emplace_back(work);
+    any_handed_on_ = true;
+    lock.unlock();
+    return c10::make_intrusive<DelegatedWork>(getRank(), fingerprint, std::move(work), health_, std::move(copied));
   }
-  auto work = call(*inner(wanted.on_cuda));
-  if (wanted.on_cuda || !work) return work;
-  return c10::make_intrusive<DelegatedWork>(getRank(), fingerprint, std::move(work), setup_.segment, std::move(copied));
+  auto job = std::make_shared<Job>();
+  job->own = false;
+  job->fingerprint = fingerprint;
+  job->timeout = std::min<std::chrono::milliseconds>(wanted.timeout.count() > 0 ? wanted.timeout : timeout_, kLongest);
+  job->dtype = wanted.dtype;
+  job->reduce = wanted.reduce;
+  job->kept = std::make_shared<Kept>();
+  job->work = c10::make_intrusive<OwnWork>(getRank(), fingerprint, std::move(outputs), nullptr);
+  job->body = [this, call = std::move(call), copied = std::move(copied)](Call&, const Fingerprint& mine) {
+    auto work = call(*inner(false));
+    if (work) DelegatedWork(getRank(), mine, std::move(work), health_, copied).wait(kNoTimeout);
+  };
+  enqueue(job, lock);
+  lock.unlock();
+  changed_.notify_all();
+  return job->work;
 }
 
 Backend::WorkPtr Backend::submit(Wanted wanted, std::function<void(Call&, const Fingerprint&)> body, Tensors outputs,
@@ -324,25 +369,12 @@ Backend::WorkPtr Backend::submit(Wanted wanted, std::function<void(Call&, const 
     std::unique_lock<std::mutex> lock(mutex_);
     const uint64_t shared = wanted.data != nullptr && setup_.segment ? shared_at(wanted.data, wanted.bytes) : 0;
     job->may_share = num_regions_ != 0;
-    job->keeper = std::make_shared<std::pair<std::shared_ptr<Segment>, Tensors>>(setup_.segment, outputs);
-    job->fingerprint = {++sequence_, wanted.count, wanted.root, wanted.kind, static_cast<uint8_t>(wanted.reduce),
-                        static_cast<int8_t>(wanted.dtype), wanted.on_cuda, plan_, shared};
-    publish(job->fingerprint, lock);
+    job->kept = std::make_shared<Kept>(Kept{setup_.segment, outputs});
+    job->fingerprint = announce(wanted, plan_, shared, lock);
     job->work = c10::make_intrusive<OwnWork>(getRank(), job->fingerprint, std::move(outputs), std::move(copies));
     here = !async && !busy_ && queue_.empty();
-    if (here) {
-      busy_ = true;
-    } else {
-      queue_.push_back(job);
-      try {
-        ensure_worker();
-      } catch (const std::exception& error) {  // the others are told already that this collective comes
-        queue_.pop_back();
-        lock.unlock();
-        poison(std::string("no thread could be started for collectives: ") + error.what());
-        raise(poison_message());
-      }
-    }
+    if (here) busy_ = true;
+    else enqueue(job, lock);
   }
   if (here) {
     execute(*job);
@@ -353,21 +385,44 @@ Backend::WorkPtr Backend::submit(Wanted wanted, std::function<void(Call&, const 
   return job->work;
 }
 
+// Called with the lock, which it lets go of where it throws.
+void Backend::enqueue(std::shared_ptr<Job> job, std::unique_lock<std::mutex>& lock) {
+  job->caller.emplace();
+  queue_.push_back(std::move(job));
+  try {
+    ensure_worker();
+  } catch (const std::exception& error) {  // the others are told already that this collective comes
+    queue_.pop_back();
+    lock.unlock();
+    health_->poison(std::string("no thread could be started for collectives: ") + error.what());
+    raise(poison_message());
+  }
+}
+
 void Backend::execute(Job& job) {
   std::exception_ptr error;
   try {
     if (poisoned()) throw CommError(poison_message());
-    Call call{setup_.segment.get(), &stopped_, Clock::now() + job.timeout, job.fingerprint.sequence, job.fingerprint.kind,
-              dtype_of(job.dtype), reduction(job.reduce),
-              job.reduce == RedOp::AVG ? static_cast<double>(getSize()) : 1.0, 0, job.keeper};
+    Call call{job.own ? setup_.segment.get() : nullptr, &stopped_, Clock::now() + job.timeout, job.fingerprint.sequence,
+              job.fingerprint.kind, dtype_of(job.dtype), reduction(job.reduce),
+              job.reduce == RedOp::AVG ? static_cast<double>(getSize()) : 1.0, 0, job.kept};
+    if (any_handed_on_) wait_for_inner(call);
     if (call.segment != nullptr) {
       call.segment->begin(job.fingerprint);
       if (job.may_share) call.sync();  // ranks whose data may lie in shared memory begin together, and know of each other
     }
-    job.body(call, job.fingerprint);
-    if (call.segment != nullptr && !call.checked) call.sync();
+    {
+      std::optional<at::ThreadLocalStateGuard> as_the_caller;
+      if (job.caller) as_the_caller.emplace(*job.caller);
+      job.body(call, job.fingerprint);
+    }
+    if (call.segment != nullptr) {
+      if (!call.checked) call.sync();
+      call.segment->end(job.fingerprint.sequence);
+    }
   } catch (const std::exception& failure) {
-    poison(failure.what());
+    if (dynamic_cast<const Timeout*>(&failure) != nullptr) health_->report();
+    health_->poison(failure.what());
     let_go();
     error = std::make_exception_ptr(
         c10::DistBackendError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, poison_message()));
@@ -417,6 +472,8 @@ void Backend::work_through(Worker& self) {
     changed_.notify_all();
     if (!failure.empty()) TORCH_WARN("no thread could be started for collectives: ", failure);
     try {
+      std::optional<at::ThreadLocalStateGuard> as_the_caller;
+      if (job->caller) as_the_caller.emplace(*job->caller);
       job->work->settle(*job->settled);
     } catch (const std::exception& error) {  // of what the caller has hung on the future
       TORCH_WARN("a callback of a collective failed: ", error.what());
@@ -431,6 +488,7 @@ void Backend::work_through(Worker& self) {
 void Backend::shutdown() {
   if (getpid() != process_) return;
   const WithoutGil unlocked;
+  listener_.reset();
   for (;;) {  // one of them may start another one as it ends
     std::vector<std::shared_ptr<Worker>> workers;
     {
@@ -454,7 +512,7 @@ void Backend::shutdown() {
 
 void Backend::abort() {
   if (getpid() != process_) return;
-  poison("the process group was aborted by this rank (" + std::to_string(getRank()) + ")");
+  health_->poison("the process group was aborted by this rank (" + std::to_string(getRank()) + ")");
   stopped_ = true;
   for (const bool on_cuda : {false, true}) {
     if (const auto engine = engine_of(on_cuda)) engine->abort();
@@ -474,6 +532,8 @@ void Backend::let_go() {
   if (!held->cpu && !held->cuda && held->between.empty()) return;
   try {
     if (poisoned()) {  // something may be stuck in them
+      // torch holds this one too, on one host, and would wait for what is stuck in it: it is never ended.
+      if (on_one_host()) (void)held->cpu.release();
       Setup* const rest = held.release();
       std::thread([rest] { delete rest; }).detach();
     } else {
@@ -547,6 +607,7 @@ Backend::WorkPtr Backend::reduce_all(at::Tensor& tensor, Wanted wanted, Row row,
   return submit(
       wanted, [this, tensor, row, key](Call& call, const Fingerprint& mine) {
         const at::Tensor whole = tensor.contiguous();
+        call.kept->tensors.push_back(whole);
         run_all_reduce(call, mine, static_cast<char*>(whole.data_ptr()), nullptr, whole.numel(), row, key);
         if (!whole.is_same(tensor)) at::Tensor(tensor).copy_(whole);
       },
@@ -559,9 +620,7 @@ Backend::WorkPtr Backend::symmetric(at::Tensor& tensor, Wanted wanted, Row row) 
   Fingerprint fingerprint;
   {
     std::unique_lock<std::mutex> lock(mutex_);
-    fingerprint = {++sequence_, wanted.count, wanted.root, wanted.kind, static_cast<uint8_t>(wanted.reduce),
-                   static_cast<int8_t>(wanted.dtype), wanted.on_cuda, plan_, 0};
-    publish(fingerprint, lock);
+    fingerprint = announce(wanted, plan_, 0, lock);
   }
   symmetric_(name_of(row.algorithm), tensor);
   auto work = c10::make_intrusive<OwnWork>(getRank(), fingerprint, Tensors{tensor}, nullptr);
@@ -574,7 +633,9 @@ Backend::WorkPtr Backend::allreduce(Tensors& given_tensors, const c10d::Allreduc
   TORCH_CHECK(tensors.size() == 1, "all_reduce takes one tensor, found ", tensors.size());
   at::Tensor tensor = tensors[0];
   Wanted wanted{Kind::all_reduce, tensor.scalar_type(), tensor.numel(), options.reduceOp, -1, tensor.is_cuda(), options.timeout};
-  if (tensor.is_sparse()) return delegate(wanted, [&](c10d::Backend& engine) { return engine.allreduce(tensors, options); });
+  if (tensor.is_sparse()) {
+    return delegate(wanted, [tensors, options](c10d::Backend& engine) mutable { return engine.allreduce(tensors, options); }, tensors);
+  }
   const Row row = this->row(Kind::all_reduce, wanted.on_cuda, tensor.nbytes());
   const bool able = accelerates(wanted.kind, wanted.dtype, wanted.reduce);
   const bool through_symmetric = row.algorithm >= Algorithm::nvlink_one_shot;
@@ -587,18 +648,21 @@ Backend::WorkPtr Backend::allreduce(Tensors& given_tensors, const c10d::Allreduc
   if (able && (through_host || in_host_memory)) {
     return reduce_all(tensor, wanted, row, "", options.asyncOp, tensors);
   }
+  check_gloo_reduces(wanted.kind, tensor, wanted.reduce);
   CopiedOutputs copied;
+  const Tensors outputs = tensors;
   tensors = each(tensors, copied);
-  if (able && !wanted.on_cuda && wanted.reduce == RedOp::AVG) {  // gloo only sums; in call order, on this thread
+  if (able && !wanted.on_cuda && wanted.reduce == RedOp::AVG) {  // gloo averages after the sum, which half types may not hold
     c10d::AllreduceOptions sum = options;
     sum.reduceOp = c10d::ReduceOp::SUM;
-    const auto call = [&](c10d::Backend& engine) {
-      tensors[0].div_(getSize());
+    const auto call = [tensors, sum, size = getSize()](c10d::Backend& engine) mutable {
+      tensors[0].div_(size);
       return engine.allreduce(tensors, sum);
     };
-    return delegate(wanted, call, std::move(copied));
+    return delegate(wanted, call, outputs, std::move(copied));
   }
-  return delegate(wanted, [&](c10d::Backend& engine) { return engine.allreduce(tensors, options); }, std::move(copied));
+  const auto call = [tensors, options](c10d::Backend& engine) mutable { return engine.allreduce(tensors, options); };
+  return delegate(wanted, call, outputs, std::move(copied));
 }
 
 Backend::WorkPtr Backend::allreduce_compressed(at::Tensor& given_tensor, RedOp reduce, Wire wire, const std::string& key,
@@ -620,25 +684,32 @@ Backend::WorkPtr Backend::allreduce_coalesced(Tensors& given_tensors, const c10d
   auto tensors = each(given_tensors, alias_of);
   TORCH_CHECK(!tensors.empty(), "all_reduce_coalesced takes at least one tensor");
   Wanted wanted{Kind::all_reduce_coalesced, tensors[0].scalar_type(), 0, options.reduceOp, -1, tensors[0].is_cuda(), options.timeout};
+  wanted.sizes = sizes_of(tensors);
   size_t bytes = 0;
   bool alike = true;
   for (const at::Tensor& tensor : tensors) {
     wanted.count += tensor.numel();
-    bytes += tensor.is_sparse() ? 0 : tensor.nbytes();
+    bytes += bytes_of(tensor);
     alike = alike && tensor.scalar_type() == wanted.dtype && !tensor.is_sparse() && tensor.is_cuda() == wanted.on_cuda;
   }
   const Row row = this->row(Kind::all_reduce, wanted.on_cuda, bytes);
   if (!alike || wanted.on_cuda || row.algorithm == Algorithm::engine || !accelerates(Kind::all_reduce, wanted.dtype, wanted.reduce)) {
+    for (const at::Tensor& tensor : tensors) {
+      if (!wanted.on_cuda) check_same_kind(wanted.kind, tensor, tensors[0]);
+      check_gloo_reduces(wanted.kind, tensor, wanted.reduce);
+    }
     CopiedOutputs copied;
+    const Tensors outputs = tensors;
     tensors = each(tensors, copied);
-    const auto call = [&](c10d::Backend& engine) { return engine.allreduce_coalesced(tensors, options); };
-    return delegate(wanted, call, std::move(copied));
+    const auto call = [tensors, options](c10d::Backend& engine) mutable { return engine.allreduce_coalesced(tensors, options); };
+    return delegate(wanted, call, outputs, std::move(copied));
   }
   return submit(
       wanted, [this, tensors, row](Call& call, const Fingerprint& mine) {
         Tensors flat;
         for (const at::Tensor& tensor : tensors) flat.push_back(tensor.reshape({-1}));
         const at::Tensor whole = at::cat(flat);
+        call.kept->tensors.push_back(whole);
         run_all_reduce(call, mine, static_cast<char*>(whole.data_ptr()), nullptr, whole.numel(), row, "");
         int64_t at = 0;
         for (at::Tensor tensor : tensors) {
@@ -673,17 +744,17 @@ Backend::WorkPtr Backend::_reduce_scatter_base(at::Tensor& given_output, at::Ten
   Wanted wanted{Kind::reduce_scatter, input.scalar_type(), input.numel(), options.reduceOp, -1, input.is_cuda(), options.timeout};
   const Row row = this->row(wanted.kind, wanted.on_cuda, input.nbytes());
   if (wanted.on_cuda || !in_memory(row) || !accelerates(wanted.kind, wanted.dtype, wanted.reduce)) {
+    check_gloo_reduces(wanted.kind, input, wanted.reduce);
     CopiedOutputs copied;
     at::Tensor target = copied(output), source = in_a_row(input);
-    if (!wanted.on_cuda && wanted.reduce == RedOp::AVG && is_float(wanted.dtype)) {
-      c10d::ReduceScatterOptions sum = options;
-      sum.reduceOp = c10d::ReduceOp::SUM;
-      at::Tensor shares = source.div(getSize());
-      const auto call = [&](c10d::Backend& engine) { return engine._reduce_scatter_base(target, shares, sum); };
-      return delegate(wanted, call, std::move(copied));
-    }
-    const auto call = [&](c10d::Backend& engine) { return engine._reduce_scatter_base(target, source, options); };
-    return delegate(wanted, call, std::move(copied));
+    c10d::ReduceScatterOptions adapted = options;
+    const bool divide = !wanted.on_cuda && wanted.reduce == RedOp::AVG && is_float(wanted.dtype);
+    if (divide) adapted.reduceOp = c10d::ReduceOp::SUM;
+    const auto call = [target, source, adapted, divide, size = getSize()](c10d::Backend& engine) mutable {
+      if (divide) source = source.div(size);
+      return engine._reduce_scatter_base(target, source, adapted);
+    };
+    return delegate(wanted, call, {output}, std::move(copied));
   }
   if (input.is_contiguous()) {
     wanted.data = input.data_ptr();
@@ -692,6 +763,7 @@ Backend::WorkPtr Backend::_reduce_scatter_base(at::Tensor& given_output, at::Ten
   return submit(
       wanted, [this, input, output, row](Call& call, const Fingerprint& mine) {
         const at::Tensor from = input.contiguous(), to = output.contiguous();
+        call.kept->tensors.insert(call.kept->tensors.end(), {from, to});
         const size_t count = to.numel();
         call.chunk_bytes = row.chunk_bytes != 0 ? row.chunk_bytes : call.segment->area_bytes();
         if (row.algorithm == Algorithm::hierarchical) {
@@ -699,7 +771,9 @@ Backend::WorkPtr Backend::_reduce_scatter_base(at::Tensor& given_output, at::Ten
         } else if (call.checked && call.segment->all_shared()) {
           reduce_scatter_in_place(call, peers(mine.shared).data(), to.data_ptr(), count);
         } else {
-          deepytorch::reduce_scatter(call, from.data_ptr(), to.data_ptr(), count);
+          std::vector<const char*> inputs(getSize());
+          for (int rank = 0; rank < getSize(); ++rank) inputs[rank] = static_cast<const char*>(from.data_ptr()) + rank * to.nbytes();
+          deepytorch::reduce_scatter(call, inputs.data(), to.data_ptr(), count);
         }
         if (!to.is_same(output)) at::Tensor(output).copy_(to);
       },
@@ -716,10 +790,13 @@ Backend::WorkPtr Backend::_allgather_base(at::Tensor& given_output, at::Tensor& 
   Wanted wanted{Kind::all_gather, input.scalar_type(), input.numel(), RedOp::UNUSED, -1, input.is_cuda(), options.timeout};
   const Row row = this->row(wanted.kind, wanted.on_cuda, output.nbytes());
   if (wanted.on_cuda || !in_memory(row)) {
+    check_gloo_moves(wanted.kind, input);
     CopiedOutputs copied;
     at::Tensor target = copied(output), source = in_a_row(input);
-    const auto call = [&](c10d::Backend& engine) { return engine._allgather_base(target, source, options); };
-    return delegate(wanted, call, std::move(copied));
+    const auto call = [target, source, options](c10d::Backend& engine) mutable {
+      return engine._allgather_base(target, source, options);
+    };
+    return delegate(wanted, call, {output}, std::move(copied));
   }
   if (input.is_contiguous()) {
     wanted.data = input.data_ptr();
@@ -728,13 +805,16 @@ Backend::WorkPtr Backend::_allgather_base(at::Tensor& given_output, at::Tensor& 
   return submit(
       wanted, [this, input, output, row](Call& call, const Fingerprint& mine) {
         const at::Tensor from = input.contiguous(), to = output.contiguous();
+        call.kept->tensors.insert(call.kept->tensors.end(), {from, to});
         call.chunk_bytes = row.chunk_bytes != 0 ? row.chunk_bytes : call.segment->area_bytes() * call.segment->num_ranks();
         if (row.algorithm == Algorithm::hierarchical) {
           over_hosts(call, mine, row, from, to);
         } else if (call.checked && call.segment->all_shared()) {
           all_gather_in_place(call, peers(mine.shared).data(), to.data_ptr(), from.nbytes());
         } else {
-          all_gather(call, from.data_ptr(), to.data_ptr(), from.nbytes());
+          std::vector<char*> outputs(getSize());
+          for (int rank = 0; rank < getSize(); ++rank) outputs[rank] = static_cast<char*>(to.data_ptr()) + rank * from.nbytes();
+          all_gather(call, from.data_ptr(), outputs.data(), from.nbytes());
         }
         if (!to.is_same(output)) at::Tensor(output).copy_(to);
       },
@@ -747,11 +827,15 @@ Backend::WorkPtr Backend::broadcast(Tensors& given_tensors, const c10d::Broadcas
   at::Tensor tensor = tensors[0];
   Wanted wanted{Kind::broadcast, tensor.scalar_type(), tensor.numel(), RedOp::UNUSED, static_cast<int>(options.rootRank),
                 tensor.is_cuda(), options.timeout};
-  const Row row = this->row(wanted.kind, wanted.on_cuda, tensor.is_sparse() ? 0 : tensor.nbytes());
+  const Row row = this->row(wanted.kind, wanted.on_cuda, bytes_of(tensor));
+  check_root(wanted.kind, options.rootRank, getSize());
   if (wanted.on_cuda || row.algorithm != Algorithm::shared_memory || tensor.is_sparse()) {
+    check_gloo_moves(wanted.kind, tensor);
     CopiedOutputs copied;
+    const Tensors outputs = tensors;
     tensors = each(tensors, copied);
-    return delegate(wanted, [&](c10d::Backend& engine) { return engine.broadcast(tensors, options); }, std::move(copied));
+    const auto call = [tensors, options](c10d::Backend& engine) mutable { return engine.broadcast(tensors, options); };
+    return delegate(wanted, call, outputs, std::move(copied));
   }
   return submit(
       wanted, [tensor, row, root = static_cast<int>(options.rootRank)](Call& call, const Fingerprint&) {
@@ -763,96 +847,277 @@ Backend::WorkPtr Backend::broadcast(Tensors& given_tensors, const c10d::Broadcas
       tensors, options.asyncOp);
 }
 
+// ------------------------------------------------------------------ what only moves data
+
+// Whether the ranks are of one host and move a call's bytes through the segment.
+bool Backend::moves_itself(const Wanted& wanted) const {
+  return setup_.exchanges && !wanted.on_cuda && setup_.segment && setup_.num_hosts == 1;
+}
+
+// sent, received: for each rank a tensor, undefined for none.
+Backend::WorkPtr Backend::exchange_parts(Wanted wanted, Tensors sent, Tensors received, Tensors outputs, bool async) {
+  return submit(
+      wanted, [sent = std::move(sent), received = std::move(received)](Call& call, const Fingerprint&) {
+        const auto parts_of = [](const Tensors& tensors, Tensors& whole) {
+          std::vector<Part> parts;
+          for (const at::Tensor& tensor : tensors) {
+            whole.push_back(tensor.defined() ? tensor.contiguous() : tensor);
+            parts.push_back(tensor.defined() ? Part{static_cast<char*>(whole.back().data_ptr()), whole.back().nbytes()} : Part());
+          }
+          return parts;
+        };
+        Tensors from, to;
+        const auto parts = parts_of(sent, from);
+        exchange(call, parts, parts_of(received, to));
+        for (size_t index = 0; index < to.size(); ++index) {
+          if (to[index].defined() && !to[index].is_same(received[index])) at::Tensor(received[index]).copy_(to[index]);
+        }
+      },
+      std::move(outputs), async);
+}
+
+Backend::WorkPtr Backend::gather(TensorLists& given_outputs, Tensors& given_inputs, const c10d::GatherOptions& options) {
+  const at::Tensor& first = first_of(given_inputs, Kind::gather);
+  check_root(Kind::gather, options.rootRank, getSize());
+  const bool is_root = getRank() == options.rootRank;
+  TORCH_CHECK(given_outputs.size() == (is_root ? 1 : 0), "gather: found ", given_outputs.size(),
+              " lists of outputs on rank ", getRank(), "; expected one on the root and none elsewhere");
+  if (is_root && first.is_cpu()) check_parts(Kind::gather, given_outputs[0], first, getSize(), "output");
+  Wanted wanted{Kind::gather, first.scalar_type(), first.is_cuda() ? -1 : first.numel(), RedOp::UNUSED,
+                static_cast<int>(options.rootRank), first.is_cuda(), options.timeout};
+  if (!moves_itself(wanted)) {
+    check_gloo_moves(wanted.kind, first);
+    return hand_on(wanted, given_outputs, given_inputs,
+                   [options](auto& engine, auto& out, auto& in) { return engine.gather(out, in, options); });
+  }
+  Tensors sent(getSize()), received(getSize()), outputs;
+  sent[options.rootRank] = alias_of(first);
+  if (is_root) outputs = received = each(given_outputs[0], alias_of);
+  return exchange_parts(wanted, std::move(sent), std::move(received), std::move(outputs), options.asyncOp);
+}
+
+Backend::WorkPtr Backend::scatter(Tensors& given_outputs, TensorLists& given_inputs, const c10d::ScatterOptions& options) {
+  const at::Tensor& first = first_of(given_outputs, Kind::scatter);
+  check_root(Kind::scatter, options.rootRank, getSize());
+  const bool is_root = getRank() == options.rootRank;
+  TORCH_CHECK(given_inputs.size() == (is_root ? 1 : 0), "scatter: found ", given_inputs.size(), " lists of inputs on rank ",
+              getRank(), "; expected one on the root and none elsewhere");
+  if (is_root && first.is_cpu()) check_parts(Kind::scatter, given_inputs[0], first, getSize(), "input");
+  Wanted wanted{Kind::scatter, first.scalar_type(), first.is_cuda() ? -1 : first.numel(), RedOp::UNUSED,
+                static_cast<int>(options.rootRank), first.is_cuda(), options.timeout};
+  if (!moves_itself(wanted)) {
+    check_gloo_moves(wanted.kind, first);
+    return hand_on(wanted, given_outputs, given_inputs,
+                   [options](auto& engine, auto& out, auto& in) { return engine.scatter(out, in, options); });
+  }
+  Tensors sent(getSize()), received(getSize());
+  received[options.rootRank] = alias_of(first);
+  if (is_root) sent = each(given_inputs[0], alias_of);
+  const Tensors outputs{received[options.rootRank]};
+  return exchange_parts(wanted, std::move(sent), std::move(received), outputs, options.asyncOp);
+}
+
+Backend::WorkPtr Backend::alltoall_base(at::Tensor& given_output, at::Tensor& given_input, std::vector<int64_t>& output_sizes,
+                                        std::vector<int64_t>& input_sizes, const c10d::AllToAllOptions& options) {
+  Wanted wanted{Kind::all_to_all, given_input.scalar_type(), -1, RedOp::UNUSED, -1, given_input.is_cuda(), options.timeout};
+  if (wanted.on_cuda) {
+    return hand_on(wanted, Tensors{given_output}, Tensors{given_input},
+                   [output_sizes, input_sizes, options](auto& engine, auto& out, auto& in) mutable {
+                     return engine.alltoall_base(out[0], in[0], output_sizes, input_sizes, options);
+                   });
+  }
+  check_same_kind(wanted.kind, given_input, given_output);
+  const auto rows_in = rows_for_each(wanted.kind, given_input, input_sizes, getSize());
+  const auto rows_out = rows_for_each(wanted.kind, given_output, output_sizes, getSize());
+  if (input_sizes.empty() && output_sizes.empty()) {
+    TORCH_CHECK(given_input.numel() == given_output.numel(), "all_to_all: found an input of ", given_input.numel(),
+                " elements and an output of ", given_output.numel(), "; expected the same number, or split sizes");
+    wanted.count = given_input.numel();
+  }
+  if (!moves_itself(wanted)) {
+    check_gloo_moves(wanted.kind, given_input);
+    return hand_on(wanted, Tensors{given_output}, Tensors{given_input},
+                   [output_sizes, input_sizes, options](auto& engine, auto& out, auto& in) mutable {
+                     return engine.alltoall_base(out[0], in[0], output_sizes, input_sizes, options);
+                   });
+  }
+  const at::Tensor output = alias_of(given_output), input = alias_of(given_input);
+  return exchange_parts(wanted, input.split_with_sizes(rows_in), output.split_with_sizes(rows_out), {output}, options.asyncOp);
+}
+
+Backend::WorkPtr Backend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) {
+  const at::Tensor& first = first_of(inputs, Kind::all_to_all);
+  Wanted wanted{Kind::all_to_all, first.scalar_type(), -1, RedOp::UNUSED, -1, first.is_cuda(), options.timeout};
+  if (!wanted.on_cuda) {
+    for (const Tensors* list : {&inputs, &outputs}) {
+      TORCH_CHECK(list->size() == static_cast<size_t>(getSize()), "all_to_all: tensor list size ", list->size(),
+                  " does not match world size ", getSize());
+      for (const at::Tensor& tensor : *list) check_same_kind(wanted.kind, tensor, first);
+    }
+    TORCH_CHECK(inputs[getRank()].numel() == outputs[getRank()].numel(), "all_to_all: found an input of ",
+                inputs[getRank()].numel(), " elements for this rank itself and an output of ", outputs[getRank()].numel(),
+                "; expected the same size");
+  }
+  if (!moves_itself(wanted)) {
+    check_gloo_moves(wanted.kind, first);
+    return hand_on(wanted, outputs, inputs, [options](auto& engine, auto& out, auto& in) { return engine.alltoall(out, in, options); });
+  }
+  const Tensors received = each(outputs, alias_of);
+  return exchange_parts(wanted, each(inputs, alias_of), received, received, options.asyncOp);
+}
+
+Backend::WorkPtr Backend::allgather(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
+  const at::Tensor& first = first_of(inputs, Kind::all_gather);
+  TORCH_CHECK(outputs.size() == inputs.size(), "all_gather: found ", outputs.size(), " lists of outputs for ", inputs.size(), " inputs");
+  if (first.is_cpu()) check_parts(Kind::all_gather, outputs[0], first, getSize(), "output");
+  const int64_t count = first.is_cuda() ? -1 : first.numel();  // NCCL takes lists of uneven sizes
+  Wanted wanted{Kind::all_gather, first.scalar_type(), count, RedOp::UNUSED, -1, first.is_cuda(), options.timeout};
+  const Row row = this->row(wanted.kind, wanted.on_cuda, bytes_of(first) * getSize());
+  if (inputs.size() != 1 || first.is_sparse() || !moves_itself(wanted) || row.algorithm != Algorithm::shared_memory) {
+    check_gloo_moves(wanted.kind, first);
+    return hand_on(wanted, outputs, inputs, [options](auto& engine, auto& out, auto& in) { return engine.allgather(out, in, options); });
+  }
+  const Tensors targets = each(outputs[0], alias_of);
+  return submit(
+      wanted, [input = alias_of(first), targets, row](Call& call, const Fingerprint&) {
+        const at::Tensor from = input.contiguous();
+        Tensors whole;
+        std::vector<char*> addresses;
+        for (const at::Tensor& target : targets) {
+          whole.push_back(target.contiguous());
+          addresses.push_back(static_cast<char*>(whole.back().data_ptr()));
+        }
+        call.chunk_bytes = row.chunk_bytes != 0 ? row.chunk_bytes : call.segment->area_bytes() * call.segment->num_ranks();
+        all_gather(call, from.data_ptr(), addresses.data(), from.nbytes());
+        for (size_t index = 0; index < whole.size(); ++index) {
+          if (!whole[index].is_same(targets[index])) at::Tensor(targets[index]).copy_(whole[index]);
+        }
+      },
+      targets, options.asyncOp);
+}
+
+Backend::WorkPtr Backend::reduce_scatter(Tensors& outputs, TensorLists& inputs, const c10d::ReduceScatterOptions& options) {
+  const at::Tensor& first = first_of(outputs, Kind::reduce_scatter);
+  TORCH_CHECK(inputs.size() == outputs.size(), "reduce_scatter: found ", inputs.size(), " lists of inputs for ", outputs.size(), " outputs");
+  if (first.is_cpu()) check_parts(Kind::reduce_scatter, inputs[0], first, getSize(), "input");
+  const int64_t count = first.is_cuda() ? -1 : first.numel() * getSize();
+  Wanted wanted{Kind::reduce_scatter, first.scalar_type(), count, options.reduceOp, -1, first.is_cuda(), options.timeout};
+  const Row row = this->row(wanted.kind, wanted.on_cuda, bytes_of(first) * getSize());
+  if (outputs.size() != 1 || first.is_sparse() || !moves_itself(wanted) || row.algorithm != Algorithm::shared_memory ||
+      !accelerates(wanted.kind, wanted.dtype, wanted.reduce)) {
+    check_gloo_reduces(wanted.kind, first, wanted.reduce);
+    return hand_on(wanted, outputs, inputs,
+                   [options](auto& engine, auto& out, auto& in) { return engine.reduce_scatter(out, in, options); });
+  }
+  return submit(
+      wanted, [output = alias_of(first), sources = each(inputs[0], alias_of), row](Call& call, const Fingerprint&) {
+        const at::Tensor to = output.contiguous();
+        Tensors whole;
+        std::vector<const char*> addresses;
+        for (const at::Tensor& source : sources) {
+          whole.push_back(source.contiguous());
+          addresses.push_back(static_cast<const char*>(whole.back().data_ptr()));
+        }
+        call.chunk_bytes = row.chunk_bytes != 0 ? row.chunk_bytes : call.segment->area_bytes();
+        deepytorch::reduce_scatter(call, addresses.data(), to.data_ptr(), to.numel());
+        if (!to.is_same(output)) at::Tensor(output).copy_(to);
+      },
+      {first}, options.asyncOp);
+}
+
+// What was handed to the inner backend for CPU tensors and is still under way there.
+void Backend::wait_for_inner(const Call& call) {
+  std::vector<WorkPtr> works;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& weak : handed_on_) {
+      if (auto work = weak.lock()) works.push_back(std::move(work));
+    }
+    handed_on_.clear();
+    any_handed_on_ = false;
+  }
+  for (const WorkPtr& work : works) {
+    if (!work->isCompleted()) wait_for(work, call, "waiting for an earlier collective,");
+  }
+}
+
+Backend::WorkPtr Backend::barrier(const c10d::BarrierOptions& options) {
+  const bool on_cuda = engine_of(true) && (!engine_of(false) || !options.device_ids.empty() || (options.device && options.device->is_cuda()));
+  const Wanted wanted{Kind::barrier, at::kByte, -1, RedOp::UNUSED, -1, on_cuda, options.timeout};
+  if (moves_itself(wanted)) {
+    return submit(wanted, [](Call&, const Fingerprint&) {}, {}, options.asyncOp);
+  }
+  return delegate(wanted, [options](c10d::Backend& engine) { return engine.barrier(options); }, {});
+}
+
 // ------------------------------------------------------------------ collectives that are handed on
 
-// Hands a call on whole. `first`: what its dtype and device are read from.
+// Hands a call on whole.
 template <class Outputs, class Inputs, class Run>
-Backend::WorkPtr Backend::hand_on(Kind kind, const at::Tensor& first, int64_t count, int reduce, int64_t root,
-                                  const Outputs& given_outputs, const Inputs& given_inputs, Run run) {
+Backend::WorkPtr Backend::hand_on(Wanted wanted, const Outputs& given_outputs, const Inputs& given_inputs, Run run) {
   CopiedOutputs copied;
-  auto outputs = each(each(given_outputs, alias_of), copied);
+  const auto aliases = each(given_outputs, alias_of);
+  auto outputs = each(aliases, copied);
   auto inputs = each(each(given_inputs, alias_of), in_a_row);
-  const Wanted wanted{kind, first.scalar_type(), count, static_cast<RedOp>(reduce), static_cast<int>(root), first.is_cuda()};
-  return delegate(wanted, [&](c10d::Backend& engine) { return run(engine, outputs, inputs); }, std::move(copied));
+  return delegate(wanted, [outputs, inputs, run](c10d::Backend& engine) mutable { return run(engine, outputs, inputs); },
+                  flat(aliases), std::move(copied));
 }
 
 Backend::WorkPtr Backend::allreduce_sparse(Tensors& given_tensors, const c10d::AllreduceOptions& options) {
   auto tensors = each(given_tensors, alias_of);
   const at::Tensor& first = first_of(tensors, Kind::all_reduce);
-  Wanted wanted{Kind::all_reduce, first.scalar_type(), -1, options.reduceOp, -1, first.is_cuda()};
-  return delegate(wanted, [&](c10d::Backend& engine) { return engine.allreduce_sparse(tensors, options); });
+  const Wanted wanted{Kind::all_reduce, first.scalar_type(), -1, options.reduceOp, -1, first.is_cuda()};
+  const auto call = [tensors, options](c10d::Backend& engine) mutable { return engine.allreduce_sparse(tensors, options); };
+  return delegate(wanted, call, tensors);
 }
 
 Backend::WorkPtr Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
   const at::Tensor& first = first_of(tensors, Kind::reduce);
-  return hand_on(Kind::reduce, first, first.numel(), options.reduceOp.op_, options.rootRank, tensors, Tensors(),
-                 [&](auto& engine, auto& given, auto&) { return engine.reduce(given, options); });
-}
-
-Backend::WorkPtr Backend::allgather(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
-  const at::Tensor& first = first_of(inputs, Kind::all_gather);
-  const int64_t count = first.is_cuda() ? -1 : first.numel();  // NCCL takes lists of uneven sizes
-  return hand_on(Kind::all_gather, first, count, RedOp::UNUSED, -1, outputs, inputs,
-                 [&](auto& engine, auto& out, auto& in) { return engine.allgather(out, in, options); });
+  check_root(Kind::reduce, options.rootRank, getSize());
+  check_gloo_reduces(Kind::reduce, first, options.reduceOp);
+  const Wanted wanted{Kind::reduce, first.scalar_type(), first.numel(), options.reduceOp, static_cast<int>(options.rootRank),
+                      first.is_cuda(), options.timeout};
+  return hand_on(wanted, tensors, Tensors(), [options](auto& engine, auto& given, auto&) { return engine.reduce(given, options); });
 }
 
 Backend::WorkPtr Backend::allgather_coalesced(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
-  const Kind kind = Kind::all_gather_coalesced;
-  return hand_on(kind, first_of(inputs, kind), -1, RedOp::UNUSED, -1, outputs, inputs,
-                 [&](auto& engine, auto& out, auto& in) { return engine.allgather_coalesced(out, in, options); });
+  const at::Tensor& first = first_of(inputs, Kind::all_gather_coalesced);
+  Wanted wanted{Kind::all_gather_coalesced, first.scalar_type(), -1, RedOp::UNUSED, -1, first.is_cuda(), options.timeout};
+  if (!wanted.on_cuda) wanted.sizes = sizes_of(inputs);
+  for (const at::Tensor& input : inputs) check_gloo_moves(wanted.kind, input);
+  return hand_on(wanted, outputs, inputs,
+                 [options](auto& engine, auto& out, auto& in) { return engine.allgather_coalesced(out, in, options); });
 }
 
 Backend::WorkPtr Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                           const c10d::AllgatherOptions& options) {
-  const Kind kind = Kind::all_gather_coalesced;
-  return hand_on(kind, first_of(inputs, kind), -1, RedOp::UNUSED, -1, outputs, inputs,
-                 [&](auto& engine, auto& out, auto& in) { return engine.allgather_into_tensor_coalesced(out, in, options); });
-}
-
-Backend::WorkPtr Backend::gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& options) {
-  return hand_on(Kind::gather, first_of(inputs, Kind::gather), -1, RedOp::UNUSED, options.rootRank, outputs, inputs,
-                 [&](auto& engine, auto& out, auto& in) { return engine.gather(out, in, options); });
-}
-
-Backend::WorkPtr Backend::scatter(Tensors& outputs, TensorLists& inputs, const c10d::ScatterOptions& options) {
-  return hand_on(Kind::scatter, first_of(outputs, Kind::scatter), -1, RedOp::UNUSED, options.rootRank, outputs, inputs,
-                 [&](auto& engine, auto& out, auto& in) { return engine.scatter(out, in, options); });
-}
-
-Backend::WorkPtr Backend::reduce_scatter(Tensors& outputs, TensorLists& inputs, const c10d::ReduceScatterOptions& options) {
-  const Kind kind = Kind::reduce_scatter;
-  return hand_on(kind, first_of(outputs, kind), -1, options.reduceOp.op_, -1, outputs, inputs,
-                 [&](auto& engine, auto& out, auto& in) { return engine.reduce_scatter(out, in, options); });
+  const at::Tensor& first = first_of(inputs, Kind::all_gather_coalesced);
+  Wanted wanted{Kind::all_gather_coalesced, first.scalar_type(), -1, RedOp::UNUSED, -1, first.is_cuda(), options.timeout};
+  if (!wanted.on_cuda) wanted.sizes = sizes_of(inputs);
+  for (const at::Tensor& input : inputs) check_gloo_moves(wanted.kind, input);
+  return hand_on(wanted, outputs, inputs, [options](auto& engine, auto& out, auto& in) {
+    return engine.allgather_into_tensor_coalesced(out, in, options);
+  });
 }
 
 Backend::WorkPtr Backend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                           const c10d::ReduceScatterOptions& options) {
-  const Kind kind = Kind::reduce_scatter_coalesced;
-  return hand_on(kind, first_of(inputs, kind), -1, options.reduceOp.op_, -1, outputs, inputs,
-                 [&](auto& engine, auto& out, auto& in) { return engine.reduce_scatter_tensor_coalesced(out, in, options); });
-}
-
-Backend::WorkPtr Backend::alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes,
-                                        std::vector<int64_t>& input_sizes, const c10d::AllToAllOptions& options) {
-  return hand_on(Kind::all_to_all, input, -1, RedOp::UNUSED, -1, Tensors{output}, Tensors{input},
-                 [&](auto& engine, auto& out, auto& in) {
-                   return engine.alltoall_base(out[0], in[0], output_sizes, input_sizes, options);
-                 });
-}
-
-Backend::WorkPtr Backend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) {
-  return hand_on(Kind::all_to_all, first_of(inputs, Kind::all_to_all), -1, RedOp::UNUSED, -1, outputs, inputs,
-                 [&](auto& engine, auto& out, auto& in) { return engine.alltoall(out, in, options); });
-}
-
-Backend::WorkPtr Backend::barrier(const c10d::BarrierOptions& options) {
-  const bool on_cuda = engine_of(true) && (!engine_of(false) || !options.device_ids.empty() || (options.device && options.device->is_cuda()));
-  return delegate({Kind::barrier, at::kByte, -1, RedOp::UNUSED, -1, on_cuda},
-                  [&](c10d::Backend& engine) { return engine.barrier(options); });
+  const at::Tensor& first = first_of(inputs, Kind::reduce_scatter_coalesced);
+  Wanted wanted{Kind::reduce_scatter_coalesced, first.scalar_type(), -1, options.reduceOp, -1, first.is_cuda(), options.timeout};
+  if (!wanted.on_cuda) wanted.sizes = sizes_of(inputs);
+  for (const at::Tensor& input : inputs) check_gloo_reduces(wanted.kind, input, options.reduceOp);
+  return hand_on(wanted, outputs, inputs, [options](auto& engine, auto& out, auto& in) {
+    return engine.reduce_scatter_tensor_coalesced(out, in, options);
+  });
 }
 
 void Backend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all) {
   guard();
+  {
+    const WithoutGil unlocked;
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait(lock, [this] { return !busy_ && queue_.empty(); });
+  }
   inner(false)->monitoredBarrier(options, wait_all);
 }
 

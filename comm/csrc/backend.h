@@ -6,6 +6,11 @@
 // later collective: another thread then takes what is queued. Inner backends that serve the steps between hosts are not shared with
 // delegated calls, so their order is the order of that thread on every rank.
 //
+// [Note: order] Calls run in the order in which they were made. What is handed to an inner backend is handed on at once
+// where nothing of ours is under way, and else as a job of the same queue; what we run ourselves waits for it. A send or
+// recv goes to the inner backend at once: a rank may need the message before it can come to the collective that another
+// one is in.
+//
 // [Note: after an error] The group is poisoned: the first message stays and every later call and every wait, on all ranks
 // of the host, throws it. Inner backends are let go on a thread of their own, since one with a stuck operation blocks in
 // its destructor; that closes their connections, which tells other hosts.
@@ -18,10 +23,12 @@
 #include <map>
 #include <mutex>
 #include <thread>
+#include <tuple>
 
 #include "between.h"
 #include "cpu_reduce.h"
 #include "delegated.h"
+#include "health.h"
 #include "hierarchical.h"
 #include "segment.h"
 #include "shared_memory.h"
@@ -51,6 +58,8 @@ struct Setup {
   Backends between;                             // over the same local rank of every host
   int num_hosts, host;
   std::vector<int> ranks;                        // of the group: [host * ranks of a host + local rank]; empty: irregular
+  c10::intrusive_ptr<c10d::Store> store;         // for errors of other hosts; null on one host
+  bool exchanges;                                // whether what only moves data goes through the segment as well
 };
 
 class Backend final : public c10d::Backend {
@@ -58,8 +67,9 @@ class Backend final : public c10d::Backend {
   explicit Backend(Setup setup);
   ~Backend() override;
 
-  // Replaces the rows of `kind` for a device; rows are in the order of max_bytes. Same on all ranks.
-  void set_table(Kind kind, bool on_cuda, std::vector<Row> rows);
+  // Replaces the rows of `kind` for a device; rows are in the order of max_bytes. Same on all ranks. fixed: those that
+  // hold under torch.use_deterministic_algorithms(True), which do not depend on what was measured.
+  void set_table(Kind kind, bool on_cuda, bool fixed, std::vector<Row> rows);
   void set_one_shot_bytes(uint64_t bytes);
   // Called before the first CPU-Reduce of a CUDA tensor.
   void set_pin(std::function<void()> pin) { pin_ = std::move(pin); }
@@ -76,8 +86,10 @@ class Backend final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> allreduce_compressed(at::Tensor& tensor, c10d::ReduceOp::RedOpType reduce, Wire wire,
                                                       const std::string& key, bool async);
   uint64_t overflows() const { return overflows_; }
-  bool poisoned() const;
-  std::string poison_message() const;
+  bool poisoned() const { return health_->poisoned(); }
+  std::string poison_message() const { return health_->message(); }
+  c10::intrusive_ptr<c10d::Backend> engine_of(bool on_cuda) const;  // null where there is none
+  bool on_one_host() const { return setup_.num_hosts == 1; }
   std::shared_ptr<Segment> segment() const { return setup_.segment; }
 
   const std::string getBackendName() const override { return "deepytorch"; }
@@ -130,21 +142,23 @@ class Backend final : public c10d::Backend {
   struct Worker;
   struct Wanted;  // an operation as it was called
 
-  c10::intrusive_ptr<c10d::Backend> engine_of(bool on_cuda) const;  // null where there is none
   c10::intrusive_ptr<c10d::Backend> inner(bool on_cuda) const;
   Backends between(int streams);
   void guard() const;
   uint64_t shared_at(const void* data, size_t bytes) const;
   std::vector<char*> peers(uint64_t shared);
-  void publish(const Fingerprint& fingerprint, std::unique_lock<std::mutex>& lock);
-  WorkPtr delegate(Wanted wanted, const std::function<WorkPtr(c10d::Backend&)>& call, CopiedOutputs copied = {});
+  Fingerprint announce(const Wanted& wanted, uint64_t plan, uint64_t shared, std::unique_lock<std::mutex>& lock);
+  WorkPtr delegate(Wanted wanted, std::function<WorkPtr(c10d::Backend&)> call, Tensors outputs, CopiedOutputs copied = {});
   WorkPtr submit(Wanted wanted, std::function<void(Call&, const Fingerprint&)> body, Tensors outputs, bool async,
                  std::shared_ptr<DeviceCopies> copies = nullptr);
+  void enqueue(std::shared_ptr<Job> job, std::unique_lock<std::mutex>& lock);
+  bool moves_itself(const Wanted& wanted) const;
+  WorkPtr exchange_parts(Wanted wanted, Tensors sent, Tensors received, Tensors outputs, bool async);
+  void wait_for_inner(const Call& call);
   WorkPtr reduce_all(at::Tensor& tensor, Wanted wanted, Row row, const std::string& key, bool async, Tensors outputs);
   WorkPtr symmetric(at::Tensor& tensor, Wanted wanted, Row row);
   template <class Outputs, class Inputs, class Run>
-  WorkPtr hand_on(Kind kind, const at::Tensor& first, int64_t count, int reduce, int64_t root, const Outputs& given_outputs,
-                  const Inputs& given_inputs, Run run);
+  WorkPtr hand_on(Wanted wanted, const Outputs& given_outputs, const Inputs& given_inputs, Run run);
   template <class Run>
   WorkPtr between_two(const Tensors& given, Run run);
   void run_all_reduce(Call& call, const Fingerprint& mine, char* data, Copies* copies, size_t count, const Row& row,
@@ -153,12 +167,13 @@ class Backend final : public c10d::Backend {
   void execute(Job& job);
   void ensure_worker();
   void work_through(Worker& self);
-  void poison(const std::string& message);
   void let_go();
 
   Setup setup_;
+  const std::shared_ptr<Health> health_;
+  std::unique_ptr<Listener> listener_;
   uint64_t plan_ = 0;
-  std::map<std::pair<Kind, bool>, std::vector<Row>> table_;
+  std::map<std::tuple<Kind, bool, bool>, std::vector<Row>> table_;  // by kind, CUDA, fixed
   uint64_t one_shot_bytes_ = 32 << 10;
   std::chrono::milliseconds timeout_;
   std::vector<std::pair<uint64_t, std::weak_ptr<Segment>>> regions_;
@@ -173,13 +188,13 @@ class Backend final : public c10d::Backend {
   mutable std::mutex mutex_;  // order of sequence numbers, of what is published and of the queue
   std::condition_variable& changed_;  // on the heap, so that a forked child can leave it alone
   std::deque<std::shared_ptr<Job>> queue_;
-  uint64_t sequence_ = 0;
+  uint64_t sequence_ = 0, history_ = 0;
+  std::vector<c10::weak_intrusive_ptr<c10d::Work>> handed_on_;  // to the inner backend for CPU tensors, lately
+  std::atomic<bool> any_handed_on_{false};
   bool busy_ = false;
   std::atomic<bool> stopped_{false};
   std::vector<std::shared_ptr<Worker>> workers_;
   int num_at_hand_ = 0;  // workers that are not in a callback
-  mutable std::mutex error_mutex_;
-  std::string error_;
   const int64_t process_;
 };
 

@@ -54,8 +54,10 @@ void wait_for(const c10::intrusive_ptr<c10d::Work>& work, const Call& call, cons
     if (call.segment != nullptr && call.segment->poisoned()) throw CommError(call.segment->poison_message());
     if (call.stopped->load()) throw CommError("the process group was destroyed during " + what);
     if (Clock::now() > call.deadline) {
-      fail(call, what + " timed out: a rank of another host has not come to it. Is it slow, stopped, or in another "
-                        "collective? A longer timeout is set by init_process_group(timeout=...)");
+      const std::string message = what + " timed out: a rank of another host has not come to it. Is it slow, stopped, or in "
+                                         "another collective? A longer timeout is set by init_process_group(timeout=...)";
+      if (call.segment != nullptr) call.segment->poison(message);
+      throw Timeout(message);
     }
   }
 }
@@ -77,7 +79,12 @@ void HostsAgree::wait() {
   for (int64_t host = 0; host < all_.numel() / static_cast<int64_t>(sizeof(Fingerprint)); ++host) {
     Fingerprint theirs;
     std::memcpy(&theirs, static_cast<char*>(all_.data_ptr()) + host * sizeof theirs, sizeof theirs);
-    if (theirs.sequence == mine_.sequence && mine_.matches(theirs)) continue;
+    if (theirs.sequence == mine_.sequence && mine_.matches(theirs)) {
+      if (theirs.history == mine_.history) continue;
+      fail(call_, "hosts disagree on a collective before number " + std::to_string(mine_.sequence) + " of this group, " +
+                      mine_.describe() + ": host " + std::to_string(host) +
+                      " has called something else; expected the same calls on every rank, in the same order");
+    }
     fail(call_, "hosts disagree on collective " + std::to_string(mine_.sequence) + " of this group: this host called " +
                     mine_.describe() + ", host " + std::to_string(host) + " called " + theirs.describe() +
                     (theirs.sequence == mine_.sequence ? "" : " as its collective " + std::to_string(theirs.sequence)) +
@@ -97,7 +104,7 @@ void Ring::start(size_t chunk, void* data, size_t count) {
                      : call_.reduce == Reduce::min ? c10d::ReduceOp::MIN
                                                    : c10d::ReduceOp::MAX;
   std::vector<at::Tensor> tensors{at::from_blob(
-      data, {static_cast<int64_t>(count)}, [keeper = call_.keeper](void*) {}, scalar_type(call_.dtype))};
+      data, {static_cast<int64_t>(count)}, [kept = call_.kept](void*) {}, scalar_type(call_.dtype))};
   works_[chunk % depth_] = streams_[chunk % streams_.size()]->allreduce(tensors, options);
 }
 

@@ -59,6 +59,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   py::class_<Segment, std::shared_ptr<Segment>>(module, "Segment")
       .def_static("create", &Segment::create, py::arg("num_ranks"), py::arg("areas"), py::arg("area_bytes"))
       .def_static("attach", &Segment::attach, py::arg("pid"), py::arg("descriptor"), py::arg("token"), py::arg("rank"))
+      .def_static("look", &Segment::look, py::arg("pid"), py::arg("descriptor"))
+      .def("recorder", &Segment::recorder, py::arg("last") = kRing)
       .def("join", &Segment::join)
       .def("set_unpin", [](Segment& self, py::function call) { self.set_unpin(callable(std::move(call))); })
       .def("is_alive", &Segment::is_alive)
@@ -73,17 +75,21 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def(py::init([](int rank, int size, int64_t timeout_ms, std::optional<c10::intrusive_ptr<c10d::Backend>> cpu,
                        std::optional<c10::intrusive_ptr<c10d::Backend>> cuda, std::shared_ptr<Segment> segment,
                        std::vector<c10::intrusive_ptr<c10d::Backend>> between, int num_hosts, int host,
-                       std::vector<int> ranks) {
+                       std::vector<int> ranks, std::optional<c10::intrusive_ptr<c10d::Store>> store, bool exchanges) {
              return c10::make_intrusive<Backend>(Setup{rank, size, timeout_ms, cpu.value_or(nullptr), cuda.value_or(nullptr),
-                                                       std::move(segment), std::move(between), num_hosts, host, std::move(ranks)});
+                                                       std::move(segment), std::move(between), num_hosts, host, std::move(ranks),
+                                                       store.value_or(nullptr), exchanges});
            }),
            py::arg("rank"), py::arg("size"), py::arg("timeout_ms"), py::arg("cpu"), py::arg("cuda"), py::arg("segment"),
-           py::arg("between"), py::arg("num_hosts"), py::arg("host"), py::arg("ranks"), py::call_guard<py::gil_scoped_release>())
-      .def("set_table", [](Backend& self, const std::string& kind, bool on_cuda, const std::vector<PyRow>& rows) {
-        std::vector<Row> made;
-        for (const auto& row : rows) made.push_back(row_of(row));
-        self.set_table(kind_of(kind), on_cuda, std::move(made));
-      })
+           py::arg("between"), py::arg("num_hosts"), py::arg("host"), py::arg("ranks"), py::arg("store") = py::none(),
+           py::arg("exchanges") = false, py::call_guard<py::gil_scoped_release>())
+      .def("set_table",
+           [](Backend& self, const std::string& kind, bool on_cuda, const std::vector<PyRow>& rows, bool fixed) {
+             std::vector<Row> made;
+             for (const auto& row : rows) made.push_back(row_of(row));
+             self.set_table(kind_of(kind), on_cuda, fixed, std::move(made));
+           },
+           py::arg("kind"), py::arg("on_cuda"), py::arg("rows"), py::arg("fixed"))
       .def("set_one_shot_bytes", &Backend::set_one_shot_bytes)
       .def("chosen", [](const Backend& self, const std::string& kind, bool on_cuda, uint64_t bytes) {
         const Row row = self.row(kind_of(kind), on_cuda, bytes);
@@ -106,6 +112,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
            },
            py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("segment", &Backend::segment)
+      .def_property_readonly("on_one_host", &Backend::on_one_host)
+      .def_property_readonly("inner_cpu", [](const Backend& self) { return self.engine_of(false); })
       .def_property_readonly("overflows", &Backend::overflows)
       .def_property_readonly("poisoned", &Backend::poisoned)
       .def_property_readonly("poison_message", &Backend::poison_message);

@@ -63,9 +63,9 @@ const at::Tensor& first_of(const std::vector<at::Tensor>& tensors, Kind kind) {
 }
 
 DelegatedWork::DelegatedWork(int rank, const Fingerprint& fingerprint, c10::intrusive_ptr<c10d::Work> inner,
-                             std::shared_ptr<Segment> segment, CopiedOutputs copied)
+                             std::shared_ptr<Health> health, CopiedOutputs copied)
     : Work(rank, op_type(fingerprint.kind)), fingerprint_(fingerprint), inner_(std::move(inner)),
-      segment_(std::move(segment)), copied_(std::move(copied)) {}
+      health_(std::move(health)), copied_(std::move(copied)) {}
 
 bool DelegatedWork::isCompleted() {
   if (!inner_->isCompleted()) return false;
@@ -103,7 +103,7 @@ bool DelegatedWork::wait(std::chrono::milliseconds timeout) {
     } catch (const std::exception& error) {
       if (done) fail(error);
       if (inner_->isCompleted()) continue;
-      if (segment_ && segment_->poisoned()) raise(segment_->poison_message());
+      if (health_->poisoned()) raise(health_->message());
       if (timeout != kNoTimeout && Clock::now() >= end) throw;
       if (Clock::now() - start < look / 2) fail(error);  // no timeout, though the operation is not marked as ended
     }
@@ -113,9 +113,9 @@ bool DelegatedWork::wait(std::chrono::milliseconds timeout) {
 void DelegatedWork::fail(const std::exception& error) {
   const std::string message = "collective " + std::to_string(fingerprint_.sequence) + " of this group, " +
                               fingerprint_.describe() + ", failed in the inner backend: " + error.what();
-  if (!segment_) raise(message);
-  segment_->poison(message);
-  raise(segment_->poison_message());
+  health_->poison(message);
+  if (message.find("imed out") != std::string::npos) health_->report();
+  raise(health_->message());
 }
 
 void DelegatedWork::copy_back() {

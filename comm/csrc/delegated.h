@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "health.h"
 #include "segment.h"
 
 namespace deepytorch {
@@ -52,7 +53,7 @@ const at::Tensor& first_of(const std::vector<at::Tensor>& tensors, Kind kind);
 class DelegatedWork final : public c10d::Work {
  public:
   DelegatedWork(int rank, const Fingerprint& fingerprint, c10::intrusive_ptr<c10d::Work> inner,
-                std::shared_ptr<Segment> segment, CopiedOutputs copied);
+                std::shared_ptr<Health> health, CopiedOutputs copied);
 
   bool isCompleted() override;
   bool isSuccess() const override { return inner_->isSuccess(); }
@@ -72,7 +73,7 @@ class DelegatedWork final : public c10d::Work {
 
   Fingerprint fingerprint_;
   c10::intrusive_ptr<c10d::Work> inner_;
-  std::shared_ptr<Segment> segment_;
+  std::shared_ptr<Health> health_;
   CopiedOutputs copied_;
   std::mutex mutex_;
   bool copied_back_ = false;

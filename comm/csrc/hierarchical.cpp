@@ -17,7 +17,7 @@ size_t room_of(const Call& call, size_t element, size_t num_ranks, size_t parts)
 
 at::Tensor bytes_at(const void* data, size_t size, const Call& call) {
   return at::from_blob(
-      const_cast<void*>(data), {static_cast<int64_t>(size)}, [keeper = call.keeper](void*) {}, at::TensorOptions().dtype(at::kByte));
+      const_cast<void*>(data), {static_cast<int64_t>(size)}, [kept = call.kept](void*) {}, at::TensorOptions().dtype(at::kByte));
 }
 
 }  // namespace

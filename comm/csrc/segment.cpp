@@ -8,6 +8,19 @@
 // Every rank holds a POSIX record lock on its byte of the file for as long as it lives; the kernel drops it with the
 // process, however it ends, also while nobody has reaped it, and a forked child does not inherit it. A wait looks at the
 // locks of those it waits for every few milliseconds.
+//
+// [Note: where memory lies] Each rank reserves its own areas, so that the kernel takes their pages from the memory that is
+// near to that rank's processor.
+//
+// [Note: order of memory accesses] On x86 stores become visible in their order; on ARM and others they do not, unless it is
+// asked for:
+// - What a rank has written to its area is there for whoever is past the next sync: it enters the sync by a
+//   read-modify-write of `arrivals` with acquire and release; those form one release sequence, so the last to come has
+//   seen everybody's writes; it publishes `complete` by a store that the others load with acquire.
+// - An area is written again only behind a later sync, which its readers enter (release) after they have read it.
+// - `ring` is a seqlock per entry, with `published` as its counter: the writer puts a fence between the counter of the
+//   call before and the entry that it overwrites, so that whoever sees any of the new entry sees the counter too; the
+//   reader copies, puts a fence, and looks at the counter again.
 #include "segment.h"
 
 #include <fcntl.h>
@@ -32,7 +45,7 @@ namespace deepytorch {
 
 namespace {
 
-constexpr uint64_t kMagic = 0x6465657079746f72;  // "deepytor"
+constexpr uint64_t kMagic = 0x6465657079746f33;  // "deepyto3": another layout of the header gets another one
 constexpr size_t kPage = 4096;
 constexpr auto kSpin = std::chrono::microseconds(50);  // a barrier of ranks that arrive together takes about 1 us
 constexpr long kNapNanoseconds = 20'000'000;           // then a wait sleeps, and looks for the dead this often
@@ -68,9 +81,12 @@ struct Segment::Counter {
 struct Segment::RankState {
   alignas(64) std::atomic<uint64_t> steps;      // syncs that this rank has entered
   alignas(64) std::atomic<uint64_t> published;  // sequence number of its newest call
+  std::atomic<uint64_t> begun, ended;           // of what it runs itself; calls of inner backends are not followed
+  std::atomic<int64_t> process;
   // What runs, by parity: a rank that is past the first sync of operation n + 1 knows that all have compared operation n.
   alignas(64) Fingerprint current[2];
   alignas(64) Fingerprint ring[kRing];  // what was called, which may be far ahead of what runs
+  int64_t called_at[kRing];             // milliseconds since 1970
 };
 
 struct Segment::Header {
@@ -78,6 +94,7 @@ struct Segment::Header {
   int32_t num_ranks, areas;
   uint64_t area_bytes, bytes;
   alignas(64) std::atomic<uint32_t> poisoned;  // 0: sound, 1: the message is being written, 2: it is there
+  std::atomic<uint32_t> reported;
   char message[4096];
   alignas(64) std::atomic<uint64_t> arrivals;  // of all ranks at all syncs
   Counter complete;                            // syncs that all ranks have entered; what waits sleep on
@@ -86,7 +103,17 @@ struct Segment::Header {
 
 bool Fingerprint::matches(const Fingerprint& other) const {
   return kind == other.kind && count == other.count && root == other.root && reduce == other.reduce &&
-         dtype == other.dtype && on_cuda == other.on_cuda && plan == other.plan;
+         dtype == other.dtype && on_cuda == other.on_cuda && plan == other.plan && sizes == other.sizes;
+}
+
+uint64_t Fingerprint::digest() const {
+  uint64_t found = history + 1;
+  for (const uint64_t value : {static_cast<uint64_t>(kind), static_cast<uint64_t>(count), static_cast<uint64_t>(root),
+                               static_cast<uint64_t>(reduce), static_cast<uint64_t>(dtype), static_cast<uint64_t>(on_cuda),
+                               plan, sizes}) {
+    found = mix(found + 1, value);
+  }
+  return found;
 }
 
 std::string Fingerprint::describe() const {
@@ -105,6 +132,7 @@ std::string Fingerprint::describe() const {
   if (root >= 0 && kind == Kind::all_reduce) add(std::string(kWires[root]) + " between hosts");
   else if (root >= 0) add("root " + std::to_string(root));
   if (on_cuda) add("cuda");
+  if (sizes) add("sizes #" + std::to_string(sizes % 1000000));
   if (plan) add("plan " + std::to_string(plan % 1000000));
   out << (*separator == '(' ? "()" : ")");
   return out.str();
@@ -118,13 +146,8 @@ std::shared_ptr<Segment> Segment::create(int num_ranks, int areas, size_t area_b
   const int descriptor = memfd_create("deepytorch", MFD_CLOEXEC);
   if (descriptor < 0) throw CommError("shared memory cannot be made: " + last_error());
   made->descriptor_ = descriptor;
-  // Reserved now: a page that cannot be had later would be a SIGBUS in the middle of a collective.
-  int error;
-  do error = posix_fallocate(descriptor, 0, static_cast<off_t>(bytes));
-  while (error == EINTR);
-  if (error != 0) {
-    throw CommError("no " + std::to_string(bytes >> 20) + " MiB of shared memory: " + std::strerror(error));
-  }
+  if (ftruncate(descriptor, static_cast<off_t>(bytes)) != 0) throw CommError("shared memory cannot be made: " + last_error());
+  made->reserve(0, head + areas * area_bytes);
   made->map(descriptor, bytes);
   Header* header = new (made->base_) Header();
   if (getrandom(&header->token, sizeof header->token, 0) != sizeof header->token) throw CommError("no random number");
@@ -137,6 +160,7 @@ std::shared_ptr<Segment> Segment::create(int num_ranks, int areas, size_t area_b
   made->areas_ = areas;
   made->area_bytes_ = area_bytes;
   made->crowded_ = num_ranks > static_cast<int>(std::thread::hardware_concurrency());
+  made->state(0).process = getpid();
   return made;
 }
 
@@ -164,11 +188,35 @@ std::shared_ptr<Segment> Segment::attach(int64_t pid, int descriptor, uint64_t t
   found->areas_ = header.areas;
   found->area_bytes_ = header.area_bytes;
   found->crowded_ = header.num_ranks > static_cast<int>(std::thread::hardware_concurrency());
+  found->reserve(static_cast<size_t>(found->area(0, rank) - found->base_), found->areas_ * found->area_bytes_);
+  found->state(rank).process = getpid();
   return found;
 }
 
-void Segment::map(int descriptor, size_t bytes) {
-  void* mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
+std::string Segment::look(int64_t pid, int descriptor) {
+  const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(descriptor);
+  Segment found;
+  found.descriptor_ = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
+  if (found.descriptor_ < 0) throw CommError("the shared memory of process " + std::to_string(pid) + " cannot be opened: " + last_error());
+  struct stat status;
+  if (fstat(found.descriptor_, &status) != 0 || !S_ISREG(status.st_mode) || static_cast<size_t>(status.st_size) < sizeof(Header)) return "";
+  found.map(found.descriptor_, static_cast<size_t>(status.st_size), false);
+  if (found.header_->magic != kMagic) throw CommError("process " + std::to_string(pid) + " runs another version of deepytorch");
+  found.num_ranks_ = std::min(found.header_->num_ranks, kMaxLocalRanks);
+  found.rank_ = -1;
+  return found.recorder();
+}
+
+// Reserved before it is used: a page that cannot be had later would be a SIGBUS in the middle of a collective.
+void Segment::reserve(size_t begin, size_t bytes) {
+  int error;
+  do error = posix_fallocate(descriptor_, static_cast<off_t>(begin), static_cast<off_t>(bytes));
+  while (error == EINTR);
+  if (error != 0) throw CommError("no " + std::to_string(bytes >> 20) + " MiB of shared memory: " + std::strerror(error));
+}
+
+void Segment::map(int descriptor, size_t bytes, bool writable) {
+  void* mapped = mmap(nullptr, bytes, PROT_READ | (writable ? PROT_WRITE : 0), MAP_SHARED, descriptor, 0);
   if (mapped == MAP_FAILED) throw CommError("shared memory cannot be mapped: " + last_error());
   madvise(mapped, bytes, MADV_HUGEPAGE);  // a wish, not a need
   base_ = static_cast<char*>(mapped);
@@ -188,7 +236,7 @@ Segment::RankState& Segment::state(int rank) const { return header_->ranks[rank]
 
 char* Segment::area(uint64_t exchange, int rank) const {
   const size_t head = (sizeof(Header) + kPage - 1) / kPage * kPage;
-  return base_ + head + (exchange % areas_ * num_ranks_ + rank) * area_bytes_;
+  return base_ + head + (rank * static_cast<size_t>(areas_) + exchange % areas_) * area_bytes_;
 }
 
 void Segment::join() {
@@ -226,34 +274,101 @@ std::string Segment::poison_message() const {
 
 void Segment::publish(const Fingerprint& fingerprint) {
   RankState& mine = state(rank_);
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // see [Note: order of memory accesses]
   mine.ring[fingerprint.sequence % kRing] = fingerprint;
+  mine.called_at[fingerprint.sequence % kRing] =
+      std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::system_clock::now().time_since_epoch()).count();
   mine.published.store(fingerprint.sequence, std::memory_order_seq_cst);
+  Fingerprint theirs;
   for (int other = 0; other < num_ranks_; ++other) {
-    const auto in_ring = [&] {
-      const uint64_t newest = state(other).published.load(std::memory_order_seq_cst);
-      return newest >= fingerprint.sequence && newest < fingerprint.sequence + kRing - 1;
-    };
-    if (other == rank_ || !in_ring()) continue;
-    const Fingerprint theirs = state(other).ring[fingerprint.sequence % kRing];
-    if (in_ring() && theirs.sequence == fingerprint.sequence) compare(fingerprint, theirs, other);
+    if (other == rank_ || !recall(other, fingerprint.sequence, &theirs)) continue;
+    theirs.history = fingerprint.history;  // a call before it is named where it runs, while it is still known
+    compare(fingerprint, theirs, other);
   }
 }
 
+// What a rank called as its collective `sequence`; false where that is not there, or not any more.
+bool Segment::recall(int rank, uint64_t sequence, Fingerprint* found) const {
+  const auto there = [&] {
+    const uint64_t newest = state(rank).published.load(std::memory_order_seq_cst);
+    return newest >= sequence && newest < sequence + kRing - 1;
+  };
+  if (!there()) return false;
+  std::memcpy(static_cast<void*>(found), &state(rank).ring[sequence % kRing], sizeof *found);
+  std::atomic_thread_fence(std::memory_order_acquire);
+  return there() && found->sequence == sequence;
+}
+
 void Segment::compare(const Fingerprint& mine, const Fingerprint& theirs, int other) {
-  if (theirs.sequence == mine.sequence && mine.matches(theirs)) return;
-  const int low = std::min(rank_, other), high = std::max(rank_, other);
-  const Fingerprint& first = rank_ < other ? mine : theirs;
-  const Fingerprint& second = rank_ < other ? theirs : mine;
+  const bool same = theirs.sequence == mine.sequence && mine.matches(theirs);
+  if (same && mine.history == theirs.history) return;
   std::ostringstream out;
-  out << "ranks disagree on collective " << first.sequence << " of this group: local rank " << low << " called "
-      << first.describe() << ", local rank " << high << " called " << second.describe();
-  if (first.sequence != second.sequence) out << " as its collective " << second.sequence;
+  if (same) {
+    out << "ranks disagree on a collective before number " << mine.sequence << " of this group: " << first_difference(other);
+  } else {
+    const int low = std::min(rank_, other), high = std::max(rank_, other);
+    const Fingerprint& first = rank_ < other ? mine : theirs;
+    const Fingerprint& second = rank_ < other ? theirs : mine;
+    out << "ranks disagree on collective " << first.sequence << " of this group: local rank " << low << " called "
+        << first.describe() << ", local rank " << high << " called " << second.describe();
+    if (first.sequence != second.sequence) out << " as its collective " << second.sequence;
+  }
   out << "; expected the same call on every rank, in the same order: look at what leads to this call on each rank";
   poison(out.str());
   throw CommError(poison_message());
 }
 
-void Segment::begin(const Fingerprint& fingerprint) { state(rank_).current[++operations_ % 2] = fingerprint; }
+// The earliest of the calls that are still known of both ranks and differ.
+std::string Segment::first_difference(int other) const {
+  const int low = std::min(rank_, other), high = std::max(rank_, other);
+  const uint64_t newest = std::max(state(low).published.load(), state(high).published.load());
+  for (uint64_t sequence = newest > kRing ? newest - kRing : 1; sequence <= newest; ++sequence) {
+    Fingerprint first, second;
+    if (!recall(low, sequence, &first) || !recall(high, sequence, &second) || first.matches(second)) continue;
+    return "as number " + std::to_string(sequence) + " local rank " + std::to_string(low) + " called " + first.describe() +
+           ", local rank " + std::to_string(high) + " called " + second.describe();
+  }
+  return "local ranks " + std::to_string(low) + " and " + std::to_string(high) + ", more than " + std::to_string(kRing) +
+         " calls ago";
+}
+
+void Segment::begin(const Fingerprint& fingerprint) {
+  state(rank_).current[++operations_ % 2] = fingerprint;
+  state(rank_).begun.store(fingerprint.sequence, std::memory_order_relaxed);
+}
+
+void Segment::end(uint64_t sequence) { state(rank_).ended.store(sequence, std::memory_order_relaxed); }
+
+bool Segment::first_to_report() { return header_->reported.exchange(1) == 0; }
+
+std::string Segment::recorder(int last) const {
+  std::ostringstream out;
+  const int64_t now =
+      std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::system_clock::now().time_since_epoch()).count();
+  uint64_t any = 0;
+  for (int rank = 0; rank < num_ranks_; ++rank) any = std::max(any, state(rank).published.load());
+  if (any == 0) return "";
+  if (poisoned()) out << "of no use after an error: " << poison_message() << '\n';
+  for (int rank = 0; rank < num_ranks_; ++rank) {
+    const RankState& one = state(rank);
+    const uint64_t newest = one.published.load(), begun = one.begun.load(), ended = one.ended.load();
+    out << "local rank " << rank << " (process " << one.process.load() << "): " << newest << " collectives called";
+    if (begun > ended) out << ", in number " << begun << " now";
+    out << '\n';
+    for (uint64_t sequence = newest > static_cast<uint64_t>(last) ? newest - last + 1 : 1; sequence <= newest; ++sequence) {
+      Fingerprint call;
+      std::memcpy(static_cast<void*>(&call), &one.ring[sequence % kRing], sizeof call);
+      if (call.sequence != sequence) continue;  // overwritten meanwhile
+      const char* status = call.plan == 0       ? "handed on"
+                           : sequence <= ended  ? "done"
+                           : sequence == begun  ? "runs"
+                                                : "waits";
+      out << "  " << sequence << "  " << call.describe() << "  " << status << "  called "
+          << static_cast<double>(now - one.called_at[sequence % kRing]) / 1000.0 << " s ago\n";
+    }
+  }
+  return out.str();
+}
 
 void Segment::check() {
   const Fingerprint mine = state(rank_).current[operations_ % 2];
@@ -318,7 +433,7 @@ void Segment::find_culprit(const std::string& operation, Clock::duration waited,
           << " has not come to it (suspected; it is alive). Is it slow, stopped, or in another collective? "
              "A longer timeout is set by init_process_group(timeout=...)";
       poison(out.str());
-      throw CommError(poison_message());
+      throw Timeout(poison_message());
     }
   }
 }

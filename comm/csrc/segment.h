@@ -25,6 +25,14 @@ class CommError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+class Timeout final : public CommError {
+ public:
+  using CommError::CommError;
+};
+
+// One step of a digest of numbers.
+inline uint64_t mix(uint64_t digest, uint64_t value) { return (digest ^ value) * 0x100000001b3 + (digest >> 29); }
+
 enum class Kind : uint8_t {
   none, all_reduce, all_reduce_coalesced, reduce_scatter, reduce_scatter_coalesced, all_gather, all_gather_coalesced,
   broadcast, reduce, gather, scatter, all_to_all, barrier
@@ -36,9 +44,10 @@ enum class Wire : uint8_t { exact, bf16, f16, fp8 };
 constexpr const char* kWires[] = {"exact", "bf16", "fp16", "fp8"};
 
 // What must be alike on all ranks of an operation. `count` and `root` are -1 where they may differ; of an all_reduce that
-// was asked to compress, `root` is the Wire. `plan` is a digest
-// of everything that was decided beforehand (the table of algorithms). `shared` says where the data lies in memory that
-// `allocate` handed out, 0 elsewhere: it may differ, and is only acted on where it does not.
+// was asked to compress, `root` is the Wire. `plan` is a digest of everything that was decided beforehand (the table of
+// algorithms), `sizes` of the sizes of several tensors, `history` of all calls before this one, so that a difference is
+// found however far one rank is ahead. `shared` says where the data lies in memory that `allocate` handed out, 0
+// elsewhere: it may differ, and is only acted on where it does not.
 struct Fingerprint {
   uint64_t sequence = 0;
   int64_t count = -1;
@@ -48,9 +57,12 @@ struct Fingerprint {
   int8_t dtype = -1;
   uint8_t on_cuda = 0;
   uint64_t plan = 0;
+  uint64_t sizes = 0;
+  uint64_t history = 0;
   uint64_t shared = 0;
 
-  bool matches(const Fingerprint& other) const;
+  bool matches(const Fingerprint& other) const;  // but for the history
+  uint64_t digest() const;                       // of what has to match and the history: the next call's history
   std::string describe() const;
 };
 
@@ -60,6 +72,8 @@ class Segment {
   static std::shared_ptr<Segment> create(int num_ranks, int areas, size_t area_bytes);
   // The segment that process `pid` made and holds as file descriptor `descriptor`.
   static std::shared_ptr<Segment> attach(int64_t pid, int descriptor, uint64_t token, int rank);
+  // The recorder of a segment that process `pid` holds, read from outside; empty for one without calls.
+  static std::string look(int64_t pid, int descriptor);
   ~Segment();
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;
@@ -85,6 +99,13 @@ class Segment {
   // After `check`: whether all ranks have their data at the same place of one region.
   bool all_shared() const;
 
+  // The recorder: what each rank has called last, and how far it is. As text, a line a call; `last` calls of each rank.
+  std::string recorder(int last = kRing) const;
+  // Whether the recorder is to be printed: true once for all ranks of the host.
+  bool first_to_report();
+  // Marks the operation that begins as run to its end.
+  void end(uint64_t sequence);
+
   // Wait until every rank has called this as often as this one has.
   void sync(const char* what, uint64_t sequence, Clock::time_point deadline, const std::atomic<bool>& stopped);
 
@@ -104,9 +125,12 @@ class Segment {
   struct Counter;
   struct RankState;
   Segment() = default;
-  void map(int descriptor, size_t bytes);
+  void map(int descriptor, size_t bytes, bool writable = true);
+  void reserve(size_t begin, size_t bytes);
   RankState& state(int rank) const;
   void compare(const Fingerprint& mine, const Fingerprint& theirs, int other);
+  bool recall(int rank, uint64_t sequence, Fingerprint* found) const;
+  std::string first_difference(int other) const;
   void find_culprit(const std::string& operation, Clock::duration waited, bool late);
 
   Header* header_ = nullptr;

@@ -166,41 +166,135 @@ void all_reduce_through(Call& call, Copies& payload, size_t count, Between* betw
   }
 }
 
-void reduce_scatter(Call& call, const void* input, void* output, size_t output_count) {
+void reduce_scatter(Call& call, const char* const* inputs, void* output, size_t output_count) {
   Segment& segment = *call.segment;
   const int num = segment.num_ranks(), me = segment.rank();
   const size_t element = element_size(call.dtype), chunk = elements_of(call, element, num), room = chunk * element;
-  const char* in = static_cast<const char*>(input);
-  const void* inputs[kMaxLocalRanks];
+  const void* parts[kMaxLocalRanks];
   for (size_t at = 0; at < output_count; at += chunk) {
     const size_t size = std::min(chunk, output_count - at);
     const uint64_t exchange = segment.next_exchange();
     for (int rank = 0; rank < num; ++rank) {
-      if (rank == me) continue;
-      copy(segment.area(exchange, me) + rank * room, in + (rank * output_count + at) * element, size * element);
+      if (rank != me) copy(segment.area(exchange, me) + rank * room, inputs[rank] + at * element, size * element);
     }
     call.sync();
-    for (int rank = 0; rank < num; ++rank) inputs[rank] = segment.area(exchange, rank) + me * room;
-    inputs[me] = in + (me * output_count + at) * element;
-    kernels().reduce(static_cast<char*>(output) + at * element, nullptr, inputs, num, size, call.dtype, call.dtype,
+    for (int rank = 0; rank < num; ++rank) parts[rank] = segment.area(exchange, rank) + me * room;
+    parts[me] = inputs[me] + at * element;
+    kernels().reduce(static_cast<char*>(output) + at * element, nullptr, parts, num, size, call.dtype, call.dtype,
                      call.reduce, call.divisor);
   }
 }
 
-void all_gather(Call& call, const void* input, void* output, size_t input_bytes) {
+void all_gather(Call& call, const void* input, char* const* outputs, size_t input_bytes) {
   Segment& segment = *call.segment;
   const int num = segment.num_ranks(), me = segment.rank();
   const size_t chunk = elements_of(call, 1);
-  char* out = static_cast<char*>(output);
   for (size_t at = 0; at < input_bytes; at += chunk) {
     const size_t size = std::min(chunk, input_bytes - at);
     const uint64_t exchange = segment.next_exchange();
     const char* part = static_cast<const char*>(input) + at;
     copy(segment.area(exchange, me), part, size);
     call.sync();
-    for (int rank = 0; rank < num; ++rank) {
-      copy(out + rank * input_bytes + at, rank == me ? part : segment.area(exchange, rank), size);
+    for (int rank = 0; rank < num; ++rank) copy(outputs[rank] + at, rank == me ? part : segment.area(exchange, rank), size);
+  }
+}
+
+namespace {
+
+// The sizes that all ranks hand each other, as they stand at the beginning of each rank's area.
+class Sizes {
+ public:
+  Sizes(Segment& segment, uint64_t exchange) : segment_(segment), exchange_(exchange), num_(segment.num_ranks()) {}
+
+  static size_t bytes(int num) { return (2 * num * sizeof(uint64_t) + kLine - 1) / kLine * kLine; }
+  uint64_t& sent(int from, int to) const { return table(from)[to]; }
+  uint64_t& expected(int from, int to) const { return table(to)[num_ + from]; }
+
+  // Throws on all ranks alike where one does not expect what it is sent.
+  void check(const Call& call) const {
+    for (int from = 0; from < num_; ++from) {
+      for (int to = 0; to < num_; ++to) {
+        if (sent(from, to) == expected(from, to)) continue;
+        segment_.poison(std::string(name_of(call.kind)) + ", collective " + std::to_string(call.sequence) +
+                        " of this group: local rank " + std::to_string(from) + " sends " + std::to_string(sent(from, to)) +
+                        " bytes to local rank " + std::to_string(to) + ", which expects " +
+                        std::to_string(expected(from, to)) + "; expected the same size on both");
+        throw CommError(segment_.poison_message());
+      }
     }
+  }
+
+ private:
+  uint64_t* table(int rank) const { return reinterpret_cast<uint64_t*>(segment_.area(exchange_, rank)); }
+
+  Segment& segment_;
+  uint64_t exchange_;
+  int num_;
+};
+
+}  // namespace
+
+void exchange(Call& call, const std::vector<Part>& sent, const std::vector<Part>& received) {
+  Segment& segment = *call.segment;
+  const int num = segment.num_ranks(), me = segment.rank();
+  const size_t head = Sizes::bytes(num), room_of_all = segment.area_bytes() - head;
+  size_t total = 0;
+  for (const auto& parts : {&sent, &received}) for (const Part& part : *parts) total += part.bytes;
+  const auto take = total * num > last_cache_bytes() ? kernels().stream : copy;
+
+  // The areas after the sizes are divided among those that a rank has something for; the same sum on every rank.
+  const auto place = [&](const auto& bytes_to, int from, int to) {
+    size_t parts = 0, before = 0;
+    for (int rank = 0; rank < num; ++rank) {
+      if (rank == from || bytes_to(rank) == 0) continue;
+      before += rank < to;
+      ++parts;
+    }
+    const size_t room = parts == 0 ? 0 : room_of_all / parts / kLine * kLine;
+    return std::pair(room, head + before * room);
+  };
+  const auto own_bytes = [&](int to) { return sent[to].bytes; };
+
+  uint64_t number = segment.next_exchange();
+  const Sizes sizes(segment, number);
+  for (int rank = 0; rank < num; ++rank) {
+    sizes.sent(me, rank) = sent[rank].bytes;
+    sizes.expected(rank, me) = received[rank].bytes;
+  }
+  const auto bring = [&](size_t turn) {
+    for (int to = 0; to < num; ++to) {
+      if (to == me || sent[to].bytes == 0) continue;
+      const auto [room, at] = place(own_bytes, me, to);
+      const size_t begin = turn * room;
+      if (begin < sent[to].bytes) copy(segment.area(number, me) + at, sent[to].data + begin, std::min(room, sent[to].bytes - begin));
+    }
+  };
+  bring(0);
+  call.sync();
+  sizes.check(call);
+
+  size_t turns = 1;
+  std::vector<std::pair<size_t, size_t>> places(num);  // of what comes from each rank
+  for (int from = 0; from < num; ++from) {
+    for (int to = 0; to < num; ++to) {
+      if (to == from || sizes.sent(from, to) == 0) continue;
+      const auto found = place([&](int rank) { return sizes.sent(from, rank); }, from, to);
+      turns = std::max<size_t>(turns, (sizes.sent(from, to) + found.first - 1) / found.first);
+      if (to == me) places[from] = found;
+    }
+  }
+  take(received[me].data, sent[me].data, sent[me].bytes);
+  for (size_t turn = 0;; ++turn) {
+    for (int from = 0; from < num; ++from) {
+      const auto [room, at] = places[from];
+      const size_t begin = turn * room;
+      if (from == me || begin >= received[from].bytes) continue;
+      take(received[from].data + begin, segment.area(number, from) + at, std::min(room, received[from].bytes - begin));
+    }
+    if (turn + 1 == turns) return;
+    number = segment.next_exchange();
+    bring(turn + 1);
+    call.sync();
   }
 }
 

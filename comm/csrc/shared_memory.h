@@ -5,14 +5,23 @@
 // knows that all ranks have left exchange k. The first sync of an operation also compares what the ranks have called.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
 #include <atomic>
 #include <functional>
 #include <memory>
+#include <vector>
 
 #include "kernels.h"
 #include "segment.h"
 
 namespace deepytorch {
+
+// Memory that must not go away while an inner backend may still work on it, whatever has become of the operation.
+struct Kept {
+  std::shared_ptr<Segment> segment;
+  std::vector<at::Tensor> tensors;
+};
 
 // One operation as the algorithms see it.
 struct Call {
@@ -26,7 +35,7 @@ struct Call {
   double divisor;
   size_t chunk_bytes;  // at most what an area holds
 
-  std::shared_ptr<void> keeper;  // what the payload lies in, for whoever may still write to it after an error
+  std::shared_ptr<Kept> kept;  // what the payload lies in, for whoever may still work on it after an error
   bool checked = false;
 
   void sync() {
@@ -85,9 +94,19 @@ void all_reduce_two_shot(Call& call, void* data, size_t count);
 // whose payload is in plain memory. Needs `areas_needed(...)` areas.
 void all_reduce_through(Call& call, Copies& payload, size_t count, Between* between);
 inline int areas_needed(int depth, bool copied_ahead) { return depth + 1 + (copied_ahead ? 2 : 0); }
-void reduce_scatter(Call& call, const void* input, void* output, size_t output_count);
-void all_gather(Call& call, const void* input, void* output, size_t input_bytes);
+// inputs: for each rank what it is to get the sum of. outputs: for each rank where its part goes.
+void reduce_scatter(Call& call, const char* const* inputs, void* output, size_t output_count);
+void all_gather(Call& call, const void* input, char* const* outputs, size_t input_bytes);
 void broadcast(Call& call, void* data, size_t bytes, int root);
+
+// Bytes for one rank or of it.
+struct Part {
+  char* data = nullptr;
+  size_t bytes = 0;
+};
+// Each rank hands each other one, and itself, what is meant for it: all_to_all, gather and scatter. Every rank sees all
+// sizes before anything moves, so that a size that is not expected is the same error on all ranks.
+void exchange(Call& call, const std::vector<Part>& sent, const std::vector<Part>& received);
 
 // The same where every rank's data lies in shared memory (`peers`: rank -> its address here): nothing is staged.
 void all_reduce_in_place(Call& call, char* const* peers, size_t count);

@@ -1,42 +1,83 @@
-"""`init_process_group("nccl" | "gloo" | None)` gives the deepytorch backend, which delegates to these two.
+"""Groups asked for as gloo or nccl come as the deepytorch backend, which delegates to these two.
 
-It chooses among their algorithms and its own by measurement: see docs/comm.md. Left as asked for: any other backend,
-calls with options of a backend, and what comes after `deepytorch.configure(process_groups=False)`.
+It chooses among their algorithms and its own by measurement: see docs/comm.md. To whoever asks, a group has the name that
+it was asked for by: scripts and libraries decide by it. Left to torch: any other backend, calls with options of a
+backend or a `device_id` (which promise what nccl alone does, such as splitting), groups split off such a group, and what
+comes after `deepytorch.configure(process_groups=False)`.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 from deepytorch.log import logger
 from deepytorch.switch import SWITCH
 
-ROUTED = (None, "gloo", "nccl", "cpu:gloo,cuda:nccl")
+ROUTED = ("undefined", "gloo", "nccl", "cpu:gloo,cuda:nccl")
+_HELPER = "_new_process_group_helper"  # makes every group, the default one too
 
 
 def attach(torch_module: Any) -> None:
-    """Route the default group of `torch.distributed`, where this build of torch has that."""
+    """Route the groups of `torch.distributed`, where this build of torch has that."""
     distributed = torch_module.distributed
-    if not distributed.is_available() or hasattr(distributed.init_process_group, "_deepytorch_original"):
+    if not distributed.is_available() or hasattr(getattr(distributed.distributed_c10d, _HELPER), "_deepytorch_original"):
         return
-    original = distributed.init_process_group
+    c10d = distributed.distributed_c10d
+    original = getattr(c10d, _HELPER)
+    signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> Any:
-        name = backend.lower() if isinstance(backend, str) else backend
-        if SWITCH.enabled and SWITCH.process_groups and name in ROUTED and kwargs.get("pg_options") is None:
-            logger.info("init_process_group(%r): the deepytorch backend, over gloo and nccl", backend)
-            backend = "deepytorch"
-        return original(backend, *args, **kwargs)
+    def new_process_group(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        asked = given.arguments["backend"]
+        if not _is_routed(c10d, asked, given.arguments):
+            return original(*args, **kwargs)
+        logger.info("a process group of %s: the deepytorch backend, over gloo and nccl", asked)
+        given.arguments["backend"] = c10d.Backend("deepytorch")
+        made = original(*given.args, **given.kwargs)
+        if isinstance(made[0], c10d.ProcessGroup):
+            _answer_as(c10d, made[0], asked)
+        return made
 
-    init_process_group._deepytorch_original = original  # type: ignore[attr-defined]
-    distributed.init_process_group = distributed.distributed_c10d.init_process_group = init_process_group
+    new_process_group._deepytorch_original = original  # type: ignore[attr-defined]
+    setattr(c10d, _HELPER, new_process_group)
 
 
 def detach(torch_module: Any) -> None:
     """Give torch its own function back."""
-    distributed = torch_module.distributed
-    original = getattr(distributed.init_process_group, "_deepytorch_original", None)
+    c10d = torch_module.distributed.distributed_c10d
+    original = getattr(getattr(c10d, _HELPER), "_deepytorch_original", None)
     if original is not None:
-        distributed.init_process_group = distributed.distributed_c10d.init_process_group = original
+        setattr(c10d, _HELPER, original)
+
+
+def _is_routed(c10d: Any, asked: Any, arguments: dict[str, Any]) -> bool:
+    if not (SWITCH.enabled and SWITCH.process_groups) or str(asked).lower() not in ROUTED:
+        return False
+    if arguments.get("backend_options") is not None or arguments.get("device_id") is not None:
+        return False
+    # A default group that is bound to a device lets nccl split the others off it.
+    return not (c10d.is_initialized() and c10d._get_default_group().bound_device_id)
+
+
+def _answer_as(c10d: Any, group: Any, asked: Any) -> None:
+    """Let torch, and whoever asks it, know the group by the name that it was asked for by."""
+    _, store = c10d._world.pg_map[group]
+    c10d._world.pg_map[group] = (asked, store)
+    c10d._world.pg_backend_config[group] = str(c10d.BackendConfig(asked))
+    kinds, cpu = c10d.ProcessGroup.BackendType, c10d.torch.device("cpu")
+    if cpu not in group._device_types:
+        return
+    ours = group._get_backend(cpu)
+    gloo = getattr(ours, "inner_cpu", None)
+    if gloo is None or not getattr(ours, "on_one_host", False):
+        return
+    # C++ of torch takes whatever is registered as GLOO for a `ProcessGroupGloo` (DDP's logger): it gets the inner one,
+    # and calls go to what was registered for the device last. Between hosts nobody else may hold the inner group, since
+    # its connections have to close after an error.
+    group._register_backend(cpu, kinds.GLOO, gloo)
+    group._register_backend(cpu, kinds.CUSTOM, ours)
+    if str(asked).lower() != "nccl":
+        group._set_default_backend(kinds.GLOO)

@@ -10,17 +10,20 @@ import pytest
 
 
 @pytest.mark.parametrize(
-    ("setup", "asked", "comes"),
+    ("setup", "asked", "answers", "ours"),
     [
-        ("", "'gloo'", "deepytorch"),
-        ("", "None", "deepytorch"),
-        ("", "backend='GLOO'", "deepytorch"),
-        ("", "'fake'", "fake"),
-        ("deepytorch.configure(process_groups=False)", "'gloo'", "gloo"),
-        ("deepytorch.disable()", "'gloo'", "gloo"),
+        ("", "'gloo'", "gloo", True),
+        ("", "None", "undefined", True),
+        ("", "backend='GLOO'", "gloo", True),
+        ("", "'deepytorch'", "deepytorch", True),
+        ("", "'fake'", "fake", False),
+        ("deepytorch.configure(process_groups=False)", "'gloo'", "gloo", False),
+        ("deepytorch.disable()", "'gloo'", "gloo", False),
     ],
 )
-def test_default_groups_are_ours_unless_told_otherwise(setup: str, asked: str, comes: str, tmp_path: Path) -> None:
+def test_default_groups_are_ours_unless_told_otherwise(
+    setup: str, asked: str, answers: str, ours: bool, tmp_path: Path
+) -> None:
     script = f"""
 import torch
 import deepytorch
@@ -31,7 +34,14 @@ if {asked!r} == "'fake'":
     dist.init_process_group({asked}, store=FakeStore(), rank=0, world_size=1)
 else:
     dist.init_process_group({asked}, init_method="file://{tmp_path}/store", rank=0, world_size=1)
-assert dist.get_backend() == {comes!r}, dist.get_backend()
+assert dist.get_backend() == {answers!r}, dist.get_backend()
+from deepytorch.comm import chosen
+try:
+    chosen()
+    ours = True
+except deepytorch.errors.ConfigError:
+    ours = False
+assert ours == {ours}
 mine = torch.ones(3)
 dist.all_reduce(mine)
 assert mine.tolist() == [1, 1, 1]

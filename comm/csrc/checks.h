@@ -1,0 +1,24 @@
+// What a call has to be, looked at before any rank is told of it: a call that is refused leaves the group as it was.
+// (What only shows in the inner backend's work would end the group.) Each throws a c10::Error that says what was found.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <torch/csrc/distributed/c10d/Types.hpp>
+
+#include <vector>
+
+#include "segment.h"
+
+namespace deepytorch {
+
+void check_root(Kind kind, int64_t root, int size);
+// Whether gloo moves this dtype, and whether it reduces it so. Tensors of other devices are left to their backend.
+void check_gloo_moves(Kind kind, const at::Tensor& tensor);
+void check_gloo_reduces(Kind kind, const at::Tensor& tensor, c10d::ReduceOp::RedOpType reduce);
+// One tensor for each rank, all like `whole`. which: "input" or "output".
+void check_parts(Kind kind, const std::vector<at::Tensor>& parts, const at::Tensor& whole, int size, const char* which);
+void check_same_kind(Kind kind, const at::Tensor& one, const at::Tensor& other);
+// Elements for each rank, in the order of ranks: `splits` of rows, or as many for each where that is empty.
+std::vector<int64_t> rows_for_each(Kind kind, const at::Tensor& tensor, const std::vector<int64_t>& splits, int size);
+
+}  // namespace deepytorch

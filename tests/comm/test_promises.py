@@ -1,0 +1,538 @@
+"""What stock gloo keeps, our group keeps too: order, refusals that leave it alive, the caller's state, names, lifetimes."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from deepytorch.cli import app
+from tests.comm.ranks import Ranks, run
+
+pytestmark = pytest.mark.timeout(240, func_only=True)
+
+
+# ---------------------------------------------------------------------- order
+
+
+@pytest.mark.parametrize("options", ["", ", pg_options=Options(algorithm='engine')"])
+def test_a_barrier_waits_for_what_was_started_before_it(options):
+    script = f"""
+    init(timeout=60{options})
+    for turn in range(6):
+        data = torch.ones(4 << 20)
+        work = dist.all_reduce(data, async_op=True)
+        dist.barrier()
+        assert data[0] == size and data[-1] == size, turn
+        work.wait()
+    dist.destroy_process_group()
+    """
+    run(script)
+
+
+def test_what_is_handed_on_comes_after_what_was_started_before_it():
+    script = """
+    init(timeout=60)
+    for turn in range(5):
+        data = torch.full((1 << 20,), 2.0)
+        first = dist.all_reduce(data, async_op=True)  # 4 on both
+        second = dist.all_reduce(data, dist.ReduceOp.PRODUCT, async_op=True)  # gloo's: 16
+        third = dist.all_reduce(data, async_op=True)  # 32
+        dist.barrier()
+        assert torch.all(data == 32), (turn, data[:3])
+        for work in (third, second, first):
+            assert work.wait() and work.is_completed()
+        [found] = dist.all_reduce(data, dist.ReduceOp.PRODUCT, async_op=True).get_future().wait()
+        assert torch.all(found == 1024)
+    dist.destroy_process_group()
+    """
+    run(script)
+
+
+def test_a_message_passes_a_collective_that_waits_for_it():
+    script = """
+    init(timeout=20)
+    if rank == 0:
+        work = dist.all_reduce(torch.ones(1000), async_op=True)
+        dist.send(torch.full((3,), 7.0), 1)  # rank 1 comes to the collective once it has this
+        work.wait()
+    else:
+        got = torch.zeros(3)
+        dist.recv(got, 0)
+        assert got.tolist() == [7, 7, 7]
+        dist.all_reduce(torch.ones(1000))
+    dist.destroy_process_group()
+    """
+    run(script)
+
+
+# ---------------------------------------------------------------------- what only moves data
+
+MOVES = """
+def value(count, peer, dtype=torch.float32):
+    return ((torch.arange(count) * 3 + 5 * peer) % 120).to(dtype)
+
+for dtype in (torch.float32, torch.int16, torch.bool, torch.complex64, torch.float8_e4m3fn):
+    for count in (1, 1000, 300_001):
+        if dtype == torch.complex64 and count > 1000:
+            continue
+        mine = value(count, rank, dtype)
+        for root in range(size):
+            parts = [torch.empty_like(mine) for _ in range(size)] if rank == root else None
+            dist.gather(mine, parts, root)
+            if rank == root:
+                for peer, part in enumerate(parts):
+                    assert torch.equal(part.float() if not dtype.is_complex else part,
+                                       value(count, peer, dtype).float() if not dtype.is_complex else value(count, peer, dtype))
+            given = [value(count, 7 * peer + root, dtype) for peer in range(size)] if rank == root else None
+            got = torch.empty_like(mine)
+            dist.scatter(got, given, root)
+            assert torch.equal(got.view(torch.uint8), value(count, 7 * rank + root, dtype).view(torch.uint8))
+        parts = [torch.empty_like(mine) for _ in range(size)]
+        dist.all_gather(parts, mine)
+        for peer, part in enumerate(parts):
+            assert torch.equal(part.view(torch.uint8), value(count, peer, dtype).view(torch.uint8))
+        given = [value(count + to, 10 * rank + to, dtype) for to in range(size)]  # of other sizes to each
+        got = [torch.empty(count + rank, dtype=dtype) for _ in range(size)]
+        dist.all_to_all(got, given)
+        for peer, part in enumerate(got):
+            assert torch.equal(part.view(torch.uint8), value(count + rank, 10 * peer + rank, dtype).view(torch.uint8))
+
+for rows in (1, 7, 5000):
+    for width in (1, 33):
+        given = value(size * rows * width, rank).view(-1, width)
+        got = torch.empty_like(given)
+        dist.all_to_all_single(got, given)
+        for peer in range(size):
+            wanted = value(size * rows * width, peer).view(-1, width)[rank * rows : (rank + 1) * rows]
+            assert torch.equal(got[peer * rows : (peer + 1) * rows], wanted)
+        splits = [(rank + 2 * to) % 3 * rows for to in range(size)]  # nothing for some
+        expected = [(peer + 2 * rank) % 3 * rows for peer in range(size)]
+        given = value(sum(splits) * width, rank).view(-1, width)
+        base = torch.full((width, sum(expected)), -1.0)
+        got = base.t()  # does not follow in memory
+        dist.all_to_all_single(got, given, expected, splits)
+        for peer in range(size):
+            theirs = [(peer + 2 * to) % 3 * rows for to in range(size)]
+            wanted = value(sum(theirs) * width, peer).view(-1, width)
+            begin, at = sum(theirs[:rank]), sum(expected[:peer])
+            assert torch.equal(got[at : at + expected[peer]], wanted[begin : begin + theirs[rank]])
+
+for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT):
+    for count in (1, 70_001):
+        given = [value(count, rank + to).fmod(3) + 1 for to in range(size)]
+        share = torch.empty(count)
+        dist.reduce_scatter(share, given, op)
+        stacked = torch.stack([value(count, peer + rank).fmod(3) + 1 for peer in range(size)])
+        wanted = {dist.ReduceOp.SUM: stacked.sum(0), dist.ReduceOp.MAX: stacked.amax(0),
+                  dist.ReduceOp.PRODUCT: stacked.prod(0)}[op]
+        assert torch.equal(share, wanted), (op, count)
+works = []
+for turn in range(20):
+    given = torch.full((size * 50,), float(turn))
+    got = torch.empty_like(given)
+    works.append((dist.all_to_all_single(got, given, async_op=True), got, turn))
+for work, got, turn in reversed(works):
+    work.wait()
+    assert torch.all(got == turn)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("options", ["", ", pg_options=Options(area_bytes=4096)"])
+def test_gathers_scatters_and_exchanges(num_ranks, options):
+    run(f"init(timeout=60{options})\n" + MOVES, num_ranks=num_ranks)
+
+
+def test_gathers_and_exchanges_between_hosts():
+    script = """
+    pretend_hosts(1)
+    init(timeout=60)
+    mine = torch.full((5,), float(rank))
+    parts = [torch.empty(5) for _ in range(size)] if rank == 1 else None
+    dist.gather(mine, parts, 1)
+    if rank == 1:
+        assert [part[0].item() for part in parts] == [0, 1]
+    got = torch.empty(4)
+    dist.all_to_all_single(got, torch.full((4,), float(rank)))
+    assert got.tolist() == [0, 0, 1, 1]
+    work = dist.all_reduce(torch.ones(4 << 20), async_op=True)
+    dist.barrier()
+    assert work.is_completed()
+    dist.destroy_process_group()
+    """
+    run(script)
+
+
+# ---------------------------------------------------------------------- refusals
+
+REFUSED = [
+    "dist.all_reduce(torch.ones(4, dtype=torch.int16))",
+    "dist.all_reduce(ones, dist.ReduceOp.BAND)",
+    "dist.reduce(torch.ones(4, dtype=torch.int16), 0)",
+    "dist.reduce(ones, 9)",
+    "dist.broadcast(ones, 5)",
+    "dist.gather(ones, [torch.ones(3) for _ in range(size)] if rank == 0 else None, 0) if rank == 0 else refuse()",
+    "dist.gather(ones, [ones] * 5 if rank == 0 else None, 0) if rank == 0 else refuse()",
+    "dist.scatter(torch.ones(4), [torch.ones(3) for _ in range(size)] if rank == 0 else None, 0) if rank == 0 else refuse()",
+    "dist.all_gather([torch.ones(3) for _ in range(size)], ones)",
+    "dist.all_gather([torch.ones(4)], ones)",
+    "dist.reduce_scatter(ones, [torch.ones(3) for _ in range(size)])",
+    "dist.reduce_scatter_tensor(torch.ones(4), torch.ones(7))",
+    "dist.reduce_scatter_tensor(torch.ones(4, dtype=torch.int16), torch.ones(8, dtype=torch.int16))",
+    "dist.all_gather_into_tensor(torch.ones(7), ones)",
+    "dist.all_to_all_single(torch.ones(3), ones)",
+    "dist.all_to_all_single(torch.ones(4), ones, [1, 1], [2, 2])",
+    "dist.all_to_all_single(torch.ones(4).double(), ones)",
+    "dist.all_to_all([torch.ones(3)] * 5, [torch.ones(3)] * 5)",
+    "dist.all_reduce_coalesced([ones, ones.double()])",
+    "dist.all_reduce(torch.ones(4), group=other)",
+]
+
+
+@pytest.mark.parametrize("options", ["", ", pg_options=Options(algorithm='engine')"])
+def test_what_is_refused_leaves_the_group_alive(options):
+    script = f"""
+    import warnings
+    warnings.simplefilter("ignore")
+    init(timeout=30{options})
+    other = "no group"
+    ones = torch.ones(4)
+    def refuse():
+        raise ValueError("the root alone sees it")
+    for number, call in enumerate({REFUSED!r}):
+        error, seconds = told(lambda: eval(call))
+        assert seconds < 5 and "of no use" not in error and "disagree" not in error, (call, error)
+        data = torch.full((1000,), float(number))
+        dist.all_reduce(data)
+        assert torch.all(data == size * number), call
+        dist.all_reduce(data, dist.ReduceOp.PRODUCT)
+    dist.destroy_process_group()
+    """
+    run(script)
+
+
+# ---------------------------------------------------------------------- differences between ranks
+
+
+@pytest.mark.parametrize(
+    ("calls", "named"),
+    [
+        (
+            (
+                "dist.all_reduce_coalesced([torch.ones(3), torch.ones(5)])",
+                "dist.all_reduce_coalesced([torch.ones(5), torch.ones(3)])",
+            ),
+            ("all_reduce_coalesced", "sizes"),
+        ),
+        (
+            (
+                "dist.gather(torch.ones(4), [torch.ones(4), torch.ones(4)])",
+                "dist.gather(torch.ones(6))",
+            ),
+            ("4 elements", "6 elements"),
+        ),
+        (
+            (
+                "dist.scatter(torch.ones(4), [torch.ones(4), torch.ones(4)])",
+                "dist.scatter(torch.ones(6))",
+            ),
+            ("4 elements", "6 elements"),
+        ),
+        (
+            (
+                "dist.all_to_all_single(torch.ones(5), torch.ones(6), [2, 3], [2, 4])",
+                "dist.all_to_all_single(torch.ones(6), torch.ones(6), [3, 3], [3, 3])",
+            ),
+            ("sends 16 bytes", "expects 12"),
+        ),
+        (
+            (
+                "dist.reduce_scatter(torch.ones(4), [torch.ones(4)] * 2)",
+                "dist.reduce_scatter(torch.ones(5), [torch.ones(5)] * 2)",
+            ),
+            ("8 elements", "10 elements"),
+        ),
+        (
+            ("dist.all_gather([torch.ones(2)] * 2, torch.ones(2))", "dist.all_gather([torch.ones(3)] * 2, torch.ones(3))"),
+            ("2 elements", "3 elements"),
+        ),
+    ],
+)
+def test_sizes_that_differ_are_the_same_error_on_all_ranks(calls, named):
+    script = f"""
+    init(timeout=20)
+    error, seconds = told(lambda: {calls[0]} if rank == 0 else {calls[1]})
+    assert seconds < 5, seconds
+    say("found", error)
+    dist.destroy_process_group()
+    """
+    errors = [output.split("found", 1)[1].split("Exception raised")[0].strip().splitlines()[0] for output in run(script)]
+    assert errors[0] == errors[1]
+    assert all(word in errors[0] for word in named), errors[0]
+
+
+@pytest.mark.parametrize("ahead", [3, 200])
+def test_a_call_that_was_handed_on_is_compared_however_far_one_rank_is_ahead(ahead):
+    script = f"""
+    init(timeout=20)
+    mine = torch.ones(8)
+    def calls():
+        works = []
+        for number in range({ahead}):
+            op = dist.ReduceOp.SUM if number == 1 and rank == 1 else dist.ReduceOp.PRODUCT
+            with_engine = torch.ones(8, dtype=torch.int32)
+            works.append(dist.reduce(with_engine, 0, op, async_op=True))  # gloo's own, as far ahead as one likes
+        dist.barrier()
+    if rank == 1:
+        time.sleep(1)
+    error, seconds = told(calls)
+    assert "disagree" in error, error
+    assert seconds < 10, seconds
+    dist.destroy_process_group()
+    """
+    run(script)
+
+
+# ---------------------------------------------------------------------- the caller's state
+
+
+def test_calls_under_inference_mode_work_on_our_threads():
+    script = """
+    init(timeout=30)
+    with torch.inference_mode():
+        tensors = [torch.ones(5), torch.ones(7)]
+        work = dist.all_reduce_coalesced(tensors, async_op=True)
+        work.wait()
+        assert tensors[0][0] == size and tensors[1][-1] == size
+        wide = torch.ones(6, 4).t()
+        dist.all_reduce(wide, async_op=True).wait()
+        assert torch.all(wide == size)
+    seen = []
+    with torch.no_grad():
+        future = dist.all_reduce(torch.ones(2_000), async_op=True).get_future()
+        future.then(lambda done: seen.append(torch.is_grad_enabled())).wait()
+    dist.all_reduce(torch.ones(1))
+    assert len(seen) == 1
+    dist.destroy_process_group()
+    """
+    run(script)
+
+
+# ---------------------------------------------------------------------- names
+
+
+@pytest.mark.parametrize(("asked", "answers"), [("gloo", "gloo"), ("deepytorch", "deepytorch"), ("nccl", "nccl")])
+def test_a_group_answers_with_the_name_that_was_asked_for(asked, answers):
+    script = f"""
+    deepytorch.switch.SWITCH.enabled = True
+    init({asked!r}, timeout=30)
+    assert dist.get_backend() == {answers!r}, dist.get_backend()
+    assert type(dist.group.WORLD._get_backend(torch.device("cpu"))).__name__ == "Backend"
+    data = torch.ones(10)
+    dist.all_reduce(data)
+    assert data[0] == size
+    again = dist.new_group()
+    assert dist.get_backend(again) == {answers!r}
+    dist.all_reduce(data, group=again)
+    assert data[0] == 2 * size
+    if {asked!r} == "gloo":
+        dist.monitored_barrier()
+        dist.monitored_barrier(again)
+        other = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3))
+        other(torch.ones(2, 3)).sum().backward()
+        assert other._get_ddp_logging_data()["backend_name"] == "gloo"
+        if rank == 0:
+            time.sleep(1)
+        error, seconds = told(lambda: dist.monitored_barrier(timeout=timedelta(seconds=0.3)) if rank else refuse())
+    dist.destroy_process_group()
+    """
+    run("def refuse():\n    raise ValueError()\n" + script.replace("\n    ", "\n"), warm=False)
+
+
+def test_a_group_made_again_in_one_store_meets_no_stale_keys():
+    script = """
+    deepytorch.switch.SWITCH.enabled = True
+    store = dist.FileStore(os.environ["RENDEZVOUS"], size)
+    for turn in range(3):
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=20))
+        data = torch.full((3,), float(turn))
+        dist.all_reduce(data)
+        assert data[0] == size * turn
+        dist.barrier()
+        dist.destroy_process_group()
+    """
+    run(script, warm=False)
+
+
+# ---------------------------------------------------------------------- lifetimes, threads, descriptors
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_descriptors_and_threads_of_a_group_are_few(num_ranks):
+    script = """
+    init(timeout=60)
+    def count():
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+    dist.all_reduce(torch.ones(1000), async_op=True).wait()
+    groups = [dist.new_group(backend="deepytorch")]
+    before = count()
+    groups += [dist.new_group(backend="deepytorch") for _ in range(4)]
+    for group in groups:
+        dist.all_reduce(torch.ones(1000), async_op=True, group=group).wait()
+        dist.barrier(group)
+    found = [(after - now) / 4 for now, after in zip(before, count())]
+    say("each group:", *found)
+    assert found[0] <= 8 and found[1] <= 2.25, found  # the first group's own worker is counted here too
+    for group in groups:
+        dist.destroy_process_group(group)
+    dist.destroy_process_group()
+    """
+    run(script, num_ranks=num_ranks, warm=False, timeout=100)
+
+
+def test_groups_are_used_from_several_threads():
+    script = """
+    init(timeout=60)
+    groups = [dist.new_group(backend="deepytorch") for _ in range(3)]
+    wrong = []
+    def work(number):
+        try:
+            for turn in range(60):
+                data = torch.full((1 + 997 * (turn % 5),), float(number + turn))
+                dist.all_reduce(data, group=groups[number], async_op=turn % 2 == 0)
+                dist.barrier(groups[number])
+                if not torch.all(data == size * (number + turn)):
+                    wrong.append((number, turn))
+        except Exception as error:
+            wrong.append(error)
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong, wrong
+    dist.destroy_process_group()
+    """
+    run(script, warm=False)
+
+
+def test_a_group_is_destroyed_beside_asynchronous_calls():
+    script = """
+    init(timeout=60)
+    group = dist.new_group(backend="deepytorch")
+    over = threading.Event()
+    def submit():
+        try:
+            while not over.is_set():
+                dist.all_reduce(torch.ones(3_000), group=group, async_op=True)
+        except Exception:
+            pass
+    thread = threading.Thread(target=submit)
+    thread.start()
+    time.sleep(0.3)
+    begin = time.monotonic()
+    dist.destroy_process_group(group)
+    over.set()
+    thread.join(10)
+    assert not thread.is_alive() and time.monotonic() - begin < 10
+    """
+    run(script, warm=False)
+
+
+def test_a_process_ends_without_destroying_its_groups():
+    script = """
+    init(timeout=60)
+    group = dist.new_group(backend="deepytorch")
+    dist.all_reduce(torch.ones(1000), async_op=True)
+    dist.all_reduce(torch.ones(1000), group=group, async_op=True).wait()
+    say("done")
+    """
+    for output in run(script, warm=False):
+        assert "done" in output and "terminate" not in output, output
+
+
+# ---------------------------------------------------------------------- errors between hosts
+
+
+@pytest.mark.parametrize("per_host", [1, 2])
+def test_an_error_reaches_all_hosts_while_the_failing_one_stays_alive(per_host):
+    script = f"""
+    pretend_hosts({per_host})
+    init(timeout=60)
+    dist.all_reduce(torch.ones(100))
+    from deepytorch.comm.backend import group_of
+    found = group_of()
+    if rank == 0:
+        started = time.monotonic()
+        found.backend.abort()
+        time.sleep(6)
+    else:
+        begin = time.monotonic()
+        while not found.backend.poisoned and time.monotonic() - begin < 20:
+            time.sleep(0.02)
+        seconds = time.monotonic() - begin
+        assert found.backend.poisoned and seconds < 3, seconds
+        assert "aborted" in found.backend.poison_message, found.backend.poison_message
+        error, seconds = told(lambda: dist.all_reduce(torch.ones(100)))
+        assert seconds < 1 and "aborted" in error, error
+    """
+    run(script, num_ranks=2 * per_host, warm=False)
+
+
+# ---------------------------------------------------------------------- the recorder
+
+
+def test_a_timeout_shows_what_every_rank_has_called_last():
+    script = """
+    init(timeout=2)
+    dist.all_reduce(torch.ones(100))
+    dist.broadcast(torch.ones(7), 0)
+    if rank == 0:
+        error, seconds = told(lambda: dist.all_reduce(torch.ones(1234)))
+        assert "timed out" in error
+    else:
+        time.sleep(4)
+    os._exit(0)
+    """
+    text = run(script, warm=False)[0]
+    assert "have called last" in text, text
+    assert "local rank 1" in text and "broadcast(float32, 7 elements, root 0" in text and "1234 elements" in text, text
+
+
+def test_the_recorder_is_read_from_another_process():
+    script = """
+    init(timeout=30)
+    for _ in range(3):
+        dist.all_reduce(torch.ones(77))
+    dist.barrier()
+    say("ready", os.getpid())
+    time.sleep(20)
+    """
+    with Ranks(script) as ranks:
+        ranks.until(0, "ready")
+        ranks.until(1, "ready")
+        shown = CliRunner().invoke(app, ["doctor", "--group", ranks.output(0).split("ready", 1)[1].split()[0]])
+    assert shown.exit_code == 0, shown.output
+    assert "local rank 1" in shown.output and "77 elements" in shown.output and "barrier" in shown.output, shown.output
+
+
+# ---------------------------------------------------------------------- determinism, sizes
+
+
+def test_deterministic_algorithms_take_the_choice_that_is_not_measured():
+    script = """
+    torch.use_deterministic_algorithms(rank < 5)
+    init(timeout=30)
+    from deepytorch.comm import chosen
+    found = [chosen(num_bytes=1 << power) for power in range(10, 24)]
+    data = torch.randn(300_001, generator=torch.Generator().manual_seed(rank))
+    half = data.bfloat16()
+    dist.all_reduce(data)
+    dist.all_reduce(half)
+    import hashlib
+    say("bits", hashlib.sha256(data.numpy().tobytes() + half.view(torch.int16).numpy().tobytes()).hexdigest(), found)
+    dist.destroy_process_group()
+    """
+    found = {output.split("bits", 1)[1].strip() for _ in range(2) for output in run(script, num_ranks=3)}
+    assert len(found) == 1, found
