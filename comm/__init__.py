@@ -19,10 +19,11 @@ if TYPE_CHECKING:
     from deepytorch.comm.backend import Options, chosen
     from deepytorch.comm.buffers import allocate
     from deepytorch.comm.compress import all_reduce, overflows
+    from deepytorch.comm.quantize import quantize
     from deepytorch.comm.register import register
     from deepytorch.comm.shrink import shrink
 
-__all__ = ["Options", "all_reduce", "allocate", "chosen", "overflows", "register", "shrink"]
+__all__ = ["Options", "all_reduce", "allocate", "chosen", "overflows", "quantize", "register", "shrink"]
 
 _HOMES = {
     "Options": "backend",
@@ -31,6 +32,7 @@ _HOMES = {
     "allocate": "buffers",
     "all_reduce": "compress",
     "overflows": "compress",
+    "quantize": "quantize",
     "shrink": "shrink",
 }
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from deepytorch.comm import hierarchical, native, nccl, symmetric
 from deepytorch.comm.base import KINDS, Choice, Compression, DeviceKind
@@ -40,6 +41,9 @@ class Options:
 
     algorithm: one for every size, in place of the choice by measurement ("engine" leaves all to gloo and nccl).
     compress: "bf16" or "fp16": sums and averages of float32 may be cast to it between hosts, where that is faster.
+    quantize: "int8" or "fp8": reduce_scatter_tensor and all_gather_into_tensor of floats on the CPU, of 16,384 values or
+        more, take a byte for each value between hosts, with error feedback from step to step (a step ends with
+        `optimizer.step()`); for ZeRO. For FSDP2 see `deepytorch.comm.quantize`.
     links: measured costs to choose by; None measures them, or takes what was remembered for this topology.
     chunk_bytes, num_streams: settings of a forced `algorithm`; 0 leaves them to it.
     area_bytes: shared memory of each rank for a chunk on its way; 0 fits it to the caches.
@@ -48,6 +52,7 @@ class Options:
 
     algorithm: str | None = None
     compress: Compression | None = None
+    quantize: str | None = None
     links: Links | None = None
     chunk_bytes: int = 0
     num_streams: int = 0
@@ -63,6 +68,8 @@ class Options:
                 f"compress={self.compress!r}; expected None, 'bf16' or 'fp16' (fp8 needs error feedback: "
                 "deepytorch.comm.all_reduce(tensor, compress='fp8', key=...))"
             )
+        if self.quantize not in (None, "int8", "fp8"):
+            raise ConfigError(f"quantize={self.quantize!r}; expected None, 'int8' or 'fp8'")
         for name in ("num_streams", "one_shot_bytes"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}={getattr(self, name)}; expected 0 or more")
@@ -191,6 +198,9 @@ def _make(
         exchanges=shares and single and options.algorithm in (None, "shared_memory"),
     )
     backend.set_one_shot_bytes(options.one_shot_bytes)
+    if options.quantize is not None and between and shares and topology.is_regular:
+        backend.set_quantize(options.quantize)
+        _tell_of_steps(backend)
     if cuda is not None:
         backend.set_symmetric(partial(symmetric.all_reduce, group_name=name))
         if segment is not None:
@@ -199,6 +209,17 @@ def _make(
     group = replace(group, links=_links(group, module, cpu, between, shares))
     _set_tables(group, shares)
     return group
+
+
+def _tell_of_steps(backend: Any) -> None:
+    """Let the backend know when an optimizer has stepped, for as long as it lives."""
+    mark = backend.step_marker()
+
+    def stepped(*_: Any) -> None:
+        if not mark():
+            hook.remove()
+
+    hook = register_optimizer_step_post_hook(stepped)
 
 
 def _of_this_life(store: dist.Store, rank: int) -> dist.Store:

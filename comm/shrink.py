@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from deepytorch.comm.backend import group_of
-from deepytorch.errors import ConfigError, CommunicationError
+from deepytorch.errors import CommunicationError, ConfigError
 
 _LOOK_SECONDS = 0.05
 

@@ -35,6 +35,7 @@ from deepytorch.log import logger, once
 from deepytorch.switch import SWITCH
 
 if TYPE_CHECKING:
+    from deepytorch.comm import Options
     from deepytorch.compiler.report import RegionRecord
 
 _LOCK = threading.Lock()
@@ -125,17 +126,21 @@ def optimize(model: nn.Module, *, mode: str | None = None, options: dict[str, An
     return handles[0] if len(handles) == 1 else _Several(handles)
 
 
-def configure(*, mode: str | None = None, options: dict[str, Any] | None = None, process_groups: bool = True) -> None:
+def configure(
+    *, mode: str | None = None, options: dict[str, Any] | None = None, process_groups: bool | Options = True
+) -> None:
     """What the import does from now on.
 
-    mode, options: how modules are compiled, as `optimize` takes them. process_groups: whether `init_process_group`
-    gives the deepytorch backend where gloo or nccl was asked for. Raises `ConfigError` for an option that is not known.
+    mode, options: how modules are compiled, as `optimize` takes them. process_groups: whether `init_process_group` and
+    `new_group` give the deepytorch backend where gloo or nccl was asked for; a `deepytorch.comm.Options`: they do, with
+    these. Raises `ConfigError` for an option that is not known.
     """
     from deepytorch.compiler.config import CompilerConfig
 
     CompilerConfig.parse(mode, options)
     _SETTINGS.update(mode=mode, options=options)
-    SWITCH.process_groups = process_groups
+    SWITCH.process_groups = process_groups is not False
+    SWITCH.group_options = None if isinstance(process_groups, bool) else process_groups
 
 
 def compile(model: Any = None, **kwargs: Any) -> Any:  # noqa: A001, the name that torch has for it

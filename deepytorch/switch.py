@@ -8,12 +8,13 @@ from dataclasses import dataclass
 @dataclass
 class Switch:
     """enabled: off, and nothing is armed any more. paused: how many `with paused()` this process is in. process_groups:
-    whether default groups are ours.
+    whether groups are ours. group_options: what such groups are told, a `deepytorch.comm.Options` or None.
     """
 
     enabled: bool = True
     paused: int = 0
     process_groups: bool = True
+    group_options: object = None
 
 
 SWITCH = Switch()

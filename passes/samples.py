@@ -34,10 +34,7 @@ class Sampler:
         """Samples, to be given to `changed` with the same tensors."""
         if not self._knows(tensors):
             self._look_at(tensors)
-        return [
-            torch.cat(list(views.values()))
-            for views in self._views.values()
-        ]
+        return [torch.cat(list(views.values())) for views in self._views.values()]
 
     def changed(
         self, tensors: Sequence[torch.Tensor], before: Sequence[torch.Tensor], but: Container[int]

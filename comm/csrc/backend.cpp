@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "checks.h"
+#include "quantized.h"
 
 namespace deepytorch {
 
@@ -17,6 +18,7 @@ namespace {
 
 using RedOp = c10d::ReduceOp::RedOpType;
 
+constexpr int64_t kLeastQuantized = 1 << 14;  // values: less is quickly sent
 constexpr auto kLongest = std::chrono::hours(24 * 365);  // a deadline is a point in time, which has an end
 
 // Without the interpreter's lock for as long as it lives: what this thread waits for may need it.
@@ -741,6 +743,12 @@ Backend::WorkPtr Backend::_reduce_scatter_base(at::Tensor& given_output, at::Ten
               "reduce_scatter_tensor: found an input of ", input.numel(), " elements (", input.scalar_type(),
               ") and an output of ", output.numel(), " (", output.scalar_type(), "); expected one dtype and an input of ",
               getSize(), " times the output");
+  if (quantizes(input) && output.is_contiguous() && (options.reduceOp == RedOp::SUM || options.reduceOp == RedOp::AVG)) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    const std::string key = "call " + std::to_string(scattered_[input.numel()]++) + " of " + std::to_string(input.numel());
+    lock.unlock();
+    return reduce_scatter_quantized(output, input, options.reduceOp, quantize_, key, options.asyncOp);
+  }
   Wanted wanted{Kind::reduce_scatter, input.scalar_type(), input.numel(), options.reduceOp, -1, input.is_cuda(), options.timeout};
   const Row row = this->row(wanted.kind, wanted.on_cuda, input.nbytes());
   if (wanted.on_cuda || !in_memory(row) || !accelerates(wanted.kind, wanted.dtype, wanted.reduce)) {
@@ -787,6 +795,7 @@ Backend::WorkPtr Backend::_allgather_base(at::Tensor& given_output, at::Tensor& 
               "all_gather_into_tensor: found an input of ", input.numel(), " elements (", input.scalar_type(),
               ") and an output of ", output.numel(), " (", output.scalar_type(), "); expected one dtype and an output of ",
               getSize(), " times the input");
+  if (quantizes(output) && input.is_contiguous()) return all_gather_quantized(output, input, quantize_, options.asyncOp);
   Wanted wanted{Kind::all_gather, input.scalar_type(), input.numel(), RedOp::UNUSED, -1, input.is_cuda(), options.timeout};
   const Row row = this->row(wanted.kind, wanted.on_cuda, output.nbytes());
   if (wanted.on_cuda || !in_memory(row)) {
@@ -819,6 +828,59 @@ Backend::WorkPtr Backend::_allgather_base(at::Tensor& given_output, at::Tensor& 
         if (!to.is_same(output)) at::Tensor(output).copy_(to);
       },
       {output}, options.asyncOp);
+}
+
+void Backend::set_quantize(Wire wire) {
+  quantize_ = wire;
+  plan_ = mix(plan_ + 1, static_cast<uint64_t>(wire));
+}
+
+void Backend::mark_step() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  scattered_.clear();
+}
+
+bool Backend::quantizes(const at::Tensor& tensor) const {
+  return quantize_ != Wire::exact && tensor.is_cpu() && tensor.is_contiguous() && tensor.numel() >= kLeastQuantized &&
+         (tensor.scalar_type() == at::kFloat || tensor.scalar_type() == at::kBFloat16 || tensor.scalar_type() == at::kHalf);
+}
+
+Backend::WorkPtr Backend::reduce_scatter_quantized(at::Tensor& given_output, at::Tensor& given_input, RedOp reduce, Wire wire,
+                                                   const std::string& key, bool async) {
+  auto output = alias_of(given_output), input = alias_of(given_input);
+  if (!poisoned()) (void)between(1);  // the same answer on all ranks, before they are told
+  Wanted wanted{Kind::reduce_scatter, input.scalar_type(), input.numel(), reduce, static_cast<int>(wire), false};
+  const Row row = this->row(wanted.kind, false, input.nbytes());
+  return submit(
+      wanted, [this, input, output, row, wire, key](Call& call, const Fingerprint& mine) {
+        const size_t count = output.numel();
+        const Backends streams = between(row.streams);
+        HostsAgree agree(call, *streams[0], mine);
+        std::vector<float>* residual = nullptr;
+        if (!key.empty()) {
+          residual = &scattered_residuals_[key];
+          if (residual->size() != count * setup_.num_hosts) residual->assign(count * setup_.num_hosts, 0.0f);
+        }
+        deepytorch::reduce_scatter_quantized(call, Hosts{streams, setup_.num_hosts, setup_.ranks, agree}, setup_.host,
+                                             Codec(wire), residual, &overflows_, input.data_ptr(), output.data_ptr(), count);
+      },
+      {output}, async);
+}
+
+Backend::WorkPtr Backend::all_gather_quantized(at::Tensor& given_output, at::Tensor& given_input, Wire wire, bool async) {
+  auto output = alias_of(given_output), input = alias_of(given_input);
+  if (!poisoned()) (void)between(1);
+  Wanted wanted{Kind::all_gather, input.scalar_type(), input.numel(), RedOp::UNUSED, static_cast<int>(wire), false};
+  const Row row = this->row(wanted.kind, false, output.nbytes());
+  return submit(
+      wanted, [this, input, output, row, wire](Call& call, const Fingerprint& mine) {
+        call.chunk_bytes = row.chunk_bytes != 0 || !call.segment ? row.chunk_bytes : call.segment->area_bytes() * setup_.ranks.size();
+        const Backends streams = between(row.streams);
+        HostsAgree agree(call, *streams[0], mine);
+        deepytorch::all_gather_quantized(call, Hosts{streams, setup_.num_hosts, setup_.ranks, agree}, Codec(wire), &overflows_,
+                                         input.data_ptr(), output.data_ptr(), input.numel());
+      },
+      {output}, async);
 }
 
 Backend::WorkPtr Backend::broadcast(Tensors& given_tensors, const c10d::BroadcastOptions& options) {

@@ -85,6 +85,15 @@ class Backend final : public c10d::Backend {
   // all_reduce with fewer bits between hosts; `key` names a payload whose rounding errors are fed back (empty: none).
   c10::intrusive_ptr<c10d::Work> allreduce_compressed(at::Tensor& tensor, c10d::ReduceOp::RedOpType reduce, Wire wire,
                                                       const std::string& key, bool async);
+  // All large reduce_scatter_tensor and all_gather_into_tensor of floats by the two below, with keys by their order since
+  // `mark_step` was called last.
+  void set_quantize(Wire wire);
+  void mark_step();
+  // reduce_scatter_tensor and all_gather_into_tensor with a byte for each value between hosts: see quantized.h.
+  c10::intrusive_ptr<c10d::Work> reduce_scatter_quantized(at::Tensor& output, at::Tensor& input,
+                                                          c10d::ReduceOp::RedOpType reduce, Wire wire,
+                                                          const std::string& key, bool async);
+  c10::intrusive_ptr<c10d::Work> all_gather_quantized(at::Tensor& output, at::Tensor& input, Wire wire, bool async);
   uint64_t overflows() const { return overflows_; }
   bool poisoned() const { return health_->poisoned(); }
   std::string poison_message() const { return health_->message(); }
@@ -153,6 +162,7 @@ class Backend final : public c10d::Backend {
                  std::shared_ptr<DeviceCopies> copies = nullptr);
   void enqueue(std::shared_ptr<Job> job, std::unique_lock<std::mutex>& lock);
   bool moves_itself(const Wanted& wanted) const;
+  bool quantizes(const at::Tensor& tensor) const;
   WorkPtr exchange_parts(Wanted wanted, Tensors sent, Tensors received, Tensors outputs, bool async);
   void wait_for_inner(const Call& call);
   WorkPtr reduce_all(at::Tensor& tensor, Wanted wanted, Row row, const std::string& key, bool async, Tensors outputs);
@@ -179,6 +189,9 @@ class Backend final : public c10d::Backend {
   std::vector<std::pair<uint64_t, std::weak_ptr<Segment>>> regions_;
   uint64_t num_regions_ = 0;
   std::map<std::string, Residual> residuals_;
+  Wire quantize_ = Wire::exact;
+  std::map<int64_t, uint64_t> scattered_;  // by size, since the last step
+  std::map<std::string, std::vector<float>> scattered_residuals_;  // of quantised reduce_scatters
   std::function<void(const std::string&, at::Tensor&)> symmetric_;
   std::function<void()> pin_;
   bool coalescing_ = false;

@@ -111,6 +111,26 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
              return self.allreduce_compressed(tensor, reduce.op_, static_cast<Wire>(index_of(kWires, wire)), key, async);
            },
            py::call_guard<py::gil_scoped_release>())
+      .def("set_quantize", [](Backend& self, const std::string& wire) { self.set_quantize(static_cast<Wire>(index_of(kWires, wire))); })
+      .def("step_marker",  // to be called after each step; False once the group is gone, which it does not hold
+           [](const c10::intrusive_ptr<Backend>& self) {
+             return py::cpp_function([weak = c10::weak_intrusive_ptr<Backend>(self)] {
+               const auto backend = weak.lock();
+               if (backend) backend->mark_step();
+               return static_cast<bool>(backend);
+             });
+           })
+      .def("reduce_scatter_quantized",
+           [](Backend& self, at::Tensor output, at::Tensor input, const c10d::ReduceOp& reduce, const std::string& wire,
+              const std::string& key, bool async) {
+             return self.reduce_scatter_quantized(output, input, reduce.op_, static_cast<Wire>(index_of(kWires, wire)), key, async);
+           },
+           py::call_guard<py::gil_scoped_release>())
+      .def("all_gather_quantized",
+           [](Backend& self, at::Tensor output, at::Tensor input, const std::string& wire, bool async) {
+             return self.all_gather_quantized(output, input, static_cast<Wire>(index_of(kWires, wire)), async);
+           },
+           py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("segment", &Backend::segment)
       .def_property_readonly("on_one_host", &Backend::on_one_host)
       .def_property_readonly("inner_cpu", [](const Backend& self) { return self.engine_of(false); })

@@ -129,7 +129,8 @@ std::string Fingerprint::describe() const {
   else if (dtype >= 0) add("dtype " + std::to_string(dtype));
   if (count >= 0) add(std::to_string(count) + " elements");
   if (reduce < 9) add(reductions[reduce]);
-  if (root >= 0 && kind == Kind::all_reduce) add(std::string(kWires[root]) + " between hosts");
+  const bool compresses = kind == Kind::all_reduce || kind == Kind::reduce_scatter || kind == Kind::all_gather;
+  if (root >= 0 && compresses) add(std::string(kWires[root]) + " between hosts");
   else if (root >= 0) add("root " + std::to_string(root));
   if (on_cuda) add("cuda");
   if (sizes) add("sizes #" + std::to_string(sizes % 1000000));

@@ -40,11 +40,11 @@ enum class Kind : uint8_t {
 const char* name_of(Kind kind);
 
 // What values are cast to on their way between hosts.
-enum class Wire : uint8_t { exact, bf16, f16, fp8 };
-constexpr const char* kWires[] = {"exact", "bf16", "fp16", "fp8"};
+enum class Wire : uint8_t { exact, bf16, f16, fp8, int8 };
+constexpr const char* kWires[] = {"exact", "bf16", "fp16", "fp8", "int8"};
 
-// What must be alike on all ranks of an operation. `count` and `root` are -1 where they may differ; of an all_reduce that
-// was asked to compress, `root` is the Wire. `plan` is a digest of everything that was decided beforehand (the table of
+// What must be alike on all ranks of an operation. `count` and `root` are -1 where they may differ; of a call that was
+// asked to compress, `root` is the Wire. `plan` is a digest of everything that was decided beforehand (the table of
 // algorithms), `sizes` of the sizes of several tensors, `history` of all calls before this one, so that a difference is
 // found however far one rank is ahead. `shared` says where the data lies in memory that `allocate` handed out, 0
 // elsewhere: it may differ, and is only acted on where it does not.

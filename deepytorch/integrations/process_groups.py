@@ -22,7 +22,9 @@ _HELPER = "_new_process_group_helper"  # makes every group, the default one too
 def attach(torch_module: Any) -> None:
     """Route the groups of `torch.distributed`, where this build of torch has that."""
     distributed = torch_module.distributed
-    if not distributed.is_available() or hasattr(getattr(distributed.distributed_c10d, _HELPER), "_deepytorch_original"):
+    if not distributed.is_available() or hasattr(
+        getattr(distributed.distributed_c10d, _HELPER), "_deepytorch_original"
+    ):
         return
     c10d = distributed.distributed_c10d
     original = getattr(c10d, _HELPER)
@@ -36,6 +38,7 @@ def attach(torch_module: Any) -> None:
             return original(*args, **kwargs)
         logger.info("a process group of %s: the deepytorch backend, over gloo and nccl", asked)
         given.arguments["backend"] = c10d.Backend("deepytorch")
+        given.arguments["backend_options"] = SWITCH.group_options
         made = original(*given.args, **given.kwargs)
         if isinstance(made[0], c10d.ProcessGroup):
             _answer_as(c10d, made[0], asked)

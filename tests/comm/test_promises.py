@@ -254,7 +254,10 @@ def test_what_is_refused_leaves_the_group_alive(options):
             ("8 elements", "10 elements"),
         ),
         (
-            ("dist.all_gather([torch.ones(2)] * 2, torch.ones(2))", "dist.all_gather([torch.ones(3)] * 2, torch.ones(3))"),
+            (
+                "dist.all_gather([torch.ones(2)] * 2, torch.ones(2))",
+                "dist.all_gather([torch.ones(3)] * 2, torch.ones(3))",
+            ),
             ("2 elements", "3 elements"),
         ),
     ],
@@ -267,7 +270,9 @@ def test_sizes_that_differ_are_the_same_error_on_all_ranks(calls, named):
     say("found", error)
     dist.destroy_process_group()
     """
-    errors = [output.split("found", 1)[1].split("Exception raised")[0].strip().splitlines()[0] for output in run(script)]
+    errors = [
+        output.split("found", 1)[1].split("Exception raised")[0].strip().splitlines()[0] for output in run(script)
+    ]
     assert errors[0] == errors[1]
     assert all(word in errors[0] for word in named), errors[0]
 
