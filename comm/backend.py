@@ -41,8 +41,8 @@ class Options:
 
     algorithm: one for every size, in place of the choice by measurement ("engine" leaves all to gloo and nccl).
     compress: "bf16" or "fp16": sums and averages of float32 may be cast to it between hosts, where that is faster.
-    quantize: "int8" or "fp8": reduce_scatter_tensor and all_gather_into_tensor of floats on the CPU, of 16,384 values or
-        more, take a byte for each value between hosts, with error feedback from step to step (a step ends with
+    quantize: "int8" or "fp8": reduce_scatter_tensor and all_gather_into_tensor of floats on the CPU, of 16,384 values
+        or more, take a byte for each value between hosts, with error feedback from step to step (a step ends with
         `optimizer.step()`); for ZeRO. For FSDP2 see `deepytorch.comm.quantize`.
     links: measured costs to choose by; None measures them, or takes what was remembered for this topology.
     chunk_bytes, num_streams: settings of a forced `algorithm`; 0 leaves them to it.
@@ -230,9 +230,9 @@ def _of_this_life(store: dist.Store, rank: int) -> dist.Store:
     return dist.PrefixStore(f"life/{store.add(f'lives/{rank}', 1)}", store)
 
 
-def _with_deadline(store: dist.Store) -> dist.Store:
+def _with_deadline(store: Any) -> dist.Store:
     """A connection of its own, for a thread that must not wait long for an answer."""
-    made = store.clone()
+    made: dist.Store = store.clone()
     made.set_timeout(timedelta(seconds=5))
     return made
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -36,12 +37,13 @@ def inner_backends(
     single_host: gloo then takes one thread, and shares its listener with the other groups of this process.
     """
     prefix = dist.PrefixStore("gloo", store)
+    gloo: Any = dist.ProcessGroupGloo
     if single_host:
-        options = dist.ProcessGroupGloo._Options()
-        options._devices, options._threads, options._timeout = _listeners(), 1, timeout
-        cpu = dist.ProcessGroupGloo(prefix, rank, size, options)
+        options = gloo._Options()
+        options._devices, options._threads, options._timeout = _listeners(os.getpid()), 1, timeout
+        cpu = gloo(prefix, rank, size, options)
     else:
-        cpu = dist.ProcessGroupGloo(prefix, rank, size, timeout)
+        cpu = gloo(prefix, rank, size, timeout)
     cpu._set_sequence_number_for_group()
     if not (torch.cuda.is_available() and dist.is_nccl_available()):
         return cpu, None
@@ -53,8 +55,11 @@ def inner_backends(
 
 
 @functools.cache
-def _listeners() -> list[Any]:
-    """Gloo's listeners of this process, for all groups of one host: as stock gloo chooses its network devices."""
+def _listeners(process: int) -> list[Any]:
+    """Gloo's listeners of this process, for all groups of one host: as stock gloo chooses its network devices.
+
+    process: its id, since a forked child has none of its parent's threads.
+    """
     gloo, interfaces = dist.ProcessGroupGloo, process_environment().get("GLOO_SOCKET_IFNAME", "")
     if interfaces:
         return [gloo.create_device(interface=name) for name in interfaces.split(",")]

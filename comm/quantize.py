@@ -1,4 +1,4 @@
-"""Sharded training with a byte for each value between hosts: gradients that are scattered, weights that are gathered."""
+"""Sharded training with a byte for each value between hosts: scattered gradients, gathered weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def quantize(model: nn.Module, wire: Wire = "int8") -> int:
-    """Let an FSDP2 model send its gradients and weights as one byte a value between hosts; inside a host they stay exact.
+    """Let an FSDP2 model send its gradients and weights as one byte a value between hosts; inside, they stay exact.
 
     Blocks of 256 values share one fp32 scale (as in ZeRO++, Wang et al. 2023); what rounding loses of a gradient is
     added to the next step's (error feedback, Karimireddy et al. 2019), which takes 4 bytes a value for each other host.
@@ -33,12 +33,14 @@ def quantize(model: nn.Module, wire: Wire = "int8") -> int:
     found = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not found:
         raise ConfigError(
-            "quantize() found no module that fully_shard was applied to; expected an FSDP2 model. Other hosts of training "
-            "take deepytorch.comm.Options(quantize=...): see docs/comm.md"
+            "quantize() found no module that fully_shard was applied to; expected an FSDP2 model. Others take "
+            "deepytorch.comm.Options(quantize=...): see docs/comm.md"
         )
     for number, module in enumerate(found):
-        module.set_custom_reduce_scatter(_ReduceScatter(wire, f"module {number}"))
-        module.set_custom_all_gather(_AllGather(wire))
+        scatter: Any = _ReduceScatter(wire, f"module {number}")  # FSDP2's interfaces for both have private homes
+        gather: Any = _AllGather(wire)
+        module.set_custom_reduce_scatter(scatter)
+        module.set_custom_all_gather(gather)
     return len(found)
 
 
@@ -81,7 +83,7 @@ class _ReduceScatter(_Comm):
         async_op: bool = False,
     ) -> dist.Work | None:
         backend = self._backend(group, output_tensor, input_tensor)
-        reduce_op = op if isinstance(op, dist.ReduceOp) else dist.ReduceOp(op)
+        reduce_op: Any = op if isinstance(op, dist.ReduceOp) else dist.ReduceOp(op)
         if backend is None or reduce_op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
 

@@ -24,8 +24,8 @@ def shrink(wait: timedelta = timedelta(seconds=10)) -> tuple[int, ...]:
     environment stay as they were. What was made on the old group (DDP, FSDP, samplers) has to be made again.
 
     Returns the old ranks of those in the new group, in the order of their new ranks. Raises `ConfigError` without a
-    default group, `CommunicationError` where the group's store is gone (without torchrun it lives in rank 0), or where the
-    others have gone on without this rank.
+    default group, `CommunicationError` where the group's store is gone (without torchrun it lives in rank 0), or where
+    the others have gone on without this rank.
     """
     if not dist.is_initialized():
         raise ConfigError("shrink() found no default process group; expected init_process_group to have been called")
@@ -40,8 +40,8 @@ def shrink(wait: timedelta = timedelta(seconds=10)) -> tuple[int, ...]:
         members = _agree(keys, rank, size, wait)
     except (RuntimeError, dist.DistError) as error:
         raise CommunicationError(
-            f"rank {rank} cannot reach the others through the group's store: {error}. Without torchrun the store lives in "
-            "rank 0, and goes with it; torchrun keeps it in its own process"
+            f"rank {rank} cannot reach the others through the group's store: {error}. Without torchrun the store lives "
+            "in rank 0, and goes with it; torchrun keeps it in its own process"
         ) from error
     if rank not in members:
         raise CommunicationError(

@@ -1,9 +1,9 @@
 """Groups asked for as gloo or nccl come as the deepytorch backend, which delegates to these two.
 
-It chooses among their algorithms and its own by measurement: see docs/comm.md. To whoever asks, a group has the name that
-it was asked for by: scripts and libraries decide by it. Left to torch: any other backend, calls with options of a
-backend or a `device_id` (which promise what nccl alone does, such as splitting), groups split off such a group, and what
-comes after `deepytorch.configure(process_groups=False)`.
+It chooses among their algorithms and its own by measurement: see docs/comm.md. To whoever asks, a group has the name
+that it was asked for by: scripts and libraries decide by it. Left to torch: any other backend, calls with options of a
+backend or a `device_id` (which promise what nccl alone does, such as splitting), groups split off such a group, and
+what comes after `deepytorch.configure(process_groups=False)`.
 """
 
 from __future__ import annotations

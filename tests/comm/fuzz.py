@@ -226,7 +226,7 @@ def run_sequence(seed: int, groups: list[Any], rank: int, members: list[list[int
                 continue
             work, pairs = start(call, groups, rank_in)
             pending.append((call, work, pairs))
-        for call, work, pairs in pending:
+        for _, work, _ in pending:
             if work is not None:
                 work.wait()
         if mismatch and rank in members[calls[odd_call]["group"]]:

@@ -21,7 +21,8 @@ def mine(peer, step=0):
 for wire, most in (("int8", 0.035), ("fp8", 0.06)):
     for dtype in (torch.float32, torch.bfloat16):
         share = torch.empty(5_003, dtype=dtype)
-        backend.reduce_scatter_quantized(share, mine(rank).to(dtype), dist.ReduceOp(dist.ReduceOp.AVG), wire, "", False).wait()
+        average = dist.ReduceOp(dist.ReduceOp.AVG)
+        backend.reduce_scatter_quantized(share, mine(rank).to(dtype), average, wire, "", False).wait()
         exact = sum(mine(peer).to(dtype).float() for peer in range(size))[rank * 5_003 : (rank + 1) * 5_003] / size
         error = (share.float() - exact).norm() / exact.norm()
         assert error < most + (0.01 if dtype is torch.bfloat16 else 0), (wire, dtype, error)
@@ -123,8 +124,10 @@ def test_a_group_quantises_by_itself_where_it_is_told_to():
     init("gloo", timeout=60)
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=0.1)
-    given = torch.randn(40_000, generator=torch.Generator().manual_seed(rank))
-    exact = sum(torch.randn(40_000, generator=torch.Generator().manual_seed(peer)) for peer in range(2))[rank * 20_000 :][:20_000]
+    def drawn(peer):
+        return torch.randn(40_000, generator=torch.Generator().manual_seed(peer))
+    given = drawn(rank)
+    exact = (drawn(0) + drawn(1))[rank * 20_000 :][:20_000]
     total = torch.zeros(20_000)
     for step in range(30):
         first, second = torch.empty(20_000), torch.empty(20_000)

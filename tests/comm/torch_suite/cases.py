@@ -18,8 +18,9 @@ warnings.simplefilter("ignore")
 if os.environ.get("SUITE_IMPORT"):
     import deepytorch  # noqa: F401, the line that is tried
 
-import torch.distributed as dist
-from torch.testing._internal.distributed.distributed_test import DistributedTest, TestDistBackend
+import torch.distributed as dist  # noqa: E402
+import torch.multiprocessing  # noqa: E402
+from torch.testing._internal.distributed.distributed_test import DistributedTest, TestDistBackend  # noqa: E402
 
 
 class TestDistributed(TestDistBackend, DistributedTest._DistTestBase):  # type: ignore[misc]
@@ -27,7 +28,7 @@ class TestDistributed(TestDistBackend, DistributedTest._DistTestBase):  # type: 
 
     def setUp(self) -> None:
         super().setUp()
-        self._fork_processes()
+        self._start_processes(torch.multiprocessing.get_context("fork").Process)
 
 
 def main(names: list[str]) -> int:
