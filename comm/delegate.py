@@ -42,6 +42,7 @@ def inner_backends(
         options = gloo._Options()
         options._devices, options._threads, options._timeout = _listeners(os.getpid()), 1, timeout
         cpu = gloo(prefix, rank, size, options)
+        options._threads = 2  # what is told of the group: gloo's one and ours
     else:
         cpu = gloo(prefix, rank, size, timeout)
     cpu._set_sequence_number_for_group()

@@ -34,6 +34,21 @@ bool is_float(at::ScalarType type) { return at::isFloatingType(type); }
 
 Reduce reduction(RedOp op) { return op == RedOp::MIN ? Reduce::min : op == RedOp::MAX ? Reduce::max : Reduce::sum; }
 
+// What profilers show: as gloo's own operations where the group goes by that name.
+const char* title_of(Kind kind, bool as_gloo) {
+  switch (kind) {
+    case Kind::all_reduce: case Kind::all_reduce_coalesced: return as_gloo ? "gloo:all_reduce" : "deepytorch:all_reduce";
+    case Kind::reduce_scatter: case Kind::reduce_scatter_coalesced: return as_gloo ? "gloo:reduce_scatter" : "deepytorch:reduce_scatter";
+    case Kind::all_gather: case Kind::all_gather_coalesced: return as_gloo ? "gloo:all_gather" : "deepytorch:all_gather";
+    case Kind::broadcast: return as_gloo ? "gloo:broadcast" : "deepytorch:broadcast";
+    case Kind::gather: return as_gloo ? "gloo:gather" : "deepytorch:gather";
+    case Kind::scatter: return as_gloo ? "gloo:scatter" : "deepytorch:scatter";
+    case Kind::all_to_all: return as_gloo ? "gloo:all_to_all" : "deepytorch:all_to_all";
+    case Kind::barrier: return as_gloo ? "gloo:barrier" : "deepytorch:barrier";
+    default: return "deepytorch:collective";
+  }
+}
+
 bool in_memory(const Row& row) { return row.algorithm == Algorithm::shared_memory || row.algorithm == Algorithm::hierarchical; }
 
 uint64_t sizes_of(const std::vector<at::Tensor>& tensors) {
@@ -56,8 +71,10 @@ size_t bytes_of(const at::Tensor& tensor) { return tensor.is_sparse() ? 0 : tens
 
 class Backend::OwnWork final : public c10d::Work {
  public:
-  OwnWork(int rank, const Fingerprint& fingerprint, Tensors outputs, std::shared_ptr<DeviceCopies> copies)
-      : Work(rank, op_type(fingerprint.kind), "deepytorch:collective", std::nullopt), outputs_(std::move(outputs)),
+  // title: what profilers show, or null. inputs: whose shapes they show.
+  OwnWork(int rank, const Fingerprint& fingerprint, const char* title, const Tensors& inputs, Tensors outputs,
+          std::shared_ptr<DeviceCopies> copies)
+      : Work(rank, op_type(fingerprint.kind), title, inputs.empty() ? std::nullopt : std::optional<Tensors>(inputs)), outputs_(std::move(outputs)),
         copies_(std::move(copies)), sequence_(fingerprint.sequence) {}
 
   std::vector<at::Tensor> result() override { return outputs_; }
@@ -137,6 +154,7 @@ struct Backend::Wanted {
   bool on_cuda = false;
   std::chrono::milliseconds timeout = c10d::kUnsetTimeout;
   uint64_t sizes = 0;
+  Tensors inputs = {};  // for profilers, where they are not the outputs
   const void* data = nullptr;  // where the host may read it directly
   size_t bytes = 0;
 };
@@ -347,7 +365,7 @@ Backend::WorkPtr Backend::delegate(Wanted wanted, std::function<WorkPtr(c10d::Ba
   job->dtype = wanted.dtype;
   job->reduce = wanted.reduce;
   job->kept = std::make_shared<Kept>();
-  job->work = c10::make_intrusive<OwnWork>(getRank(), fingerprint, std::move(outputs), nullptr);
+  job->work = c10::make_intrusive<OwnWork>(getRank(), fingerprint, nullptr, Tensors(), std::move(outputs), nullptr);
   job->body = [this, call = std::move(call), copied = std::move(copied)](Call&, const Fingerprint& mine) {
     auto work = call(*inner(false));
     if (work) DelegatedWork(getRank(), mine, std::move(work), health_, copied).wait(kNoTimeout);
@@ -373,7 +391,8 @@ Backend::WorkPtr Backend::submit(Wanted wanted, std::function<void(Call&, const 
     job->may_share = num_regions_ != 0;
     job->kept = std::make_shared<Kept>(Kept{setup_.segment, outputs});
     job->fingerprint = announce(wanted, plan_, shared, lock);
-    job->work = c10::make_intrusive<OwnWork>(getRank(), job->fingerprint, std::move(outputs), std::move(copies));
+    job->work = c10::make_intrusive<OwnWork>(getRank(), job->fingerprint, title_of(wanted.kind, as_gloo_),
+                                             wanted.inputs.empty() ? outputs : wanted.inputs, outputs, std::move(copies));
     here = !async && !busy_ && queue_.empty();
     if (here) busy_ = true;
     else enqueue(job, lock);
@@ -625,7 +644,8 @@ Backend::WorkPtr Backend::symmetric(at::Tensor& tensor, Wanted wanted, Row row) 
     fingerprint = announce(wanted, plan_, 0, lock);
   }
   symmetric_(name_of(row.algorithm), tensor);
-  auto work = c10::make_intrusive<OwnWork>(getRank(), fingerprint, Tensors{tensor}, nullptr);
+  auto work = c10::make_intrusive<OwnWork>(getRank(), fingerprint, title_of(wanted.kind, as_gloo_), Tensors{tensor},
+                                           Tensors{tensor}, nullptr);
   (void)work->end(nullptr);
   return work;
 }
@@ -954,6 +974,7 @@ Backend::WorkPtr Backend::gather(TensorLists& given_outputs, Tensors& given_inpu
   }
   Tensors sent(getSize()), received(getSize()), outputs;
   sent[options.rootRank] = alias_of(first);
+  wanted.inputs = {sent[options.rootRank]};
   if (is_root) outputs = received = each(given_outputs[0], alias_of);
   return exchange_parts(wanted, std::move(sent), std::move(received), std::move(outputs), options.asyncOp);
 }
@@ -974,7 +995,7 @@ Backend::WorkPtr Backend::scatter(Tensors& given_outputs, TensorLists& given_inp
   }
   Tensors sent(getSize()), received(getSize());
   received[options.rootRank] = alias_of(first);
-  if (is_root) sent = each(given_inputs[0], alias_of);
+  if (is_root) wanted.inputs = sent = each(given_inputs[0], alias_of);
   const Tensors outputs{received[options.rootRank]};
   return exchange_parts(wanted, std::move(sent), std::move(received), outputs, options.asyncOp);
 }
@@ -1004,6 +1025,7 @@ Backend::WorkPtr Backend::alltoall_base(at::Tensor& given_output, at::Tensor& gi
                    });
   }
   const at::Tensor output = alias_of(given_output), input = alias_of(given_input);
+  wanted.inputs = {input};
   return exchange_parts(wanted, input.split_with_sizes(rows_in), output.split_with_sizes(rows_out), {output}, options.asyncOp);
 }
 
@@ -1025,7 +1047,8 @@ Backend::WorkPtr Backend::alltoall(Tensors& outputs, Tensors& inputs, const c10d
     return hand_on(wanted, outputs, inputs, [options](auto& engine, auto& out, auto& in) { return engine.alltoall(out, in, options); });
   }
   const Tensors received = each(outputs, alias_of);
-  return exchange_parts(wanted, each(inputs, alias_of), received, received, options.asyncOp);
+  wanted.inputs = each(inputs, alias_of);
+  return exchange_parts(wanted, wanted.inputs, received, received, options.asyncOp);
 }
 
 Backend::WorkPtr Backend::allgather(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
@@ -1040,6 +1063,7 @@ Backend::WorkPtr Backend::allgather(TensorLists& outputs, Tensors& inputs, const
     return hand_on(wanted, outputs, inputs, [options](auto& engine, auto& out, auto& in) { return engine.allgather(out, in, options); });
   }
   const Tensors targets = each(outputs[0], alias_of);
+  wanted.inputs = {alias_of(first)};
   return submit(
       wanted, [input = alias_of(first), targets, row](Call& call, const Fingerprint&) {
         const at::Tensor from = input.contiguous();

@@ -98,6 +98,7 @@ class Backend final : public c10d::Backend {
   bool poisoned() const { return health_->poisoned(); }
   std::string poison_message() const { return health_->message(); }
   c10::intrusive_ptr<c10d::Backend> engine_of(bool on_cuda) const;  // null where there is none
+  void show_as_gloo() { as_gloo_ = true; }
   bool on_one_host() const { return setup_.num_hosts == 1; }
   std::shared_ptr<Segment> segment() const { return setup_.segment; }
 
@@ -189,6 +190,7 @@ class Backend final : public c10d::Backend {
   std::vector<std::pair<uint64_t, std::weak_ptr<Segment>>> regions_;
   uint64_t num_regions_ = 0;
   std::map<std::string, Residual> residuals_;
+  bool as_gloo_ = false;  // whether the group goes by that name
   Wire quantize_ = Wire::exact;
   std::map<int64_t, uint64_t> scattered_;  // by size, since the last step
   std::map<std::string, std::vector<float>> scattered_residuals_;  // of quantised reduce_scatters

@@ -132,6 +132,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
            },
            py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("segment", &Backend::segment)
+      .def("show_as_gloo", &Backend::show_as_gloo)
       .def_property_readonly("on_one_host", &Backend::on_one_host)
       .def_property_readonly("inner_cpu", [](const Backend& self) { return self.engine_of(false); })
       .def_property_readonly("overflows", &Backend::overflows)

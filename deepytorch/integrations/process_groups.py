@@ -75,6 +75,8 @@ def _answer_as(c10d: Any, group: Any, asked: Any) -> None:
         return
     ours = group._get_backend(cpu)
     gloo = getattr(ours, "inner_cpu", None)
+    if gloo is not None and str(asked).lower() != "nccl":
+        ours.show_as_gloo()
     if gloo is None or not getattr(ours, "on_one_host", False):
         return
     # C++ of torch takes whatever is registered as GLOO for a `ProcessGroupGloo` (DDP's logger): it gets the inner one,
