@@ -406,7 +406,8 @@ def comm(
         str, typer.Option(help="float32, bfloat16, float16, float64, int32, int64, int8 or uint8.")
     ] = "float32",
     op: Annotated[
-        str, typer.Option(metavar="LIST", help="all_reduce, reduce_scatter, all_gather, broadcast.")
+        str,
+        typer.Option(metavar="LIST", help="all_reduce, reduce_scatter, all_gather, broadcast, all_to_all, barrier."),
     ] = "all_reduce",
     redop: Annotated[str, typer.Option(help="sum, avg, min or max.")] = "sum",
     algorithms: Annotated[

@@ -15,7 +15,16 @@ import torch
 import torch.distributed as dist
 
 from deepytorch.bench.comm_launch import WORKER, RankError, run_ranks
-from deepytorch.bench.comm_schema import DTYPES, OPS, REDOPS, CommCell, CommRatio, CommResult, CommSummary
+from deepytorch.bench.comm_schema import (
+    DTYPES,
+    OPS,
+    PREDICTED_OPS,
+    REDOPS,
+    CommCell,
+    CommRatio,
+    CommResult,
+    CommSummary,
+)
 from deepytorch.bench.comm_worker import AUTO, CommArm, CommPlan, CopyBandwidth, describe, init_default_group, measure
 from deepytorch.bench.lab import LabOptions
 from deepytorch.bench.prediction import median_error, prediction_errors
@@ -347,6 +356,10 @@ def _prediction_error(cells: Sequence[CommCell], copied: CopyBandwidth) -> float
     known = [
         asdict(replace(cell, algorithm="engine" if cell.algorithm == "default" else cell.algorithm))
         for cell in cells
-        if not cell.allocated and cell.algorithm != "delegated"
+        if not cell.allocated and cell.algorithm != "delegated" and cell.op in PREDICTED_OPS
     ]
-    return median_error(prediction_errors(known, topology, Links.from_json(copied.measured_by["links"])))
+    return (
+        None
+        if not known
+        else median_error(prediction_errors(known, topology, Links.from_json(copied.measured_by["links"])))
+    )

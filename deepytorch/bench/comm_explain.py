@@ -22,6 +22,9 @@ def explain_lines(options: CommOptions, described: Described) -> list[str]:
     topology, lines = described.topology, []
     where = "1 host" if topology.num_hosts == 1 else f"{topology.num_hosts} hosts"
     for op in options.ops:
+        if op not in _KINDS:
+            lines += [f"{op}: through shared memory on one host, else by gloo or nccl; nothing to choose", ""]
+            continue
         for compress in options.compress:
             explained = explain(
                 topology,

@@ -12,7 +12,8 @@ from deepytorch.bench.records import is_number, match_fields, read_json, require
 
 T = TypeVar("T")
 
-OPS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
+PREDICTED_OPS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")  # those that the cost model knows
+OPS = (*PREDICTED_OPS, "all_to_all", "barrier")
 REDUCING_OPS = ("all_reduce", "reduce_scatter")
 DTYPES = ("float32", "bfloat16", "float16", "float64", "int32", "int64", "int8", "uint8")
 REDOPS = ("sum", "avg", "min", "max")
@@ -24,8 +25,8 @@ def bus_factor(op: str, ranks: int) -> float:
 
     As in nccl-tests, so that figures of different numbers of ranks compare with the hardware's.
     """
-    if op == "broadcast":
-        return 1.0
+    if op in ("broadcast", "barrier"):
+        return float(op == "broadcast")
     return (2 if op == "all_reduce" else 1) * (ranks - 1) / ranks
 
 
@@ -33,7 +34,7 @@ def bus_factor(op: str, ranks: int) -> float:
 class CommCell:
     """One op of one size in one arm. GB are 1e9 bytes; a time is the slowest rank's, per collective.
 
-    `bytes` is the larger side: the output of all_gather, the input of reduce_scatter.
+    `bytes` is the larger side: the output of all_gather, the input of reduce_scatter. A barrier moves none of them.
     """
 
     op: str

@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 from deepytorch import comm
 from deepytorch.bench.arms import rotated
 from deepytorch.bench.comm_patterns import Buffers, Pattern
-from deepytorch.bench.comm_schema import NO_REDOP, REDUCING_OPS, CommCell, bus_factor
+from deepytorch.bench.comm_schema import NO_REDOP, PREDICTED_OPS, REDUCING_OPS, CommCell, bus_factor
 from deepytorch.bench.rank_process import Seat, run_rank
 from deepytorch.comm.backend import group_of
 from deepytorch.comm.base import Compression
@@ -99,6 +99,10 @@ def run_collective(op: str, buffers: Buffers, redop: str, group: ProcessGroup) -
         _reduce_scatter(buffers.output, buffers.input, _REDOPS[redop], group=group)
     elif op == "all_gather":
         _all_gather(buffers.output, buffers.input, group=group)
+    elif op == "all_to_all":
+        dist.all_to_all_single(buffers.output, buffers.input, group=group)
+    elif op == "barrier":
+        dist.barrier(group)
     else:
         dist.broadcast(buffers.output, 0, group=group)
 
@@ -160,7 +164,9 @@ def describe(plan: CommPlan) -> dict[str, Any] | None:
             return None
         content |= {"topology": known.topology.to_json(), "links": known.links.to_json()}
         content["chosen"][compress or "none"] = {
-            op: [asdict(comm.chosen(group, op, size)) for size in plan.sizes_bytes] for op in plan.ops
+            op: [asdict(comm.chosen(group, op, size)) for size in plan.sizes_bytes]
+            for op in plan.ops
+            if op in PREDICTED_OPS
         }
     return content
 
@@ -251,6 +257,8 @@ class _SizeBench:
         if self.op == "all_gather":
             return Buffers(make_input(share), torch.empty(self.count, dtype=self.dtype))
         buffer = make_input(self.count)
+        if self.op == "all_to_all":
+            return Buffers(buffer, torch.empty(self.count, dtype=self.dtype))
         return Buffers(buffer, buffer)
 
     def _cell(self, index: int, seconds: list[float], iterations: int, wrong: int) -> CommCell:
@@ -293,6 +301,10 @@ def _algorithm(arm: CommArm, group: ProcessGroup, op: str, num_bytes: int) -> st
     if arm.backend != "deepytorch":
         return "default"
     try:
+        if op not in PREDICTED_OPS:  # through memory where all ranks share some, by gloo elsewhere
+            known = group_of(group)
+            shares = known.topology.num_hosts == 1 and known.backend.segment is not None
+            return "shared_memory" if shares and known.options.algorithm in (None, "shared_memory") else "engine"
         return comm.chosen(group, op, num_bytes).algorithm
     except ConfigError:
         return "delegated"  # its native code cannot be built here: stock backends serve

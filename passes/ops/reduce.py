@@ -21,6 +21,9 @@ _PART = "reduce_part(Tensor gradient, int member, str name) -> Tensor"
 _ROWS = "reduce_rows(Tensor ids, Tensor values, Tensor? kept, Tensor? part, int member, str name) -> Tensor"
 _WAIT = "reduce_wait(Tensor[] started, int[] members, str name) -> Tensor[]"
 
+# Whether they reduce is decided at run time, so a CUDA graph must not record them.
+_STATEFUL = (torch.Tag.cudagraph_unsafe,)
+
 
 def _start(gradients: Sequence[Tensor], members: Sequence[int], name: str) -> Tensor:
     reducer(name).arrive(members, gradients)
@@ -60,15 +63,15 @@ def _wait_fake(started: Sequence[Tensor], members: Sequence[int], name: str) -> 
     ]
 
 
-if define_once(_START):
+if define_once(_START, _STATEFUL):
     LIBRARY.impl("reduce_start", _start, "CompositeExplicitAutograd")
     LIBRARY._register_fake("reduce_start", _start_fake)
-if define_once(_PART):
+if define_once(_PART, _STATEFUL):
     LIBRARY.impl("reduce_part", _part, "CompositeExplicitAutograd")
     LIBRARY._register_fake("reduce_part", _part_fake)
-if define_once(_ROWS):
+if define_once(_ROWS, _STATEFUL):
     LIBRARY.impl("reduce_rows", _rows, "CompositeExplicitAutograd")
     LIBRARY._register_fake("reduce_rows", _rows_fake)
-if define_once(_WAIT):
+if define_once(_WAIT, _STATEFUL):
     LIBRARY.impl("reduce_wait", _wait, "CompositeExplicitAutograd")
     LIBRARY._register_fake("reduce_wait", _wait_fake)

@@ -255,6 +255,8 @@ def _exchange(pattern: Pattern, op: str, count: int) -> list[Buffers]:
             each.output.copy_(reduced)
         elif op == "reduce_scatter":
             each.output.copy_(reduced.chunk(ranks)[rank])
+        elif op == "all_to_all":
+            each.output.copy_(torch.cat([one.chunk(ranks)[rank] for one in inputs]))
         else:
             each.output.copy_(inputs.flatten() if op == "all_gather" else inputs[0])
     return buffers
@@ -288,7 +290,7 @@ def test_a_nan_in_an_average_that_is_compared_with_a_tolerance_is_wrong():
     assert pattern.num_wrong("all_reduce", first, 0) == 2
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", [op for op in OPS if op != "barrier"])
 def test_a_chunk_at_another_place_and_the_result_of_an_earlier_run_show(op):
     pattern = Pattern(torch.float32, "sum", 4)
     each = _exchange(pattern, op, 1 << 18)[1]

@@ -771,3 +771,12 @@ if rank == 0:
     assert "rank 1 did not come to reduce its gradients within 5 s" in error, error
 """
     run(script, 2, 90, warm=False)
+
+
+def test_cuda_graphs_do_not_record_what_is_decided_at_run_time() -> None:
+    import torch
+
+    import deepytorch.passes.ops.reduce  # noqa: F401, defines them
+
+    for name in ("reduce_start", "reduce_part", "reduce_rows", "reduce_wait"):
+        assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.deepytorch, name).default.tags
