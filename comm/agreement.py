@@ -1,10 +1,11 @@
-"""What the ranks of a group tell each other through its store, outside of any collective."""
+"""What the ranks of a group tell each other beside their tensors."""
 
 from __future__ import annotations
 
 import time
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from deepytorch.errors import GradientError
@@ -29,3 +30,17 @@ def exchange(group: dist.ProcessGroup, key: str, mine: str, timeout: timedelta) 
                 "it compiled otherwise, still compiling, or dead?"
             ) from error
     return [store.get(str(peer)).decode() for peer in range(size)]
+
+
+def from_rank_0(group: dist.ProcessGroup, text: str, device: torch.device) -> str:
+    """`text` of the group's rank 0, on every rank: a collective.
+
+    Not through the store, which goes with the process that holds it: rank 0 may have ended when a slow rank reads.
+    """
+    content = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
+    count = torch.tensor([content.numel()], device=device)
+    dist.broadcast(count, group=group, group_src=0)
+    if dist.get_rank(group) != 0:
+        content = torch.empty(int(count), dtype=torch.uint8, device=device)
+    dist.broadcast(content, group=group, group_src=0)
+    return bytes(content.tolist()).decode()

@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from deepytorch.comm.agreement import exchange
+from deepytorch.comm.agreement import exchange, from_rank_0
 from deepytorch.comm.bucket_memory import strides
 from deepytorch.comm.buckets import NOMINAL, BucketPlan, expected_arrivals, plan_buckets
 from deepytorch.comm.cost import Link
@@ -445,7 +445,7 @@ class GradientReducer:
             )
             self._tables = tables
             said = json.dumps(made.choices())
-        [said, *_] = exchange(self._group, f"gradients/{self._name}/plan{self._watched}", said, self._timeout)
+        said = from_rank_0(self._group, said, self._parameters[0].device)
         self._set_plan(self.plan.with_choices(json.loads(said)))
 
     def _worth_rows(self) -> dict[int, bool]:

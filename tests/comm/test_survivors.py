@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -102,3 +103,32 @@ dist.destroy_process_group()
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("finished in attempt 1") == 2, done.stdout
+
+
+@pytest.mark.slow
+def test_a_rank_that_has_ended_takes_nothing_with_it_that_others_still_read():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    script = f"""
+    deepytorch.configure(options={{"lowering": "aot_eager"}})
+    deepytorch.switch.SWITCH.enabled = True
+    store = dist.TCPStore("127.0.0.1", {port}, size, rank == 0)  # lives in rank 0
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        if rank == 1 and step == 2:  # slow to read what rank 0 has said
+            whole = dist.PrefixStore.wait
+            dist.PrefixStore.wait = lambda *given: (time.sleep(3), whole(*given))
+        model(torch.ones(4, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    say("trained", deepytorch.report().to_json()["gradients"][0]["syncs"])
+    os._exit(0)
+    """
+    with Ranks(script.replace("\n    ", "\n"), warm=False) as ranks:
+        outcomes = ranks.wait(60)
+    for outcome in outcomes:
+        assert outcome.code == 0, outcome.output[-2000:]
+        assert "trained 3" in outcome.output
