@@ -2,6 +2,7 @@
 
 #include <ATen/Context.h>
 #include <ATen/ThreadLocalState.h>
+#include <ATen/record_function.h>
 #include <c10/util/Exception.h>
 #include <pybind11/pybind11.h>
 #include <unistd.h>
@@ -33,6 +34,8 @@ class WithoutGil {
 bool is_float(at::ScalarType type) { return at::isFloatingType(type); }
 
 Reduce reduction(RedOp op) { return op == RedOp::MIN ? Reduce::min : op == RedOp::MAX ? Reduce::max : Reduce::sum; }
+
+bool somebody_profiles() { return at::hasCallbacks(); }
 
 // What profilers show: as gloo's own operations where the group goes by that name.
 const char* title_of(Kind kind, bool as_gloo) {
@@ -74,7 +77,9 @@ class Backend::OwnWork final : public c10d::Work {
   // title: what profilers show, or null. inputs: whose shapes they show.
   OwnWork(int rank, const Fingerprint& fingerprint, const char* title, const Tensors& inputs, Tensors outputs,
           std::shared_ptr<DeviceCopies> copies)
-      : Work(rank, op_type(fingerprint.kind), title, inputs.empty() ? std::nullopt : std::optional<Tensors>(inputs)), outputs_(std::move(outputs)),
+      : Work(rank, op_type(fingerprint.kind), somebody_profiles() ? title : nullptr,
+             somebody_profiles() && !inputs.empty() ? std::optional<Tensors>(inputs) : std::nullopt),
+        outputs_(std::move(outputs)),
         copies_(std::move(copies)), sequence_(fingerprint.sequence) {}
 
   std::vector<at::Tensor> result() override { return outputs_; }
@@ -391,8 +396,10 @@ Backend::WorkPtr Backend::submit(Wanted wanted, std::function<void(Call&, const 
     job->may_share = num_regions_ != 0;
     job->kept = std::make_shared<Kept>(Kept{setup_.segment, outputs});
     job->fingerprint = announce(wanted, plan_, shared, lock);
-    job->work = c10::make_intrusive<OwnWork>(getRank(), job->fingerprint, title_of(wanted.kind, as_gloo_),
-                                             wanted.inputs.empty() ? outputs : wanted.inputs, outputs, std::move(copies));
+    Tensors shown;
+    if (somebody_profiles()) shown = wanted.inputs.empty() ? outputs : wanted.inputs;
+    job->work = c10::make_intrusive<OwnWork>(getRank(), job->fingerprint, title_of(wanted.kind, as_gloo_), shown,
+                                             std::move(outputs), std::move(copies));
     here = !async && !busy_ && queue_.empty();
     if (here) busy_ = true;
     else enqueue(job, lock);
@@ -628,7 +635,7 @@ Backend::WorkPtr Backend::reduce_all(at::Tensor& tensor, Wanted wanted, Row row,
   return submit(
       wanted, [this, tensor, row, key](Call& call, const Fingerprint& mine) {
         const at::Tensor whole = tensor.contiguous();
-        call.kept->tensors.push_back(whole);
+        if (!whole.is_same(tensor)) call.kept->tensors.push_back(whole);
         run_all_reduce(call, mine, static_cast<char*>(whole.data_ptr()), nullptr, whole.numel(), row, key);
         if (!whole.is_same(tensor)) at::Tensor(tensor).copy_(whole);
       },
@@ -791,7 +798,7 @@ Backend::WorkPtr Backend::_reduce_scatter_base(at::Tensor& given_output, at::Ten
   return submit(
       wanted, [this, input, output, row](Call& call, const Fingerprint& mine) {
         const at::Tensor from = input.contiguous(), to = output.contiguous();
-        call.kept->tensors.insert(call.kept->tensors.end(), {from, to});
+        if (!on_one_host()) call.kept->tensors.insert(call.kept->tensors.end(), {from, to});
         const size_t count = to.numel();
         call.chunk_bytes = row.chunk_bytes != 0 ? row.chunk_bytes : call.segment->area_bytes();
         if (row.algorithm == Algorithm::hierarchical) {
@@ -834,7 +841,7 @@ Backend::WorkPtr Backend::_allgather_base(at::Tensor& given_output, at::Tensor& 
   return submit(
       wanted, [this, input, output, row](Call& call, const Fingerprint& mine) {
         const at::Tensor from = input.contiguous(), to = output.contiguous();
-        call.kept->tensors.insert(call.kept->tensors.end(), {from, to});
+        if (!on_one_host()) call.kept->tensors.insert(call.kept->tensors.end(), {from, to});
         call.chunk_bytes = row.chunk_bytes != 0 ? row.chunk_bytes : call.segment->area_bytes() * call.segment->num_ranks();
         if (row.algorithm == Algorithm::hierarchical) {
           over_hosts(call, mine, row, from, to);

@@ -56,6 +56,13 @@ inline void pause() {
 #endif
 }
 
+// Milliseconds since 1970, a few behind.
+int64_t now_ms() {
+  timespec now;
+  clock_gettime(CLOCK_REALTIME_COARSE, &now);
+  return static_cast<int64_t>(now.tv_sec) * 1000 + now.tv_nsec / 1'000'000;
+}
+
 std::string last_error() { return std::strerror(errno); }
 
 // The low half of a counter, which is what the kernel compares before it lets a thread sleep.
@@ -277,8 +284,7 @@ void Segment::publish(const Fingerprint& fingerprint) {
   RankState& mine = state(rank_);
   std::atomic_thread_fence(std::memory_order_seq_cst);  // see [Note: order of memory accesses]
   mine.ring[fingerprint.sequence % kRing] = fingerprint;
-  mine.called_at[fingerprint.sequence % kRing] =
-      std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::system_clock::now().time_since_epoch()).count();
+  mine.called_at[fingerprint.sequence % kRing] = now_ms();
   mine.published.store(fingerprint.sequence, std::memory_order_seq_cst);
   Fingerprint theirs;
   for (int other = 0; other < num_ranks_; ++other) {
@@ -344,8 +350,7 @@ bool Segment::first_to_report() { return header_->reported.exchange(1) == 0; }
 
 std::string Segment::recorder(int last) const {
   std::ostringstream out;
-  const int64_t now =
-      std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::system_clock::now().time_since_epoch()).count();
+  const int64_t now = now_ms();
   uint64_t any = 0;
   for (int rank = 0; rank < num_ranks_; ++rank) any = std::max(any, state(rank).published.load());
   if (any == 0) return "";
