@@ -48,7 +48,7 @@ constexpr const char* kWires[] = {"exact", "bf16", "fp16", "fp8", "int8"};
 // algorithms), `sizes` of the sizes of several tensors, `history` of all calls before this one, so that a difference is
 // found however far one rank is ahead. `shared` says where the data lies in memory that `allocate` handed out, 0
 // elsewhere: it may differ, and is only acted on where it does not.
-struct alignas(64) Fingerprint {
+struct Fingerprint {
   uint64_t sequence = 0;
   int64_t count = -1;
   int32_t root = -1;
