@@ -148,7 +148,7 @@ def create(options: Any, group_options: Any) -> Any:
     module = native.load() if Environment.read().enabled else None
     if not _all_have(store, rank, size, module is not None, timeout):
         return stock_group(store, rank, size, timeout)
-    group = _make(module, store.clone(), options.group_id, rank, size, timeout, wanted)
+    group = _make(module, store, options.group_id, rank, size, timeout, wanted)
     _GROUPS[options.group_id] = replace(group, backend=None)
     return group.backend
 
