@@ -19,6 +19,7 @@ namespace {
 
 using RedOp = c10d::ReduceOp::RedOpType;
 
+constexpr uint64_t kMostFedBack = 256;  // calls of one size in a step: without steps, memory would grow with every call
 constexpr int64_t kLeastQuantized = 1 << 14;  // values: less is quickly sent
 constexpr auto kLongest = std::chrono::hours(24 * 365);  // a deadline is a point in time, which has an end
 
@@ -772,7 +773,9 @@ Backend::WorkPtr Backend::_reduce_scatter_base(at::Tensor& given_output, at::Ten
               getSize(), " times the output");
   if (quantizes(input) && output.is_contiguous() && (options.reduceOp == RedOp::SUM || options.reduceOp == RedOp::AVG)) {
     std::unique_lock<std::mutex> lock(mutex_);
-    const std::string key = "call " + std::to_string(scattered_[input.numel()]++) + " of " + std::to_string(input.numel());
+    const uint64_t number = scattered_[input.numel()]++;
+    const std::string key =
+        number < kMostFedBack ? "call " + std::to_string(number) + " of " + std::to_string(input.numel()) : "";
     lock.unlock();
     return reduce_scatter_quantized(output, input, options.reduceOp, quantize_, key, options.asyncOp);
   }
