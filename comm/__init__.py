@@ -16,24 +16,25 @@ if __name__ != "deepytorch.comm":
     )
 
 if TYPE_CHECKING:
-    from deepytorch.comm.backend import Options, chosen
-    from deepytorch.comm.buffers import allocate
-    from deepytorch.comm.compress import all_reduce, overflows
-    from deepytorch.comm.quantize import quantize
-    from deepytorch.comm.register import register
-    from deepytorch.comm.shrink import shrink
+    from deepytorch.comm.group.backend import Options, chosen
+    from deepytorch.comm.group.buffers import allocate
+    from deepytorch.comm.group.compress import all_reduce, overflows
+    from deepytorch.comm.group.quantized import quantize
+    from deepytorch.comm.group.registration import register
+    from deepytorch.comm.group.survivors import shrink
 
 __all__ = ["Options", "all_reduce", "allocate", "chosen", "overflows", "quantize", "register", "shrink"]
 
+# No module goes by the name of what it holds: importing it would put the module there.
 _HOMES = {
-    "Options": "backend",
-    "chosen": "backend",
-    "register": "register",
-    "allocate": "buffers",
-    "all_reduce": "compress",
-    "overflows": "compress",
-    "quantize": "quantize",
-    "shrink": "shrink",
+    "Options": "group.backend",
+    "chosen": "group.backend",
+    "register": "group.registration",
+    "allocate": "group.buffers",
+    "all_reduce": "group.compress",
+    "overflows": "group.compress",
+    "quantize": "group.quantized",
+    "shrink": "group.survivors",
 }
 
 

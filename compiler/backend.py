@@ -15,27 +15,32 @@ from torch import fx
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._guards import CompileContext
 
-from deepytorch.compiler.capture import Captured, Untraceable, capture
+from deepytorch.compiler.capture import Untraceable, capture
 from deepytorch.compiler.config import CompilerConfig
 from deepytorch.compiler.data_parallel import Adopted, active, adopt
-from deepytorch.compiler.dynamic import Trace, restart_as_stock, which_trace
+from deepytorch.compiler.dynamic_sizes import Trace, restart_as_stock, which_trace
+from deepytorch.compiler.graph_per_parameters import GraphPerParameters
 from deepytorch.compiler.lower import GraphPasses, lower
-from deepytorch.compiler.manager import PassRun, run_passes
-from deepytorch.compiler.own_parameters import OwnParameters
+from deepytorch.compiler.manager import PassRun, copied, run_passes
 from deepytorch.compiler.pipeline import passes_for
 from deepytorch.compiler.plan import Plan
 from deepytorch.compiler.report import LEDGER, RegionRecord
-from deepytorch.compiler.runtime import Effects, Step
+from deepytorch.compiler.runtime import Effects, RewrittenStep, Step
 from deepytorch.compiler.second_backward import TwiceDifferentiable, unread_statistics
 from deepytorch.compiler.unused_outputs import parts_in_outputs
 from deepytorch.config import Environment
 from deepytorch.log import logger, once
 from deepytorch.passes.base import Context
 from deepytorch.passes.reduce_gradients import ReduceGradients
-from deepytorch.passes.rules import is_random
 from deepytorch.passes.slicing import Slicer
+from deepytorch.passes.unpad.program import Program
+from deepytorch.passes.unpad.rules import is_random
+from deepytorch.patches import patch
 
-_REORDERS = "reorder_for_peak_memory"  # an option of Inductor's
+# Options of Inductor's that move what is in a graph, off where gradients are reduced in it. The first puts them off to
+# the end, for the memory that they take, and then they leave late; the second (torch 2.14) moves torch's collectives
+# past ours, and ranks that send in other orders wait for each other without end.
+_MOVERS = ("reorder_for_peak_memory", "aten_distributed_optimizations.enable_simple_overlap")
 
 # Set while `deepytorch.explain` looks at a model: regions are analysed and run in eager, nothing is lowered.
 EXPLAINING: ContextVar[list[RegionRecord] | None] = ContextVar("deepytorch_explaining", default=None)
@@ -55,6 +60,7 @@ def deepytorch_backend(
     as stock would have compiled it, or in eager if that fails too, and is logged once.
     """
     _keep_warnings_from_breaking_graphs()
+    _keep_data_parallel_models_whole()  # `disable()` has undone it, if it was called
     config = CompilerConfig.parse(mode, options, kwargs)
     if not Environment.read().enabled:
         config = replace(config, unpad=False, reduce_gradients=False)
@@ -93,35 +99,39 @@ def _compile(
 ) -> Callable[..., Any]:
     record = RegionRecord(_region_name(), "declined", config.lowering)
     captured = capture(module, example_inputs)
-    padded = _copy(captured.module)
+    fakes = [node.meta["val"] for node in captured.module.graph.nodes if node.op == "placeholder"]
+    effects = _effects(captured.module.graph)
     reason = getattr(module, "compile_subgraph_reason", None)
     context = Context(list(captured.inputs), captured.shape_env, bool(getattr(reason, "graph_break", False)))
     plan = Plan.initial("region", config)
-    runs = run_passes(captured.module, passes_for(plan), context, dump_dir=config.dump_graphs)
-    _describe(record, runs, plan)
-    program = context.artifacts.get("program")
+    found = run_passes(captured.module, passes_for(plan), context, dump_dir=config.dump_graphs)
+    _describe(record, found.runs, plan)
     explaining = EXPLAINING.get()
     if explaining is not None:
-        return _explain(module, captured, program, record, explaining)
-    if program is None:
+        return _explain(module, found.program, record, explaining)
+    if not found.fired:
         if trace is Trace.MARKED:
             restart_as_stock(module, example_inputs, record.declined)
         return _lower_whole(module, example_inputs, config, record)
-    record.outcome = "packed"
+    record.outcome = "rewritten" if found.program is None else "packed"
     record.recompiles += _is_recompilation()
     LEDGER.open(record)
-    fakes = [node.meta["val"] for node in padded.graph.nodes if node.op == "placeholder"]
     adopted, environment = _adopt(config, record), Environment.read()
+    lowering = partial(_lower, config=config, plan=plan, adopted=adopted)
+    if found.program is None or found.before is None:
+        return RewrittenStep(
+            captured.module, fakes, module.forward, lowering, record, effects, leaves_unused=adopted is None
+        )
     return Step(
-        padded=padded,
+        padded=found.before,
         packed=captured.module,
-        program=program,
+        program=found.program,
         inputs=captured.inputs,
         fakes=fakes,
         eager=module.forward,
-        lower=partial(_lower, config=config, plan=plan, adopted=adopted),
+        lower=lowering,
         record=record,
-        effects=_effects(padded.graph),
+        effects=effects,
         min_padding=config.min_padding,
         zero_outputs=config.outputs == "zeros",
         leaves_unused=adopted is None,
@@ -154,7 +164,7 @@ def _lower_whole(
     LEDGER.open(record)
     record.compiles += 1
     started = time.perf_counter()
-    copy = _copy(module)  # lowering may change the module
+    copy = copied(module)  # lowering may change the module
     eager, unread = copy.forward, unread_statistics(module.graph)
     try:
         adopted = _adopt(config, record)
@@ -203,12 +213,11 @@ def _lower(
         return lower(module, example_inputs, config=config, plan=plan)
     reduce = ReduceGradients(adopted.name, adopted.members(example_inputs))
     passes = GraphPasses(post_grad_pre=(reduce,))
-    if _REORDERS in torch._inductor.config.get_config_copy():
-        # it puts gradients off to the end, for the memory that they take, and then they leave late
-        config = replace(config, inductor={_REORDERS: False, **config.inductor})
-    spare = _copy(module)
+    known = torch._inductor.config.get_config_copy()
+    config = replace(config, inductor={**{name: False for name in _MOVERS if name in known}, **config.inductor})
+    spare = copied(module)
     compiled = lower(module, example_inputs, config=config, plan=plan, passes=passes)
-    return OwnParameters(compiled, spare, example_inputs, partial(_lower_again, config=config, plan=plan))
+    return GraphPerParameters(compiled, spare, example_inputs, partial(_lower_again, config=config, plan=plan))
 
 
 def _lower_again(
@@ -221,10 +230,10 @@ def _lower_again(
 
 
 def _explain(
-    module: fx.GraphModule, captured: Captured, program: Any, record: RegionRecord, found: list[RegionRecord]
+    module: fx.GraphModule, program: Program | None, record: RegionRecord, found: list[RegionRecord]
 ) -> Callable[..., Any]:
     """Run the region in eager and read, from its first batch, what packing would save."""
-    from deepytorch.compiler.facts import Refusal, read_facts
+    from deepytorch.compiler.batch_facts import Refusal, read_facts
 
     record.outcome = "packed" if program is not None else "declined"
     found.append(record)
@@ -255,13 +264,6 @@ def _describe(record: RegionRecord, runs: Sequence[PassRun], plan: Plan) -> None
 
 def _record(config: CompilerConfig, *reasons: str) -> RegionRecord:
     return RegionRecord(_region_name(), "declined", config.lowering, declined=list(reasons))
-
-
-def _copy(module: fx.GraphModule) -> fx.GraphModule:
-    graph = fx.Graph()
-    output = graph.graph_copy(module.graph, {})
-    graph.output(output)
-    return fx.GraphModule(module, graph)
 
 
 def _is_recompilation() -> bool:
@@ -305,8 +307,15 @@ def _keep_warnings_from_breaking_graphs() -> None:
     with the import of transformers, which may follow ours; a trace that it has cut already is started over.
     """
     warning_once = getattr(logging.Logger, "warning_once", None)
-    if warning_once is not None:
-        torch._dynamo.config.ignore_logging_functions.add(warning_once)
+    ignored = torch._dynamo.config.ignore_logging_functions
+    if warning_once is not None and warning_once not in ignored:
+        patch(
+            "torch._dynamo.config.ignore_logging_functions",
+            "leave Logger.warning_once, which would cut graphs, out of compiled code",
+            lambda: ignored.add(warning_once),
+            lambda: ignored.discard(warning_once),
+            always=True,
+        )
 
 
 def _keep_data_parallel_models_whole() -> None:
@@ -314,8 +323,21 @@ def _keep_data_parallel_models_whole() -> None:
     own reduction has in one graph. It looks at this before it calls a backend, so it is set once, here. What the user
     chose otherwise ("python_reducer", "no_optimization") stays.
     """
-    if Environment.read().enabled and torch._dynamo.config.optimize_ddp in (True, "ddp_optimizer"):
-        torch._dynamo.config.optimize_ddp = False
+    chosen = torch._dynamo.config.optimize_ddp
+    if not Environment.read().enabled or chosen not in (True, "ddp_optimizer"):
+        return
+
+    def undo() -> None:
+        if torch._dynamo.config.optimize_ddp is False:  # else the user has chosen anew
+            torch._dynamo.config.optimize_ddp = chosen
+
+    patch(
+        "torch._dynamo.config.optimize_ddp",
+        "keep data-parallel models in one graph, in which their gradients are reduced",
+        lambda: setattr(torch._dynamo.config, "optimize_ddp", False),
+        undo,
+        always=True,
+    )
 
 
 _keep_warnings_from_breaking_graphs()

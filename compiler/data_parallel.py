@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -16,15 +17,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepytorch.comm.backend import group_of
-from deepytorch.comm.buckets import BucketPlan, Member, expected_arrivals, group_link, plan_buckets
-from deepytorch.comm.gradients import REDUCERS, GradientReducer
-from deepytorch.comm.hooks import CommHook
+from deepytorch.comm.gradients.buckets import BucketPlan, Member, expected_arrivals, group_link, plan_buckets
+from deepytorch.comm.gradients.comm_hooks import CommHook
+from deepytorch.comm.gradients.reducer import REDUCERS, GradientReducer
+from deepytorch.comm.group.backend import group_of
 from deepytorch.errors import ConfigError, GradientError
 from deepytorch.log import logger, once
+from deepytorch.patches import forget, patch
 
 _NAMES = (f"ddp{number}" for number in itertools.count(1))  # alike on all ranks, which wrap their modules in one order
 _ATTRIBUTE = "_deepytorch_gradients"
+# What compiled backwards still know by name, after DDP has got its gradients back.
+_RELEASED: weakref.WeakKeyDictionary[nn.Module, list[GradientReducer]] = weakref.WeakKeyDictionary()
 
 
 @dataclass
@@ -142,12 +146,40 @@ def _adopted(ddp: Any) -> Adopted:
     )
     reducer.attach()
     REDUCERS[name] = reducer
-    ddp.reducer = _Silent(ddp, reducer)
-    ddp._check_comm_hook = _too_late
-    # DDP would pass every output through a node of its own, which copies it: deferred logits would be computed.
-    ddp.find_unused_parameters, ddp._static_graph_delay_allreduce_enqueued = False, True
+    where, this = f"DistributedDataParallel.reducer of {name}", weakref.ref(ddp, lambda _: forget(where))
+    patch(where, "reduce its gradients in the compiled backward", *_take_over(this, reducer, where), always=True)
     logger.info("%s: %d gradients leave in %d buckets", name, len(plan.members), len(plan.buckets))
     return Adopted(name, reducer, {id(parameter): number for number, (_, parameter) in enumerate(found)})
+
+
+def _take_over(
+    this: Callable[[], Any], ours: GradientReducer, where: str
+) -> tuple[Callable[[], None], Callable[[], None]]:
+    """What puts our reducer into a DDP module, and what takes it out again."""
+    before: dict[str, Any] = {}
+    names = ("find_unused_parameters", "_static_graph_delay_allreduce_enqueued")
+
+    def apply() -> None:
+        ddp = this()
+        before.update({name: getattr(ddp, name, None) for name in ("reducer", *names)})
+        ddp.reducer = _Silent(ddp, ours)
+        ddp._check_comm_hook = _too_late
+        # DDP would pass every output through a node of its own, which copies it: deferred logits would be computed.
+        ddp.find_unused_parameters, ddp._static_graph_delay_allreduce_enqueued = False, True
+
+    def undo() -> None:
+        ddp = this()
+        forget(where)  # the next region that is compiled in it takes its gradients over anew
+        ours.release()
+        if ddp is None:
+            return
+        _RELEASED.setdefault(ddp, []).append(ours)
+        for name, value in before.items():
+            setattr(ddp, name, value)
+        del ddp._check_comm_hook
+        object.__delattr__(ddp, _ATTRIBUTE)
+
+    return apply, undo
 
 
 def _too_late(hook: Any) -> None:

@@ -31,7 +31,7 @@ import functools
 import logging
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ from deepytorch.compiler.usage import Usage, is_users
 from deepytorch.errors import DeferredError
 from deepytorch.log import once
 from deepytorch.passes.samples import same_bits, sample
+from deepytorch.patches import listen
 
 Compute = Callable[[list[torch.Tensor]], torch.Tensor]
 
@@ -144,7 +145,7 @@ class Kept:
     __slots__ = ("__weakref__", "_name", "dependencies")
 
     def __init__(self, tensors: Sequence[torch.Tensor], name: str) -> None:
-        _hook_optimizers()
+        listen(register_optimizer_step_pre_hook, _snapshot_before_step, "keep weights that outputs need", _keep_all)
         self.dependencies, self._name = [_Dependency(tensor) for tensor in tensors], name
         _KEPT.add(self)
 
@@ -647,25 +648,35 @@ _DESCRIPTION = frozenset(
 _KEPT: weakref.WeakSet[Kept] = weakref.WeakSet()
 
 
-@functools.cache
-def _hook_optimizers() -> None:
-    register_optimizer_step_pre_hook(_snapshot_before_step)
+def _keep_all() -> None:
+    """No step will be announced any more: clone whatever deferred tensors still need."""
+    _snapshot(_without_snapshot())
+
+
+def _without_snapshot() -> list[_Dependency]:
+    return [dependency for kept in _KEPT for dependency in kept.dependencies if dependency.snapshot is None]
 
 
 @torch.compiler.disable(reason="weights that deferred outputs still need are cloned before a step")
 def _snapshot_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Clone, once for all deferred tensors, what `optimizer` is about to change and they still need."""
-    endangered = [dependency for kept in _KEPT for dependency in kept.dependencies if dependency.snapshot is None]
+    endangered = _without_snapshot()
     if not endangered:
         return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     identities = {id(parameter) for parameter in parameters}
     storages = {_storage_key(parameter) for parameter in parameters} - {0}  # flat parameters alias the model's own
+    _snapshot(
+        dependency
+        for dependency in endangered
+        if id(dependency.tensor) in identities or _storage_key(dependency.tensor) in storages
+    )
+
+
+def _snapshot(dependencies: Iterable[_Dependency]) -> None:
     clones: dict[int, torch.Tensor] = {}
-    for dependency in endangered:
+    for dependency in dependencies:
         tensor = dependency.tensor
-        if id(tensor) not in identities and _storage_key(tensor) not in storages:
-            continue
         if _version(tensor) != dependency.version:
             continue  # too late: its use will say so
         if id(tensor) not in clones:

@@ -17,6 +17,7 @@ from torch import fx
 
 from deepytorch.log import logger, once
 from deepytorch.passes.base import Context, Decline, Pass, Rewrite
+from deepytorch.passes.unpad.program import Program
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,27 @@ class PassRun:
         return self.rewrite.fired
 
 
+@dataclass(frozen=True)
+class Rewritten:
+    """What passes made of a graph.
+
+    program, before: of the pass whose graph is for some batches alone, if one fired: what it says of these, and the
+    graph as it was before that pass, for all others.
+    """
+
+    runs: tuple[PassRun, ...]
+    program: Program | None = None
+    before: fx.GraphModule | None = None
+
+    @property
+    def fired(self) -> bool:
+        """Whether the graph is another one now."""
+        return any(run.fired for run in self.runs)
+
+
 def run_passes(
     module: fx.GraphModule, passes: Sequence[Pass], context: Context, *, dump_dir: str | Path | None = None
-) -> list[PassRun]:
+) -> Rewritten:
     """Run `passes` over `module`, in place and in order, and say what each did.
 
     A pass whose requirement an earlier pass declined to provide is skipped. A pass that raises, or leaves a graph that
@@ -46,7 +65,8 @@ def run_passes(
     _check_order(passes)
     dump = _Dump(Path(dump_dir)) if dump_dir is not None else None
     provided: set[str] = set()
-    runs = []
+    runs: list[PassRun] = []
+    program, before = None, None
     for each in passes:
         name = type(each).__name__
         missing = sorted(each.requires - provided)
@@ -56,13 +76,25 @@ def run_passes(
             continue
         if dump:
             dump.write(module, name, "before")
+        earlier = copied(module) if each.depends_on_batch else None
         run = _run(each, module, context)
         if dump:
             dump.write(module, name, "after" if run.fired else "after-unchanged")
         if run.fired:
             provided |= each.provides
+            if each.depends_on_batch:
+                assert before is None, f"{name} and a pass before it both depend on the batch"
+                program, before = run.rewrite.program, earlier
         runs.append(run)
-    return runs
+    return Rewritten(tuple(runs), program, before)
+
+
+def copied(module: fx.GraphModule) -> fx.GraphModule:
+    """The module with a graph of its own, and the same parameters."""
+    graph = fx.Graph()
+    output = graph.graph_copy(module.graph, {})
+    graph.output(output)
+    return fx.GraphModule(module, graph)
 
 
 def _check_order(passes: Sequence[Pass]) -> None:
@@ -76,7 +108,7 @@ def _check_order(passes: Sequence[Pass]) -> None:
 def _run(each: Pass, module: fx.GraphModule, context: Context) -> PassRun:
     name = type(each).__name__
     start = time.perf_counter()
-    before = _State(module, context)
+    before = _State(module)
     error = None
     try:
         rewrite = each.rewrite(module, context)
@@ -85,9 +117,9 @@ def _run(each: Pass, module: fx.GraphModule, context: Context) -> PassRun:
             module.recompile()
         elif before.differs(module):
             logger.debug("%s declined after it had begun to rewrite; undone", name)
-            before.restore(module, context)
+            before.restore(module)
     except Exception as exception:
-        before.restore(module, context)
+        before.restore(module)
         error = f"{type(exception).__name__}: {exception}"
         once(logging.WARNING, "pass %s failed, the region stays as it was without it (%s)", name, error)
         logger.debug("pass %s failed", name, exc_info=True)
@@ -99,19 +131,18 @@ _MEMBERS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"
 
 
 class _State:
-    """A module and a context as they were."""
+    """A module as it was."""
 
-    def __init__(self, module: fx.GraphModule, context: Context) -> None:
+    def __init__(self, module: fx.GraphModule) -> None:
         self._text = str(module.graph)
         self._graph = copy.deepcopy(module.graph)  # shares the values in meta, not the meta
         self._members: dict[str, Any] = {kind: copy.copy(module.__dict__[kind]) for kind in _MEMBERS}
         self._attributes = {name: value for name, value in module.__dict__.items() if name not in self._members}
-        self._artifacts = dict(context.artifacts)
 
     def differs(self, module: fx.GraphModule) -> bool:
         return str(module.graph) != self._text
 
-    def restore(self, module: fx.GraphModule, context: Context) -> None:
+    def restore(self, module: fx.GraphModule) -> None:
         for name in set(module.__dict__) - set(self._attributes) - set(self._members):
             del module.__dict__[name]
         module.__dict__.update(self._attributes)
@@ -119,8 +150,6 @@ class _State:
             module.__dict__[kind].clear()
             module.__dict__[kind].update(members)
         module.graph = self._graph  # recompiles
-        context.artifacts.clear()
-        context.artifacts.update(self._artifacts)
 
 
 class _Dump:

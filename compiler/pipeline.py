@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from deepytorch.compiler.plan import Plan
 from deepytorch.passes.base import Pass
-from deepytorch.passes.unpad import StripPadding
+from deepytorch.passes.unpad.strip_padding import StripPadding
 
 
 def passes_for(plan: Plan) -> list[Pass]:

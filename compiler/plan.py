@@ -15,15 +15,12 @@ class Plan:
     """How one region (one graph that Dynamo captured) is compiled.
 
     `region`: its name in reports. `passes`: class names, in the order in which they run (`pipeline.passes_for` makes
-    them). `token_spaces`: the sizes that each mask stands for, as symbols, such as `"s0 x s1"`. `assumptions`: what is
-    taken for granted of a batch and checked when it comes, one sentence each.
+    them).
     """
 
     region: str
     config: CompilerConfig
     passes: tuple[str, ...] = ()
-    token_spaces: tuple[str, ...] = ()
-    assumptions: tuple[str, ...] = ()
 
     @classmethod
     def initial(cls, region: str, config: CompilerConfig) -> Plan:
@@ -36,8 +33,6 @@ class Plan:
             "region": self.region,
             "config": self.config.to_json(),
             "passes": list(self.passes),
-            "token_spaces": list(self.token_spaces),
-            "assumptions": list(self.assumptions),
         }
 
     def digest(self) -> str:

@@ -10,7 +10,6 @@ nothing.
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from deepytorch.compiler.tokens import Modes
 from deepytorch.errors import DeferredError
 from deepytorch.passes.samples import Sampler
+from deepytorch.patches import listen
 
 MAX_COPIED_BYTES = 1 << 30
 
@@ -48,15 +48,15 @@ class Replay:
         self._versions = [
             each._version if isinstance(each, torch.Tensor) and not each.is_inference() else None for each in inputs
         ]
-        self._weights, self._sampler = [inputs[index] for index in parameters], sampler
-        self._samples = sampler.take(self._weights)
+        self.weights, self._sampler = [inputs[index] for index in parameters], sampler
+        self._samples = sampler.take(self.weights)
         self._copies = {index: inputs[index].detach().clone() for index in written}
         self._modes = Modes()
         self._random = _RandomState(inputs) if draws else None
         self._outputs: tuple[Any, ...] | None = None
         self.seconds = 0.0
         self.copied_bytes = 0
-        _hook_optimizers()
+        listen(register_optimizer_step_pre_hook, _copy_before_step, "keep weights that pads still need", _copy_all)
         _ALIVE.add(self)
 
     @torch.compiler.disable(reason="a step is replayed in eager")
@@ -76,7 +76,7 @@ class Replay:
                     with self._random.as_it_was():
                         self._outputs = tuple(self._eager(*inputs))
             self.seconds = time.perf_counter() - started
-            self._inputs, self._copies, self._weights, self.copied_bytes = (), {}, [], 0
+            self._inputs, self._copies, self.weights, self.copied_bytes = (), {}, [], 0
             _ALIVE.discard(self)
         return self._outputs
 
@@ -103,24 +103,27 @@ class Replay:
             kind = "a weight" if isinstance(each, torch.nn.Parameter) else "the batch"
             raise _changed(name, kind, tuple(each.shape))
         copied = {id(self._inputs[index]) for index in self._copies}
-        for weight in self._sampler.changed(self._weights, self._samples, copied):
+        for weight in self._sampler.changed(self.weights, self._samples, copied):
             raise _changed(name, "a weight", tuple(weight.shape))
 
 
 _ALIVE: weakref.WeakSet[Replay] = weakref.WeakSet()  # not run, and held by outputs that somebody holds
 
 
-@functools.cache
-def _hook_optimizers() -> None:
-    register_optimizer_step_pre_hook(_copy_before_step)
+def _copy_all() -> None:
+    """No step will be announced any more: copy whatever replays still need."""
+    _copy({id(each) for replay in _ALIVE for each in replay.weights})
 
 
 @torch.compiler.disable(reason="weights that outputs may still need are copied before a step")
 def _copy_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if _ALIVE:
+        _copy({id(each) for group in optimizer.param_groups for each in group["params"]})
+
+
+def _copy(changed: set[int]) -> None:
+    """Copy what is about to change, for replays that need it, as far as there is room."""
     replays = list(_ALIVE)
-    if not replays:
-        return
-    changed = {id(each) for group in optimizer.param_groups for each in group["params"]}
     copies: dict[int, torch.Tensor] = {}
     left = MAX_COPIED_BYTES - sum(replay.copied_bytes for replay in replays)
     for replay in replays:

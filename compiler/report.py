@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from deepytorch.comm.gradients import REDUCERS
+from deepytorch.comm.gradients.reducer import REDUCERS
 
 
 @dataclass
@@ -15,7 +15,7 @@ class RegionRecord:
     """One compiled region (one graph of Dynamo's): what was done to it and how its steps went."""
 
     name: str
-    outcome: str  # "packed", "declined" or "eager"
+    outcome: str  # "packed", "rewritten" (alike for every batch), "declined" or "eager"
     lowering: str
     changes: list[str] = field(default_factory=list)
     declined: list[str] = field(default_factory=list)

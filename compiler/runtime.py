@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from deepytorch.compiler.batch_facts import Facts, Indices, Refusal, read_facts
 from deepytorch.compiler.deferred import Family, Kept, defer
-from deepytorch.compiler.dynamic import mark_alias, symbolic_dims
-from deepytorch.compiler.facts import Facts, Indices, Refusal, read_facts
+from deepytorch.compiler.dynamic_sizes import mark_alias, symbolic_dims
 from deepytorch.compiler.replay import Replay
 from deepytorch.compiler.report import RegionRecord
 from deepytorch.compiler.second_backward import SecondBackward
@@ -32,8 +32,8 @@ from deepytorch.compiler.verification import Verification
 from deepytorch.errors import DeferredError
 from deepytorch.log import logger, once
 from deepytorch.passes.base import GraphInput, Role
-from deepytorch.passes.program import IndexInput, IndexSet, Output, OutputMeta, Program
 from deepytorch.passes.samples import Sampler
+from deepytorch.passes.unpad.program import IndexInput, IndexSet, Output, OutputMeta, Program
 
 Lower = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
@@ -125,6 +125,51 @@ class Effects:
 
     written: tuple[int, ...] = ()
     draws: bool = False
+
+
+class RewrittenStep:
+    """What Dynamo calls in place of a region that was rewritten for every batch alike."""
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        fakes: Sequence[Any],
+        eager: Callable[..., Any],
+        lower: Lower,
+        record: RegionRecord,
+        effects: Effects,
+        leaves_unused: bool = True,
+    ) -> None:
+        """fakes, leaves_unused: as `Step` takes them."""
+        self._eager, self._effects, self._record, self._failed = eager, effects, record, False
+        self._inputs = _read_inputs(module, len(fakes))
+        self._usage = Usage(record.name)
+        second = SecondBackward((), self._usage.twice, parts_in_outputs(module.graph) if leaves_unused else None)
+        varying = [symbolic_dims(fakes[index]) for index in self._inputs]
+        self._step = CompiledStep(module, varying, lower, record, second)
+
+    def __call__(self, *inputs: Any) -> tuple[Any, ...]:
+        """Run one step of the region."""
+        if self._failed or self._usage.level is Level.EAGER:
+            return tuple(self._eager(*inputs))
+        try:
+            return tuple(self._step([inputs[index] for index in self._inputs]))
+        except (torch.OutOfMemoryError, KeyboardInterrupt):
+            raise
+        except Exception as error:
+            if self._effects.written:
+                raise
+            _fell_back(self._record, "rewritten", error)
+            outputs = tuple(self._eager(*inputs))
+            self._failed = True  # eager went through, so the batch was not to blame
+            return outputs
+
+
+def _fell_back(record: RegionRecord, step: str, error: Exception) -> None:
+    message = f"{record.name}: the {step} step failed with {type(error).__name__}: {str(error)[:500]}"
+    record.fallbacks.append(message)
+    once(logging.WARNING, "%s; going on without it", message)
+    logger.debug("traceback of the failure", exc_info=error)
 
 
 class Step:
@@ -316,7 +361,7 @@ class Step:
             except (torch.OutOfMemoryError, KeyboardInterrupt):
                 raise
             except Exception as error:
-                self._fell_back("look at the batch before a", error)
+                _fell_back(self._record, "look at the batch before a", error)
                 return Refusal("the batch could not be read")
             if isinstance(facts, Refusal):
                 return facts
@@ -345,7 +390,7 @@ class Step:
         except Exception as error:
             if self._effects.written:
                 raise
-            self._fell_back("padded", error)
+            _fell_back(self._record, "padded", error)
             outputs = tuple(self._eager(*inputs))
             self._padded_failed = True  # eager went through, so the batch was not to blame
             return outputs
@@ -360,15 +405,9 @@ class Step:
         """The packed step failed before it changed anything: this batch and all later ones run padded."""
         if self._effects.written:
             raise error
-        self._fell_back("packed", error)
+        _fell_back(self._record, "packed", error)
         self._packed = None
         return self._run_padded(inputs, "the packed step failed")
-
-    def _fell_back(self, step: str, error: Exception) -> None:
-        message = f"{self._record.name}: the {step} step failed with {type(error).__name__}: {str(error)[:500]}"
-        self._record.fallbacks.append(message)
-        once(logging.WARNING, "%s; going on without it", message)
-        logger.debug("traceback of the failure", exc_info=error)
 
     # ------------------------------------------------------------------ outputs
 

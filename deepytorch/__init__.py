@@ -67,7 +67,9 @@ _HOSTS = {
 }
 
 # `init_process_group("deepytorch")` works after this import, whichever of torch and deepytorch comes first.
-when_imported("torch.distributed.distributed_c10d")(lambda _: import_module("deepytorch.comm.register").register())
+when_imported("torch.distributed.distributed_c10d")(
+    lambda _: import_module("deepytorch.comm.group.registration").register()
+)
 
 if Environment.read().enabled:
     _attach("accelerate")  # a name that is made known, and nothing else

@@ -32,6 +32,7 @@ from torch.utils._device import DeviceContext
 from deepytorch.config import Environment
 from deepytorch.errors import ConfigError
 from deepytorch.log import logger, once
+from deepytorch.patches import apply_all, patch, undo_all
 from deepytorch.switch import SWITCH
 
 if TYPE_CHECKING:
@@ -149,18 +150,20 @@ def compile(model: Any = None, **kwargs: Any) -> Any:  # noqa: A001, the name th
 
 
 def disable() -> None:
-    """Undo what the import has armed, and arm nothing from now on."""
+    """Undo what the import has armed and changed of other people's (`patches`), and arm nothing from now on."""
     SWITCH.enabled = False
     for module in list(_PROBED):
         _take_out(module)
     _PROBED.clear()
     for handle in list(_HANDLES.values()):
         handle.restore()
+    undo_all()
 
 
 def enable() -> None:
     """Arm again what is called from now on, after `disable()`."""
     SWITCH.enabled = True
+    apply_all()
 
 
 @contextlib.contextmanager
@@ -467,7 +470,13 @@ def _quieten_dynamo() -> None:
         once(logging.INFO, "Dynamo could not follow a part of the model, which runs in eager (details at level debug)")
         return False
 
-    logging.getLogger("torch._dynamo.convert_frame").addFilter(keep)
+    dynamo = logging.getLogger("torch._dynamo.convert_frame")
+    patch(
+        "logging.getLogger('torch._dynamo.convert_frame').filters",
+        "say in a line what Dynamo could not follow",
+        lambda: dynamo.addFilter(keep),
+        lambda: dynamo.removeFilter(keep),
+    )
 
 
 @contextlib.contextmanager

@@ -338,6 +338,65 @@ def ddp(
 
 
 @bench.command()
+def sharded(
+    size: Annotated[ModelSize, typer.Option(help="How large a Llama.")] = ModelSize.demo,
+    batch_size: _BatchSize = 2,
+    arms: Annotated[
+        str, typer.Option(metavar="LIST", help="gloo, exact, int8, fp8; the first is what others are compared with.")
+    ] = "exact,int8",
+    data: Annotated[Path | None, typer.Option(help="Alpaca-layout file to learn from. Default: library docs.")] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks of each host.")] = 2,
+    hosts: Annotated[int, typer.Option(min=2, help="Hosts, simulated by the lab, as root.")] = 2,
+    rate: Annotated[str, typer.Option(help="Rate of each simulated host's link.")] = "200mbit",
+    steps: Annotated[int, typer.Option(min=3, help="Steps of each arm.")] = 100,
+    timeout: Annotated[float, typer.Option(help="Seconds without progress after which all ranks are ended.")] = 300.0,
+    json_file: Annotated[
+        str | None, typer.Option("--json", metavar="FILE|-", help="Write the result as one JSON object; -: to stdout.")
+    ] = None,
+) -> None:
+    """Train a sharded Llama (FSDP2) with values rounded between hosts, beside exact ones: step time, and losses.
+
+    The arms take turns step by step, on the same batches. Starts the ranks itself and ends them however it ends.
+    """
+    from deepytorch.bench import sharded as measuring
+    from deepytorch.bench.comm import names
+
+    console = Console(stderr=json_file == "-")
+    _quiet_transformers()
+    options = measuring.ShardedOptions(
+        size=size.value,
+        batch_size=batch_size,
+        arms=names(arms),
+        data=data,
+        ranks=ranks,
+        hosts=hosts,
+        rate=rate,
+        steps=steps,
+        timeout_s=timeout,
+    )
+    with console.status("Starting") as status:
+        result = measuring.run_sharded(options, notify=status.update)
+    title = f"FSDP2, Llama ({size.value}), {hosts} hosts of {ranks} ranks at {rate}, {steps} steps"
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
+    for name in ("arm", "step", f"against {result.arms[0].name}", "loss at the end", "of it"):
+        table.add_column(name, justify="left" if name == "arm" else "right")
+    for arm in result.arms:
+        table.add_row(
+            arm.name,
+            f"{1e3 * arm.step_seconds:,.0f} ms",
+            f"{arm.speedup:.2f}x",
+            f"{arm.last_loss:.4f}",
+            f"{arm.loss_ratio:.4f}",
+        )
+    console.print(table)
+    console.print(f"The loss at the end is the mean over the last {measuring.LAST_LOSSES} steps and all ranks.")
+    if json_file == "-":
+        typer.echo(json.dumps(result.to_json(), indent=2))
+    elif json_file is not None:
+        measuring.write_sharded_result(Path(json_file), result)
+
+
+@bench.command()
 def hosts(
     hosts: Annotated[
         str, typer.Option(metavar="LIST", help="plain, ddp, fsdp2, trainer, accelerate, zero1, ..., or all.")
@@ -520,8 +579,8 @@ def simulate(
     from deepytorch.bench import simulate as playing
     from deepytorch.bench import simulate_show as showing
     from deepytorch.bench.model_profile import read_profile
-    from deepytorch.comm.cost import Links, read_links
-    from deepytorch.comm.topology import read_topology
+    from deepytorch.comm.topology.cost import Links, read_links
+    from deepytorch.comm.topology.topology import read_topology
 
     numbers = showing.parse_ranks(ranks)
     simulation = playing.simulate(
@@ -543,7 +602,7 @@ def simulate(
 @app.command()
 def build() -> None:
     """Compile the native code of the process group now (about a minute), not when a first group is made."""
-    from deepytorch.comm.native import build as build_native
+    from deepytorch.comm.group.native import build as build_native
 
     Console().print(f"compiled: {build_native()}", soft_wrap=True)
 
@@ -564,7 +623,7 @@ def doctor(
 ) -> None:
     """Say which versions, devices and compilers are here, what is missing and how to get it."""
     if group is not None:
-        from deepytorch.comm.recorder import read_groups
+        from deepytorch.comm.group.recorder import read_groups
 
         for number, text in enumerate(read_groups(group)):
             typer.echo(f"{'' if number == 0 else chr(10)}group {number + 1} of process {group}, on this host")

@@ -18,7 +18,9 @@ from rich.text import Text
 from torch import nn
 
 import deepytorch
-from deepytorch.bench.arms import (
+from deepytorch.bench.models import MAX_POSITIONS, batch_kind, build_model
+from deepytorch.bench.plots import Curve, plot_training
+from deepytorch.bench.training_step import (
     Arm,
     Batch,
     Precision,
@@ -28,8 +30,6 @@ from deepytorch.bench.arms import (
     start_compiler,
     to_device,
 )
-from deepytorch.bench.models import MAX_POSITIONS, batch_kind, build_model
-from deepytorch.bench.plots import Curve, plot_training
 from deepytorch.data import batches, load_rows, num_positions, num_tokens, train_tokenizer
 from deepytorch.errors import ConfigError, ParityError
 

@@ -19,6 +19,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from deepytorch.patches import ledger
+from deepytorch.torch_internals import INTERNALS, troubles
 from deepytorch.version import __version__
 
 PACKAGES = ("torch", "triton", "numpy", "sympy", "transformers", "tokenizers", "accelerate", "matplotlib")
@@ -35,8 +37,9 @@ _CPP_PROBE = "#include <Python.h>\n#include <omp.h>\nint main() { return omp_get
 def collect() -> dict[str, Any]:
     """Everything that is known about this machine, as plain values that JSON can hold.
 
-    `missing` lists what is not there: `what`, `needed_for` and `how` to get it. Nothing on the machine changes: the C++
-    compiler is tried on a three-line file in a temporary folder, and folders are looked at, not made.
+    `missing` lists what is not there: `what`, `needed_for` and `how` to get it; `patches` what the import has changed
+    of torch's in this process. Nothing on the machine changes: the C++ compiler is tried on a three-line file in a
+    temporary folder, and folders are looked at, not made.
     """
     found: dict[str, Any] = {
         "deepytorch": __version__,
@@ -51,6 +54,8 @@ def collect() -> dict[str, Any]:
         "cache": _cache(Path(platformdirs.user_cache_dir("deepytorch"))),
         "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith("DEEPYTORCH")},
     }
+    found["torch_internals"] = troubles()
+    found["patches"] = [{"where": each.where, "why": each.why, "applied": each.applied} for each in ledger()]
     found["missing"] = missing(found)
     return found
 
@@ -79,6 +84,12 @@ def missing(found: dict[str, Any]) -> list[dict[str, str]]:
     if packages["torch"] and _minor(packages["torch"]) not in TRITON_OF_TORCH:
         wanted = " or ".join(TRITON_OF_TORCH)
         add(f"a torch that is supported (found {packages['torch']})", "the backend", f"install torch {wanted}")
+    if found["torch_internals"]:
+        add(
+            f"private names of torch ({', '.join(sorted(found['torch_internals']))})",
+            "what each is used for: python -m deepytorch.torch_internals",
+            f"install torch {' or '.join(TRITON_OF_TORCH)}",
+        )
     if not cpp["usable"]:
         add(
             f"C++ compiler ({cpp['reason']})",
@@ -159,6 +170,8 @@ def render(found: dict[str, Any]) -> RenderableType:
     row("triton", triton["reason"] or triton["version"], triton["usable"])
     row("varlen_attn", found["attention"]["reason"], found["attention"]["varlen_attn"])
     row("backend", found["backend"]["reason"] or found["backend"]["target"], found["backend"]["registered"])
+    right = len(INTERNALS) - len(found["torch_internals"])
+    row("torch internals", f"{right} of {len(INTERNALS)} private names are as expected", right == len(INTERNALS))
     row(
         "cache",
         f"{cache['path']}, "
@@ -169,14 +182,23 @@ def render(found: dict[str, Any]) -> RenderableType:
         ", ".join(f"{name}={value}" for name, value in found["environment"].items()) or "no DEEPYTORCH variable is set",
     )
 
+    changed = Table(title="\nChanged by the import", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for heading in ("what", "what for"):
+        changed.add_column(heading, overflow="fold")
+    for item in found["patches"]:
+        changed.add_row(Text(item["where"]), Text(item["why"]))
+    note = Text(
+        "Libraries such as transformers have theirs when they are imported. deepytorch.disable() undoes all of it."
+    )
+    parts = [table, changed, note] if found["patches"] else [table]
     if not found["missing"]:
-        return Group(table, Text("\nNothing is missing.", style="green"))
+        return Group(*parts, Text("\nNothing is missing.", style="green"))
     wants = Table(title="\nMissing", title_justify="left", box=None, padding=(0, 2, 0, 0))
     for heading in ("what", "needed for", "how to get it"):
         wants.add_column(heading, overflow="fold")
     for item in found["missing"]:
         wants.add_row(*(Text(item[key]) for key in ("what", "needed_for", "how")))
-    return Group(table, wants)
+    return Group(*parts, wants)
 
 
 def _version_of(distribution: str) -> str | None:

@@ -11,8 +11,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from deepytorch.comm.host import Host
-from deepytorch.comm.topology import Topology, discover_host, read_topology
+from deepytorch.comm.topology.host import Host
+from deepytorch.comm.topology.topology import Topology, discover_host, read_topology
 
 _PCIE_WORDS = {"same_switch": "switch", "host_bridge": "bridge", "across_sockets": "sockets"}
 

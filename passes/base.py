@@ -5,10 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import fx
+
+if TYPE_CHECKING:
+    from deepytorch.passes.unpad.program import Program
 
 
 class Role(Enum):
@@ -31,13 +34,12 @@ class GraphInput:
 
 @dataclass
 class Context:
-    """What a pass may know beyond the graph. `artifacts` carries what a pass hands up besides its rewritten graph."""
+    """What a pass may know beyond the graph."""
 
     inputs: list[GraphInput]
     shape_env: Any = None  # torch.fx.experimental.symbolic_shapes.ShapeEnv; None where every size is a number
     # The rest of the frame sees the outputs: zeros at pads would be seen by the model itself.
     ends_in_break: bool = False
-    artifacts: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -50,10 +52,14 @@ class Decline:
 
 @dataclass
 class Rewrite:
-    """What a pass did to a graph: one line for each change, and what it declined."""
+    """What a pass did to a graph: one line for each change, and what it declined.
+
+    program: of a pass that `depends_on_batch`: which batches its graph is for, how it is fed and its outputs are read.
+    """
 
     changes: list[str] = field(default_factory=list)
     declined: list[Decline] = field(default_factory=list)
+    program: Program | None = None
 
     @property
     def fired(self) -> bool:
@@ -69,7 +75,8 @@ class Pass(ABC):
 
     requires: ClassVar[frozenset[str]] = frozenset()
     provides: ClassVar[frozenset[str]] = frozenset()
-    exact: ClassVar[bool] = True  # the same gradients up to float rounding
+    # The graph is for some batches alone; the one before it is kept for the others, and both are compiled.
+    depends_on_batch: ClassVar[bool] = False
 
     @abstractmethod
     def rewrite(self, module: fx.GraphModule, context: Context) -> Rewrite:

@@ -18,12 +18,12 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include <array>
 #include <condition_variable>
 #include <deque>
 #include <map>
 #include <mutex>
 #include <thread>
-#include <tuple>
 
 #include "between.h"
 #include "cpu_reduce.h"
@@ -163,6 +163,7 @@ class Backend final : public c10d::Backend {
                  std::shared_ptr<DeviceCopies> copies = nullptr);
   void enqueue(std::shared_ptr<Job> job, std::unique_lock<std::mutex>& lock);
   bool moves_itself(const Wanted& wanted) const;
+  Row row_to_move(const Wanted& wanted, const at::Tensor& tensor, uint64_t bytes) const;
   bool quantizes(const at::Tensor& tensor) const;
   WorkPtr exchange_parts(Wanted wanted, Tensors sent, Tensors received, Tensors outputs, bool async);
   void wait_for_inner(const Call& call);
@@ -184,7 +185,8 @@ class Backend final : public c10d::Backend {
   const std::shared_ptr<Health> health_;
   std::unique_ptr<Listener> listener_;
   uint64_t plan_ = 0;
-  std::map<std::tuple<Kind, bool, bool>, std::vector<Row>> table_;  // by kind, CUDA, fixed
+  static size_t place_of(Kind kind, bool on_cuda, bool fixed) { return (static_cast<size_t>(kind) * 2 + on_cuda) * 2 + fixed; }
+  std::array<std::vector<Row>, kKinds * 4> table_;
   uint64_t one_shot_bytes_ = 32 << 10;
   std::chrono::milliseconds timeout_;
   std::vector<std::pair<uint64_t, std::weak_ptr<Segment>>> regions_;

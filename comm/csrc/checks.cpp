@@ -10,14 +10,18 @@ void check_root(Kind kind, int64_t root, int size) {
   TORCH_CHECK(root >= 0 && root < size, name_of(kind), ": invalid root rank: ", root, "; expected 0 to ", size - 1);
 }
 
-void check_gloo_moves(Kind kind, const at::Tensor& tensor) {
-  if (!tensor.is_cpu() || tensor.is_sparse()) return;
+bool gloo_takes(const at::Tensor& tensor) {
+  if (!tensor.is_cpu() || tensor.is_sparse()) return true;
   switch (tensor.scalar_type()) {
     case at::kFloat: case at::kDouble: case at::kHalf: case at::kBFloat16: case at::kChar: case at::kByte: case at::kBool:
-    case at::kInt: case at::kLong: return;
-    default: TORCH_CHECK(false, name_of(kind), ": Invalid scalar type ", tensor.scalar_type(),
-                         " for CPU tensors; expected a float of 16 to 64 bits, int8, uint8, int32, int64 or bool");
+    case at::kInt: case at::kLong: return true;
+    default: return false;
   }
+}
+
+void check_gloo_moves(Kind kind, const at::Tensor& tensor) {
+  TORCH_CHECK(gloo_takes(tensor), name_of(kind), ": Invalid scalar type ", tensor.scalar_type(),
+              " for CPU tensors; expected a float of 16 to 64 bits, int8, uint8, int32, int64 or bool");
 }
 
 void check_gloo_reduces(Kind kind, const at::Tensor& tensor, RedOp reduce) {

@@ -12,7 +12,9 @@
 namespace deepytorch {
 
 void check_root(Kind kind, int64_t root, int size);
-// Whether gloo moves this dtype, and whether it reduces it so. Tensors of other devices are left to their backend.
+// Whether gloo moves this dtype. Tensors of other devices are left to their backend.
+bool gloo_takes(const at::Tensor& tensor);
+// Refuse what gloo does not move, and what it does not reduce so.
 void check_gloo_moves(Kind kind, const at::Tensor& tensor);
 void check_gloo_reduces(Kind kind, const at::Tensor& tensor, c10d::ReduceOp::RedOpType reduce);
 // One tensor for each rank, all like `whole`. which: "input" or "output".

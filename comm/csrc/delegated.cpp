@@ -75,11 +75,16 @@ bool DelegatedWork::isCompleted() {
 
 c10::intrusive_ptr<c10::ivalue::Future> DelegatedWork::getFuture() {
   auto future = inner_->getFuture();
-  if (copied_.given.empty()) return future;
   auto self = c10::intrusive_ptr<DelegatedWork>::reclaim_copy(this);
   return future->then(
       [self](c10::ivalue::Future& ended) {
-        const c10::IValue value = ended.value();  // throws the operation's error, if it has one
+        c10::IValue value;
+        try {
+          value = ended.value();  // throws the operation's error, if it has one
+        } catch (const std::exception& error) {
+          if (self->health_->poisoned()) raise(self->health_->message());  // which says why it could not end
+          self->fail(error);
+        }
         self->copy_back();
         return value.isTensorList() ? c10::IValue(self->given_for(value.toTensorVector())) : value;
       },

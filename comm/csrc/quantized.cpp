@@ -78,62 +78,40 @@ void Codec::decode(float* values, const char* wire, size_t count, bool add) cons
 
 void reduce_scatter_quantized(Call& call, const Hosts& hosts, int host, const Codec& codec, std::vector<float>* residual,
                               std::atomic<uint64_t>* overflows, const void* input, void* output, size_t output_count) {
-  Segment* segment = call.segment;
-  const int per_host = segment ? segment->num_ranks() : 1, me = segment ? segment->rank() : 0, num_hosts = hosts.num_hosts;
   const size_t element = element_size(call.dtype), parts = hosts.ranks.size();
   size_t room = kChunk;
-  if (segment) room = std::max<size_t>(segment->area_bytes() / parts / kLine * kLine, kLine) / element;
+  if (call.segment) room = std::max<size_t>(call.segment->area_bytes() / parts / kLine * kLine, kLine) / element;
   const size_t chunks = (output_count + room - 1) / room;
-  struct Flight {
-    std::vector<float> own;  // what this host adds to this rank's part
-    at::Tensor sent, received;
-    c10::intrusive_ptr<c10d::Work> work;
-  };
+  HostSums sums(call, hosts, room, input, output_count);
   std::vector<Flight> flights(kDepth);
+  std::vector<std::vector<float>> own(kDepth);  // what this host adds to this rank's part
   std::vector<float> sum(std::min(room, output_count));
-  const auto size_of = [&](size_t chunk) { return std::min(room, output_count - chunk * room); };
-  const auto at_input = [&](size_t chunk, int to, int local) {
-    return static_cast<const char*>(input) + (hosts.rank(to, local, per_host) * output_count + chunk * room) * element;
-  };
   const auto start = [&](size_t chunk) {
-    const size_t size = size_of(chunk), wire_bytes = Codec::bytes(size);
-    const uint64_t exchange = segment ? segment->next_exchange() : 0;
-    const auto in_area = [&](int from, int to, int local) {
-      return segment->area(exchange, from) + (local * num_hosts + to) * room * element;
-    };
-    for (int local = 0; segment && local < per_host; ++local) {
-      for (int to = 0; local != me && to < num_hosts; ++to) std::memcpy(in_area(me, to, local), at_input(chunk, to, local), size * element);
-    }
-    if (segment) call.sync();
     Flight& flight = flights[chunk % kDepth];
-    flight.sent = at::empty({static_cast<int64_t>(wire_bytes) * num_hosts}, at::kByte);
-    flight.received = at::empty_like(flight.sent);
-    for (int to = 0; to < num_hosts; ++to) {
-      const void* inputs[kMaxLocalRanks];
-      for (int local = 0; local < per_host; ++local) inputs[local] = local == me ? at_input(chunk, to, me) : in_area(local, to, me);
-      kernels().reduce(sum.data(), nullptr, inputs, per_host, size, call.dtype, Dtype::f32, Reduce::sum, 1.0);
-      char* wire = static_cast<char*>(flight.sent.data_ptr()) + to * wire_bytes;
+    const size_t size = sums.size_of(chunk), wire_bytes = Codec::bytes(size);
+    sums.bring(chunk);
+    flight.prepare(hosts, wire_bytes);
+    for (int to = 0; to < hosts.num_hosts; ++to) {
+      sums.sum_for(to, sum.data(), Dtype::f32);
+      char* wire = flight.part_for(to, wire_bytes);
       if (to == host) {
-        flight.own.assign(sum.begin(), sum.begin() + static_cast<int64_t>(size));
+        own[chunk % kDepth].assign(sum.begin(), sum.begin() + static_cast<int64_t>(size));
         std::memset(wire, 0, wire_bytes);
       } else {
         *overflows += codec.encode(wire, sum.data(), size, residual ? residual->data() + to * output_count + chunk * room : nullptr);
       }
     }
-    hosts.agree.wait();
-    c10d::AllToAllOptions options;
-    options.timeout = remaining(call);
-    std::vector<int64_t> even;
-    flight.work = hosts.streams[chunk % hosts.streams.size()]->alltoall_base(flight.received, flight.sent, even, even, options);
+    flight.start(call, hosts, chunk);
   };
   const auto finish = [&](size_t chunk) {
     Flight& flight = flights[chunk % kDepth];
+    float* const values = own[chunk % kDepth].data();
     wait_for(flight.work, call, "between hosts,");
-    const size_t size = size_of(chunk);
-    for (int from = 0; from < num_hosts; ++from) {
-      if (from != host) codec.decode(flight.own.data(), static_cast<char*>(flight.received.data_ptr()) + from * Codec::bytes(size), size, true);
+    const size_t size = sums.size_of(chunk);
+    for (int from = 0; from < hosts.num_hosts; ++from) {
+      if (from != host) codec.decode(values, flight.part_from(from, Codec::bytes(size)), size, true);
     }
-    cast(flight.own.data(), Dtype::f32, static_cast<char*>(output) + chunk * room * element, call.dtype, size, call.divisor);
+    cast(values, Dtype::f32, static_cast<char*>(output) + chunk * room * element, call.dtype, size, call.divisor);
     flight = Flight();
   };
   if (chunks == 0) hosts.agree.wait();
@@ -150,7 +128,7 @@ void all_gather_quantized(Call& call, const Hosts& hosts, const Codec& codec, st
   cast(input, call.dtype, values.data(), Dtype::f32, input_count);
   at::Tensor own = at::empty({static_cast<int64_t>(bytes)}, at::kByte);
   at::Tensor all = at::empty({static_cast<int64_t>(bytes * num_ranks)}, at::kByte);
-  call.kept->tensors.insert(call.kept->tensors.end(), {own, all});
+  call.keep({own, all});
   *overflows += codec.encode(static_cast<char*>(own.data_ptr()), values.data(), input_count, nullptr);
   if (call.segment != nullptr) {
     all_gather_between(call, hosts, std::min(call.segment->areas() - 1, kDepth), own.data_ptr(), all.data_ptr(), bytes);

@@ -88,12 +88,13 @@ struct Segment::Counter {
 struct Segment::RankState {
   alignas(64) std::atomic<uint64_t> steps;      // syncs that this rank has entered
   alignas(64) std::atomic<uint64_t> published;  // sequence number of its newest call
-  std::atomic<uint64_t> begun, ended;           // of what it runs itself; calls of inner backends are not followed
-  std::atomic<int64_t> process;
   // What runs, by parity: a rank that is past the first sync of operation n + 1 knows that all have compared operation n.
   alignas(64) Fingerprint current[2];
   alignas(64) Fingerprint ring[kRing];  // what was called, which may be far ahead of what runs
-  int64_t called_at[kRing];             // milliseconds since 1970
+  // For the recorder alone, apart from what other ranks read in every call (processors fetch lines in pairs).
+  alignas(128) int64_t called_at[kRing];  // milliseconds since 1970
+  std::atomic<uint64_t> begun, ended;     // of what it runs itself; calls of inner backends are not followed
+  std::atomic<int64_t> process;
 };
 
 struct Segment::Header {
@@ -105,21 +106,16 @@ struct Segment::Header {
   char message[4096];
   alignas(64) std::atomic<uint64_t> arrivals;  // of all ranks at all syncs
   Counter complete;                            // syncs that all ranks have entered; what waits sleep on
-  alignas(64) RankState ranks[kMaxLocalRanks];
+  alignas(128) RankState ranks[kMaxLocalRanks];
 };
 
 bool Fingerprint::matches(const Fingerprint& other) const {
-  return kind == other.kind && count == other.count && root == other.root && reduce == other.reduce &&
-         dtype == other.dtype && on_cuda == other.on_cuda && plan == other.plan && sizes == other.sizes;
+  return count == other.count && what() == other.what() && plan == other.plan && sizes == other.sizes;
 }
 
 uint64_t Fingerprint::digest() const {
   uint64_t found = history + 1;
-  for (const uint64_t value : {static_cast<uint64_t>(kind), static_cast<uint64_t>(count), static_cast<uint64_t>(root),
-                               static_cast<uint64_t>(reduce), static_cast<uint64_t>(dtype), static_cast<uint64_t>(on_cuda),
-                               plan, sizes}) {
-    found = mix(found + 1, value);
-  }
+  for (const uint64_t value : {static_cast<uint64_t>(count), what(), plan, sizes}) found = mix(found + 1, value);
   return found;
 }
 
@@ -282,7 +278,7 @@ std::string Segment::poison_message() const {
 
 void Segment::publish(const Fingerprint& fingerprint) {
   RankState& mine = state(rank_);
-  std::atomic_thread_fence(std::memory_order_seq_cst);  // see [Note: order of memory accesses]
+  std::atomic_thread_fence(std::memory_order_release);  // see [Note: order of memory accesses]
   mine.ring[fingerprint.sequence % kRing] = fingerprint;
   mine.called_at[fingerprint.sequence % kRing] = now_ms();
   mine.published.store(fingerprint.sequence, std::memory_order_seq_cst);

@@ -37,6 +37,7 @@ enum class Kind : uint8_t {
   none, all_reduce, all_reduce_coalesced, reduce_scatter, reduce_scatter_coalesced, all_gather, all_gather_coalesced,
   broadcast, reduce, gather, scatter, all_to_all, barrier
 };
+constexpr int kKinds = static_cast<int>(Kind::barrier) + 1;
 const char* name_of(Kind kind);
 
 // What values are cast to on their way between hosts.
@@ -64,6 +65,12 @@ struct Fingerprint {
   bool matches(const Fingerprint& other) const;  // but for the history
   uint64_t digest() const;                       // of what has to match and the history: the next call's history
   std::string describe() const;
+
+ private:
+  uint64_t what() const {
+    return static_cast<uint64_t>(static_cast<uint32_t>(root)) << 32 | static_cast<uint64_t>(kind) << 24 |
+           static_cast<uint64_t>(reduce) << 16 | static_cast<uint64_t>(static_cast<uint8_t>(dtype)) << 8 | on_cuda;
+  }
 };
 
 class Segment {

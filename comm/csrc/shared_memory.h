@@ -35,8 +35,12 @@ struct Call {
   double divisor;
   size_t chunk_bytes;  // at most what an area holds
 
-  std::shared_ptr<Kept> kept;  // what the payload lies in, for whoever may still work on it after an error
+  std::shared_ptr<Kept> kept;  // what the payload lies in, for whoever may still work on it after an error; null on one host
   bool checked = false;
+
+  void keep(std::initializer_list<at::Tensor> tensors) const {
+    if (kept) kept->tensors.insert(kept->tensors.end(), tensors);
+  }
 
   void sync() {
     segment->sync(name_of(kind), sequence, deadline, *stopped);

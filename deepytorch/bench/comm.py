@@ -29,10 +29,10 @@ from deepytorch.bench.comm_worker import AUTO, CommArm, CommPlan, CopyBandwidth,
 from deepytorch.bench.lab import LabOptions
 from deepytorch.bench.prediction import median_error, prediction_errors
 from deepytorch.bench.shaping import parse_rate
-from deepytorch.comm.base import Choice, Compression
-from deepytorch.comm.cost import Links
-from deepytorch.comm.select import COLLECTIVES
-from deepytorch.comm.topology import Topology, discover_host, scaled_topology
+from deepytorch.comm.algorithms.base import Choice, Compression
+from deepytorch.comm.algorithms.select import COLLECTIVES
+from deepytorch.comm.topology.cost import Links
+from deepytorch.comm.topology.topology import Topology, discover_host, scaled_topology
 from deepytorch.errors import ConfigError
 
 BACKENDS = ("deepytorch", "gloo")

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from deepytorch.bench.comm import COMPRESS, CommOptions, Described
-from deepytorch.comm.base import KINDS, Choice, OperationKind, dtype_name
-from deepytorch.comm.cost import Links
-from deepytorch.comm.select import Explanation, explain
+from deepytorch.comm.algorithms.base import KINDS, Choice, OperationKind, dtype_name
+from deepytorch.comm.algorithms.select import Explanation, explain
+from deepytorch.comm.topology.cost import Links
 
 _KINDS: dict[str, OperationKind] = {kind: kind for kind in KINDS}
 

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -73,6 +73,24 @@ def run_ranks(
             started = [_Rank(rank.process, rank.log) for rank in simulated.start(command)]
         records = running.enter_context(records_file.open(encoding="utf-8"))
         yield from _listen(records, started, folder, plan.timeout_s)
+
+
+def found_by_ranks(
+    plan: RankPlan, ranks: int, lab: LabOptions | None, worker: Sequence[str], notify: Callable[[str], None]
+) -> dict[str, Any]:
+    """Start the ranks as `run_ranks` does, and return what rank 0 tells when it is done.
+
+    notify: is told what they are doing. Raises as `run_ranks` does, and `RankError` where none is ever done.
+    """
+    found: dict[str, Any] | None = None
+    with contextlib.closing(run_ranks(plan, ranks, lab, worker)) as records:
+        for record in records:
+            if "doing" in record:
+                notify(record["doing"])
+            found = record.get("done", found)
+    if found is None:
+        raise RankError("The ranks ended before the measurement was complete, and none of them says why.")
+    return found
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_type_hints
 
-from deepytorch.bench.records import is_number, match_fields, read_json, require, write_json
+from deepytorch.bench.json_results import is_number, match_fields, read_json, require, write_json
 
 T = TypeVar("T")
 

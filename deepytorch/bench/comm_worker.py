@@ -22,12 +22,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from deepytorch import comm
-from deepytorch.bench.arms import rotated
 from deepytorch.bench.comm_patterns import Buffers, Pattern
 from deepytorch.bench.comm_schema import NO_REDOP, PREDICTED_OPS, REDUCING_OPS, CommCell, bus_factor
 from deepytorch.bench.rank_process import Seat, run_rank
-from deepytorch.comm.backend import group_of
-from deepytorch.comm.base import Compression
+from deepytorch.bench.training_step import rotated
+from deepytorch.comm.algorithms.base import Compression
+from deepytorch.comm.group.backend import group_of
 from deepytorch.errors import ConfigError
 
 AUTO = "auto"

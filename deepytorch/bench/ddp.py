@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
 import statistics
@@ -15,12 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deepytorch.bench.comm_launch import RankError, run_ranks
+from deepytorch.bench.comm_launch import found_by_ranks
 from deepytorch.bench.comm_worker import init_default_group
 from deepytorch.bench.ddp_models import MODELS, SIZES
 from deepytorch.bench.ddp_worker import ARMS, DdpPlan, measure
+from deepytorch.bench.json_results import match_fields, read_json, write_json
 from deepytorch.bench.lab import LabOptions
-from deepytorch.bench.records import match_fields, read_json, write_json
 from deepytorch.bench.timeline import Span, plot_steps, write_trace
 from deepytorch.config import process_environment
 from deepytorch.errors import ConfigError
@@ -183,14 +182,7 @@ def run_ddp(
     options: DdpOptions, notify: Callable[[str], None] = lambda text: None, worker: Sequence[str] = WORKER
 ) -> DdpResult:
     """Start the ranks, measure, and end them however it ends. Raises `RankError` when one fails or all stand still."""
-    found: dict[str, Any] | None = None
-    with contextlib.closing(run_ranks(options.plan(), options.ranks, options.lab(), worker)) as records:
-        for record in records:
-            if "doing" in record:
-                notify(record["doing"])
-            found = record.get("done", found)
-    if found is None:
-        raise RankError("The ranks ended before the measurement was complete, and none of them says why.")
+    found = found_by_ranks(options.plan(), options.ranks, options.lab(), worker, notify)
     return _result(options, found)
 
 

@@ -21,13 +21,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from deepytorch.bench.arms import rotated
 from deepytorch.bench.comm_worker import init_default_group
 from deepytorch.bench.ddp_models import Workload, build_workload
 from deepytorch.bench.rank_process import Seat, run_rank
 from deepytorch.bench.timeline import Span
-from deepytorch.comm.backend import Options
-from deepytorch.comm.gradients import REDUCERS, GradientReducer
+from deepytorch.bench.training_step import rotated
+from deepytorch.comm.gradients.reducer import REDUCERS, GradientReducer
+from deepytorch.comm.group.backend import Options
 
 ARMS = ("ddp", "ddp_compile", "ddp_python_reducer", "deepytorch")
 # `torch._dynamo.config.optimize_ddp` of each arm: stock cuts a model into the buckets of DDP, or traces its reducer.

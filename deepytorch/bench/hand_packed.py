@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deepytorch.bench.arms import Arm, Batch
+from deepytorch.bench.training_step import Arm, Batch
 from deepytorch.data import IGNORE_INDEX
 
 ATTENTION_NAME = "deepytorch_varlen"

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from deepytorch.bench.turns import Turn
+from deepytorch.bench.alternation import Turn
 
 Batch = dict[str, Tensor]
 LEARNING_RATE = 1e-3

@@ -11,8 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from deepytorch.bench.alternation import TurnGiver, alternate
 from deepytorch.bench.hosts_worker import HostJob
-from deepytorch.bench.turns import TurnGiver, alternate
 from deepytorch.config import process_environment
 
 

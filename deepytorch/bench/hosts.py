@@ -18,8 +18,8 @@ from rich.table import Table
 from deepytorch.bench.host_loops import HOSTS, PACKAGES
 from deepytorch.bench.host_scripts import Script, ScriptFailed, results
 from deepytorch.bench.hosts_worker import HostJob
+from deepytorch.bench.json_results import write_json
 from deepytorch.bench.models import SIZES
-from deepytorch.bench.records import write_json
 from deepytorch.errors import ConfigError, DataError
 
 MODELS = ("llama", "bert", "t5")

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 import deepytorch
+from deepytorch.bench.alternation import Turn
 from deepytorch.bench.host_loops import HOSTS
 from deepytorch.bench.models import batch_kind, build_model
-from deepytorch.bench.turns import Turn
 from deepytorch.data import batches, library_rows, read_alpaca, train_tokenizer
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deepytorch.comm.base import DTYPE_BYTES, DeviceKind
-from deepytorch.comm.checked_json import as_count, as_list, as_number, as_object, as_text, read_file
+from deepytorch.comm.algorithms.base import DTYPE_BYTES, DeviceKind
+from deepytorch.comm.topology.checked_json import as_count, as_list, as_number, as_object, as_text, read_file
 from deepytorch.errors import DataError
 
 

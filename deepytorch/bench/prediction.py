@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from deepytorch.comm.base import KINDS, Compression, Operation, OperationKind, dtype_name
-from deepytorch.comm.checked_json import as_count, as_number, as_text
-from deepytorch.comm.cost import Links
-from deepytorch.comm.nominal import complete, scaled_links
-from deepytorch.comm.select import COLLECTIVES, ENGINE, explain
-from deepytorch.comm.topology import Topology, regular_topology
+from deepytorch.comm.algorithms.base import KINDS, Compression, Operation, OperationKind, dtype_name
+from deepytorch.comm.algorithms.select import COLLECTIVES, ENGINE, explain
+from deepytorch.comm.topology.checked_json import as_count, as_number, as_text
+from deepytorch.comm.topology.cost import Links
+from deepytorch.comm.topology.nominal import complete, scaled_links
+from deepytorch.comm.topology.topology import Topology, regular_topology
 from deepytorch.errors import DataError
 
 

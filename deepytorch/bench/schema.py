@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from deepytorch.bench.records import is_number, match_fields, read_json, require, write_json
+from deepytorch.bench.json_results import is_number, match_fields, read_json, require, write_json
 from deepytorch.errors import DataError
 
 

@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from deepytorch.bench.model_profile import ModelProfile
-from deepytorch.comm.base import Choice, Compression
-from deepytorch.comm.cost import Links
-from deepytorch.comm.nominal import complete, scaled_links
-from deepytorch.comm.select import COLLECTIVES, ENGINE, Explanation, Prediction, explain
-from deepytorch.comm.topology import Topology, scaled_topology
+from deepytorch.comm.algorithms.base import Choice, Compression
+from deepytorch.comm.algorithms.select import COLLECTIVES, ENGINE, Explanation, Prediction, explain
+from deepytorch.comm.topology.cost import Links
+from deepytorch.comm.topology.nominal import complete, scaled_links
+from deepytorch.comm.topology.topology import Topology, scaled_topology
 
 AUTO = "auto"  # each bucket by what `select` chooses
 

@@ -9,8 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from deepytorch.bench.json_results import write_json
 from deepytorch.bench.plots import EfficiencyCurve, TimelineRow, plot_steps
-from deepytorch.bench.records import write_json
 from deepytorch.bench.simulate import Simulation, Step
 from deepytorch.errors import ConfigError
 

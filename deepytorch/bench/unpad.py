@@ -16,7 +16,12 @@ import torch
 from torch import Tensor, nn
 
 import deepytorch
-from deepytorch.bench.arms import (
+from deepytorch.bench.gradients import max_relative_difference
+from deepytorch.bench.hand_packed import ATTENTION_NAME, hand_packed_arm, pack, register_attention
+from deepytorch.bench.memory import peak_step_bytes
+from deepytorch.bench.models import MAX_POSITIONS, batch_kind, build_model
+from deepytorch.bench.schema import UnpadResult
+from deepytorch.bench.training_step import (
     LOSSES,
     Arm,
     Batch,
@@ -29,11 +34,6 @@ from deepytorch.bench.arms import (
     start_compiler,
     to_device,
 )
-from deepytorch.bench.gradients import max_relative_difference
-from deepytorch.bench.hand_packed import ATTENTION_NAME, hand_packed_arm, pack, register_attention
-from deepytorch.bench.memory import peak_step_bytes
-from deepytorch.bench.models import MAX_POSITIONS, batch_kind, build_model
-from deepytorch.bench.schema import UnpadResult
 from deepytorch.data import IGNORE_INDEX, batches, load_rows, num_labels, num_positions, num_tokens, train_tokenizer
 from deepytorch.data.batching import Kind, Labels
 from deepytorch.errors import ConfigError, ParityError

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from deepytorch.patches import patch
+
 NAME = "DEEPYTORCH"
 
 
 def attach(dataclasses: Any) -> None:
     """Teach the name to `accelerate.utils.dataclasses`."""
     backends = dataclasses.DynamoBackend
-    earlier = backends._missing_
+    own, earlier = vars(backends).get("_missing_"), backends._missing_
 
     def missing(cls: Any, value: object) -> Any:
         if value != NAME:
@@ -24,12 +26,14 @@ def attach(dataclasses: Any) -> None:
         cls._value2member_map_[NAME] = member
         return member
 
-    backends._missing_ = classmethod(missing)
+    def apply() -> None:
+        backends._missing_ = classmethod(missing)
 
+    def undo() -> None:
+        backends._value2member_map_.pop(NAME, None)
+        if own is None:
+            del backends._missing_
+        else:
+            backends._missing_ = own
 
-def detach(dataclasses: Any) -> None:
-    """Take the name back."""
-    backends = dataclasses.DynamoBackend
-    backends._value2member_map_.pop(NAME, None)
-    if "_missing_" in vars(backends):
-        del backends._missing_
+    patch("accelerate.utils.dataclasses.DynamoBackend._missing_", "know deepytorch by name", apply, undo)

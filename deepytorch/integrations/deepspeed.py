@@ -5,42 +5,37 @@ ZeRO-1 and 2 leave the module whole; ZeRO-3's hooks cut its graph, and padding i
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from deepytorch.errors import ConfigError
+from deepytorch.patches import replace
 
 
 def attach(engine_module: Any) -> None:
     """Take over `DeepSpeedEngine.compile` where our backend is asked for. `engine_module`: deepspeed.runtime.engine."""
-    engine_class = engine_module.DeepSpeedEngine
-    original = engine_class.compile
-    if hasattr(original, "_deepytorch_original"):
-        return
 
-    @functools.wraps(original)
-    def compile_engine(self: Any, backend: Any = None, compile_kwargs: Any = None, *args: Any, **kwargs: Any) -> None:
-        given = dict(compile_kwargs or {})
-        if backend != "deepytorch":
-            given_backend = {} if backend is None else {"backend": backend}
-            return original(self, *args, **given_backend, compile_kwargs=given, **kwargs)
-        if self.is_deepcompile_enabled():
-            raise ConfigError(
-                'engine.compile(backend="deepytorch") with "deepcompile": true in the DeepSpeed configuration; '
-                "expected one of the two, since DeepCompile has a backend of its own: set it to false"
-            )
-        from deepytorch import autowrap
+    def compiling(original: Any) -> Any:
+        def compile_engine(
+            self: Any, backend: Any = None, compile_kwargs: Any = None, *args: Any, **kwargs: Any
+        ) -> None:
+            given = dict(compile_kwargs or {})
+            if backend != "deepytorch":
+                given_backend = {} if backend is None else {"backend": backend}
+                return original(self, *args, **given_backend, compile_kwargs=given, **kwargs)
+            if self.is_deepcompile_enabled():
+                raise ConfigError(
+                    'engine.compile(backend="deepytorch") with "deepcompile": true in the DeepSpeed configuration; '
+                    "expected one of the two, since DeepCompile has a backend of its own: set it to false"
+                )
+            from deepytorch import autowrap
 
-        if not self.is_compiled and not autowrap.armed(self.module):
-            autowrap.optimize(self.module, mode=given.get("mode"), options=given.get("options"))
-        self._is_compiled = True
-        return None
+            if not self.is_compiled and not autowrap.armed(self.module):
+                autowrap.optimize(self.module, mode=given.get("mode"), options=given.get("options"))
+            self._is_compiled = True
+            return None
 
-    compile_engine._deepytorch_original = original  # type: ignore[attr-defined]
-    engine_class.compile = compile_engine
+        return compile_engine
 
-
-def detach(engine_module: Any) -> None:
-    """Give DeepSpeed its own method back."""
-    engine_class = engine_module.DeepSpeedEngine
-    engine_class.compile = getattr(engine_class.compile, "_deepytorch_original", engine_class.compile)
+    replace(
+        engine_module.DeepSpeedEngine, "compile", compiling, 'compile in place where backend="deepytorch" is asked for'
+    )

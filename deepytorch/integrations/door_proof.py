@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from deepytorch.compiler.facts import Refusal
+from deepytorch.compiler.batch_facts import Refusal
 from deepytorch.integrations.packed_attention import CannotPack
 from deepytorch.integrations.packed_batch import IGNORE_INDEX, MASKS, PackedBatch, Reading, RowKind
 

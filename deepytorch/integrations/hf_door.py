@@ -25,8 +25,8 @@ from torch import nn
 
 from deepytorch import autowrap
 from deepytorch.compiler.backend import EXPLAINING
+from deepytorch.compiler.batch_facts import Refusal
 from deepytorch.compiler.deferred import Family, defer
-from deepytorch.compiler.facts import Refusal
 from deepytorch.compiler.replay import Replay
 from deepytorch.compiler.report import LEDGER, RegionRecord
 from deepytorch.compiler.tokens import Memo, Tokens

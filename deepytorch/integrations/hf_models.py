@@ -13,15 +13,6 @@ def attach(_: Any) -> None:
         autowrap.DOORS.append(_door_for)
 
 
-def detach(modeling_utils: Any) -> None:
-    """Open no door from now on."""
-    from deepytorch import autowrap
-    from deepytorch.integrations import packed_attention
-
-    autowrap.DOORS.clear()
-    packed_attention.detach(modeling_utils)
-
-
 def _door_for(module: Any, min_padding: float) -> Any:
     from deepytorch.integrations.hf_door import door_for
 

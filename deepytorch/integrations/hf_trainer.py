@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
+
+from deepytorch.patches import replace
 
 
 def attach(trainer: Any) -> None:
     """Add our figures to the training logs of `transformers.trainer.Trainer`."""
-    original = trainer.Trainer.log
-    if hasattr(original, "_deepytorch_original"):
-        return
 
-    @functools.wraps(original)
-    def log(self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        if "loss" in logs:  # not those of an evaluation
-            logs.update(metrics())
-        original(self, logs, *args, **kwargs)
+    def logging(original: Any) -> Any:
+        def log(self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+            if "loss" in logs:  # not those of an evaluation
+                logs.update(metrics())
+            original(self, logs, *args, **kwargs)
 
-    log._deepytorch_original = original  # type: ignore[attr-defined]
-    trainer.Trainer.log = log
+        return log
 
-
-def detach(trainer: Any) -> None:
-    """Log as before."""
-    trainer.Trainer.log = getattr(trainer.Trainer.log, "_deepytorch_original", trainer.Trainer.log)
+    replace(trainer.Trainer, "log", logging, "put deepytorch's figures beside the loss")
 
 
 def metrics() -> dict[str, float]:

@@ -19,14 +19,6 @@ def attach(_: Any) -> None:
         autowrap.LOOPS.append(runs_a_step)
 
 
-def detach(_: Any) -> None:
-    """Look past nothing from now on."""
-    from deepytorch import autowrap
-
-    if runs_a_step in autowrap.LOOPS:
-        autowrap.LOOPS.remove(runs_a_step)
-
-
 def runs_a_step(module: nn.Module) -> bool:
     """Whether this call of a module is Lightning's way to call a step of its loop."""
     inner = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module

@@ -8,8 +8,9 @@ parallel layers, and they pack sequences themselves.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
+
+from deepytorch.patches import replace
 
 
 def attach(jit: Any) -> None:
@@ -18,33 +19,21 @@ def attach(jit: Any) -> None:
 
     autowrap.LEFT_ALONE["megatron"] = "models of Megatron-LM are left as they are; its fused functions are compiled."
     enable = getattr(jit, "enable_jit_fuser", None)
-    if hasattr(enable, "_deepytorch_original") or not _is_compile(getattr(jit, "jit_fuser", None)):
+    if not _is_compile(getattr(jit, "jit_fuser", None)):
         return
-    jit.jit_fuser = compile_fused
+    replace(jit, "jit_fuser", lambda _: compile_fused, "compile Megatron-LM's fused functions")
     if enable is None:
         return
 
-    @functools.wraps(enable)
-    def enable_jit_fuser() -> None:
-        enable()
-        if _is_compile(jit.jit_fuser):
-            jit.jit_fuser = compile_fused
+    def enabling(original: Any) -> Any:
+        def enable_jit_fuser() -> None:
+            original()
+            if _is_compile(jit.jit_fuser):
+                jit.jit_fuser = compile_fused
 
-    enable_jit_fuser._deepytorch_original = enable  # type: ignore[attr-defined]
-    jit.enable_jit_fuser = enable_jit_fuser
+        return enable_jit_fuser
 
-
-def detach(jit: Any) -> None:
-    """Give Megatron-LM its own function back."""
-    import torch
-
-    from deepytorch import autowrap
-
-    autowrap.LEFT_ALONE.pop("megatron", None)
-    if getattr(jit, "jit_fuser", None) is compile_fused:
-        jit.jit_fuser = torch.compile
-    enable = getattr(jit, "enable_jit_fuser", None)
-    jit.enable_jit_fuser = getattr(enable, "_deepytorch_original", enable)
+    replace(jit, "enable_jit_fuser", enabling, "keep compiling them when Megatron-LM switches its fuser on again")
 
 
 def compile_fused(function: Any = None, **kwargs: Any) -> Any:

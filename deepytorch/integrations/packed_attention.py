@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from deepytorch.passes.ops.varlen_attention import varlen_attention
+from deepytorch.patches import replace
 
 # What implementations add to the scores beyond mask, scale and softcap: no operator of ours knows it.
 UNSUPPORTED = ("s_aux", "learnable_sink", "head_mask", "block_mask", "alibi")
@@ -120,32 +121,25 @@ def attach(modeling_utils: Any) -> None:
 
     Masks of any other kind go to the function that would have been given, with its arguments untouched.
     """
-    interface = modeling_utils.AttentionInterface
-    original = interface.get_interface
-    if hasattr(original, "_deepytorch_original"):
-        return
 
-    @functools.wraps(original)
-    def get_interface(self: Any, attn_implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
-        given = original(self, attn_implementation, default)
+    def knowing_packed_masks(original: Any) -> Any:
+        def get_interface(self: Any, attn_implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
+            given = original(self, attn_implementation, default)
 
-        @functools.wraps(given)
-        def either(
-            module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any
-        ) -> Any:
-            chosen = attend if is_packed(attention_mask) else given
-            return chosen(module, query, key, value, attention_mask, *args, **kwargs)
+            @functools.wraps(given)
+            def either(
+                module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any
+            ) -> Any:
+                chosen = attend if is_packed(attention_mask) else given
+                return chosen(module, query, key, value, attention_mask, *args, **kwargs)
 
-        return either
+            return either
 
-    get_interface._deepytorch_original = original  # type: ignore[attr-defined]
-    interface.get_interface = get_interface
+        return get_interface
 
-
-def detach(modeling_utils: Any) -> None:
-    """Give transformers its own method back."""
-    interface = modeling_utils.AttentionInterface
-    interface.get_interface = getattr(interface.get_interface, "_deepytorch_original", interface.get_interface)
+    replace(
+        modeling_utils.AttentionInterface, "get_interface", knowing_packed_masks, "attend in packed rows", always=True
+    )
 
 
 def has_learned_bias(module: nn.Module) -> bool:

@@ -8,11 +8,11 @@ what comes after `deepytorch.configure(process_groups=False)`.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from typing import Any
 
 from deepytorch.log import logger
+from deepytorch.patches import replace
 from deepytorch.switch import SWITCH
 
 ROUTED = ("undefined", "gloo", "nccl", "cpu:gloo,cuda:nccl")
@@ -22,38 +22,29 @@ _HELPER = "_new_process_group_helper"  # makes every group, the default one too
 def attach(torch_module: Any) -> None:
     """Route the groups of `torch.distributed`, where this build of torch has that."""
     distributed = torch_module.distributed
-    if not distributed.is_available() or hasattr(
-        getattr(distributed.distributed_c10d, _HELPER), "_deepytorch_original"
-    ):
+    if not distributed.is_available():
         return
     c10d = distributed.distributed_c10d
-    original = getattr(c10d, _HELPER)
-    signature = inspect.signature(original)
 
-    @functools.wraps(original)
-    def new_process_group(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs)
-        asked = given.arguments["backend"]
-        if not _is_routed(c10d, asked, given.arguments):
-            return original(*args, **kwargs)
-        logger.info("a process group of %s: the deepytorch backend, over gloo and nccl", asked)
-        given.arguments["backend"] = c10d.Backend("deepytorch")
-        given.arguments["backend_options"] = SWITCH.group_options
-        made = original(*given.args, **given.kwargs)
-        if isinstance(made[0], c10d.ProcessGroup):
-            _answer_as(c10d, made[0], asked)
-        return made
+    def routing(original: Any) -> Any:
+        signature = inspect.signature(original)
 
-    new_process_group._deepytorch_original = original  # type: ignore[attr-defined]
-    setattr(c10d, _HELPER, new_process_group)
+        def new_process_group(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs)
+            asked = given.arguments["backend"]
+            if not _is_routed(c10d, asked, given.arguments):
+                return original(*args, **kwargs)
+            logger.info("a process group of %s: the deepytorch backend, over gloo and nccl", asked)
+            given.arguments["backend"] = c10d.Backend("deepytorch")
+            given.arguments["backend_options"] = SWITCH.group_options
+            made = original(*given.args, **given.kwargs)
+            if isinstance(made[0], c10d.ProcessGroup):
+                _answer_as(c10d, made[0], asked)
+            return made
 
+        return new_process_group
 
-def detach(torch_module: Any) -> None:
-    """Give torch its own function back."""
-    c10d = torch_module.distributed.distributed_c10d
-    original = getattr(getattr(c10d, _HELPER), "_deepytorch_original", None)
-    if original is not None:
-        setattr(c10d, _HELPER, original)
+    replace(c10d, _HELPER, routing, "give the deepytorch backend where gloo or nccl is asked for")
 
 
 def _is_routed(c10d: Any, asked: Any, arguments: dict[str, Any]) -> bool:

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from deepytorch.patches import replace
+
 _NAME = "_ChunkedLogProbFunction"
 _ROWS = (0, 3)  # hidden states and labels; weight, bias and settings are everybody's
 
@@ -36,9 +38,4 @@ def attach(utils: Any) -> None:
     """Replace the name in `trl.trainer.utils`; a version that has another head is left alone."""
     function = getattr(utils, _NAME, None)
     if isinstance(function, type) and issubclass(function, torch.autograd.Function):
-        setattr(utils, _NAME, OnTokens(function))
-
-
-def detach(utils: Any) -> None:
-    """Give TRL its own name back."""
-    setattr(utils, _NAME, getattr(getattr(utils, _NAME, None), "function", getattr(utils, _NAME, None)))
+        replace(utils, _NAME, OnTokens, "score the tokens alone, where only they are known")

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from deepytorch.comm.gradients import reducer
+from deepytorch.comm.gradients.reducer import reducer
 from deepytorch.passes.ops.library import LIBRARY, define_once
 
 _START = "reduce_start(Tensor[] gradients, int[] members, str name) -> Tensor"

@@ -51,7 +51,7 @@ def test_no_command_shows_the_commands(monkeypatch, capsys):
 
 
 def test_models_and_dtypes_of_the_options_are_those_that_exist():
-    from deepytorch.bench.arms import DTYPES
+    from deepytorch.bench.training_step import DTYPES
 
     assert tuple(model.value for model in cli.Model) == MODELS
     assert tuple(size.value for size in cli.ModelSize) == tuple(SIZES)

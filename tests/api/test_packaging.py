@@ -96,7 +96,7 @@ def data_files() -> list[Path]:
     """What a package reads at run time and is no Python: has to be declared as package data."""
     return sorted(
         file
-        for folder in (*source_packages().values(), ROOT / "comm" / "csrc")
+        for folder in (*source_packages().values(), ROOT / "comm/csrc", ROOT / "comm/csrc/backend")
         for file in folder.iterdir()
         if file.is_file() and not file.name.startswith(".") and file.suffix not in {".py", ".pyc", ".typed"}
     )

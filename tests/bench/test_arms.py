@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from deepytorch.bench.arms import (
+from deepytorch.bench.gradients import max_relative_difference
+from deepytorch.bench.memory import peak_step_bytes
+from deepytorch.bench.training_step import (
     Arm,
     Precision,
     compiled_arm,
@@ -18,8 +20,6 @@ from deepytorch.bench.arms import (
     forward_backward,
     rotated,
 )
-from deepytorch.bench.gradients import max_relative_difference
-from deepytorch.bench.memory import peak_step_bytes
 from deepytorch.errors import ConfigError
 
 CPU = Precision(torch.device("cpu"))

@@ -45,10 +45,10 @@ from deepytorch.bench.comm_schema import (
 )
 from deepytorch.bench.comm_show import limit, refuse_wrong, table_head, table_rows
 from deepytorch.bench.comm_worker import CommPlan, CopyBandwidth
-from deepytorch.comm.base import Choice
-from deepytorch.comm.cost import Links
-from deepytorch.comm.host import Host
-from deepytorch.comm.topology import Topology
+from deepytorch.comm.algorithms.base import Choice
+from deepytorch.comm.topology.cost import Links
+from deepytorch.comm.topology.host import Host
+from deepytorch.comm.topology.topology import Topology
 from deepytorch.errors import ConfigError, DataError, ParityError
 
 ROOT = Path(__file__).parents[2]
@@ -532,7 +532,7 @@ def test_arms_of_deepytorch_get_their_options_and_tell_what_ran(worker):
         import torch
         import torch.distributed as dist
         from deepytorch import comm
-        from deepytorch.comm import backend
+        from deepytorch.comm.group import backend
 
         asked = {}
 

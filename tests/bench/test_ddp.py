@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepytorch.bench import ddp as measuring
+from deepytorch.bench import comm_launch
 from deepytorch.bench.ddp import DdpOptions, DdpResult, line_of, read_ddp_result, run_ddp, write_ddp_result
 from deepytorch.bench.ddp_models import MODELS, build_workload
 from deepytorch.errors import ConfigError, DataError
@@ -78,7 +78,7 @@ def test_figures_are_those_of_the_measured_times(monkeypatch: pytest.MonkeyPatch
         yield {"doing": "something"}
         yield {"done": found}
 
-    monkeypatch.setattr(measuring, "run_ranks", records)
+    monkeypatch.setattr(comm_launch, "run_ranks", records)
     said: list[str] = []
     result = run_ddp(DdpOptions(arms=("ddp", "deepytorch")), said.append)
     assert said == ["something"]

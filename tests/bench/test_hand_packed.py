@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deepytorch.bench.arms import Precision, compiled_arm, forward_backward
 from deepytorch.bench.gradients import max_relative_difference
 from deepytorch.bench.hand_packed import ATTENTION_NAME, hand_packed_arm, pack, register_attention
 from deepytorch.bench.models import build_model
+from deepytorch.bench.training_step import Precision, compiled_arm, forward_backward
 from deepytorch.data import IGNORE_INDEX
 
 VOCAB_SIZE = 300

@@ -16,11 +16,11 @@ from deepytorch.bench.prediction import median_error, prediction_errors
 from deepytorch.bench.simulate import AUTO, buckets, play, simulate
 from deepytorch.bench.simulate_show import assumptions, parse_ranks
 from deepytorch.cli import app
-from deepytorch.comm.base import Choice, Operation
-from deepytorch.comm.cost import Link, Links
-from deepytorch.comm.nominal import complete, scaled_links
-from deepytorch.comm.select import predict_us
-from deepytorch.comm.topology import Host, Topology, read_topology, regular_topology
+from deepytorch.comm.algorithms.base import Choice, Operation
+from deepytorch.comm.algorithms.select import predict_us
+from deepytorch.comm.topology.cost import Link, Links
+from deepytorch.comm.topology.nominal import complete, scaled_links
+from deepytorch.comm.topology.topology import Host, Topology, read_topology, regular_topology
 from deepytorch.errors import ConfigError, DataError
 
 ROOT = Path(__file__).parents[2]

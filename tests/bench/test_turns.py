@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from deepytorch.bench.alternation import Turn, TurnGiver, alternate
 from deepytorch.bench.host_scripts import Script, ScriptFailed, results
 from deepytorch.bench.hosts_worker import HostJob
-from deepytorch.bench.turns import Turn, TurnGiver, alternate
 
 
 def soon(seconds: float = 20.0) -> float:

@@ -9,8 +9,8 @@ import torch
 
 import deepytorch
 from deepytorch.bench import unpad
-from deepytorch.bench.arms import Step
 from deepytorch.bench.models import batch_kind
+from deepytorch.bench.training_step import Step
 from deepytorch.bench.unpad import Measurement, UnpadOptions, draw_batches, full_batches, run_unpad
 from deepytorch.compiler.report import LEDGER
 from deepytorch.data import IGNORE_INDEX, num_labels, num_positions, num_tokens

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deepytorch.comm import native
+from deepytorch.comm.group import native
 
 
 @pytest.fixture(scope="session", autouse=True)

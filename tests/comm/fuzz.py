@@ -265,7 +265,7 @@ def work(arguments: argparse.Namespace) -> None:
     if arguments.hosts:
         from dataclasses import replace
 
-        from deepytorch.comm import backend
+        from deepytorch.comm.group import backend
 
         here = backend.discover_host()
         backend.discover_host = lambda: replace(here, id=f"host {rank // 2}")

@@ -48,7 +48,7 @@ def say(*words):
 def pretend_hosts(ranks_per_host):
     '''Make every so many ranks a host of their own: what goes between hosts then goes over loopback.'''
     from dataclasses import replace
-    from deepytorch.comm import backend
+    from deepytorch.comm.group import backend
     found = backend.discover_host()
     backend.discover_host = lambda: replace(found, id=f"host {rank // ranks_per_host}")
 """

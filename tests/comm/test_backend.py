@@ -266,7 +266,7 @@ def test_reduce_scatter_and_all_gather_over_hosts(setting):
     """In several chunks on their way at a time, over one connection and over two, ranks of a host not in a row."""
     script = """
     from dataclasses import replace
-    from deepytorch.comm import backend
+    from deepytorch.comm.group import backend
     found = backend.discover_host()
     backend.discover_host = lambda: replace(found, id=f"host {rank % 2 if interleaved else rank // 2}")
     init(pg_options=Options(algorithm="hierarchical", chunk_bytes=chunk, num_streams=streams, area_bytes=area))

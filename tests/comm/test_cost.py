@@ -13,7 +13,7 @@ import sympy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepytorch.comm.base import (
+from deepytorch.comm.algorithms.base import (
     KINDS,
     Choice,
     Operation,
@@ -22,7 +22,12 @@ from deepytorch.comm.base import (
     compressed_ratio,
     dtype_name,
 )
-from deepytorch.comm.cost import (
+from deepytorch.comm.algorithms.cpu_reduce import cpu_reduce_us, reduce_us_per_byte
+from deepytorch.comm.algorithms.formulas import SYMBOLS, formulas
+from deepytorch.comm.algorithms.hierarchical import hierarchical_us
+from deepytorch.comm.algorithms.select import COLLECTIVES, collective, predict_us
+from deepytorch.comm.algorithms.streams import streams_us
+from deepytorch.comm.topology.cost import (
     Link,
     Links,
     all_reduce_link,
@@ -31,13 +36,8 @@ from deepytorch.comm.cost import (
     pipeline_us,
     read_links,
 )
-from deepytorch.comm.cpu_reduce import cpu_reduce_us, reduce_us_per_byte
-from deepytorch.comm.formulas import SYMBOLS, formulas
-from deepytorch.comm.hierarchical import hierarchical_us
-from deepytorch.comm.nominal import complete, flat_ring
-from deepytorch.comm.select import COLLECTIVES, collective, predict_us
-from deepytorch.comm.streams import streams_us
-from deepytorch.comm.topology import Host, Topology, read_topology
+from deepytorch.comm.topology.nominal import complete, flat_ring
+from deepytorch.comm.topology.topology import Host, Topology, read_topology
 from deepytorch.errors import ConfigError, DataError
 
 FIXTURES = Path(__file__).parent / "fixtures"

@@ -221,7 +221,7 @@ def test_sparse_tensors_go_to_gloo():
 def test_a_host_that_cannot_measure_its_memory_holds_up_nobody():
     script = """
     pretend_hosts(2)
-    from deepytorch.comm import backend
+    from deepytorch.comm.group import backend
     share, calls = backend.share_segment, []
     def failing(*arguments):
         calls.append(1)

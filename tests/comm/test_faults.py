@@ -211,7 +211,7 @@ def test_destroying_while_a_collective_waits_does_not_hang():
 def test_a_crash_in_the_middle_of_the_rendezvous_leaves_nothing():
     before = set(os.listdir("/dev/shm")) if Path("/dev/shm").is_dir() else set()
     script = """
-    from deepytorch.comm import rendezvous
+    from deepytorch.comm.group import rendezvous
     whole = rendezvous._report
     def crash(outcomes):
         os.kill(os.getpid(), signal.SIGKILL)

@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepytorch.comm import buckets
-from deepytorch.comm.buckets import Arrival, Member, expected_arrivals, plan_buckets
-from deepytorch.comm.cost import Link
-from deepytorch.comm.rows import saves, summed_rows
-from deepytorch.comm.watch import Watch, fitted
+from deepytorch.comm.gradients import buckets
+from deepytorch.comm.gradients.arrival_times import ArrivalTimes, fitted
+from deepytorch.comm.gradients.buckets import Arrival, Member, expected_arrivals, plan_buckets
+from deepytorch.comm.gradients.sparse_rows import saves, summed_rows
+from deepytorch.comm.topology.cost import Link
 from deepytorch.errors import ConfigError
 
 
@@ -99,7 +99,7 @@ def test_arrivals_hold_every_gradient_once() -> None:
 
 
 def test_a_watch_says_when_each_gradient_came() -> None:
-    watch = Watch(torch.device("cpu"))
+    watch = ArrivalTimes(torch.device("cpu"))
     watch.arrived([2, 0])
     watch.arrived([])
     watch.arrived_but_for_rows(1)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepytorch.comm import symmetric
-from deepytorch.comm.nccl import TunerRow, prepare, socket_settings, write_tuner_file
-from deepytorch.comm.topology import read_topology
+from deepytorch.comm.group import symmetric
+from deepytorch.comm.group.nccl import TunerRow, prepare, socket_settings, write_tuner_file
+from deepytorch.comm.topology.topology import read_topology
 from deepytorch.errors import ConfigError
 
 FIXTURES = Path(__file__).parent / "fixtures"

@@ -138,9 +138,35 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("options", ["", ", pg_options=Options(area_bytes=4096)"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        "",
+        ", pg_options=Options(area_bytes=4096)",
+        # gloo seems faster, and does not take all of these dtypes: what works must not depend on what was measured
+        ", pg_options=Options(links=Links(engine=Link(1.0, 1e-9), memory=Link(1e6, 1.0)))",
+    ],
+)
 def test_gathers_scatters_and_exchanges(num_ranks, options):
-    run(f"init(timeout=60{options})\n" + MOVES, num_ranks=num_ranks)
+    imports = "from deepytorch.comm.topology.cost import Link, Links\n"
+    run(imports + f"init(timeout=60{options})\n" + MOVES, num_ranks=num_ranks)
+
+
+@pytest.mark.parametrize("engine_us", [1.0, 1e6])
+def test_broadcasts_and_gathers_take_every_dtype_whatever_was_measured(engine_us):
+    script = f"""
+    from deepytorch.comm.topology.cost import Link, Links
+    init(pg_options=Options(links=Links(engine=Link({engine_us}, 1e-9), memory=Link(1e3, 1e-3))))
+    for dtype in (torch.int16, torch.complex64, torch.float8_e4m3fn, torch.bool):
+        mine = torch.full((5,), 1.0 + rank).to(dtype)
+        dist.broadcast(mine, 0)
+        assert torch.equal(mine.view(torch.uint8), torch.ones(5).to(dtype).view(torch.uint8)), dtype
+        whole = torch.empty(5 * size, dtype=dtype)
+        dist.all_gather_into_tensor(whole, mine)
+        assert torch.equal(whole.view(torch.uint8), torch.ones(5 * size).to(dtype).view(torch.uint8)), dtype
+    dist.destroy_process_group()
+    """
+    run(script)
 
 
 def test_gathers_and_exchanges_between_hosts():
@@ -466,7 +492,7 @@ def test_an_error_reaches_all_hosts_while_the_failing_one_stays_alive(per_host):
     pretend_hosts({per_host})
     init(timeout=60)
     dist.all_reduce(torch.ones(100))
-    from deepytorch.comm.backend import group_of
+    from deepytorch.comm.group.backend import group_of
     found = group_of()
     if rank == 0:
         started = time.monotonic()
@@ -543,3 +569,18 @@ def test_deterministic_algorithms_take_the_choice_that_is_not_measured():
     """
     found = {output.split("bits", 1)[1].strip() for _ in range(2) for output in run(script, num_ranks=3)}
     assert len(found) == 1, found
+
+
+def test_who_waits_on_the_future_of_a_call_that_was_handed_on_hears_what_the_ranks_differed_in():
+    script = """
+    init(timeout=4)
+    given = [torch.ones(3, dtype=torch.float32 if rank == 0 else torch.bfloat16)]
+    if rank == 1:
+        time.sleep(1)  # rank 0 has asked gloo before it can know
+    def call():
+        dist.all_reduce_coalesced(given, op=dist.ReduceOp.PRODUCT, async_op=True).wait()
+    error, seconds = told(call)
+    assert "disagree" in error and "float32" in error and "BFloat16" in error.replace("bfloat16", "BFloat16"), error
+    assert seconds < 15
+    """
+    run(script)

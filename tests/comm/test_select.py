@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepytorch.comm.base import KINDS, Choice, Operation
-from deepytorch.comm.cost import Link, Links
-from deepytorch.comm.select import (
+from deepytorch.comm.algorithms.base import KINDS, Choice, Operation
+from deepytorch.comm.algorithms.select import (
     COLLECTIVES,
     ENGINE_MARGIN,
     TABLE_SIZES,
@@ -24,7 +23,8 @@ from deepytorch.comm.select import (
     select,
     table,
 )
-from deepytorch.comm.topology import Host, Topology, read_topology
+from deepytorch.comm.topology.cost import Link, Links
+from deepytorch.comm.topology.topology import Host, Topology, read_topology
 
 FIXTURES = Path(__file__).parent / "fixtures"
 NAMES = ("pcie_8gpu", "nvlink_8gpu", "tcp_2x8", "rdma_125x8", "cpu_1x2", "cpu_2x2")

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepytorch.comm.discover import host_id, network_devices, numa_nodes
-from deepytorch.comm.topology import (
+from deepytorch.comm.topology.discover import host_id, network_devices, numa_nodes
+from deepytorch.comm.topology.topology import (
     Gpu,
     Host,
     NetworkDevice,

@@ -140,3 +140,54 @@ def test_torchrun_and_the_environments_rendezvous(tmp_path):
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert sorted(done.stdout.splitlines()) == ["rank 0 of 2 deepytorch", "rank 1 of 2 deepytorch"]
+
+
+def test_gradients_go_back_to_ddp_in_the_middle_of_training() -> None:
+    script = """
+    import copy
+    import deepytorch
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+    import torch.nn.functional as F
+    from deepytorch.switch import SWITCH
+    from deepytorch.patches import ledger
+
+    init(timeout=60)
+    SWITCH.enabled = True
+    deepytorch.configure(options={"lowering": "aot_eager"})
+
+    def batches():
+        for step in range(9):
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            yield torch.randn(4, 16, generator=generator)
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))
+    reference = copy.deepcopy(plain)
+    with deepytorch.paused():
+        eager = DistributedDataParallel(reference)
+        theirs = torch.optim.AdamW(eager.parameters(), 1e-2)
+    model = DistributedDataParallel(plain)
+    ours = torch.optim.AdamW(model.parameters(), 1e-2)
+    for step, x in enumerate(batches()):
+        if step == 5:
+            assert type(model.reducer).__name__ == "_Silent"
+            x_held = F.mse_loss(model(x), x[:, :4])  # its backward is still to be reduced by us
+            deepytorch.disable()
+            assert type(model.reducer).__module__ == "torch._C._distributed_c10d"
+            assert not any(entry.applied for entry in ledger())
+            x_held.backward()
+        else:
+            F.mse_loss(model(x), x[:, :4]).backward()
+        ours.step()
+        ours.zero_grad()
+        with deepytorch.paused():
+            F.mse_loss(eager(x), x[:, :4]).backward()
+            theirs.step()
+            theirs.zero_grad()
+        for one, other in zip(model.parameters(), eager.parameters()):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    assert not any(each._post_accumulate_grad_hooks for each in plain.parameters())
+    dist.destroy_process_group()
+    """
+    run(script, num_ranks=2, timeout=120)

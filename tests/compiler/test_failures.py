@@ -16,7 +16,7 @@ from deepytorch.compiler import backend as backend_module
 from deepytorch.compiler import runtime as runtime_module
 from deepytorch.compiler.report import LEDGER
 from deepytorch.errors import ConfigError
-from deepytorch.passes.unpad import StripPadding
+from deepytorch.passes.unpad.strip_padding import StripPadding
 from tests.compiler.parity import OPTIONS, Pair, batches, describe, expect_packed, masked_lm_batch, padded_because
 from tests.compiler.plain_models import Plain, sdpa_bool
 

@@ -445,7 +445,7 @@ for mine, p in zip(ranks, train_power.parameters()):
 """
 
 ROWS = """
-from deepytorch.comm import gradients
+from deepytorch.comm.gradients import reducer as gradients
 gradients.saves = lambda *_: True  # whatever it costs here
 class Texts(nn.Module):
     def __init__(self, tied=True, padding=None):

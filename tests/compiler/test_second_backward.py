@@ -391,10 +391,10 @@ def test_a_region_called_several_times_within_a_step() -> None:
     def step(call: Any, number: int) -> torch.Tensor:
         inputs = torch.randn(4, 6, requires_grad=True)
         hidden = call(call(call(inputs)))
-        loss = hidden.square().sum()
+        loss = hidden.square().mean()  # of sums, eager itself goes 0.03 astray where weights move in their last bit
         if number > 0:
             [slope] = torch.autograd.grad(loss, inputs, create_graph=True)
-            loss = loss + slope.square().sum()
+            loss = loss + slope.square().mean()
         loss.backward()
         return loss
 

@@ -58,7 +58,7 @@ jit.disable_jit_fuser()
 assert jit.jit_fuser is jit.noop_decorator
 jit.enable_jit_fuser()
 assert jit.jit_fuser is megatron.compile_fused
-megatron.detach(jit)
+deepytorch.disable()
 assert jit.jit_fuser is torch.compile
 jit.enable_jit_fuser()
 assert jit.jit_fuser is torch.compile

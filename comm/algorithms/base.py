@@ -1,0 +1,133 @@
+"""What a collective operation is, how it may be carried out, and what an algorithm says about itself."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from deepytorch.comm.topology.cost import Links
+from deepytorch.comm.topology.topology import Topology
+from deepytorch.errors import ConfigError
+
+OperationKind = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast"]
+KINDS: tuple[OperationKind, ...] = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
+DeviceKind = Literal["cpu", "cuda"]
+Compression = Literal["bf16", "fp16", "fp8"]
+
+DTYPE_BYTES = {
+    "fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+COMPRESSED_BYTES: dict[Compression, int] = {"bf16": 2, "fp16": 2, "fp8": 1}
+FLOATS = frozenset({"fp64", "fp32", "bf16", "fp16"})
+_SPELLED_BY_TORCH = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+# Chunks come in powers of two, so that one choice holds for a range of sizes.
+LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES, MOST_CHUNKS = 1 << 16, 1 << 24, 64
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One collective. `num_bytes` as nccl-tests count it: of the larger of the two sides.
+
+    `dtype` is a short name (see `dtype_name`); `reduce_op` is "sum", "avg", "min", "max" or any other that c10d knows,
+    and means nothing to all_gather and broadcast.
+    """
+
+    kind: OperationKind
+    num_bytes: int
+    dtype: str = "fp32"
+    reduce_op: str = "sum"
+    device: DeviceKind = "cpu"
+
+    @property
+    def reduces(self) -> bool:
+        """Whether values are combined, and not only moved."""
+        return self.kind in ("all_reduce", "reduce_scatter")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """An algorithm and its settings: what the native code is given.
+
+    chunk_bytes: the most payload bytes in one chunk; the payload is cut into `num_chunks` equal ones. 0: not cut.
+    num_streams: connections of one rank to each neighbour on another host, taken by the chunks in turn.
+    compress: what values are cast to between hosts (None: exact).
+    """
+
+    algorithm: str
+    chunk_bytes: int = 0
+    num_streams: int = 1
+    compress: Compression | None = None
+
+    def num_chunks(self, num_bytes: int) -> int:
+        """Number of equal chunks that a payload of `num_bytes` is cut into."""
+        return max(1, math.ceil(num_bytes / self.chunk_bytes)) if self.chunk_bytes else 1
+
+
+class Collective(ABC):
+    """One algorithm: what it can do and what that costs. The native code that does it takes the `Choice`."""
+
+    name: ClassVar[str]
+    compresses: ClassVar[bool] = False  # whether its choices may be given `compress`
+
+    @abstractmethod
+    def unsupported(self, operation: Operation, topology: Topology) -> str | None:
+        """Why this algorithm cannot do the operation on this topology, in a user's words, or None where it can."""
+
+    @abstractmethod
+    def cost_us(self, operation: Operation, topology: Topology, links: Links, choice: Choice) -> float:
+        """Predicted time. `links` have to be complete: see `nominal.complete`."""
+
+    @abstractmethod
+    def choices(self, operation: Operation, topology: Topology, links: Links) -> Sequence[Choice]:
+        """The settings worth considering, the plainest first."""
+
+
+def dtype_name(dtype: object) -> str:
+    """The short name of a `torch.dtype`: fp32 for torch.float32, int32 for torch.int32."""
+    name = str(dtype).removeprefix("torch.")
+    return _SPELLED_BY_TORCH.get(name, name)
+
+
+def share_of_all_reduce(kind: OperationKind, num_ranks: int) -> tuple[float, float]:
+    """Latency and bytes of `kind`, as parts of an all-reduce's of as many bytes.
+
+    reduce_scatter and all_gather are the two halves of one. broadcast sends the payload once, where an all-reduce sends
+    `2 (n - 1) / n` of it.
+    """
+    if kind == "all_reduce" or num_ranks == 1:
+        return 1.0, 1.0
+    return 0.5, num_ranks / (2 * (num_ranks - 1)) if kind == "broadcast" else 0.5
+
+
+def compressed_ratio(dtype: str, compress: Compression | None) -> float:
+    """Bytes between hosts for each payload byte: 1 without compression. Raises `ConfigError` where it gains nothing."""
+    if compress is None:
+        return 1.0
+    if compress not in COMPRESSED_BYTES:
+        raise ConfigError(f"compression {compress!r}; expected one of {', '.join(COMPRESSED_BYTES)}, or None")
+    if dtype not in FLOATS or COMPRESSED_BYTES[compress] >= DTYPE_BYTES[dtype]:
+        raise ConfigError(f"{dtype} cannot be compressed to {compress}; expected a floating-point type that is wider")
+    return COMPRESSED_BYTES[compress] / DTYPE_BYTES[dtype]
+
+
+def can_compress(operation: Operation, compress: Compression) -> bool:
+    """Whether casting down between hosts makes sense: a sum or average of a wider floating-point type."""
+    wider = operation.dtype in FLOATS and COMPRESSED_BYTES[compress] < DTYPE_BYTES[operation.dtype]
+    return wider and operation.kind == "all_reduce" and operation.reduce_op in ("sum", "avg")
+
+
+def chunk_sizes(num_bytes: int, at_least: int = 1) -> list[int]:
+    """Chunk sizes worth considering for a payload: powers of two that give `at_least` to `MOST_CHUNKS` chunks, the
+    largest first.
+    """
+    sizes = []
+    chunk = MOST_CHUNK_BYTES
+    while chunk >= LEAST_CHUNK_BYTES:
+        if chunk * max(2, at_least) <= num_bytes <= chunk * MOST_CHUNKS:
+            sizes.append(chunk)
+        chunk //= 2
+    return sizes

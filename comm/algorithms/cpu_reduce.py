@@ -1,0 +1,85 @@
+"""All-reduce of GPUs without NVLink: copied into the host's memory, reduced by its processors, copied back.
+
+Chunked, so that copies down, reduction, network and copies up overlap. Not yet run on several GPUs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from deepytorch.comm.algorithms.base import FLOATS, Choice, Collective, Operation, chunk_sizes, compressed_ratio
+from deepytorch.comm.algorithms.shared_memory import MOST_RANKS, REDUCE_OPS
+from deepytorch.comm.topology.cost import Link, Links, all_reduce_link, cast_us_per_byte, pipeline_us
+from deepytorch.comm.topology.topology import Topology
+
+FROM_BYTES = 4 << 20  # DeepNCCL gains over NCCL above 4 MB; below, the copies' start-up costs more than they save
+MOST_STREAMS = 16
+
+
+class CpuReduce(Collective):
+    """GPU -> pinned shared memory -> reduced by the CPU (and between hosts) -> GPU."""
+
+    name = "cpu_reduce"
+    compresses = True
+
+    def unsupported(self, operation: Operation, topology: Topology) -> str | None:
+        """CPU tensors, too few ranks or bytes, another kind than all_reduce, or a type without a kernel."""
+        if operation.device != "cuda":
+            return f"works on CUDA tensors, found {operation.device}"
+        if operation.kind != "all_reduce":
+            return f"does all_reduce only, found {operation.kind}"
+        if not topology.is_regular:
+            return "needs as many ranks on every host, found different numbers"
+        if not 2 <= topology.ranks_per_host <= MOST_RANKS:
+            return f"works among 2 to {MOST_RANKS} ranks of a host, found {topology.ranks_per_host}"
+        if operation.dtype not in FLOATS or operation.reduce_op not in REDUCE_OPS:
+            return f"has no kernel for {operation.reduce_op} of {operation.dtype}"
+        if operation.num_bytes < FROM_BYTES:
+            return f"starts at {FROM_BYTES} bytes, found {operation.num_bytes}"
+        return None
+
+    def cost_us(self, operation: Operation, topology: Topology, links: Links, choice: Choice) -> float:
+        """Predicted time: see `cpu_reduce_us`. As many chunks as there are streams travel at a time, as one wave."""
+        num_chunks = choice.num_chunks(operation.num_bytes)
+        num_streams = min(choice.num_streams, num_chunks)
+        hosts, per_host = topology.num_hosts, topology.ranks_per_host
+        ratio = compressed_ratio(operation.dtype, choice.compress)
+        cast = 0.0 if choice.compress is None else cast_us_per_byte(links.copy_us_per_byte(), ratio)
+        return cpu_reduce_us(
+            operation.num_bytes,
+            math.ceil(num_chunks / num_streams),
+            links.link("pcie"),
+            reduce_us_per_byte(links.copy_us_per_byte(), per_host) + cast,
+            all_reduce_link(links.network_link(per_host * num_streams), hosts) if hosts > 1 else Link(0.0, 0.0),
+            ratio,
+        )
+
+    def choices(self, operation: Operation, topology: Topology, links: Links) -> Sequence[Choice]:
+        """Chunks of each size; over several hosts also each number of streams that the local ranks can share."""
+        per_host = topology.ranks_per_host
+        shared = {streams // per_host for streams in links.network if streams % per_host == 0}
+        counts = sorted({1} | {count for count in shared if 1 <= count <= MOST_STREAMS})
+        return [
+            Choice(self.name, chunk, streams)
+            for streams in counts
+            for chunk in chunk_sizes(operation.num_bytes, streams)
+        ]
+
+
+def cpu_reduce_us(
+    num_bytes: float, num_waves: float, pcie: Link, reduce_rate: float, between: Link, ratio: float = 1.0
+) -> float:
+    """Time of an all-reduce of `num_bytes` through the host's memory, cut into `num_waves` that overlap.
+
+    `pcie` is one GPU's copy, either way (the two ways run at once); `reduce_rate` is us per payload byte of the
+    reduction; `between` is the all-reduce among hosts over the payload, all 0 on one host; `ratio`: see compression.
+    """
+    wave_bytes = num_bytes / num_waves
+    copy_us = pcie.time_us(wave_bytes)
+    return pipeline_us((copy_us, reduce_rate * wave_bytes, between.time_us(ratio * wave_bytes), copy_us), num_waves)
+
+
+def reduce_us_per_byte(copy_us_per_byte: float, num_members: int) -> float:
+    """Time to reduce a payload byte of each of `num_members`: all are read and one is written; a copy does one each."""
+    return (num_members + 1) / 2 * copy_us_per_byte

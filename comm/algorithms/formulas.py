@@ -1,0 +1,65 @@
+"""The cost of each algorithm as a sympy expression: what the functions that compute it make of symbols."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from deepytorch.comm.algorithms.cpu_reduce import cpu_reduce_us, reduce_us_per_byte
+from deepytorch.comm.algorithms.hierarchical import hierarchical_us
+from deepytorch.comm.algorithms.nvlink import ONE_SHOT_STEPS, TWO_SHOT_STEPS, Multimem, OneShot, TwoShot, symmetric_us
+from deepytorch.comm.algorithms.streams import streams_us
+from deepytorch.comm.topology.cost import Link, all_reduce_link, cast_us_per_byte
+
+if TYPE_CHECKING:
+    import sympy
+
+# What the symbols stand for. A link X has a latency a_X (us) and a rate b_X (us per byte).
+SYMBOLS = {
+    "S": "payload bytes",
+    "n": "ranks",
+    "H": "hosts",
+    "L": "ranks on a host",
+    "K": "waves: chunks / streams",
+    "x": "bytes between hosts for each payload byte: 1 exact, 1/2 for fp32 as bf16",
+    "c": "us to copy a byte, all ranks of the host at it",
+    "engine": "the inner backend's all-reduce, over payload bytes",
+    "memory": "the all-reduce through the host's memory, over payload bytes",
+    "network": "a hop between hosts with the streams in use, over all bytes that leave a host",
+    "pcie": "a copy between a GPU and the host's memory",
+    "nvlink": "a step among the GPUs of a host, over the bytes that one receives",
+}
+
+
+def formulas() -> Mapping[str, sympy.Expr]:
+    """Time in us of an all-reduce by each algorithm. Symbols: see `SYMBOLS`; casts are in the compressed forms only."""
+    s, n, h, per_host, waves, ratio, copy = _symbols("S n H L K x c")
+    engine, memory, network, pcie, nvlink = map(_link, ("engine", "memory", "network", "pcie", "nvlink"))
+    between = all_reduce_link(network, h)
+    none: Any = Link(0, 0)
+    reduce_rate = reduce_us_per_byte(copy, per_host)
+    cast = cast_us_per_byte(copy, ratio)
+    found: dict[str, Any] = {
+        "engine": engine.time_us(s),
+        "shared_memory": memory.time_us(s),
+        "hierarchical": hierarchical_us(s, waves, h, memory, network, 1, 0),
+        "hierarchical, compressed": hierarchical_us(s, waves, h, memory, network, ratio, cast),
+        "streams": streams_us(s, waves, engine, 1, 0),
+        "streams, compressed": streams_us(s, waves, engine, ratio, cast * per_host),
+        "cpu_reduce": cpu_reduce_us(s, waves, pcie, reduce_rate, none, 1),
+        "cpu_reduce, several hosts": cpu_reduce_us(s, waves, pcie, reduce_rate, between, 1),
+        "nvlink_one_shot": symmetric_us(s, nvlink, ONE_SHOT_STEPS, OneShot().share(n)),
+        "nvlink_two_shot": symmetric_us(s, nvlink, TWO_SHOT_STEPS, TwoShot().share(n)),
+        "nvlink_multimem": symmetric_us(s, nvlink, TWO_SHOT_STEPS, Multimem().share(n)),
+    }
+    return found
+
+
+def _symbols(names: str) -> Any:
+    import sympy
+
+    return sympy.symbols(names, positive=True)
+
+
+def _link(name: str) -> Link:
+    return Link(*_symbols(f"a_{name} b_{name}"))

@@ -1,0 +1,105 @@
+"""All-reduce of GPUs that reach each other's memory through NVLink, by torch's symmetric-memory operators.
+
+For the latency of small messages; large ones are NCCL's. Not yet run on several GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from deepytorch.comm.algorithms.base import Choice, Collective, Operation
+from deepytorch.comm.topology.cost import Link, Links
+from deepytorch.comm.topology.topology import Topology
+
+# About torch's own limits for its one-shot and two-shot kernels (256 KB, 10 MB); vLLM sees NCCL win from 64 MiB.
+# Powers of two, not included, so that a range of a table never goes past them.
+ONE_SHOT_BELOW_BYTES, TWO_SHOT_BELOW_BYTES, MULTIMEM_BELOW_BYTES = 256 << 10, 8 << 20, 64 << 20
+MOST_RANKS = 8
+DTYPES = ("fp32", "bf16")
+# Each about a step's latency: a kernel's launch, a barrier before it and one after it; one more for what has
+# to be reduced before it is spread.
+ONE_SHOT_STEPS, TWO_SHOT_STEPS = 3, 4
+
+
+class SymmetricMemory(Collective):
+    """What the variants share: where they can run, and that each is one kernel."""
+
+    below_bytes: int
+    steps: int
+
+    def unsupported(self, operation: Operation, topology: Topology) -> str | None:
+        """CPU tensors, several hosts, GPUs without NVLink between any two, too many bytes, or no kernel for it."""
+        if operation.device != "cuda":
+            return f"works on CUDA tensors, found {operation.device}"
+        if topology.num_hosts > 1:
+            return f"works on one host, found {topology.num_hosts}"
+        if not 2 <= topology.num_ranks <= MOST_RANKS:
+            return f"works among 2 to {MOST_RANKS} ranks, found {topology.num_ranks}"
+        if not topology.hosts[0].fully_nvlinked:
+            return "needs NVLink between every two GPUs"
+        if operation.kind != "all_reduce" or operation.reduce_op != "sum" or operation.dtype not in DTYPES:
+            found = f"{operation.reduce_op} {operation.kind} of {operation.dtype}"
+            return f"sums {' or '.join(DTYPES)} by all_reduce only, found {found}"
+        if operation.num_bytes >= self.below_bytes:
+            return f"works below {self.below_bytes} bytes, found {operation.num_bytes}"
+        return None
+
+    def cost_us(self, operation: Operation, topology: Topology, links: Links, choice: Choice) -> float:
+        """Predicted time: see `symmetric_us`."""
+        return symmetric_us(operation.num_bytes, links.link("nvlink"), self.steps, self.share(topology.num_ranks))
+
+    def choices(self, operation: Operation, topology: Topology, links: Links) -> Sequence[Choice]:
+        """One: there is nothing to set."""
+        return (Choice(self.name),)
+
+    def share(self, num_ranks: int) -> float:
+        """Part of the payload that each GPU receives."""
+        raise NotImplementedError
+
+
+class OneShot(SymmetricMemory):
+    """Every GPU reads all others' values and adds them up itself."""
+
+    name = "nvlink_one_shot"
+    below_bytes = ONE_SHOT_BELOW_BYTES
+    steps = ONE_SHOT_STEPS
+
+    def share(self, num_ranks: int) -> float:
+        """Part of the payload that each GPU receives: all others' whole."""
+        return num_ranks - 1
+
+
+class TwoShot(SymmetricMemory):
+    """Every GPU adds up its slice, then collects the others'."""
+
+    name = "nvlink_two_shot"
+    below_bytes = TWO_SHOT_BELOW_BYTES
+    steps = TWO_SHOT_STEPS
+
+    def share(self, num_ranks: int) -> float:
+        """Part of the payload that each GPU receives: a slice of each other one, twice."""
+        return 2 * (num_ranks - 1) / num_ranks
+
+
+class Multimem(SymmetricMemory):
+    """The switch adds up each GPU's slice and spreads it."""
+
+    name = "nvlink_multimem"
+    below_bytes = MULTIMEM_BELOW_BYTES
+    steps = TWO_SHOT_STEPS
+
+    def unsupported(self, operation: Operation, topology: Topology) -> str | None:
+        """As for the others, and GPUs without an NVSwitch that reduces (Hopper's and later)."""
+        reason = super().unsupported(operation, topology)
+        if reason is None and not topology.hosts[0].has_reducing_nvswitch:
+            return "needs an NVSwitch that reduces"
+        return reason
+
+    def share(self, num_ranks: int) -> float:
+        """Part of the payload that each GPU receives: its reduced slice, then all of the result."""
+        return (num_ranks + 1) / num_ranks
+
+
+def symmetric_us(num_bytes: float, nvlink: Link, steps: int, share: float) -> float:
+    """Time of one kernel of so many `steps` of latency, in which each GPU receives `share` of the payload."""
+    return steps * nvlink.latency_us + nvlink.us_per_byte * share * num_bytes

@@ -1,0 +1,242 @@
+// How calls are numbered, told to the other ranks, queued and run: [Note: threads] and [Note: order] in backend.h.
+#include "work.h"
+
+namespace deepytorch {
+
+namespace {
+
+constexpr auto kLongest = std::chrono::hours(24 * 365);  // a deadline is a point in time, which has an end
+
+Reduce reduction(RedOp op) { return op == RedOp::MIN ? Reduce::min : op == RedOp::MAX ? Reduce::max : Reduce::sum; }
+
+}  // namespace
+
+const char* title_of(Kind kind, bool as_gloo) {
+  switch (kind) {
+    case Kind::all_reduce: case Kind::all_reduce_coalesced: return as_gloo ? "gloo:all_reduce" : "deepytorch:all_reduce";
+    case Kind::reduce_scatter: case Kind::reduce_scatter_coalesced: return as_gloo ? "gloo:reduce_scatter" : "deepytorch:reduce_scatter";
+    case Kind::all_gather: case Kind::all_gather_coalesced: return as_gloo ? "gloo:all_gather" : "deepytorch:all_gather";
+    case Kind::broadcast: return as_gloo ? "gloo:broadcast" : "deepytorch:broadcast";
+    case Kind::gather: return as_gloo ? "gloo:gather" : "deepytorch:gather";
+    case Kind::scatter: return as_gloo ? "gloo:scatter" : "deepytorch:scatter";
+    case Kind::all_to_all: return as_gloo ? "gloo:all_to_all" : "deepytorch:all_to_all";
+    case Kind::barrier: return as_gloo ? "gloo:barrier" : "deepytorch:barrier";
+    default: return "deepytorch:collective";
+  }
+}
+
+// Number the call and tell the ranks of this host what comes next. Lets go of the lock where they disagree.
+Fingerprint Backend::announce(const Wanted& wanted, uint64_t plan, uint64_t shared, std::unique_lock<std::mutex>& lock) {
+  Fingerprint made;
+  made.sequence = ++sequence_;
+  made.count = wanted.count;
+  made.root = wanted.root;
+  made.kind = wanted.kind;
+  made.reduce = static_cast<uint8_t>(wanted.reduce);
+  made.dtype = static_cast<int8_t>(wanted.dtype);
+  made.on_cuda = wanted.on_cuda;
+  made.plan = plan;
+  made.sizes = wanted.sizes;
+  made.history = history_;
+  made.shared = shared;
+  history_ = made.digest();
+  if (!setup_.segment) return made;
+  try {
+    setup_.segment->publish(made);
+  } catch (const CommError& error) {
+    lock.unlock();
+    health_->poison(error.what());
+    let_go();
+    raise(error.what());
+  }
+  return made;
+}
+
+// See [Note: order]. `call` may run on another thread later, and must hold what it works on.
+Backend::WorkPtr Backend::delegate(Wanted wanted, std::function<WorkPtr(c10d::Backend&)> call, Tensors outputs,
+                                   CopiedOutputs copied) {
+  guard();
+  std::unique_lock<std::mutex> lock(mutex_);
+  const Fingerprint fingerprint = announce(wanted, 0, 0, lock);
+  if (wanted.on_cuda || (!busy_ && queue_.empty())) {
+    lock.unlock();
+    auto work = call(*inner(wanted.on_cuda));
+    if (wanted.on_cuda || !work) return work;
+    lock.lock();
+    if (handed_on_.size() >= 64) {
+      std::erase_if(handed_on_, [](const auto& weak) {
+        const auto other = weak.lock();
+        return !other || other->isCompleted();
+      });
+    }
+    handed_on_.emplace_back(work);
+    any_handed_on_ = true;
+    lock.unlock();
+    return c10::make_intrusive<DelegatedWork>(getRank(), fingerprint, std::move(work), health_, std::move(copied));
+  }
+  auto job = std::make_shared<Job>();
+  job->own = false;
+  job->fingerprint = fingerprint;
+  job->timeout = std::min<std::chrono::milliseconds>(wanted.timeout.count() > 0 ? wanted.timeout : timeout_, kLongest);
+  job->dtype = wanted.dtype;
+  job->reduce = wanted.reduce;
+  job->work = c10::make_intrusive<OwnWork>(getRank(), fingerprint, nullptr, Tensors(), std::move(outputs), nullptr);
+  job->body = [this, call = std::move(call), copied = std::move(copied)](Call&, const Fingerprint& mine) {
+    auto work = call(*inner(false));
+    if (work) DelegatedWork(getRank(), mine, std::move(work), health_, copied).wait(kNoTimeout);
+  };
+  enqueue(job, lock);
+  lock.unlock();
+  changed_.notify_all();
+  return job->work;
+}
+
+Backend::WorkPtr Backend::submit(Wanted wanted, std::function<void(Call&, const Fingerprint&)> body, Tensors outputs,
+                                 bool async, std::shared_ptr<DeviceCopies> copies) {
+  guard();
+  auto job = std::make_shared<Job>();
+  job->timeout = std::min<std::chrono::milliseconds>(wanted.timeout.count() > 0 ? wanted.timeout : timeout_, kLongest);
+  job->dtype = wanted.dtype;
+  job->reduce = wanted.reduce;
+  job->body = std::move(body);
+  bool here = false;
+  {
+    std::unique_lock<std::mutex> lock(mutex_);
+    const uint64_t shared = wanted.data != nullptr && setup_.segment ? shared_at(wanted.data, wanted.bytes) : 0;
+    job->may_share = num_regions_ != 0;
+    if (!on_one_host()) job->kept = std::make_shared<Kept>(Kept{setup_.segment, outputs});
+    job->fingerprint = announce(wanted, plan_, shared, lock);
+    Tensors shown;
+    if (somebody_profiles()) shown = wanted.inputs.empty() ? outputs : wanted.inputs;
+    job->work = c10::make_intrusive<OwnWork>(getRank(), job->fingerprint, title_of(wanted.kind, as_gloo_), shown,
+                                             std::move(outputs), std::move(copies));
+    here = !async && !busy_ && queue_.empty();
+    if (here) busy_ = true;
+    else enqueue(job, lock);
+  }
+  if (here) {
+    execute(*job);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    busy_ = false;
+  }
+  changed_.notify_all();
+  return job->work;
+}
+
+// Called with the lock, which it lets go of where it throws.
+void Backend::enqueue(std::shared_ptr<Job> job, std::unique_lock<std::mutex>& lock) {
+  job->caller.emplace();
+  queue_.push_back(std::move(job));
+  try {
+    ensure_worker();
+  } catch (const std::exception& error) {  // the others are told already that this collective comes
+    queue_.pop_back();
+    lock.unlock();
+    health_->poison(std::string("no thread could be started for collectives: ") + error.what());
+    raise(poison_message());
+  }
+}
+
+void Backend::execute(Job& job) {
+  std::exception_ptr error;
+  try {
+    if (poisoned()) throw CommError(poison_message());
+    Call call{job.own ? setup_.segment.get() : nullptr, &stopped_, Clock::now() + job.timeout, job.fingerprint.sequence,
+              job.fingerprint.kind, dtype_of(job.dtype), reduction(job.reduce),
+              job.reduce == RedOp::AVG ? static_cast<double>(getSize()) : 1.0, 0, job.kept};
+    if (any_handed_on_) wait_for_inner(call);
+    if (call.segment != nullptr) {
+      call.segment->begin(job.fingerprint);
+      if (job.may_share) call.sync();  // ranks whose data may lie in shared memory begin together, and know of each other
+    }
+    {
+      std::optional<at::ThreadLocalStateGuard> as_the_caller;
+      if (job.caller) as_the_caller.emplace(*job.caller);
+      job.body(call, job.fingerprint);
+    }
+    if (call.segment != nullptr) {
+      if (!call.checked) call.sync();
+      call.segment->end(job.fingerprint.sequence);
+    }
+  } catch (const std::exception& failure) {
+    if (dynamic_cast<const Timeout*>(&failure) != nullptr) health_->report();
+    health_->poison(failure.what());
+    let_go();
+    error = std::make_exception_ptr(
+        c10::DistBackendError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, poison_message()));
+  }
+  job.body = nullptr;
+  job.settled = job.work->end(error);
+}
+
+// One worker is at hand for what is queued: those that run callbacks may wait there for a later collective.
+void Backend::ensure_worker() {
+  if (num_at_hand_ > 0) return;
+  auto worker = std::make_shared<Worker>();
+  ++num_at_hand_;
+  try {
+    worker->thread = std::thread([this, worker] { work_through(*worker); });
+  } catch (...) {
+    --num_at_hand_;
+    throw;
+  }
+  workers_.push_back(std::move(worker));
+}
+
+void Backend::work_through(Worker& self) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  for (;;) {
+    changed_.wait(lock, [&] { return !busy_ && (stopped_.load() || !queue_.empty()); });
+    if (queue_.empty()) return;
+    auto job = queue_.front();
+    queue_.pop_front();
+    busy_ = true;
+    lock.unlock();
+    execute(*job);  // fails at once where the group was destroyed
+    lock.lock();
+    busy_ = false;
+    if (!job->settled) {
+      changed_.notify_all();
+      continue;
+    }
+    --num_at_hand_;
+    std::string failure;
+    try {
+      if (!queue_.empty()) ensure_worker();
+    } catch (const std::exception& error) {  // then what is queued waits until the callbacks have ended
+      failure = error.what();
+    }
+    lock.unlock();
+    changed_.notify_all();
+    if (!failure.empty()) TORCH_WARN("no thread could be started for collectives: ", failure);
+    try {
+      std::optional<at::ThreadLocalStateGuard> as_the_caller;
+      if (job->caller) as_the_caller.emplace(*job->caller);
+      job->work->settle(*job->settled);
+    } catch (const std::exception& error) {  // of what the caller has hung on the future
+      TORCH_WARN("a callback of a collective failed: ", error.what());
+    }
+    job.reset();
+    if (self.gone) return;  // the last reference to the group went in a callback: there is nothing left to look at
+    lock.lock();
+    ++num_at_hand_;
+  }
+}
+
+// What was handed to the inner backend for CPU tensors and is still under way there.
+void Backend::wait_for_inner(const Call& call) {
+  std::vector<WorkPtr> works;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& weak : handed_on_) {
+      if (auto work = weak.lock()) works.push_back(std::move(work));
+    }
+    handed_on_.clear();
+    any_handed_on_ = false;
+  }
+  for (const WorkPtr& work : works) {
+    if (!work->isCompleted()) wait_for(work, call, "waiting for an earlier collective,");
+  }
+}
+
+}  // namespace deepytorch

@@ -1,0 +1,30 @@
+"""What autograd does with a parameter's gradient: whether it adds it up, and who looks at it on its way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def accumulator(parameter: Tensor) -> Any:
+    """Autograd's node that adds to `parameter.grad`."""
+    with torch.enable_grad():
+        node = parameter.view_as(parameter).grad_fn
+    assert node is not None
+    return node.next_functions[0][0]
+
+
+def is_accumulated(node: Any) -> bool:
+    """Whether this backward adds to the gradient of a parameter, and does not only hand it out."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # what it says of a leaf in torch.autograd.grad
+        return False
+
+
+def has_hooks(parameter: Tensor) -> bool:
+    """Whether anything but our own hook looks at a gradient on its way."""
+    ours = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return bool(parameter._backward_hooks) or len(ours or ()) > 1

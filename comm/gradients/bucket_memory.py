@@ -1,0 +1,93 @@
+"""The memory of one bucket of gradients, and what has become of it in a backward."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from deepytorch.comm.gradients.buckets import Bucket
+from deepytorch.comm.group.buffers import allocate
+from deepytorch.errors import ConfigError
+
+
+@dataclass
+class Transfer:
+    """When one bucket was on its way, in seconds of `time.perf_counter`; `waited`: what the backward stood for.
+
+    bucket: its place in the plan; for rows, that of the bucket that their gradient lies in.
+    """
+
+    bucket: int
+    num_bytes: int
+    started: float
+    ended: float = 0.0
+    waited: float = 0.0
+    wait_began: float = 0.0
+    as_rows: bool = False
+
+
+class BucketMemory:
+    """A buffer, and views of it that are laid out as the parameters are."""
+
+    def __init__(self, planned: Bucket, parameters: Sequence[nn.Parameter], buffer: Tensor) -> None:
+        """`parameters`: those of the bucket, in its order. `buffer`: `planned.num_bytes` of uint8."""
+        self.parameters = list(parameters)
+        self.buffer = buffer.view(parameters[0].dtype)
+        self.views = [
+            self.buffer.as_strided(each.shape, strides(each), self.buffer.storage_offset() + offset)
+            for each, offset in zip(self.parameters, planned.offsets, strict=True)
+        ]
+        self.missing = 0
+        self.launched = False
+        self.work: Any = None
+        self.transfer: Transfer | None = None
+        self.rows: Transfer | None = None
+
+    def begin(self) -> None:
+        """A backward begins: all is missing."""
+        self.missing, self.launched = len(self.views), False
+        self.work, self.transfer, self.rows = None, None, None
+
+    def finish(self) -> float:
+        """Wait for what is under way, if it is; return for how many seconds."""
+        if self.work is None:
+            return 0.0
+        started = time.perf_counter()
+        work, self.work = self.work, None
+        work.wait()
+        assert self.transfer is not None
+        self.transfer.wait_began = started
+        self.transfer.waited = time.perf_counter() - started
+        return self.transfer.waited
+
+    def is_held(self) -> bool:
+        """Whether somebody beside `param.grad` and us looks into the memory."""
+        own = 1 + len(self.views)
+        storage = _storage(self.buffer)
+        for parameter in self.parameters:
+            own += parameter.grad is not None and _storage(parameter.grad) == storage
+        return torch._C._storage_Use_Count(self.buffer.untyped_storage()._cdata) > own + 1
+
+
+def new_buffer(num_bytes: int, device: torch.device, group: dist.ProcessGroup, together: bool) -> Tensor:
+    """Memory of zeros. `together`: all ranks of the group make theirs at this point, so that it may be shared."""
+    if device.type == "cpu" and together:
+        with contextlib.suppress(ConfigError):  # of another backend
+            return allocate(num_bytes, group)
+    return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+
+
+def strides(parameter: Tensor) -> tuple[int, ...]:
+    """As autograd lays out a gradient: like its parameter where that is dense."""
+    return tuple(torch.empty_like(parameter, device="meta").stride())
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

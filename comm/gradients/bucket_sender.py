@@ -1,0 +1,154 @@
+"""Buckets on their way: filled in any order, sent in that of the plan, so that all ranks issue the same collectives."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from deepytorch.comm.gradients.arrival_times import finish
+from deepytorch.comm.gradients.bucket_memory import BucketMemory, Transfer, new_buffer
+from deepytorch.comm.gradients.buckets import Bucket, BucketPlan
+from deepytorch.comm.gradients.comm_hooks import CommHook
+from deepytorch.comm.group.backend import averages
+
+
+@dataclass
+class Counts:
+    """What one reducer did: `syncs` backwards that reduced, over how many `collectives` and `num_bytes`."""
+
+    syncs: int = 0
+    collectives: int = 0
+    num_bytes: int = 0
+    exposed_seconds: float = 0.0
+    late: int = 0  # gradients that came from eager frames
+    transfers: list[Transfer] = field(default_factory=list)  # of the last backward that reduced
+
+
+class BucketSender:
+    """The buckets of one plan, backward after backward.
+
+    Memory is made by the first backward; what autograd holds of an earlier plan's stays as it is. counts: where sending
+    and waiting are counted.
+    """
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        parameters: Sequence[nn.Parameter],
+        group: dist.ProcessGroup,
+        hook: CommHook | None,
+        counts: Counts,
+    ) -> None:
+        """`parameters`: of the plan's members. hook: called with each bucket in place of an all-reduce."""
+        self.plan, self.counts = plan, counts
+        self._parameters, self._group, self._hook = parameters, group, hook
+        self._bucket_of = plan.bucket_of()
+        self._place = {member: place for bucket in plan.buckets for place, member in enumerate(bucket.members)}
+        self._averages = averages(group)
+        self._memory: list[BucketMemory] = []
+        self._next = 0  # the bucket that leaves next
+
+    @property
+    def device(self) -> torch.device:
+        """Where the gradients are."""
+        return self._parameters[0].device
+
+    def begin(self) -> None:
+        """A backward begins: nothing has come."""
+        if not self._memory:
+            self._memory = [self._make(number, together=True) for number in range(len(self.plan.buckets))]
+        for number, bucket in enumerate(self._memory):
+            if bucket.is_held():  # somebody kept a gradient of an earlier step: it stays what it is
+                self._memory[number] = bucket = self._make(number, together=False)
+            bucket.begin()
+        self._next = 0
+
+    def view(self, member: int) -> Tensor:
+        """Where a gradient lies in its bucket, laid out as its parameter is."""
+        return self.memory_of(member).views[self._place[member]]
+
+    def planned(self, member: int) -> Bucket:
+        """What the plan says of a gradient's bucket."""
+        return self.plan.buckets[self._bucket_of[member]]
+
+    def memory_of(self, member: int) -> BucketMemory:
+        """The bucket of a gradient."""
+        return self._memory[self._bucket_of[member]]
+
+    def fill(self, member: int) -> None:
+        """A gradient is in its place."""
+        self.memory_of(member).missing -= 1
+
+    def send_full(self) -> None:
+        """Send full buckets, in the order of the plan."""
+        whole = sum(not bucket.as_rows for bucket in self.plan.buckets)
+        while self._next < whole and self._memory[self._next].missing == 0:
+            self._launch(self._next)
+            self._next += 1
+
+    def send_now(self, member: int) -> None:
+        """Send a gradient's bucket, and wait for it."""
+        self._launch(self._bucket_of[member])
+        self.wait([member])
+
+    def send_one_by_one(self) -> float:
+        """Send every bucket when the one before has come; return what the network takes alone, in seconds."""
+        started = finish(self.device)
+        for number, bucket in enumerate(self._memory):
+            self._launch(number)
+            self.counts.exposed_seconds += bucket.finish()
+        self._next = len(self._memory)
+        return finish(self.device) - started
+
+    def wait(self, members: Iterable[int] | None = None) -> None:
+        """Wait for the buckets of these gradients (None: for all) that are on their way."""
+        numbers = range(len(self._memory)) if members is None else {self._bucket_of[each]: None for each in members}
+        for number in numbers:
+            self.counts.exposed_seconds += self._memory[number].finish()
+
+    def sent_rows(self, member: int, num_bytes: int, began: float) -> float:
+        """The rows of a gradient were sent from `began` on, by each rank this many bytes; returns when that ended."""
+        number, ended = self._bucket_of[member], time.perf_counter()
+        transfer = Transfer(number, num_bytes, began, ended, ended - began, began, as_rows=True)
+        self._memory[number].rows = transfer
+        self._count(num_bytes)
+        self.counts.exposed_seconds += transfer.waited
+        return ended
+
+    def transfers(self) -> list[Transfer]:
+        """What was sent in this backward."""
+        sent = [transfer for bucket in self._memory for transfer in (bucket.transfer, bucket.rows)]
+        return [transfer for transfer in sent if transfer is not None]
+
+    def _launch(self, number: int) -> None:
+        bucket, num_bytes = self._memory[number], self.plan.buckets[number].num_bytes
+        bucket.transfer = transfer = Transfer(number, num_bytes, time.perf_counter())
+        if self._hook is None:
+            bucket.work = self._all_reduce(bucket.buffer)
+        else:
+            bucket.work = self._hook.start(bucket, number, number == len(self._memory) - 1)
+        bucket.work.get_future().then(lambda _, transfer=transfer: setattr(transfer, "ended", time.perf_counter()))
+        bucket.launched = True
+        self._count(num_bytes)
+
+    def _all_reduce(self, tensor: Tensor) -> Any:
+        if not self._averages:
+            tensor.div_(dist.get_world_size(self._group))
+        op = dist.ReduceOp.AVG if self._averages else dist.ReduceOp.SUM
+        return dist.all_reduce(tensor, op, group=self._group, async_op=True)
+
+    def _count(self, num_bytes: int) -> None:
+        self.counts.collectives += 1
+        self.counts.num_bytes += num_bytes
+
+    def _make(self, number: int, together: bool) -> BucketMemory:
+        planned = self.plan.buckets[number]
+        parameters = [self._parameters[member] for member in planned.members]
+        buffer = new_buffer(planned.num_bytes, parameters[0].device, self._group, together)
+        return BucketMemory(planned, parameters, buffer)

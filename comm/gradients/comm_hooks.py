@@ -1,0 +1,69 @@
+"""Communication hooks that a user gave to DistributedDataParallel, called with our buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepytorch.comm.gradients.bucket_memory import BucketMemory
+
+Hook = Callable[[Any, Any], Any]
+
+
+@dataclass(frozen=True)
+class CommHook:
+    """What `register_comm_hook(state, hook)` was given."""
+
+    hook: Hook
+    state: Any
+
+    def start(self, memory: BucketMemory, index: int, is_last: bool) -> _Hooked:
+        """Hand a full bucket over. What the hook's future holds is the bucket's result: nothing is divided by us."""
+        return _Hooked(self.hook(self.state, _HookBucket(memory, index, is_last)), memory.buffer)
+
+
+class _HookBucket:
+    """The methods of `torch.distributed.GradBucket`, which Python cannot make."""
+
+    def __init__(self, memory: BucketMemory, index: int, is_last: bool) -> None:
+        self._memory, self._index, self._is_last = memory, index, is_last
+        self._buffer = memory.buffer
+
+    def index(self) -> int:
+        return self._index
+
+    def is_last(self) -> bool:
+        return self._is_last
+
+    def buffer(self) -> Tensor:
+        return self._buffer
+
+    def set_buffer(self, buffer: Tensor) -> None:
+        self._buffer = buffer  # of another dtype, for hooks that compress before they call another one
+
+    def gradients(self) -> list[Tensor]:
+        return list(self._memory.views)
+
+    def parameters(self) -> list[nn.Parameter]:
+        return list(self._memory.parameters)
+
+
+class _Hooked:
+    """A hook's future as the work of a bucket."""
+
+    def __init__(self, future: torch.futures.Future[Any], buffer: Tensor) -> None:
+        self._future, self._buffer = future, buffer
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return self._future
+
+    def wait(self) -> None:
+        result = self._future.wait()
+        while isinstance(result, (list, tuple)):
+            [result] = result
+        if result.data_ptr() != self._buffer.data_ptr():
+            self._buffer.copy_(result.view_as(self._buffer))

@@ -1,0 +1,412 @@
+"""Gradients on their way: what arrives is packed into buckets, full buckets are averaged over the ranks, late ones too.
+
+A `GradientReducer` stands for one DistributedDataParallel module. Gradients reach it from compiled backwards (`arrive`,
+through `ops`) and from autograd (a hook on each parameter, for what eager frames use). A bucket leaves as soon as it is
+full and the ones before it have left, so that every rank issues the same collectives in the same order, whatever its
+graphs look like; what is missing when the backward ends leaves then.
+
+What is handed back to autograd are views of the buckets, laid out as their parameters are. Autograd takes them for
+`param.grad` as they are, so a reduced gradient is never copied out.
+
+The first three backwards are watched, and the plan is made anew of them: see `replanning.Phase`.
+
+[Note: rows] What a compiled graph knows to be rows of an embedding is sent as such, where the plan says that it is
+worth it (`sparse_rows`): after all buckets, when every rank has said how many it has. A rank that has such a gradient
+as a whole, from an eager frame or with earlier micro-batches in it, says so, and then all send it as a whole.
+
+[Note: parts] A parameter that two graphs, or a graph and an eager frame, use gets its gradient in parts, which autograd
+adds up before the parameter's hook sees the sum. Such parameters wait for their sum.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from deepytorch.comm.gradients.autograd_leaves import accumulator, has_hooks, is_accumulated
+from deepytorch.comm.gradients.bucket_memory import strides
+from deepytorch.comm.gradients.bucket_sender import BucketSender, Counts
+from deepytorch.comm.gradients.buckets import BucketPlan
+from deepytorch.comm.gradients.comm_hooks import CommHook
+from deepytorch.comm.gradients.messages import check_same
+from deepytorch.comm.gradients.replanning import Replanner
+from deepytorch.comm.gradients.sparse_rows import Rows, reduce_rows, summed_rows
+from deepytorch.comm.topology.cost import Link
+from deepytorch.errors import GradientError
+
+
+class GradientReducer:
+    """The gradients of one data-parallel module. Not thread-safe beyond what autograd is: one backward at a time."""
+
+    def __init__(
+        self,
+        name: str,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        plan: BucketPlan,
+        group: dist.ProcessGroup,
+        *,
+        link: Link,
+        bucket_bytes: int | None = None,
+        may_be_unused: bool = False,
+        hook: CommHook | None = None,
+        timeout: timedelta = timedelta(minutes=30),
+    ) -> None:
+        """`parameters`: those that need gradients, in the order of the plan's members, alike on all ranks.
+
+        name: the same on every rank, and no other module's. plan: for the backwards that are watched. link: what an
+        all-reduce is thought to take. bucket_bytes: as the user wants the buckets, None to have them chosen. hook:
+        called with each bucket in place of an all-reduce.
+
+        may_be_unused: a parameter that no rank used keeps its gradient as it was, as DDP's `find_unused_parameters`
+        has it; otherwise one that is not used is an error.
+        """
+        self._name = name
+        self.counts = Counts()
+        self._names = [name for name, _ in parameters]
+        self._parameters = [parameter for _, parameter in parameters]
+        self._accumulators = [accumulator(each) for each in self._parameters]
+        self._layouts = [(each.shape, strides(each), each.dtype, each.device) for each in self._parameters]
+        self._group, self._may_be_unused, self._timeout = group, may_be_unused, timeout
+        self._comm_hook = hook
+        self._replanner = Replanner(group, self._parameters[0].device, link, bucket_bytes, may_send_rows=hook is None)
+        self._arrived: set[int] = set()
+        self._in_parts: set[int] = set()  # see [Note: parts]
+        self._parts: dict[int, Tensor] = {}  # of this backward, on their way to autograd
+        self._rest_of: dict[int, str] = {}  # members a part of which came, and what is done with the rows to come
+        self._rows: dict[int, Rows | None] = {}  # of this backward, as they are to be sent
+        self._set_plan(plan)
+        self._armed = False  # whether the backward that comes reduces
+        self._armed_anew = False  # whether a forward said so since the last backward began
+        self._backward = -1  # the backward that is under way, as autograd numbers them; -1: none
+        self._agreed = False
+        self._released = False
+        self._hooks: list[Any] = []
+
+    def _set_plan(self, plan: BucketPlan) -> None:
+        self.plan = plan
+        self._sender = BucketSender(plan, self._parameters, self._group, self._comm_hook, self.counts)
+
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """The parameters, in the order of the plan's members."""
+        return self._parameters
+
+    def to_json(self) -> dict[str, Any]:
+        """Plan and counts as plain JSON values. Seconds are those that the backward stood still, over all its steps."""
+        return {
+            "name": self._name,
+            **self.plan.to_json(),
+            "syncs": self.counts.syncs,
+            "collectives": self.counts.collectives,
+            "num_bytes": self.counts.num_bytes,
+            "from_eager_frames": self.counts.late,
+            "exposed_seconds": self.counts.exposed_seconds,
+        }
+
+    def reset_counts(self) -> None:
+        """Counting starts anew."""
+        self.counts = self._sender.counts = Counts()
+
+    # ------------------------------------------------------------------ what DDP tells
+
+    def arm(self) -> None:
+        """The forward that has just ended is to be reduced in its backward."""
+        self._armed = self._armed_anew = True
+
+    def attach(self) -> None:
+        """Listen to every parameter, for gradients that no compiled backward hands over."""
+        for member, parameter in enumerate(self._parameters):
+            hook = parameter.register_post_accumulate_grad_hook(self._hook(member))
+            self._hooks.append(hook)
+
+    def release(self) -> None:
+        """Nothing more is to be reduced: listen no more, behind the backward that is awaited if there is one.
+
+        A compiled backward that still hands gradients over gets them back as they are.
+        """
+        self._released = True
+        if not self._armed:
+            self._detach()
+
+    def _detach(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    # ------------------------------------------------------------------ what arrives
+
+    def arrive(self, members: Sequence[int], gradients: Sequence[Tensor]) -> None:
+        """Pack gradients of a compiled backward, and send the buckets that are full with them.
+
+        Those that autograd does not accumulate (`torch.autograd.grad`, `backward(inputs=...)`) only pass through.
+        """
+        accumulated = [is_accumulated(self._accumulators[member]) for member in members]
+        if any(accumulated):
+            self._begin()
+        whole = zip(members, accumulated, strict=True)
+        self._stamp(member for member, taken in whole if taken and member not in self._in_parts)
+        targets, sources = [], []
+        for member, gradient, taken in zip(members, gradients, accumulated, strict=True):
+            if not taken or member in self._arrived or member in self._in_parts:
+                self._parts[member] = self._copy(member, gradient)
+                continue
+            self._count(member)
+            if self._parameters[member].grad is None:
+                targets.append(self._sender.view(member))
+                sources.append(gradient)
+            else:
+                self._fill(member, gradient)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        if any(accumulated):
+            self._send_full()
+
+    def arrive_part(self, member: int, gradient: Tensor) -> None:
+        """A gradient but for rows that `arrive_rows` is given later."""
+        if self._passes_through(member):
+            self._parts[member] = self._copy(member, gradient)
+            self._rest_of[member] = "autograd"
+            return
+        self._fill(member, gradient)
+        apart = not self._sender.planned(member).as_rows  # else the bucket is not sent before the rows
+        self._rest_of[member] = "sent" if apart and self._sends_rows(member) else "added"
+        if self._replanner.times is not None:
+            self._replanner.times.arrived_but_for_rows(member)
+        if self._rest_of[member] == "sent":
+            self._count(member)
+            self._send_full()
+
+    def arrive_rows(self, member: int, ids: Tensor, values: Tensor, kept: Tensor | None) -> None:
+        """Rows of a gradient, or of the rest of one: see `summed_rows`. Where nothing else came they are all of it."""
+        purpose = self._rest_of.pop(member, None)
+        if purpose == "autograd" or (purpose is None and self._passes_through(member)):
+            if purpose is None:
+                self._parts[member] = self._copy(member, torch.zeros_like(self._parameters[member]))
+            summed_rows(ids, values, kept).add_to(self._parts[member])
+            return
+        rows = summed_rows(ids, values, kept)
+        if purpose == "sent":
+            self._rows[member] = rows
+            return
+        if purpose is None:
+            if self._sends_rows(member) and self._parameters[member].grad is None:
+                self._rows[member] = rows
+                self._sender.view(member).zero_()
+                self._count(member)
+                self._send_full()
+                return
+            self._fill(member, None)
+        rows.add_to(self._sender.view(member))
+        self._replanner.saw_rows(member, rows.num_bytes, only=purpose is None)
+        self._stamp([member])
+        self._count(member)
+        self._send_full()
+
+    def _passes_through(self, member: int) -> bool:
+        """Whether a gradient is not ours to reduce as it comes: autograd adds it up, or only hands it out."""
+        if not is_accumulated(self._accumulators[member]):
+            return True
+        self._begin()
+        return member in self._arrived or member in self._in_parts
+
+    def _sends_rows(self, member: int) -> bool:
+        return (
+            self._armed
+            and member in self.plan.tables
+            and not (torch.is_grad_enabled() or has_hooks(self._parameters[member]))
+        )
+
+    def _fill(self, member: int, gradient: Tensor | None) -> None:
+        """Put a gradient (None: zeros) into its bucket, with the micro-batches before this one: they leave together,
+        and autograd takes the view in their place.
+        """
+        parameter, view = self._parameters[member], self._sender.view(member)
+        earlier, parameter.grad = parameter.grad, None
+        if gradient is None:
+            if earlier is None:
+                view.zero_()
+            elif earlier.data_ptr() != view.data_ptr():
+                view.copy_(earlier)
+        elif earlier is None:
+            view.copy_(gradient)
+        elif earlier.data_ptr() == view.data_ptr():
+            view.add_(gradient)
+        else:
+            torch.add(earlier, gradient, out=view)
+
+    def _copy(self, member: int, gradient: Tensor) -> Tensor:
+        shape, stride, dtype, device = self._layouts[member]
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device).copy_(gradient)
+
+    def wait(self, members: Sequence[int]) -> list[Tensor]:
+        """The gradients as autograd is to have them: reduced, or to be reduced in place before the backward ends.
+
+        Autograd only takes note of them meanwhile, unless hooks of the user's look at them, or it was told to create a
+        graph of the backward.
+        """
+        if torch.is_grad_enabled() or any(has_hooks(self._parameters[member]) for member in members):
+            self._sender.wait(member for member in members if member not in self._parts)
+        return [
+            self._parts.pop(each) if each in self._parts else self._sender.view(each).view_as(self._parameters[each])
+            for each in members
+        ]
+
+    def layouts(self, members: Sequence[int]) -> list[tuple[Any, ...]]:
+        """Shape, stride, dtype and device of what `wait` gives."""
+        return [self._layouts[member] for member in members]
+
+    def _hook(self, member: int) -> Callable[[nn.Parameter], None]:
+        this = weakref.ref(self)  # a parameter's hooks must not keep its module alive
+
+        def accumulated(parameter: nn.Parameter) -> None:
+            reducer = this()
+            if reducer is not None and reducer._armed and parameter.grad is not None:
+                reducer._accumulated(member, parameter.grad)
+
+        return accumulated
+
+    def _accumulated(self, member: int, gradient: Tensor) -> None:
+        """Autograd has added up a gradient."""
+        self._begin()
+        if member not in self._arrived:
+            self._stamp([member])
+            self.counts.late += 1
+            self._take(member, gradient)
+            self._count(member)
+            self._send_full()
+        elif gradient.data_ptr() != self._sender.view(member).data_ptr():  # a sum of parts
+            if self._sender.memory_of(member).launched:
+                raise GradientError(
+                    f"{self._names[member]} got a gradient in parts, from a compiled graph and from elsewhere, for the "
+                    "first time after the first step; expected it in every step: compile with "
+                    "options={'reduce_gradients': False}"
+                )
+            self._take(member, gradient)
+            self._in_parts.add(member)
+            rows = self._rows.pop(member, None)  # they are not all of it: it is whole now
+            if rows is not None:
+                rows.add_to(self._sender.view(member))
+
+    def _stamp(self, members: Iterable[int]) -> None:
+        if self._replanner.times is not None:
+            self._replanner.times.arrived(member for member in members if member not in self._arrived)
+
+    def _take(self, member: int, gradient: Tensor) -> None:
+        """Move a gradient that autograd holds into its bucket, and give autograd the view."""
+        view = self._sender.view(member)
+        if gradient.data_ptr() != view.data_ptr():
+            view.copy_(gradient)
+            self._parameters[member].grad = view.view_as(view)
+
+    def _count(self, member: int) -> None:
+        self._arrived.add(member)
+        self._sender.fill(member)
+
+    def _send_full(self) -> None:
+        if self._armed and not self._replanner.phase.holds_back:
+            self._sender.send_full()
+
+    # ------------------------------------------------------------------ one backward
+
+    def _begin(self) -> None:
+        current = torch._C._current_graph_task_id()
+        if self._backward == current:
+            return
+        if self._backward >= 0 and self._armed and not self._armed_anew:
+            raise GradientError(
+                "a backward began inside of a backward (reentrant checkpointing, or a custom autograd.Function) or "
+                "behind one that failed; expected one at a time: use checkpoint(..., use_reentrant=False), or "
+                "compile with options={'reduce_gradients': False}"
+            )
+        self._armed_anew = False
+        self._backward = current  # one before it that ended in an error is forgotten
+        self._arrived.clear()
+        self._parts.clear()
+        self._rest_of.clear()
+        self._rows.clear()
+        if self._armed and not self._agreed:
+            mine = f"{self.plan.digest()} {int(self._may_be_unused)}"
+            check_same(self._group, f"gradients/{self._name}/plan0", mine, self._timeout)
+            self._agreed = True
+        self._sender.begin()
+        if self._armed:
+            self._replanner.begin()
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    def _end(self) -> None:
+        """The backward is over: send what has not left, in order, and wait for all of it."""
+        times = self._replanner.times
+        try:
+            if self._armed:
+                self._send_rest()
+        finally:
+            self._backward = -1
+            armed, self._armed = self._armed, False
+            self._replanner.forget()
+        if self._released:
+            self._detach()
+        if armed:
+            self.counts.syncs += 1
+            self.counts.transfers = self._sender.transfers()
+            plan = None if times is None else self._replanner.next_plan(self.plan, times)
+            if plan is not None:
+                self._set_plan(plan)
+
+    def _send_rest(self) -> None:
+        unused = [member for member in range(len(self._parameters)) if member not in self._arrived]
+        touched = [member in self._arrived or each.grad is not None for member, each in enumerate(self._parameters)]
+        for member in unused:
+            gradient = self._parameters[member].grad
+            if gradient is None:
+                self._sender.view(member).zero_()
+                self._rows[member] = None
+            else:
+                self._sender.view(member).copy_(gradient)
+            self._count(member)
+        if self._replanner.times is not None:
+            self._replanner.times.ended()
+        if self._replanner.phase.holds_back:
+            self._replanner.saw_network(self.plan.buckets, self._sender.send_one_by_one())
+        self._send_full()
+        used = self._used_anywhere(touched) if self._may_be_unused else None  # behind all buckets, on every rank
+        self._sender.wait()
+        if self.plan.tables:
+            reduce_rows(self._group, self._sender, self._rows)
+        for member in self._arrived.difference(unused):  # autograd may have cloned what it was handed
+            parameter, view = self._parameters[member], self._sender.view(member)
+            if parameter.grad is not None and parameter.grad.data_ptr() != view.data_ptr():
+                parameter.grad = view.view_as(view)
+        for member in unused:
+            if used is None or used[member]:
+                self._parameters[member].grad = self._sender.view(member).view_as(self._parameters[member])
+        if unused and used is None:
+            names = ", ".join(self._names[member] for member in unused[:5])
+            more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
+            raise GradientError(
+                f"no gradient came for {names}{more}; expected one for every parameter that requires grad: give "
+                "find_unused_parameters=True to DistributedDataParallel where some are not used, or freeze them"
+            )
+
+    def _used_anywhere(self, touched: Sequence[bool]) -> list[bool]:
+        """Which parameters some rank has used, in this backward or in those that it only accumulated before."""
+        found = torch.tensor(touched, dtype=torch.int32).to(self._parameters[0].device)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
+        return [bool(flag) for flag in found.tolist()]
+
+
+# By the name that compiled graphs know them by; each lives as long as its module.
+REDUCERS: weakref.WeakValueDictionary[str, GradientReducer] = weakref.WeakValueDictionary()
+
+
+def reducer(name: str) -> GradientReducer:
+    """The reducer of that name; `GradientError` where it has gone."""
+    found = REDUCERS.get(name)
+    if found is None:
+        raise GradientError(f"the gradients {name!r} belong to no DistributedDataParallel module that is alive")
+    return found

@@ -1,0 +1,105 @@
+"""The plan of buckets, made anew from the first backwards: rank 0 makes it of what it saw, and all ranks take it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from enum import Enum
+
+import torch
+import torch.distributed as dist
+
+from deepytorch.comm.gradients.arrival_times import ArrivalTimes, fitted
+from deepytorch.comm.gradients.buckets import NOMINAL, Bucket, BucketPlan, expected_arrivals, plan_buckets
+from deepytorch.comm.gradients.messages import from_rank_0
+from deepytorch.comm.gradients.sparse_rows import saves
+from deepytorch.comm.topology.cost import Link
+
+
+class Phase(Enum):
+    """What the backward that comes, or is under way, is to show. A backward that is reduced to its end leads on."""
+
+    PARTS = 0  # which gradients come in parts; buckets leave at the end
+    ALONE = 1  # when each gradient comes, and what the network takes, seen alone; buckets leave at the end
+    OVERLAPPED = 2  # when gradients come while buckets are on their way, as both share cores or a GPU
+    SETTLED = 3  # nothing: the plan stays
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether buckets leave when the backward ends, and not when they are full."""
+        return self in (Phase.PARTS, Phase.ALONE)
+
+
+class Replanner:
+    """Watches the first backwards of one reducer, and makes its plans of them."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, link: Link, bucket_bytes: int | None, may_send_rows: bool
+    ) -> None:
+        """`device`: where the gradients are. `link`: what an all-reduce is thought to take. `bucket_bytes`: as the user
+        wants the buckets, None to have them chosen.
+        """
+        self.phase = Phase.PARTS
+        self.times: ArrivalTimes | None = None  # of the backward under way, where it is watched
+        self._group, self._device, self._bucket_bytes, self._may_send_rows = group, device, bucket_bytes, may_send_rows
+        self._assumed = self._seen = link
+        self._rows_seen: dict[int, tuple[int, bool]] = {}  # bytes of a gradient's rows, and whether they were all of it
+        self._tables: dict[int, bool] = {}
+
+    def begin(self) -> None:
+        """A backward that is reduced begins."""
+        self.times = None if self.phase is Phase.SETTLED else ArrivalTimes(self._device)
+
+    def saw_rows(self, member: int, num_bytes: int, only: bool) -> None:
+        """A gradient has come as rows. `only`: they are all of it."""
+        if self.times is not None:
+            self._rows_seen[member] = num_bytes, only
+
+    def saw_network(self, buckets: Sequence[Bucket], seconds: float) -> None:
+        """These buckets took so long, one after the other and with nothing beside."""
+        self._seen = fitted(self._assumed, sum(each.num_bytes for each in buckets), len(buckets), seconds)
+
+    def forget(self) -> None:
+        """The backward is over, whichever way."""
+        self.times = None
+
+    def next_plan(self, plan: BucketPlan, times: ArrivalTimes) -> BucketPlan | None:
+        """The backward of `times`, under `plan`, was reduced. Returns what it leads to, None: `plan`. A collective."""
+        showed, self.phase = self.phase, Phase(self.phase.value + 1)
+        if showed is Phase.PARTS:
+            return None
+        said = ""
+        if dist.get_rank(self._group) == 0:
+            backward_us, members = times.backward_us(), plan.members
+            fixed = torch.are_deterministic_algorithms_enabled()
+            if fixed:  # the same plan in every run
+                self._seen = NOMINAL
+                backward_us = NOMINAL.time_us(sum(member.num_bytes for member in members))
+            if showed is Phase.ALONE:
+                self._tables = self._worth_rows(plan)
+            arrivals = times.arrivals(len(members), without_rows=self._tables)
+            if fixed:
+                order = [member for arrival in arrivals for member in arrival.members]
+                arrivals = expected_arrivals(members, backward_us, order)
+            made = plan_buckets(
+                members,
+                arrivals,
+                self._seen,
+                backward_us,
+                bucket_bytes=self._bucket_bytes,
+                measured=True,
+                tables=self._tables,
+            )
+            said = json.dumps(made.choices())
+        return plan.with_choices(json.loads(from_rank_0(self._group, said, self._device)))
+
+    def _worth_rows(self, plan: BucketPlan) -> dict[int, bool]:
+        """Gradients that are to be sent as rows, and whether these are all of them."""
+        if not self._may_send_rows:
+            return {}
+        num_ranks = dist.get_world_size(self._group)
+        return {
+            member: only
+            for member, (num_bytes, only) in self._rows_seen.items()
+            if saves(num_bytes, plan.members[member].num_bytes, self._seen, num_ranks)
+        }

@@ -1,0 +1,114 @@
+"""Gradients of embeddings as the rows that a batch has touched: what travels is as long as the batch, not the table.
+
+Where a vocabulary is large beside the tokens of a step, most of an embedding's gradient is zero, and it is the last one
+that a backward makes: sent as a whole, it is all exposed. Each rank adds up its own rows, all ranks gather them, and
+each adds everyone's in the order of the ranks, so that all get the same bits (rows of sparse variables travel so in
+Parallax: Kim et al. 2019).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deepytorch.comm.gradients.bucket_sender import BucketSender
+from deepytorch.comm.topology.cost import Link
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a gradient [num_rows, width]: `ids` [n] int64, each once, and `values` [n, width]."""
+
+    ids: Tensor
+    values: Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of ids and values."""
+        return self.ids.numel() * self.ids.element_size() + self.values.numel() * self.values.element_size()
+
+    def add_to(self, table: Tensor, scale: float = 1.0) -> None:
+        """Add the rows, `scale` times, to `table` [num_rows, width]."""
+        table.index_put_((self.ids,), table[self.ids] + scale * self.values)
+
+
+def summed_rows(ids: Tensor, values: Tensor, kept: Tensor | None) -> Rows:
+    """Rows of ids [...] and values [..., width], those of one id added up. `kept` [...] or [..., 1]: what counts."""
+    if kept is not None:
+        kept = kept.expand(*ids.shape, 1) if kept.dim() > ids.dim() else kept.expand(ids.shape)
+    values = values.reshape(-1, values.shape[-1])
+    ids = ids.reshape(-1)
+    if kept is not None:
+        chosen = kept.reshape(-1)
+        ids, values = ids[chosen], values[chosen]
+    found, place = ids.long().unique(return_inverse=True)
+    summed = torch.ops.aten.embedding_dense_backward(values.contiguous(), place, found.numel(), -1, False)
+    return Rows(found, summed)
+
+
+def saves(rows_bytes: int, dense_bytes: int, link: Link, num_ranks: int) -> bool:
+    """Whether gathering rows is predicted to be worth its two collectives and the host's waiting for sizes."""
+    gathered = num_ranks * rows_bytes / 2  # an all-reduce sends nearly twice its payload, an all-gather once
+    return link.us_per_byte * (dense_bytes - gathered) > 4 * link.latency_us + 500.0
+
+
+def exchange_sizes(group: dist.ProcessGroup, sizes: Sequence[int], device: torch.device) -> list[list[int]]:
+    """For each rank what it says of each table: how many rows it has, or -1 where it has the whole gradient."""
+    mine = torch.tensor(sizes, dtype=torch.int64, device=device)
+    everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyones, mine, group=group)
+    return [[int(number) for number in each.tolist()] for each in everyones]
+
+
+def gather_rows(group: dist.ProcessGroup, mine: Rows | None, counts: Sequence[int], like: Tensor) -> list[Rows]:
+    """The rows of every rank, which has `counts` of them. `like`: the table, for its width, dtype and device."""
+    width, most = like.shape[1], max(counts)
+    packed = torch.zeros(most, 8 + width * like.element_size(), dtype=torch.uint8, device=like.device)
+    if mine is not None:
+        own = mine.ids.numel()
+        packed[:own, :8] = mine.ids.view(torch.uint8).view(own, 8)
+        packed[:own, 8:] = mine.values.contiguous().view(torch.uint8).view(own, -1)
+    everyones = [torch.empty_like(packed) for _ in counts]
+    dist.all_gather(everyones, packed, group=group)
+    return [
+        Rows(
+            each[:count, :8].contiguous().view(torch.int64).view(-1),
+            each[:count, 8:].contiguous().view(like.dtype).view(count, width),
+        )
+        for each, count in zip(everyones, counts, strict=True)
+    ]
+
+
+def reduce_rows(group: dist.ProcessGroup, sender: BucketSender, rows_of: Mapping[int, Rows | None]) -> None:
+    """Average the gradients that the sender's plan has as rows; a collective.
+
+    rows_of: by member, its rows, None for a gradient that did not come; where a member is missing it came as a whole,
+    and then all ranks send it as a whole.
+    """
+    began = time.perf_counter()
+    plan, num_ranks = sender.plan, dist.get_world_size(group)
+    alone = {bucket.members[0] for bucket in plan.buckets if bucket.as_rows}
+    sizes = []
+    for member in plan.tables:
+        rows = rows_of.get(member)
+        whole = member in alone and member not in rows_of
+        sizes.append(-1 if whole else 0 if rows is None else rows.ids.numel())
+    everyones = exchange_sizes(group, sizes, sender.device)
+    for place, member in enumerate(plan.tables):
+        mine, view = rows_of.get(member), sender.view(member)
+        counts = [rank[place] for rank in everyones]
+        if min(counts) < 0:
+            if mine is not None:
+                mine.add_to(view)  # which is zero: see `GradientReducer.arrive_rows`
+            sender.send_now(member)
+            continue
+        if max(counts) == 0:
+            continue
+        for rows in gather_rows(group, mine, counts, view):
+            rows.add_to(view, 1.0 / num_ranks)
+        began = sender.sent_rows(member, max(counts) * (8 + view.shape[1] * view.element_size()), began)

@@ -1,0 +1,422 @@
+"""The c10d backend "deepytorch": `init_process_group("deepytorch")` on CPU and CUDA tensors.
+
+It composes stock gloo and nccl with algorithms of its own (`csrc`), by a table that `select` makes of measured links.
+Everything that all ranks of a group must share goes through the group's store, as JSON.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from deepytorch.comm.algorithms import hierarchical
+from deepytorch.comm.algorithms.base import KINDS, Choice, Compression, DeviceKind
+from deepytorch.comm.algorithms.select import COLLECTIVES, table
+from deepytorch.comm.group import native, nccl, symmetric
+from deepytorch.comm.group.inner_backends import inner_backends, stock_group
+from deepytorch.comm.group.rendezvous import share_segment
+from deepytorch.comm.topology.calibrate import STREAMS, Bench, calibrated
+from deepytorch.comm.topology.cost import Links
+from deepytorch.comm.topology.topology import Topology, discover_host, gather_topology
+from deepytorch.config import Environment
+from deepytorch.errors import ConfigError
+from deepytorch.log import once
+
+_NATIVE = tuple(found.name for found in COLLECTIVES)
+_WITHOUT_END = (1 << 64) - 1
+_MAX_SEGMENT_BYTES = 128 << 20  # of one host's ranks together; reserved when the group is made
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a group may be told: `init_process_group("deepytorch", pg_options=Options(...))`, likewise `new_group`.
+
+    algorithm: one for every size, in place of the choice by measurement ("engine" leaves all to gloo and nccl).
+    compress: "bf16" or "fp16": sums and averages of float32 may be cast to it between hosts, where that is faster.
+    quantize: "int8" or "fp8": reduce_scatter_tensor and all_gather_into_tensor of floats on the CPU, of 16,384 values
+        or more, take a byte for each value between hosts, with error feedback from step to step (a step ends with
+        `optimizer.step()`); for ZeRO. For FSDP2 see `deepytorch.comm.quantize`.
+    links: measured costs to choose by; None measures them, or takes what was remembered for this topology.
+    chunk_bytes, num_streams: settings of a forced `algorithm`; 0 leaves them to it.
+    area_bytes: shared memory of each rank for a chunk on its way; 0 fits it to the caches.
+    one_shot_bytes: payloads up to this are read by every rank as a whole.
+    """
+
+    algorithm: str | None = None
+    compress: Compression | None = None
+    quantize: str | None = None
+    links: Links | None = None
+    chunk_bytes: int = 0
+    num_streams: int = 0
+    area_bytes: int = 0
+    one_shot_bytes: int = 1 << 15
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for a value that makes no sense."""
+        if self.algorithm is not None and self.algorithm not in _NATIVE:
+            raise ConfigError(f"algorithm={self.algorithm!r}; expected None or one of {', '.join(_NATIVE)}")
+        if self.compress not in (None, "bf16", "fp16"):
+            raise ConfigError(
+                f"compress={self.compress!r}; expected None, 'bf16' or 'fp16' (fp8 needs error feedback: "
+                "deepytorch.comm.all_reduce(tensor, compress='fp8', key=...))"
+            )
+        if self.quantize not in (None, "int8", "fp8"):
+            raise ConfigError(f"quantize={self.quantize!r}; expected None, 'int8' or 'fp8'")
+        for name in ("num_streams", "one_shot_bytes"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}={getattr(self, name)}; expected 0 or more")
+        if 0 < self.chunk_bytes < 64 or self.chunk_bytes < 0:
+            raise ConfigError(f"chunk_bytes={self.chunk_bytes}; expected 0, or 64 or more")
+        if self.area_bytes < 0 or self.area_bytes % 4096:
+            raise ConfigError(f"area_bytes={self.area_bytes}; expected 0 or a multiple of 4096")
+
+
+@dataclass(frozen=True)
+class Group:
+    """What is known of one group of this process: its native backend, and what the choice was made by.
+
+    `backend` is None in what is remembered: a group's memory goes with its `ProcessGroup`.
+    """
+
+    backend: Any
+    topology: Topology
+    links: Links
+    options: Options
+    store: dist.Store
+    rank: int
+    timeout: timedelta
+    allocations: Iterator[int] = field(default_factory=itertools.count)
+
+
+_GROUPS: dict[str, Group] = {}  # by the name of the process group
+
+
+def group_of(group: dist.ProcessGroup | None = None) -> Group:
+    """What deepytorch knows of a process group (None: the default one). `ConfigError` where it is another backend's."""
+    process_group = dist.group.WORLD if group is None else group
+    name = None if process_group is None else process_group.group_name
+    backend = None if process_group is None else _native_backend(process_group)
+    if name is None or name not in _GROUPS or backend is None:
+        raise ConfigError(
+            'this is not a process group of the "deepytorch" backend; expected one made by '
+            'init_process_group("deepytorch") or new_group(backend="deepytorch"), with a C++ compiler at hand'
+        )
+    return replace(_GROUPS[name], backend=backend)
+
+
+def _native_backend(process_group: dist.ProcessGroup) -> Any | None:
+    """The native backend of a process group, which may have another one for some device, and may be wrapped."""
+    module = native.load() if Environment.read().enabled else None
+    for device in process_group._device_types:
+        found = process_group._get_backend(device)
+        found = getattr(found, "wrapped_pg", found)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+        if module is not None and isinstance(found, module.Backend):
+            return found
+    return None
+
+
+def averages(group: dist.ProcessGroup) -> bool:
+    """Whether the group's all_reduce averages by itself, whatever name the group goes by: ours and nccl's do."""
+    return _native_backend(group) is not None or "nccl" in str(dist.get_backend(group))
+
+
+def chosen(
+    group: dist.ProcessGroup | None = None,
+    kind: str = "all_reduce",
+    num_bytes: int = 1 << 20,
+    device: str = "cpu",
+) -> Choice:
+    """What the group does with a payload of that size."""
+    _, algorithm, chunk_bytes, num_streams, wire = group_of(group).backend.chosen(kind, device == "cuda", num_bytes)
+    return Choice(algorithm, chunk_bytes, num_streams, None if wire == "exact" else wire)
+
+
+def create(options: Any, group_options: Any) -> Any:
+    """What c10d calls to make the backend of one group: a native backend, or a stock group where that cannot be."""
+    store, rank, size, timeout = options.store, options.group_rank, options.group_size, options.timeout
+    if not isinstance(timeout, timedelta):
+        timeout = timedelta(seconds=float(timeout))
+    if group_options is not None and not isinstance(group_options, Options):
+        raise ConfigError(
+            f"pg_options of the deepytorch backend is a {type(group_options).__name__}; expected "
+            "deepytorch.comm.Options(...) or None"
+        )
+    wanted = group_options or Options()
+    module = native.load() if Environment.read().enabled else None
+    if not _all_have(store, rank, size, module is not None, timeout):
+        return stock_group(store, rank, size, timeout)
+    group = _make(module, store, options.group_id, rank, size, timeout, wanted)
+    _GROUPS[options.group_id] = replace(group, backend=None)
+    return group.backend
+
+
+def _all_have(store: dist.Store, rank: int, size: int, mine: bool, timeout: timedelta) -> bool:
+    """Whether every rank has the native module, and the same one: ranks that differ would wait for others in vain."""
+    store.set(f"native/{rank}", native.digest() if mine else "none")
+    keys = [f"native/{peer}" for peer in range(size)]
+    store.wait(keys, max(timeout, native.BUILD_TIMEOUT))  # another host may be compiling
+    found = [store.get(key).decode() for key in keys]
+    if len(set(found)) == 1:
+        return mine
+    without = [peer for peer, digest in enumerate(found) if digest == "none"]
+    if without:
+        once(logging.WARNING, "ranks %s lack deepytorch's native code: the group runs on stock gloo and nccl", without)
+    else:
+        once(logging.WARNING, "ranks have different builds of deepytorch: the group runs on stock gloo and nccl")
+    return False
+
+
+def _make(
+    module: Any, store: dist.Store, name: str, rank: int, size: int, timeout: timedelta, options: Options
+) -> Group:
+    store = _of_this_life(store, rank)
+    topology = gather_topology(dist.PrefixStore("topology", store), rank, size, discover_host(), timeout)
+    host = topology.host_of[rank]
+    local = topology.ranks_on(host)
+    local_rank = local.index(rank)
+    nccl.prepare(topology)
+    single = topology.num_hosts == 1
+    cpu, cuda = inner_backends(store, rank, size, timeout, single)
+    between = _between(store, topology, host, local_rank, timeout)
+    segment = _segment(module, store, topology, host, local_rank, cuda is not None, options, timeout)
+    shares = _same_everywhere(store, topology, rank, segment is not None or len(local) == 1, timeout)
+    backend = module.Backend(
+        rank=rank,
+        size=size,
+        timeout_ms=int(timeout.total_seconds() * 1000),
+        cpu=cpu,
+        cuda=cuda,
+        segment=segment,
+        between=between if shares else [],
+        num_hosts=topology.num_hosts,
+        host=host,
+        ranks=_ranks_by_host(topology),
+        store=None if single else _with_deadline(dist.PrefixStore("health", store)),
+        exchanges=shares and single and options.algorithm in (None, "shared_memory"),
+    )
+    backend.set_one_shot_bytes(options.one_shot_bytes)
+    if options.quantize is not None and between and shares and topology.is_regular:
+        backend.set_quantize(options.quantize)
+        _tell_of_steps(backend)
+    if cuda is not None:
+        backend.set_symmetric(partial(symmetric.all_reduce, group_name=name))
+        if segment is not None:
+            backend.set_pin(partial(pin, segment))
+    group = Group(backend, topology, Links(), options, dist.PrefixStore("group", store), rank, timeout)
+    group = replace(group, links=_links(group, module, cpu, between, shares))
+    _set_tables(group, shares)
+    return group
+
+
+def _tell_of_steps(backend: Any) -> None:
+    """Let the backend know when an optimizer has stepped, for as long as it lives."""
+    mark = backend.step_marker()
+
+    def stepped(*_: Any) -> None:
+        if not mark():
+            hook.remove()
+
+    hook = register_optimizer_step_post_hook(stepped)
+
+
+def _of_this_life(store: dist.Store, rank: int) -> dist.Store:
+    """The group's keys, apart from those of an earlier group of the same name in the same store.
+
+    Every rank counts how often it has made the group: all count alike, since they make it together.
+    """
+    return dist.PrefixStore(f"life/{store.add(f'lives/{rank}', 1)}", store)
+
+
+def _with_deadline(store: Any) -> dist.Store:
+    """A connection of its own, for a thread that must not wait long for an answer."""
+    made: dist.Store = store.clone()
+    made.set_timeout(timedelta(seconds=5))
+    return made
+
+
+def _ranks_by_host(topology: Topology) -> list[int]:
+    if not topology.is_regular:
+        return []
+    return [rank for host in range(topology.num_hosts) for rank in topology.ranks_on(host)]
+
+
+def _between(
+    store: dist.Store, topology: Topology, host: int, local_rank: int, timeout: timedelta
+) -> list[dist.ProcessGroupGloo]:
+    """Gloo over the same local rank of every host, several of them: each has connections of its own."""
+    if topology.num_hosts == 1 or not topology.is_regular:
+        return []
+    made = []
+    for stream in range(max(STREAMS)):
+        prefix = dist.PrefixStore(f"between/{local_rank}/{stream}", store)
+        made.append(dist.ProcessGroupGloo(prefix, host, topology.num_hosts, timeout))
+    return made
+
+
+def _segment(
+    module: Any,
+    store: dist.Store,
+    topology: Topology,
+    host: int,
+    local_rank: int,
+    has_cuda: bool,
+    options: Options,
+    timeout: timedelta,
+) -> Any | None:
+    num_ranks = len(topology.ranks_on(host))
+    if num_ranks == 1:
+        return None
+    # one that is brought, one that is reduced, one that is taken out; on the way to other hosts or from GPUs, more
+    areas = 3 if topology.num_hosts == 1 and not has_cuda and options.algorithm != "cpu_reduce" else 6
+    area_bytes = options.area_bytes or _area_bytes(topology)
+    area_bytes = min(area_bytes, _most_area_bytes(areas, num_ranks))
+    return share_segment(
+        module, dist.PrefixStore(f"segment/{host}", store), local_rank, num_ranks, areas, area_bytes, timeout
+    )
+
+
+def _area_bytes(topology: Topology) -> int:
+    """512 KB on one host, where chunks then stay in the caches. Between hosts a chunk costs the network's latency."""
+    return 1 << 21 if topology.num_hosts > 1 else 1 << 19
+
+
+def _most_area_bytes(areas: int, num_ranks: int) -> int:
+    return max(4096, _MAX_SEGMENT_BYTES // (areas * num_ranks) // 4096 * 4096)
+
+
+def pin(segment: Any) -> None:
+    """Make a segment known to CUDA until it is unmapped, so that copies from and to GPUs go by DMA."""
+    runtime, address = torch.cuda.cudart(), segment.address()
+    result = runtime.cudaHostRegister(address, segment.num_bytes, 1)  # 1: for all of this process's devices
+    if int(result) != 0:
+        once(logging.WARNING, "shared memory could not be pinned (CUDA error %s): copies to it are slower", result)
+    else:
+        segment.set_unpin(partial(runtime.cudaHostUnregister, address))
+
+
+def _same_everywhere(store: dist.Store, topology: Topology, rank: int, mine: bool, timeout: timedelta) -> bool:
+    """Whether the ranks of every host share memory: an algorithm of all hosts needs it on each."""
+    store.set(f"shares/{rank}", "yes" if mine else "no")
+    keys = [f"shares/{peer}" for peer in range(topology.num_ranks)]
+    store.wait(keys, timeout)
+    return all(store.get(key) == b"yes" for key in keys)
+
+
+def _links(group: Group, module: Any, cpu: Any, between: Sequence[Any], shares: bool) -> Links:
+    if group.options.links is not None:
+        return group.options.links
+    if group.topology.num_ranks == 1 or group.options.algorithm is not None:
+        return Links()
+
+    def prepare() -> Bench:
+        local = _local_backend(group, module) if shares and group.topology.ranks_per_host > 1 else None
+        store = dist.PrefixStore("measuring", group.store)
+        if not _same_everywhere(store, group.topology, group.rank, local is not None, group.timeout):
+            local = None  # what one host cannot measure, none does
+        return _bench(group, cpu, between if shares else [], local)
+
+    return calibrated(prepare, group.topology, group.store, group.rank, group.timeout)
+
+
+def _local_backend(group: Group, module: Any) -> Any | None:
+    """A native backend among the ranks of this host, to measure shared memory with."""
+    host = group.topology.host_of[group.rank]
+    local_rank, num_ranks = group.topology.local_rank(group.rank), len(group.topology.ranks_on(host))
+    store = dist.PrefixStore(f"calibration/{host}", group.store)
+    area_bytes = min(_area_bytes(group.topology), _most_area_bytes(3, num_ranks))
+    segment = share_segment(module, store, local_rank, num_ranks, 3, area_bytes, group.timeout)
+    if segment is None:
+        return None
+    local = module.Backend(
+        rank=local_rank,
+        size=num_ranks,
+        timeout_ms=int(group.timeout.total_seconds() * 1000),
+        cpu=None,
+        cuda=None,
+        segment=segment,
+        between=[],
+        num_hosts=1,
+        host=0,
+        ranks=list(range(num_ranks)),
+    )
+    for fixed in (False, True):
+        local.set_table("all_reduce", False, [(_WITHOUT_END, *_settings(Choice("shared_memory")))], fixed)
+    return local
+
+
+def _bench(group: Group, cpu: Any, between: Sequence[Any], local: Any | None) -> Bench:
+    def engine(tensor: torch.Tensor) -> None:
+        cpu.allreduce([tensor], dist.AllreduceOptions()).wait()
+
+    def memory(tensor: torch.Tensor) -> None:
+        assert local is not None
+        local.allreduce([tensor], dist.AllreduceOptions()).wait()
+
+    def across(tensor: torch.Tensor, connections: int) -> None:
+        parts = tensor.chunk(2 * connections if connections > 1 else 1)
+        works = [
+            between[index % connections].allreduce([part], dist.AllreduceOptions()) for index, part in enumerate(parts)
+        ]
+        for work in works:
+            work.wait()
+
+    def agree(numbers: Sequence[float]) -> list[float]:
+        tensor = torch.tensor(numbers, dtype=torch.float64)
+        largest = dist.AllreduceOptions()
+        largest.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+        cpu.allreduce([tensor], largest).wait()
+        return [float(number) for number in tensor]
+
+    return Bench(group.topology, engine, memory if local is not None else None, across if between else None, agree)
+
+
+def _settings(choice: Choice) -> tuple[str, int, int, str]:
+    return choice.algorithm, choice.chunk_bytes, choice.num_streams, choice.compress or "exact"
+
+
+def _set_tables(group: Group, shares: bool) -> None:
+    """Give the native backend its choices. Only what it can run on this group's hosts is looked at."""
+    backend, topology, options = group.backend, group.topology, group.options
+    devices: tuple[DeviceKind, ...] = ("cpu", "cuda")
+    for device, fixed in itertools.product(devices, (False, True)):
+        links = Links() if fixed else group.links  # completed by formula, the same in every run
+        ranges_of = {} if options.algorithm else table(topology, links, device=device, allow_compress=options.compress)
+        for kind in KINDS:
+            rows: list[tuple[int, str, int, int, str]] = []
+            if options.algorithm is not None:
+                choice = Choice(options.algorithm, options.chunk_bytes, max(1, options.num_streams), options.compress)
+                rows = [(_WITHOUT_END, *_settings(_possible(choice, kind, topology, shares, device)))]
+            elif device == "cpu":  # on GPUs nccl, until somebody has measured ours to be faster on that machine
+                ranges = ranges_of[kind]
+                for index, entry in enumerate(ranges):
+                    end = ranges[index + 1].from_bytes - 1 if index + 1 < len(ranges) else _WITHOUT_END
+                    rows.append((end, *_settings(_possible(entry.choice, kind, topology, shares, device))))
+            backend.set_table(kind, device == "cuda", rows, fixed)
+
+
+def _possible(choice: Choice, kind: str, topology: Topology, shares: bool, device: str) -> Choice:
+    """`choice` where this group can run it, else the engine."""
+    single = topology.num_hosts == 1
+    able = {
+        "engine": True,
+        "shared_memory": shares and single and topology.num_ranks > 1 and device == "cpu",
+        "hierarchical": shares
+        and not single
+        and topology.is_regular
+        and topology.ranks_per_host > 1
+        and kind in hierarchical.KINDS
+        and device == "cpu",
+        "streams": not single and topology.ranks_per_host == 1 and kind == "all_reduce" and device == "cpu",
+        "cpu_reduce": shares and kind == "all_reduce" and topology.is_regular and topology.ranks_per_host > 1,
+        **dict.fromkeys(symmetric.NAMES, single and device == "cuda" and kind == "all_reduce"),
+    }
+    return choice if able.get(choice.algorithm, False) else Choice("engine")

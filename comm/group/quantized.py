@@ -1,0 +1,121 @@
+"""Sharded training with a byte for each value between hosts: scattered gradients, gathered weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from deepytorch.comm.group.backend import group_of
+from deepytorch.errors import ConfigError
+
+Wire = Literal["int8", "fp8"]
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def quantize(model: nn.Module, wire: Wire = "int8") -> int:
+    """Let an FSDP2 model send its gradients and weights as one byte a value between hosts; inside, they stay exact.
+
+    Blocks of 256 values share one fp32 scale (as in ZeRO++, Wang et al. 2023); what rounding loses of a gradient is
+    added to the next step's (error feedback, Karimireddy et al. 2019), which takes 4 bytes a value for each other host.
+    Every rank gets the same rounded weights in forward and backward; the shards that the optimizer updates stay exact.
+
+    model: `fully_shard` has been applied to it or to modules in it. Returns the number of these modules. Groups of one
+    host, and of other backends, send exact values. Call it again after the model was made anew. Raises `ConfigError`
+    for another wire, or a model without such modules.
+    """
+    _check_wire(wire)
+    from torch.distributed.fsdp import FSDPModule
+
+    found = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not found:
+        raise ConfigError(
+            "quantize() found no module that fully_shard was applied to; expected an FSDP2 model. Others take "
+            "deepytorch.comm.Options(quantize=...): see docs/comm.md"
+        )
+    for number, module in enumerate(found):
+        scatter: Any = _ReduceScatter(wire, f"module {number}")  # FSDP2's interfaces for both have private homes
+        gather: Any = _AllGather(wire)
+        module.set_custom_reduce_scatter(scatter)
+        module.set_custom_all_gather(gather)
+    return len(found)
+
+
+def _check_wire(wire: str) -> None:
+    if wire not in get_args(Wire):
+        raise ConfigError(f"quantize to {wire!r}; expected 'int8' or 'fp8'")
+
+
+class _Comm:
+    """What FSDP2 asks for in place of a collective of its own."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for the collective, as FSDP2 takes it by itself."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def _backend(self, group: dist.ProcessGroup, *tensors: torch.Tensor) -> Any | None:
+        """Our backend where these tensors are to be rounded, else None."""
+        try:
+            found = group_of(group)
+        except ConfigError:
+            return None
+        regular = found.topology.num_hosts > 1 and found.topology.is_regular
+        return found.backend if regular and all(tensor.dtype in _FLOATS for tensor in tensors) else None
+
+
+class _ReduceScatter(_Comm):
+    def __init__(self, wire: Wire, key: str) -> None:
+        super().__init__(wire)
+        self._key = key
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        backend = self._backend(group, output_tensor, input_tensor)
+        reduce_op: Any = op if isinstance(op, dist.ReduceOp) else dist.ReduceOp(op)
+        if backend is None or reduce_op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
+
+        def run(output: torch.Tensor, given: torch.Tensor, is_async: bool) -> Any:
+            return backend.reduce_scatter_quantized(output, given, reduce_op, self._wire, self._key, is_async)
+
+        return _run(run, output_tensor, input_tensor, async_op)
+
+
+class _AllGather(_Comm):
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        backend = self._backend(group, output_tensor, input_tensor)
+        if backend is None:
+            return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+
+        def run(output: torch.Tensor, given: torch.Tensor, is_async: bool) -> Any:
+            return backend.all_gather_quantized(output, given, self._wire, is_async)
+
+        return _run(run, output_tensor, input_tensor, async_op)
+
+
+def _run(call: Any, output: torch.Tensor, given: torch.Tensor, async_op: bool) -> Any | None:
+    """Call it on CPU tensors; a GPU's go through the host's memory, and are there when this returns."""
+    if output.device.type == "cpu" and output.is_contiguous() and given.is_contiguous():
+        work = call(output, given, async_op)
+        if async_op:
+            return work
+        work.wait()
+        return None
+    on_host = torch.empty(output.shape, dtype=output.dtype)
+    call(on_host, given.contiguous().cpu(), False).wait()
+    output.copy_(on_host)
+    return None

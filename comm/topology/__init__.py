@@ -1,0 +1,1 @@
+"""Hosts and links: what there is, what it costs, measured or assumed."""

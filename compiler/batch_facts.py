@@ -1,0 +1,234 @@
+"""Once a step, from the batch alone: what is a token, what has a label, and whether what the plan assumed holds.
+
+One pass over masks and labels and one synchronisation with the device give every number that the host needs; the index
+tensors follow without another.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from deepytorch.passes.samples import sample
+from deepytorch.passes.unpad.attentions import MASKED
+from deepytorch.passes.unpad.masks import READINGS
+from deepytorch.passes.unpad.program import IndexInput, IndexSet, LossFacts, Program
+
+_BUFFER_CHANGED = "a buffer that the mask is made from has changed"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why this batch runs padded."""
+
+    reason: str
+
+
+@dataclass
+class Facts:
+    """What one batch says. Sizes are Python integers, masks are (rows, positions) bool on the batch's device."""
+
+    sizes: list[tuple[int, int]]  # rows and positions of each space
+    masks: list[torch.Tensor]  # of each space
+    labelled: list[torch.Tensor]  # of each loss, on its space's grid
+    lengths: list[list[int]]  # of each space's rows, in tokens
+    labels: list[int]  # of each loss
+    picks: list[torch.Tensor]  # row * positions + position, (rows,) of each pick
+
+    @property
+    def tokens(self) -> list[int]:
+        """Tokens of each space."""
+        return [sum(each) for each in self.lengths]
+
+    @property
+    def num_positions(self) -> int:
+        """Positions of all spaces, pads among them."""
+        return sum(rows * positions for rows, positions in self.sizes)
+
+
+def read_facts(program: Program, inputs: Sequence[Any]) -> Facts | Refusal:
+    """Evaluate the batch; a `Refusal` where an assumption does not hold for it."""
+    for buffer in program.buffers:
+        if inputs[buffer.input] is not buffer.tensor or buffer.tensor._version != buffer.version:
+            return Refusal(_BUFFER_CHANGED)
+    sizes = [(inputs[i].shape[rows], inputs[i].shape[positions]) for i, rows, positions in program.sizes]
+    for space, (_, positions) in zip(program.spaces, sizes, strict=True):
+        if space.max_positions is not None and positions > space.max_positions:
+            return Refusal(f"more than {space.max_positions} positions: the mask's meaning is not proved for them")
+    # calling it as a module would cost some 20 us more
+    values = program.facts.forward(*[inputs[index] for index in program.facts_inputs])
+    labelled = [_labelled(loss, values[loss.target], sizes[loss.space]) for loss in program.losses]
+    masks = [_mask(program, number, values, labelled, sizes[number]) for number in range(len(program.spaces))]
+    picks = [_pick(pick, values, sizes[pick.space]) for pick in program.picks]
+    violations = _violations(program, values, masks, labelled, picks)
+    found = count_true([*masks, *labelled, *(violated for _, violated in violations)])
+    lengths = found[: len(masks)]
+    labels = [sum(each) for each in found[len(masks) : len(masks) + len(labelled)]]
+    for (reason, _), violated in zip(violations, found[len(masks) + len(labelled) :], strict=True):
+        if any(violated):
+            return Refusal(reason)
+    if min(map(min, lengths)) < 1:
+        return Refusal("a row without a token")
+    counted = [count for loss, count in zip(program.losses, labels, strict=True) if loss.ignores_pads]
+    if min(map(max, lengths)) < 2 or min(counted, default=2) < 2:
+        return Refusal("fewer than two tokens or labels")  # a size of one would be compiled for itself
+    return Facts(sizes, masks, labelled, lengths, labels, picks)
+
+
+def count_true(grids: Sequence[torch.Tensor]) -> list[list[int]]:
+    """How many entries are true, of each row of a grid (rows, positions) bool, and of any other tensor as a whole; with
+    one synchronisation.
+    """
+    shape = grids[0].shape
+    if len(shape) == 2 and all(each.shape == shape for each in grids):
+        return torch.stack(list(grids)).sum(2).tolist()
+    numbers = [each.sum(1) if each.dim() == 2 else each.sum().view(1) for each in grids]
+    found = iter(torch.cat(numbers).tolist())
+    return [list(itertools.islice(found, each.shape[0])) for each in numbers]
+
+
+def _labelled(loss: LossFacts, target: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+    """Which positions have a label that counts, on the space's whole grid."""
+    counts = target != loss.ignore_index
+    if loss.cut == 0:
+        return counts
+    whole = counts.new_zeros(size)
+    whole[:, loss.offset : loss.offset + counts.shape[1]] = counts
+    return whole
+
+
+def _mask(
+    program: Program, number: int, values: Sequence[torch.Tensor], labelled: list[torch.Tensor], size: tuple[int, int]
+) -> torch.Tensor:
+    space = program.spaces[number]
+    if space.mask is not None:
+        assert space.reading is not None
+        return READINGS[space.reading](values[space.mask]).reshape(size)
+    if space.trimmed_by:
+        seen = labelled[space.trimmed_by[0]]
+        for other in space.trimmed_by[1:]:
+            seen = seen | labelled[other]
+        return seen.flip(1).cumsum(1).flip(1) > 0
+    device = labelled[0].device if labelled else values[0].device
+    return torch.ones(size, dtype=torch.bool, device=device)
+
+
+def _pick(pick: Any, values: Sequence[torch.Tensor], size: tuple[int, int]) -> torch.Tensor:
+    if pick.output is not None:
+        return values[pick.output]
+    rows, positions = size
+    device = values[0].device
+    return torch.arange(rows, device=device) * positions + pick.position % positions
+
+
+def _violations(
+    program: Program,
+    values: Sequence[torch.Tensor],
+    masks: list[torch.Tensor],
+    labelled: list[torch.Tensor],
+    picks: list[torch.Tensor],
+) -> list[tuple[str, torch.Tensor]]:
+    """Every assumption with a tensor that is true where it does not hold."""
+    found = []
+    for buffer in program.buffers:
+        if buffer.sample is not None:
+            now = sample(buffer.tensor)
+            assert now is not None
+            found.append((_BUFFER_CHANGED, now.view(torch.uint8) != buffer.sample.view(torch.uint8)))
+    for space, mask in zip(program.spaces, masks, strict=True):
+        if space.contiguous or space.prefix:
+            starts = mask[:, 1:] & ~mask[:, :-1]
+            if space.prefix:
+                found.append(("tokens after pads under a causal attention without a key mask", starts))
+            if space.contiguous:
+                found.append(
+                    ("holes between the tokens of a row under a sliding window", starts.sum(1) + mask[:, 0] > 1)
+                )
+    for loss, entries in zip(program.losses, labelled, strict=True):
+        if loss.ignores_pads and not program.spaces[loss.space].trimmed_by:
+            found.append(("a label at a padded position is not ignored", entries > masks[loss.space]))
+    for pick, flat in zip(program.picks, picks, strict=True):
+        found.append(("a position that is read from every row is a pad in one", ~masks[pick.space].reshape(-1)[flat]))
+    for assumption in program.assumptions:
+        value = values[assumption.output]
+        if assumption.kind == "zero at pads":
+            mask = masks[assumption.space]
+            own = mask[:, assumption.offset : mask.shape[1] - assumption.cut + assumption.offset]
+            found.append(("a factor is not zero at padded positions", (value != 0) & ~own))
+        elif assumption.kind == "binary":
+            found.append(("a mask holds numbers besides 0 and 1", (value != 0) & (value != 1)))
+        else:
+            found.append(
+                ("an additive mask holds numbers that neither hide nor keep", (value != 0) & ~(value <= MASKED))
+            )
+    return found
+
+
+class Indices:
+    """Makes the index tensors of one batch, each at its first use."""
+
+    def __init__(self, facts: Facts) -> None:
+        self._facts = facts
+        self._made: dict[IndexInput, torch.Tensor] = {}
+        self._flat: dict[IndexSet, torch.Tensor] = {}
+        self._ranks: dict[IndexSet, torch.Tensor] = {}
+
+    def get(self, index: IndexInput) -> torch.Tensor:
+        """The tensor of one index input."""
+        if index not in self._made:
+            self._made[index] = self._make(index)
+        return self._made[index]
+
+    def _make(self, index: IndexInput) -> torch.Tensor:
+        facts, entries = self._facts, index.entries
+        if index.kind == "flat":
+            return self._entries(entries)
+        if index.kind == "rank":
+            assert index.among is not None
+            if entries.loss is not None and index.among.is_tokens:  # labels stand at tokens, in their order
+                chosen = self._mask(entries)[0].reshape(-1)[self._entries(index.among)]
+                return places_of(chosen, self._facts.labels[entries.loss])
+            return self._rank(index.among)[self._entries(entries)]
+        if index.kind == "cu_seqlens":
+            lengths, device = facts.lengths[entries.space], facts.masks[entries.space].device
+            return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+        if index.kind == "longest":
+            return torch.empty((max(facts.lengths[entries.space]), 0), device=facts.masks[entries.space].device)
+        assert index.kind == "picked"
+        assert index.pick is not None
+        return self._rank(IndexSet(entries.space))[facts.picks[index.pick]]
+
+    def _entries(self, entries: IndexSet) -> torch.Tensor:
+        if entries not in self._flat:
+            mask, count = self._mask(entries)
+            self._flat[entries] = places_of(mask.reshape(-1), count)
+        return self._flat[entries]
+
+    def _rank(self, entries: IndexSet) -> torch.Tensor:
+        """Where each position of the grid stands among the entries."""
+        if entries not in self._ranks:
+            self._ranks[entries] = self._mask(entries)[0].reshape(-1).cumsum(0) - 1
+        return self._ranks[entries]
+
+    def _mask(self, entries: IndexSet) -> tuple[torch.Tensor, int | None]:
+        facts = self._facts
+        if entries.loss is not None:
+            return facts.labelled[entries.loss], facts.labels[entries.loss]
+        mask = facts.masks[entries.space]
+        if entries.is_tokens:
+            return mask, sum(facts.lengths[entries.space])
+        narrowed = torch.zeros_like(mask)
+        stop = mask.shape[1] - entries.cut + entries.offset
+        narrowed[:, entries.offset : stop] = mask[:, entries.offset : stop]
+        return narrowed, None
+
+
+def places_of(flags: torch.Tensor, count: int | None) -> torch.Tensor:
+    """Where `flags` (entries,) are true, `count` of them if that is known."""
+    if flags.is_cuda and count is not None:  # knows its size, so it does not wait for the device
+        return torch.nonzero_static(flags, size=count).squeeze(1)
+    return flags.nonzero().squeeze(1)

@@ -1,0 +1,216 @@
+"""Every private name of torch that deepytorch uses, what for, and how: a new torch is read against this list.
+
+`python -m deepytorch.torch_internals` prints it, and whether this torch has each name and takes the calls that are
+made. A test compares the list with the sources, so that it is complete.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+Call = tuple[int, tuple[str, ...]]  # how many arguments by place, and which by name
+
+
+@dataclass(frozen=True)
+class Internal:
+    """One name: what it is used for, and the calls that are made of it."""
+
+    name: str
+    why: str
+    calls: tuple[Call, ...] = ()
+
+    def trouble(self) -> str | None:
+        """What is not as expected in this torch, None if nothing is."""
+        try:
+            found = resolve(self.name)
+        except (ImportError, AttributeError):
+            return "is not there"
+        for places, names in self.calls:
+            if not callable(found):
+                return f"is a {type(found).__name__}, and not to be called"
+            if not _takes(found, places, names):
+                return (
+                    f"takes {inspect.signature(found)}, called with {places} by place and {', '.join(names) or 'none'}"
+                )
+        return None
+
+
+INTERNALS = (
+    Internal(
+        "torch.Tensor._make_wrapper_subclass",
+        "a deferred output is a tensor without memory",
+        ((2, ("device", "dtype")),),
+    ),
+    Internal(
+        "torch._C.DisableTorchFunctionSubclass",
+        "look at a deferred output without its functions being taken",
+        ((0, ()),),
+    ),
+    Internal("torch._C.DispatchKey", "run kernels below autograd"),
+    Internal("torch._C.DispatchKeySet", "the same", ((1, ()),)),
+    Internal("torch._C._ExcludeDispatchKeyGuard", "the same", ((1, ()),)),
+    Internal("torch._C._autograd._get_current_graph_task_keep_graph", "whether a backward keeps its graph", ((0, ()),)),
+    Internal(
+        "torch._C._autograd._top_saved_tensors_default_hooks",
+        "whether somebody looks at what is saved for a backward",
+        ((1, ()),),
+    ),
+    Internal("torch._C._current_graph_task_id", "which backward is under way", ((0, ()),)),
+    Internal(
+        "torch._C._functorch.peek_interpreter_stack", "whether a transform of torch.func is around a call", ((0, ()),)
+    ),
+    Internal("torch._C._get_function_stack_at", "which modes take calls of functions", ((1, ()),)),
+    Internal("torch._C._len_torch_dispatch_stack", "whether a mode takes calls of operators", ((0, ()),)),
+    Internal("torch._C._len_torch_function_stack", "which modes take calls of functions", ((0, ()),)),
+    Internal("torch._C._set_grad_enabled", "a trace meets it where a model switches gradients"),
+    Internal("torch._C._storage_Use_Count", "whether somebody holds the memory of a bucket", ((1, ()),)),
+    Internal(
+        "torch._C._will_engine_execute_node",
+        "whether a backward adds to a parameter, or only hands its gradient out",
+        ((1, ()),),
+    ),
+    Internal("torch._disable_dynamo", "keep torch's own decorator on what stands in for its functions", ((1, ()),)),
+    Internal(
+        "torch._dynamo.backends.common.aot_autograd",
+        "the lowering aot_eager",
+        ((0, ("bw_compiler", "fw_compiler", "keep_inference_input_mutations", "partition_fn")),),
+    ),
+    Internal("torch._dynamo.config.assume_static_by_default", "whether the user asked for static sizes"),
+    Internal("torch._dynamo.config.automatic_dynamic_shapes", "the same"),
+    Internal("torch._dynamo.config.ignore_logging_functions", "calls that are left out of compiled code (patched)"),
+    Internal("torch._dynamo.config.optimize_ddp", "whether Dynamo cuts data-parallel models (patched)"),
+    Internal(
+        "torch._dynamo.config.patch",
+        "settings for one compile",
+        ((0, ("compiled_autograd", "optimize_ddp")), (0, ("suppress_errors",))),
+    ),
+    Internal("torch._dynamo.eval_frame.OptimizedModule", "whether a module is compiled already"),
+    Internal("torch._dynamo.exc.TensorifyScalarRestartAnalysis", "a restart that is not an error"),
+    Internal("torch._dynamo.exc.UnspecializeRestartAnalysis", "have Dynamo trace once more"),
+    Internal("torch._dynamo.lookup_backend", "load a backend before it is timed", ((1, ()),)),
+    Internal("torch._dynamo.maybe_mark_dynamic", "sizes that vary from batch to batch", ((2, ()),)),
+    Internal("torch._dynamo.reset", "begin a benchmark without compiled code", ((0, ()),)),
+    Internal("torch._dynamo.utils.compilation_time_metrics.values", "whether a step has compiled anything", ((0, ()),)),
+    Internal("torch._foreach_copy_", "copy gradients into their bucket at once", ((2, ()),)),
+    Internal(
+        "torch._functorch._aot_autograd.descriptors.GradAOTOutput", "which output of a backward is whose gradient"
+    ),
+    Internal("torch._functorch._aot_autograd.descriptors.PlainAOTInput", "the same"),
+    Internal("torch._functorch.aot_autograd.make_boxed_func", "the lowering aot_eager", ((1, ()),)),
+    Internal("torch._functorch.config.donated_buffer", "let a backward run twice"),
+    Internal("torch._functorch.partitioners.min_cut_rematerialization_partition", "the lowering aot_eager"),
+    Internal(
+        "torch._guards.CompileContext.current_compile_id",
+        "the name of a region, and whether it is compiled again",
+        ((0, ()),),
+    ),
+    Internal("torch._guards.TracingContext.try_get", "what Dynamo knows of the graph that it hands over", ((0, ()),)),
+    Internal("torch._guards.detect_fake_mode", "the sizes of a graph, as symbols", ((1, ()),)),
+    Internal("torch._inductor.compile_fx.compile_fx", "the lowering inductor", ((2, ("config_patches",)),)),
+    Internal("torch._inductor.config.get_config_copy", "which options there are", ((0, ()),)),
+    Internal("torch._inductor.config.get_type", "what type an option has", ((1, ()),)),
+    Internal("torch._inductor.custom_graph_pass.CustomGraphPass", "passes in Inductor's slots, and in its cache keys"),
+    Internal("torch._inductor.list_mode_options", "what mode= stands for", ((1, ()),)),
+    Internal("torch._inductor.utils.clear_caches", "begin a benchmark without compiled code", ((0, ()),)),
+    Internal("torch._ops.HigherOrderOperator", "operators that hold graphs"),
+    Internal("torch._ops.OpOverload", "which nodes of a graph are operators"),
+    Internal("torch._subclasses.fake_tensor.FakeTensor", "values of a graph without memory"),
+    Internal("torch._subclasses.fake_tensor.FakeTensorMode", "the same"),
+    Internal("torch.amp.autocast_mode._enter_autocast", "autocast that a model enters itself"),
+    Internal("torch.amp.autocast_mode._exit_autocast", "the same"),
+    Internal("torch.autograd.Variable._execution_engine.queue_callback", "the end of a backward", ((1, ()),)),
+    Internal("torch.autograd._engine_run_backward", "what calls a backward"),
+    Internal("torch.autograd.forward_ad._current_level", "whether forward-mode differentiation is under way"),
+    Internal(
+        "torch.distributed._symmetric_memory.get_symm_mem_workspace",
+        "all-reduce between GPUs through their own memory",
+        ((2, ()),),
+    ),
+    Internal("torch.distributed.distributed_c10d.Backend._plugins", "whether the process group is registered"),
+    Internal(
+        "torch.distributed.distributed_c10d._get_default_store",
+        "re-form a group without the ranks that died",
+        ((0, ()),),
+    ),
+    Internal(
+        "torch.distributed.distributed_c10d._get_process_group_store",
+        "what a group's ranks tell each other",
+        ((1, ()),),
+    ),
+    Internal("torch.nn.modules.batchnorm._BatchNorm", "models with statistics over rows"),
+    Internal(
+        "torch.nn.parallel.DistributedDataParallel._get_active_ddp_module",
+        "the data-parallel module in whose forward a region runs",
+        ((0, ()),),
+    ),
+    Internal("torch.ops.aten._flash_attention_backward", "attention in packed rows on GPUs"),
+    Internal("torch.ops.aten._flash_attention_forward", "the same"),
+    Internal("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default", "attention in packed rows on CPUs"),
+    Internal("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default", "the same"),
+    Internal("torch.ops.aten._softmax_backward_data.default", "the backward of a softmax in packed rows", ((4, ()),)),
+    Internal("torch.utils._device.DeviceContext", "torch.set_default_device, which is no mode of a user"),
+    Internal("torch.utils._pytree.tree_flatten", "nested arguments and outputs", ((1, ()),)),
+    Internal("torch.utils._pytree.tree_leaves", "the same", ((1, ()),)),
+    Internal("torch.utils._pytree.tree_map_only", "the same", ((3, ()),)),
+    Internal("torch.utils._triton.has_triton", "whether Triton compiles for a device", ((0, ()),)),
+    Internal("torch.utils._triton.has_triton_package", "whether Triton is installed", ((0, ()),)),
+)
+
+
+def resolve(name: str) -> Any:
+    """The object of a dotted name. Raises `ImportError` or `AttributeError` where there is none."""
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        try:
+            found = import_module(".".join(parts[:length]))
+        except ModuleNotFoundError as error:
+            if error.name is None or not name.startswith(error.name):
+                raise  # something else is missing
+            continue
+        for part in parts[length:]:
+            found = getattr(found, part)
+        return found
+    raise ImportError(f"no module {parts[0]}")
+
+
+def troubles() -> dict[str, str]:
+    """The names that are not as expected in this torch, and what is the matter with each."""
+    return {each.name: trouble for each in INTERNALS if (trouble := each.trouble()) is not None}
+
+
+def _takes(function: Any, places: int, names: tuple[str, ...]) -> bool:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of a function in C++: it says so only when it is called
+        return True
+    try:
+        signature.bind(*range(places), **dict.fromkeys(names))
+    except TypeError:
+        return False
+    return True
+
+
+def main() -> int:
+    """Print the table; return 1 if something is not as expected."""
+    import torch
+    from rich.console import Console
+    from rich.table import Table
+
+    wrong = troubles()
+    table = Table(box=None, padding=(0, 2, 0, 0), title=f"torch {torch.__version__}", title_justify="left")
+    for heading in ("name", "used for", "as expected"):
+        table.add_column(heading, overflow="fold")
+    for each in INTERNALS:
+        table.add_row(each.name, each.why, wrong.get(each.name, "yes"))
+    console = Console()
+    console.print(table)
+    console.print(f"{len(INTERNALS) - len(wrong)} of {len(INTERNALS)} are as expected.")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

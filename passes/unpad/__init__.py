@@ -1,0 +1,1 @@
+"""Stripping padding: the proof that nobody sees what stands at pads, and the rewrite to one axis of tokens."""

@@ -1,0 +1,383 @@
+"""Finding out what a graph allows: its attentions and their masks, its losses, and which positions are tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from deepytorch.passes.base import Context, Decline
+from deepytorch.passes.slicing import Slicer
+from deepytorch.passes.unpad.attentions import Attention, bind, find_attentions
+from deepytorch.passes.unpad.demand import Seen, is_float
+from deepytorch.passes.unpad.layout import (
+    ROWS,
+    Layout,
+    Positions,
+    Symbols,
+    is_token,
+    layouts,
+    packed_sizes,
+    plain_size,
+    positions_of,
+    token_dims,
+    vanishes,
+)
+from deepytorch.passes.unpad.masks import Meaning, Prober, TokenSource, Undecided
+from deepytorch.passes.unpad.origins import are_one_sequence, origins
+from deepytorch.passes.unpad.region import Declined, Region, Space
+from deepytorch.passes.unpad.rules import broadcasts, rule_for
+from deepytorch.passes.unpad.sizes import seed, spaces_of, unify_labels, unify_masks
+
+aten = torch.ops.aten
+
+_LOSSES = frozenset({aten.cross_entropy_loss.default, aten.nll_loss_nd.default, aten.nll_loss.default})
+
+
+def analyse(
+    module: fx.GraphModule, context: Context, *, loss_rows: bool, defer_outputs: bool, zero_outputs: bool
+) -> Region:
+    """Everything that does not depend on who sees what; raises `Declined` where nothing can be packed."""
+    graph = module.graph
+    slicer = Slicer(graph)
+    attentions = find_attentions(graph)
+    if not attentions:
+        raise Declined("no attention was found (scaled_dot_product_attention, or matmul - softmax - matmul)")
+    reason = slicer.cannot_pack()
+    if reason is not None:
+        raise Declined(reason)
+    rows, positions = seed(attentions, context)
+    losses = [node for node in graph.nodes if node.target in _LOSSES]
+    unify_masks(graph, slicer, attentions, rows, context)
+    rows, positions = seed(attentions, context)
+    unify_labels(graph, slicer, losses, rows, positions, context)
+    rows, positions = seed(attentions, context)
+    symbols = Symbols(rows, frozenset(positions), context.shape_env)
+    known = layouts(graph, symbols, slicer.from_batch)
+    _forget_foreign(graph, known, attentions, slicer)
+    spaces = spaces_of(graph, symbols, positions)
+    declined: list[Decline] = []
+    decided = _meanings(graph, attentions, known, symbols, slicer, declined)
+    losses = [node for node in losses if _is_token_loss(node, known, slicer)]
+    for attention, meaning in decided:
+        spaces[positions_of(known[attention.key])[0].symbol].attentions.append((attention, meaning))
+    outputs = list(next(iter(reversed(graph.nodes))).args[0])
+    # Positions past the last label are real ones: whoever looks at them gets them from the padded step, which must then
+    # be free to run again.
+    may_trim = defer_outputs and not slicer.writes_inputs and not context.ends_in_break
+    _keep_sequences_apart(graph, spaces, known, attentions, losses, slicer, declined)
+    _token_sources(graph, spaces, known, losses, symbols, slicer, declined, may_trim=may_trim)
+    decided = _all_attentions(spaces)  # but for those that disagreed
+    packs = any(space.strips for space in spaces.values()) and bool(decided)
+    if not packs and not (losses and loss_rows):
+        raise Declined(why_not(declined))
+    picks = _picks(graph, known, slicer) if packs else []
+    zeroing = _zeroing(graph, known, slicer) if packs else {}
+    seen = Seen(
+        layouts=known,
+        from_batch={node: slicer.from_batch(node) for node in graph.nodes},
+        attentions={attention.output: attention for attention, _ in decided} if packs else {},
+        losses={node: number for number, node in enumerate(losses)},
+        loss_rows=loss_rows,
+        token_outputs=frozenset(),
+        biases={attention.output: meaning.bias for attention, meaning in decided},
+        unreduced=frozenset(node for node in losses if is_token(known.get(node))),
+        picks={node: number for number, node in enumerate(picks)},
+        zero_at_pads=frozenset(zeroing),
+        deferred=frozenset(),
+    )
+    return Region(
+        graph=graph, slicer=slicer, symbols=symbols, layouts=known, spaces=spaces,
+        meanings={attention.output: meaning for attention, meaning in decided}, seen=seen, demand={}, outputs=outputs,
+        losses=losses, picks=picks, zeroing=zeroing,
+        exact_outputs=context.ends_in_break or not (defer_outputs or zero_outputs),
+        entries={}, declined=declined, packs=packs,
+    )  # fmt: skip
+
+
+def why_not(declined: list[Decline]) -> str:
+    """Why nothing is packed, in one line."""
+    if declined:
+        return "; ".join(dict.fromkeys(decline.reason for decline in declined))
+    return "no attention has a mask that says which keys are tokens, so there is no padding to see"
+
+
+def _forget_foreign(graph: fx.Graph, known: dict[fx.Node, Layout], attentions: list[Attention], slicer: Slicer) -> None:
+    """Drop the layouts of what an operator without a rule made of token values, and of all that follows from it.
+
+    Sizes say that it has positions, but not that they are still the same ones: `x.flip(1)`, `x[:, order]`.
+    """
+    trusted = {node for attention in attentions for node in attention.inner}
+    from_batch = {node: slicer.from_batch(node) for node in graph.nodes}
+    foreign: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op != "call_function" or from_batch[node]:
+            continue
+        sources = [source for source in node.all_input_nodes if not from_batch[source]]
+        tokens = [source for source in sources if is_token(known.get(source))]
+        kept = node in trusted or node.target in _LOSSES
+        if not kept and tokens and is_token(known.get(node)):
+            rule = rule_for(node)
+            kept = rule is not None and rule.admits(node, known, from_batch)
+        elif not tokens:
+            kept = True
+        if foreign.intersection(sources) or (not kept and (is_token(known.get(node)) or node not in known)):
+            if isinstance(node.meta.get("val"), (list, tuple)) and not foreign.intersection(sources):
+                continue  # judged by its items
+            foreign.add(node)
+            known.pop(node, None)
+
+
+def _meanings(
+    graph: fx.Graph,
+    attentions: list[Attention],
+    known: Mapping[fx.Node, Layout],
+    symbols: Symbols,
+    slicer: Slicer,
+    declined: list[Decline],
+) -> list[tuple[Attention, Meaning]]:
+    """What each attention's mask says; those that cannot be told are declined, with the reason."""
+    prober = Prober(graph, symbols, slicer)
+    cache: dict[Any, Meaning] = {}
+    decided = []
+    for attention in attentions:
+        try:
+            queries, keys = _check_operands(attention, known)
+            asked = (attention.terms, attention.causal, queries, keys)
+            if asked not in cache:
+                cache[asked] = prober.meaning(attention, symbols.rows, queries, keys)
+            decided.append((attention, cache[asked]))
+        except Undecided as undecided:
+            declined.append(Decline(attention.output.name, f"attention: {undecided}"))
+    return decided
+
+
+def _check_operands(attention: Attention, known: Mapping[fx.Node, Layout]) -> tuple[sympy.Symbol, sympy.Symbol]:
+    """The token spaces of queries and keys, once every operand has the dimensions of a packed attention."""
+    names = ("query", "key", "value", "output")
+    found = [known.get(getattr(attention, name)) for name in names]
+    for name, layout in zip(names, found, strict=True):
+        if not is_token(layout):
+            raise Undecided(f"its {name} does not have one entry a row and position")
+        assert layout is not None
+        last = layout[-2] if name == "key" and attention.key_is_transposed else layout[-1]
+        if not all(isinstance(atom, int) for atom in last) or not positions_of(layout)[0].whole:
+            raise Undecided(f"its {name} has positions in an unexpected dimension")
+    _check_heads(attention, [layout for layout in found if layout is not None])
+    query, key, value, output = (positions_of(layout)[0].symbol for layout in found if layout is not None)
+    if query != output or key != value:
+        raise Undecided("queries and outputs, or keys and values, stand in different token spaces")
+    return query, key
+
+
+def _check_heads(attention: Attention, found: list[Layout]) -> None:
+    """Positions stand where attention looks along them, and heads pair up as the packed operator pairs them."""
+    for index, layout in enumerate(found):
+        place = -1 if index == 1 and attention.key_is_transposed else -2
+        if len(layout[place]) != 1 or not isinstance(layout[place][0], Positions):
+            raise Undecided("it looks along a dimension that is not the positions")
+    query, key, value = ([plain_size(dim) for dim in layout[:-2] if not vanishes(dim)] for layout in found[:3])
+    if key != value:
+        raise Undecided("keys and values differ in their heads")
+    if query == key or (len(query) == len(key) == 1 and not attention.key_is_transposed):
+        return
+    if len(query) != len(key):
+        raise Undecided("queries and keys differ in their dimensions of heads")
+    shared = next(i for i, (q, k) in enumerate(zip(query, key, strict=True)) if q != k)
+    if any(size != 1 for size in key[shared:]):
+        raise Undecided("keys are shared by groups of queries that do not stand together")
+
+
+def _is_token_loss(node: fx.Node, known: Mapping[fx.Node, Layout], slicer: Slicer) -> bool:
+    """Whether a loss compares one row of logits a token with one label a token that follows from the batch."""
+    logits, target = node.args[0], node.args[1]
+    if not isinstance(target, fx.Node) or not isinstance(logits, fx.Node) or not slicer.from_batch(target):
+        return False
+    logits_layout, target_layout = known.get(logits), known.get(target)
+    if target.meta["val"].is_floating_point() or not is_token(logits_layout) or not is_token(target_layout):
+        return False
+    assert logits_layout is not None
+    assert target_layout is not None
+    if packed_sizes(target_layout):  # several labels a token
+        return False
+    grid, labels = positions_of(logits_layout)[0], positions_of(target_layout)[0]
+    classes = 1 if len(logits_layout) > 1 else 0
+    expected = logits_layout[:classes] + logits_layout[classes + 1 :]
+    same_order = [_kinds(dim) for dim in expected] == [_kinds(dim) for dim in target_layout]
+    arguments = bind(node)
+    weight = arguments["weight"]
+    if not isinstance(arguments["ignore_index"], int):
+        return False
+    if isinstance(weight, fx.Node) and (weight not in known or token_dims(known[weight])):
+        return False
+    plain_classes = all(isinstance(atom, int) for atom in logits_layout[classes])
+    return same_order and plain_classes and (grid.symbol, grid.cut) == (labels.symbol, labels.cut)
+
+
+def _kinds(dim: tuple[Any, ...]) -> list[str]:
+    return ["rows" if atom is ROWS else "positions" if isinstance(atom, Positions) else str(atom) for atom in dim]
+
+
+def _keep_sequences_apart(
+    graph: fx.Graph,
+    spaces: dict[sympy.Symbol, Space],
+    known: Mapping[fx.Node, Layout],
+    attentions: list[Attention],
+    losses: list[fx.Node],
+    slicer: Slicer,
+    declined: list[Decline],
+) -> None:
+    """Leave a space padded where two sequences have the same number of positions because the model wants it so."""
+    found = origins(graph, known, attentions, slicer)
+    seen = [node for attention, _ in _all_attentions(spaces) for node in (attention.query, attention.key)]
+    seen += [loss.args[0] for loss in losses]  # type: ignore[misc]
+    seen += [node for node in next(iter(reversed(graph.nodes))).all_input_nodes if not slicer.from_batch(node)]
+    for space in spaces.values():
+        values = [node for node in seen if _stands_in(node, space, known)]
+        if not are_one_sequence(found[node] for node in values):
+            declined.append(Decline(space.name, "two sequences share their positions, each with tokens of its own"))
+            space.attentions.clear()
+
+
+def _all_attentions(spaces: Mapping[sympy.Symbol, Space]) -> list[tuple[Attention, Meaning]]:
+    return [pair for space in spaces.values() for pair in space.attentions]
+
+
+def _stands_in(node: fx.Node, space: Space, known: Mapping[fx.Node, Layout]) -> bool:
+    layout = known.get(node)
+    return is_token(layout) and positions_of(layout)[0].symbol == space.symbol  # type: ignore[arg-type]
+
+
+def _token_sources(
+    graph: fx.Graph,
+    spaces: dict[sympy.Symbol, Space],
+    known: Mapping[fx.Node, Layout],
+    losses: list[fx.Node],
+    symbols: Symbols,
+    slicer: Slicer,
+    declined: list[Decline],
+    *,
+    may_trim: bool,
+) -> None:
+    """Say for every space which of its positions are tokens; attentions that disagree on it are taken off its list."""
+    outputs = [node for node in next(iter(reversed(graph.nodes))).all_input_nodes if is_token(known.get(node))]
+    for space in spaces.values():
+        shown = [node for node in outputs if _stands_in(node, space, known)]
+        can_wait = all(is_float(node) or slicer.from_batch(node) for node in shown)  # only these are deferred
+        sources = list(dict.fromkeys(m.tokens for _, m in space.attentions if m.tokens is not None))
+        bare = [(a, m) for a, m in space.attentions if m.tokens is None]
+        sees_pads = [a for a, m in bare if not _is_causal_self(a, m, known)]
+        if sources and (sees_pads or not _agree(sources, graph, symbols, slicer)):
+            declined.append(Decline(space.name, "attentions over the same keys disagree on which of them are tokens"))
+            space.attentions.clear()
+            continue
+        if sources:
+            space.source = sources[0]
+        elif bare and not sees_pads and may_trim and can_wait:
+            space.trimmed_by = tuple(
+                number
+                for number, loss in enumerate(losses)
+                if positions_of(known[loss.args[0]])[0].symbol == space.symbol  # type: ignore[index]
+            )
+
+
+def _is_causal_self(attention: Attention, meaning: Meaning, known: Mapping[fx.Node, Layout]) -> bool:
+    same = positions_of(known[attention.query])[0].symbol == positions_of(known[attention.key])[0].symbol
+    return same and meaning.window_right == 0
+
+
+def _agree(sources: list[TokenSource], graph: fx.Graph, symbols: Symbols, slicer: Slicer) -> bool:
+    """Whether several token masks are one: told by evaluating them on the same probes."""
+    if len(sources) == 1:
+        return True
+    prober = Prober(graph, symbols, slicer)
+    nodes = [source.node for source in sources]
+    for masks in prober.probe_together(nodes):
+        read = [source.read(mask).flatten() for source, mask in zip(sources, masks, strict=True)]
+        if not all(torch.equal(read[0], other) for other in read[1:]):
+            return False
+    return True
+
+
+def _picks(graph: fx.Graph, known: Mapping[fx.Node, Layout], slicer: Slicer) -> list[fx.Node]:
+    """Nodes that take one position of each row: `x[:, 0]`, `x[rows, last]`."""
+    found = []
+    for node in graph.nodes:
+        x = node.args[0] if node.args else None
+        layout = known.get(x) if isinstance(x, fx.Node) else None  # type: ignore[arg-type]
+        if not is_token(layout) or slicer.from_batch(x):  # type: ignore[arg-type]
+            continue
+        assert layout is not None
+        if node.target is aten.select.int:
+            index = node.args[1] % len(layout)
+            dim, rest = layout[index], (*layout[:index], *layout[index + 1 :])
+            whole = len(dim) == 1 and isinstance(dim[0], Positions) and dim[0].whole
+            if whole and rest[0] == (ROWS,) and isinstance(node.args[2], int):
+                found.append(node)
+        elif node.target is aten.index.Tensor and _picks_by_index(node, layout, known, slicer):
+            found.append(node)
+    return found
+
+
+def _picks_by_index(node: fx.Node, layout: Layout, known: Mapping[fx.Node, Layout], slicer: Slicer) -> bool:
+    indices = node.args[1]
+    if len(indices) != 2 or layout[0] != (ROWS,) or len(layout[1]) != 1 or not isinstance(layout[1][0], Positions):  # type: ignore[arg-type]
+        return False
+    if not layout[1][0].whole:
+        return False
+    return all(
+        isinstance(index, fx.Node)
+        and slicer.from_batch(index)
+        and index.meta["val"].dtype is torch.int64
+        and known.get(index) == ((ROWS,),)
+        for index in indices  # type: ignore[union-attr]
+    )
+
+
+def _zeroing(graph: fx.Graph, known: Mapping[fx.Node, Layout], slicer: Slicer) -> dict[fx.Node, fx.Node]:
+    """Values that are zero wherever a batch-only factor is: `x * mask`, `x.masked_fill(~mask, 0)`, `where(mask, x,
+    0)`.
+    """
+    found: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        out = known.get(node)
+        if not is_token(out) or slicer.from_batch(node):
+            continue
+        assert out is not None
+        if node.target is aten.mul.Tensor:
+            factors = [arg for arg in node.args[:2] if isinstance(arg, fx.Node)]
+        elif node.target is aten.masked_fill.Scalar and node.args[2] == 0:
+            factors = [node.args[1]]  # type: ignore[list-item]
+        elif node.target is aten.where.ScalarOther and node.args[2] == 0:
+            factors = [node.args[0]]  # type: ignore[list-item]
+        else:
+            continue
+        for factor in factors:
+            if not slicer.from_batch(factor) or not broadcasts(known.get(factor), out, from_batch=True):
+                continue
+            bare = _bare_factor(factor, known)
+            if bare is not None:
+                found[node] = bare
+    return found
+
+
+_KEEPS_ZEROS = frozenset({
+    aten.expand.default, aten.expand_as.default, aten.to.dtype, aten.to.dtype_layout, aten.to.device,
+    aten._to_copy.default, aten.type_as.default, aten.clone.default, aten.contiguous.default,
+})  # fmt: skip
+
+
+def _bare_factor(factor: fx.Node, known: Mapping[fx.Node, Layout]) -> fx.Node | None:
+    """The factor before it was repeated along plain dimensions: one number a token; None if there is none such."""
+    node: Any = factor
+    while isinstance(node, fx.Node) and is_token(known.get(node)):
+        layout = known[node]
+        if all(len(dim) <= 1 and not any(isinstance(atom, int) for atom in dim) for dim in layout):
+            return node
+        if node.target not in _KEEPS_ZEROS:
+            return None
+        node = node.args[0]
+    return None

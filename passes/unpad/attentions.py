@@ -1,0 +1,311 @@
+"""Finding the attentions of a graph: SDPA, or matmul - softmax - matmul spelled out, and what is added between."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from deepytorch.passes.unpad.layout import VIEWS
+
+aten = torch.ops.aten
+
+# A score lowered by this much has a weight of exactly zero: exp(-1e4 + difference) underflows for any difference
+# under 9,900.
+MASKED = -1e4
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One attention: `output = softmax(query @ key / ... + terms) @ value`, in padded form.
+
+    `query` is (..., positions_q, head_dim); `key` is (..., positions_k, head_dim) for SDPA and (..., head_dim,
+    positions_k) where it is spelled out; their layouts tell. `terms` are what is added to the scaled scores.
+    """
+
+    output: fx.Node
+    query: fx.Node
+    key: fx.Node
+    value: fx.Node
+    scale: float
+    key_is_transposed: bool
+    causal: bool = False
+    dropout_p: float = 0.0
+    softcap: float = 0.0
+    terms: tuple[Term, ...] = ()
+    inner: tuple[fx.Node, ...] = ()  # the nodes that the packed form replaces, the output among them
+    mask_dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class Term:
+    """Something added to the scores. `kind`: "visible" (true where seen), "hidden" (true where not seen), "added".
+
+    `ndim`: the scores' number of dimensions where it is added: 3 where rows and heads are merged, else 4.
+    """
+
+    node: fx.Node
+    kind: str
+    ndim: int = 4
+
+
+def find_attentions(graph: fx.Graph) -> list[Attention]:
+    """Every attention of the graph whose inner values nobody else looks at."""
+    found = []
+    for node in graph.nodes:
+        if node.target is aten.scaled_dot_product_attention.default:
+            found.append(_fused(node))
+        elif node.target in (aten.softmax.int, aten._softmax.default):
+            attention = _spelled_out(node)
+            if attention is not None:
+                found.append(attention)
+    return found
+
+
+def _fused(node: fx.Node) -> Attention:
+    arguments = bind(node)
+    query, mask = arguments["query"], arguments["attn_mask"]
+    terms: tuple[Term, ...] = ()
+    if mask is not None:
+        is_bool = mask.meta["val"].dtype is torch.bool
+        ndim = query.meta["val"].dim()
+        terms = (Term(mask, "visible", ndim),) if is_bool else tuple(split_terms(mask, ndim))
+    scale = arguments["scale"]
+    return Attention(
+        output=node,
+        query=query,
+        key=arguments["key"],
+        value=arguments["value"],
+        scale=1.0 / math.sqrt(query.meta["val"].shape[-1]) if scale is None else scale,
+        key_is_transposed=False,
+        causal=bool(arguments["is_causal"]),
+        dropout_p=float(arguments["dropout_p"]),
+        terms=terms,
+        inner=(node,),
+    )
+
+
+def bind(node: fx.Node) -> dict[str, Any]:
+    """The arguments of an ATen call by name, defaults filled in."""
+    values: dict[str, Any] = {}
+    for index, argument in enumerate(node.target._schema.arguments):
+        if index < len(node.args):
+            values[argument.name] = node.args[index]
+        else:
+            values[argument.name] = node.kwargs.get(argument.name, argument.default_value)
+    return values
+
+
+_CASTS = frozenset({
+    aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.type_as.default, aten._to_copy.default,
+    aten.contiguous.default, aten.clone.default,
+})  # fmt: skip
+_SCALINGS = frozenset({aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar})
+_PRODUCTS = frozenset({aten.matmul.default, aten.bmm.default})
+
+
+def _spelled_out(softmax: fx.Node) -> Attention | None:
+    value = softmax.meta.get("val")
+    if not isinstance(value, torch.Tensor) or softmax.args[1] not in (-1, value.dim() - 1):
+        return None
+    up = _scores(softmax.args[0])
+    down = _weighted_sum(softmax)
+    if up is None or down is None:
+        return None
+    query, key, scale, softcap, terms, above = up
+    dropout_p, output, below = down
+    inner = [*above, softmax, *below]
+    if not _closed(inner, output):
+        return None
+    return Attention(
+        output=output,
+        query=query,
+        key=key,
+        value=output.args[1],
+        scale=scale,
+        key_is_transposed=True,
+        dropout_p=dropout_p,
+        softcap=softcap,
+        terms=tuple(terms),
+        inner=tuple(inner),
+    )
+
+
+def _closed(inner: list[fx.Node], output: fx.Node) -> bool:
+    """Whether only nodes of the pattern read the pattern's inner values."""
+    members = set(inner)
+    return all(user in members for node in inner if node is not output for user in node.users)
+
+
+def _scores(node: fx.Node) -> tuple[fx.Node, fx.Node, float, float, list[Term], list[fx.Node]] | None:
+    """Walk up from a softmax's input to the product of queries and keys: (query, key, scale, softcap, terms, nodes)."""
+    scale, softcap = 1.0, 0.0
+    terms: list[Term] = []
+    inner: list[fx.Node] = []
+    while True:
+        inner.append(node)
+        target, args, ndim = node.target, node.args, node.meta["val"].dim()
+        if target in _PRODUCTS:
+            return args[0], args[1], scale, softcap, terms, inner
+        if target is aten.baddbmm.default:
+            if scale != 1.0 or softcap or node.kwargs.get("beta", 1) != 1:
+                return None
+            terms.extend(split_terms(args[0], ndim))
+            return args[1], args[2], float(node.kwargs.get("alpha", 1)), softcap, terms, inner
+        if target in _CASTS or _splits_heads(node):
+            node = args[0]
+        elif target is aten.add.Tensor and node.kwargs.get("alpha", 1) == 1:
+            # A term scaled further down would no longer be what is added to the scaled scores.
+            if scale != 1.0 or softcap:
+                return None
+            side = _towards_product(args)
+            if side is None:
+                return None
+            terms.extend(split_terms(args[1 - side], ndim))
+            node = args[side]
+        elif target in (aten.masked_fill.Scalar, aten.masked_fill.Tensor) and _is_masking(args[2]):
+            if scale != 1.0 or softcap:
+                return None
+            terms.append(Term(args[1], "hidden", ndim))
+            node = args[0]
+        elif target in (aten.where.ScalarOther, aten.where.self) and _is_masking(args[2]):
+            if isinstance(args[2], fx.Node) and node.args[1] in args[2].all_input_nodes:
+                inner.append(args[2])  # full_like(scores, low): looks at their shape
+            if scale != 1.0 or softcap:
+                return None
+            terms.append(Term(args[0], "visible", ndim))
+            node = args[1]
+        elif target in _SCALINGS and (number := _number(args[1])) is not None:
+            capped = _softcap(node)
+            if capped is not None and not softcap and scale == 1.0:
+                softcap, node, between = capped
+                inner.extend(between)
+                continue
+            factor = number if target in (aten.mul.Tensor, aten.mul.Scalar) else 1.0 / number
+            scale *= factor
+            node = args[0]
+        else:
+            return None
+        if not isinstance(node, fx.Node) or (softcap and scale != 1.0 and node.target is aten.tanh.default):
+            return None
+
+
+def _softcap(node: fx.Node) -> tuple[float, fx.Node, list[fx.Node]] | None:
+    """`cap * tanh(scores / cap)`: the cap, the scores and the nodes between."""
+    if node.target not in (aten.mul.Tensor, aten.mul.Scalar) or not isinstance(node.args[0], fx.Node):
+        return None
+    tanh, cap = node.args[0], _number(node.args[1])
+    if tanh.target is not aten.tanh.default or cap is None:
+        return None
+    ratio = tanh.args[0]
+    if ratio.target not in (aten.div.Tensor, aten.div.Scalar) or _number(ratio.args[1]) != cap:
+        return None
+    return float(cap), ratio.args[0], [tanh, ratio]
+
+
+def _towards_product(args: tuple[Any, ...]) -> int | None:
+    """Which of two operands comes from a product of two activations."""
+    for side in (0, 1):
+        node = args[side]
+        while isinstance(node, fx.Node):
+            if node.target in _PRODUCTS or node.target is aten.baddbmm.default:
+                return side
+            if node.target not in _CHAIN and not _splits_heads(node):
+                break
+            node = node.args[1] if node.target in (aten.where.ScalarOther, aten.where.self) else node.args[0]
+    return None
+
+
+_CHAIN = _CASTS | {
+    aten.add.Tensor, aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.masked_fill.Scalar,
+    aten.masked_fill.Tensor, aten.where.ScalarOther, aten.where.self, aten.tanh.default,
+}  # fmt: skip
+
+
+def _weighted_sum(softmax: fx.Node) -> tuple[float, fx.Node, list[fx.Node]] | None:
+    """Walk down from a softmax through casts and dropout to the product with the values."""
+    node, dropout_p = softmax, 0.0
+    inner: list[fx.Node] = []
+    while True:
+        users = list(node.users)
+        if len(users) != 1:
+            return None
+        user = users[0]
+        if user.target in _PRODUCTS:
+            if user.args[0] is not node or not isinstance(user.args[1], fx.Node):
+                return None
+            return dropout_p, user, [*inner, user]
+        if user.target is aten.dropout.default and dropout_p == 0.0:
+            dropout_p = float(user.args[1]) if user.args[2] else 0.0
+        elif user.target not in _CASTS and not _splits_heads(user):
+            return None
+        inner.append(user)
+        node = user
+
+
+def split_terms(node: fx.Node, ndim: int) -> Iterator[Term]:
+    """Take an additive mask apart: what is added, and where it is replaced by a very low number."""
+    target, args = node.target, node.args
+    if target is aten.add.Tensor and node.kwargs.get("alpha", 1) == 1 and all(isinstance(a, fx.Node) for a in args):
+        yield from split_terms(args[0], ndim)
+        yield from split_terms(args[1], ndim)
+    elif target in (aten.contiguous.default, aten.clone.default, aten.expand.default) and _same_rank(node):
+        yield from split_terms(args[0], ndim)
+    elif target in (aten.where.ScalarOther, aten.where.self) and _is_masking(args[2]) and _is_tensor(args[1]):
+        yield Term(args[0], "visible", ndim)
+        yield from split_terms(args[1], ndim)
+    elif target in (aten.masked_fill.Scalar, aten.masked_fill.Tensor) and _is_masking(args[2]):
+        yield from split_terms(args[0], ndim)
+        yield Term(args[1], "hidden", ndim)
+    else:
+        yield Term(node, "added", ndim)
+
+
+def _splits_heads(node: fx.Node) -> bool:
+    """A view that splits or merges rows and heads and leaves every score where it is."""
+    if node.target not in VIEWS or not isinstance(node.args[0], fx.Node):
+        return False
+    before, after = node.args[0].meta["val"].shape, node.meta["val"].shape
+    return (
+        len(before) in (3, 4) and len(after) in (3, 4) and [str(s) for s in before[-2:]] == [str(s) for s in after[-2:]]
+    )
+
+
+def _is_tensor(node: Any) -> bool:
+    return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor) and node.meta["val"].dim() > 0
+
+
+def _same_rank(node: fx.Node) -> bool:
+    return node.meta["val"].dim() == node.args[0].meta["val"].dim()
+
+
+_FILLS = {aten.full_like.default: 1, aten.full.default: 1, aten.new_full.default: 2}
+
+
+def _is_masking(value: Any) -> bool:
+    if isinstance(value, fx.Node) and value.target in _FILLS:
+        value = value.args[_FILLS[value.target]]
+    number = _number(value)
+    return number is not None and number <= MASKED
+
+
+def _number(value: Any) -> float | None:
+    """A Python number, or the one in a 0-d constant."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(value, fx.Node):
+        if value.target in (aten.lift_fresh_copy.default, aten.detach_.default, aten.to.dtype, aten._to_copy.default):
+            return _number(value.args[0])
+        if value.target in (aten.full.default,) and value.args[0] == []:
+            return _number(value.args[1])
+        if value.target is aten.scalar_tensor.default:
+            return _number(value.args[0])
+        if value.op == "get_attr":
+            constant = getattr(value.graph.owning_module, value.target, None)
+            if isinstance(constant, torch.Tensor) and constant.dim() == 0:
+                return float(constant.item())
+    return None

@@ -1,0 +1,464 @@
+"""Writes a packed graph: values change between their padded and their packed form here, and nowhere else."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+import deepytorch.passes.ops.pack
+import deepytorch.passes.ops.varlen_attention  # noqa: F401  (both register their operators)
+from deepytorch.passes.slicing import Slicer
+from deepytorch.passes.unpad.attentions import Attention
+from deepytorch.passes.unpad.layout import (
+    ROWS,
+    VIEWS,
+    Layout,
+    Positions,
+    has_rows,
+    is_token,
+    packed_sizes,
+    plain_size,
+    positions_of,
+    token_dims,
+    vanishes,
+)
+from deepytorch.passes.unpad.masks import Meaning
+from deepytorch.passes.unpad.program import IndexInput, IndexSet
+from deepytorch.passes.unpad.rules import rule_for
+
+aten = torch.ops.aten
+ops = torch.ops.deepytorch
+
+
+class Emitter:
+    """Builds one graph from nodes of a padded one. `entries` says which nodes get a packed form, and over what.
+
+    `spaces` numbers the token spaces by their positions' symbol; `sizes` says for each where its rows and positions
+    are read from: (placeholder, dim, dim).
+    """
+
+    def __init__(
+        self,
+        source: fx.Graph,
+        layouts: Mapping[fx.Node, Layout],
+        entries: Mapping[fx.Node, IndexSet],
+        spaces: Mapping[sympy.Symbol, int],
+        sizes: Sequence[tuple[fx.Node, int, int]],
+        slicer: Slicer,
+    ) -> None:
+        self.graph = fx.Graph()
+        self.layouts = layouts
+        self.entries = entries
+        self.indices: list[IndexInput] = []
+        self.swallowed: set[fx.Node] = set()  # nodes whose place a packed attention takes
+        self.inputs: list[fx.Node] = [node for node in source.nodes if node.op == "placeholder"]
+        self._spaces, self._sizes, self._slicer = spaces, sizes, slicer
+        self._padded: dict[fx.Node, fx.Node] = {}
+        self._packed: dict[tuple[fx.Node, IndexSet], fx.Node] = {}
+        self._index_nodes: dict[IndexInput, fx.Node] = {}
+        self._derived: dict[tuple[Any, ...], fx.Node] = {}
+        for node in self.inputs:
+            self._padded[node] = self.graph.node_copy(node)
+        # New inputs go before the first mark, what follows from sizes and indices alone between the two; both go in
+        # the end.
+        self._inputs_end = self.graph.call_function(operator.pos, (0,))
+        self._header_end = self.graph.call_function(operator.pos, (0,))
+
+    # ------------------------------------------------------------------ what rules use
+
+    def call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+        """Add one call."""
+        return self.graph.call_function(target, args, kwargs)
+
+    def call_named(self, target: Any, arguments: dict[str, Any], form: Callable[[fx.Node], fx.Node]) -> fx.Node:
+        """Add one call whose arguments are given by name; `form` maps the nodes among them."""
+        args, kwargs = [], {}
+        for argument in target._schema.arguments:
+            value = fx.node.map_arg(arguments[argument.name], form)
+            if argument.kwarg_only:
+                kwargs[argument.name] = value
+            else:
+                args.append(value)
+        return self.graph.call_function(target, tuple(args), kwargs)
+
+    def copied(self, arguments: Any) -> Any:
+        """Arguments with every node in its padded form."""
+        return fx.node.map_arg(arguments, self.padded)
+
+    def count(self, entries: IndexSet) -> fx.Node:
+        """How many entries there are: a size."""
+        flat = self.index(IndexInput("flat", entries))
+        return self._once(("count", entries), lambda: self.graph.call_function(aten.sym_size.int, (flat, 0)))
+
+    def packed(self, node: Any, entries: IndexSet) -> fx.Node:
+        """The packed form of a token value over `entries`."""
+        key = (node, entries)
+        if key not in self._packed:
+            home = self.entries.get(node)
+            if home is not None and (node, home) in self._packed:
+                if not _contains(home, entries):
+                    raise AssertionError(f"{node.name} has no values for some of the entries asked for")
+                rank = self.index(IndexInput("rank", entries, home))
+                made = self._after(
+                    self._packed[node, home],
+                    lambda: self.graph.call_function(ops.pack_rows.default, (self._packed[node, home], rank)),
+                )
+            elif isinstance(node.meta.get("val"), (list, tuple)):
+                raise AssertionError(f"{node} has several outputs and no packed form")
+            else:
+                grid = positions_of(self.layouts[node])[0]
+                made = self._after(
+                    self._padded[node], lambda: self._gather(node, entries, grid), follow=self._slicer.is_written(node)
+                )
+            if self._slicer.is_written(node):
+                return made
+            self._packed[key] = made
+        return self._packed[key]
+
+    def aligned(self, node: Any, out: Layout, entries: IndexSet) -> fx.Node:
+        """The packed form of an operand that broadcasts against a value of layout `out`; a number stays what it is."""
+        if not isinstance(node.meta.get("val"), torch.Tensor):
+            return self.padded(node)
+        layout = self.layouts[node]
+        sizes = _aligned_sizes(layout, out)
+        grid = positions_of(out)[0]
+        if is_token(layout):
+            if self._slicer.from_batch(node) and node not in self.entries:
+                key = (node, entries, grid.offset, "aligned")
+                x = self._derived.get(key)
+                if x is None:
+                    x = self._after(
+                        self._padded[node],
+                        lambda: self._gather(node, entries, grid),
+                        follow=self._slicer.is_written(node),
+                    )
+                    if not self._slicer.is_written(node):
+                        self._derived[key] = x
+            else:
+                x = self.packed(node, entries)
+            return x if sizes == packed_sizes(layout) else self.call(aten.reshape.default, (x, [-1, *sizes]), {})
+        held = token_dims(layout)
+        if not held:
+            x = self.padded(node)
+            span = out[len(out) - len(layout) :]
+            if not any(vanishes(dim) for dim in span):
+                return x
+            return self.call(aten.reshape.default, (x, sizes), {})
+        index = self.rows(entries) if has_rows(layout) else self.columns(entries, grid.offset)
+        key = (node, entries, 0 if has_rows(layout) else grid.offset, "gathered")
+        if key not in self._derived:
+            source = self.padded(node)
+
+            def gather() -> fx.Node:
+                x = source
+                if held[0] != 0:
+                    order = [held[0], *(dim for dim in range(len(layout)) if dim != held[0])]
+                    x = self.call(aten.permute.default, (x, order), {})
+                return self.call(aten.index_select.default, (x, 0, index), {})
+
+            self._derived[key] = self._after(source, gather)
+        gathered = self._derived[key]
+        return self.call(aten.reshape.default, (gathered, [-1, *sizes]), {})
+
+    # ------------------------------------------------------------------ padded values
+
+    def padded(self, node: fx.Node) -> fx.Node:
+        """The padded form of a value: a copy of its computation, or its packed form scattered into zeros."""
+        if node not in self._padded:
+            home = self.entries.get(node)
+            if home is None or (node, home) not in self._packed:
+                raise AssertionError(f"{node.name} has not been written yet")
+            packed = self._packed[node, home]
+            self._padded[node] = self._after(packed, lambda: self.scattered(packed, self.layouts[node], home))
+        return self._padded[node]
+
+    def copy(self, node: fx.Node) -> fx.Node:
+        """Copy a node in its padded form."""
+        self._padded[node] = self.graph.node_copy(node, self.padded)
+        return self._padded[node]
+
+    def provide(self, node: fx.Node, value: fx.Node, entries: IndexSet | None) -> None:
+        """Say that `value` of the new graph is `node`, packed over `entries` or padded."""
+        if entries is None:
+            self._padded[node] = value
+        else:
+            self._packed[node, entries] = value
+
+    def pack(self, node: fx.Node) -> fx.Node:
+        """Write a node in its packed form, by its rule."""
+        rule = rule_for(node)
+        assert rule is not None
+        entries = self.entries[node]
+        made = rule.emit(node, self, entries)
+        self._keep_meta(node, made)
+        self._packed[node, entries] = made
+        return made
+
+    def input(self, name: str) -> fx.Node:
+        """A new input of the graph."""
+        with self.graph.inserting_before(self._inputs_end):
+            return self.graph.placeholder(name)
+
+    def index(self, index: IndexInput) -> fx.Node:
+        """An index input, made at its first use."""
+        if index not in self._index_nodes:
+            self._index_nodes[index] = self.input(f"{index.kind}_{len(self.indices)}")
+            self.indices.append(index)
+        return self._index_nodes[index]
+
+    def rows(self, entries: IndexSet) -> fx.Node:
+        """The row of every entry, (entries,)."""
+        flat = self.index(IndexInput("flat", entries))
+        _, positions = self.sizes(entries.space)
+        return self._once(
+            ("rows", entries), lambda: self.call(aten.div.Scalar_mode, (flat, positions), {"rounding_mode": "floor"})
+        )
+
+    def columns(self, entries: IndexSet, offset: int = 0) -> fx.Node:
+        """The position of every entry, counted from `offset`, (entries,)."""
+        flat = self.index(IndexInput("flat", entries))
+        _, positions = self.sizes(entries.space)
+        columns = self._once(("columns", entries), lambda: self.call(aten.remainder.Scalar, (flat, positions), {}))
+        if offset:
+            return self._once(("columns", entries, offset), lambda: self.call(aten.sub.Scalar, (columns, offset), {}))
+        return columns
+
+    def sizes(self, space: int) -> tuple[fx.Node, fx.Node]:
+        """The number of rows and of positions of a token space."""
+        source, rows, positions = self._sizes[space]
+        tensor = self._padded[source]
+        return (
+            self._once(("size", tensor, rows), lambda: self.call(aten.sym_size.int, (tensor, rows), {})),
+            self._once(("size", tensor, positions), lambda: self.call(aten.sym_size.int, (tensor, positions), {})),
+        )
+
+    def finish(self, outputs: Sequence[Any]) -> fx.Graph:
+        """Close the graph."""
+        self.graph.output(tuple(outputs))
+        self.graph.erase_node(self._inputs_end)
+        self.graph.erase_node(self._header_end)
+        self.graph.eliminate_dead_code()
+        self.graph.lint()
+        return self.graph
+
+    # ------------------------------------------------------------------ attention
+
+    def attention(self, attention: Attention, meaning: Meaning, queries: IndexSet, keys: IndexSet) -> fx.Node:
+        """Write an attention over packed rows."""
+        node = attention.output
+        q = self._heads(attention.query, queries)
+        key, value = self._grouped(attention)
+        k, v = self._heads(key, keys), self._heads(value, keys)
+        cu_q, cu_k = (self.index(IndexInput("cu_seqlens", entries)) for entries in (queries, keys))
+        longest_q, longest_k = (self._longest(entries) for entries in (queries, keys))
+        bias = self._bias(meaning.bias) if meaning.bias else None
+        positions = (self.columns(queries), self.columns(keys)) if bias is not None else (None, None)
+        seed = None
+        if attention.dropout_p > 0:
+            device = node.meta["val"].device
+            seed = self.call(aten.randint.default, (2**62, []), {"dtype": torch.int64, "device": device})
+        both = self.call(
+            ops.varlen_attention.default,
+            (q, k, v, cu_q, cu_k, longest_q, longest_k, bias, *positions, seed),
+            {
+                "scale": float(attention.scale),
+                "window_left": meaning.window_left,
+                "window_right": meaning.window_right,
+                "dropout_p": attention.dropout_p,
+                "softcap": attention.softcap,
+            },
+        )
+        made = self.call(operator.getitem, (both, 0), {})
+        made = self.call(aten.reshape.default, (made, [-1, *packed_sizes(self.layouts[node])]), {})
+        self._keep_meta(node, both)
+        self._packed[node, queries] = made
+        return made
+
+    def _heads(self, node: fx.Node, entries: IndexSet) -> fx.Node:
+        """A packed value as (tokens, heads, head_dim)."""
+        sizes = packed_sizes(self.layouts[node])
+        heads = 1
+        for size in sizes[:-1]:
+            heads *= size
+        x = self.packed(node, entries)
+        return x if len(sizes) == 2 else self.call(aten.reshape.default, (x, [-1, heads, sizes[-1]]), {})
+
+    def _grouped(self, attention: Attention) -> tuple[fx.Node, fx.Node]:
+        """Keys and values before their heads were repeated for grouped queries: the operator groups them itself."""
+        key, value = (_before_repeat(node, self.layouts) for node in (attention.key, attention.value))
+        if key in self.entries and value in self.entries and key is not None and value is not None:
+            return key, value
+        return attention.key, attention.value
+
+    def _longest(self, entries: IndexSet) -> fx.Node:
+        carrier = self.index(IndexInput("longest", entries))
+        return self._once(("longest", entries), lambda: self.call(aten.sym_size.int, (carrier, 0), {}))
+
+    def _bias(self, nodes: Sequence[fx.Node]) -> fx.Node:
+        total = self.padded(nodes[0])
+        for node in nodes[1:]:
+            total = self.call(aten.add.Tensor, (total, self.padded(node)), {})
+        missing = 4 - max(node.meta["val"].dim() for node in nodes)
+        for _ in range(missing):
+            total = self.call(aten.unsqueeze.default, (total, 0), {})
+        return total
+
+    # ------------------------------------------------------------------ gathers and scatters
+
+    def grid(self, node: fx.Node) -> fx.Node:
+        """A padded token value with one number a token, as (rows, positions)."""
+        return self._by_token(self.padded(node), self.layouts[node], merge=False)
+
+    def gathered(self, node: fx.Node, entries: IndexSet) -> fx.Node:
+        """A padded value's entries."""
+        return self._gather(node, entries, positions_of(self.layouts[node])[0])
+
+    def _gather(self, node: fx.Node, entries: IndexSet, grid: Positions) -> fx.Node:
+        """Pack a padded token value whose own positions are those of `grid`."""
+        layout = self.layouts[node]
+        x = self._by_token(self._padded[node], layout, merge=True)
+        return self.call(ops.pack_rows.default, (x, self._own_flat(entries, grid.offset, grid.cut)), {})
+
+    def _by_token(self, x: fx.Node, layout: Layout, merge: bool) -> fx.Node:
+        """Bring rows and positions to the front: (rows * positions, ...), or (rows, positions, ...) unmerged."""
+        space = self.space_of(layout)
+        rows, whole = self.sizes(space)
+        grid = positions_of(layout)[0]
+        positions = whole if grid.cut == 0 else self.call(operator.sub, (whole, grid.cut), {})
+        atoms = [atom for dim in layout for atom in (dim or (1,))]
+        sizes = [rows if atom is ROWS else positions if isinstance(atom, Positions) else atom for atom in atoms]
+        if len(atoms) != len(layout):
+            x = self.call(aten.reshape.default, (x, sizes), {})
+        first = atoms.index(ROWS)
+        second = next(index for index, atom in enumerate(atoms) if isinstance(atom, Positions))
+        order = [first, second, *(index for index in range(len(atoms)) if index not in (first, second))]
+        if order != sorted(order):
+            x = self.call(aten.permute.default, (x, order), {})
+        plain = packed_sizes(layout)
+        if merge:
+            return self.call(aten.reshape.default, (x, [-1, *plain]), {})
+        return x if len(atoms) == 2 else self.call(aten.reshape.default, (x, [rows, positions]), {})
+
+    def scattered(self, packed: fx.Node, layout: Layout, entries: IndexSet) -> fx.Node:
+        """A packed value in its padded layout, zeros where it has no entry."""
+        space = self.space_of(layout)
+        rows, whole = self.sizes(space)
+        grid = positions_of(layout)[0]
+        positions = whole if grid.cut == 0 else self.call(operator.sub, (whole, grid.cut), {})
+        total = self.call(operator.mul, (rows, positions), {})
+        flat = self._own_flat(entries, grid.offset, grid.cut)
+        x = self.call(ops.unpack_rows.default, (packed, flat, total), {})
+        atoms = [atom for dim in layout for atom in (dim or (1,))]
+        plain = [atom for atom in atoms if isinstance(atom, int)]
+        x = self.call(aten.reshape.default, (x, [rows, positions, *plain]), {})
+        places: dict[Any, int] = {ROWS: 0, **{atom: 1 for atom in atoms if isinstance(atom, Positions)}}
+        order, following = [], 2
+        for atom in atoms:
+            if isinstance(atom, int):
+                order.append(following)
+                following += 1
+            else:
+                order.append(places[atom])
+        if order != sorted(order):
+            x = self.call(aten.permute.default, (x, order), {})
+        if len(atoms) != len(layout):
+            x = self.call(aten.reshape.default, (x, [self._dim_size(dim, rows, positions) for dim in layout]), {})
+        return x
+
+    def _dim_size(self, dim: tuple[Any, ...], rows: fx.Node, positions: fx.Node) -> Any:
+        size: Any = plain_size(dim)
+        for atom in dim:
+            if not isinstance(atom, int):
+                factor = rows if atom is ROWS else positions
+                size = factor if size == 1 else self.call(operator.mul, (size, factor), {})
+        return size
+
+    def _own_flat(self, entries: IndexSet, offset: int, cut: int) -> fx.Node:
+        """Row * (positions - cut) + position - offset of every entry, (entries,)."""
+        flat = self.index(IndexInput("flat", entries))
+        if offset == 0 and cut == 0:
+            return flat
+
+        def own() -> fx.Node:
+            _, whole = self.sizes(entries.space)
+            positions = self.call(operator.sub, (whole, cut), {})
+            start = self.call(aten.mul.Scalar, (self.rows(entries), positions), {})
+            return self.call(aten.add.Tensor, (start, self.columns(entries, offset)), {})
+
+        return self._once(("own", entries, offset, cut), own)
+
+    def space_of(self, layout: Layout) -> int:
+        """The number of the token space that a layout's positions belong to."""
+        return self._spaces[positions_of(layout)[0].symbol]
+
+    # ------------------------------------------------------------------ places in the new graph
+
+    def _once(self, key: tuple[Any, ...], make: Callable[[], fx.Node]) -> fx.Node:
+        """Make a value of sizes and indices alone, once, at the head of the graph."""
+        if key not in self._derived:
+            with self.graph.inserting_before(self._header_end):
+                self._derived[key] = make()
+        return self._derived[key]
+
+    def _after(self, place: fx.Node, make: Callable[[], fx.Node], follow: bool = False) -> fx.Node:
+        """Make a value right after `place`, so that it does not fall under a later `no_grad`; at the end with
+        `follow`.
+        """
+        if follow:
+            return make()
+        before = self._header_end if place.op == "placeholder" else place.next
+        with self.graph.inserting_before(before):
+            return make()
+
+    def _keep_meta(self, node: fx.Node, made: fx.Node) -> None:
+        for name in ("recompute", "ac_graph_id", "stack_trace", "nn_module_stack", "custom"):
+            if name in node.meta:
+                made.meta[name] = node.meta[name]
+
+
+def _contains(home: IndexSet, entries: IndexSet) -> bool:
+    """Whether every entry of one set is known to be in another."""
+    if entries.loss is not None or home.loss is not None:
+        return home == entries or home.loss is None
+    ends_before = entries.cut - entries.offset >= home.cut - home.offset
+    return home.space == entries.space and entries.offset >= home.offset and ends_before
+
+
+def _aligned_sizes(layout: Layout, out: Layout) -> list[int]:
+    """The sizes, after the tokens, with which an operand of `layout` broadcasts against packed values of layout
+    `out`.
+    """
+    shift = len(out) - len(layout)
+    return [
+        plain_size(layout[index - shift]) if index >= shift else 1 for index, dim in enumerate(out) if not vanishes(dim)
+    ]
+
+
+def _before_repeat(node: fx.Node, layouts: Mapping[fx.Node, Layout]) -> fx.Node | None:
+    """`x` where `node` is `reshape(expand(unsqueeze(x)))`, every head of `x` repeated in place; None elsewhere."""
+    while node.target in (aten.transpose.int, aten.permute.default):
+        node = node.args[0]  # type: ignore[assignment]
+    if node.target not in VIEWS or not isinstance(node.args[0], fx.Node):
+        return None
+    expanded = node.args[0]
+    if expanded.target is not aten.expand.default:
+        return None
+    inner = expanded.args[0]
+    while isinstance(inner, fx.Node) and inner.target is aten.slice.Tensor:
+        inner = inner.args[0]
+    if not isinstance(inner, fx.Node) or inner.target is not aten.unsqueeze.default:
+        return None
+    bare = inner.args[0]
+    known = [layouts.get(value) for value in (node, expanded, inner, bare)]  # type: ignore[arg-type]
+    if any(layout is None for layout in known):
+        return None
+    sizes = [packed_sizes(layout) for layout in known if layout is not None]
+    if len(sizes[3]) != 2 or len(sizes[1]) != 3 or sizes[2] != [sizes[3][0], 1, sizes[3][1]]:
+        return None
+    repeated = [sizes[3][0] * sizes[1][1], sizes[3][1]]
+    return bare if sizes[0] == repeated else None  # type: ignore[return-value]

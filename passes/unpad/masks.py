@@ -1,0 +1,510 @@
+"""What the mask of an attention means, found by evaluating it on probe batches.
+
+The part of a mask that follows from the batch alone is run on small random batches and compared with the known
+meanings: every position, causal, a sliding window, each and-ed with "the key is a token". Probing is robust where
+matching how a mask was written is not. What stands beside the mask (a learned bias) is handed on as an additive term.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from deepytorch.passes.base import Role
+from deepytorch.passes.slicing import Slicer
+from deepytorch.passes.unpad.attentions import MASKED, Attention, Term
+from deepytorch.passes.unpad.layout import Symbols
+
+aten = torch.ops.aten
+
+# Probes are (rows, positions, positions); above this many positions a constant of the mask is left to a run-time check.
+MAX_PROBE_POSITIONS = 2048
+
+
+@dataclass(frozen=True)
+class TokenSource:
+    """Where a token mask comes from: `node`, read by `reading` ("nonzero", "zero", "not negative")."""
+
+    node: fx.Node
+    reading: str
+
+    def read(self, value: torch.Tensor) -> torch.Tensor:
+        """The token mask as bool, in `value`'s shape."""
+        return READINGS[self.reading](value)
+
+
+READINGS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "nonzero": lambda value: value != 0,
+    "zero": lambda value: value == 0,
+    "not negative": lambda value: value >= 0,
+}
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """What an attention's mask says: key j is seen by query i iff i - left <= j <= i + right (-1: no limit) and, where
+    `tokens` is given, j is a token. What a step has to check: batches no longer than `max_positions`; `buffers`
+    unchanged; inputs in `assumed` hold 0 or 1 only ("binary"), or 0 and very low numbers ("additive").
+    """
+
+    window_left: int = -1
+    window_right: int = -1
+    tokens: TokenSource | None = None
+    bias: tuple[fx.Node, ...] = ()
+    max_positions: int | None = None
+    buffers: tuple[fx.Node, ...] = ()
+    assumed: tuple[tuple[fx.Node, str], ...] = ()
+
+    @property
+    def windowed(self) -> bool:
+        """Whether a limited window looks at distances, so that tokens must be contiguous."""
+        return self.window_left > 0 or self.window_right > 0
+
+
+@dataclass
+class Probe:
+    """One small batch on which masks are evaluated: sizes by symbol, values by placeholder."""
+
+    sizes: dict[sympy.Symbol, int]
+    domain: str
+    generator: torch.Generator
+    constants: list[int]
+    values: dict[fx.Node, Any] = field(default_factory=dict)
+
+
+class Undecided(Exception):
+    """The mask's meaning was not found; the message says why."""
+
+
+class Prober:
+    """Evaluates batch-only parts of one graph on probe batches."""
+
+    def __init__(self, graph: fx.Graph, symbols: Symbols, slicer: Slicer) -> None:
+        self._graph, self._symbols, self._slicer = graph, symbols, slicer
+
+    def meaning(self, attention: Attention, rows: sympy.Expr, queries: sympy.Symbol, keys: sympy.Symbol) -> Meaning:
+        """What the attention's mask says, or `Undecided`."""
+        visible, bias = [], []
+        for term in attention.terms:
+            if term.kind != "added":
+                if not self._slicer.from_batch(term.node):
+                    raise Undecided(f"the mask {term.node.name} depends on parameters")
+                visible.append(term)
+            elif self._slicer.from_batch(term.node):
+                visible.append(term)
+            else:
+                bias.append(term.node)
+        if bias and any(term.ndim == 3 and term.node in bias for term in attention.terms):
+            raise Undecided("a bias whose rows and heads are merged")
+        window_right = 0 if attention.causal else -1
+        if attention.causal and queries != keys:
+            raise Undecided("causal attention between two token spaces")
+        if not visible:
+            return Meaning(-1, window_right, None, tuple(bias))
+        meaning = self._probe_terms(visible, queries, keys)
+        if attention.causal:
+            meaning = replace(meaning, window_right=0)
+        return replace(meaning, bias=(*bias, *meaning.bias))
+
+    def _probe_terms(self, terms: list[Term], queries: sympy.Symbol, keys: sympy.Symbol) -> Meaning:
+        nodes = [term.node for term in terms]
+        subgraph = self._slicer.slice(nodes)
+        constants = self._telling_numbers(subgraph)
+        lengths, max_positions = _probe_lengths(subgraph, self._symbols)
+        read = frozenset(self._slicer.inputs_read(nodes))
+        candidates = self._candidates(subgraph, read, keys)
+        buffers = tuple(node for node in subgraph if _role(node) is Role.BUFFER)
+        batch = tuple(node for node in subgraph if node in read and _role(node) is Role.BATCH)
+        floats = any(node.meta["val"].is_floating_point() for node in batch)
+        reason = ""
+        with_bias: Meaning | None = None
+        for domain in ("binary", "additive") if floats else ("any", "binary"):
+            try:
+                meaning = self._match(terms, subgraph, read, candidates, lengths, constants, domain, queries, keys)
+            except Undecided as undecided:
+                reason = reason or str(undecided)
+                continue
+            meaning = replace(
+                meaning,
+                max_positions=max_positions,
+                buffers=buffers,
+                assumed=() if domain == "any" else tuple((node, domain) for node in batch),
+            )
+            if not meaning.bias:
+                return meaning
+            if any(term.ndim == 3 and term.kind == "added" for term in terms):
+                raise Undecided("a bias whose rows and heads are merged")
+            with_bias = with_bias or meaning
+        if with_bias is not None:
+            return with_bias
+        raise Undecided(reason)
+
+    def _candidates(self, subgraph: list[fx.Node], read: frozenset[fx.Node], keys: sympy.Symbol) -> list[fx.Node]:
+        """Values with one entry a row and key: what a token mask may be read from, nearest to the mask first: what it
+        really looked at, however it came about.
+        """
+        found = []
+        for node in subgraph:
+            value = node.meta.get("val")
+            if isinstance(value, torch.Tensor) and (node.op != "placeholder" or node in read):
+                sizes = [self._symbols.expr(size) for size in value.shape]
+                if [size for size in sizes if size != 1] == [self._symbols.rows, keys]:
+                    found.append(node)
+        return found[::-1]
+
+    def _match(
+        self,
+        terms: list[Term],
+        subgraph: list[fx.Node],
+        read: frozenset[fx.Node],
+        candidates: list[fx.Node],
+        lengths: list[int],
+        constants: list[int],
+        domain: str,
+        queries: sympy.Symbol,
+        keys: sympy.Symbol,
+    ) -> Meaning:
+        runs = []
+        for length in lengths:
+            for seed in range(3 if length < 64 else 1):
+                sizes = {self._symbols.rows: 3, queries: length, keys: length if keys == queries else length + 2}
+                probe = Probe(sizes, domain, torch.Generator().manual_seed(1000 * length + seed), constants)
+                values = self.evaluate(subgraph, read, probe)
+                mask, bias = _combine(terms, values, (sizes[self._symbols.rows], sizes[queries], sizes[keys]))
+                runs.append((mask, values, bias))
+        has_bias = any(bias for _, _, bias in runs)
+        added = tuple(term.node for term in terms if term.kind == "added") if has_bias else ()
+        readings: list[Any] = [(node, reading) for node in candidates for reading in READINGS]
+        if not any(_role(node) is Role.BATCH for node in read):
+            readings = [None]  # nothing of the batch is looked at, so no key can be told from another
+        for choice in readings:
+            window = _window(runs, choice, queries == keys, max(lengths))
+            if window is not None:
+                source = None if choice is None else self._before_moves(choice, candidates, [run[1] for run in runs])
+                return Meaning(window[0], window[1], source, added)
+        raise Undecided(
+            "the mask matches no known meaning (full, causal or sliding window, and-ed with 'the key is a token')"
+        )
+
+    def _before_moves(
+        self, choice: tuple[fx.Node, str], candidates: list[fx.Node], runs: list[dict[fx.Node, Any]]
+    ) -> TokenSource:
+        """The same token mask before it was cast to bool, viewed, or indexed with every row and position in order.
+
+        Such operators do not look at values, so what comes out equal on random ones is equal on all.
+        """
+        node, reading = choice
+        while _moves(node, reading):
+            source: fx.Node = node.args[0]  # type: ignore[assignment]
+            others = [other for other in node.all_input_nodes if other is not source]
+            if source not in candidates or self._slicer.inputs_read(others):
+                break
+            read = READINGS[reading]
+            if not all(torch.equal(read(run[source]).flatten(), read(run[node]).flatten()) for run in runs):
+                break
+            node = source
+        return TokenSource(node, reading)
+
+    def _telling_numbers(self, subgraph: list[fx.Node]) -> list[int]:
+        """Whole numbers that a batch may hold and a mask may tell apart: those that it is written with, such as a pad
+        id, and their neighbours; what small tables hold; and places in a table, in case ids are looked up there.
+        """
+        exact, places = set(_whole_numbers(subgraph)), set[int]()
+        for table in self._tables(subgraph):
+            if not table.is_floating_point():
+                numbers = table.flatten().tolist()
+                exact.update(int(number) for number in numbers[:: max(1, len(numbers) // 64)])
+            if table.dim() > 0:
+                places.update(_places(table))
+        return sorted({*exact, *(number + 1 for number in exact), *(number - 1 for number in exact), *places})
+
+    def _tables(self, subgraph: list[fx.Node]) -> Iterator[torch.Tensor]:
+        """The constants and buffers that are read."""
+        for node in subgraph:
+            value = None
+            if node.op == "get_attr":
+                value = getattr(self._graph.owning_module, str(node.target))
+            elif _role(node) is Role.BUFFER:
+                value = node.meta["input"].value
+            if isinstance(value, torch.Tensor):
+                yield value
+
+    def probe_together(self, nodes: list[fx.Node]) -> Iterator[list[torch.Tensor]]:
+        """The values of several batch-only nodes, probe by probe."""
+        subgraph = self._slicer.slice(nodes)
+        read = frozenset(self._slicer.inputs_read(nodes))
+        constants = self._telling_numbers(subgraph)
+        for length in _probe_lengths(subgraph, self._symbols)[0]:
+            for seed in range(3 if length < 64 else 1):
+                sizes = {self._symbols.rows: 3, **dict.fromkeys(self._symbols.positions, length)}
+                for domain in ("any", "binary"):
+                    probe = Probe(sizes, domain, torch.Generator().manual_seed(1000 * length + seed), constants)
+                    values = self.evaluate(subgraph, read, probe)
+                    yield [values[node] for node in nodes]
+
+    def evaluate(self, subgraph: list[fx.Node], read: frozenset[fx.Node], probe: Probe) -> dict[fx.Node, Any]:
+        """Run batch-only nodes on real CPU tensors; of inputs that are not `read` only the sizes are made."""
+        values: dict[fx.Node, Any] = {}
+        for node in subgraph:
+            if node.op == "placeholder":
+                values[node] = self._input(node, probe, node in read)
+            elif node.op == "get_attr":
+                value = getattr(self._graph.owning_module, str(node.target))
+                values[node] = value.clone() if self._slicer.is_written(node) else value
+            elif node.target is aten.sym_size.int:
+                values[node] = self._size(node.meta["val"], probe)
+            else:
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+                kwargs = {name: torch.device("cpu") if name == "device" else value for name, value in kwargs.items()}
+                args = tuple(torch.device("cpu") if isinstance(value, torch.device) else value for value in args)
+                try:
+                    values[node] = node.target(*args, **kwargs)
+                except Exception as error:
+                    raise Undecided(f"the mask's {node.name} cannot be evaluated on a probe: {error}") from error
+        return values
+
+    def _input(self, node: fx.Node, probe: Probe, read: bool) -> Any:
+        graph_input, fake = node.meta["input"], node.meta["val"]
+        if graph_input.role is Role.BUFFER:
+            if self._slicer.is_written(node):
+                raise Undecided(f"the mask reads {graph_input.name}, which the model writes to")
+            return graph_input.value.detach().cpu()
+        if not isinstance(fake, torch.Tensor):
+            return self._size(fake, probe)
+        if not read:  # nothing but its sizes is looked at, each by itself
+            return None
+        return _random([self._size(size, probe) for size in fake.shape], fake.dtype, probe)
+
+    def _size(self, size: Any, probe: Probe) -> int:
+        if isinstance(size, int):
+            return size
+        known = self._symbols.expr(size).subs(probe.sizes)
+        if not known.is_Integer:
+            raise Undecided(f"the mask depends on {known}, which is no size of its rows, queries or keys")
+        return int(known)
+
+
+_MOVES = frozenset({
+    aten.clone.default, aten.contiguous.default, aten.alias.default, aten.detach.default, aten.view.default,
+    aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim, aten.expand.default, aten.slice.Tensor,
+    aten.index.Tensor,
+})  # fmt: skip
+_TO_DTYPE = frozenset({aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten._to_copy.default})
+
+
+def _moves(node: fx.Node, reading: str) -> bool:
+    """Whether a node hands on the values of its first argument, as far as this reading of them goes."""
+    if node.op != "call_function" or not isinstance(node.args[0], fx.Node):
+        return False
+    before, after = node.args[0].meta["val"].dtype, node.meta["val"].dtype
+    if node.target in _TO_DTYPE and before != after:
+        return before is torch.bool or (after is torch.bool and reading in ("nonzero", "zero"))
+    return node.target in _MOVES or node.target in _TO_DTYPE
+
+
+def _places(table: torch.Tensor) -> list[int]:
+    """Indices into the first dimension that is not 1: some for every value that it tells apart, and some all over."""
+    table = table.detach().cpu().squeeze()
+    if table.dim() == 0:
+        return []
+    places = torch.linspace(0, len(table) - 1, 16).long().tolist()
+    if table.dim() == 1:
+        values, which = table.unique(return_inverse=True)
+        for number in range(min(len(values), 8)):
+            places += (which == number).nonzero().flatten()[:8].tolist()
+    return places
+
+
+def _role(node: fx.Node) -> Role | None:
+    return node.meta["input"].role if node.op == "placeholder" else None
+
+
+def _random(shape: list[int], dtype: torch.dtype, probe: Probe) -> torch.Tensor:
+    """Values that a batch may hold: token masks of every kind among them."""
+    choose = torch.randint(0, 2, shape, generator=probe.generator).bool()
+    if len(shape) >= 2:  # one row starts with holes, one ends with them, so that left and right padding both occur
+        choose[0, ..., : shape[-1] // 2] = True
+        choose[-1, ..., shape[-1] // 2 :] = True
+        choose[..., shape[-1] // 3] = True  # no row without a token
+    if dtype is torch.bool:
+        return choose
+    if dtype.is_floating_point:
+        if probe.domain == "additive":
+            return torch.zeros(shape, dtype=dtype).masked_fill(~choose, -math.inf)
+        return choose.to(dtype)
+    if probe.domain == "binary":
+        return choose.to(dtype)
+    pool = {0, 1, 2, 7, *probe.constants}
+    limits = torch.iinfo(dtype)
+    chosen = torch.tensor(
+        [c for c in sorted(pool) if max(limits.min, -(2**31)) <= c <= min(limits.max, 2**31)], dtype=dtype
+    )
+    other = chosen[torch.randint(0, len(chosen), shape, generator=probe.generator)]
+    zero_or_one = choose.to(dtype)
+    mixed = torch.rand(shape, generator=probe.generator) < 0.4
+    return torch.where(mixed, other, zero_or_one)
+
+
+def _whole_numbers(subgraph: list[fx.Node]) -> list[int]:
+    """The whole numbers that a mask is written with, one for each use: windows, pad ids.
+
+    Open ends of slices and very low scores are none of them.
+    """
+    found = []
+    for node in subgraph:
+        if node.op != "call_function" or node.target is operator.getitem:
+            continue
+        flat, _ = torch.utils._pytree.tree_flatten((node.args, node.kwargs))
+        for value in flat:
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+            if is_number and value == int(value) and MASKED < value < 2**31:
+                found.append(int(value))
+    return found
+
+
+def _probe_lengths(subgraph: list[fx.Node], symbols: Symbols) -> tuple[list[int], int | None]:
+    """How long the probes are, and up to which length they prove anything (None: any).
+
+    Where positions are only added, subtracted and compared, a mask can change its form at sums of its whole numbers and
+    nowhere else, so probes that reach past their total settle it. Where a mask does anything else with positions, or
+    reads a buffer, only lengths up to the longest probe are proved.
+    """
+    positional, only_linear = _positional(subgraph)
+    touched = [node for node in subgraph if node in positional or positional.intersection(node.all_input_nodes)]
+    numbers = [abs(number) for number in _whole_numbers(touched)]
+    total = sum(number for number in numbers if number > 3)
+    lengths = {5, 9, *(number + 4 for number in numbers if number + 4 <= MAX_PROBE_POSITIONS)}
+    tables = [node for node in subgraph if _role(node) is Role.BUFFER and node.meta["val"].numel() > 1]
+    if not tables and only_linear and total + 4 <= MAX_PROBE_POSITIONS:
+        return sorted({*lengths, total + 4}), None
+    longest = MAX_PROBE_POSITIONS
+    for table in tables:
+        longest = min(longest, max(size for size in table.meta["val"].shape if isinstance(size, int)))
+    return sorted({length for length in lengths if length < longest} | {longest}), longest
+
+
+_POSITION_SOURCES = frozenset({
+    aten.arange.default, aten.arange.start, aten.arange.start_step, aten.cumsum.default, aten.sym_size.int,
+})  # fmt: skip
+_COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "isin"})
+_LOGICAL = frozenset({
+    "__and__", "__or__", "__xor__", "bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "logical_and",
+    "logical_or", "logical_xor", "logical_not",
+})  # fmt: skip
+_LINEAR = frozenset({
+    "add", "sub", "rsub", "neg", "abs", "minimum", "maximum", "min", "max", "clamp", "where", "masked_fill", "to",
+    "_to_copy", "clone", "contiguous", "detach", "alias", "view", "reshape", "expand", "unsqueeze", "squeeze",
+    "permute", "transpose", "t", "slice", "select", "cat", "stack", "index", "arange", "ones", "zeros", "full",
+    "new_ones", "new_zeros", "new_full", "full_like", "ones_like", "zeros_like", "tril", "triu", "sym_size", "pad",
+    "constant_pad_nd", "expand_as", "type_as", "lift_fresh_copy", "empty", "new_empty", "flatten", "gather",
+})  # fmt: skip
+
+
+def _positional(subgraph: list[fx.Node]) -> tuple[set[fx.Node], bool]:
+    """The values that hold positions, and whether nothing but sums, differences and comparisons with whole numbers is
+    done to them.
+    """
+    positional: set[fx.Node] = set()
+    only_linear = True
+    for node in subgraph:
+        name = _operator_name(node)
+        if node.target in _POSITION_SOURCES:
+            positional.add(node)
+            only_linear = only_linear and node.target is not aten.arange.start_step
+            continue
+        if not positional.intersection(node.all_input_nodes):
+            continue
+        flat, _ = torch.utils._pytree.tree_flatten((node.args, node.kwargs))
+        fraction = any(isinstance(value, float) and math.isfinite(value) and value != int(value) for value in flat)
+        is_bool = node.meta["val"].dtype is torch.bool if isinstance(node.meta["val"], torch.Tensor) else False
+        known = name in _COMPARISONS or name in _LINEAR or (is_bool and name in _LOGICAL)
+        only_linear = only_linear and not fraction and known
+        found_there = name in ("index", "gather", "index_select") and node.args[0] not in positional
+        if not is_bool and not found_there:  # what is found at a position is no position, nor is what is true of one
+            positional.add(node)
+    return positional, only_linear
+
+
+def _operator_name(node: fx.Node) -> str:
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.name.split("::")[-1]
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def _combine(terms: list[Term], values: dict[fx.Node, Any], sizes: tuple[int, int, int]) -> tuple[torch.Tensor, bool]:
+    """All terms as one bool mask (rows, queries, keys), and whether an added term says more than seen or not seen."""
+    rows, queries, keys = sizes
+    visible = torch.ones(rows, 1, queries, keys, dtype=torch.bool)
+    says_more = False
+    for term in terms:
+        value = values[term.node]
+        if term.kind == "visible":
+            seen = value.bool()
+        elif term.kind == "hidden":
+            seen = ~value.bool()
+        else:
+            if torch.isnan(value).any():
+                raise Undecided("the mask holds NaN on a probe")
+            seen = value > MASKED
+            says_more = says_more or bool((value[seen] != 0).any())
+        if term.ndim == 3 and seen.dim() == 3 and seen.shape[0] != 1:
+            # rows and heads merged, as nn.MultiheadAttention has them
+            if seen.shape[0] % rows:
+                raise Undecided(f"the mask {term.node.name} does not have a row's dimension first")
+            seen = seen.reshape(rows, -1, *seen.shape[1:])
+        while seen.dim() < 4:
+            seen = seen.unsqueeze(0)
+        if seen.dim() > 4 or seen.shape[0] not in (1, rows):
+            raise Undecided(f"the mask {term.node.name} has the sizes {tuple(value.shape)} on a probe of {sizes}")
+        visible = visible & seen
+    if not (visible == visible[:, :1]).all():
+        raise Undecided("the mask differs between heads")
+    return visible[:, 0], says_more
+
+
+def _offsets(offset: torch.Tensor, chosen: torch.Tensor) -> list[int]:
+    """The distinct key - query offsets (queries, keys) of the chosen pairs (rows, queries, keys)."""
+    return offset[chosen.any(0)].unique().tolist()
+
+
+def _window(
+    runs: list[Any], choice: tuple[fx.Node, str] | None, same_space: bool, longest: int
+) -> tuple[int, int] | None:
+    """The window (left, right) that explains every run with this choice of token mask, or None."""
+    seen: set[int] = set()
+    unseen: set[int] = set()
+    told_apart = False
+    for mask, values, _ in runs:
+        rows, queries, keys = mask.shape
+        if choice is None:
+            tokens = torch.ones(rows, keys, dtype=torch.bool)
+        else:
+            value = values[choice[0]]
+            tokens = READINGS[choice[1]](value).reshape(rows, keys)
+            told_apart = told_apart or (bool(tokens.any()) and not bool(tokens.all()))
+        looking = tokens if same_space else torch.ones(rows, queries, dtype=torch.bool)
+        if (mask & looking[:, :, None] & ~tokens[:, None, :]).any():
+            return None
+        pairs = looking[:, :, None] & tokens[:, None, :]
+        offset = torch.arange(keys)[None, :] - torch.arange(queries)[:, None]
+        seen.update(_offsets(offset, pairs & mask))
+        unseen.update(_offsets(offset, pairs & ~mask))
+    if seen & unseen or not seen or (choice is not None and not told_apart):
+        return None
+    if not same_space:
+        return (-1, -1) if not unseen else None
+    if 0 not in seen:
+        return None
+    left, right = -min(seen), max(seen)
+    if any(-left <= offset <= right for offset in unseen):
+        return None
+    beyond_left = any(offset < -left for offset in unseen)
+    beyond_right = any(offset > right for offset in unseen)
+    return (left if beyond_left else -1, right if beyond_right else -1)

@@ -1,0 +1,86 @@
+"""What the analyses find out about one graph: its token spaces and everything that is decided about its values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+from torch import fx
+
+from deepytorch.passes.base import Decline
+from deepytorch.passes.slicing import Slicer
+from deepytorch.passes.unpad.attentions import Attention
+from deepytorch.passes.unpad.demand import NOTHING, Demand, Seen, is_float
+from deepytorch.passes.unpad.layout import Layout, Symbols, positions_of
+from deepytorch.passes.unpad.masks import Meaning, TokenSource
+from deepytorch.passes.unpad.program import IndexSet
+
+
+class Declined(Exception):
+    """The region stays as it is."""
+
+    def __init__(self, reason: str, where: str = "region") -> None:
+        super().__init__(reason)
+        self.where = where
+
+
+@dataclass
+class Space:
+    """One token space while its region is analysed."""
+
+    number: int
+    symbol: sympy.Symbol
+    name: str
+    size: tuple[fx.Node, int, int]
+    attentions: list[tuple[Attention, Meaning]] = field(default_factory=list)
+    source: TokenSource | None = None
+    trimmed_by: tuple[int, ...] = ()
+
+    @property
+    def strips(self) -> bool:
+        """Whether some positions of this space may be left out."""
+        return self.source is not None or bool(self.trimmed_by)
+
+
+@dataclass
+class Region:
+    """Everything that the analyses found out about one graph."""
+
+    graph: fx.Graph
+    slicer: Slicer
+    symbols: Symbols
+    layouts: dict[fx.Node, Layout]
+    spaces: dict[sympy.Symbol, Space]
+    meanings: dict[fx.Node, Meaning]
+    seen: Seen
+    demand: dict[fx.Node, Demand]
+    outputs: list[Any]
+    losses: list[fx.Node]
+    picks: list[fx.Node]
+    exact_outputs: bool  # whether every output is seen at pads as well
+    zeroing: dict[fx.Node, fx.Node]  # value that is zero at pads -> the batch-only factor that makes it so
+    entries: dict[fx.Node, IndexSet]
+    declined: list[Decline]
+    packs: bool
+    twins: set[fx.Node] = field(default_factory=set)  # outputs that only the padded step computes, if they are used
+
+    def space(self, node: fx.Node) -> Space:
+        """The token space of a token value."""
+        return self.spaces[positions_of(self.layouts[node])[0].symbol]
+
+    def is_boundary(self, node: fx.Node) -> bool:
+        """Whether a deferred output may start from this value, because the step computes it for all tokens anyway."""
+        if node.op != "call_function" or self.seen.from_batch[node] or not is_float(node):
+            return False
+        if self.demand[node] == NOTHING:
+            return False
+        entries = self.entries.get(node)
+        return entries is None or entries.loss is None
+
+    def tail_nodes(self, output: fx.Node) -> list[fx.Node]:
+        """What has to be computed for a deferred output besides what the step computes."""
+        if self.is_boundary(output):
+            return []
+        stop = frozenset(node for node in self.graph.nodes if self.is_boundary(node))
+        return self.slicer.slice([output], stop)

@@ -1,0 +1,501 @@
+"""Which operators work position by position, and what each becomes on packed tokens.
+
+A rule answers two questions about one node of a padded graph. `admits`: does the output at a token follow from the
+inputs at that token (and from values that are the same for all tokens, a row or a position) alone? And `emit`: the
+same computation on packed values, whose first dimension counts tokens and which keep the padded value's other
+dimensions in their order.
+
+An operator without a rule stays padded. Rules are keyed by overload and by `torch.Tag.pointwise`, never by model.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from deepytorch.passes.unpad.attentions import bind
+from deepytorch.passes.unpad.layout import (
+    VIEWS,
+    Dim,
+    Layout,
+    Positions,
+    has_rows,
+    is_token,
+    packed_dim,
+    packed_sizes,
+    positions_of,
+    token_dims,
+    vanishes,
+)
+from deepytorch.passes.unpad.program import IndexSet
+
+if TYPE_CHECKING:
+    from deepytorch.passes.unpad.emit import Emitter
+
+aten = torch.ops.aten
+Layouts = Mapping[fx.Node, Layout]
+
+
+class Rule(ABC):
+    """How one kind of operator behaves on tokens."""
+
+    @abstractmethod
+    def admits(self, node: fx.Node, layouts: Layouts, from_batch: Mapping[fx.Node, bool]) -> bool:
+        """Whether `node`, whose output has one entry a token, works token by token."""
+
+    @abstractmethod
+    def emit(self, node: fx.Node, emitter: Emitter, entries: IndexSet) -> fx.Node:
+        """Add the packed form of `node` to the emitter's graph, for these entries of the token space."""
+
+
+def tensor_inputs(node: fx.Node) -> list[fx.Node]:
+    """The nodes among the arguments that are tensors (or lists of them, for `getitem`)."""
+    return [source for source in node.all_input_nodes if _is_value(source)]
+
+
+def _is_value(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), (torch.Tensor, list, tuple))
+
+
+def broadcasts(layout: Layout | None, out: Layout, from_batch: bool) -> bool:
+    """Whether an operand of this layout lines up with `out`, dimension by dimension from the right."""
+    if layout is None or len(layout) > len(out):
+        return False
+    for dim, target in zip(reversed(layout), reversed(out), strict=False):
+        if dim == () or dim == target:
+            continue
+        if from_batch and _same_grid(dim, target):
+            continue
+        return False
+    if is_token(layout):
+        return token_dims(layout) == [index - (len(out) - len(layout)) for index in token_dims(out)]
+    # What is constant along rows or along positions is gathered whole, so its one dimension must stand alone.
+    return all(len(layout[index]) == 1 for index in token_dims(layout)) and len(token_dims(layout)) <= 1
+
+
+def _same_grid(dim: Dim, target: Dim) -> bool:
+    """Equal but for where positions start, which has no meaning for what is computed from the batch alone."""
+    if len(dim) != len(target):
+        return False
+    for atom, other in zip(dim, target, strict=True):
+        if isinstance(atom, Positions) and isinstance(other, Positions):
+            if (atom.symbol, atom.cut) != (other.symbol, other.cut):
+                return False
+        elif atom != other:
+            return False
+    return True
+
+
+@dataclass(frozen=True)
+class Pointwise(Rule):
+    """Elementwise arithmetic with broadcasting, casts, dropout."""
+
+    def admits(self, node: fx.Node, layouts: Layouts, from_batch: Mapping[fx.Node, bool]) -> bool:
+        out = layouts[node]
+        return all(broadcasts(layouts.get(source), out, from_batch[source]) for source in tensor_inputs(node))
+
+    def emit(self, node: fx.Node, emitter: Emitter, entries: IndexSet) -> fx.Node:
+        out = emitter.layouts[node]
+        args = fx.node.map_arg(node.args, lambda source: emitter.aligned(source, out, entries))
+        kwargs = fx.node.map_arg(node.kwargs, lambda source: emitter.aligned(source, out, entries))
+        return emitter.call(node.target, args, kwargs)
+
+
+@dataclass(frozen=True)
+class Linear(Rule):
+    """`x @ weight (+ bias)` on the last dimension: linear, addmm, mm, matmul with a weight."""
+
+    x: int = 0
+    others: tuple[int, ...] = (1, 2)
+
+    def admits(self, node: fx.Node, layouts: Layouts, from_batch: Mapping[fx.Node, bool]) -> bool:
+        x = layouts.get(node.args[self.x])  # type: ignore[arg-type]
+        if x is None or not is_token(x) or not _plain(x[-1]):
+            return False
+        for index in self.others:
+            other = node.args[index] if index < len(node.args) else None
+            if isinstance(other, fx.Node):
+                layout = layouts.get(other)
+                if layout is None or token_dims(layout) or len(layout) > 2:
+                    return False
+        return x[:-1] == layouts[node][:-1] and _plain(layouts[node][-1])
+
+    def emit(self, node: fx.Node, emitter: Emitter, entries: IndexSet) -> fx.Node:
+        before, after = (emitter.copied(part) for part in (node.args[: self.x], node.args[self.x + 1 :]))
+        args = [*before, emitter.packed(node.args[self.x], entries), *after]
+        target = node.target
+        if target in (aten.mm.default, aten.addmm.default) and len(packed_sizes(emitter.layouts[node])) != 1:
+            raise AssertionError("a matrix of tokens has one dimension besides them")
+        return emitter.call(target, tuple(args), emitter.copied(node.kwargs))
+
+
+@dataclass(frozen=True)
+class PerTokenMatmul(Rule):
+    """A product of two matrices that every token has for itself."""
+
+    def admits(self, node: fx.Node, layouts: Layouts, from_batch: Mapping[fx.Node, bool]) -> bool:
+        a, b = (layouts.get(source) for source in node.args[:2])  # type: ignore[arg-type]
+        if a is None or b is None or len(a) < 3 or len(a) != len(b) or not (is_token(a) and is_token(b)):
+            return False
+        return a[:-2] == b[:-2] == layouts[node][:-2] and all(_plain(dim) for dim in (*a[-2:], *b[-2:]))
+
+    def emit(self, node: fx.Node, emitter: Emitter, entries: IndexSet) -> fx.Node:
+        return emitter.call(aten.matmul.default, tuple(emitter.packed(source, entries) for source in node.args[:2]), {})
+
+
+@dataclass(frozen=True)
+class Norm(Rule):
+    """Normalisation over the last dimensions: layer_norm, rms_norm."""
+
+    def admits(self, node: fx.Node, layouts: Layouts, from_batch: Mapping[fx.Node, bool]) -> bool:
+        x = layouts.get(node.args[0])  # type: ignore[arg-type]
+        over = len(node.args[1])  # type: ignore[arg-type]
+        if x is None or not is_token(x) or x != layouts[node] or not all(_plain(dim) for dim in x[-over:]):
+            return False
+        weights = [source for source in tensor_inputs(node) if source is not node.args[0]]
+        return all(source in layouts and not token_dims(layouts[source]) for source in weights)
+
+    def emit(self, node: fx.Node, emitter: Emitter, entries: IndexSet) -> fx.Node:
+        args = (emitter.packed(node.args[0], entries), *emitter.copied(node.args[1:]))
+        return emitter.call(node.target, args, emitter.copied(node.kwargs))
+
+
+@dataclass(frozen=True)
+class AlongPlain(Rule):
+    """An operator along dimensions that are neither rows nor positions: reductions, softmax, slices, sorts.
+
+    `name` is the argument that holds the dimension or the dimensions. Tensor arguments other than the first (an
+    index) have one entry a token as well.
+    """
+
+    name: str = "dim"
+
+    def admits(self, node: fx.Node, layouts: Layouts, from_batch: Mapping[fx.Node, bool]) -> bool:
+        x = layouts.get(node.args[0])  # type: ignore[arg-type]
+        if x is None or not is_token(x):
+            return False
+        dims = self._dims(node, len(x))
+        if dims is None or not all(_plain(x[dim]) for dim in dims):
+            return False
+        others = [source for source in tensor_inputs(node) if source is not node.args[0]]
+        for source in others:
+            layout = layouts.get(source)
+            if layout is None or len(layout) != len(x) or not is_token(layout):
+                return False
+            if [layout[dim] for dim in token_dims(layout)] != [x[dim] for dim in token_dims(x)]:
+                return False
+        out = layouts.get(node)
+        return out is None or is_token(out)
+
+    def emit(self, node: fx.Node, emitter: Emitter, entries: IndexSet) -> fx.Node:
+        x = emitter.layouts[node.args[0]]  # type: ignore[index]
+        arguments = bind(node)
+        dims = self._dims(node, len(x)) or []
+        mapped = [packed_dim(x, dim) for dim in dims]
+        given = arguments[self.name]
+        arguments[self.name] = mapped if isinstance(given, (list, tuple)) else mapped[0]
+        return emitter.call_named(node.target, arguments, lambda source: emitter.packed(source, entries))
+
+    def _dims(self, node: fx.Node, ndim: int) -> list[int] | None:
+        given = bind(node).get(self.name)
+        if given is None:
+            return None
+        dims = given if isinstance(given, (list, tuple)) else [given]
+        if not dims or not all(isinstance(dim, int) for dim in dims):
+            return None
+        return [dim % ndim for dim in dims]
+
+
+@dataclass(frozen=True)
+class Reshape(Rule):
+    """Views that keep every token's numbers together and in order."""
+
+    def admits(self, node: fx.Node, layouts: Layouts, from_batch: Mapping[fx.Node, bool]) -> bool:
+        return is_token(layouts.get(node.args[0]))  # type: ignore[arg-type]
+
+    def emit(self, node: fx.Node, emitter: Emitter, entries: IndexSet) -> fx.Node:
+        x = emitter.packed(node.args[0], entries)
+        before, after = packed_sizes(emitter.layouts[node.args[0]]), packed_sizes(emitter.layouts[node])  # type: ignore[index]
+        return x if before == after else emitter.call(aten.reshape.default, (x, [-1, *after]), {})
+
+
+@dataclass(frozen=True)
+class Permute(Rule):
+    """Reorderings of dimensions. Rows and positions have one place in a packed value, so often nothing is left to
+    do.
+    """
+
+    def admits(self, node: fx.Node, layouts: Layouts, from_batch: Mapping[fx.Node, bool]) -> bool:
+        x = layouts.get(node.args[0])  # type: ignore[arg-type]
+        return x is not None and is_token(x) and sorted(map(repr, x)) == sorted(map(repr, layouts[node]))
+
+    def emit(self, node: fx.Node, emitter: Emitter, entries: IndexSet) -> fx.Node:
+        layout = emitter.layouts[node.args[0]]  # type: ignore[index]
+        order = permutation(node, len(layout))
+        kept = [dim for dim in order if not vanishes(layout[dim])]
+        x = emitter.packed(node.args[0], entries)
+        if kept == sorted(kept):
+            return x
+        return emitter.call(aten.permute.default, (x, [0, *(packed_dim(layout, dim) for dim in kept)]), {})
+
+
+def permutation(node: fx.Node, ndim: int) -> list[int]:
+    """Which dimension of the input each dimension of the output is."""
+    order = list(range(ndim))
+    if node.target is aten.permute.default:
+        return [dim % ndim for dim in node.args[1]]  # type: ignore[union-attr]
+    first, second = (-1, -2) if len(node.args) < 3 else (node.args[1], node.args[2])
+    if node.target is aten.t.default:
+        first, second = 0, ndim - 1
+    first, second = first % ndim, second % ndim  # type: ignore[operator]
+    order[first], order[second] = order[second], order[first]
+    return order
+
+
+@dataclass(frozen=True)
+class Expand(Rule):
+    """Repeats along plain dimensions, or of a value without rows (or positions) along them."""
+
+    def admits(self, node: fx.Node, layouts: Layouts, from_batch: Mapping[fx.Node, bool]) -> bool:
+        x = node.args[0]
+        return isinstance(x, fx.Node) and broadcasts(layouts.get(x), layouts[node], from_batch[x])
+
+    def emit(self, node: fx.Node, emitter: Emitter, entries: IndexSet) -> fx.Node:
+        out = emitter.layouts[node]
+        x = emitter.aligned(node.args[0], out, entries)
+        return emitter.call(aten.expand.default, (x, [emitter.count(entries), *packed_sizes(out)]), {})
+
+
+@dataclass(frozen=True)
+class Slice(Rule):
+    """Slices along plain dimensions, whole slices, and prefixes or suffixes of the positions."""
+
+    def admits(self, node: fx.Node, layouts: Layouts, from_batch: Mapping[fx.Node, bool]) -> bool:
+        return is_token(layouts.get(node.args[0]))  # type: ignore[arg-type]
+
+    def emit(self, node: fx.Node, emitter: Emitter, entries: IndexSet) -> fx.Node:
+        before, after = emitter.layouts[node.args[0]], emitter.layouts[node]  # type: ignore[index]
+        x = emitter.packed(node.args[0], entries)
+        if packed_sizes(before) == packed_sizes(after):
+            return x
+        dim = bind(node)["dim"] % len(before)
+        return emitter.call(aten.slice.Tensor, (x, packed_dim(before, dim), *emitter.copied(node.args[2:])), {})
+
+
+@dataclass(frozen=True)
+class Cat(Rule):
+    """Concatenation along a plain dimension."""
+
+    def admits(self, node: fx.Node, layouts: Layouts, from_batch: Mapping[fx.Node, bool]) -> bool:
+        out = layouts[node]
+        dim = bind(node)["dim"] % len(out)
+        if not _plain(out[dim]):
+            return False
+        for source in node.args[0]:  # type: ignore[union-attr]
+            layout = layouts.get(source)  # type: ignore[arg-type]
+            if layout is None or not is_token(layout):
+                return False
+            others = [other for index, other in enumerate(layout) if index != dim]
+            if node.target is aten.cat.default and others != [other for index, other in enumerate(out) if index != dim]:
+                return False
+            if node.target is aten.stack.default and layout != (*out[:dim], *out[dim + 1 :]):
+                return False
+        return True
+
+    def emit(self, node: fx.Node, emitter: Emitter, entries: IndexSet) -> fx.Node:
+        out = emitter.layouts[node]
+        dim = bind(node)["dim"] % len(out)
+        parts = [emitter.packed(source, entries) for source in node.args[0]]  # type: ignore[union-attr]
+        return emitter.call(node.target, (parts, packed_dim(out, dim)), {})
+
+
+@dataclass(frozen=True)
+class Insert(Rule):
+    """`unsqueeze` and `squeeze`: dimensions of size 1 come and go."""
+
+    def admits(self, node: fx.Node, layouts: Layouts, from_batch: Mapping[fx.Node, bool]) -> bool:
+        return is_token(layouts.get(node.args[0]))  # type: ignore[arg-type]
+
+    def emit(self, node: fx.Node, emitter: Emitter, entries: IndexSet) -> fx.Node:
+        x = emitter.packed(node.args[0], entries)
+        return emitter.call(aten.reshape.default, (x, [-1, *packed_sizes(emitter.layouts[node])]), {})
+
+
+@dataclass(frozen=True)
+class Embedding(Rule):
+    """A table's rows, looked up by token ids."""
+
+    def admits(self, node: fx.Node, layouts: Layouts, from_batch: Mapping[fx.Node, bool]) -> bool:
+        table, ids = node.args[:2]
+        if not is_token(layouts.get(ids)) or table not in layouts:  # type: ignore[arg-type,operator]
+            return False
+        if bind(node)["scale_grad_by_freq"]:  # counts the ids of the whole batch, pads among them
+            return False
+        return not token_dims(layouts[table])  # type: ignore[index]
+
+    def emit(self, node: fx.Node, emitter: Emitter, entries: IndexSet) -> fx.Node:
+        args = (*emitter.copied(node.args[:1]), emitter.packed(node.args[1], entries), *emitter.copied(node.args[2:]))
+        return emitter.call(node.target, args, emitter.copied(node.kwargs))
+
+
+@dataclass(frozen=True)
+class Item(Rule):
+    """One output of an operator with several."""
+
+    def admits(self, node: fx.Node, layouts: Layouts, from_batch: Mapping[fx.Node, bool]) -> bool:
+        parent = node.args[0]
+        rule = rule_for(parent)  # type: ignore[arg-type]
+        return isinstance(rule, AlongPlain) and rule.admits(parent, layouts, from_batch)  # type: ignore[arg-type]
+
+    def emit(self, node: fx.Node, emitter: Emitter, entries: IndexSet) -> fx.Node:
+        return emitter.call(node.target, (emitter.packed(node.args[0], entries), node.args[1]), {})
+
+
+def _plain(dim: Dim) -> bool:
+    return all(isinstance(atom, int) for atom in dim)
+
+
+_POINTWISE = Pointwise()
+_ALONG = AlongPlain()
+
+RULES: dict[Any, Rule] = {
+    aten.to.dtype: _POINTWISE,
+    aten.to.device: _POINTWISE,
+    aten.to.dtype_layout: _POINTWISE,
+    aten._to_copy.default: _POINTWISE,
+    aten.type_as.default: _POINTWISE,
+    aten.contiguous.default: _POINTWISE,
+    aten.clone.default: _POINTWISE,
+    aten.alias.default: _POINTWISE,
+    aten.detach.default: _POINTWISE,
+    aten.dropout.default: _POINTWISE,
+    aten.gelu.default: _POINTWISE,
+    aten.silu.default: _POINTWISE,
+    aten.relu.default: _POINTWISE,
+    aten.leaky_relu.default: _POINTWISE,
+    aten.elu.default: _POINTWISE,
+    aten.mish.default: _POINTWISE,
+    aten.softplus.default: _POINTWISE,
+    aten.hardswish.default: _POINTWISE,
+    aten.relu6.default: _POINTWISE,
+    aten.selu.default: _POINTWISE,
+    aten.celu.default: _POINTWISE,
+    aten.tanh.default: _POINTWISE,
+    aten.sigmoid.default: _POINTWISE,
+    aten.log_sigmoid.default: _POINTWISE,
+    aten.where.self: _POINTWISE,
+    aten.where.ScalarOther: _POINTWISE,
+    aten.where.ScalarSelf: _POINTWISE,
+    aten.masked_fill.Scalar: _POINTWISE,
+    aten.masked_fill.Tensor: _POINTWISE,
+    aten.square.default: _POINTWISE,
+    aten.clamp.default: _POINTWISE,
+    aten.nan_to_num.default: _POINTWISE,
+    aten.zeros_like.default: _POINTWISE,
+    aten.ones_like.default: _POINTWISE,
+    aten.full_like.default: _POINTWISE,
+    aten.linear.default: Linear(),
+    aten.addmm.default: Linear(x=1, others=(0, 2)),
+    aten.mm.default: Linear(others=(1,)),
+    aten.layer_norm.default: Norm(),
+    aten.rms_norm.default: Norm(),
+    aten.mean.dim: _ALONG,
+    aten.sum.dim_IntList: _ALONG,
+    aten.var.dim: _ALONG,
+    aten.var.correction: _ALONG,
+    aten.std.dim: _ALONG,
+    aten.std.correction: _ALONG,
+    aten.amax.default: _ALONG,
+    aten.amin.default: _ALONG,
+    aten.max.dim: _ALONG,
+    aten.min.dim: _ALONG,
+    aten.argmax.default: _ALONG,
+    aten.argmin.default: _ALONG,
+    aten.any.dim: _ALONG,
+    aten.all.dim: _ALONG,
+    aten.logsumexp.default: _ALONG,
+    aten.linalg_vector_norm.default: _ALONG,
+    aten.norm.ScalarOpt_dim: AlongPlain("dim"),
+    aten.softmax.int: _ALONG,
+    aten._softmax.default: _ALONG,
+    aten.log_softmax.int: _ALONG,
+    aten._log_softmax.default: _ALONG,
+    aten.cumsum.default: _ALONG,
+    aten.glu.default: _ALONG,
+    aten.topk.default: _ALONG,
+    aten.sort.default: _ALONG,
+    aten.gather.default: _ALONG,
+    aten.select.int: _ALONG,
+    aten.split.Tensor: _ALONG,
+    aten.split.sizes: _ALONG,
+    aten.split_with_sizes.default: _ALONG,
+    aten.chunk.default: _ALONG,
+    aten.unbind.int: _ALONG,
+    aten.narrow.default: _ALONG,
+    aten.flip.default: AlongPlain("dims"),
+    aten.roll.default: AlongPlain("dims"),
+    aten.slice.Tensor: Slice(),
+    aten.cat.default: Cat(),
+    aten.stack.default: Cat(),
+    aten.unsqueeze.default: Insert(),
+    aten.squeeze.dim: Insert(),
+    aten.squeeze.dims: Insert(),
+    aten.squeeze.default: Insert(),
+    aten.permute.default: Permute(),
+    aten.transpose.int: Permute(),
+    aten.t.default: Permute(),
+    aten.mT.default: Permute(),
+    aten.expand.default: Expand(),
+    aten.embedding.default: Embedding(),
+    **dict.fromkeys(VIEWS, Reshape()),
+}
+
+
+_UNREDUCED_LOSSES = frozenset({
+    aten.binary_cross_entropy_with_logits.default, aten.binary_cross_entropy.default, aten.mse_loss.default,
+    aten.l1_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default,
+})  # fmt: skip
+
+
+def rule_for(node: fx.Node) -> Rule | None:
+    """The rule of a node's operator, or None: then the value stays padded."""
+    target = node.target
+    if target in RULES:
+        return RULES[target]
+    if target is aten.matmul.default:
+        other = node.args[1].meta["val"]  # type: ignore[union-attr]
+        return Linear(others=(1,)) if other.dim() <= 2 else PerTokenMatmul()
+    if getattr(target, "__name__", "") == "getitem" and isinstance(node.args[0], fx.Node):
+        return Item()
+    if target in _UNREDUCED_LOSSES:
+        return _POINTWISE if bind(node)["reduction"] == 0 else None
+    if isinstance(target, torch._ops.OpOverload) and not target._schema.is_mutable:
+        random = torch.Tag.nondeterministic_seeded in target.tags
+        if torch.Tag.pointwise in target.tags and not random:
+            return _POINTWISE
+    return None
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether a node draws random numbers when it runs."""
+    if node.target is aten.dropout.default:
+        return bool(node.args[2]) and node.args[1] != 0
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+__all__ = [
+    "RULES",
+    "Rule",
+    "broadcasts",
+    "has_rows",
+    "is_random",
+    "permutation",
+    "positions_of",
+    "rule_for",
+    "tensor_inputs",
+]

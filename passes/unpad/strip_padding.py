@@ -1,0 +1,192 @@
+"""Padded batch -> packed tokens: the pass that finds out what can be packed, and rewrites the graph.
+
+Read `StripPadding.rewrite` top to bottom: what the graph allows (`analysis`, with `sizes`, `masks` and `layout`), who
+sees what (`demand`), what is therefore packed (`decide`, here), then the packed graph (`emit`, `write_program`) and,
+for the run time, how to feed it and read it (`program`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from deepytorch.passes.base import Context, Decline, Pass, Rewrite
+from deepytorch.passes.unpad import demand as seeing
+from deepytorch.passes.unpad.analysis import analyse, why_not
+from deepytorch.passes.unpad.demand import admitted_rule, demands, is_float, random_nodes
+from deepytorch.passes.unpad.layout import is_token, leads_with_tokens, positions_of
+from deepytorch.passes.unpad.program import IndexSet
+from deepytorch.passes.unpad.region import Declined, Region
+from deepytorch.passes.unpad.rules import tensor_inputs
+from deepytorch.passes.unpad.write_program import write_program
+
+
+@dataclass(frozen=True)
+class StripPadding(Pass):
+    """Rewrites a padded region into one on packed tokens. Exact: pads are seen by nobody, or checked at run time.
+
+    `loss_rows`: entries whose label is ignored run neither head nor loss. `defer_outputs`: outputs beside a loss are
+    computed at their first use, and what leaves the region has its tokens alone until somebody looks at pads.
+    `zero_outputs`: outputs are zeros at pads.
+    """
+
+    provides: ClassVar[frozenset[str]] = frozenset({"packed"})
+    depends_on_batch: ClassVar[bool] = True
+    loss_rows: bool = True
+    defer_outputs: bool = True
+    zero_outputs: bool = False
+
+    def rewrite(self, module: fx.GraphModule, context: Context) -> Rewrite:
+        """Pack what can be packed; the program tells the run time how to feed the new graph."""
+        rewrite = Rewrite()
+        try:
+            region = analyse(
+                module,
+                context,
+                loss_rows=self.loss_rows,
+                defer_outputs=self.defer_outputs,
+                zero_outputs=self.zero_outputs,
+            )
+            decide(region, defer_outputs=self.defer_outputs, zero_outputs=self.zero_outputs)
+            program = write_program(module, region, zero_outputs=self.zero_outputs)
+        except Declined as declined:
+            rewrite.declined.append(Decline(declined.where, str(declined)))
+            return rewrite
+        rewrite.program = program
+        rewrite.changes.extend(program.sites)
+        rewrite.declined.extend(region.declined)
+        return rewrite
+
+
+def decide(region: Region, *, defer_outputs: bool, zero_outputs: bool) -> None:
+    """Compute demand, and from it which values are packed over what; settle which outputs can wait."""
+    may_wait = defer_outputs and bool(region.losses) and not region.exact_outputs
+    modes = _modes(region.graph)
+    deferred = {node for node in region.outputs if may_wait and _is_token_output(node, region)}
+    if defer_outputs and not zero_outputs and not region.exact_outputs and region.packs:
+        # such as a cache, whose pads have no place in an object of tokens
+        region.twins |= {
+            node
+            for node in region.outputs
+            if _is_token_output(node, region) and not leads_with_tokens(region.layouts[node])
+        }
+    if not region.exact_outputs:
+        region.seen.token_outputs = frozenset(
+            node
+            for node in region.outputs
+            if isinstance(node, fx.Node)
+            and is_token(region.layouts.get(node))
+            and not region.seen.from_batch[node]
+            and (zero_outputs or leads_with_tokens(region.layouts[node]))
+        )
+    keep: set[fx.Node] = set()
+    for _ in range(2 * len(region.outputs) + 4):
+        region.seen.deferred = frozenset(deferred | region.twins)
+        region.seen.keep_tokens = frozenset(keep)
+        region.seen.refused.clear()
+        region.demand = demands(region.graph, region.seen)
+        region.entries = _entries(region)
+        before = (len(deferred), len(region.twins), len(keep))
+        if zero_outputs:  # what is left out are real positions
+            region.twins |= {node for node in deferred if region.space(node).trimmed_by}
+        if may_wait and not region.slicer.writes_inputs:
+            region.twins |= _outputs_in_the_way(region)
+        for node in list(deferred - region.twins):
+            late = region.tail_nodes(node)
+            keep |= set(random_nodes(late))
+            inside = [other for other in late if not region.seen.from_batch[other] and other.op == "call_function"]
+            written = any(region.slicer.is_written(other) for other in late if other.op == "placeholder")
+            if written or any(n in region.seen.attentions or n in region.losses or modes[n] for n in inside):
+                deferred.discard(node)
+        if before == (len(deferred), len(region.twins), len(keep)):
+            break
+    for node, target in region.seen.refused.items():
+        if all(source in region.entries or region.seen.from_batch[source] for source in tensor_inputs(node)):
+            continue  # what it sees at pads is zero in the padded graph as well
+        region.declined.append(Decline(node.name, f"{target} may look across positions: what feeds it stays padded"))
+    if not region.entries:
+        raise Declined(why_not(region.declined))
+
+
+def _modes(graph: fx.Graph) -> dict[fx.Node, tuple[Any, ...]]:
+    """The autocast and grad modes that the graph itself switched on around each node; empty at its top level."""
+    modes: dict[fx.Node, tuple[Any, ...]] = {}
+    autocasts: list[fx.Node] = []
+    grad: tuple[Any, ...] = ()
+    for node in graph.nodes:
+        name = getattr(node.target, "__name__", "")
+        if "enter_autocast" in name:
+            autocasts.append(node)
+        elif "exit_autocast" in name and autocasts:
+            autocasts.pop()
+        elif "set_grad_enabled" in name:
+            grad = () if node.args[0] else ("no_grad",)
+        modes[node] = (*autocasts, *grad)
+    return modes
+
+
+def _outputs_in_the_way(region: Region) -> set[fx.Node]:
+    """Outputs beside the loss, such as the last part of a key-value cache, that alone keep token values padded."""
+    loss_needs = set(region.slicer.slice(region.losses))
+    refused = [node for node in region.seen.refused if node not in loss_needs]
+    found = set()
+    for node in region.outputs:
+        value = node.meta.get("val") if isinstance(node, fx.Node) and node.op == "call_function" else None
+        if (
+            node in region.seen.deferred
+            or not isinstance(value, torch.Tensor)
+            or value.dim() == 0
+            or not is_float(node)
+        ):
+            continue
+        free = {symbol for size in value.shape for symbol in region.symbols.expr(size).free_symbols}
+        if free <= {region.symbols.rows, *region.symbols.positions} and set(refused) & set(region.slicer.slice([node])):
+            found.add(node)
+    return found
+
+
+def _is_token_output(node: Any, region: Region) -> bool:
+    if not isinstance(node, fx.Node) or node.op == "placeholder":
+        return False
+    return is_token(region.layouts.get(node)) and not region.seen.from_batch[node] and is_float(node)
+
+
+def _entries(region: Region) -> dict[fx.Node, IndexSet]:
+    """Which nodes get a packed form, and over which entries of their space."""
+    entries: dict[fx.Node, IndexSet] = {}
+    for node in region.graph.nodes:
+        found = _entry(region, node)
+        if found is not None:
+            entries[node] = found
+    return entries
+
+
+def _entry(region: Region, node: fx.Node) -> IndexSet | None:
+    demand, seen = region.demand[node], region.seen
+    if node.op != "call_function" or demand == seeing.NOTHING or seen.from_batch[node]:
+        return None
+    if node in seen.attentions:
+        return IndexSet(region.space(node).number) if demand.packable else None
+    if node in seen.losses:
+        grid = positions_of(region.layouts[node.args[0]])[0]
+        space = region.spaces[grid.symbol].number
+        if seeing.by_token(node, demand, seen) or not seen.loss_rows:
+            return IndexSet(space, offset=grid.offset, cut=grid.cut)
+        return IndexSet(space, loss=seen.losses[node])
+    if node in seen.picks or admitted_rule(node, seen) is None:
+        return None
+    if not demand.packable:
+        if node not in seen.zero_at_pads:
+            return None
+        demand = seeing.TOKENS
+    if node in seen.keep_tokens:
+        demand = seeing.TOKENS
+    carrier = node.args[0] if isinstance(node.meta.get("val"), (list, tuple)) else node
+    grid = positions_of(region.layouts[carrier])[0]  # type: ignore[index]
+    space = region.spaces[grid.symbol].number
+    if demand.loss is not None:
+        return IndexSet(space, loss=demand.loss)
+    return IndexSet(space, offset=grid.offset, cut=grid.cut) if region.packs else None
