@@ -307,15 +307,20 @@ def _keep_warnings_from_breaking_graphs() -> None:
     with the import of transformers, which may follow ours; a trace that it has cut already is started over.
     """
     warning_once = getattr(logging.Logger, "warning_once", None)
-    ignored = torch._dynamo.config.ignore_logging_functions
-    if warning_once is not None and warning_once not in ignored:
-        patch(
-            "torch._dynamo.config.ignore_logging_functions",
-            "leave Logger.warning_once, which would cut graphs, out of compiled code",
-            lambda: ignored.add(warning_once),
-            lambda: ignored.discard(warning_once),
-            always=True,
-        )
+    if warning_once is None:
+        return
+
+    def leave_out() -> None:
+        torch._dynamo.config.ignore_logging_functions.add(warning_once)
+
+    patch(
+        "torch._dynamo.config.ignore_logging_functions",
+        "leave Logger.warning_once, which would cut graphs, out of compiled code",
+        leave_out,
+        lambda: torch._dynamo.config.ignore_logging_functions.discard(warning_once),
+        always=True,
+    )
+    leave_out()  # the user may have set it anew since
 
 
 def _keep_data_parallel_models_whole() -> None:
