@@ -20,14 +20,14 @@ import torch
 from torch import fx
 
 from deepytorch.compiler.batch_facts import Facts, Indices, Refusal, read_facts
-from deepytorch.compiler.deferred import Family, Kept, defer
 from deepytorch.compiler.dynamic_sizes import mark_alias, symbolic_dims
-from deepytorch.compiler.replay import Replay
+from deepytorch.compiler.outputs.deferred import Family, Kept, defer
+from deepytorch.compiler.outputs.replay import Replay
+from deepytorch.compiler.outputs.tokens import UNKNOWN, ZERO, Memo, Once, Place, Tokens
+from deepytorch.compiler.outputs.usage import Level, Usage
 from deepytorch.compiler.report import RegionRecord
 from deepytorch.compiler.second_backward import SecondBackward
-from deepytorch.compiler.tokens import UNKNOWN, ZERO, Memo, Once, Place, Tokens
 from deepytorch.compiler.unused_outputs import parts_in_outputs
-from deepytorch.compiler.usage import Level, Usage
 from deepytorch.compiler.verification import Verification
 from deepytorch.errors import DeferredError
 from deepytorch.log import logger, once

@@ -289,7 +289,7 @@ def _training_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     handle = _HANDLES.get(module) if _trains(module) else None
     if handle is None or any(map(_is_of_the_scripts, (*args, *kwargs.values()))):
         return module._call_impl(*args, **kwargs)
-    from deepytorch.compiler.deferred import plain_arguments
+    from deepytorch.compiler.outputs.deferred import plain_arguments
 
     plain, named = plain_arguments(args, kwargs)  # outputs of another step, or of another model
     return handle(module, *plain, **named)

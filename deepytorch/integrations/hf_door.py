@@ -26,11 +26,11 @@ from torch import nn
 from deepytorch import autowrap
 from deepytorch.compiler.backend import EXPLAINING
 from deepytorch.compiler.batch_facts import Refusal
-from deepytorch.compiler.deferred import Family, defer
-from deepytorch.compiler.replay import Replay
+from deepytorch.compiler.outputs.deferred import Family, defer
+from deepytorch.compiler.outputs.replay import Replay
+from deepytorch.compiler.outputs.tokens import Memo, Tokens
+from deepytorch.compiler.outputs.usage import Level, Usage
 from deepytorch.compiler.report import LEDGER, RegionRecord
-from deepytorch.compiler.tokens import Memo, Tokens
-from deepytorch.compiler.usage import Level, Usage
 from deepytorch.errors import DeferredError
 from deepytorch.integrations import packed_attention
 from deepytorch.integrations.door_proof import (

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deepytorch.compiler.batch_facts import Refusal, count_true, places_of
-from deepytorch.compiler.tokens import Place, Tokens
+from deepytorch.compiler.outputs.tokens import Place, Tokens
 from deepytorch.integrations.packed_attention import CannotPack, Rows, encode_mask
 from deepytorch.passes.ops.pack import pack_rows, unpack_rows
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from deepytorch.compiler import deferred as deferred_module
-from deepytorch.compiler.deferred import computed, defer, is_deferred
+from deepytorch.compiler.outputs import deferred as deferred_module
+from deepytorch.compiler.outputs.deferred import computed, defer, is_deferred
 from deepytorch.errors import DeferredError
 
 VOCAB, HIDDEN = 11, 6

@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from deepytorch.compiler import pad_safe
-from deepytorch.compiler.deferred import Family, defer, is_deferred
-from deepytorch.compiler.tokens import Place, Tokens
-from deepytorch.compiler.usage import Level, Usage
+from deepytorch.compiler.outputs import pad_safe
+from deepytorch.compiler.outputs.deferred import Family, defer, is_deferred
+from deepytorch.compiler.outputs.tokens import Place, Tokens
+from deepytorch.compiler.outputs.usage import Level, Usage
 
 ROWS, POSITIONS, FEATURES = 3, 5, 4
 MASK = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [0, 1, 1, 0, 0]], dtype=torch.bool)

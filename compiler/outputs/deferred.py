@@ -39,9 +39,9 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from deepytorch.compiler import pad_safe
-from deepytorch.compiler.tokens import Modes, Tokens
-from deepytorch.compiler.usage import Usage, is_users
+from deepytorch.compiler.outputs import pad_safe
+from deepytorch.compiler.outputs.tokens import Modes, Tokens
+from deepytorch.compiler.outputs.usage import Usage, is_users
 from deepytorch.errors import DeferredError
 from deepytorch.log import once
 from deepytorch.passes.samples import same_bits, sample

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepytorch.compiler.tokens import UNKNOWN, ZERO, AllOf, AnyOf, Grid, OffBy, Pads, Place, Tokens
+from deepytorch.compiler.outputs.tokens import UNKNOWN, ZERO, AllOf, AnyOf, Grid, OffBy, Pads, Place, Tokens
 
 Rule = Callable[..., Any]
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from deepytorch.compiler.tokens import Modes
+from deepytorch.compiler.outputs.tokens import Modes
 from deepytorch.errors import DeferredError
 from deepytorch.passes.samples import Sampler
 from deepytorch.patches import listen
