@@ -40,6 +40,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from deepytorch.compiler.outputs import pad_safe
+from deepytorch.compiler.outputs.rules.by_feature import Several
 from deepytorch.compiler.outputs.tokens import Modes, Tokens
 from deepytorch.compiler.outputs.usage import Usage, is_users
 from deepytorch.errors import DeferredError
@@ -414,9 +415,9 @@ def _on_tokens(function: Any, args: Any, kwargs: Any, rule: Callable[..., Any] |
 
     if isinstance(result, Tokens):
         return wrapped(result)
-    items = result.items if isinstance(result, pad_safe.Several) else result
+    items = result.items if isinstance(result, Several) else result
     results = [wrapped(each, key) for key, each in enumerate(items)]
-    return result.kind(results) if isinstance(result, pad_safe.Several) else type(result)(results)
+    return result.kind(results) if isinstance(result, Several) else type(result)(results)
 
 
 def _written(function: Any, args: Any, kwargs: Any, inside: Any, named: Any) -> Any:
