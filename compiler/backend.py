@@ -311,13 +311,18 @@ def _keep_warnings_from_breaking_graphs() -> None:
         return
 
     def leave_out() -> None:
-        torch._dynamo.config.ignore_logging_functions.add(warning_once)
+        left_out = torch._dynamo.config.ignore_logging_functions
+        left_out.add(warning_once)
+
+    def take_back() -> None:
+        left_out = torch._dynamo.config.ignore_logging_functions
+        left_out.discard(warning_once)
 
     patch(
         "torch._dynamo.config.ignore_logging_functions",
         "leave Logger.warning_once, which would cut graphs, out of compiled code",
         leave_out,
-        lambda: torch._dynamo.config.ignore_logging_functions.discard(warning_once),
+        take_back,
         always=True,
     )
     leave_out()  # the user may have set it anew since

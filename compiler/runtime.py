@@ -21,7 +21,9 @@ from torch import fx
 
 from deepytorch.compiler.batch_facts import Facts, Indices, Refusal, read_facts
 from deepytorch.compiler.dynamic_sizes import mark_alias, symbolic_dims
-from deepytorch.compiler.outputs.deferred import Family, Kept, defer
+from deepytorch.compiler.outputs.deferred import defer
+from deepytorch.compiler.outputs.kept_weights import Kept
+from deepytorch.compiler.outputs.pending import Family
 from deepytorch.compiler.outputs.replay import Replay
 from deepytorch.compiler.outputs.tokens import UNKNOWN, ZERO, Memo, Once, Place, Tokens
 from deepytorch.compiler.outputs.usage import Level, Usage

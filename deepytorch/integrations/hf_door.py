@@ -26,7 +26,8 @@ from torch import nn
 from deepytorch import autowrap
 from deepytorch.compiler.backend import EXPLAINING
 from deepytorch.compiler.batch_facts import Refusal
-from deepytorch.compiler.outputs.deferred import Family, defer
+from deepytorch.compiler.outputs.deferred import defer
+from deepytorch.compiler.outputs.pending import Family
 from deepytorch.compiler.outputs.replay import Replay
 from deepytorch.compiler.outputs.tokens import Memo, Tokens
 from deepytorch.compiler.outputs.usage import Level, Usage

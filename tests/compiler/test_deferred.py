@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from deepytorch.compiler.outputs import deferred as deferred_module
+from deepytorch.compiler.outputs import kept_weights
 from deepytorch.compiler.outputs.deferred import computed, defer, is_deferred
 from deepytorch.errors import DeferredError
 
@@ -420,7 +420,7 @@ def test_nothing_is_cloned_for_what_is_computed_or_dead(head):
     pending = weakref.ref(gone._pending)
     del gone
     assert pending() is None
-    assert not len(deferred_module._KEPT)
+    assert not len(kept_weights._KEPT)
     value.sum().backward()
     optimizer.step()
     assert torch.equal(logits, value)
@@ -489,16 +489,16 @@ def test_change_after_the_use_is_as_in_eager(head):
 @pytest.mark.parametrize("shape", [(), (1,), (300,), (257, 3), (1000, 512), (4, 5, 6, 7)])
 def test_sample_sees_a_change_of_all_values_in_any_layout(shape):
     for tensor in (torch.randn(shape), torch.randn(shape).t() if len(shape) == 2 else torch.randn(shape)):
-        before = deferred_module.sample(tensor)
+        before = kept_weights.sample(tensor)
         assert 1 <= before.numel() <= 1024
-        assert deferred_module.same_bits(before, deferred_module.sample(tensor))
+        assert kept_weights.same_bits(before, kept_weights.sample(tensor))
         tensor.data.add_(1)
-        assert not deferred_module.same_bits(before, deferred_module.sample(tensor))
+        assert not kept_weights.same_bits(before, kept_weights.sample(tensor))
 
 
 def test_sample_walks_over_columns():
     weight = torch.arange(8192 * 512).view(8192, 512)
-    assert len((deferred_module.sample(weight) % 512).unique()) > 200
+    assert len((kept_weights.sample(weight) % 512).unique()) > 200
 
 
 def test_weights_with_nan_are_unchanged_weights(head):

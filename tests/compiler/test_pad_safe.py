@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from deepytorch.compiler.outputs import pad_safe
-from deepytorch.compiler.outputs.deferred import Family, defer, is_deferred
+from deepytorch.compiler.outputs.deferred import defer, is_deferred
+from deepytorch.compiler.outputs.pending import Family
 from deepytorch.compiler.outputs.tokens import Place, Tokens
 from deepytorch.compiler.outputs.usage import Level, Usage
 
