@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,11 +16,10 @@ from torch._guards import CompileContext
 
 from deepytorch.compiler.capture import Untraceable, capture
 from deepytorch.compiler.config import CompilerConfig
-from deepytorch.compiler.data_parallel import Adopted, active, adopt
 from deepytorch.compiler.dynamic_sizes import Trace, restart_as_stock, which_trace
-from deepytorch.compiler.graph_per_parameters import GraphPerParameters
-from deepytorch.compiler.lower import GraphPasses, lower
-from deepytorch.compiler.manager import PassRun, copied, run_passes
+from deepytorch.compiler.lower_region import RegionLowering
+from deepytorch.compiler.manager import Rewritten, copied, run_passes
+from deepytorch.compiler.outcome import Outcome, tell
 from deepytorch.compiler.pipeline import passes_for
 from deepytorch.compiler.plan import Plan
 from deepytorch.compiler.report import LEDGER, RegionRecord
@@ -31,16 +29,10 @@ from deepytorch.compiler.unused_outputs import parts_in_outputs
 from deepytorch.config import Environment
 from deepytorch.log import logger, once
 from deepytorch.passes.base import Context
-from deepytorch.passes.reduce_gradients import ReduceGradients
 from deepytorch.passes.slicing import Slicer
 from deepytorch.passes.unpad.program import Program
 from deepytorch.passes.unpad.rules import is_random
 from deepytorch.patches import patch
-
-# Options of Inductor's that move what is in a graph, off where gradients are reduced in it. The first puts them off to
-# the end, for the memory that they take, and then they leave late; the second (torch 2.14) moves torch's collectives
-# past ours, and ranks that send in other orders wait for each other without end.
-_MOVERS = ("reorder_for_peak_memory", "aten_distributed_optimizations.enable_simple_overlap")
 
 # Set while `deepytorch.explain` looks at a model: regions are analysed and run in eager, nothing is lowered.
 EXPLAINING: ContextVar[list[RegionRecord] | None] = ContextVar("deepytorch_explaining", default=None)
@@ -97,7 +89,7 @@ def _saving_for_nobody() -> Any:
 def _compile(
     module: fx.GraphModule, example_inputs: Sequence[Any], config: CompilerConfig, trace: Trace
 ) -> Callable[..., Any]:
-    record = RegionRecord(_region_name(), "declined", config.lowering)
+    record = RegionRecord(_region_name(), Outcome.DECLINED.value, config.lowering)
     captured = capture(module, example_inputs)
     fakes = [node.meta["val"] for node in captured.module.graph.nodes if node.op == "placeholder"]
     effects = _effects(captured.module.graph)
@@ -105,23 +97,23 @@ def _compile(
     context = Context(list(captured.inputs), captured.shape_env, bool(getattr(reason, "graph_break", False)))
     plan = Plan.initial("region", config)
     found = run_passes(captured.module, passes_for(plan), context, dump_dir=config.dump_graphs)
-    _describe(record, found.runs, plan)
+    _describe(record, found, plan)
     explaining = EXPLAINING.get()
     if explaining is not None:
         return _explain(module, found.program, record, explaining)
     if not found.fired:
         if trace is Trace.MARKED:
-            restart_as_stock(module, example_inputs, record.declined)
+            restart_as_stock(module, example_inputs, found.reasons)
         return _lower_whole(module, example_inputs, config, record)
-    record.outcome = "rewritten" if found.program is None else "packed"
+    outcome = Outcome.REWRITTEN if found.program is None else Outcome.PACKED
+    record.outcome = outcome.value
     record.recompiles += _is_recompilation()
     LEDGER.open(record)
-    adopted, environment = _adopt(config, record), Environment.read()
-    lowering = partial(_lower, config=config, plan=plan, adopted=adopted)
+    tell(outcome)
+    lowering, environment = _lowering(config, plan, record), Environment.read()
+    leaves_unused = lowering.gradients is None
     if found.program is None or found.before is None:
-        return RewrittenStep(
-            captured.module, fakes, module.forward, lowering, record, effects, leaves_unused=adopted is None
-        )
+        return RewrittenStep(captured.module, fakes, module.forward, lowering, record, effects, leaves_unused)
     return Step(
         padded=found.before,
         packed=captured.module,
@@ -129,12 +121,12 @@ def _compile(
         inputs=captured.inputs,
         fakes=fakes,
         eager=module.forward,
-        lower=lowering,
+        lowering=lowering,
         record=record,
         effects=effects,
         min_padding=config.min_padding,
         zero_outputs=config.outputs == "zeros",
-        leaves_unused=adopted is None,
+        leaves_unused=leaves_unused,
         verify_every=environment.verify_every if environment.verify else None,
     )
 
@@ -159,6 +151,7 @@ def _lower_whole(
     explaining = EXPLAINING.get()
     if explaining is not None:
         explaining.append(record)
+        tell(Outcome.DECLINED)
         return module.forward
     record.recompiles += _is_recompilation()
     LEDGER.open(record)
@@ -167,16 +160,17 @@ def _lower_whole(
     copy = copied(module)  # lowering may change the module
     eager, unread = copy.forward, unread_statistics(module.graph)
     try:
-        adopted = _adopt(config, record)
-        plan = Plan.initial("region", config)
-        compiled = _lower(module, example_inputs, config=config, plan=plan, adopted=adopted)
-        parts = parts_in_outputs(copy.graph) if adopted is None else None
-        return TwiceDifferentiable(compiled, eager, unread, partial(_asked_twice, record), parts)
+        lowering = _lowering(config, Plan.initial("region", config), record)
+        compiled = lowering.compile(module, example_inputs)
+        parts = parts_in_outputs(copy.graph) if lowering.gradients is None else None
+        tell(Outcome.DECLINED)
+        return TwiceDifferentiable(compiled, eager, unread, record, parts)
     except (TensorifyScalarRestartAnalysis, torch.OutOfMemoryError):
         raise
     except Exception as error:
         message = f"{record.name}: compiling failed with {type(error).__name__}: {str(error)[:500]}"
-        record.outcome = "eager"
+        record.outcome = Outcome.EAGER.value
+        tell(Outcome.EAGER)
         record.fallbacks.append(message)
         once(logging.WARNING, "%s; the region runs in eager", message)
         return module.forward
@@ -184,49 +178,11 @@ def _lower_whole(
         record.compile_seconds += time.perf_counter() - started
 
 
-def _asked_twice(record: RegionRecord, what: str) -> None:
-    """A region's backward was asked for what only eager gives."""
-    record.fallbacks.append(f"{record.name}: a backward with {what}; the region runs in eager")
-    once(
-        logging.INFO,
-        "a backward with %s, which compiled code cannot do: what it went through runs in eager from now on",
-        what,
-    )
-
-
-def _adopt(config: CompilerConfig, record: RegionRecord) -> Adopted | None:
-    """The gradients of the data-parallel module around this region, if they are ours to reduce."""
-    ddp = active() if config.reduce_gradients else None
-    if ddp is None or torch.distributed.get_world_size(ddp.process_group) == 1:
-        return None
-    adopted = adopt(ddp)
-    if isinstance(adopted, str):
-        record.declined.append(f"gradients: {adopted}")
-        return None
-    return adopted
-
-
-def _lower(
-    module: fx.GraphModule, example_inputs: Sequence[Any], config: CompilerConfig, plan: Plan, adopted: Adopted | None
-) -> Callable[..., Any]:
-    if adopted is None:
-        return lower(module, example_inputs, config=config, plan=plan)
-    reduce = ReduceGradients(adopted.name, adopted.members(example_inputs))
-    passes = GraphPasses(post_grad_pre=(reduce,))
-    known = torch._inductor.config.get_config_copy()
-    config = replace(config, inductor={**{name: False for name in _MOVERS if name in known}, **config.inductor})
-    spare = copied(module)
-    compiled = lower(module, example_inputs, config=config, plan=plan, passes=passes)
-    return GraphPerParameters(compiled, spare, example_inputs, partial(_lower_again, config=config, plan=plan))
-
-
-def _lower_again(
-    module: fx.GraphModule, example_inputs: Sequence[Any], config: CompilerConfig, plan: Plan
-) -> Callable[..., Any]:
-    """A graph for other parameters than it was compiled for, of this data-parallel module or of another one."""
-    ddp = active()
-    adopted = adopt(ddp) if ddp is not None else None
-    return _lower(module, example_inputs, config, plan, adopted if isinstance(adopted, Adopted) else None)
+def _lowering(config: CompilerConfig, plan: Plan, record: RegionRecord) -> RegionLowering:
+    lowering = RegionLowering.here(config, plan)
+    if lowering.declined is not None:
+        record.declined.append(f"gradients: {lowering.declined}")
+    return lowering
 
 
 def _explain(
@@ -235,8 +191,10 @@ def _explain(
     """Run the region in eager and read, from its first batch, what packing would save."""
     from deepytorch.compiler.batch_facts import Refusal, read_facts
 
-    record.outcome = "packed" if program is not None else "declined"
+    outcome = Outcome.PACKED if program is not None else Outcome.DECLINED
+    record.outcome = outcome.value
     found.append(record)
+    tell(outcome)
 
     def run(*inputs: Any) -> Any:
         if program is not None:
@@ -254,16 +212,16 @@ def _explain(
     return run
 
 
-def _describe(record: RegionRecord, runs: Sequence[PassRun], plan: Plan) -> None:
+def _describe(record: RegionRecord, found: Rewritten, plan: Plan) -> None:
     record.plan_digest = plan.digest()
-    for run in runs:
+    record.declined += found.reasons
+    for run in found.runs:
         record.pass_ms[run.name] = run.time_ms
         record.changes += run.rewrite.changes
-        record.declined += [f"{decline.where}: {decline.reason}" for decline in run.rewrite.declined]
 
 
 def _record(config: CompilerConfig, *reasons: str) -> RegionRecord:
-    return RegionRecord(_region_name(), "declined", config.lowering, declined=list(reasons))
+    return RegionRecord(_region_name(), Outcome.DECLINED.value, config.lowering, declined=list(reasons))
 
 
 def _is_recompilation() -> bool:

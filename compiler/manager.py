@@ -52,6 +52,11 @@ class Rewritten:
         """Whether the graph is another one now."""
         return any(run.fired for run in self.runs)
 
+    @property
+    def reasons(self) -> list[str]:
+        """What was declined, where and why."""
+        return [f"{decline.where}: {decline.reason}" for run in self.runs for decline in run.rewrite.declined]
+
 
 def run_passes(
     module: fx.GraphModule, passes: Sequence[Pass], context: Context, *, dump_dir: str | Path | None = None

@@ -17,6 +17,7 @@ the region writes into is copied before, but for statistics that no output depen
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -27,8 +28,9 @@ import torch
 from torch import fx, nn
 from torch.autograd import forward_ad
 
+from deepytorch.compiler.report import RegionRecord
 from deepytorch.compiler.unused_outputs import Parts, with_zeros
-from deepytorch.log import logger
+from deepytorch.log import logger, once
 
 _VIEWS = 8  # how many nodes lie, at most, between an output that is a view and the node of its region
 _BACKWARD = ("apply", "apply_boxed")  # what autograd calls of a node; newer versions hand gradients over in a list
@@ -278,10 +280,10 @@ class TwiceDifferentiable:
         compiled: Callable[..., Sequence[Any]],
         eager: Callable[..., Sequence[Any]],
         unread: Collection[int],
-        asked: Callable[[str], None],
+        record: RegionRecord,
         parts: Parts | None = None,
     ) -> None:
-        self._compiled, self._eager, self._tell = compiled, eager, asked
+        self._compiled, self._eager, self._record = compiled, eager, record
         self._second = SecondBackward(unread, self._asked, parts)
         self._in_eager = False
 
@@ -300,7 +302,12 @@ class TwiceDifferentiable:
     def _asked(self, what: str) -> None:
         if not self._in_eager:
             self._in_eager = True
-            self._tell(what)
+            self._record.fallbacks.append(f"{self._record.name}: a backward with {what}; the region runs in eager")
+            once(
+                logging.INFO,
+                "a backward with %s, which compiled code cannot do: what it went through runs in eager from now on",
+                what,
+            )
 
 
 def _stands_for_more(tensor: torch.Tensor) -> bool:

@@ -13,6 +13,7 @@ from deepytorch import autowrap
 from deepytorch.compiler import data_parallel
 from deepytorch.compiler.backend import EXPLAINING, deepytorch_backend
 from deepytorch.compiler.config import CompilerConfig
+from deepytorch.compiler.outcome import outcomes
 from deepytorch.compiler.report import LEDGER, RegionRecord, Report
 
 
@@ -105,11 +106,12 @@ def explain(model: Callable[..., Any], *args: Any, options: dict[str, Any] | Non
     try:
         torch._dynamo.reset()  # a region that was compiled before would not be looked at again
         compiled = torch.compile(target, backend=_explaining(options))
-        compiled(*args, **kwargs)
+        with outcomes() as came_to:
+            compiled(*args, **kwargs)
         unpads = CompilerConfig.parse(None, options).unpad
         if unpads and isinstance(target, torch.nn.Module) and target.training and torch.is_grad_enabled():
             with autowrap.paused():  # asking runs the model, which is not a training step to be armed
-                door = autowrap.explain_door(target, found, args, kwargs)
+                door = autowrap.explain_door(target, came_to, args, kwargs)
             if door is not None:
                 found.insert(0, door)
     finally:

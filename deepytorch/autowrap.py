@@ -37,6 +37,7 @@ from deepytorch.switch import SWITCH
 
 if TYPE_CHECKING:
     from deepytorch.comm import Options
+    from deepytorch.compiler.outcome import Outcome
     from deepytorch.compiler.report import RegionRecord
 
 _LOCK = threading.Lock()
@@ -94,12 +95,12 @@ class Handle:
             return self.door.call(partial(self.compiled, module), args, kwargs)
         if self._looked:
             return self.compiled(module, *args, **kwargs)
-        from deepytorch.compiler.report import LEDGER
+        from deepytorch.compiler.outcome import outcomes
 
         self._looked = True
-        before = len(LEDGER.report().regions)
-        outputs = self.compiled(module, *args, **kwargs)
-        self._open = _wants_door(LEDGER.report().regions[before:])
+        with outcomes() as found:
+            outputs = self.compiled(module, *args, **kwargs)
+        self._open = _wants_door(found)
         return outputs
 
     def restore(self) -> None:
@@ -305,11 +306,11 @@ class _Several(Handle):
 
 
 def explain_door(
-    model: nn.Module, regions: Sequence[RegionRecord], args: Sequence[Any], kwargs: Mapping[str, Any]
+    model: nn.Module, found: Sequence[Outcome], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> RegionRecord | None:
-    """What a model's door would do with a training call, of which Dynamo made `regions`; None where it stays shut."""
+    """What a model's door would do with a training call whose graphs came to `found`; None where it stays shut."""
     module = _unwrapped(model)
-    if not (_wants_door(regions) or _is_partitioned(module) or any(map(_is_sharded, module.modules()))):
+    if not (_wants_door(found) or _is_partitioned(module) or any(map(_is_sharded, module.modules()))):
         return None
     handle = _HANDLES.get(module)
     door = None if handle is None else handle.door
@@ -332,9 +333,11 @@ def disarm_inside(module: nn.Module) -> None:
             handle.restore()
 
 
-def _wants_door(regions: Sequence[RegionRecord]) -> bool:
+def _wants_door(found: Sequence[Outcome]) -> bool:
     """Whether Dynamo cut a call into several graphs and none of them is packed."""
-    return len(regions) > 1 and not any(region.outcome == "packed" for region in regions)
+    from deepytorch.compiler.outcome import Outcome
+
+    return len(found) > 1 and Outcome.PACKED not in found
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:

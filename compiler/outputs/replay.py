@@ -59,6 +59,11 @@ class Replay:
         listen(register_optimizer_step_pre_hook, _copy_before_step, "keep weights that pads still need", _copy_all)
         _ALIVE.add(self)
 
+    @property
+    def has_run(self) -> bool:
+        """Whether its outputs are there."""
+        return self._outputs is not None
+
     @torch.compiler.disable(reason="a step is replayed in eager")
     def outputs(self, name: str) -> tuple[Any, ...]:
         """The eager step's outputs, computed at the first call; `name` is the one that is wanted.

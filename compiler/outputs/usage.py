@@ -9,10 +9,16 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any
 
+import torch
+
 from deepytorch.log import once
+
+# Calls that are watched at most while none of them has had its backward: a step may call a model several times.
+MAX_WATCHED = 8
 
 FRAMEWORKS = ("torch", "deepspeed", "accelerate", "transformers", "peft", "trl", "lightning", "deepytorch")
 
@@ -77,6 +83,32 @@ class Usage:
         known = self.outputs.setdefault(output, [])
         if use not in known and len(known) < 20:
             known.append(use)
+
+
+class WatchedCalls:
+    """The calls of a region whose outputs are watched: until one of them has had its backward."""
+
+    def __init__(self, usage: Usage) -> None:
+        self._usage = usage
+        self._count, self._backward = 0, False
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the next call is watched as well."""
+        return self._count == 0 or (self._count < MAX_WATCHED and not self._backward)
+
+    def took(self, outputs: Sequence[Any]) -> None:
+        """These are the outputs of one more."""
+        self._count += 1
+        trained = [each for each in outputs if isinstance(each, torch.Tensor) and each.requires_grad]
+        self._backward |= not trained
+        for each in trained:
+            each.register_hook(self._saw_backward)
+
+    def _saw_backward(self, gradient: torch.Tensor) -> None:
+        self._backward = True
+        if torch.is_grad_enabled():  # with a graph of its own
+            self._usage.twice("create_graph=True")
 
 
 def name_of(function: Any) -> str:

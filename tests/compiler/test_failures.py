@@ -13,7 +13,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 import deepytorch.log
 from deepytorch.compiler import backend as backend_module
-from deepytorch.compiler import runtime as runtime_module
+from deepytorch.compiler import compiled_step, lower_region
 from deepytorch.compiler.report import LEDGER
 from deepytorch.errors import ConfigError
 from deepytorch.passes.unpad.strip_padding import StripPadding
@@ -85,7 +85,7 @@ def test_capturing_that_raises_leaves_the_region_as_stock_compiles_it(
 def test_lowering_that_raises_runs_eager_and_is_counted(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(backend_module, "lower", fail)
+    monkeypatch.setattr(lower_region, "lower", fail)
     report = Pair(model()).train(batches(masked_lm_batch, *GIVEN))
     fallbacks = [line for region in report.regions for line in region.fallbacks]
     assert any("on purpose" in line for line in fallbacks), describe(report)
@@ -95,7 +95,7 @@ def test_lowering_that_raises_runs_eager_and_is_counted(
 
 
 def test_lowering_that_raises_in_a_declined_region_runs_eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend_module, "lower", fail)
+    monkeypatch.setattr(lower_region, "lower", fail)
     report = Pair(model(), options={"unpad": False}).train(batches(masked_lm_batch, *GIVEN))
     assert any(region.outcome == "eager" for region in report.regions), describe(report)
 
@@ -107,7 +107,7 @@ def test_a_packed_step_that_fails_at_run_time_goes_on_padded(
     given = batches(masked_lm_batch, *GIVEN)
     pair.step(given[0])
     calls = []
-    original = runtime_module.CompiledStep.__call__
+    original = compiled_step.CompiledStep.__call__
 
     def packed_fails(self: Any, arguments: list[Any], again: Any = None) -> Any:
         calls.append(self)
@@ -115,7 +115,7 @@ def test_a_packed_step_that_fails_at_run_time_goes_on_padded(
             raise Broken("on purpose")
         return original(self, arguments, again)
 
-    monkeypatch.setattr(runtime_module.CompiledStep, "__call__", packed_fails)
+    monkeypatch.setattr(compiled_step.CompiledStep, "__call__", packed_fails)
     for batch in given[1:]:
         pair.step(batch)
     report = LEDGER.report()
@@ -130,7 +130,7 @@ def test_a_packed_step_that_fails_at_run_time_goes_on_padded(
 def test_both_steps_failing_at_run_time_goes_on_in_eager(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(runtime_module.CompiledStep, "__call__", fail)
+    monkeypatch.setattr(compiled_step.CompiledStep, "__call__", fail)
     pair = Pair(model())
     for batch in batches(masked_lm_batch, *GIVEN):
         pair.step(batch)
@@ -160,7 +160,7 @@ def test_running_out_of_memory_is_raised_not_swallowed(monkeypatch: pytest.Monke
     given = batches(masked_lm_batch, *GIVEN)
     pair.step(given[0])
     with monkeypatch.context() as patch:
-        patch.setattr(runtime_module.CompiledStep, "__call__", no_memory)
+        patch.setattr(compiled_step.CompiledStep, "__call__", no_memory)
         with pytest.raises(torch.OutOfMemoryError):
             pair.compiled(**given[1])
     pair.step(given[2])

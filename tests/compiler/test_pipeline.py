@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from deepytorch.compiler import backend, pipeline
+from deepytorch.compiler import backend, lower_region, pipeline
 from deepytorch.compiler.report import LEDGER
 from deepytorch.passes.base import Context, Decline, Pass, Rewrite
 from deepytorch.passes.unpad.strip_padding import StripPadding
@@ -80,13 +80,13 @@ def _losses(model: nn.Module, masks: list[torch.Tensor], compiled: bool) -> list
 )
 def test_a_pass_that_fired_is_lowered_whatever_becomes_of_padding(monkeypatch, masked, passes, outcome):
     ran: list[fx.GraphModule] = []
-    lower = backend.lower
+    lower = lower_region.lower
 
     def spying(module, *args, **kwargs):
         ran.append(copy.deepcopy(module))
         return lower(module, *args, **kwargs)
 
-    monkeypatch.setattr(backend, "lower", spying)
+    monkeypatch.setattr(lower_region, "lower", spying)
     monkeypatch.setattr(backend, "passes_for", lambda plan: list(passes))
     assert {type(each) for each in pipeline.passes_for(pipeline.Plan.initial("r", backend.CompilerConfig.parse()))} == {
         StripPadding

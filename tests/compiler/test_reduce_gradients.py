@@ -539,16 +539,16 @@ def tasks(number):
 for first in (True, False):
     train(lambda: Tasks(first), steps=9, what=("tasks", first), batch=tasks, find_unused_parameters=True)
 
-from deepytorch.compiler import backend
-stock_lower = backend.lower
+from deepytorch.compiler import lower_region
+stock_lower = lower_region.lower
 def failing(*arguments, **options):
     raise RuntimeError("this rank cannot compile")
 if rank == 1:
-    backend.lower = failing
+    lower_region.lower = failing
 for tied in (True, False):
     model = train(lambda: Texts(tied), steps=6, what=("one rank in eager", tied), batch=texts)
     assert tables(model) == ["table.weight", "places.weight"]
-backend.lower = stock_lower
+lower_region.lower = stock_lower
 """
 
 REPORTS = """
@@ -578,15 +578,15 @@ def uneven(number):
     return x[:rows], y[:rows]
 train(Net, steps=7, what="batches of other sizes on each rank", batch=uneven)
 
-from deepytorch.compiler import backend
-stock_lower = backend.lower
+from deepytorch.compiler import lower_region
+stock_lower = lower_region.lower
 def failing(*arguments, **options):
     raise RuntimeError("this rank cannot compile")
 if rank == 1:
-    backend.lower = failing
+    lower_region.lower = failing
 model = train(Net, what="one rank in eager")
 assert adopted(model).reducer.counts.late == (0 if rank == 0 else 5 * len(list(model.parameters())))
-backend.lower = stock_lower
+lower_region.lower = stock_lower
 """
 
 PADDED = """

@@ -15,7 +15,7 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from deepytorch.compiler.report import LEDGER
+from deepytorch.compiler.report import LEDGER, RegionRecord
 from deepytorch.compiler.second_backward import TwiceDifferentiable, unread_statistics
 
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
@@ -491,7 +491,9 @@ def test_a_call_keeps_nothing_alive_behind_its_backward(ends: str) -> None:
 
 
 def test_a_region_without_gradients_is_not_watched() -> None:
-    region = TwiceDifferentiable(lambda x: (x + 1,), lambda x: (x + 1,), (), lambda what: None)
+    region = TwiceDifferentiable(
+        lambda x: (x + 1,), lambda x: (x + 1,), (), RegionRecord("region", "declined", "aot_eager")
+    )
     region(torch.ones(2))
     assert region._second._blind
     assert region._second.begin([torch.ones(2)], lambda x: (x,)) is None

@@ -1,0 +1,63 @@
+"""How the graphs of one region are compiled: with gradients reduced in them, where those are ours to reduce."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from deepytorch.compiler.config import CompilerConfig
+from deepytorch.compiler.data_parallel import Adopted, active, adopt
+from deepytorch.compiler.graph_per_parameters import GraphPerParameters
+from deepytorch.compiler.lower import GraphPasses, lower
+from deepytorch.compiler.manager import copied
+from deepytorch.compiler.plan import Plan
+from deepytorch.passes.reduce_gradients import ReduceGradients
+
+# Options of Inductor's that move what is in a graph, off where gradients are reduced in it. The first puts them off to
+# the end, for the memory that they take, and then they leave late; the second (torch 2.14) moves torch's collectives
+# past ours, and ranks that send in other orders wait for each other without end.
+_MOVERS = ("reorder_for_peak_memory", "aten_distributed_optimizations.enable_simple_overlap")
+
+
+@dataclass(frozen=True, eq=False)
+class RegionLowering:
+    """What one region's graphs are compiled with.
+
+    gradients: those of the data-parallel module around the region, if they are ours to reduce. declined: why they are
+    not, where there is such a module.
+    """
+
+    config: CompilerConfig
+    plan: Plan
+    gradients: Adopted | None = None
+    declined: str | None = None
+
+    @classmethod
+    def here(cls, config: CompilerConfig, plan: Plan) -> RegionLowering:
+        """For a region in the data-parallel module whose forward runs now, if one does."""
+        ddp = active() if config.reduce_gradients else None
+        if ddp is None or torch.distributed.get_world_size(ddp.process_group) == 1:
+            return cls(config, plan)
+        adopted = adopt(ddp)
+        return cls(config, plan, declined=adopted) if isinstance(adopted, str) else cls(config, plan, adopted)
+
+    def compile(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compile one graph of the region, as a backend of `torch.compile` does; `module` may be changed."""
+        if self.gradients is None:
+            return lower(module, example_inputs, config=self.config, plan=self.plan)
+        reduce = ReduceGradients(self.gradients.name, self.gradients.members(example_inputs))
+        known = torch._inductor.config.get_config_copy()
+        still = {name: False for name in _MOVERS if name in known}
+        config = replace(self.config, inductor={**still, **self.config.inductor})
+        spare = copied(module)
+        passes = GraphPasses(post_grad_pre=(reduce,))
+        compiled = lower(module, example_inputs, config=config, plan=self.plan, passes=passes)
+        return GraphPerParameters(compiled, spare, example_inputs, self._compile_for_others)
+
+    def _compile_for_others(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """A graph for other parameters than it was compiled for, of this data-parallel module or of another one."""
+        return RegionLowering.here(self.config, self.plan).compile(module, example_inputs)
