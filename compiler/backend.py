@@ -102,7 +102,7 @@ def _compile(
     fakes = [node.meta["val"] for node in captured.module.graph.nodes if node.op == "placeholder"]
     effects = _effects(captured.module.graph)
     reason = getattr(module, "compile_subgraph_reason", None)
-    context = Context(list(captured.inputs), captured.shape_env, bool(getattr(reason, "graph_break", False)))
+    context = Context(captured.shape_env, bool(getattr(reason, "graph_break", False)))
     plan = Plan.initial("region", config)
     found = run_passes(captured.module, passes_for(plan), context, dump_dir=config.dump_graphs)
     _describe(record, found.runs, plan)
@@ -310,14 +310,17 @@ def _keep_warnings_from_breaking_graphs() -> None:
     if warning_once is None:
         return
 
+    def ignored() -> set[Any]:
+        return torch._dynamo.config.ignore_logging_functions
+
     def leave_out() -> None:
-        torch._dynamo.config.ignore_logging_functions.add(warning_once)
+        ignored().add(warning_once)
 
     patch(
         "torch._dynamo.config.ignore_logging_functions",
         "leave Logger.warning_once, which would cut graphs, out of compiled code",
         leave_out,
-        lambda: torch._dynamo.config.ignore_logging_functions.discard(warning_once),
+        lambda: ignored().discard(warning_once),
         always=True,
     )
     leave_out()  # the user may have set it anew since

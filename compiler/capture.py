@@ -125,7 +125,7 @@ class _Inlining(fx.Interpreter):
         if target is torch.amp.autocast_mode._enter_autocast:
             device, dtype, enabled, _ = args
             self._entered.append(self._casts.enter_context(contextlib.ExitStack()))
-            self._entered[-1].enter_context(_autocast(device, dtype, enabled))
+            self._entered[-1].enter_context(autocast_unrecorded(device, dtype, enabled))
         elif target is torch.amp.autocast_mode._exit_autocast:
             self._entered.pop().close()
         if target is not torch.ops.higher_order.tag_activation_checkpoint:
@@ -150,7 +150,7 @@ class _Inlining(fx.Interpreter):
 
 
 @contextlib.contextmanager
-def _autocast(device: str, dtype: torch.dtype | None, enabled: bool) -> Iterator[None]:
+def autocast_unrecorded(device: str, dtype: torch.dtype | None, enabled: bool) -> Iterator[None]:
     """`torch.autocast`, which would be recorded itself."""
     before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled()
     torch.set_autocast_enabled(device, enabled)

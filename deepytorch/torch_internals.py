@@ -94,6 +94,7 @@ INTERNALS = (
     Internal("torch._dynamo.lookup_backend", "load a backend before it is timed", ((1, ()),)),
     Internal("torch._dynamo.maybe_mark_dynamic", "sizes that vary from batch to batch", ((2, ()),)),
     Internal("torch._dynamo.reset", "begin a benchmark without compiled code", ((0, ()),)),
+    Internal("torch._dynamo.source.ConstantSource", "where a size that a pass adds comes from", ((1, ()),)),
     Internal("torch._dynamo.utils.compilation_time_metrics.values", "whether a step has compiled anything", ((0, ()),)),
     Internal("torch._foreach_copy_", "copy gradients into their bucket at once", ((2, ()),)),
     Internal(
