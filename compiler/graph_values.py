@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._guards import detect_fake_mode
 
 from deepytorch.compiler.capture import autocast_unrecorded
+from deepytorch.torch_internals import detect_fake_mode, enter_autocast, exit_autocast
 
 
 def give_values(module: fx.GraphModule) -> None:
@@ -51,11 +51,11 @@ class _Valuing(fx.Interpreter):
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call."""
-        if target is torch.amp.autocast_mode._enter_autocast:
+        if target is enter_autocast:
             device, dtype, enabled, _ = args
             self._entered.append(self._casts.enter_context(contextlib.ExitStack()))
             self._entered[-1].enter_context(autocast_unrecorded(device, dtype, enabled))
             return None
-        if target is torch.amp.autocast_mode._exit_autocast:
+        if target is exit_autocast:
             return self._entered.pop().close()
         return super().call_function(target, args, kwargs)

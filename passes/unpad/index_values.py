@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.source import ConstantSource
-from torch._guards import detect_fake_mode
 from torch.fx.experimental.symbolic_shapes import DimDynamic
 
 from deepytorch.passes.base import GraphInput, Role
 from deepytorch.passes.unpad.program import IndexInput
+from deepytorch.torch_internals import ConstantSource, detect_fake_mode
 
 
 class IndexValues:
