@@ -94,7 +94,7 @@ def _compile(
     fakes = [node.meta["val"] for node in captured.module.graph.nodes if node.op == "placeholder"]
     effects = _effects(captured.module.graph)
     reason = getattr(module, "compile_subgraph_reason", None)
-    context = Context(list(captured.inputs), captured.shape_env, bool(getattr(reason, "graph_break", False)))
+    context = Context(captured.shape_env, bool(getattr(reason, "graph_break", False)))
     plan = Plan.initial("region", config)
     found = run_passes(captured.module, passes_for(plan), context, dump_dir=config.dump_graphs)
     _describe(record, found, plan)
@@ -268,19 +268,17 @@ def _keep_warnings_from_breaking_graphs() -> None:
     if warning_once is None:
         return
 
-    def leave_out() -> None:
-        left_out = torch._dynamo.config.ignore_logging_functions
-        left_out.add(warning_once)
+    def ignored() -> set[Any]:
+        return torch._dynamo.config.ignore_logging_functions
 
-    def take_back() -> None:
-        left_out = torch._dynamo.config.ignore_logging_functions
-        left_out.discard(warning_once)
+    def leave_out() -> None:
+        ignored().add(warning_once)
 
     patch(
         "torch._dynamo.config.ignore_logging_functions",
         "leave Logger.warning_once, which would cut graphs, out of compiled code",
         leave_out,
-        take_back,
+        lambda: ignored().discard(warning_once),
         always=True,
     )
     leave_out()  # the user may have set it anew since

@@ -16,12 +16,19 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from deepytorch.passes.base import GraphInput, Role
 from deepytorch.passes.slicing import returns_alias, writes_in_place
+from deepytorch.torch_internals import (
+    FakeTensor,
+    FakeTensorMode,
+    HigherOrderOperator,
+    enter_autocast,
+    exit_autocast,
+    set_grad_enabled_in_graphs,
+)
 
 aten = torch.ops.aten
 
@@ -122,15 +129,15 @@ class _Inlining(fx.Interpreter):
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call; a checkpointed part by running what is inside."""
-        if target is torch.amp.autocast_mode._enter_autocast:
+        if target is enter_autocast:
             device, dtype, enabled, _ = args
             self._entered.append(self._casts.enter_context(contextlib.ExitStack()))
-            self._entered[-1].enter_context(_autocast(device, dtype, enabled))
-        elif target is torch.amp.autocast_mode._exit_autocast:
+            self._entered[-1].enter_context(autocast_unrecorded(device, dtype, enabled))
+        elif target is exit_autocast:
             self._entered.pop().close()
         if target is not torch.ops.higher_order.tag_activation_checkpoint:
             module = f"{getattr(target, '__module__', None)}."
-            if isinstance(target, torch._ops.HigherOrderOperator) or module.startswith(_LOST_MODULES):
+            if isinstance(target, HigherOrderOperator) or module.startswith(_LOST_MODULES):
                 raise Untraceable(f"{getattr(target, '__name__', target)} is left to stock")
             return super().call_function(target, args, kwargs)
         part = args[0]
@@ -150,7 +157,7 @@ class _Inlining(fx.Interpreter):
 
 
 @contextlib.contextmanager
-def _autocast(device: str, dtype: torch.dtype | None, enabled: bool) -> Iterator[None]:
+def autocast_unrecorded(device: str, dtype: torch.dtype | None, enabled: bool) -> Iterator[None]:
     """`torch.autocast`, which would be recorded itself."""
     before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled()
     torch.set_autocast_enabled(device, enabled)
@@ -294,7 +301,7 @@ def _without_grad(graph: fx.Graph) -> set[fx.Node]:
     found: set[fx.Node] = set()
     enabled = True
     for node in graph.nodes:
-        if node.target is torch._C._set_grad_enabled:
+        if node.target is set_grad_enabled_in_graphs:
             enabled = bool(node.args[0])
         if not enabled:
             found.add(node)

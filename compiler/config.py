@@ -96,7 +96,7 @@ class CompilerConfig:
         """What Inductor is patched with: what the mode stands for, and over it the options."""
         if self.mode in (None, "default"):
             return dict(self.inductor)
-        from torch._inductor import list_mode_options
+        from deepytorch.torch_internals import list_mode_options
 
         return {**list_mode_options(self.mode), **self.inductor}
 
@@ -120,9 +120,9 @@ def _expect(name: str, found: object, accepted: bool, expected: str) -> None:
 
 def _inductor_name(name: object) -> str:
     """`name` as Inductor's configuration spells it, or `ConfigError` with the nearest name that is known."""
-    from torch._inductor import config
+    from deepytorch.torch_internals import inductor_config
 
-    known = config.get_config_copy()
+    known = inductor_config.get_config_copy()
     plain = name.replace("-", "_") if isinstance(name, str) else ""
     if plain in known:
         return plain
@@ -138,9 +138,9 @@ def _nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def _check_inductor(name: str, value: object) -> None:
-    from torch._inductor import config
+    from deepytorch.torch_internals import inductor_config
 
-    kind = config.get_type(name)  # type: ignore[attr-defined]
+    kind = inductor_config.get_type(name)  # type: ignore[attr-defined]
     if kind is type(None):
         return  # nobody wrote down what may stand there
     try:

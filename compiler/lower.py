@@ -19,12 +19,11 @@ from types import FunctionType
 from typing import Any, cast
 
 from torch import fx
-from torch._inductor import custom_graph_pass
-from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from deepytorch.compiler.config import CompilerConfig
 from deepytorch.compiler.plan import Plan
 from deepytorch.passes.ops.inline_pack import inline_pack
+from deepytorch.torch_internals import CustomGraphPass, custom_graph_pass
 from deepytorch.version import __version__
 
 GraphPass = Callable[[fx.Graph], object]  # a frozen dataclass that can be called, or a plain function
@@ -71,7 +70,7 @@ def lower(
     passes = passes or GraphPasses()
     if config.lowering == "aot_eager":
         return _lower_aot_eager(module, example_inputs, passes)
-    from torch._inductor.compile_fx import compile_fx
+    from deepytorch.torch_internals import compile_fx
 
     options = config.inductor_options()
     patches = {**options, **_slots(passes, options, plan)}
@@ -113,7 +112,7 @@ def _module_source(kind: Any) -> str:
 
 def _slots(passes: GraphPasses, options: dict[str, Any], plan: Plan | None) -> dict[str, CustomGraphPass]:
     """Inductor's slots that have to be patched: ours in each, chained behind what the user had put there."""
-    from torch._inductor import config
+    from deepytorch.torch_internals import inductor_config
 
     ours = {
         "joint_custom_pre_pass": passes.joint_pre,
@@ -124,7 +123,7 @@ def _slots(passes: GraphPasses, options: dict[str, Any], plan: Plan | None) -> d
     uuid = passes.uuid(plan.digest() if plan else "")
     slots = {}
     for slot, graph_passes in ours.items():
-        theirs = options[slot] if slot in options else getattr(config, slot)
+        theirs = options[slot] if slot in options else getattr(inductor_config, slot)
         if graph_passes:
             slots[slot] = _chain(graph_passes, theirs, uuid)
     return slots
@@ -177,7 +176,7 @@ _InferenceAwareChain: Any = (
 
 
 def _lower_aot_eager(module: fx.GraphModule, example_inputs: Sequence[Any], passes: GraphPasses) -> Callable[..., Any]:
-    from torch._dynamo.backends.common import aot_autograd
+    from deepytorch.torch_internals import aot_autograd
 
     # the partitioner honours what activation checkpointing marked, which the default one does not
     compiler = functools.partial(_run_as_is, passes)
@@ -190,14 +189,14 @@ def _lower_aot_eager(module: fx.GraphModule, example_inputs: Sequence[Any], pass
 
 
 def _partition(passes: GraphPasses, joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from deepytorch.torch_internals import min_cut_rematerialization_partition
 
     _rewrite(joint, (*passes.joint_pre, *passes.joint_post))
     return min_cut_rematerialization_partition(joint, *args, **kwargs)
 
 
 def _run_as_is(passes: GraphPasses, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    from torch._functorch.aot_autograd import make_boxed_func
+    from deepytorch.torch_internals import make_boxed_func
 
     _rewrite(module, (*passes.post_grad_pre, *passes.post_grad_post))
     return make_boxed_func(module.forward)

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import fx
 
+from deepytorch.compiler.graph_values import give_values
 from deepytorch.log import logger, once
 from deepytorch.passes.base import Context, Decline, Pass, Rewrite
 from deepytorch.passes.unpad.program import Program
@@ -72,6 +73,7 @@ def run_passes(
     provided: set[str] = set()
     runs: list[PassRun] = []
     program, before = None, None
+    valued = True  # every node has its value
     for each in passes:
         name = type(each).__name__
         missing = sorted(each.requires - provided)
@@ -82,7 +84,9 @@ def run_passes(
         if dump:
             dump.write(module, name, "before")
         earlier = copied(module) if each.depends_on_batch else None
-        run = _run(each, module, context)
+        run = _run(each, module, context, valued)
+        if run.error is None:
+            valued = not run.fired
         if dump:
             dump.write(module, name, "after" if run.fired else "after-unchanged")
         if run.fired:
@@ -110,12 +114,15 @@ def _check_order(passes: Sequence[Pass]) -> None:
         promised |= each.provides
 
 
-def _run(each: Pass, module: fx.GraphModule, context: Context) -> PassRun:
+def _run(each: Pass, module: fx.GraphModule, context: Context, valued: bool) -> PassRun:
+    """valued: whether every node has its value; else they get theirs first."""
     name = type(each).__name__
     start = time.perf_counter()
     before = _State(module)
     error = None
     try:
+        if not valued:
+            give_values(module)
         rewrite = each.rewrite(module, context)
         if rewrite.fired:
             module.graph.lint()

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from deepytorch.torch_internals import OpOverload
+
 Parts = tuple[frozenset[int], ...]
 
 
@@ -39,7 +41,7 @@ def _writes(node: fx.Node) -> bool:
     if node.op == "call_method":
         name = str(node.target)
         writes = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
-    elif isinstance(node.target, torch._ops.OpOverload):
+    elif isinstance(node.target, OpOverload):
         writes = node.target._schema.is_mutable
     else:
         name = getattr(node.target, "__name__", "")

@@ -1,16 +1,35 @@
-"""Every private name of torch that deepytorch uses, what for, and how: a new torch is read against this list.
+"""Every private name of torch that deepytorch uses: what for, how, and the name by which it is imported from here.
 
-`python -m deepytorch.torch_internals` prints it, and whether this torch has each name and takes the calls that are
-made. A test compares the list with the sources, so that it is complete.
+Nothing else reaches into torch's private names: `from deepytorch.torch_internals import detect_fake_mode`. They are
+looked up when they are asked for, so that one that a new torch lacks costs what needs it alone, and says so.
+`python -m deepytorch.torch_internals` prints the table, and whether this torch has each name and takes the calls that
+are made. Tests compare it with the sources, so that it is complete. Operators (`aten._softmax`) are no names of Python:
+those that graphs are searched for are not listed.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # what stands in annotations, in isinstance, and as a base class
+    from torch._dynamo.eval_frame import OptimizedModule as OptimizedModule
+    from torch._dynamo.exc import TensorifyScalarRestartAnalysis as TensorifyScalarRestartAnalysis
+    from torch._dynamo.exc import UnspecializeRestartAnalysis as UnspecializeRestartAnalysis
+    from torch._guards import CompileContext as CompileContext
+    from torch._guards import TracingContext as TracingContext
+    from torch._guards import detect_fake_mode as detect_fake_mode
+    from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass
+    from torch._ops import HigherOrderOperator as HigherOrderOperator
+    from torch._ops import OpOverload as OpOverload
+    from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+    from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+    from torch.utils._device import DeviceContext as DeviceContext
 
 Call = tuple[int, tuple[str, ...]]  # how many arguments by place, and which by name
 
@@ -94,6 +113,7 @@ INTERNALS = (
     Internal("torch._dynamo.lookup_backend", "load a backend before it is timed", ((1, ()),)),
     Internal("torch._dynamo.maybe_mark_dynamic", "sizes that vary from batch to batch", ((2, ()),)),
     Internal("torch._dynamo.reset", "begin a benchmark without compiled code", ((0, ()),)),
+    Internal("torch._dynamo.source.ConstantSource", "where a size that a pass adds comes from", ((1, ()),)),
     Internal("torch._dynamo.utils.compilation_time_metrics.values", "whether a step has compiled anything", ((0, ()),)),
     Internal("torch._foreach_copy_", "copy gradients into their bucket at once", ((2, ()),)),
     Internal(
@@ -161,6 +181,181 @@ INTERNALS = (
 )
 
 
+@dataclass(frozen=True)
+class Attribute:
+    """One private attribute of torch's objects: of which (a key of `_samples`), and what it is used for."""
+
+    of: str
+    name: str
+    why: str
+
+    def trouble(self) -> str | None:
+        """What is not as expected in this torch, None if nothing is."""
+        return None if hasattr(_samples()[self.of], self.name) else "is not there"
+
+
+ATTRIBUTES = (
+    Attribute("module", "_backward_hooks", "whether somebody looks at a module"),
+    Attribute("module", "_backward_pre_hooks", "the same"),
+    Attribute("module", "_call_impl", "call a module as if it were not compiled"),
+    Attribute("module", "_compiled_call_impl", "what `Module.compile` sets: how a module is compiled in place"),
+    Attribute("module", "_forward_hooks", "whether somebody looks at a module"),
+    Attribute("module", "_forward_pre_hooks", "the same"),
+    Attribute("module", "_modules", "the parts of a module, without a generator's cost"),
+    Attribute("compiled module", "_orig_mod", "the module that `torch.compile` was given"),
+    Attribute("tensor", "_backward_hooks", "whether somebody looks at a parameter's gradient"),
+    Attribute("tensor", "_base", "which tensor a view is of"),
+    Attribute("storage", "_cdata", "whether somebody holds the memory of a bucket"),
+    Attribute("backward node", "_forward_cls", "what AOTAutograd knows of a compiled backward"),
+    Attribute("backward node", "_input_metadata", "the shapes of the gradients that a backward is given"),
+    Attribute("operator", "_schema", "the arguments of an operator, and whether it writes to them"),
+    Attribute("library", "_register_fake", "operators of ours without values"),
+    Attribute("process group", "_device_types", "which backends a group has"),
+    Attribute("process group", "_get_backend", "the same"),
+    Attribute("process group", "_register_backend", "a stock group inside of ours"),
+    Attribute("process group", "_set_default_backend", "the same"),
+    Attribute("gloo", "_set_sequence_number_for_group", "the same"),
+    Attribute("gloo", "_Options", "the same"),
+    Attribute("distributed_c10d", "_get_default_group", "whether the default group is bound to a device"),
+    Attribute("distributed_c10d", "_world", "let a group answer with the name that it was asked for by"),
+    Attribute("data-parallel module", "_get_ddp_logging_data", "whether a communication hook was registered"),
+    Attribute("data-parallel module", "_join_config", "whether ranks may run out of batches"),
+)
+
+
+@functools.cache
+def _samples() -> dict[str, Any]:
+    """An object, or a class, for each kind that `ATTRIBUTES` name."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.algorithms.join import Joinable
+    from torch.nn.parallel import DistributedDataParallel
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any) -> Any:
+            return 2 * x
+
+    module, tensor = torch.nn.Linear(1, 1), torch.ones(1, requires_grad=True)
+    made = {
+        "module": module,
+        "compiled module": torch.compile(module, backend="eager"),
+        "tensor": tensor,
+        "storage": tensor.untyped_storage(),
+        "backward node": Twice.apply(tensor).grad_fn,
+        "operator": torch.ops.aten.add.Tensor,
+        "library": torch.library.Library,
+    }
+    if dist.is_available():
+        parallel = DistributedDataParallel.__new__(DistributedDataParallel)
+        Joinable.__init__(parallel)
+        made |= {
+            "process group": dist.ProcessGroup,
+            "gloo": getattr(dist, "ProcessGroupGloo", None),
+            "distributed_c10d": dist.distributed_c10d,
+            "data-parallel module": parallel,
+        }
+    return made
+
+
+# The names by which they are imported from here; a module or a class stands for what is listed of it above.
+ALIASES = {
+    "BatchNorm": "torch.nn.modules.batchnorm._BatchNorm",
+    "CompileContext": "torch._guards.CompileContext",
+    "ConstantSource": "torch._dynamo.source.ConstantSource",
+    "CustomGraphPass": "torch._inductor.custom_graph_pass.CustomGraphPass",
+    "DeviceContext": "torch.utils._device.DeviceContext",
+    "DisableTorchFunctionSubclass": "torch._C.DisableTorchFunctionSubclass",
+    "DispatchKey": "torch._C.DispatchKey",
+    "DispatchKeySet": "torch._C.DispatchKeySet",
+    "ExcludeDispatchKeyGuard": "torch._C._ExcludeDispatchKeyGuard",
+    "FakeTensor": "torch._subclasses.fake_tensor.FakeTensor",
+    "FakeTensorMode": "torch._subclasses.fake_tensor.FakeTensorMode",
+    "GradAOTOutput": "torch._functorch._aot_autograd.descriptors.GradAOTOutput",
+    "HigherOrderOperator": "torch._ops.HigherOrderOperator",
+    "OpOverload": "torch._ops.OpOverload",
+    "OptimizedModule": "torch._dynamo.eval_frame.OptimizedModule",
+    "PlainAOTInput": "torch._functorch._aot_autograd.descriptors.PlainAOTInput",
+    "TensorifyScalarRestartAnalysis": "torch._dynamo.exc.TensorifyScalarRestartAnalysis",
+    "TracingContext": "torch._guards.TracingContext",
+    "UnspecializeRestartAnalysis": "torch._dynamo.exc.UnspecializeRestartAnalysis",
+    "aot_autograd": "torch._dynamo.backends.common.aot_autograd",
+    "backend_plugins": "torch.distributed.distributed_c10d.Backend._plugins",
+    "clear_inductor_caches": "torch._inductor.utils.clear_caches",
+    "compilation_time_metrics": "torch._dynamo.utils.compilation_time_metrics",
+    "compile_fx": "torch._inductor.compile_fx.compile_fx",
+    "cpu_flash_attention": "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default",
+    "cpu_flash_attention_backward": "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default",
+    "current_graph_task_id": "torch._C._current_graph_task_id",
+    "custom_graph_pass": "torch._inductor.custom_graph_pass",
+    "detect_fake_mode": "torch._guards.detect_fake_mode",
+    "disable_dynamo": "torch._disable_dynamo",
+    "dynamo_config": "torch._dynamo.config",
+    "enter_autocast": "torch.amp.autocast_mode._enter_autocast",
+    "exit_autocast": "torch.amp.autocast_mode._exit_autocast",
+    "flash_attention_backward": "torch.ops.aten._flash_attention_backward",
+    "flash_attention_forward": "torch.ops.aten._flash_attention_forward",
+    "foreach_copy": "torch._foreach_copy_",
+    "functorch_config": "torch._functorch.config",
+    "get_active_ddp_module": "torch.nn.parallel.DistributedDataParallel._get_active_ddp_module",
+    "get_default_store": "torch.distributed.distributed_c10d._get_default_store",
+    "get_function_stack_at": "torch._C._get_function_stack_at",
+    "get_process_group_store": "torch.distributed.distributed_c10d._get_process_group_store",
+    "get_symm_mem_workspace": "torch.distributed._symmetric_memory.get_symm_mem_workspace",
+    "has_triton": "torch.utils._triton.has_triton",
+    "has_triton_package": "torch.utils._triton.has_triton_package",
+    "inductor_config": "torch._inductor.config",
+    "keeps_graph_of_this_backward": "torch._C._autograd._get_current_graph_task_keep_graph",
+    "len_torch_dispatch_stack": "torch._C._len_torch_dispatch_stack",
+    "len_torch_function_stack": "torch._C._len_torch_function_stack",
+    "list_mode_options": "torch._inductor.list_mode_options",
+    "lookup_backend": "torch._dynamo.lookup_backend",
+    "make_boxed_func": "torch._functorch.aot_autograd.make_boxed_func",
+    "make_wrapper_subclass": "torch.Tensor._make_wrapper_subclass",
+    "maybe_mark_dynamic": "torch._dynamo.maybe_mark_dynamic",
+    "min_cut_rematerialization_partition": "torch._functorch.partitioners.min_cut_rematerialization_partition",
+    "peek_interpreter_stack": "torch._C._functorch.peek_interpreter_stack",
+    "queue_callback": "torch.autograd.Variable._execution_engine.queue_callback",
+    "reset_dynamo": "torch._dynamo.reset",
+    "set_grad_enabled_in_graphs": "torch._C._set_grad_enabled",
+    "softmax_backward_data": "torch.ops.aten._softmax_backward_data.default",
+    "storage_use_count": "torch._C._storage_Use_Count",
+    "top_saved_tensors_default_hooks": "torch._C._autograd._top_saved_tensors_default_hooks",
+    "tree_flatten": "torch.utils._pytree.tree_flatten",
+    "tree_leaves": "torch.utils._pytree.tree_leaves",
+    "tree_map_only": "torch.utils._pytree.tree_map_only",
+    "will_engine_execute_node": "torch._C._will_engine_execute_node",
+}
+
+
+def __getattr__(alias: str) -> Any:
+    if alias not in ALIASES:
+        raise AttributeError(f"module {__name__} has no attribute {alias!r}")
+    try:
+        return globals().setdefault(alias, resolve(ALIASES[alias]))
+    except (ImportError, AttributeError) as error:
+        import torch
+
+        raise ImportError(
+            f"torch {torch.__version__} has no {ALIASES[alias]}, which deepytorch needs. What is missing: "
+            "`python -m deepytorch.torch_internals`; which versions were tried: `deepytorch doctor`"
+        ) from error
+
+
+def forward_ad_level() -> int:
+    """The level of forward-mode differentiation that is under way, counted from 0; -1 outside."""
+    from torch.autograd import forward_ad
+
+    return forward_ad._current_level
+
+
+def wrap_engine_run_backward(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Let `make(original)` stand for what `Tensor.backward`, `torch.autograd.backward` and `grad` call, once each."""
+    import torch
+
+    torch.autograd._engine_run_backward = make(torch.autograd._engine_run_backward)
+
+
 def resolve(name: str) -> Any:
     """The object of a dotted name. Raises `ImportError` or `AttributeError` where there is none."""
     parts = name.split(".")
@@ -179,7 +374,9 @@ def resolve(name: str) -> Any:
 
 def troubles() -> dict[str, str]:
     """The names that are not as expected in this torch, and what is the matter with each."""
-    return {each.name: trouble for each in INTERNALS if (trouble := each.trouble()) is not None}
+    found = {each.name: each.trouble() for each in INTERNALS}
+    found |= {f"{each.of}: {each.name}": each.trouble() for each in ATTRIBUTES}
+    return {name: trouble for name, trouble in found.items() if trouble is not None}
 
 
 def _takes(function: Any, places: int, names: tuple[str, ...]) -> bool:
@@ -204,11 +401,13 @@ def main() -> int:
     table = Table(box=None, padding=(0, 2, 0, 0), title=f"torch {torch.__version__}", title_justify="left")
     for heading in ("name", "used for", "as expected"):
         table.add_column(heading, overflow="fold")
-    for each in INTERNALS:
-        table.add_row(each.name, each.why, wrong.get(each.name, "yes"))
+    names = {each.name: each.why for each in INTERNALS}
+    names |= {f"{each.of}: {each.name}": each.why for each in ATTRIBUTES}
+    for name, why in names.items():
+        table.add_row(name, why, wrong.get(name, "yes"))
     console = Console()
     console.print(table)
-    console.print(f"{len(INTERNALS) - len(wrong)} of {len(INTERNALS)} are as expected.")
+    console.print(f"{len(names) - len(wrong)} of {len(names)} are as expected.")
     return int(bool(wrong))
 
 

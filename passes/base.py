@@ -20,6 +20,7 @@ class Role(Enum):
     PARAMETER = "parameter"
     BUFFER = "buffer"
     BATCH = "batch"
+    INDEX = "index"  # where tokens stand: a pass has added it, and the run time feeds it
     SIZE = "size"  # an integer that Dynamo lifted: the size of some tensor's dimension
 
 
@@ -34,9 +35,8 @@ class GraphInput:
 
 @dataclass
 class Context:
-    """What a pass may know beyond the graph."""
+    """What a pass may know beyond the graph. Placeholders say what they are: `node.meta["input"]`, a `GraphInput`."""
 
-    inputs: list[GraphInput]
     shape_env: Any = None  # torch.fx.experimental.symbolic_shapes.ShapeEnv; None where every size is a number
     # The rest of the frame sees the outputs: zeros at pads would be seen by the model itself.
     ends_in_break: bool = False
@@ -80,4 +80,7 @@ class Pass(ABC):
 
     @abstractmethod
     def rewrite(self, module: fx.GraphModule, context: Context) -> Rewrite:
-        """Rewrite `module.graph` and say what changed, where, and what was declined and why."""
+        """Rewrite `module.graph` and say what changed, where, and what was declined and why.
+
+        Every node has a fake tensor in `meta["val"]`; what is written here gets one before the next pass runs.
+        """

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import fx
 
 from deepytorch.passes.embedding_rows import EmbeddingRows, embedding_rows
 from deepytorch.passes.ops import reduce  # noqa: F401, registers the operators
+from deepytorch.torch_internals import tree_leaves
 
 _OPS = torch.ops.deepytorch
 _MAX_GROUPS = 48  # about: each costs the host some 20 us
@@ -100,7 +100,7 @@ def _num_bytes(value: torch.Tensor) -> int:
 
 def _gradients(output: fx.Node, members: Mapping[int, int]) -> dict[int, int]:
     """Member -> which of the outputs is its gradient."""
-    from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput
+    from deepytorch.torch_internals import GradAOTOutput, PlainAOTInput
 
     found: dict[int, int] = {}
     [results] = output.args
@@ -129,7 +129,7 @@ def _call(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
     """A call of an operator, with the value that it has on fake tensors."""
     node = graph.call_function(getattr(target, "default", target), args)
     values = fx.map_arg(args, lambda each: each.meta["val"])
-    mode = next((each.fake_mode for each in pytree.tree_leaves(values) if hasattr(each, "fake_mode")), None)
+    mode = next((each.fake_mode for each in tree_leaves(values) if hasattr(each, "fake_mode")), None)
     if mode is not None:
         with mode:
             node.meta["val"] = node.target(*values)

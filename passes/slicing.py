@@ -9,13 +9,14 @@ import torch
 from torch import fx
 
 from deepytorch.passes.base import Role
+from deepytorch.torch_internals import OpOverload
 
 aten = torch.ops.aten
 
 
 def writes_in_place(node: fx.Node) -> bool:
     """Whether the operator writes into one of its arguments."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
 _MAY_ALIAS = frozenset({
@@ -29,7 +30,7 @@ def returns_alias(node: fx.Node) -> bool:
     """Whether an output may share memory with an argument. `reshape`, `contiguous` and `to` may; they count."""
     if node.target is operator.getitem:
         return isinstance(node.args[0], fx.Node) and returns_alias(node.args[0])
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return False
     return node.target in _MAY_ALIAS or any(result.alias_info is not None for result in node.target._schema.returns)
 
@@ -126,7 +127,7 @@ class Slicer:
         if node.op != "call_function":
             return False
         target = node.target
-        if isinstance(target, torch._ops.OpOverload):
+        if isinstance(target, OpOverload):
             if torch.Tag.nondeterministic_seeded in target.tags and not _is_inert_dropout(node):
                 return False
         else:

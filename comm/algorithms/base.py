@@ -72,10 +72,19 @@ class Collective(ABC):
 
     name: ClassVar[str]
     compresses: ClassVar[bool] = False  # whether its choices may be given `compress`
+    in_memory: ClassVar[bool] = False  # whether the ranks of a host have to share memory
 
-    @abstractmethod
     def unsupported(self, operation: Operation, topology: Topology) -> str | None:
         """Why this algorithm cannot do the operation on this topology, in a user's words, or None where it can."""
+        return self.unavailable(operation.kind, operation.device, topology) or self.refused(operation)
+
+    @abstractmethod
+    def unavailable(self, kind: OperationKind, device: DeviceKind, topology: Topology) -> str | None:
+        """Why the ranks of this topology cannot run it for any payload, or None where they can."""
+
+    def refused(self, operation: Operation) -> str | None:
+        """Why it does not take this payload (type, reduction, size), or None where it does."""
+        return None
 
     @abstractmethod
     def cost_us(self, operation: Operation, topology: Topology, links: Links, choice: Choice) -> float:

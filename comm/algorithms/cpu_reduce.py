@@ -8,7 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from deepytorch.comm.algorithms.base import FLOATS, Choice, Collective, Operation, chunk_sizes, compressed_ratio
+from deepytorch.comm.algorithms.base import (
+    FLOATS,
+    Choice,
+    Collective,
+    DeviceKind,
+    Operation,
+    OperationKind,
+    chunk_sizes,
+    compressed_ratio,
+)
 from deepytorch.comm.algorithms.shared_memory import MOST_RANKS, REDUCE_OPS
 from deepytorch.comm.topology.cost import Link, Links, all_reduce_link, cast_us_per_byte, pipeline_us
 from deepytorch.comm.topology.topology import Topology
@@ -22,17 +31,22 @@ class CpuReduce(Collective):
 
     name = "cpu_reduce"
     compresses = True
+    in_memory = True
 
-    def unsupported(self, operation: Operation, topology: Topology) -> str | None:
-        """CPU tensors, too few ranks or bytes, another kind than all_reduce, or a type without a kernel."""
-        if operation.device != "cuda":
-            return f"works on CUDA tensors, found {operation.device}"
-        if operation.kind != "all_reduce":
-            return f"does all_reduce only, found {operation.kind}"
+    def unavailable(self, kind: OperationKind, device: DeviceKind, topology: Topology) -> str | None:
+        """Too few or unequal ranks on hosts, or another kind than all_reduce."""
+        if kind != "all_reduce":
+            return f"does all_reduce only, found {kind}"
         if not topology.is_regular:
             return "needs as many ranks on every host, found different numbers"
         if not 2 <= topology.ranks_per_host <= MOST_RANKS:
             return f"works among 2 to {MOST_RANKS} ranks of a host, found {topology.ranks_per_host}"
+        return None
+
+    def refused(self, operation: Operation) -> str | None:
+        """CPU tensors, which it could copy to no avail; too few bytes; a type or reduction without a kernel."""
+        if operation.device != "cuda":
+            return f"works on CUDA tensors, found {operation.device}"
         if operation.dtype not in FLOATS or operation.reduce_op not in REDUCE_OPS:
             return f"has no kernel for {operation.reduce_op} of {operation.dtype}"
         if operation.num_bytes < FROM_BYTES:

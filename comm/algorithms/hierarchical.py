@@ -6,8 +6,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from deepytorch.comm.algorithms.base import Choice, Collective, Operation, chunk_sizes, compressed_ratio
-from deepytorch.comm.algorithms.shared_memory import why_not_in_memory
+from deepytorch.comm.algorithms.base import (
+    Choice,
+    Collective,
+    DeviceKind,
+    Operation,
+    OperationKind,
+    chunk_sizes,
+    compressed_ratio,
+)
+from deepytorch.comm.algorithms.shared_memory import why_not_in_memory, without_kernel
 from deepytorch.comm.topology.cost import Link, Links, all_reduce_link, cast_us_per_byte, pipeline_us
 from deepytorch.comm.topology.topology import Topology
 
@@ -24,16 +32,21 @@ class Hierarchical(Collective):
 
     name = "hierarchical"
     compresses = True
+    in_memory = True
 
-    def unsupported(self, operation: Operation, topology: Topology) -> str | None:
-        """One host, one rank a host, hosts with unequal ranks, a broadcast, or no kernel for it."""
+    def unavailable(self, kind: OperationKind, device: DeviceKind, topology: Topology) -> str | None:
+        """One host, one rank a host, hosts with unequal ranks, a broadcast, or CUDA tensors."""
         if topology.num_hosts == 1:
             return "needs several hosts, found 1"
         if not topology.is_regular:
             return "needs as many ranks on every host, found different numbers"
-        if operation.kind not in KINDS:
-            return f"does {', '.join(KINDS)}, found {operation.kind}"
-        return why_not_in_memory(operation, topology)
+        if kind not in KINDS:
+            return f"does {', '.join(KINDS)}, found {kind}"
+        return why_not_in_memory(device, topology)
+
+    def refused(self, operation: Operation) -> str | None:
+        """A type or reduction without a kernel."""
+        return without_kernel(operation)
 
     def cost_us(self, operation: Operation, topology: Topology, links: Links, choice: Choice) -> float:
         """Predicted time: see `hierarchical_us`. As many chunks as there are streams travel at a time, as one wave."""

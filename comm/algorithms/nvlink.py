@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from deepytorch.comm.algorithms.base import Choice, Collective, Operation
+from deepytorch.comm.algorithms.base import Choice, Collective, DeviceKind, Operation, OperationKind
 from deepytorch.comm.topology.cost import Link, Links
 from deepytorch.comm.topology.topology import Topology
 
@@ -27,19 +27,24 @@ class SymmetricMemory(Collective):
     below_bytes: int
     steps: int
 
-    def unsupported(self, operation: Operation, topology: Topology) -> str | None:
-        """CPU tensors, several hosts, GPUs without NVLink between any two, too many bytes, or no kernel for it."""
-        if operation.device != "cuda":
-            return f"works on CUDA tensors, found {operation.device}"
+    def unavailable(self, kind: OperationKind, device: DeviceKind, topology: Topology) -> str | None:
+        """CPU tensors, several hosts, GPUs without NVLink between any two, or another kind than all_reduce."""
+        if device != "cuda":
+            return f"works on CUDA tensors, found {device}"
         if topology.num_hosts > 1:
             return f"works on one host, found {topology.num_hosts}"
         if not 2 <= topology.num_ranks <= MOST_RANKS:
             return f"works among 2 to {MOST_RANKS} ranks, found {topology.num_ranks}"
         if not topology.hosts[0].fully_nvlinked:
             return "needs NVLink between every two GPUs"
-        if operation.kind != "all_reduce" or operation.reduce_op != "sum" or operation.dtype not in DTYPES:
-            found = f"{operation.reduce_op} {operation.kind} of {operation.dtype}"
-            return f"sums {' or '.join(DTYPES)} by all_reduce only, found {found}"
+        if kind != "all_reduce":
+            return f"does all_reduce only, found {kind}"
+        return None
+
+    def refused(self, operation: Operation) -> str | None:
+        """Too many bytes, or a type or reduction without a kernel."""
+        if operation.reduce_op != "sum" or operation.dtype not in DTYPES:
+            return f"sums {' or '.join(DTYPES)} only, found {operation.reduce_op} of {operation.dtype}"
         if operation.num_bytes >= self.below_bytes:
             return f"works below {self.below_bytes} bytes, found {operation.num_bytes}"
         return None
@@ -88,9 +93,9 @@ class Multimem(SymmetricMemory):
     below_bytes = MULTIMEM_BELOW_BYTES
     steps = TWO_SHOT_STEPS
 
-    def unsupported(self, operation: Operation, topology: Topology) -> str | None:
+    def unavailable(self, kind: OperationKind, device: DeviceKind, topology: Topology) -> str | None:
         """As for the others, and GPUs without an NVSwitch that reduces (Hopper's and later)."""
-        reason = super().unsupported(operation, topology)
+        reason = super().unavailable(kind, device, topology)
         if reason is None and not topology.hosts[0].has_reducing_nvswitch:
             return "needs an NVSwitch that reduces"
         return reason

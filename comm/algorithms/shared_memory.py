@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from deepytorch.comm.algorithms.base import FLOATS, Choice, Collective, Operation
+from deepytorch.comm.algorithms.base import FLOATS, Choice, Collective, DeviceKind, Operation, OperationKind
 from deepytorch.comm.topology.cost import Links
 from deepytorch.comm.topology.topology import Topology
 
@@ -17,12 +17,17 @@ class SharedMemory(Collective):
     """Every rank reads the others' values where they lie. One-shot or two-shot: the native code decides by size."""
 
     name = "shared_memory"
+    in_memory = True
 
-    def unsupported(self, operation: Operation, topology: Topology) -> str | None:
-        """Several hosts, a lone rank, more than 64, CUDA tensors, or a type or reduction without a kernel."""
+    def unavailable(self, kind: OperationKind, device: DeviceKind, topology: Topology) -> str | None:
+        """Several hosts, a lone rank, more than 64, or CUDA tensors."""
         if topology.num_hosts > 1:
             return f"works on one host, found {topology.num_hosts}"
-        return why_not_in_memory(operation, topology)
+        return why_not_in_memory(device, topology)
+
+    def refused(self, operation: Operation) -> str | None:
+        """A type or reduction without a kernel."""
+        return without_kernel(operation)
 
     def cost_us(self, operation: Operation, topology: Topology, links: Links, choice: Choice) -> float:
         """Predicted time: the measured all-reduce through memory; the other kinds move half as much."""
@@ -34,12 +39,17 @@ class SharedMemory(Collective):
         return (Choice(self.name),)
 
 
-def why_not_in_memory(operation: Operation, topology: Topology) -> str | None:
-    """Why the ranks of one host cannot do the operation through shared memory, or None where they can."""
-    if operation.device != "cpu":
-        return f"works on CPU tensors, found {operation.device}"
+def why_not_in_memory(device: DeviceKind, topology: Topology) -> str | None:
+    """Why the ranks of one host cannot work through shared memory, or None where they can."""
+    if device != "cpu":
+        return f"works on CPU tensors, found {device}"
     if not 2 <= topology.ranks_per_host <= MOST_RANKS:
         return f"works among 2 to {MOST_RANKS} ranks of a host, found {topology.ranks_per_host}"
+    return None
+
+
+def without_kernel(operation: Operation) -> str | None:
+    """Why the kernels over shared memory do not take the operation, or None where they do."""
     if operation.dtype not in DTYPES:
         return f"has no kernel for {operation.dtype}"
     if not operation.reduces:

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from deepytorch.comm.algorithms.base import Choice, Collective, Operation, share_of_all_reduce
+from deepytorch.comm.algorithms.base import (
+    Choice,
+    Collective,
+    DeviceKind,
+    Operation,
+    OperationKind,
+    share_of_all_reduce,
+)
 from deepytorch.comm.topology.cost import Links
 from deepytorch.comm.topology.topology import Topology
 
@@ -14,7 +21,7 @@ class Engine(Collective):
 
     name = "engine"
 
-    def unsupported(self, operation: Operation, topology: Topology) -> str | None:
+    def unavailable(self, kind: OperationKind, device: DeviceKind, topology: Topology) -> str | None:
         """Return None: what the engine refuses, it refuses with its own error."""
         return None
 

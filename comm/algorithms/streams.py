@@ -5,7 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from deepytorch.comm.algorithms.base import Choice, Collective, Operation, chunk_sizes, compressed_ratio
+from deepytorch.comm.algorithms.base import (
+    Choice,
+    Collective,
+    DeviceKind,
+    Operation,
+    OperationKind,
+    chunk_sizes,
+    compressed_ratio,
+)
 from deepytorch.comm.topology.cost import Link, Links, cast_us_per_byte, pipeline_us
 from deepytorch.comm.topology.nominal import flat_ring
 from deepytorch.comm.topology.topology import Topology
@@ -19,7 +27,7 @@ class Streams(Collective):
     name = "streams"
     compresses = True
 
-    def unsupported(self, operation: Operation, topology: Topology) -> str | None:
+    def unavailable(self, kind: OperationKind, device: DeviceKind, topology: Topology) -> str | None:
         """One host, several ranks on one, another kind than all_reduce, or CUDA tensors."""
         if topology.num_hosts == 1:
             return "needs several hosts, found 1"
@@ -27,10 +35,10 @@ class Streams(Collective):
             return (
                 f"works with one rank on each host, found {topology.ranks_per_host} (hierarchical does the same there)"
             )
-        if operation.kind != "all_reduce":
-            return f"does all_reduce only, found {operation.kind}"
-        if operation.device != "cpu":
-            return f"works on CPU tensors, found {operation.device} (NCCL's sockets are set before it starts)"
+        if kind != "all_reduce":
+            return f"does all_reduce only, found {kind}"
+        if device != "cpu":
+            return f"works on CPU tensors, found {device} (NCCL's sockets are set before it starts)"
         return None
 
     def cost_us(self, operation: Operation, topology: Topology, links: Links, choice: Choice) -> float:

@@ -35,10 +35,17 @@
 
 namespace deepytorch {
 
+// Every algorithm that a row of the table can name, by its class's `name` in comm/algorithms.
+#define DEEPYTORCH_ALGORITHMS(_) \
+  _(engine) _(shared_memory) _(hierarchical) _(streams) _(cpu_reduce) _(nvlink_one_shot) _(nvlink_two_shot) _(nvlink_multimem)
+
 enum class Algorithm : uint8_t {
-  engine, shared_memory, hierarchical, streams, cpu_reduce, nvlink_one_shot, nvlink_two_shot, nvlink_multimem
+#define DEEPYTORCH_VALUE(name) name,
+  DEEPYTORCH_ALGORITHMS(DEEPYTORCH_VALUE)
+#undef DEEPYTORCH_VALUE
 };
 const char* name_of(Algorithm algorithm);
+Algorithm algorithm_of(const std::string& name);  // throws std::invalid_argument
 Dtype dtype_of(at::ScalarType type);  // bytes: one without kernels
 
 // What to do with payloads of up to `max_bytes`.

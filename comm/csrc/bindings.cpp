@@ -37,13 +37,6 @@ int index_of(const char* const (&names)[n], const std::string& name) {
   throw py::value_error("unknown name " + name);
 }
 
-Algorithm algorithm_of(const std::string& name) {
-  for (int index = 0; index <= static_cast<int>(Algorithm::nvlink_multimem); ++index) {
-    if (name == name_of(static_cast<Algorithm>(index))) return static_cast<Algorithm>(index);
-  }
-  throw py::value_error("unknown algorithm " + name);
-}
-
 using PyRow = std::tuple<uint64_t, std::string, uint64_t, int, std::string>;
 
 Row row_of(const PyRow& row) {

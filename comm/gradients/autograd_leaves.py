@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepytorch.torch_internals import will_engine_execute_node
+
 
 def accumulator(parameter: Tensor) -> Any:
     """Autograd's node that adds to `parameter.grad`."""
@@ -19,7 +21,7 @@ def accumulator(parameter: Tensor) -> Any:
 def is_accumulated(node: Any) -> bool:
     """Whether this backward adds to the gradient of a parameter, and does not only hand it out."""
     try:
-        return bool(torch._C._will_engine_execute_node(node))
+        return bool(will_engine_execute_node(node))
     except RuntimeError:  # what it says of a leaf in torch.autograd.grad
         return False
 

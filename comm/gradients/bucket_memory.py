@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from deepytorch.comm.gradients.buckets import Bucket
 from deepytorch.comm.group.buffers import allocate
 from deepytorch.errors import ConfigError
+from deepytorch.torch_internals import storage_use_count
 
 
 @dataclass
@@ -73,7 +74,7 @@ class BucketMemory:
         storage = _storage(self.buffer)
         for parameter in self.parameters:
             own += parameter.grad is not None and _storage(parameter.grad) == storage
-        return torch._C._storage_Use_Count(self.buffer.untyped_storage()._cdata) > own + 1
+        return storage_use_count(self.buffer.untyped_storage()._cdata) > own + 1
 
 
 def new_buffer(num_bytes: int, device: torch.device, group: dist.ProcessGroup, together: bool) -> Tensor:

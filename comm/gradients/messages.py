@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from deepytorch.errors import GradientError
+from deepytorch.torch_internals import get_process_group_store
 
 
 def exchange(group: dist.ProcessGroup, key: str, mine: str, timeout: timedelta) -> list[str]:
@@ -17,7 +18,7 @@ def exchange(group: dist.ProcessGroup, key: str, mine: str, timeout: timedelta) 
     Raises `GradientError`, which names the rank, where one does not speak within `timeout`.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    store = dist.PrefixStore(f"deepytorch/{key}", dist.distributed_c10d._get_process_group_store(group))
+    store = dist.PrefixStore(f"deepytorch/{key}", get_process_group_store(group))
     store.set(str(rank), mine)
     deadline = time.monotonic() + timeout.total_seconds()
     for peer in range(size):

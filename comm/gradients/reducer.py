@@ -39,6 +39,7 @@ from deepytorch.comm.gradients.replanning import Replanner
 from deepytorch.comm.gradients.sparse_rows import Rows, reduce_rows, summed_rows
 from deepytorch.comm.topology.cost import Link
 from deepytorch.errors import GradientError
+from deepytorch.torch_internals import current_graph_task_id, foreach_copy, queue_callback
 
 
 class GradientReducer:
@@ -163,7 +164,7 @@ class GradientReducer:
             else:
                 self._fill(member, gradient)
         if targets:
-            torch._foreach_copy_(targets, sources)
+            foreach_copy(targets, sources)
         if any(accumulated):
             self._send_full()
 
@@ -315,7 +316,7 @@ class GradientReducer:
     # ------------------------------------------------------------------ one backward
 
     def _begin(self) -> None:
-        current = torch._C._current_graph_task_id()
+        current = current_graph_task_id()
         if self._backward == current:
             return
         if self._backward >= 0 and self._armed and not self._armed_anew:
@@ -337,7 +338,7 @@ class GradientReducer:
         self._sender.begin()
         if self._armed:
             self._replanner.begin()
-        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        queue_callback(self._end)
 
     def _end(self) -> None:
         """The backward is over: send what has not left, in order, and wait for all of it."""

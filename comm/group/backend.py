@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from deepytorch.comm.algorithms import hierarchical
-from deepytorch.comm.algorithms.base import KINDS, Choice, Compression, DeviceKind
-from deepytorch.comm.algorithms.select import COLLECTIVES, table
+from deepytorch.comm.algorithms.base import KINDS, Choice, Compression, DeviceKind, OperationKind
+from deepytorch.comm.algorithms.select import COLLECTIVES, collective, table
 from deepytorch.comm.group import native, nccl, symmetric
 from deepytorch.comm.group.inner_backends import inner_backends, stock_group
 from deepytorch.comm.group.rendezvous import share_segment
@@ -403,20 +402,8 @@ def _set_tables(group: Group, shares: bool) -> None:
             backend.set_table(kind, device == "cuda", rows, fixed)
 
 
-def _possible(choice: Choice, kind: str, topology: Topology, shares: bool, device: str) -> Choice:
-    """`choice` where this group can run it, else the engine."""
-    single = topology.num_hosts == 1
-    able = {
-        "engine": True,
-        "shared_memory": shares and single and topology.num_ranks > 1 and device == "cpu",
-        "hierarchical": shares
-        and not single
-        and topology.is_regular
-        and topology.ranks_per_host > 1
-        and kind in hierarchical.KINDS
-        and device == "cpu",
-        "streams": not single and topology.ranks_per_host == 1 and kind == "all_reduce" and device == "cpu",
-        "cpu_reduce": shares and kind == "all_reduce" and topology.is_regular and topology.ranks_per_host > 1,
-        **dict.fromkeys(symmetric.NAMES, single and device == "cuda" and kind == "all_reduce"),
-    }
-    return choice if able.get(choice.algorithm, False) else Choice("engine")
+def _possible(choice: Choice, kind: OperationKind, topology: Topology, shares: bool, device: DeviceKind) -> Choice:
+    """`choice` where this group can run it, else the engine. shares: whether the ranks of each host share memory."""
+    algorithm = collective(choice.algorithm)
+    runs = (shares or not algorithm.in_memory) and algorithm.unavailable(kind, device, topology) is None
+    return choice if runs else Choice("engine")

@@ -11,7 +11,9 @@ def register() -> None:
     """Make `init_process_group("deepytorch")` possible, as `import deepytorch` does. Again: nothing changes."""
     from torch.distributed.distributed_c10d import Backend  # `torch.distributed` itself may still be on its way
 
-    if NAME.upper() not in Backend._plugins:
+    from deepytorch.torch_internals import backend_plugins
+
+    if NAME.upper() not in backend_plugins:
         Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
 
 

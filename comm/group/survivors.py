@@ -11,6 +11,7 @@ from torch.distributed import distributed_c10d
 
 from deepytorch.comm.group.backend import group_of
 from deepytorch.errors import CommunicationError, ConfigError
+from deepytorch.torch_internals import get_default_store
 
 _LOOK_SECONDS = 0.05
 
@@ -31,7 +32,7 @@ def shrink(wait: timedelta = timedelta(seconds=10)) -> tuple[int, ...]:
         raise ConfigError("shrink() found no default process group; expected init_process_group to have been called")
     rank, size = dist.get_rank(), dist.get_world_size()
     world = dist.group.WORLD
-    backend, store = dist.get_backend(), distributed_c10d._get_default_store()
+    backend, store = dist.get_backend(), get_default_store()
     timeout = _timeout_of(world)
     try:
         round_ = store.add(f"shrinks/{rank}", 1)

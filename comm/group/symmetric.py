@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from deepytorch.comm.algorithms.nvlink import Multimem, OneShot, TwoShot
+from deepytorch.torch_internals import get_symm_mem_workspace
 
 NAMES = (OneShot.name, TwoShot.name, Multimem.name)
 
@@ -19,9 +20,8 @@ def all_reduce(name: str, tensor: torch.Tensor, group_name: Any) -> None:
 
     The values go through the group's workspace, which torch sets up at its first use and keeps.
     """
-    from torch.distributed import _symmetric_memory as symmetric_memory
 
-    workspace = symmetric_memory.get_symm_mem_workspace(group_name, tensor.nbytes)
+    workspace = get_symm_mem_workspace(group_name, tensor.nbytes)
     buffer = workspace.get_buffer(workspace.rank, tensor.shape, tensor.dtype)
     buffer.copy_(tensor)
     if name == OneShot.name:

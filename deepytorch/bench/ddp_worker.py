@@ -28,6 +28,7 @@ from deepytorch.bench.timeline import Span
 from deepytorch.bench.training_step import rotated
 from deepytorch.comm.gradients.reducer import REDUCERS, GradientReducer
 from deepytorch.comm.group.backend import Options
+from deepytorch.torch_internals import dynamo_config
 
 ARMS = ("ddp", "ddp_compile", "ddp_python_reducer", "deepytorch")
 # `torch._dynamo.config.optimize_ddp` of each arm: stock cuts a model into the buckets of DDP, or traces its reducer.
@@ -92,7 +93,7 @@ class Arm:
     @contextlib.contextmanager
     def _dynamo(self) -> Iterator[None]:
         compiled_autograd = self._mode == "python_reducer"
-        with torch._dynamo.config.patch(optimize_ddp=self._mode, compiled_autograd=compiled_autograd):
+        with dynamo_config.patch(optimize_ddp=self._mode, compiled_autograd=compiled_autograd):
             yield
 
     def step(self, batch: dict[str, Tensor], *, sync: bool = True) -> Times:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from deepytorch.errors import ConfigError
+from deepytorch.torch_internals import lookup_backend, reset_dynamo
 
 Batch = dict[str, Any]
 T = TypeVar("T")
@@ -116,7 +117,7 @@ def num_compilations() -> int:
 
     It is read off torch's own timers, so that a slow step of a busy machine is not taken for one that compiled.
     """
-    from torch._dynamo.utils import compilation_time_metrics
+    from deepytorch.torch_internals import compilation_time_metrics
 
     return sum(map(len, compilation_time_metrics.values()))
 
@@ -138,10 +139,10 @@ def empty_compile_caches() -> Iterator[None]:
 
     Inductor and Triton write to a folder of their own, which is gone at the end; code that was loaded stays usable.
     """
-    from torch._inductor.utils import clear_caches
+    from deepytorch.torch_internals import clear_inductor_caches
 
-    torch._dynamo.reset()
-    clear_caches()
+    reset_dynamo()
+    clear_inductor_caches()
     with tempfile.TemporaryDirectory(prefix="deepytorch-bench-", ignore_cleanup_errors=True) as folder:
         caches = {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": str(Path(folder) / "triton")}
         with _environment(caches):
@@ -153,7 +154,7 @@ def start_compiler(backend: str, precision: Precision) -> None:
 
     deepytorch lowers through Inductor: loading it and starting Inductor is all, and its counters stay untouched.
     """
-    torch._dynamo.lookup_backend(backend)
+    lookup_backend(backend)
     with empty_compile_caches():
         starter = "inductor" if backend == "deepytorch" else backend
         layer = torch.compile(nn.Linear(4, 4, device=precision.device), backend=starter)

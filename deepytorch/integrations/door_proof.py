@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from deepytorch.compiler.batch_facts import Refusal
 from deepytorch.integrations.packed_attention import CannotPack
 from deepytorch.integrations.packed_batch import IGNORE_INDEX, MASKS, PackedBatch, Reading, RowKind
+from deepytorch.torch_internals import tree_leaves
 
 # Rows of the probe, as tokens and pads, on the side of ids and on a decoder's.
 PROBES = {

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from deepytorch.torch_internals import TracingContext, detect_fake_mode, wrap_engine_run_backward
 from deepytorch.verify.records import MOVED, WITH, WITHOUT, Job
 
 _PROOFS = "deepytorch.integrations.door_proof"  # runs a backward of its own, to see whether packed equals padded
@@ -45,8 +46,7 @@ class Recorder:
 
     def attach(self) -> None:
         """Look on from now on."""
-        # What Tensor.backward, torch.autograd.backward and torch.autograd.grad call, once each.
-        torch.autograd._engine_run_backward = self._looking_on(torch.autograd._engine_run_backward)
+        wrap_engine_run_backward(self._looking_on)
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
         original, recorder = Optimizer.__init__, self
@@ -356,7 +356,7 @@ def _regions() -> list[tuple[str, int, int]]:
 
 def _is_ours(roots: Sequence[Any]) -> bool:
     """Whether a backward is not the script's: traced by a compiler, or a proof of ours."""
-    if torch._guards.TracingContext.try_get() is not None or torch._guards.detect_fake_mode(list(roots)) is not None:
+    if TracingContext.try_get() is not None or detect_fake_mode(list(roots)) is not None:
         return True
     frame: Any = sys._getframe(2)
     while frame is not None:

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from deepytorch.torch_internals import softmax_backward_data
+
 NEGATIVE_INFINITY = float("-inf")
 
 
@@ -128,7 +130,7 @@ def tile_backward(
     if extras.dropout is not None:
         grad.mul_(extras.dropout)
         kept = probabilities * extras.dropout
-    grad_scores = torch.ops.aten._softmax_backward_data.default(grad, probabilities, -1, probabilities.dtype)
+    grad_scores = softmax_backward_data(grad, probabilities, -1, probabilities.dtype)
     grad_value = torch.matmul(_fold_scores(kept, heads_k).to(value.dtype).transpose(2, 3), folded_grad)
     grad_products = grad_scores if capped is None else grad_scores * (1 - capped.square_())
     folded = _fold_scores(grad_products, heads_k).to(query.dtype)

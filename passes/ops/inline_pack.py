@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._guards import detect_fake_mode
 
 from deepytorch.passes.ops import pack  # noqa: F401, registers the operators
+from deepytorch.torch_internals import detect_fake_mode
 
 
 def inline_pack(graph: fx.Graph) -> int:

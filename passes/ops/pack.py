@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from deepytorch.passes.ops.library import LIBRARY, define_once, qualified
+from deepytorch.torch_internals import disable_dynamo
 
 _PACK = "pack_rows(Tensor x, Tensor indices) -> Tensor"
 _UNPACK = "unpack_rows(Tensor x, Tensor indices, SymInt num_rows) -> Tensor"
@@ -103,9 +104,7 @@ def _register() -> None:
         ("pack_rows", _pack, _pack_fake, _pack_setup, _pack_backward),
         ("unpack_rows", _unpack, _unpack_fake, _unpack_setup, _unpack_backward),
     ):
-        LIBRARY.impl(
-            name, torch._disable_dynamo(kernel), "CompositeExplicitAutograd"
-        )  # a graph that runs is not traced
+        LIBRARY.impl(name, disable_dynamo(kernel), "CompositeExplicitAutograd")  # a graph that runs is not traced
         torch.library.register_fake(qualified(name), fake, lib=LIBRARY)
         torch.library.register_autograd(qualified(name), backward, setup_context=setup, lib=LIBRARY)
 

@@ -17,6 +17,7 @@ from deepytorch.passes.ops import varlen_attention_cuda as cuda
 from deepytorch.passes.ops import varlen_attention_dense as dense
 from deepytorch.passes.ops.attention_tile import Call, Rule, statistics_dtype
 from deepytorch.passes.ops.library import LIBRARY, define_once, qualified
+from deepytorch.torch_internals import DispatchKey, DispatchKeySet, ExcludeDispatchKeyGuard, disable_dynamo
 
 _SHARED = (
     "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_q, SymInt max_k, Tensor? bias=None, "
@@ -180,11 +181,11 @@ def _wrong(found: str, expected: str) -> ValueError:
 def _kernels(form: Any) -> tuple[Any, Any]:
     """The forward and backward kernels that one of the forms gives; Dynamo is kept out of them when a graph runs."""
 
-    @torch._disable_dynamo
+    @disable_dynamo
     def forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **rule: Any) -> tuple[Tensor, Tensor]:
         return form.forward(query, key, value, _call(*rest, **rule))
 
-    @torch._disable_dynamo
+    @disable_dynamo
     def backward(*arguments: Any, bias_gradient: bool = False, **rule: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         tensors, rest = arguments[:6], arguments[6:]
         return form.backward(*tensors, _call(*rest, **rule), bias_gradient)
@@ -289,12 +290,12 @@ def _backward_of_backward(ctx: Any, *grads: Any) -> None:
 
 def _autocast(device_type: str, dispatch_key: str) -> Any:
     """Casts query, key and value as `scaled_dot_product_attention` does under autocast."""
-    key_set = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, dispatch_key))
+    key_set = DispatchKeySet(getattr(DispatchKey, dispatch_key))
 
     def cast(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **rule: Any) -> tuple[Tensor, Tensor]:
         dtype = torch.get_autocast_dtype(device_type)
         query, key, value = (x if x.dtype == torch.float64 else x.to(dtype) for x in (query, key, value))
-        with torch._C._ExcludeDispatchKeyGuard(key_set):
+        with ExcludeDispatchKeyGuard(key_set):
             return torch.ops.deepytorch.varlen_attention.default(query, key, value, *rest, **rule)
 
     return cast

@@ -25,9 +25,7 @@ from deepytorch.passes.ops.attention_tile import (
     tile_backward,
     tile_forward,
 )
-
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+from deepytorch.torch_internals import cpu_flash_attention, cpu_flash_attention_backward
 
 _TILE_QUERIES = 64  # 64 to 128 were the fastest of 32 to 256 (8 heads of 64, rows of 32 to 1024, fp32): a tile in cache
 
@@ -72,7 +70,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tens
         if tile.causal is None:
             output, logsumexp = tile_forward(q, k, v, call.rule, overlay.of(tile)[0])
         else:
-            output, logsumexp = _flash(q, k, v, 0.0, tile.causal, scale=call.rule.scale)
+            output, logsumexp = cpu_flash_attention(q, k, v, 0.0, tile.causal, scale=call.rule.scale)
         outputs.append(output.transpose(1, 2))
         statistics.append(logsumexp)
     beyond = query.size(0) - sum(output.size(1) for output in outputs)
@@ -114,7 +112,8 @@ def backward(
                 grad_bias.add(tile.row, grad_scores[0], at_q, at_k)
         else:
             o, lse = o_all.narrow(2, tile.q0, num_q), lse_all.narrow(2, tile.q0, num_q)
-            grad_q, grad_k, grad_v = _flash_backward(g, q, k, v, o, lse, 0.0, tile.causal, scale=call.rule.scale)
+            scale = call.rule.scale
+            grad_q, grad_k, grad_v = cpu_flash_attention_backward(g, q, k, v, o, lse, 0.0, tile.causal, scale=scale)
         grad_query.append(grad_q.transpose(1, 2))
         grad_key.add(tile, grad_k.transpose(1, 2))
         grad_value.add(tile, grad_v.transpose(1, 2))

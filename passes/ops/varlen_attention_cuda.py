@@ -13,6 +13,7 @@ from torch import Tensor
 
 from deepytorch.passes.ops import varlen_attention_dense as dense
 from deepytorch.passes.ops.attention_tile import Call
+from deepytorch.torch_internals import flash_attention_backward, flash_attention_forward
 
 _FLASH_MAX_HEAD_DIM = 256
 _FLASH_CAPABILITY = (8, 0)
@@ -23,7 +24,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tens
     if why_not_flash(query, value, call) is not None:
         return dense.forward(query, key, value, call)
     rule = call.rule
-    output, logsumexp, *_ = torch.ops.aten._flash_attention_forward(
+    output, logsumexp, *_ = flash_attention_forward(
         *(_inner_adjacent(x) for x in (query, key, value)),
         call.cu_seqlens_q,
         call.cu_seqlens_k,
@@ -53,7 +54,7 @@ def backward(
     if why_not_flash(query, value, call) is not None:
         return dense.backward(grad_output, query, key, value, output, logsumexp, call, bias_gradient)
     rule = call.rule
-    grad_query, grad_key, grad_value = torch.ops.aten._flash_attention_backward(
+    grad_query, grad_key, grad_value = flash_attention_backward(
         grad_output.contiguous(),
         *(_inner_adjacent(x) for x in (query, key, value)),
         output,

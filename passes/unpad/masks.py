@@ -21,6 +21,7 @@ from deepytorch.passes.base import Role
 from deepytorch.passes.slicing import Slicer
 from deepytorch.passes.unpad.attentions import MASKED, Attention, Term
 from deepytorch.passes.unpad.layout import Symbols
+from deepytorch.torch_internals import OpOverload, tree_flatten
 
 aten = torch.ops.aten
 
@@ -361,7 +362,7 @@ def _whole_numbers(subgraph: list[fx.Node]) -> list[int]:
     for node in subgraph:
         if node.op != "call_function" or node.target is operator.getitem:
             continue
-        flat, _ = torch.utils._pytree.tree_flatten((node.args, node.kwargs))
+        flat, _ = tree_flatten((node.args, node.kwargs))
         for value in flat:
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
             if is_number and value == int(value) and MASKED < value < 2**31:
@@ -421,7 +422,7 @@ def _positional(subgraph: list[fx.Node]) -> tuple[set[fx.Node], bool]:
             continue
         if not positional.intersection(node.all_input_nodes):
             continue
-        flat, _ = torch.utils._pytree.tree_flatten((node.args, node.kwargs))
+        flat, _ = tree_flatten((node.args, node.kwargs))
         fraction = any(isinstance(value, float) and math.isfinite(value) and value != int(value) for value in flat)
         is_bool = node.meta["val"].dtype is torch.bool if isinstance(node.meta["val"], torch.Tensor) else False
         known = name in _COMPARISONS or name in _LINEAR or (is_bool and name in _LOGICAL)
@@ -433,7 +434,7 @@ def _positional(subgraph: list[fx.Node]) -> tuple[set[fx.Node], bool]:
 
 
 def _operator_name(node: fx.Node) -> str:
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         return node.target._schema.name.split("::")[-1]
     return getattr(node.target, "__name__", str(node.target))
 

@@ -33,6 +33,7 @@ from deepytorch.passes.unpad.layout import (
     vanishes,
 )
 from deepytorch.passes.unpad.program import IndexSet
+from deepytorch.torch_internals import OpOverload
 
 if TYPE_CHECKING:
     from deepytorch.passes.unpad.emit import Emitter
@@ -474,7 +475,7 @@ def rule_for(node: fx.Node) -> Rule | None:
         return Item()
     if target in _UNREDUCED_LOSSES:
         return _POINTWISE if bind(node)["reduction"] == 0 else None
-    if isinstance(target, torch._ops.OpOverload) and not target._schema.is_mutable:
+    if isinstance(target, OpOverload) and not target._schema.is_mutable:
         random = torch.Tag.nondeterministic_seeded in target.tags
         if torch.Tag.pointwise in target.tags and not random:
             return _POINTWISE
@@ -485,7 +486,7 @@ def is_random(node: fx.Node) -> bool:
     """Whether a node draws random numbers when it runs."""
     if node.target is aten.dropout.default:
         return bool(node.args[2]) and node.args[1] != 0
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 __all__ = [

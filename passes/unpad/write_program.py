@@ -16,6 +16,7 @@ from deepytorch.passes.unpad import demand as seeing
 from deepytorch.passes.unpad.attentions import bind
 from deepytorch.passes.unpad.demand import admitted_rule
 from deepytorch.passes.unpad.emit import Emitter
+from deepytorch.passes.unpad.index_values import IndexValues
 from deepytorch.passes.unpad.layout import Layout, Positions, is_token, positions_of
 from deepytorch.passes.unpad.program import (
     Assumption,
@@ -78,6 +79,9 @@ def write_program(module: fx.GraphModule, region: Region, *, zero_outputs: bool)
     reference, reference_inputs, reference_indices = _reference(module, region, sources)
     facts, facts_inputs, found = _facts(module, region)
     graph = emitter.finish(values)
+    described = IndexValues([space.size for space in region.spaces.values()], region.symbols.shape_env)
+    for index in emitter.indices:
+        described.describe(emitter.index(index), index)
     kept = _prune(graph, len(placeholders))
     module.graph = graph
     module.recompile()

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Mapping
 from pathlib import Path
+
+from deepytorch.torch_internals import ALIASES
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = (ROOT / "comm", ROOT / "compiler", ROOT / "passes", ROOT / "deepytorch")
+HOME = "torch_internals.py"  # where they may be used by their own names
+PYTHONS = frozenset({"_asdict", "_exit", "_getframe", "_replace", "_value2member_map_"})  # none of torch's
 Call = tuple[int, tuple[str, ...]]  # how many arguments by place, and which by name
 
 
@@ -17,21 +22,54 @@ def is_private(name: str) -> bool:
 def names_used() -> dict[str, set[Call]]:
     """Each private name with the calls of it; what is only a step on the way to another one is left out."""
     found: dict[str, set[Call]] = {}
-    for path in _sources():
-        _Reader(found).visit(ast.parse(path.read_text(encoding="utf-8")))
+    for path in sources():
+        Reader(found).visit(ast.parse(path.read_text(encoding="utf-8")))
     return {name: calls for name, calls in found.items() if not any(other.startswith(f"{name}.") for other in found)}
 
 
-def _sources() -> list[Path]:
-    paths = [path for folder in FOLDERS for path in folder.rglob("*.py") if path.name != "torch_internals.py"]
-    return sorted({path.resolve() for path in paths})
+def names_used_elsewhere() -> set[str]:
+    """Private names that a file uses by another way than through `torch_internals`."""
+    found: dict[str, set[Call]] = {}
+    for path in sources():
+        if path.name != HOME:
+            Reader(found, aliases={}).visit(ast.parse(path.read_text(encoding="utf-8")))
+    return set(found)
 
 
-class _Reader(ast.NodeVisitor):
-    """Follows names that were imported from torch, each in the functions that see it."""
+def attributes_used() -> set[str]:
+    """Private attributes of objects that our own sources give no such attribute."""
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in sources() if path.name != HOME]
+    reached: set[str] = set()
+    ours: set[str] = set()
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            ours.add(node.name)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            parts = [
+                part for target in targets for part in (target.elts if isinstance(target, ast.Tuple) else [target])
+            ]
+            ours |= {part.id for part in parts if isinstance(part, ast.Name)}
+            ours |= {part.attr for part in parts if isinstance(part, ast.Attribute) and _is_self(part.value)}
+        elif isinstance(node, ast.Attribute) and not ast.unparse(node).startswith(("torch.", "aten.")):
+            reached.add(node.attr)
+    return {name for name in reached - ours - PYTHONS if is_private(name)}
 
-    def __init__(self, found: dict[str, set[Call]]) -> None:
-        self._found, self._scopes = found, [{}]
+
+def _is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def sources() -> list[Path]:
+    return sorted({path.resolve() for folder in FOLDERS for path in folder.rglob("*.py")})
+
+
+class Reader(ast.NodeVisitor):
+    """Follows names that were imported from torch, or from where their aliases are, each in the functions that see it."""
+
+    def __init__(self, found: dict[str, set[Call]], aliases: Mapping[str, str] = ALIASES) -> None:
+        self._found, self._aliases = found, aliases
+        self._scopes: list[dict[str, str]] = [{}]
 
     def visit_Module(self, node: ast.Module) -> None:
         self._in_scope(node, hidden=())
@@ -50,6 +88,12 @@ class _Reader(ast.NodeVisitor):
                 for alias in each.names:
                     if alias.name.split(".")[0] == "torch":
                         names[alias.asname or "torch"] = alias.name if alias.asname else "torch"
+            elif isinstance(each, ast.ImportFrom) and each.module == "deepytorch.torch_internals":
+                names |= {
+                    alias.asname or alias.name: self._aliases[alias.name]
+                    for alias in each.names
+                    if alias.name in self._aliases
+                }
             elif isinstance(each, ast.ImportFrom) and (each.module or "").split(".")[0] == "torch":
                 names |= {alias.asname or alias.name: f"{each.module}.{alias.name}" for alias in each.names}
         self._scopes.append(names)

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from deepytorch.torch_internals import INTERNALS, Internal, troubles
-from tests.api.private_names import _Reader, names_used
+from deepytorch.torch_internals import ALIASES, ATTRIBUTES, INTERNALS, Attribute, Internal, troubles
+from tests.api.private_names import Reader, attributes_used, names_used, names_used_elsewhere
 
 
 def test_the_list_is_what_the_sources_use() -> None:
@@ -19,6 +19,26 @@ def test_the_list_is_what_the_sources_use() -> None:
     assert sorted(used.keys() - listed.keys()) == [], "used, but not listed in torch_internals"
     assert sorted(listed.keys() - used.keys()) == [], "listed in torch_internals, but not used any more"
     assert listed == used
+
+
+def test_nobody_else_uses_one() -> None:
+    assert sorted(names_used_elsewhere()) == [], "import them from deepytorch.torch_internals"
+
+
+def test_attributes_of_torchs_objects_are_listed() -> None:
+    assert attributes_used() == {each.name for each in ATTRIBUTES}
+    assert Attribute("module", "_no_such_hooks", "a test").trouble() == "is not there"
+
+
+def test_aliases_lead_to_what_is_listed() -> None:
+    for alias, name in ALIASES.items():
+        assert any(each.name == name or each.name.startswith(f"{name}.") for each in INTERNALS), alias
+
+
+def test_a_name_that_a_torch_lacks_is_said_where_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ALIASES, "moved_away", "torch._dynamo.moved_away")
+    with pytest.raises(ImportError, match=r"has no torch\._dynamo\.moved_away, which deepytorch needs"):
+        from deepytorch.torch_internals import moved_away  # noqa: F401
 
 
 def test_this_torch_has_what_is_used() -> None:
@@ -56,7 +76,7 @@ def two(torch):
     return torch._C._hidden, dynamo.reset(), dynamo.config.__name__
 """
     found: dict = {}
-    _Reader(found).visit(ast.parse(source))
+    Reader(found).visit(ast.parse(source))
     calls = {name: found[name] for name in found if found[name]}
     assert calls == {
         "torch._inductor.config.get_type": {(1, ())},
@@ -72,4 +92,5 @@ def test_the_table_is_printed() -> None:
         [sys.executable, "-m", "deepytorch.torch_internals"], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stdout[-500:] + done.stderr[-2000:]
-    assert f"{len(INTERNALS)} of {len(INTERNALS)} are as expected." in done.stdout
+    number = len(INTERNALS) + len(ATTRIBUTES)
+    assert f"{number} of {number} are as expected." in done.stdout

@@ -68,7 +68,7 @@ def trace() -> fx.GraphModule:
 
 
 def test_passes_run_in_order_and_say_what_they_did():
-    module, context = trace(), Context(inputs=[])
+    module, context = trace(), Context()
     first, second = run_passes(module, [AddOne(), NeedsOne()], context).runs
     assert torch.equal(module(X), X * 2 + 11)
     assert (first.name, first.fired, first.rewrite.changes, first.error) == ("AddOne", True, ["added 1.0"], None)
@@ -78,7 +78,7 @@ def test_passes_run_in_order_and_say_what_they_did():
 
 @pytest.mark.parametrize("failing", [FailHalfway, DeclineHalfway, BreakTheGraph])
 def test_what_a_failed_pass_did_is_undone(failing):
-    module, context = trace(), Context(inputs=[])
+    module, context = trace(), Context()
     code = module.code
     (run,) = run_passes(module, [failing()], context).runs
     assert not run.fired
@@ -96,7 +96,7 @@ def test_what_a_failed_pass_did_is_undone(failing):
 
 def test_failure_is_a_decline_with_its_reason_and_logged_once(caplog):
     for _ in range(2):
-        (run,) = run_passes(trace(), [FailHalfway()], Context(inputs=[])).runs
+        (run,) = run_passes(trace(), [FailHalfway()], Context()).runs
         assert run.error == "KeyError: 'a rule without an op'"
         assert run.rewrite.declined == [Decline("FailHalfway", "the pass failed: KeyError: 'a rule without an op'")]
     assert sum("FailHalfway" in record.getMessage() for record in caplog.records) <= 1
@@ -104,7 +104,7 @@ def test_failure_is_a_decline_with_its_reason_and_logged_once(caplog):
 
 def test_pass_is_skipped_when_what_it_needs_was_declined():
     module = trace()
-    runs = run_passes(module, [DeclineHalfway(), NeedsOne()], Context(inputs=[])).runs
+    runs = run_passes(module, [DeclineHalfway(), NeedsOne()], Context()).runs
     assert [run.fired for run in runs] == [False, False]
     assert "needs one, which an earlier pass declined to provide" in runs[1].rewrite.declined[0].reason
     assert torch.equal(module(X), X * 2)
@@ -112,7 +112,7 @@ def test_pass_is_skipped_when_what_it_needs_was_declined():
 
 def test_order_that_cannot_work_is_our_error():
     with pytest.raises(AssertionError, match="NeedsOne requires"):
-        run_passes(trace(), [NeedsOne(), AddOne()], Context(inputs=[]))
+        run_passes(trace(), [NeedsOne(), AddOne()], Context())
 
 
 def test_an_interrupt_is_not_swallowed():
@@ -122,7 +122,7 @@ def test_an_interrupt_is_not_swallowed():
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_passes(trace(), [Interrupted()], Context(inputs=[]))
+        run_passes(trace(), [Interrupted()], Context())
 
 
 # graph dumps
@@ -130,8 +130,8 @@ def test_an_interrupt_is_not_swallowed():
 
 def test_graphs_are_dumped_before_and_after(tmp_path):
     folder = tmp_path / "deep" / "graphs"
-    run_passes(trace(), [AddOne(), FailHalfway()], Context(inputs=[]), dump_dir=folder)
-    run_passes(trace(), [AddOne()], Context(inputs=[]), dump_dir=str(folder))
+    run_passes(trace(), [AddOne(), FailHalfway()], Context(), dump_dir=folder)
+    run_passes(trace(), [AddOne()], Context(), dump_dir=str(folder))
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     names = [path.name.split("-") for path in sorted(folder.iterdir())]
     assert [int(name[0]) for name in names] == [1, 2, 3, 4, 5, 6]
@@ -151,6 +151,6 @@ def test_graphs_are_dumped_before_and_after(tmp_path):
 def test_dump_that_cannot_be_written_costs_a_warning(tmp_path, caplog):
     blocked = tmp_path / "file"
     blocked.write_text("")
-    (run,) = run_passes(trace(), [AddOne()], Context(inputs=[]), dump_dir=blocked / "graphs").runs
+    (run,) = run_passes(trace(), [AddOne()], Context(), dump_dir=blocked / "graphs").runs
     assert run.fired
     assert "graphs are not dumped" in caplog.text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -12,8 +12,10 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from deepytorch.compiler import backend, lower_region, pipeline
+from deepytorch.compiler.compiled_step import CompiledStep
+from deepytorch.compiler.manager import copied
 from deepytorch.compiler.report import LEDGER
-from deepytorch.passes.base import Context, Decline, Pass, Rewrite
+from deepytorch.passes.base import Context, Decline, Pass, Rewrite, Role
 from deepytorch.passes.unpad.strip_padding import StripPadding
 from tests.compiler.plain_models import VOCAB, Plain, sdpa_bool
 
@@ -116,6 +118,75 @@ def test_a_pass_that_fired_is_lowered_whatever_becomes_of_padding(monkeypatch, m
         assert sorted(powers) == [False, isinstance(passes[0], StripPadding)]
 
 
+@dataclass(frozen=True)
+class ReadValues(Pass):
+    """Changes nothing; keeps a copy of what it is given."""
+
+    seen: tuple[list[fx.GraphModule], ...] = field(default=([],), compare=False)
+
+    def rewrite(self, module: fx.GraphModule, context: Context) -> Rewrite:
+        self.seen[0].append(copied(module))
+        return Rewrite()
+
+
+class _Sizes(fx.Interpreter):
+    """Compares the value that each node says it has with the one that it gets; symbols stand for what inputs have."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.numbers: dict[Any, int] = {}
+        self.compared = 0
+
+    def run_node(self, n: fx.Node) -> Any:
+        value, said = super().run_node(n), n.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            sizes = [size.node.expr if isinstance(size, torch.SymInt) else size for size in said.shape]
+            if n.op == "placeholder":
+                self.numbers |= {e: size for e, size in zip(sizes, value.shape, strict=True) if hasattr(e, "is_Symbol")}
+            wanted = [int(e.subs(self.numbers)) if hasattr(e, "subs") else e for e in sizes]
+            assert wanted == list(value.shape), n
+            assert (said.dtype, said.device) == (value.dtype, value.device), n
+            self.compared += 1
+        return value
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_pass_behind_another_reads_the_values_of_what_that_one_wrote(monkeypatch, autocast):
+    reader = ReadValues(([],))
+    monkeypatch.setattr(backend, "passes_for", lambda plan: [StripPadding(), SquareByMultiplying(), reader])
+    given: list[tuple[fx.GraphModule, list[Any]]] = []
+    run = CompiledStep.__call__
+
+    def spying(self, arguments, *args, **kwargs):
+        given.append((self._module, list(arguments)))
+        return run(self, arguments, *args, **kwargs)
+
+    monkeypatch.setattr(CompiledStep, "__call__", spying)
+
+    def loss(model: Any, x: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return _squared_loss(model, x, mask, labels)
+
+    torch.manual_seed(0)
+    ragged = torch.tensor([[1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 0], [1, 0, 0, 0, 0, 0]])
+    _losses(Plain(sdpa_bool, loss), [ragged, ragged.flip(0)[:2, :4].contiguous()], compiled=True)
+    [module] = reader.seen[0]
+    nodes = [node for node in module.graph.nodes if node.op in ("placeholder", "call_function")]
+    assert not any(node.target is aten.pow.Tensor_Scalar for node in nodes)
+    assert {node.meta["input"].role for node in nodes if node.op == "placeholder"} >= {Role.PARAMETER, Role.INDEX}
+    packed = [arguments for ran, arguments in given if any("flat_" in n.name for n in ran.graph.nodes)]
+    assert len(packed) == 2
+    for arguments in packed:
+        sizes = _Sizes(module)
+        with torch.no_grad():
+            sizes.run(*arguments)
+        assert sizes.compared > 30
+        assert len(sizes.numbers) == 6  # rows, one more, positions, tokens, tokens with a label, the longest row
+        counts = [node for node in nodes if node.target is aten.sym_size.int]
+        assert counts
+        assert all(isinstance(node.meta["val"], torch.SymInt) for node in counts)
+
+
 def test_two_passes_that_depend_on_the_batch_are_a_mistake():
     from deepytorch.compiler.manager import run_passes
 
@@ -129,4 +200,4 @@ def test_two_passes_that_depend_on_the_batch_are_a_mistake():
     again = module.graph.call_function(aten.pow.Tensor_Scalar, (squared, 3))
     module.graph.output((again,))
     with pytest.raises(AssertionError, match="both depend on the batch"):
-        run_passes(module, [Both(), Both(exponent=3)], Context(inputs=[]))
+        run_passes(module, [Both(), Both(exponent=3)], Context())

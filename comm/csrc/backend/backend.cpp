@@ -21,9 +21,21 @@ Dtype dtype_of(at::ScalarType type) {
 }
 
 const char* name_of(Algorithm algorithm) {
-  static const char* const names[] = {"engine",     "shared_memory",   "hierarchical",    "streams",
-                                      "cpu_reduce", "nvlink_one_shot", "nvlink_two_shot", "nvlink_multimem"};
-  return names[static_cast<int>(algorithm)];
+  switch (algorithm) {
+#define DEEPYTORCH_NAME(name) \
+  case Algorithm::name: return #name;
+    DEEPYTORCH_ALGORITHMS(DEEPYTORCH_NAME)
+#undef DEEPYTORCH_NAME
+  }
+  return "?";
+}
+
+Algorithm algorithm_of(const std::string& name) {
+#define DEEPYTORCH_SAME(same) \
+  if (name == #same) return Algorithm::same;
+  DEEPYTORCH_ALGORITHMS(DEEPYTORCH_SAME)
+#undef DEEPYTORCH_SAME
+  throw std::invalid_argument("unknown algorithm " + name);  // a ValueError in Python
 }
 
 Backend::Backend(Setup setup)

@@ -11,6 +11,15 @@ constexpr int64_t kLeastQuantized = 1 << 14;  // values: less is quickly sent
 
 bool in_memory(const Row& row) { return row.algorithm == Algorithm::shared_memory || row.algorithm == Algorithm::hierarchical; }
 
+// On this group's own threads, from where the caller's tensor lies in the host's memory.
+bool reads_host_tensors(const Row& row) { return in_memory(row) || row.algorithm == Algorithm::streams; }
+
+// By torch's kernels over memory that GPUs map for each other.
+bool through_symmetric_memory(const Row& row) {
+  return row.algorithm == Algorithm::nvlink_one_shot || row.algorithm == Algorithm::nvlink_two_shot ||
+         row.algorithm == Algorithm::nvlink_multimem;
+}
+
 }  // namespace
 
 void Backend::run_all_reduce(Call& call, const Fingerprint& mine, char* data, Copies* copies, size_t count, const Row& row,
@@ -103,14 +112,12 @@ Backend::WorkPtr Backend::allreduce(Tensors& given_tensors, const c10d::Allreduc
   }
   const Row row = this->row(Kind::all_reduce, wanted.on_cuda, tensor.nbytes());
   const bool able = accelerates(wanted.kind, wanted.dtype, wanted.reduce);
-  const bool through_symmetric = row.algorithm >= Algorithm::nvlink_one_shot;
-  if (through_symmetric && symmetric_ && tensor.is_contiguous() && wanted.reduce == RedOp::SUM &&
+  if (through_symmetric_memory(row) && symmetric_ && tensor.is_contiguous() && wanted.reduce == RedOp::SUM &&
       (wanted.dtype == at::kFloat || wanted.dtype == at::kBFloat16) && tensor.nbytes() % 16 == 0) {
     return symmetric(tensor, wanted, row);
   }
   const bool through_host = row.algorithm == Algorithm::cpu_reduce && tensor.is_contiguous();
-  const bool in_host_memory = !wanted.on_cuda && row.algorithm >= Algorithm::shared_memory && row.algorithm <= Algorithm::streams;
-  if (able && (through_host || in_host_memory)) {
+  if (able && (through_host || (!wanted.on_cuda && reads_host_tensors(row)))) {
     return reduce_all(tensor, wanted, row, "", options.asyncOp, tensors);
   }
   check_gloo_reduces(wanted.kind, tensor, wanted.reduce);
