@@ -24,7 +24,8 @@ from deepytorch.compiler.pipeline import passes_for
 from deepytorch.compiler.plan import Plan
 from deepytorch.compiler.report import LEDGER, RegionRecord
 from deepytorch.compiler.runtime import Effects, RewrittenStep, Step
-from deepytorch.compiler.second_backward import TwiceDifferentiable, unread_statistics
+from deepytorch.compiler.second_backward import TwiceDifferentiable
+from deepytorch.compiler.unread_statistics import unread_statistics
 from deepytorch.compiler.unused_outputs import parts_in_outputs
 from deepytorch.config import Environment
 from deepytorch.log import logger, once

@@ -4,70 +4,33 @@ A compiled region leaves one autograd node behind, which is a Python object, and
 every backward. So a node of one call can be given another one, with nothing between the region and its outputs, neither
 a copy nor a view. Ordinary backwards go on to what was there. One that is to keep what donated buffers would
 overwrite (`retain_graph=True`), or to have a graph of its own (`create_graph=True`), runs the region's forward again in
-eager, with random numbers, autocast and buffers as they were, and differentiates that.
+eager, with random numbers, autocast and buffers as they were (`run_again`), and differentiates that.
 
 Once that was asked for, the region runs in eager: asked once is asked at every step.
-
-[Note: what is kept] The inputs of a call are kept until its backward, and not longer: weights live anyway, and what
-comes from regions before mostly is saved for the backward too. Inside of a checkpoint, which is there to have them
-gone, they are not kept: its own arguments are still alive, and where others are not the backward is what it was. What
-the region writes into is copied before, but for statistics that no output depends on (BatchNorm's).
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.autograd import forward_ad
 
+from deepytorch.compiler.autograd_edges import comparable, edge_behind, edge_of
 from deepytorch.compiler.report import RegionRecord
+from deepytorch.compiler.run_again import Call, Rerun, differentiate, run_again
 from deepytorch.compiler.unused_outputs import Parts, with_zeros
 from deepytorch.log import logger, once
 
 _VIEWS = 8  # how many nodes lie, at most, between an output that is a view and the node of its region
+
+
 _BACKWARD = ("apply", "apply_boxed")  # what autograd calls of a node; newer versions hand gradients over in a list
-
-
-@dataclass(slots=True)
-class Call:
-    """One call of a region as it began: what it takes to run it again.
-
-    copies: of inputs that the call wrote into, by their place, from before.
-    """
-
-    inputs: Sequence[Any]
-    versions: list[int]
-    copies: dict[int, torch.Tensor]
-    random: list[tuple[torch.Generator, torch.Tensor]]
-    autocast: list[tuple[str, bool, torch.dtype]]
-    rerun: Callable[..., Sequence[Any]]
-
-    def let_go(self) -> None:
-        """Keep the inputs no longer than others do."""
-        self.inputs = [weakref.ref(each) if isinstance(each, torch.Tensor) else each for each in self.inputs]
-
-    def kept(self) -> Sequence[Any] | None:
-        """The inputs, or None where one is gone."""
-        found = [each() if isinstance(each, weakref.ref) else each for each in self.inputs]
-        gone = [isinstance(one, weakref.ref) and other is None for one, other in zip(self.inputs, found, strict=True)]
-        return None if any(gone) else found
-
-
-@dataclass(slots=True)
-class _Rerun:
-    """A forward that was run again: its outputs, the inputs as it left them, and what stands for each input in it."""
-
-    outputs: Sequence[Any]
-    inputs: list[Any]
-    sources: dict[Any, torch.Tensor] = field(default_factory=dict)  # by edge
 
 
 class SecondBackward:
@@ -192,10 +155,10 @@ class SecondBackward:
             return
         behind: dict[Any, frozenset[int]] = {}
         for given, part in zip(call.inputs, self._parts, strict=True):
-            edge = _edge(given) if isinstance(given, torch.Tensor) else None
+            edge = edge_of(given) if isinstance(given, torch.Tensor) else None
             if edge is not None:
                 behind[edge] = behind.get(edge, frozenset()) | part
-        edges = iter([_known(*edge) for edge in node.next_functions if edge[0] is not None])
+        edges = iter([comparable(*edge) for edge in node.next_functions if edge[0] is not None])
         self.behind = [behind.get(next(edges, None)) if needs else None for needs in node.needs_input_grad]
         self.differentiable = [bool(info.requires_grad) for info in metadata.output_info]
         if len(node._input_metadata) != len(self.differentiable):
@@ -216,60 +179,18 @@ class SecondBackward:
             for steps in range(_VIEWS):
                 if node is None:
                     break
-                if _is_ours(node, call):
+                if _is_of_call(node, call):
                     self._node_class, self._route = type(node), (number, steps)
                     return node
                 node = node.next_functions[0][0] if node.next_functions else None
         return None
 
-    # ------------------------------------------------------------------ the forward, again
+    # ------------------------------------------------------------------ a backward that asks for more
 
-    def run_again(self, call: Call, edges: Collection[Any]) -> _Rerun | None:
+    def run_again(self, call: Call, edges: Collection[Any]) -> Rerun | None:
         """Run the forward of a call in eager, if its inputs are still there. edges: what gradients are wanted for."""
-        inputs = call.kept()
-        if inputs is None:
-            return None
-        self._check(call, inputs)
-        found = _Rerun((), list(inputs))
-        aliases: dict[int, torch.Tensor] = {}
-        with _as_it_was(call, self._all_generators), torch.enable_grad():
-            for place, given in enumerate(inputs):
-                if not isinstance(given, torch.Tensor):
-                    continue
-                if id(given) not in aliases:
-                    aliases[id(given)] = self._stand_in(given, call.copies.get(place), place, edges, found.sources)
-                found.inputs[place] = aliases[id(given)]
-            found.outputs = call.rerun(*found.inputs)
-        return found
-
-    def _stand_in(
-        self,
-        given: torch.Tensor,
-        copy: torch.Tensor | None,
-        place: int,
-        edges: Collection[Any],
-        sources: dict[Any, torch.Tensor],
-    ) -> torch.Tensor:
-        """What the forward is run on in place of an input, whose own hooks have no business in here."""
-        if place in self._unread:
-            return given.detach().clone()
-        before, edge = (given, _edge(given)) if copy is None else (copy, _edge_behind(copy))
-        if edge not in edges:
-            return before.detach() if copy is None else before.detach().clone()
-        source = before.view_as(before) if before.requires_grad else before.detach().requires_grad_()
-        sources[edge] = source
-        return source if copy is None else source.clone()
-
-    def _check(self, call: Call, inputs: Sequence[Any]) -> None:
         assert self._places is not None
-        for place, version in zip(self._places, call.versions, strict=True):
-            given = inputs[place]
-            if given._version != version:
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"[{given.type()} {list(given.shape)}] is at version {given._version}; expected version {version} "
-                    "instead."
-                )
+        return run_again(call, edges, unread=self._unread, places=self._places, generators=self._all_generators)
 
 
 class TwiceDifferentiable:
@@ -325,7 +246,7 @@ class _Replacement:
     def __init__(self, second: SecondBackward, call: Call, node: weakref.ref[Any]) -> None:
         self._second, self._node = second, node  # weakly: the node holds this
         self._call: Call | None = call
-        self._again: _Rerun | None = None
+        self._again: Rerun | None = None
 
     def apply(self, *gradients: Any) -> Any:
         """Gradients of the inputs, from those of the outputs."""
@@ -357,10 +278,10 @@ class _Replacement:
                 if call is None or "modified by an inplace operation" not in str(error):
                     raise
                 asked = "buffers that a later call wrote into"
-        edges = [_known(*edge) for edge in node.next_functions if edge[0] is not None]
+        edges = [comparable(*edge) for edge in node.next_functions if edge[0] is not None]
         again = again or self._second.run_again(call, edges)
         self._again = again if keeps else None
-        found = None if again is None else _differentiate(node, again, edges, gradients, creates)
+        found = None if again is None else differentiate(node, again, edges, gradients, creates)
         if found is None:
             return stock(node, *arguments)
         self._second.asked(asked)
@@ -377,84 +298,14 @@ class _Replacement:
         )
 
 
-def _differentiate(
-    node: Any, again: _Rerun, edges: Sequence[Any], gradients: Sequence[Any], creates: bool
-) -> tuple[Any, ...] | None:
-    """What the node hands to its edges; None where they, or its outputs, cannot be told."""
-    values = _values(node._forward_cls.metadata, again, len(gradients))
-    if values is None or len(edges) != sum(node.needs_input_grad) or any(edge not in again.sources for edge in edges):
-        return None
-    came = [(value, each) for value, each in zip(values, gradients, strict=True) if each is not None]
-    if any(not isinstance(value, torch.Tensor) or value.shape != each.shape for value, each in came):
-        return None
-    came = [(value, each) for value, each in came if value.requires_grad]
-    nodes = [edge[0] for edge in node.next_functions if edge[0] is not None]
-    wanted = [edge for place, edge in enumerate(edges) if edge not in edges[:place] and _is_wanted(nodes[place])]
-    if not came or not wanted:
-        return (None,) * len(node.needs_input_grad)
-    results = torch.autograd.grad(
-        [value for value, _ in came],
-        [again.sources[edge] for edge in wanted],
-        [each for _, each in came],
-        create_graph=creates,
-        retain_graph=True,
-        allow_unused=True,
-    )
-    handed = dict(zip(wanted, results, strict=True))
-    left = iter(edges)
-    return tuple(handed.pop(next(left), None) if needs else None for needs in node.needs_input_grad)
-
-
-def _is_wanted(node: Any) -> bool:
-    """Whether autograd goes on to this node, or hands out what would go there."""
-    try:
-        return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # it does not tell of a leaf where only some gradients are asked for
-        return True
-
-
-def _values(metadata: Any, again: _Rerun, count: int) -> list[Any] | None:
-    """Eager's values of the node's outputs: inputs that were changed, outputs, and what outputs are views of."""
-    changed, bases = metadata.mutated_inp_runtime_indices, metadata.num_intermediate_bases
-    if count != len(changed) + metadata.num_outputs + bases or len(again.outputs) != metadata.num_outputs:
-        return None
-    if changed and len(metadata.input_info) != len(again.inputs):
-        return None
-    views: dict[int, Any] = {}
-    for info, output in zip(metadata.output_info, again.outputs, strict=True):
-        if info.output_type.name in ("alias_of_intermediate", "alias_of_intermediate_save_as_output"):
-            views.setdefault(info.base_idx, output._base)
-    return [
-        *(again.inputs[place] for place in changed),
-        *again.outputs,
-        *(views.get(number) for number in range(bases)),
-    ]
-
-
-def _edge(given: torch.Tensor) -> Any:
-    """Where the gradient of a tensor goes, in a form that can be compared."""
-    if given.grad_fn is not None:
-        return given.grad_fn, given.output_nr
-    return (id(given), 0) if given.is_leaf else None
-
-
-def _edge_behind(copy: torch.Tensor) -> Any:
-    return None if copy.grad_fn is None else _known(*copy.grad_fn.next_functions[0])
-
-
-def _known(node: Any, number: int) -> Any:
-    """An edge of a node, as `_edge` has it."""
-    return (id(node.variable), 0) if type(node).__name__ == "AccumulateGrad" else (node, number)
-
-
-def _is_ours(node: Any, call: Call) -> bool:
+def _is_of_call(node: Any, call: Call) -> bool:
     """Whether this is the node of a graph that AOTAutograd compiled, called with these inputs."""
     metadata = getattr(getattr(node, "_forward_cls", None), "metadata", None)
     if not hasattr(metadata, "output_info") or _BACKWARD[0] in vars(node):
         return False
-    edges = {_edge(each) for each in call.inputs if isinstance(each, torch.Tensor)}
-    edges |= {_edge_behind(copy) for copy in call.copies.values()}
-    return all(_known(*edge) in edges for edge in node.next_functions if edge[0] is not None)
+    edges = {edge_of(each) for each in call.inputs if isinstance(each, torch.Tensor)}
+    edges |= {edge_behind(copy) for copy in call.copies.values()}
+    return all(comparable(*edge) in edges for edge in node.next_functions if edge[0] is not None)
 
 
 def _donates(node: Any) -> bool:
@@ -482,53 +333,3 @@ def _has_autocast(kind: str) -> bool:
 def _saves_elsewhere() -> bool:
     """Whether what is saved for a backward goes through hooks: a checkpoint, for example."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
-
-
-@contextlib.contextmanager
-def _as_it_was(call: Call, generators: Sequence[torch.Generator]) -> Iterator[None]:
-    """Random numbers and autocast as they were at the call; what is drawn inside is not missing outside."""
-    now = [(generator, generator.get_state()) for generator in generators]
-    with contextlib.ExitStack() as stack:
-        for kind, enabled, dtype in call.autocast:
-            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
-        try:
-            for generator, state in call.random:
-                generator.set_state(state)
-            yield
-        finally:
-            for generator, state in now:
-                generator.set_state(state)
-
-
-# ---------------------------------------------------------------------- what a graph of Dynamo's writes
-
-
-_STATISTICS = {
-    torch.nn.functional.batch_norm: ("training", 5),
-    torch.nn.functional.instance_norm: ("use_input_stats", 5),
-}
-
-
-def unread_statistics(graph: fx.Graph) -> frozenset[int]:
-    """Places of inputs that a graph of Dynamo's writes into, and that none of its outputs depends on."""
-    found = [
-        place
-        for place, node in enumerate(_placeholders(graph))
-        if node.users and all(_only_writes(user, node) for user in node.users)
-    ]
-    return frozenset(found)
-
-
-def _placeholders(graph: fx.Graph) -> list[fx.Node]:
-    return [node for node in graph.nodes if node.op == "placeholder"]
-
-
-def _only_writes(user: fx.Node, node: fx.Node) -> bool:
-    if user.op == "call_method":
-        return user.target == "add_" and user.args[0] is node and not user.users
-    if user.target not in _STATISTICS:
-        return False
-    name, place = _STATISTICS[user.target]
-    writes = user.kwargs.get(name, user.args[place] if len(user.args) > place else name == "use_input_stats")
-    others = [*user.args[:1], *user.args[3:], *(v for k, v in user.kwargs.items() if not k.startswith("running_"))]
-    return writes is True and node not in others

@@ -16,7 +16,8 @@ import torch.utils.checkpoint
 from torch import nn
 
 from deepytorch.compiler.report import LEDGER, RegionRecord
-from deepytorch.compiler.second_backward import TwiceDifferentiable, unread_statistics
+from deepytorch.compiler.second_backward import TwiceDifferentiable
+from deepytorch.compiler.unread_statistics import unread_statistics
 
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
 
