@@ -13,27 +13,24 @@ and generation stay in eager. Pickles, copies and state_dicts leave it out.
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from functools import partial
-from types import FunctionType, MethodType
+from types import MethodType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
-from torch.autograd import forward_ad
-from torch.utils._device import DeviceContext
 
 from deepytorch.config import Environment
 from deepytorch.errors import ConfigError
 from deepytorch.log import logger, once
-from deepytorch.patches import apply_all, patch, undo_all
+from deepytorch.patches import apply_all, undo_all
 from deepytorch.switch import SWITCH
+from deepytorch.training_calls import is_of_the_scripts, trains
 
 if TYPE_CHECKING:
     from deepytorch.comm import Options
@@ -48,8 +45,6 @@ _SETTINGS: dict[str, Any] = {"mode": None, "options": None}  # of what the impor
 DOORS: list[Callable[[nn.Module, float], Door | None]] = []
 LOOPS: list[Callable[[nn.Module], bool]] = []  # likewise: whether this call of a module is a loop's step, not a model's
 LEFT_ALONE: dict[str, str] = {}  # likewise: package -> what is said of its modules, which are not armed
-# Modules of one class share a code object, and with it their graphs.
-_STEPS: dict[tuple[Callable[..., Any], type], Callable[..., Any]] = {}
 
 
 class Door(Protocol):
@@ -233,7 +228,7 @@ def _take_out(module: nn.Module) -> None:
 
 def _probe(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Stands in for the compiled call of a module that may be the outermost one of a training step."""
-    if not _trains(module) or any(runs_a_step(module) for runs_a_step in LOOPS):
+    if not trains(module) or any(runs_a_step(module) for runs_a_step in LOOPS):
         return module._call_impl(*args, **kwargs)
     with _LOCK:
         if module in _PROBED:
@@ -252,43 +247,10 @@ def _holds(outer: nn.Module, inner: nn.Module) -> bool:
     return any(each is inner for each in outer.modules())
 
 
-def _trains(module: nn.Module) -> bool:
-    if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting() or torch.jit.is_tracing():
-        return False
-    return module.training and torch.is_grad_enabled() and not SWITCH.paused and not _is_transformed()
-
-
-def _is_transformed() -> bool:
-    """Whether somebody looks into this call who would not see into compiled code: a transform of `torch.func`, forward
-    mode, modes that take calls of operators or functions, hooks on what is saved for the backward.
-
-    A checkpoint's hooks are not meant: what it runs again is compiled as well.
-    """
-    if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
-        return True
-    if torch._C._len_torch_dispatch_stack() or any(
-        not isinstance(torch._C._get_function_stack_at(place), DeviceContext)  # of `torch.set_default_device`
-        for place in range(torch._C._len_torch_function_stack())
-    ):
-        return True
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks is not None and getattr(hooks[0], "__module__", "") != "torch.utils.checkpoint"
-
-
-def _is_of_the_scripts(value: Any) -> bool:
-    """Whether an argument is a tensor of a class that the script has made: what it does with functions is its own."""
-    kind = type(value)
-    return (
-        kind is not torch.Tensor
-        and isinstance(value, torch.Tensor)
-        and not kind.__module__.startswith(("torch.", "deepytorch."))
-    )
-
-
 def _training_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The call of an armed module."""
-    handle = _HANDLES.get(module) if _trains(module) else None
-    if handle is None or any(map(_is_of_the_scripts, (*args, *kwargs.values()))):
+    handle = _HANDLES.get(module) if trains(module) else None
+    if handle is None or any(map(is_of_the_scripts, (*args, *kwargs.values()))):
         return module._call_impl(*args, **kwargs)
     from deepytorch.compiler.outputs.deferred import plain_arguments
 
@@ -358,10 +320,12 @@ def _arm_all(module: nn.Module, mode: str | None, options: dict[str, Any] | None
     blocks = [each for each in blocks if not any(other is not each and _is_sharded(other) for other in each.modules())]
     if not blocks:
         return [_arm(module, mode, options)]
+    from deepytorch.compiler.compile_module import step
+
     door = _door_of(module, options)
     handles = [_arm(each, mode, options) for each in blocks]
     if door is not None and module not in _HANDLES:
-        handles.append(_keep(module, Handle(module, _step, door, sharded=True)))
+        handles.append(_keep(module, Handle(module, step, door, sharded=True)))
     return handles
 
 
@@ -387,10 +351,12 @@ def _arm(module: nn.Module, mode: str | None, options: dict[str, Any] | None) ->
     known = _HANDLES.get(module)
     if known is not None:
         return known
-    compiled = _compiled(type(module), mode, options)
+    from deepytorch.compiler.compile_module import compiled_call, step
+
+    compiled = compiled_call(type(module), mode, options)
     door = _door_of(module, options)
     if door is not None and _is_partitioned(module):
-        handle = Handle(module, _step, door, sharded=True)
+        handle = Handle(module, step, door, sharded=True)
     else:
         handle = Handle(module, compiled, door)
     _keep(module, handle)
@@ -407,100 +373,3 @@ def _keep(module: nn.Module, handle: Handle) -> Handle:
     _PROBED.discard(module)
     module._compiled_call_impl = MethodType(_training_call, module)
     return handle
-
-
-def _step(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """What is compiled. (`Module.compile` gives Dynamo `_call_impl`, which it leaves alone for torch's own modules.)"""
-    return module._call_impl(*args, **kwargs)
-
-
-def _inner_step(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What is compiled of a module with hooks."""
-    return forward(*args, **kwargs)
-
-
-def _compiled(kind: type, mode: str | None, options: dict[str, Any] | None) -> Callable[..., Any]:
-    """The call of modules of one class: compiled whole, or, where the module itself has hooks, inside of them.
-
-    Hooks on the outermost module belong to whoever runs the loop (DeepSpeed counts steps in one); Dynamo would compile
-    them, and compile anew when what they count changes.
-    """
-    whole, inner = (
-        torch.compile(_own_code(function, kind), backend="deepytorch", mode=mode, options=options)
-        for function in (_step, _inner_step)
-    )
-
-    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with _forgiving():
-            forward = module.forward
-            busy = isinstance(forward, partial) and forward.func is inner  # in another thread, or above on the stack
-            if busy or not (module._forward_pre_hooks or module._forward_hooks or module._backward_hooks):
-                return whole(module, *args, **kwargs)
-            with _set_forward(module, partial(inner, forward)):
-                return module._call_impl(*args, **kwargs)
-
-    return call
-
-
-@contextlib.contextmanager
-def _forgiving() -> Iterator[None]:
-    """Nobody asked for a compiler: where Dynamo itself fails, the frame runs in eager, and it says so."""
-    _quieten_dynamo()
-    token = _FORGIVING.set(True)
-    try:
-        with torch._dynamo.config.patch(suppress_errors=True):
-            yield
-    finally:
-        _FORGIVING.reset(token)
-
-
-_FORGIVING: ContextVar[bool] = ContextVar("deepytorch_forgiving", default=False)
-
-
-@functools.cache
-def _quieten_dynamo() -> None:
-    """Dynamo logs a traceback for each frame that it leaves to eager, an error of the script's own among them, which is
-    raised there anyway: it becomes a line of ours.
-    """
-
-    def keep(record: logging.LogRecord) -> bool:
-        if not _FORGIVING.get() or record.levelno > logging.WARNING:
-            return True
-        text = record.getMessage()
-        if "Traceback" not in text and "WON'T CONVERT" not in text and "graph break" not in text.lower():
-            return True
-        logger.debug("Dynamo: %s", text)
-        once(logging.INFO, "Dynamo could not follow a part of the model, which runs in eager (details at level debug)")
-        return False
-
-    dynamo = logging.getLogger("torch._dynamo.convert_frame")
-    patch(
-        "logging.getLogger('torch._dynamo.convert_frame').filters",
-        "say in a line what Dynamo could not follow",
-        lambda: dynamo.addFilter(keep),
-        lambda: dynamo.removeFilter(keep),
-    )
-
-
-@contextlib.contextmanager
-def _set_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Inside, `module` has this forward, unless somebody gives it another one."""
-    instance = vars(module)
-    set_on_it = instance.get("forward")  # accelerate sets one, for mixed precision
-    instance["forward"] = forward
-    try:
-        yield
-    finally:
-        if instance.get("forward") is forward:
-            del instance["forward"]
-            if set_on_it is not None:
-                instance["forward"] = set_on_it
-
-
-def _own_code(function: Callable[..., Any], kind: type) -> Callable[..., Any]:
-    """The function with a code object of its own for modules of this class: Dynamo keeps graphs by code object."""
-    key = (function, kind)
-    if key not in _STEPS:
-        code = function.__code__.replace(co_name=f"{function.__name__.strip('_')}_of_{kind.__name__}")
-        _STEPS[key] = FunctionType(code, function.__globals__, code.co_name)
-    return _STEPS[key]

@@ -1,0 +1,46 @@
+"""Which calls of a module are a training step that may be compiled: none that somebody looks into."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.utils._device import DeviceContext
+
+from deepytorch.switch import SWITCH
+
+
+def trains(module: nn.Module) -> bool:
+    """Whether a call of `module` that begins now is one to compile."""
+    if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting() or torch.jit.is_tracing():
+        return False
+    return module.training and torch.is_grad_enabled() and not SWITCH.paused and not _is_transformed()
+
+
+def _is_transformed() -> bool:
+    """Whether somebody looks into this call who would not see into compiled code: a transform of `torch.func`, forward
+    mode, modes that take calls of operators or functions, hooks on what is saved for the backward.
+
+    A checkpoint's hooks are not meant: what it runs again is compiled as well.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+        return True
+    if torch._C._len_torch_dispatch_stack() or any(
+        not isinstance(torch._C._get_function_stack_at(place), DeviceContext)  # of `torch.set_default_device`
+        for place in range(torch._C._len_torch_function_stack())
+    ):
+        return True
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and getattr(hooks[0], "__module__", "") != "torch.utils.checkpoint"
+
+
+def is_of_the_scripts(value: Any) -> bool:
+    """Whether an argument is a tensor of a class that the script has made: what it does with functions is its own."""
+    kind = type(value)
+    return (
+        kind is not torch.Tensor
+        and isinstance(value, torch.Tensor)
+        and not kind.__module__.startswith(("torch.", "deepytorch."))
+    )
