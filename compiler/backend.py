@@ -69,12 +69,12 @@ def deepytorch_backend(
     try:
         with _saving_for_nobody():
             return _compile(module, example_inputs, config, trace)
-    except TensorifyScalarRestartAnalysis:
+    except TensorifyScalarRestartAnalysis:  # see [Note: Restarts]
         raise
     except Untraceable as untraceable:
         reason = str(untraceable).partition("\n")[0]  # the interpreter adds where it was
         if trace is Trace.MARKED and EXPLAINING.get() is None:
-            restart_as_stock(module, example_inputs, [reason])
+            restart_as_stock(module, example_inputs, [reason])  # see [Note: Restarts]
         return _lower_whole(module, example_inputs, config, _record(config, reason))
     except Exception as error:
         once(logging.WARNING, "a region could not be analysed (%s: %s); stock compiles it", type(error).__name__, error)
@@ -104,7 +104,7 @@ def _compile(
         return _explain(module, found.program, record, explaining)
     if not found.fired:
         if trace is Trace.MARKED:
-            restart_as_stock(module, example_inputs, found.reasons)
+            restart_as_stock(module, example_inputs, found.reasons)  # see [Note: Restarts]
         return _lower_whole(module, example_inputs, config, record)
     outcome = Outcome.REWRITTEN if found.program is None else Outcome.PACKED
     record.outcome = outcome.value
@@ -166,7 +166,7 @@ def _lower_whole(
         parts = parts_in_outputs(copy.graph) if lowering.gradients is None else None
         tell(Outcome.DECLINED)
         return TwiceDifferentiable(compiled, eager, unread, record, parts)
-    except (TensorifyScalarRestartAnalysis, torch.OutOfMemoryError):
+    except (TensorifyScalarRestartAnalysis, torch.OutOfMemoryError):  # see [Note: Restarts]
         raise
     except Exception as error:
         message = f"{record.name}: compiling failed with {type(error).__name__}: {str(error)[:500]}"

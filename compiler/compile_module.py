@@ -60,7 +60,7 @@ def _forgiving() -> Iterator[None]:
     _quieten_dynamo()
     token = _FORGIVING.set(True)
     try:
-        with torch._dynamo.config.patch(suppress_errors=True):
+        with torch._dynamo.config.patch(suppress_errors=True):  # restarts pass: see [Note: Restarts]
             yield
     finally:
         _FORGIVING.reset(token)

@@ -5,6 +5,22 @@ at the third. Here the first trace is given back before anything is lowered: the
 example tensors, Dynamo starts over, and the marks are taken off again before guards are made, so that neither the
 user's tensors nor later calls are touched. A region that then turns out to have nothing to pack is traced a last time
 the way stock would have done it, so that a declined region costs tracing time and nothing else.
+
+[Note: Restarts]
+A backend cannot ask Dynamo for another trace. It can throw an exception that Dynamo takes for its own: `RestartTrace`.
+Dynamo drops the graph and traces the frame once more, with the same arguments; nothing was compiled, nothing has run.
+What the next trace has to know travels as attributes of the batch's tensors, which are taken off when it is read.
+
+    1st trace   sizes are fixed: mark the batch's dimensions, throw         (`which_trace`; again where inputs come late)
+    2nd trace   sizes are symbols: analyse; if nothing can be packed,
+                leave the reasons, throw                                    (`restart_as_stock`)
+    3rd trace   the reasons are there: stock compiles what it would have    (`Trace.DECLINED`)
+
+So it ends. `RestartTrace` is of two kinds of torch's: `TensorifyScalarRestartAnalysis` is the one that Dynamo lets out
+of a backend as it is, and not as the backend's failure; `UnspecializeRestartAnalysis` makes it forget where the trace
+before went, which is not where one with symbols goes. Stock's own lowering throws the first kind too. Therefore
+whoever catches `Exception` around what may throw one lets `TensorifyScalarRestartAnalysis` pass first. To suppress
+errors (`compile_module`) does not stop a restart: Dynamo catches it before it looks at that.
 """
 
 from __future__ import annotations
@@ -24,7 +40,7 @@ _OURS, _DECLINED = "_deepytorch_marked", "_deepytorch_declined"
 
 
 class RestartTrace(TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis):
-    """Has Dynamo start over: the one kind may come out of a backend, the other forgets the path of the trace before."""
+    """Has Dynamo start over: see [Note: Restarts]."""
 
 
 class Trace(Enum):
@@ -38,7 +54,7 @@ class Trace(Enum):
 def which_trace(module: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[Trace, list[str]]:
     """The trace, and after a decline its reasons. Takes our marks off the user's tensors.
 
-    Where sizes are fixed still, Dynamo is made to start over: this does not return.
+    Where sizes are fixed still, Dynamo is made to start over: this does not return, see [Note: Restarts].
     """
     batch = _batch(module, example_inputs)
     reasons = next((getattr(tensor, _DECLINED) for tensor, _ in batch if hasattr(tensor, _DECLINED)), None)
@@ -60,7 +76,7 @@ def which_trace(module: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[
             if dims:
                 setattr(tensor, _OURS, dims)
                 torch._dynamo.maybe_mark_dynamic(tensor, list(dims))
-        raise RestartTrace
+        raise RestartTrace  # see [Note: Restarts]
     for tensor, _ in batch:
         _unmark(tensor)
     return (Trace.MARKED if begun else Trace.AS_IT_COMES), []
@@ -72,7 +88,7 @@ def restart_as_stock(module: fx.GraphModule, example_inputs: Sequence[Any], reas
     """
     for tensor, _ in _batch(module, example_inputs):
         setattr(tensor, _DECLINED, reasons)
-    raise RestartTrace
+    raise RestartTrace  # see [Note: Restarts]
 
 
 def mark_alias(tensor: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
