@@ -1,4 +1,4 @@
-"""From a captured graph to a compiled step: backend, capture, plan, pipeline, manager, lower, runtime."""
+"""From a captured graph to a compiled step: backend, capture, pipeline, manager, lower_region, runtime; outputs."""
 
 if __name__ != "deepytorch.compiler":
     raise ImportError(

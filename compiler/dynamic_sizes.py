@@ -11,10 +11,9 @@ A backend cannot ask Dynamo for another trace. It can throw an exception that Dy
 Dynamo drops the graph and traces the frame once more, with the same arguments; nothing was compiled, nothing has run.
 What the next trace has to know travels as attributes of the batch's tensors, which are taken off when it is read.
 
-    1st trace   sizes are fixed: mark the batch's dimensions, throw         (`which_trace`; again where inputs come late)
-    2nd trace   sizes are symbols: analyse; if nothing can be packed,
-                leave the reasons, throw                                    (`restart_as_stock`)
-    3rd trace   the reasons are there: stock compiles what it would have    (`Trace.DECLINED`)
+    1st trace   sizes are fixed: mark the batch's dimensions, throw (`which_trace`; again where inputs come late)
+    2nd trace   sizes are symbols: analyse; if nothing can be packed, leave the reasons, throw (`restart_as_stock`)
+    3rd trace   the reasons are there: stock compiles what it would have (`Trace.DECLINED`)
 
 So it ends. `RestartTrace` is of two kinds of torch's: `TensorifyScalarRestartAnalysis` is the one that Dynamo lets out
 of a backend as it is, and not as the backend's failure; `UnspecializeRestartAnalysis` makes it forget where the trace

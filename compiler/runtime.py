@@ -23,10 +23,10 @@ from deepytorch.compiler.batch_facts import Facts, Indices, Refusal, read_facts
 from deepytorch.compiler.compiled_step import CompiledStep, read_inputs
 from deepytorch.compiler.dynamic_sizes import symbolic_dims
 from deepytorch.compiler.lower_region import RegionLowering
-from deepytorch.compiler.outputs.step_outputs import Places, StepOutputs
 from deepytorch.compiler.outputs.usage import Level, Usage, WatchedCalls
 from deepytorch.compiler.report import RegionRecord
 from deepytorch.compiler.second_backward import SecondBackward
+from deepytorch.compiler.step_outputs import Places, StepOutputs
 from deepytorch.compiler.unused_outputs import parts_in_outputs
 from deepytorch.compiler.verification import Verification
 from deepytorch.log import logger, once
