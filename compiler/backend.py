@@ -110,12 +110,15 @@ def _compile(
     record.outcome = outcome.value
     record.recompiles += _is_recompilation()
     LEDGER.open(record)
-    tell(outcome)
     lowering, environment = _lowering(config, plan, record), Environment.read()
     leaves_unused = lowering.gradients is None
     if found.program is None or found.before is None:
-        return RewrittenStep(captured.module, fakes, module.forward, lowering, record, effects, leaves_unused)
-    return Step(
+        step: Callable[..., Any] = RewrittenStep(
+            captured.module, fakes, module.forward, lowering, record, effects, leaves_unused
+        )
+        tell(outcome)
+        return step
+    step = Step(
         padded=found.before,
         packed=captured.module,
         program=found.program,
@@ -130,6 +133,8 @@ def _compile(
         leaves_unused=leaves_unused,
         verify_every=environment.verify_every if environment.verify else None,
     )
+    tell(outcome)
+    return step
 
 
 def _effects(graph: fx.Graph) -> Effects:
