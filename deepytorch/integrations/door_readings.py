@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepytorch.integrations.packed_attention import has_learned_bias
+from deepytorch.integrations.packed_attention import asks_for_every_attention, has_learned_bias
 from deepytorch.integrations.packed_batch import Reading, RowKind, columns, counts, ids_counted
 
 # Heads that look at a row and not at its tokens: the model below them is packed.
@@ -28,6 +28,9 @@ def declined_beforehand(outer: nn.Module, model: Any) -> str | None:
     biased = any(has_learned_bias(module) for module in model.modules())
     if not (getattr(model, "_supports_flash_attn", False) or biased):
         return f"{type(model).__name__} does not say what its masks mean (transformers gives it no FlashAttention)"
+    own = biased or getattr(model.config, "_attn_implementation", None) == "eager"
+    if own and not asks_for_every_attention(import_module("transformers.modeling_utils")):
+        return "attention of the model's own, which transformers gives no way into before version 5 (eager, T5's)"
     if type(model).__name__.endswith(AMONG_POSITIONS):
         return "a head that chooses among positions, pads among them, or among rows"
     if getattr(config, "expert_capacity", None) is not None:

@@ -24,7 +24,7 @@ def test_the_list_is_what_the_sources_use() -> None:
     assert listed == used
 
 
-# The names of the list that a version of torch does not have. A new version gets a line here when it has been looked at.
+# The names of the list that a version of torch does not have; a new version gets its line when it is read.
 LACKS: dict[str, set[str]] = {"2.11": set(), "2.12": set(), "2.13": set(), "2.14": set(), "2.15": set()}
 
 
