@@ -8,6 +8,7 @@ The import is light on purpose: `torch` and the compiler are loaded when they ar
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from wrapt import when_imported
 
 from deepytorch.config import Environment
 from deepytorch.errors import DeepytorchError
+from deepytorch.log import logger
 from deepytorch.version import __version__
 
 if TYPE_CHECKING:
@@ -45,9 +47,17 @@ def _is_asked_for_by_name() -> bool:
 def _attach(name: str) -> None:
     """Let an integration loose on its host as soon as that is imported, whichever of the two comes first."""
     host, integration, attach = _HOSTS[name]
+    _when_imported(host, lambda module: getattr(import_module(integration), attach)(module))
+
+
+def _when_imported(host: str, attach: Callable[[object], None]) -> None:
+    """Call `attach` with the module `host`. Importing that never fails by us: what cannot be attached is left out."""
 
     def attach_to(module: object) -> None:
-        getattr(import_module(integration), attach)(module)
+        try:
+            attach(module)
+        except (AttributeError, ImportError) as error:  # of a version that is made otherwise
+            logger.warning("%s is left as it is: %s. `deepytorch doctor` says which versions are tested.", host, error)
 
     when_imported(host)(attach_to)
 
@@ -67,8 +77,8 @@ _HOSTS = {
 }
 
 # `init_process_group("deepytorch")` works after this import, whichever of torch and deepytorch comes first.
-when_imported("torch.distributed.distributed_c10d")(
-    lambda _: import_module("deepytorch.comm.group.registration").register()
+_when_imported(
+    "torch.distributed.distributed_c10d", lambda _: import_module("deepytorch.comm.group.registration").register()
 )
 
 if Environment.read().enabled:

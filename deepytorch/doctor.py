@@ -20,13 +20,11 @@ from rich.table import Table
 from rich.text import Text
 
 from deepytorch.patches import ledger
+from deepytorch.supported_versions import PYTHON, TORCH, TRANSFORMERS, TRITON_OF_TORCH, Tested
 from deepytorch.torch_internals import INTERNALS, troubles
 from deepytorch.version import __version__
 
 PACKAGES = ("torch", "triton", "numpy", "sympy", "transformers", "tokenizers", "accelerate", "matplotlib")
-
-# The Triton that a torch release is built and tested with; another one may not even import.
-TRITON_OF_TORCH = {"2.11": "3.6", "2.12": "3.7", "2.13": "3.7"}
 
 _BACKEND_GROUP = "torch_dynamo_backends"
 _COMPILE_TIMEOUT_S = 60
@@ -37,7 +35,8 @@ _CPP_PROBE = "#include <Python.h>\n#include <omp.h>\nint main() { return omp_get
 def collect() -> dict[str, Any]:
     """Everything that is known about this machine, as plain values that JSON can hold.
 
-    `missing` lists what is not there: `what`, `needed_for` and `how` to get it; `patches` what the import has changed
+    `missing` lists what is not there: `what`, `needed_for` and `how` to get it; `untested` the versions that deepytorch
+    was not tested with; `patches` what the import has changed
     of torch's in this process. Nothing on the machine changes: the C++ compiler is tried on a three-line file in a
     temporary folder, and folders are looked at, not made.
     """
@@ -56,8 +55,29 @@ def collect() -> dict[str, Any]:
     }
     found["torch_internals"] = troubles()
     found["patches"] = [{"where": each.where, "why": each.why, "applied": each.applied} for each in ledger()]
+    found["untested"] = untested(found)
     found["missing"] = missing(found)
     return found
+
+
+def untested(found: dict[str, Any]) -> list[dict[str, str]]:
+    """The versions in `found` that deepytorch was not tested with: `what` was found, `tested` range, `how` to go on."""
+    answer: list[dict[str, str]] = []
+
+    def look(tested: Tested, version: str | None, check: str) -> None:
+        if version is None:
+            return
+        older, newer = tested.is_older(version), tested.is_newer(version)
+        if older or newer:
+            how = f"install {tested.name} {tested}" if older else f"{check}; or install {tested.name} {tested}"
+            answer.append({"what": f"{tested.name} {version}", "tested": str(tested), "how": how})
+
+    compare = "deepytorch verify YOUR_SCRIPT compares a run with the import and one without"
+    look(PYTHON, found["python"]["version"], compare)
+    internals = "python -m deepytorch.torch_internals lists what deepytorch uses of torch, and what this torch lacks"
+    look(TORCH, found["packages"]["torch"], internals)
+    look(TRANSFORMERS, found["packages"]["transformers"], compare)
+    return answer
 
 
 def missing(found: dict[str, Any]) -> list[dict[str, str]]:
@@ -81,14 +101,11 @@ def missing(found: dict[str, Any]) -> list[dict[str, str]]:
             'torch.compile(model, backend="deepytorch")',
             "pip install deepytorch again in this environment",
         )
-    if packages["torch"] and _minor(packages["torch"]) not in TRITON_OF_TORCH:
-        wanted = " or ".join(TRITON_OF_TORCH)
-        add(f"a torch that is supported (found {packages['torch']})", "the backend", f"install torch {wanted}")
     if found["torch_internals"]:
         add(
             f"private names of torch ({', '.join(sorted(found['torch_internals']))})",
             "what each is used for: python -m deepytorch.torch_internals",
-            f"install torch {' or '.join(TRITON_OF_TORCH)}",
+            f"install torch {TORCH}",
         )
     if not cpp["usable"]:
         add(
@@ -103,8 +120,9 @@ def missing(found: dict[str, Any]) -> list[dict[str, str]]:
             "on a machine with an NVIDIA GPU: its driver and torch's CUDA build",
         )
     elif not triton["usable"]:
-        add(f"Triton ({triton['reason']})", "compiled GPU code", f"pip install 'triton=={triton['paired']}.*'")
-    if triton["version"] and _minor(triton["version"]) != triton["paired"]:
+        wanted = f"'triton=={triton['paired']}.*'" if triton["paired"] else "triton"
+        add(f"Triton ({triton['reason']})", "compiled GPU code", f"pip install {wanted}")
+    if triton["version"] and triton["paired"] and _minor(triton["version"]) != triton["paired"]:
         add(
             f"the Triton of this torch (found {triton['version']})",
             "Triton kernels, and torch's own imports of Triton",
@@ -190,7 +208,14 @@ def render(found: dict[str, Any]) -> RenderableType:
     note = Text(
         "Libraries such as transformers have theirs when they are imported. deepytorch.disable() undoes all of it."
     )
-    parts = [table, changed, note] if found["patches"] else [table]
+    parts: list[RenderableType] = [table, changed, note] if found["patches"] else [table]
+    if found["untested"]:
+        others = Table(title="\nNot tested", title_justify="left", box=None, padding=(0, 2, 0, 0))
+        for heading in ("found", "tested with", "what to do"):
+            others.add_column(heading, overflow="fold")
+        for item in found["untested"]:
+            others.add_row(*(Text(item[key]) for key in ("what", "tested", "how")))
+        parts.append(others)
     if not found["missing"]:
         return Group(*parts, Text("\nNothing is missing.", style="green"))
     wants = Table(title="\nMissing", title_justify="left", box=None, padding=(0, 2, 0, 0))

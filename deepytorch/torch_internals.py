@@ -31,6 +31,9 @@ if TYPE_CHECKING:  # what stands in annotations, in isinstance, and as a base cl
     from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
     from torch.utils._device import DeviceContext as DeviceContext
 
+from deepytorch.log import logger
+from deepytorch.supported_versions import TORCH
+
 Call = tuple[int, tuple[str, ...]]  # how many arguments by place, and which by name
 
 
@@ -100,7 +103,12 @@ INTERNALS = (
     ),
     Internal("torch._dynamo.config.assume_static_by_default", "whether the user asked for static sizes"),
     Internal("torch._dynamo.config.automatic_dynamic_shapes", "the same"),
-    Internal("torch._dynamo.config.ignore_logging_functions", "calls that are left out of compiled code (patched)"),
+    Internal(
+        "torch._dynamo.config.ignore_logging_functions.add",
+        "calls that are left out of compiled code (patched)",
+        ((1, ()),),
+    ),
+    Internal("torch._dynamo.config.ignore_logging_functions.discard", "the same", ((1, ()),)),
     Internal("torch._dynamo.config.optimize_ddp", "whether Dynamo cuts data-parallel models (patched)"),
     Internal(
         "torch._dynamo.config.patch",
@@ -377,6 +385,26 @@ def troubles() -> dict[str, str]:
     found = {each.name: each.trouble() for each in INTERNALS}
     found |= {f"{each.of}: {each.name}": each.trouble() for each in ATTRIBUTES}
     return {name: trouble for name, trouble in found.items() if trouble is not None}
+
+
+@functools.cache
+def is_usable() -> bool:
+    """Whether this torch has been tested, or has every name all the same; warns where it does not.
+
+    One that has been tested is not looked at: the names of Inductor alone take seconds to load.
+    """
+    import torch
+
+    if not (TORCH.is_older(torch.__version__) or TORCH.is_newer(torch.__version__)):
+        return True
+    lacks = sorted(troubles())
+    if lacks:
+        logger.warning(
+            "deepytorch is off: torch %s differs from %s, which it is tested with, in %s. Install one of these, or see "
+            "`python -m deepytorch.torch_internals`.",
+            torch.__version__, TORCH, ", ".join(lacks),
+        )  # fmt: skip
+    return not lacks
 
 
 def _takes(function: Any, places: int, names: tuple[str, ...]) -> bool:

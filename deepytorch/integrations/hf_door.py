@@ -13,8 +13,7 @@ import contextlib
 import inspect
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -26,14 +25,11 @@ from torch import nn
 from deepytorch import autowrap
 from deepytorch.compiler.backend import EXPLAINING
 from deepytorch.compiler.batch_facts import Refusal
-from deepytorch.compiler.outputs.deferred import defer
-from deepytorch.compiler.outputs.pending import Family
 from deepytorch.compiler.outputs.replay import Replay
-from deepytorch.compiler.outputs.tokens import Memo, Tokens
-from deepytorch.compiler.outputs.usage import Level, Usage
+from deepytorch.compiler.outputs.usage import Level
 from deepytorch.compiler.report import LEDGER, RegionRecord
-from deepytorch.errors import DeferredError
 from deepytorch.integrations import packed_attention
+from deepytorch.integrations.door_calls import INSIDE, Replaced, replace_calls, restore_calls
 from deepytorch.integrations.door_proof import (
     Unchanged,
     is_deterministic,
@@ -41,20 +37,14 @@ from deepytorch.integrations.door_proof import (
     precision_of,
     prove,
     quietly,
-    sharding_groups,
     small_weights,
 )
-from deepytorch.integrations.packed_attention import CannotPack, call_with_bias, has_learned_bias
+from deepytorch.integrations.door_readings import BY_ROW, declined_beforehand, readings
+from deepytorch.integrations.door_uses import Uses
+from deepytorch.integrations.packed_attention import CannotPack
 from deepytorch.integrations.packed_batch import (
-    Find,
     PackedBatch,
     Reading,
-    RowKind,
-    Show,
-    Side,
-    columns,
-    counts,
-    ids_counted,
     is_known,
     pack_batch,
     unknown_argument,
@@ -62,20 +52,10 @@ from deepytorch.integrations.packed_batch import (
 )
 from deepytorch.integrations.padded_hooks import UserHooks
 from deepytorch.log import logger, once
-from deepytorch.passes.samples import Sampler
 
 Call = Callable[..., Any]
 
-# The door whose model runs packed, and the batch.
-_INSIDE: ContextVar[tuple[Door, PackedBatch] | None] = ContextVar("deepytorch_packed_batch", default=None)
-
-# Heads that look at a row and not at its tokens: the model below them is packed.
-BY_ROW = ("ForSequenceClassification", "ForNextSentencePrediction")
-AMONG_POSITIONS = ("ForQuestionAnswering", "ForMultipleChoice")
-LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")  # numbers that depend on how long the padded row is
-LAYER_TYPES = ("full_attention", "sliding_attention")
 MANY_KINDS = 8
-SHORTEST = 12  # positions of the probe
 OF_HEADS = ("start_positions", "end_positions")
 
 
@@ -100,7 +80,7 @@ class Door:
         self._reading: Reading | None = None
         self._unasked: str | None = None  # why nothing is known of this kind of call
         self._found: PackedBatch | Refusal | None = None  # what the last call came to
-        self._uses: dict[Any, _Uses] = {}  # by kind of call
+        self._uses: dict[Any, Uses] = {}  # by kind of call
         self._kind_now: Any = None
         self.record = RegionRecord(f"door of {type(model).__name__}", "declined", "eager")
 
@@ -153,9 +133,7 @@ class Door:
 
     def restore(self) -> None:
         """Take back what was set on the model."""
-        for module in self._model.modules():
-            if isinstance(getattr(module, "_compiled_call_impl", None), _Replaced):
-                module.__dict__.pop("_compiled_call_impl")
+        restore_calls(self._model)
 
     def _through(self, run: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if self.target is self._outer:
@@ -173,7 +151,7 @@ class Door:
         return self._enter(module._call_impl, args, kwargs)
 
     def _enter(self, run: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if _INSIDE.get() is not None:  # inside of itself or of another packed model
+        if INSIDE.get() is not None:  # inside of itself or of another packed model
             return run(*args, **kwargs)
         started = time.perf_counter()
         uses = None if self._proving or self._reading is None else self._uses_of(self._kind_now)
@@ -191,7 +169,7 @@ class Door:
             uses.watched = True
             return found.watched(run(*args, **kwargs), uses.watching())
         show = zeros_at_pads if uses is None else uses.showing(self._again(args, kwargs), self.record)
-        token = _INSIDE.set((self, found))
+        token = INSIDE.set((self, found))
         self.record.host_seconds += time.perf_counter() - started
         try:
             with self._as_proved():
@@ -203,22 +181,22 @@ class Door:
                 raise
             if is_sharded(self._outer):  # a second forward of this rank alone would gather other weights than its peers
                 raise
-            _INSIDE.set(None)
+            INSIDE.set(None)
             outputs = run(*args, **kwargs)  # raises again where the batch is to blame
             self._shut(str(error) if isinstance(error, CannotPack) else f"{type(error).__name__}: {str(error)[:300]}")
             return outputs
         finally:
-            _INSIDE.reset(token)
+            INSIDE.reset(token)
         self.record.steps_packed += 1
         for side in found.sides:
             self.record.tokens_real += side.num_tokens
             self.record.tokens_padded += side.num_rows * side.num_positions
         return outputs
 
-    def _uses_of(self, kind: Any) -> _Uses:
+    def _uses_of(self, kind: Any) -> Uses:
         """What is done with the outputs of this kind of calls."""
         if kind not in self._uses:
-            self._uses[kind] = _Uses(self.record, self.target)
+            self._uses[kind] = Uses(self.record, self.target)
         return self._uses[kind]
 
     def _again(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Replay | None:
@@ -245,7 +223,7 @@ class Door:
         return torch.compiler.set_stance("force_eager") if self._in_eager else contextlib.nullcontext()
 
     def _pack(
-        self, hooks: UserHooks, args: Sequence[Any], kwargs: Mapping[str, Any], uses: _Uses | None = None
+        self, hooks: UserHooks, args: Sequence[Any], kwargs: Mapping[str, Any], uses: Uses | None = None
     ) -> PackedBatch | Refusal:
         if self._reading is None:
             return Refusal(self._unasked or "; ".join(self.record.declined))
@@ -328,22 +306,9 @@ class Door:
     def _prepare(self) -> None:
         packed_attention.attach(import_module("transformers.modeling_utils"))
         if self.target is not self._outer:
-            self.target._compiled_call_impl = _Replaced(self._call_below, self.target)
-        self._in_eager = False
+            self.target._compiled_call_impl = Replaced(self._call_below, self.target)
         takes_positions = "position_ids" in inspect.signature(self._packed_model.forward).parameters
-        of_encoder = set(_encoder_of(self._model).modules()) if self._model.config.is_encoder_decoder else set()
-        for module in self._model.modules():
-            pooler = module._modules.get("pooler")
-            if has_learned_bias(module):
-                self._replace(module, call_with_bias)
-            elif _is_position_table(module) and not takes_positions:
-                self._replace(module, partial(_call_with_positions, self, 0 if module in of_encoder else -1))
-            if pooler is not None:
-                self._replace(pooler, partial(_call_unpacked, self))
-
-    def _replace(self, module: nn.Module, call: Call) -> None:
-        module._compiled_call_impl = _Replaced(call, module)
-        self._in_eager = True
+        self._in_eager = replace_calls(self, self._model, takes_positions=takes_positions)
 
     def _prove(self, given: Mapping[str, Any]) -> str | None:
         reasons = []
@@ -373,111 +338,6 @@ class Door:
         return self._through(self._outer._call_impl, (), arguments), self._found
 
 
-class _Uses:
-    """What a script does with the outputs of one kind of calls.
-
-    Ranks that hold parts of one model have to find the same: the first call of each is watched, whatever its batch is,
-    and before the second one they tell each other what they saw. A use that comes up later is an error there.
-    """
-
-    def __init__(self, record: RegionRecord, model: nn.Module) -> None:
-        self.usage = Usage(record.name)
-        record.outputs = self.usage.outputs
-        self.parameters = list(model.parameters())
-        self.sampler = Sampler()
-        self._shards = sharding_groups(model)
-        self._calls, self.watched = 0, False
-
-    def begins(self) -> bool:
-        """Whether a call that begins now is to be watched."""
-        self._calls += 1
-        if not self._shards:
-            return not self.watched
-        if self._calls == 2:
-            self._agree()
-        return self._calls == 1
-
-    def _agree(self) -> None:
-        level = torch.tensor(int(self.usage.level), dtype=torch.int32, device=self._device())
-        for group in self._shards:
-            torch.distributed.all_reduce(level, torch.distributed.ReduceOp.MAX, group)
-        if int(level) > self.usage.level:
-            self.usage.level = Level(int(level))
-            self.usage.reason = "another rank looks at padded positions"
-
-    def _device(self) -> torch.device:
-        device = self.parameters[0].device
-        return device if device.type != "meta" else torch.device("cpu")
-
-    def watching(self) -> Show:
-        """Makes of a padded tensor what a script gets at the first call."""
-        family = Family()
-
-        def show(value: torch.Tensor, side: Side, dim: int, name: str, find: Find) -> torch.Tensor:
-            tokens = Memo(lambda: Tokens.of(side.place, side.place.take(value))) if dim == 1 else None
-            return defer(
-                value.shape,
-                lambda _: value,
-                dtype=value.dtype,
-                device=value.device,
-                requires_grad=value.requires_grad,
-                name=name,
-                tokens=tokens,
-                usage=self.usage,
-                family=family,
-                watched=True,
-            )
-
-        return show
-
-    def showing(self, again: Replay | None, record: RegionRecord) -> Show:
-        """Makes of a packed tensor what a script gets. again: the padded call, if it can be had."""
-        family = Family()
-
-        def show(packed: torch.Tensor, side: Side, dim: int, name: str, find: Find) -> torch.Tensor:
-            shape = list(packed.shape)
-            shape[0], shape[dim] = side.num_rows, side.num_positions
-
-            def padded(_: Any) -> torch.Tensor:
-                if again is None:
-                    raise DeferredError(
-                        f"padded positions of {name!r} are looked at, and this rank alone cannot compute them, as "
-                        "weights are sharded; expected them to be looked at in the first step of training, after "
-                        "which all ranks compute them. Do so, look at real positions only, or pass "
-                        "deepytorch.configure(options={'unpad': False})"
-                    )
-                known = again.seconds
-                found = find(again.outputs(name)[0])
-                if not known:
-                    record.steps_replayed += 1
-                    record.replay_seconds += again.seconds
-                return found
-
-            return defer(
-                shape,
-                padded,
-                dtype=packed.dtype,
-                device=packed.device,
-                requires_grad=packed.requires_grad,
-                name=name,
-                tokens=Memo(lambda: side.tokens(packed)) if dim == 1 else None,
-                usage=self.usage,
-                family=family,
-            )
-
-        return show
-
-
-class _Replaced:
-    """A call of a module of the model's, where `Module.compile` puts its own: pickles and copies leave it out."""
-
-    def __init__(self, call: Call, module: nn.Module) -> None:
-        self._call, self._module = call, module
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(self._module, *args, **kwargs)
-
-
 def door_for(module: nn.Module, min_padding: float = 0.0) -> Door | None:
     """The door of a module that trains: a Hugging Face model, or a PeftModel around one. None for any other."""
     pretrained = import_module("transformers.modeling_utils").PreTrainedModel
@@ -488,91 +348,6 @@ def door_for(module: nn.Module, min_padding: float = 0.0) -> Door | None:
         if isinstance(inner, pretrained):
             return Door(module, inner, min_padding)
     return None
-
-
-def declined_beforehand(outer: nn.Module, model: Any) -> str | None:
-    """What of a model a small probe would not show."""
-    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
-    biased = any(has_learned_bias(module) for module in model.modules())
-    if not (getattr(model, "_supports_flash_attn", False) or biased):
-        return f"{type(model).__name__} does not say what its masks mean (transformers gives it no FlashAttention)"
-    if type(model).__name__.endswith(AMONG_POSITIONS):
-        return "a head that chooses among positions, pads among them, or among rows"
-    if getattr(config, "expert_capacity", None) is not None:
-        return "experts that take so many tokens of each row"
-    if (getattr(config, "max_position_embeddings", None) or SHORTEST) < SHORTEST:
-        return f"fewer than {SHORTEST} positions"
-    if getattr(model.config, "output_attentions", False):
-        return "attention weights are asked for"
-    for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            return "batch normalisation, whose statistics count pads"
-    layers = set(getattr(config, "layer_types", None) or ()) - set(LAYER_TYPES)
-    if layers:
-        return f"layers of type {', '.join(sorted(layers))}"
-    for name in ("rope_parameters", "rope_scaling"):
-        kinds = getattr(config, name, None) or {}
-        found = {kinds.get("rope_type")} | {each.get("rope_type") for each in kinds.values() if isinstance(each, dict)}
-        if found & set(LENGTH_DEPENDENT_ROPE):
-            return f"position embeddings that depend on the padded length ({', '.join(map(str, found))})"
-    adapters = getattr(outer, "peft_config", None) or {}
-    if any(getattr(each, "is_prompt_learning", False) for each in adapters.values()):
-        return "virtual tokens of a learned prompt"
-    return None
-
-
-def readings(model: Any, packed: Any) -> Iterator[Reading]:
-    """How a model may read its batch, to be tried in turn: the rows it is right for, and how it counts positions.
-
-    packed: what of `model` gets packed batches: itself, or the model below its head.
-    """
-    parameters = inspect.signature(packed.forward).parameters
-    two_sided = bool(model.config.is_encoder_decoder) and "decoder_input_ids" in parameters
-    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
-    ids = model.get_input_embeddings().num_embeddings
-    by_token = type(model).__name__.endswith("ForTokenClassification")
-    pad_id = getattr(config, "pad_token_id", None)
-    by_row = type(model).__name__.endswith(BY_ROW)
-    first = Reading(
-        positions=None,
-        shifted=not two_sided and not by_token and _is_causal_loss(model),
-        rows=RowKind.PREFIX,
-        two_sided=two_sided,
-        decoder_ids=getattr(model, "prepare_decoder_input_ids_from_labels", None) if two_sided else None,
-        bounds={
-            "input_ids": ids,
-            "decoder_input_ids": ids,
-            "token_type_ids": getattr(config, "type_vocab_size", None) or 2,
-            "labels": config.num_labels if by_token else ids,
-        },
-        pad_id=pad_id,
-        pads_hold_pad_id=by_row and pad_id is not None,
-        unsure=packed is not model,
-    )
-    windowed = getattr(config, "sliding_window", None) is not None  # windows are counted in tokens when packed
-    half = next(model.parameters()).dtype in (torch.float16, torch.bfloat16)  # rounding would hide rules of positions
-    kinds = (
-        [RowKind.PREFIX]
-        if half or packed is not model
-        else [RowKind.CONTIGUOUS if windowed else RowKind.ANY, RowKind.PREFIX]
-    )
-    rules: list[Any] = [None]
-    if not two_sided and "position_ids" in parameters:
-        rules = [columns, counts, *([] if pad_id is None else [ids_counted(pad_id)])]
-    shifts = (first.shifted,) if two_sided or packed is not model else (first.shifted, not first.shifted)
-    for kind in kinds:
-        for shifted in shifts:
-            for rule in rules:
-                yield replace(first, rows=kind, positions=rule, shifted=shifted)
-
-
-def _is_causal_loss(model: Any) -> bool:
-    losses = import_module("transformers.loss.loss_utils")
-    return model.loss_function is losses.ForCausalLMLoss
-
-
-def _encoder_of(model: Any) -> nn.Module:
-    return model.get_encoder()
 
 
 def _bound(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -588,24 +363,3 @@ def _bound(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         elif name in given and parameter.kind is parameter.VAR_POSITIONAL and given.pop(name):
             return None
     return given
-
-
-def _is_position_table(module: nn.Module) -> bool:
-    """Whether this is a table of learned positions that makes its positions itself, as Bart's."""
-    own = isinstance(module, nn.Embedding) and type(module).forward is not nn.Embedding.forward
-    return own and "position_ids" in inspect.signature(module.forward).parameters
-
-
-def _call_with_positions(door: Door, side: int, module: Any, *args: Any, **kwargs: Any) -> Any:
-    inside = _INSIDE.get()
-    if inside is not None and inside[0] is door:
-        kwargs["position_ids"] = inside[1].sides[side].rows.positions.long()
-    return module._call_impl(*args, **kwargs)
-
-
-def _call_unpacked(door: Door, module: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-    """A pooler looks at one position of each row."""
-    inside = _INSIDE.get()
-    if inside is not None and inside[0] is door and hidden_states.shape[:2] == (1, inside[1].main.num_tokens):
-        hidden_states = inside[1].main.unpack(hidden_states)
-    return module._call_impl(hidden_states, *args, **kwargs)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from deepytorch.patches import replace
+from deepytorch.torch_internals import is_usable
 
 
 def attach(torch_module: Any) -> None:
@@ -15,9 +16,11 @@ def attach(torch_module: Any) -> None:
 
     def listening(original: Any) -> Any:
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            if not is_usable():
+                return
             from deepytorch.autowrap import watch
 
-            original(self, *args, **kwargs)
             watch(self)
 
         return __init__

@@ -117,14 +117,14 @@ def attend(
 
 
 def attach(modeling_utils: Any) -> None:
-    """Have `AttentionInterface.get_interface` of transformers give functions that know packed masks.
+    """Have `AttentionInterface` of transformers give functions that know packed masks.
 
     Masks of any other kind go to the function that would have been given, with its arguments untouched.
     """
 
     def knowing_packed_masks(original: Any) -> Any:
-        def get_interface(self: Any, attn_implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
-            given = original(self, attn_implementation, default)
+        def get_interface(self: Any, *asked: Any) -> Callable[..., Any]:
+            given = original(self, *asked)
 
             @functools.wraps(given)
             def either(
@@ -137,9 +137,14 @@ def attach(modeling_utils: Any) -> None:
 
         return get_interface
 
-    replace(
-        modeling_utils.AttentionInterface, "get_interface", knowing_packed_masks, "attend in packed rows", always=True
-    )
+    interface = modeling_utils.AttentionInterface
+    way = "get_interface" if asks_for_every_attention(modeling_utils) else "__getitem__"
+    replace(interface, way, knowing_packed_masks, "attend in packed rows", always=True)
+
+
+def asks_for_every_attention(modeling_utils: Any) -> bool:
+    """Whether models ask `AttentionInterface` for "eager" too: up to transformers 4 they call their own for that."""
+    return hasattr(modeling_utils.AttentionInterface, "get_interface")
 
 
 def has_learned_bias(module: nn.Module) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 from deepytorch.log import logger
 from deepytorch.patches import replace
 from deepytorch.switch import SWITCH
+from deepytorch.torch_internals import is_usable
 
 ROUTED = ("undefined", "gloo", "nccl", "cpu:gloo,cuda:nccl")
 _HELPER = "_new_process_group_helper"  # makes every group, the default one too
@@ -48,7 +49,7 @@ def attach(torch_module: Any) -> None:
 
 
 def _is_routed(c10d: Any, asked: Any, arguments: dict[str, Any]) -> bool:
-    if not (SWITCH.enabled and SWITCH.process_groups) or str(asked).lower() not in ROUTED:
+    if not (SWITCH.enabled and SWITCH.process_groups and is_usable()) or str(asked).lower() not in ROUTED:
         return False
     if arguments.get("backend_options") is not None or arguments.get("device_id") is not None:
         return False

@@ -65,7 +65,7 @@ def sources() -> list[Path]:
 
 
 class Reader(ast.NodeVisitor):
-    """Follows names that were imported from torch, or from where their aliases are, each in the functions that see it."""
+    """Follows names that were imported from torch, or by their aliases, each in the functions that see it."""
 
     def __init__(self, found: dict[str, set[Call]], aliases: Mapping[str, str] = ALIASES) -> None:
         self._found, self._aliases = found, aliases

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import typer
 
 import deepytorch
 from deepytorch import cli
 from deepytorch.bench.models import MODELS, SIZES
+from deepytorch.cli.options import Dtype, Model, ModelSize
 from deepytorch.errors import DataError, ParityError
 from tests.bench.test_schema import VALUES
 
@@ -29,10 +32,24 @@ def run(monkeypatch, *arguments: str) -> int:
     return 0
 
 
+def commands(group, path=()):
+    """Every command below `group`, with its words."""
+    for name, command in group.commands.items():
+        yield (*path, name), command
+        if hasattr(command, "commands"):
+            yield from commands(command, (*path, name))
+
+
+COMMANDS = dict(commands(typer.main.get_command(cli.app)))
+# Options that mean something where they are left out, and have no default that typer shows.
+WITH_A_MEANING = ("data", "ranks", "rate", "flow_rate", "logs", "links", "compress", "lowering")
+
+
 def test_version_and_help_answer_without_loading_torch():
+    asked = [["--version"], ["--help"], *([*words, "--help"] for words in COMMANDS)]
     code = (
         "import sys\nfrom deepytorch import cli\n"
-        "for arguments in (['--version'], ['--help'], ['demo', '--help'], ['bench', 'unpad', '--help']):\n"
+        f"for arguments in {asked}:\n"
         "    sys.argv = ['deepytorch', *arguments]\n"
         "    try:\n        cli.main()\n    except SystemExit as end:\n        assert not end.code, end.code\n"
         "assert 'torch' not in sys.modules\n"
@@ -53,9 +70,9 @@ def test_no_command_shows_the_commands(monkeypatch, capsys):
 def test_models_and_dtypes_of_the_options_are_those_that_exist():
     from deepytorch.bench.training_step import DTYPES
 
-    assert tuple(model.value for model in cli.Model) == MODELS
-    assert tuple(size.value for size in cli.ModelSize) == tuple(SIZES)
-    assert tuple(dtype.value for dtype in cli.Dtype) == tuple(DTYPES)
+    assert tuple(model.value for model in Model) == MODELS
+    assert tuple(size.value for size in ModelSize) == tuple(SIZES)
+    assert tuple(dtype.value for dtype in Dtype) == tuple(DTYPES)
 
 
 def test_an_error_of_ours_is_one_message_and_status_2(monkeypatch, capsys, tmp_path):
@@ -135,3 +152,22 @@ def test_doctor_prints_a_table_or_json(monkeypatch, capsys):
     assert capsys.readouterr().out == "found 1.2\n"
     assert run(monkeypatch, "doctor", "--json") == 0
     assert json.loads(capsys.readouterr().out) == {"deepytorch": "1.2"}
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_help_says_what_each_option_does_without_words_of_ours(words):
+    texts = {" ".join(words): COMMANDS[words].help}
+    texts |= {option.name: getattr(option, "help", None) for option in COMMANDS[words].params}
+    assert all(texts.values()), texts
+    ours = re.compile(r"\b(doors?|arms?|twins?|tails?|picks?|entry|entries|armed|declined?|lowering|cells?)\b")
+    assert not [text for text in texts.values() if ours.search(text)]
+    for option in COMMANDS[words].params:  # what is left out is said, by typer or in words
+        if getattr(option, "default", None) is None and not option.required and option.name in WITH_A_MEANING:
+            assert "Default: " in option.help, option.name
+
+
+def test_commands_are_spelled_in_the_help_as_they_are_typed():
+    assert list(COMMANDS) == [
+        ("demo",), ("verify",), ("doctor",), ("config",), ("build",), ("lab",), ("simulate",),
+        ("bench",), ("bench", "unpad"), ("bench", "hosts"), ("bench", "ddp"), ("bench", "sharded"), ("bench", "comm"),
+    ]  # fmt: skip

@@ -6,7 +6,9 @@ import copy
 import io
 import json
 import os
+import re
 import stat
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -15,6 +17,14 @@ import torch
 from rich.console import Console
 
 from deepytorch import doctor
+from deepytorch.supported_versions import PYTHON, TORCH, TRANSFORMERS, TRITON_OF_TORCH
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +96,6 @@ def test_markup_in_what_is_found_is_shown_as_it_is(found):
     ("path", "value", "words"),
     [
         (("packages", "transformers"), None, ["transformers", "pip install 'deepytorch[hf]'"]),
-        (("packages", "torch"), "2.9.1", ["found 2.9.1", "install torch 2.11 or 2.12 or 2.13"]),
         (
             ("compilers", "cpp"),
             {"usable": False, "reason": "g++ is not on PATH"},
@@ -113,6 +122,62 @@ def test_each_thing_missing_is_named_with_how_to_get_it(found, path, value, word
     new = set(lacks(without).splitlines()) - set(lacks(found).splitlines())
     assert len(new) == 1
     assert all(word in next(iter(new)) for word in words), new
+
+
+@pytest.mark.parametrize(
+    ("path", "version", "words"),
+    [
+        (("packages", "torch"), "2.9.1", ("torch 2.9.1", "2.11 to 2.15", "install torch 2.11 to 2.15")),
+        (("packages", "torch"), "2.16.0a0+git12", ("torch 2.16.0a0", "2.11 to 2.15", "-m deepytorch.torch_internals")),
+        (("packages", "torch"), "3.0.0", ("torch 3.0.0", "2.11 to 2.15", "-m deepytorch.torch_internals")),
+        (("packages", "transformers"), "4.56.2", ("transformers 4.56.2", "4.57 to 5.x", "install transformers")),
+        (("packages", "transformers"), "6.0.0", ("transformers 6.0.0", "4.57 to 5.x", "deepytorch verify")),
+        (("python", "version"), "3.9.18", ("Python 3.9.18", "3.10 to 3.13", "install Python")),
+        (("python", "version"), "3.14.0rc1", ("Python 3.14.0rc1", "3.10 to 3.13", "deepytorch verify")),
+    ],
+)
+def test_versions_outside_of_the_tested_ranges_are_warned_of(found, path, version, words):
+    other = copy.deepcopy(found)
+    other[path[0]][path[1]] = version
+    (warning,) = doctor.untested(other)
+    assert all(word in shown for word, shown in zip(words, warning.values(), strict=True)), warning
+    other["untested"] = [warning]
+    assert all(text in rendered(other) for text in ("Not tested", *warning.values()))
+
+
+@pytest.mark.parametrize("torch_version", ["2.11.0", "2.12.1+cu130", "2.15.0", "2.15.1a0+git1234"])
+@pytest.mark.parametrize("transformers_version", [None, "4.57.0", "4.57.6", "5.0.0", "5.23.0"])
+def test_versions_in_the_tested_ranges_are_not(found, torch_version, transformers_version):
+    other = copy.deepcopy(found)
+    other["packages"] |= {"torch": torch_version, "transformers": transformers_version}
+    for python_version in ("3.10.0", "3.13.9"):
+        other["python"]["version"] = python_version
+        assert doctor.untested(other) == []
+
+
+def test_a_torch_whose_triton_is_not_known_is_not_told_to_change_it(found):
+    other = copy.deepcopy(found)
+    other["compilers"]["triton"] = {"version": "4.0.0", "paired": None, "usable": False, "reason": "no device"}
+    other["cuda"]["available"] = True
+    assert "None" not in lacks(other)
+    assert "the Triton of this torch" not in lacks(other)
+
+
+def test_the_ranges_are_those_of_the_package():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["requires-python"] == f">={dotted(PYTHON.oldest)}"
+    prefix = "Programming Language :: Python :: 3."
+    minors = [int(each.removeprefix(prefix)) for each in project["classifiers"] if each.startswith(prefix)]
+    assert [(3, minor) for minor in minors] == [(3, n) for n in range(PYTHON.oldest[1], PYTHON.newest[1] + 1)]
+    (torch_needed,) = [each for each in project["dependencies"] if re.match(r"torch\b", each)]
+    assert torch_needed == f"torch>={dotted(TORCH.oldest)}", "an upper bound would replace the torch of a user"
+    (transformers_needed,) = [each for each in project["optional-dependencies"]["hf"] if "transformers" in each]
+    assert transformers_needed == f"transformers>={dotted(TRANSFORMERS.oldest)}"
+    assert list(TRITON_OF_TORCH) == [f"2.{n}" for n in range(TORCH.oldest[1], TORCH.newest[1] + 1)]
+
+
+def dotted(numbers) -> str:
+    return ".".join(map(str, numbers))
 
 
 def test_nothing_missing_is_said(found):

@@ -17,7 +17,7 @@ import deepytorch
 ROOT = Path(__file__).parents[2]
 # From low to high; a module may import from its own entry and from the ones before it.
 LOWER_LAYERS = [
-    {"errors", "log", "switch", "version"},
+    {"errors", "log", "supported_versions", "switch", "version"},
     {"patches", "torch_internals"},
     {"private_files"},
     {"config"},

@@ -1,0 +1,83 @@
+"""The command line, `deepytorch`: its commands in the order of `--help`, one module each.
+
+torch takes seconds to import: a command imports what it needs when it runs, so that --help and --version answer at
+once.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from deepytorch.cli import (
+    bench_comm,
+    bench_ddp,
+    bench_hosts,
+    bench_sharded,
+    bench_unpad,
+    build,
+    config,
+    demo,
+    doctor,
+    lab,
+    simulate,
+    verify,
+)
+from deepytorch.errors import DeepytorchError
+from deepytorch.switch import SWITCH
+from deepytorch.version import __version__
+
+_BEFORE_A_COMMAND = {"allow_interspersed_args": False}  # what follows belongs to the command that is started
+
+app = typer.Typer(
+    name="deepytorch",
+    help="Faster training in PyTorch, without the padding. `import deepytorch` at the top of a script switches it on; "
+    "these commands try it out, check it, measure it, and say what a machine lacks.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+bench = typer.Typer(help="Measure what deepytorch gains on this machine.", no_args_is_help=True)
+
+app.command("demo")(demo.demo)
+app.command("verify", context_settings=_BEFORE_A_COMMAND)(verify.verify)
+app.command("doctor")(doctor.doctor)
+app.command("config")(config.config)
+app.command("build")(build.build)
+app.add_typer(bench, name="bench")
+bench.command("unpad")(bench_unpad.unpad)
+bench.command("hosts")(bench_hosts.hosts)
+bench.command("ddp")(bench_ddp.ddp)
+bench.command("sharded")(bench_sharded.sharded)
+bench.command("comm")(bench_comm.comm)
+app.command("lab", context_settings=_BEFORE_A_COMMAND)(lab.lab)
+app.command("simulate")(simulate.simulate)
+
+
+def main() -> None:
+    """Run the command line; what deepytorch raises on purpose is one message and exit status 2, never a traceback."""
+    SWITCH.enabled = False  # what is measured here says itself what is compiled
+    try:
+        app()
+    except DeepytorchError as error:
+        Console(stderr=True).print(f"[bold red]Error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        sys.exit(2)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"deepytorch {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Take the options that stand before a command."""

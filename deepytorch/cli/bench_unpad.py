@@ -1,0 +1,121 @@
+"""`deepytorch bench unpad`: what stripping padding gains."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich import box
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from deepytorch.cli.options import (
+    BatchSize,
+    Data,
+    Device,
+    Dtype,
+    DtypeOf,
+    JsonFile,
+    LabelsOf,
+    Model,
+    ModelFamily,
+    ModelSize,
+    SizeOf,
+    quiet_transformers,
+)
+
+if TYPE_CHECKING:
+    from deepytorch.bench.schema import UnpadResult
+
+
+def unpad(
+    labels: Annotated[
+        LabelsOf, typer.Option(help="Which tokens have labels: those of the response, or of the instruction too.")
+    ] = LabelsOf.response,
+    loss: Annotated[
+        str,
+        typer.Option(
+            metavar="model|outside|everywhere",
+            help="model: the loss that the model returns. outside: cross entropy of its logits, with labels ignored at "
+            "padding. everywhere: the same, with labels at padding too.",
+        ),
+    ] = "model",
+    data: Data = None,
+    model: ModelFamily = Model.llama,
+    size: SizeOf = ModelSize.small,
+    batch_size: BatchSize = 8,
+    steps: Annotated[int, typer.Option(min=1, help="Number of batches; each is timed in every setup.")] = 8,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each batch is timed in each setup.")] = 3,
+    dtype: DtypeOf = Dtype.fp32,
+    device: Device = "cpu",
+    json_file: JsonFile = None,
+) -> None:
+    """Time training steps without padding against eager mode, stock torch.compile and hand-packed batches.
+
+    Hand-packed: the rows of a batch laid end to end, without padding, by the script itself, for causal models. The
+    setups take turns on the same batches, and their losses and gradients are compared with those of eager mode.
+    """
+    from deepytorch.bench.schema import write_result
+    from deepytorch.bench.unpad import UnpadOptions, run_unpad
+
+    console = Console(stderr=json_file == "-")  # stdout is then the JSON's alone
+    quiet_transformers()
+    options = UnpadOptions(
+        labels=labels.value,
+        loss=loss,
+        data=data,
+        model=model.value,
+        size=size.value,
+        batch_size=batch_size,
+        steps=steps,
+        rounds=rounds,
+        dtype=dtype.value,
+        device=device,
+    )
+    with console.status("Starting") as status:
+        result = run_unpad(options, notify=status.update)
+    console.print(_unpad_table(result))
+    if json_file == "-":
+        typer.echo(json.dumps(result.to_json(), indent=2))
+    elif json_file is not None:
+        write_result(Path(json_file), result)
+
+
+def _unpad_table(result: UnpadResult) -> Group:
+    title = f"{result.model}, batch {result.batch_size}, {result.dtype}, {result.device}"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE)
+    table.add_column("arm", no_wrap=True)
+    for heading in ("step ms", "deepytorch is", "quartiles", "compile s", "peak MB"):
+        table.add_column(heading, justify="right")
+    ratios = {
+        "eager": result.ratio_vs_eager,
+        "inductor": result.ratio_vs_inductor,
+        "handpacked": result.ratio_vs_handpacked,
+    }
+    compile_seconds = {"inductor": result.compile_seconds_inductor, "deepytorch": result.compile_seconds}
+    for arm, milliseconds in result.step_ms.items():
+        ratio, quartiles = ratios.get(arm), result.ratio_quartiles.get(arm)
+        table.add_row(
+            arm,
+            f"{milliseconds:,.1f}",
+            f"{ratio:.2f}x" if ratio is not None else "",
+            f"{quartiles[0]:.2f} - {quartiles[2]:.2f}" if quartiles is not None else "",
+            f"{compile_seconds[arm]:.1f}" if arm in compile_seconds else "",
+            f"{result.peak_bytes[arm] / 1e6:,.0f}" if arm in result.peak_bytes else "",
+        )
+    return Group(table, Text("\n".join(_unpad_lines(result))))
+
+
+def _unpad_lines(result: UnpadResult) -> list[str]:
+    return [
+        f"Real tokens: {result.real_token_fraction:.3f} of the positions, so dropping pads alone gives up to "
+        f"{result.token_ceiling:.2f}x in token-wise work; {result.labelled_fraction:.2f} of the tokens are labelled.",
+        f"Against eager: loss within {result.max_loss_rel_diff:.1e}, gradients within {result.max_grad_rel_diff:.1e} "
+        f"(relative), peak memory x {result.peak_memory_ratio_vs_eager:.2f}.",
+        f"Steps: {result.steps_packed} packed, {result.steps_padded} padded, {result.recompiles} recompiles, "
+        f"{result.host_ms_per_step:.2f} ms of host work each.",
+        f"Batches without any padding: {result.ratio_no_padding:.2f}x stock torch.compile.",
+    ]

@@ -1,0 +1,130 @@
+"""Options and habits that several commands share."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+class Model(str, Enum):
+    """Families of Hugging Face models, made with random weights."""
+
+    llama = "llama"
+    qwen2 = "qwen2"
+    gpt2 = "gpt2"
+    bert = "bert"
+    bart = "bart"
+    t5 = "t5"
+
+
+class ModelSize(str, Enum):
+    """Widths and depths of those models, from one for tests to one of a billion weights."""
+
+    tiny = "tiny"
+    quarter = "quarter"
+    demo = "demo"
+    small = "small"
+    base = "base"
+    large = "large"
+
+
+class Dtype(str, Enum):
+    """fp32, or autocast to a lower one with fp32 weights."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
+class Compress(str, Enum):
+    """What values may be cast to between hosts."""
+
+    bf16 = "bf16"
+    fp16 = "fp16"
+    fp8 = "fp8"
+
+
+class Lowering(str, Enum):
+    """How the rewritten graph runs."""
+
+    inductor = "inductor"
+    aot_eager = "aot_eager"
+
+
+class LabelsOf(str, Enum):
+    """Which tokens are learned: the response's, as instruction tuning does, or the prompt's too."""
+
+    response = "response"
+    all = "all"
+
+
+Data = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="JSON file of instruction, input and output texts, laid out as Stanford Alpaca's. "
+        "Default: the docstrings of Python's standard library and of torch.",
+    ),
+]
+ModelFamily = Annotated[Model, typer.Option(help="Model architecture; weights are random.")]
+SizeOf = Annotated[
+    ModelSize,
+    typer.Option(
+        "--size",
+        help="Layers x hidden size: tiny 2x64, quarter 12x192, demo 4x256, small 4x512, base 12x768, large 16x2048. "
+        "base and large are for GPUs.",
+    ),
+]
+BatchSize = Annotated[int, typer.Option(min=1, help="Rows in a batch.")]
+BatchSizeOfRank = Annotated[int, typer.Option(min=1, help="Rows in a batch of each rank.")]
+Device = Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...")]
+DtypeOf = Annotated[Dtype, typer.Option(help="fp32, or autocast to bf16 or fp16 with weights in fp32.")]
+JsonFile = Annotated[
+    str | None,
+    typer.Option("--json", metavar="FILE|-", help="Write the result as one JSON object to a file; -: to stdout."),
+]
+
+# Of commands that start ranks.
+RanksOfHost = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Ranks (processes) on each host. Default: 2; under torchrun, the ranks that torchrun started."
+    ),
+]
+Hosts = Annotated[
+    int,
+    typer.Option(
+        min=1, help="Hosts (machines). More than one are simulated on this one, which needs root: see deepytorch lab."
+    ),
+]
+Rate = Annotated[
+    str | None,
+    typer.Option(
+        metavar="RATE",
+        help="With several hosts: bits per second that each may send and receive, such as 200mbit or 1gbit. "
+        "Default: 1gbit.",
+    ),
+]
+FlowRate = Annotated[
+    str | None,
+    typer.Option(
+        metavar="RATE",
+        help="With several hosts: bits per second that one TCP connection may carry, such as 100mbit. "
+        "Default: no limit of its own.",
+    ),
+]
+StallTimeout = Annotated[
+    float, typer.Option(metavar="SECONDS", help="End all ranks after so many seconds without progress.")
+]
+
+
+def quiet_transformers() -> None:
+    """Keep transformers' advice about configurations out of the tables."""
+    try:
+        from transformers import logging
+    except ImportError:
+        return  # building a model says what to install
+    logging.set_verbosity_error()

@@ -1,0 +1,75 @@
+"""`deepytorch simulate`: a training step on machines that are not there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from deepytorch.cli.options import Compress, JsonFile
+
+
+def simulate(
+    topology: Annotated[
+        Path,
+        typer.Option(
+            metavar="FILE", help="Machines and links, as deepytorch doctor --topology --json prints those of this one."
+        ),
+    ],
+    model_profile: Annotated[
+        Path,
+        typer.Option(metavar="FILE", help="Times and gradient sizes of one training step, as JSON: docs/simulator.md."),
+    ],
+    ranks: Annotated[
+        str,
+        typer.Option(
+            metavar="LIST",
+            help="Numbers of ranks to simulate, with commas; the hosts of --topology are repeated to reach them.",
+        ),
+    ] = "8,64,1000",
+    links: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Measured latencies and bandwidths of those links, as JSON: docs/simulator.md. Default: "
+            "typical ones are assumed.",
+        ),
+    ] = None,
+    compress: Annotated[
+        Compress | None,
+        typer.Option(help="Cast gradients to this type between hosts. Default: none, they are sent as they are."),
+    ] = None,
+    json_file: JsonFile = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="Draw efficiency over ranks, and the timelines.")
+    ] = None,
+) -> None:
+    """Predict a data-parallel training step on more machines than you have: step time and scaling efficiency.
+
+    Starts no ranks: compute times come from the model profile, those of collectives from a cost model. Also says
+    how much communication the backward pass does not hide.
+    """
+    from deepytorch.bench import simulate as playing
+    from deepytorch.bench import simulate_show as showing
+    from deepytorch.bench.model_profile import read_profile
+    from deepytorch.comm.topology.cost import Links, read_links
+    from deepytorch.comm.topology.topology import read_topology
+
+    numbers = showing.parse_ranks(ranks)
+    simulation = playing.simulate(
+        read_profile(model_profile),
+        read_topology(topology),
+        Links() if links is None else read_links(links),
+        numbers,
+        None if compress is None else compress.value,
+    )
+    Console(stderr=json_file == "-").print(showing.step_table(simulation))
+    if json_file == "-":
+        typer.echo(json.dumps(simulation.to_json(), indent=2))
+    elif json_file is not None:
+        showing.write_simulation(Path(json_file), simulation)
+    if plot is not None:
+        showing.draw(plot, simulation)
