@@ -187,8 +187,8 @@ class AlongPlain(Rule):
             layout = layouts.get(source)
             if layout is None or len(layout) != len(x) or not is_token(layout):
                 return False
-            if [layout[dim] for dim in token_dims(layout)] != [x[dim] for dim in token_dims(x)]:
-                return False
+            if token_dims(layout) != token_dims(x) or any(layout[dim] != x[dim] for dim in token_dims(x)):
+                return False  # an index (rows, 2, positions) looks up positions 0 and 1 of (rows, positions, n)
         out = layouts.get(node)
         return out is None or is_token(out)
 
