@@ -17,7 +17,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from deepytorch.compiler.batch_facts import Facts, Indices
+from deepytorch.compiler.batch_facts import Facts, Indices, Refusal, read_facts
 from deepytorch.passes.base import Context, GraphInput, Role
 from deepytorch.passes.slicing import Slicer
 from deepytorch.passes.unpad.analysis import _forget_foreign
@@ -26,7 +26,7 @@ from deepytorch.passes.unpad.layout import ROWS, Layout, Positions, Symbols, lay
 from deepytorch.passes.unpad.masks import TokenSource
 from deepytorch.passes.unpad.program import IndexInput, Program
 from deepytorch.passes.unpad.region import Region, Space
-from deepytorch.passes.unpad.strip_padding import decide
+from deepytorch.passes.unpad.strip_padding import StripPadding, decide
 from deepytorch.passes.unpad.write_program import write_program
 
 aten = torch.ops.aten
@@ -258,3 +258,61 @@ def batches() -> dict[str, torch.Tensor]:
     }
     written = {name: torch.tensor([[digit == "1" for digit in row] for row in grid]) for name, grid in rows.items()}
     return {**written, "drawn": drawn}
+
+
+class Step:
+    """A graph that the whole pass has rewritten, run as a step runs it: from the batch alone to the packed outputs."""
+
+    def __init__(self, written: PaddedGraph, *, loss_rows: bool = True, ends_in_break: bool = False) -> None:
+        self.padded = fx.GraphModule(written.module, written.graph)
+        self.packed = fx.GraphModule(written.module, written.graph)
+        self._pass = StripPadding(loss_rows=loss_rows, defer_outputs=False, zero_outputs=True)
+        self.rewrite = self._pass.rewrite(self.packed, written.context(ends_in_break=ends_in_break))
+
+    @property
+    def program(self) -> Program:
+        """What the pass hands to the run time."""
+        assert self.rewrite.program is not None, self.rewrite.declined
+        return self.rewrite.program
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why something stayed padded."""
+        return [decline.reason for decline in self.rewrite.declined]
+
+    def run(self, values: Sequence[Any]) -> list[Any] | str:
+        """The packed graph's outputs; the reason where this batch has to run padded."""
+        found = read_facts(self.program, values)
+        if isinstance(found, Refusal):
+            return found.reason
+        indices = Indices(found)
+        assert all(output.kind == "value" for output in self.program.outputs)
+        return self.packed(
+            *(values[index] for index in self.program.packed_inputs),
+            *(indices.get(index) for index in self.program.indices),
+        )
+
+    def targets(self) -> list[Any]:
+        """The operators of the packed graph."""
+        return [node.target for node in self.packed.graph.nodes if node.op == "call_function"]
+
+
+def key_mask(g: PaddedGraph, mask: fx.Node | None = None) -> fx.Node:
+    """(rows, 1, 1, positions) bool: which keys are tokens."""
+    seen = g.call(aten.ne.Scalar, g.mask if mask is None else mask, 0)
+    return g.call(aten.unsqueeze.default, g.call(aten.unsqueeze.default, seen, 1), 1)
+
+
+def project(g: PaddedGraph, x: fx.Node, heads: int, dim: str = "p") -> fx.Node:
+    """(rows, positions, width) -> (rows, heads, positions, 4), by a weight of its own."""
+    y = g.call(aten.linear.default, x, g.weight(4 * heads, int(x.meta["val"].shape[-1])))
+    y = g.call(aten.view.default, y, [g.size("r"), g.size(dim), heads, 4])
+    return g.call(aten.transpose.int, y, 1, 2)
+
+
+def attend(g: PaddedGraph, x: fx.Node, mask: fx.Node | None, causal: bool = False, heads: int = 2) -> fx.Node:
+    """Self-attention of (rows, positions, width), of the same width."""
+    q, k, v = (project(g, x, heads) for _ in range(3))
+    y = g.call(aten.scaled_dot_product_attention.default, q, k, v, mask, 0.0, causal)
+    y = g.call(aten.reshape.default, g.call(aten.transpose.int, y, 1, 2), [g.size("r"), g.size("p"), 4 * heads])
+    return g.call(aten.linear.default, y, g.weight(int(x.meta["val"].shape[-1]), 4 * heads))
