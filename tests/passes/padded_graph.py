@@ -110,7 +110,8 @@ class PaddedGraph:
 
     def size(self, dim: str) -> fx.Node:
         """The number of rows ("r"), of positions ("p") or of the second sequence's ("q"), as a node."""
-        source = next(node for node in self.inputs if dim in self.dims[node])
+        holders = [node for node in self.inputs if dim in self.dims[node]]
+        source = min(holders, key=lambda node: node.meta["val"].requires_grad)  # the batch's own, where it has one
         return self.call(aten.sym_size.int, source, self.dims[source].index(dim))
 
     def merged(self, x: fx.Node) -> fx.Node:
