@@ -246,6 +246,18 @@ def test_losses_over_tokens(shift: bool, reduction: int, loss_rows: bool) -> Non
                 compare(step, g, mask, {labels: target})
 
 
+def test_a_loss_whose_positions_start_late() -> None:
+    for end in (END, -1):
+        g = PaddedGraph()
+        labels = g.batch("r", "p", name="labels")
+        logits = cut(g, head(g, attend(g, g.x("r", "p", 6), key_mask(g))), 1, end)
+        g.output(cross_entropy(g, logits, cut(g, labels, 1, end)))
+        step = Step(g)
+        for name in ("right", "left", "mixed", "holes", "drawn"):
+            mask = batches()[name]
+            compare(step, g, mask, {labels: labels_of(mask)})
+
+
 def test_a_label_at_a_pad_runs_padded() -> None:
     g, labels, step = language_model(False)
     mask = batches()["right"]
@@ -314,6 +326,14 @@ def test_hidden_entries_are_zeros_where_the_fill_says_so() -> None:
     compare(step, g, mask, {hidden: ~mask})
     values = g.values(mask, torch.Generator().manual_seed(0), {hidden: mask})
     assert step.run(values) == "a factor is not zero at padded positions"
+
+
+def test_hidden_entries_that_are_not_zeros_are_seen_at_pads() -> None:
+    g = PaddedGraph()
+    hidden = g.call(aten.unsqueeze.default, g.call(aten.eq.Scalar, g.mask, 0), -1)
+    x = attend(g, g.x("r", "p", 6), key_mask(g))
+    g.output(g.call(aten.sum.dim_IntList, g.call(aten.masked_fill.Scalar, x, hidden, 0.5), [1]))
+    assert Step(g).rewrite.program is None
 
 
 def test_a_mean_over_positions_sees_pads_and_what_feeds_it_stays_padded() -> None:
