@@ -98,6 +98,8 @@ class Pointwise(Rule):
 
     def admits(self, node: fx.Node, layouts: Layouts, from_batch: Mapping[fx.Node, bool]) -> bool:
         out = layouts[node]
+        if node.kwargs.get("memory_format") in (torch.channels_last, torch.channels_last_3d):
+            return False  # packed values have fewer dimensions than it takes
         return all(broadcasts(layouts.get(source), out, from_batch[source]) for source in tensor_inputs(node))
 
     def emit(self, node: fx.Node, emitter: Emitter, entries: IndexSet) -> fx.Node:
@@ -124,15 +126,14 @@ class Linear(Rule):
                 layout = layouts.get(other)
                 if layout is None or token_dims(layout) or len(layout) > 2:
                     return False
+        if node.target in (aten.mm.default, aten.addmm.default) and len(packed_sizes(x)) != 1:
+            return False  # a matrix has no room for what is merged with its rows, such as heads
         return x[:-1] == layouts[node][:-1] and _plain(layouts[node][-1])
 
     def emit(self, node: fx.Node, emitter: Emitter, entries: IndexSet) -> fx.Node:
         before, after = (emitter.copied(part) for part in (node.args[: self.x], node.args[self.x + 1 :]))
         args = [*before, emitter.packed(node.args[self.x], entries), *after]
-        target = node.target
-        if target in (aten.mm.default, aten.addmm.default) and len(packed_sizes(emitter.layouts[node])) != 1:
-            raise AssertionError("a matrix of tokens has one dimension besides them")
-        return emitter.call(target, tuple(args), emitter.copied(node.kwargs))
+        return emitter.call(node.target, tuple(args), emitter.copied(node.kwargs))
 
 
 @dataclass(frozen=True)
@@ -188,8 +189,8 @@ class AlongPlain(Rule):
             layout = layouts.get(source)
             if layout is None or len(layout) != len(x) or not is_token(layout):
                 return False
-            if [layout[dim] for dim in token_dims(layout)] != [x[dim] for dim in token_dims(x)]:
-                return False
+            if token_dims(layout) != token_dims(x) or any(layout[dim] != x[dim] for dim in token_dims(x)):
+                return False  # an index (rows, 2, positions) looks up positions 0 and 1 of (rows, positions, n)
         out = layouts.get(node)
         return out is None or is_token(out)
 
@@ -200,7 +201,11 @@ class AlongPlain(Rule):
         mapped = [packed_dim(x, dim) for dim in dims]
         given = arguments[self.name]
         arguments[self.name] = mapped if isinstance(given, (list, tuple)) else mapped[0]
-        return emitter.call_named(node.target, arguments, lambda source: emitter.packed(source, entries))
+        return emitter.call_named(
+            node.target,
+            arguments,
+            lambda source: emitter.packed(source, entries) if _is_value(source) else emitter.padded(source),
+        )
 
     def _dims(self, node: fx.Node, ndim: int) -> list[int] | None:
         given = bind(node).get(self.name)

@@ -1,0 +1,319 @@
+"""Padded graphs written by hand, a node at a time, and what the pass makes of them: no model, no `torch.compile`.
+
+Sizes are spelled "r" (rows), "p" (positions), "q" (positions of a second sequence) or a number. Values are float64, so
+that what differs is wrong and not merely rounded.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+from deepytorch.compiler.batch_facts import Facts, Indices, Refusal, read_facts
+from deepytorch.passes.base import Context, GraphInput, Role
+from deepytorch.passes.slicing import Slicer
+from deepytorch.passes.unpad.analysis import _forget_foreign
+from deepytorch.passes.unpad.demand import Seen
+from deepytorch.passes.unpad.layout import ROWS, Layout, Positions, Symbols, layouts, positions_of
+from deepytorch.passes.unpad.masks import TokenSource
+from deepytorch.passes.unpad.program import IndexInput, Program
+from deepytorch.passes.unpad.region import Region, Space
+from deepytorch.passes.unpad.strip_padding import StripPadding, decide
+from deepytorch.passes.unpad.write_program import write_program
+
+aten = torch.ops.aten
+Dims = tuple[Any, ...]
+
+# The sizes that stand for symbols while the graph is written: primes, so that no plain size is one of them.
+HINTS = {"r": 29, "p": 31, "q": 37}
+
+
+class PaddedGraph:
+    """A graph under construction, with the metadata that a captured one has.
+
+    `mask` is its first input, (rows, positions) of 0 and 1: the tokens.
+    """
+
+    def __init__(self) -> None:
+        self.env = ShapeEnv()
+        self._fake = FakeTensorMode(shape_env=self.env)
+        seed = self._fake.from_tensor(
+            torch.empty(*HINTS.values()),
+            symbolic_context=StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * len(HINTS)),
+        )
+        self._sizes = dict(zip(HINTS, seed.shape, strict=True))
+        self.module = torch.nn.Module()
+        self.graph = fx.Graph(self.module)
+        self.dims: dict[fx.Node, Dims] = {}
+        self.inputs: list[fx.Node] = []
+        self._numbers = 0
+        self.mask = self.batch("r", "p", dtype=torch.int64, name="mask")
+
+    # ---------------------------------------------------------------- inputs
+
+    def input(
+        self,
+        *dims: Any,
+        role: Role = Role.BATCH,
+        dtype: torch.dtype = torch.float64,
+        grad: bool = False,
+        name: str = "",
+        value: torch.Tensor | None = None,
+    ) -> fx.Node:
+        """A tensor that the region is given."""
+        name = name or f"{role.value}_{len(self.inputs)}"
+        # New inputs stand before every call, as in a captured graph.
+        with self.graph.inserting_after(self.inputs[-1]) if self.inputs else self.graph.inserting_before(None):
+            node = self.graph.placeholder(name)
+        with self._fake:
+            sizes = [self._sizes.get(dim, dim) for dim in dims]
+            node.meta["val"] = torch.empty(sizes, dtype=dtype, requires_grad=grad)
+        node.meta["input"] = GraphInput(node.name, role, value)
+        self.dims[node] = dims
+        self.inputs.append(node)
+        return node
+
+    def x(self, *dims: Any, dtype: torch.dtype = torch.float64) -> fx.Node:
+        """A value of the model's own: embeddings that were given, or, where no gradient is possible, a parameter."""
+        floats = dtype.is_floating_point
+        return self.input(*dims, role=Role.BATCH if floats else Role.PARAMETER, dtype=dtype, grad=floats)
+
+    def weight(self, *dims: int) -> fx.Node:
+        """A parameter."""
+        return self.input(*dims, role=Role.PARAMETER, grad=True)
+
+    def batch(self, *dims: Any, dtype: torch.dtype = torch.int64, name: str = "") -> fx.Node:
+        """A value of the batch: ids, labels, masks."""
+        return self.input(*dims, role=Role.BATCH, dtype=dtype, name=name)
+
+    def buffer(self, value: torch.Tensor) -> fx.Node:
+        """A buffer of the model."""
+        return self.input(*value.shape, role=Role.BUFFER, dtype=value.dtype, value=value)
+
+    # ---------------------------------------------------------------- calls
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """One operator; its value's sizes are found by running it on fake tensors."""
+        node = self.graph.call_function(target, args, kwargs)
+        with self._fake, torch.no_grad():
+            args, kwargs = fx.node.map_arg((args, kwargs), lambda source: source.meta["val"])
+            node.meta["val"] = target(*args, **kwargs)
+        return node
+
+    def size(self, dim: str) -> fx.Node:
+        """The number of rows ("r"), of positions ("p") or of the second sequence's ("q"), as a node."""
+        holders = [node for node in self.inputs if dim in self.dims[node]]
+        source = min(holders, key=lambda node: node.meta["val"].requires_grad)  # the batch's own, where it has one
+        return self.call(aten.sym_size.int, source, self.dims[source].index(dim))
+
+    def merged(self, x: fx.Node) -> fx.Node:
+        """(rows, positions, ...) viewed as (rows * positions, ...)."""
+        rest = [int(size) for size in x.meta["val"].shape[2:]]
+        return self.call(aten.view.default, x, [self.call(operator.mul, self.size("r"), self.size("p")), *rest])
+
+    def output(self, *values: Any) -> None:
+        """Close the graph."""
+        self.graph.output(tuple(values))
+        self.graph.lint()
+
+    # ---------------------------------------------------------------- what the analyses need
+
+    def symbol(self, dim: str) -> sympy.Symbol:
+        """The symbol of rows or of positions."""
+        return self.env.replace(self._sizes[dim].node.expr)
+
+    @property
+    def symbols(self) -> Symbols:
+        """What the sizes mean."""
+        used = [dim for dim in ("p", "q") if any(dim in dims for dims in self.dims.values())]
+        return Symbols(self.symbol("r"), frozenset(self.symbol(dim) for dim in used), self.env)
+
+    def context(self, **kwargs: Any) -> Context:
+        """What a pass may know."""
+        return Context([node.meta["input"] for node in self.inputs], self.env, **kwargs)
+
+    def layouts(self) -> dict[fx.Node, Layout]:
+        """The layouts, without those of what an operator without a rule made of token values."""
+        slicer = Slicer(self.graph)
+        known = layouts(self.graph, self.symbols, slicer.from_batch)
+        _forget_foreign(self.graph, known, [], slicer)
+        return known
+
+    def seen(self, **kwargs: Any) -> Seen:
+        """What `demands` is told, for a graph without attentions and losses; `kwargs` change it."""
+        slicer = Slicer(self.graph)
+        given: dict[str, Any] = {
+            "layouts": self.layouts(),
+            "from_batch": {node: slicer.from_batch(node) for node in self.graph.nodes},
+            "attentions": {}, "losses": {}, "loss_rows": True, "token_outputs": frozenset(), "biases": {},
+            "unreduced": frozenset(), "picks": {}, "zero_at_pads": frozenset(), "deferred": frozenset(),
+        }  # fmt: skip
+        return Seen(**{**given, **kwargs})
+
+    def region(self) -> Region:
+        """The graph as a region whose one token space is that of `mask`, and whose outputs are seen at tokens alone."""
+        seen = self.seen()
+        space = Space(0, self.symbol("p"), "mask", (self.mask, 0, 1), source=TokenSource(self.mask, "nonzero"))
+        return Region(
+            graph=self.graph, slicer=Slicer(self.graph), symbols=self.symbols, layouts=dict(seen.layouts),
+            spaces={space.symbol: space}, meanings={}, seen=seen, demand={}, losses=[], picks=[], zeroing={},
+            outputs=list(next(iter(reversed(self.graph.nodes))).args[0]), exact_outputs=False, entries={},
+            declined=[], packs=True,
+        )  # fmt: skip
+
+    def values(self, mask: torch.Tensor, generator: torch.Generator, given: Mapping[fx.Node, Any]) -> list[Any]:
+        """Random values for every input, for a batch with these tokens; `given` names what is not random."""
+        sizes = {"r": mask.shape[0], "p": mask.shape[1], "q": mask.shape[1] + 2}
+        found = []
+        for node in self.inputs:
+            if node is self.mask:
+                found.append(mask.long())
+            elif node in given:
+                found.append(given[node])
+            elif node.meta["input"].role is Role.BUFFER:
+                found.append(node.meta["input"].value)
+            else:
+                shape = [sizes.get(dim, dim) for dim in self.dims[node]]
+                found.append(random_value(shape, node.meta["val"].dtype, generator))
+        return found
+
+
+def random_value(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    """Random numbers; whole ones are 0 to 2, which index any dimension used here."""
+    if dtype.is_floating_point:
+        return torch.randn(shape, dtype=dtype, generator=generator)
+    whole = torch.randint(0, 3, shape, generator=generator)
+    return whole > 0 if dtype is torch.bool else whole.to(dtype)
+
+
+@dataclass
+class Packed:
+    """A graph that was packed: the padded one and the packed one, to be run on one batch."""
+
+    written: PaddedGraph
+    region: Region
+    padded: fx.GraphModule
+    packed: fx.GraphModule
+    program: Program
+    runs: list[tuple[Any, ...]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, written: PaddedGraph) -> Packed:
+        """Decide and write, as the pass does; `Declined` where nothing is packed."""
+        region = written.region()
+        decide(region, defer_outputs=False, zero_outputs=True)
+        module = fx.GraphModule(written.module, written.graph)
+        padded = fx.GraphModule(written.module, written.graph)
+        return cls(written, region, padded, module, write_program(module, region, zero_outputs=True))
+
+    def run(self, mask: torch.Tensor, values: Sequence[Any]) -> Sequence[Any]:
+        """The packed graph's outputs, zeros at pads."""
+        indices = Indices(facts(mask))
+        return self.packed(
+            *(values[index] for index in self.program.packed_inputs),
+            *(indices.get(index) for index in self.program.indices),
+        )
+
+    def index(self, kind: str) -> list[IndexInput]:
+        """The index inputs of one kind."""
+        return [index for index in self.program.indices if index.kind == kind]
+
+
+def facts(mask: torch.Tensor) -> Facts:
+    """What a step knows of a batch with these tokens."""
+    return Facts([tuple(mask.shape)], [mask], [], [mask.sum(1).tolist()], [], [])
+
+
+def by_token(value: torch.Tensor, layout: Layout, sizes: Mapping[str, int]) -> tuple[torch.Tensor, Positions]:
+    """A padded value as (rows, positions, ...), and which positions of the space these are."""
+    grid = positions_of(layout)[0]
+    atoms = [atom for dim in layout for atom in (dim or (1,))]
+    split = [
+        sizes["r"] if atom is ROWS else sizes["p"] - grid.cut if isinstance(atom, Positions) else atom for atom in atoms
+    ]
+    rows = atoms.index(ROWS)
+    positions = next(index for index, atom in enumerate(atoms) if isinstance(atom, Positions))
+    return value.reshape(split).movedim((rows, positions), (0, 1)), grid
+
+
+def batches() -> dict[str, torch.Tensor]:
+    """Token masks: padding on either side and on both, holes, none; one row, one token."""
+    drawn = torch.rand(4, 6, generator=torch.Generator().manual_seed(3)) < 0.6
+    drawn[:, 2] = True
+    rows = {
+        "right": ["11100", "11111", "10000"],
+        "left": ["00111", "11111", "00001"],
+        "mixed": ["0110", "1100", "0011"],
+        "holes": ["10101", "01011"],
+        "real": ["111", "111"],
+        "one token": ["010", "100", "001"],
+        "one row": ["01110"],
+    }
+    written = {name: torch.tensor([[digit == "1" for digit in row] for row in grid]) for name, grid in rows.items()}
+    return {**written, "drawn": drawn}
+
+
+class Step:
+    """A graph that the whole pass has rewritten, run as a step runs it: from the batch alone to the packed outputs."""
+
+    def __init__(self, written: PaddedGraph, *, loss_rows: bool = True, ends_in_break: bool = False) -> None:
+        self.padded = fx.GraphModule(written.module, written.graph)
+        self.packed = fx.GraphModule(written.module, written.graph)
+        self._pass = StripPadding(loss_rows=loss_rows, defer_outputs=False, zero_outputs=True)
+        self.rewrite = self._pass.rewrite(self.packed, written.context(ends_in_break=ends_in_break))
+
+    @property
+    def program(self) -> Program:
+        """What the pass hands to the run time."""
+        assert self.rewrite.program is not None, self.rewrite.declined
+        return self.rewrite.program
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why something stayed padded."""
+        return [decline.reason for decline in self.rewrite.declined]
+
+    def run(self, values: Sequence[Any]) -> list[Any] | str:
+        """The packed graph's outputs; the reason where this batch has to run padded."""
+        found = read_facts(self.program, values)
+        if isinstance(found, Refusal):
+            return found.reason
+        indices = Indices(found)
+        assert all(output.kind == "value" for output in self.program.outputs)
+        return self.packed(
+            *(values[index] for index in self.program.packed_inputs),
+            *(indices.get(index) for index in self.program.indices),
+        )
+
+    def targets(self) -> list[Any]:
+        """The operators of the packed graph."""
+        return [node.target for node in self.packed.graph.nodes if node.op == "call_function"]
+
+
+def key_mask(g: PaddedGraph, mask: fx.Node | None = None) -> fx.Node:
+    """(rows, 1, 1, positions) bool: which keys are tokens."""
+    seen = g.call(aten.ne.Scalar, g.mask if mask is None else mask, 0)
+    return g.call(aten.unsqueeze.default, g.call(aten.unsqueeze.default, seen, 1), 1)
+
+
+def project(g: PaddedGraph, x: fx.Node, heads: int, dim: str = "p") -> fx.Node:
+    """(rows, positions, width) -> (rows, heads, positions, 4), by a weight of its own."""
+    y = g.call(aten.linear.default, x, g.weight(4 * heads, int(x.meta["val"].shape[-1])))
+    y = g.call(aten.view.default, y, [g.size("r"), g.size(dim), heads, 4])
+    return g.call(aten.transpose.int, y, 1, 2)
+
+
+def attend(g: PaddedGraph, x: fx.Node, mask: fx.Node | None, causal: bool = False, heads: int = 2) -> fx.Node:
+    """Self-attention of (rows, positions, width), of the same width."""
+    q, k, v = (project(g, x, heads) for _ in range(3))
+    y = g.call(aten.scaled_dot_product_attention.default, q, k, v, mask, 0.0, causal)
+    y = g.call(aten.reshape.default, g.call(aten.transpose.int, y, 1, 2), [g.size("r"), g.size("p"), 4 * heads])
+    return g.call(aten.linear.default, y, g.weight(int(x.meta["val"].shape[-1]), 4 * heads))
