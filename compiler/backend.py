@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.exc import TensorifyScalarRestartAnalysis
-from torch._guards import CompileContext
 
 from deepytorch.compiler.capture import Untraceable, capture
 from deepytorch.compiler.config import CompilerConfig
@@ -34,6 +32,7 @@ from deepytorch.passes.slicing import Slicer
 from deepytorch.passes.unpad.program import Program
 from deepytorch.passes.unpad.rules import is_random
 from deepytorch.patches import patch
+from deepytorch.torch_internals import CompileContext, TensorifyScalarRestartAnalysis, dynamo_config
 
 # Set while `deepytorch.explain` looks at a model: regions are analysed and run in eager, nothing is lowered.
 EXPLAINING: ContextVar[list[RegionRecord] | None] = ContextVar("deepytorch_explaining", default=None)
@@ -275,7 +274,7 @@ def _keep_warnings_from_breaking_graphs() -> None:
         return
 
     def ignored() -> set[Any]:
-        return torch._dynamo.config.ignore_logging_functions
+        return dynamo_config.ignore_logging_functions
 
     def leave_out() -> None:
         ignored().add(warning_once)
@@ -295,18 +294,18 @@ def _keep_data_parallel_models_whole() -> None:
     own reduction has in one graph. It looks at this before it calls a backend, so it is set once, here. What the user
     chose otherwise ("python_reducer", "no_optimization") stays.
     """
-    chosen = torch._dynamo.config.optimize_ddp
+    chosen = dynamo_config.optimize_ddp
     if not Environment.read().enabled or chosen not in (True, "ddp_optimizer"):
         return
 
     def undo() -> None:
-        if torch._dynamo.config.optimize_ddp is False:  # else the user has chosen anew
-            torch._dynamo.config.optimize_ddp = chosen
+        if dynamo_config.optimize_ddp is False:  # else the user has chosen anew
+            dynamo_config.optimize_ddp = chosen
 
     patch(
         "torch._dynamo.config.optimize_ddp",
         "keep data-parallel models in one graph, in which their gradients are reduced",
-        lambda: setattr(torch._dynamo.config, "optimize_ddp", False),
+        lambda: setattr(dynamo_config, "optimize_ddp", False),
         undo,
         always=True,
     )

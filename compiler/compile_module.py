@@ -19,6 +19,7 @@ from torch import nn
 
 from deepytorch.log import logger, once
 from deepytorch.patches import patch
+from deepytorch.torch_internals import dynamo_config
 
 
 def compiled_call(kind: type, mode: str | None, options: dict[str, Any] | None) -> Callable[..., Any]:
@@ -60,7 +61,7 @@ def _forgiving() -> Iterator[None]:
     _quieten_dynamo()
     token = _FORGIVING.set(True)
     try:
-        with torch._dynamo.config.patch(suppress_errors=True):  # restarts pass: see [Note: Restarts]
+        with dynamo_config.patch(suppress_errors=True):  # restarts pass: see [Note: Restarts]
             yield
     finally:
         _FORGIVING.reset(token)

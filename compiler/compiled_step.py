@@ -18,6 +18,7 @@ from deepytorch.compiler.lower_region import RegionLowering
 from deepytorch.compiler.report import RegionRecord
 from deepytorch.compiler.second_backward import SecondBackward
 from deepytorch.log import once
+from deepytorch.torch_internals import OpOverload
 
 
 class CompiledStep:
@@ -88,7 +89,7 @@ def _carry_tags(source: fx.Graph, traced: fx.Graph) -> None:
 
 def _operator_calls(graph: fx.Graph) -> list[fx.Node]:
     sizes = torch.ops.aten.sym_size.int
-    return [n for n in graph.nodes if isinstance(n.target, torch._ops.OpOverload) and n.target is not sizes]
+    return [n for n in graph.nodes if isinstance(n.target, OpOverload) and n.target is not sizes]
 
 
 def read_inputs(module: fx.GraphModule, count: int) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ from deepytorch.comm.group.backend import group_of
 from deepytorch.errors import ConfigError, GradientError
 from deepytorch.log import logger, once
 from deepytorch.patches import forget, patch
+from deepytorch.torch_internals import get_active_ddp_module
 
 _NAMES = (f"ddp{number}" for number in itertools.count(1))  # alike on all ranks, which wrap their modules in one order
 _ATTRIBUTE = "_deepytorch_gradients"
@@ -77,7 +78,7 @@ class _Silent:
 
 def active() -> Any | None:
     """The DDP module in whose forward this code runs, or None."""
-    return nn.parallel.DistributedDataParallel._get_active_ddp_module()  # type: ignore[attr-defined]
+    return get_active_ddp_module()  # type: ignore[attr-defined]
 
 
 def adopt(ddp: Any) -> Adopted | str:

@@ -30,9 +30,14 @@ from typing import Any, NoReturn
 
 import torch
 from torch import fx
-from torch._dynamo.exc import TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis
 
 from deepytorch.compiler.capture import is_batch_input
+from deepytorch.torch_internals import (
+    TensorifyScalarRestartAnalysis,
+    UnspecializeRestartAnalysis,
+    dynamo_config,
+    maybe_mark_dynamic,
+)
 
 _MARK, _MARKED = "_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking"
 _OURS, _DECLINED = "_deepytorch_marked", "_deepytorch_declined"
@@ -62,11 +67,7 @@ def which_trace(module: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[
             tensor.__dict__.pop(_DECLINED, None)
         return Trace.DECLINED, reasons
     begun = any(hasattr(tensor, _OURS) for tensor, _ in batch)
-    if (
-        not begun
-        and not torch._dynamo.config.automatic_dynamic_shapes
-        and torch._dynamo.config.assume_static_by_default
-    ):
+    if not begun and not dynamo_config.automatic_dynamic_shapes and dynamo_config.assume_static_by_default:
         return Trace.AS_IT_COMES, []  # dynamic=False: the user asked for fixed sizes
     # A trace that was cut short did not see every input: those that came to light since are marked in turn.
     fixed = [(tensor, _unmarked_dims(fake)) for tensor, fake in batch if not hasattr(tensor, _OURS)]
@@ -74,7 +75,7 @@ def which_trace(module: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[
         for tensor, dims in fixed:
             if dims:
                 setattr(tensor, _OURS, dims)
-                torch._dynamo.maybe_mark_dynamic(tensor, list(dims))
+                maybe_mark_dynamic(tensor, list(dims))
         raise RestartTrace  # see [Note: Restarts]
     for tensor, _ in batch:
         _unmark(tensor)
@@ -93,7 +94,7 @@ def restart_as_stock(module: fx.GraphModule, example_inputs: Sequence[Any], reas
 def mark_alias(tensor: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
     """An alias of `tensor` with these dimensions marked; the user's tensor stays unmarked."""
     alias = tensor.view_as(tensor)
-    torch._dynamo.maybe_mark_dynamic(alias, list(dims))
+    maybe_mark_dynamic(alias, list(dims))
     return alias
 
 
@@ -118,7 +119,7 @@ def _unmarked_dims(fake: torch.Tensor) -> set[int]:
     """The dimensions that need a mark: fixed ones, and under `dynamic=True` all, for there equal sizes share a symbol
     without being one (a source and a target of the same length), and a mark gives each its own.
     """
-    shared = not torch._dynamo.config.assume_static_by_default
+    shared = not dynamo_config.assume_static_by_default
     return {
         dim
         for dim, size in enumerate(fake.shape)

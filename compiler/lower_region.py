@@ -16,6 +16,7 @@ from deepytorch.compiler.lower import GraphPasses, lower
 from deepytorch.compiler.manager import copied
 from deepytorch.compiler.plan import Plan
 from deepytorch.passes.reduce_gradients import ReduceGradients
+from deepytorch.torch_internals import inductor_config
 
 # Options of Inductor's that move what is in a graph, off where gradients are reduced in it. The first puts them off to
 # the end, for the memory that they take, and then they leave late; the second (torch 2.14) moves torch's collectives
@@ -50,7 +51,7 @@ class RegionLowering:
         if self.gradients is None:
             return lower(module, example_inputs, config=self.config, plan=self.plan)
         reduce = ReduceGradients(self.gradients.name, self.gradients.members(example_inputs))
-        known = torch._inductor.config.get_config_copy()
+        known = inductor_config.get_config_copy()
         still = {name: False for name in _MOVERS if name in known}
         config = replace(self.config, inductor={**still, **self.config.inductor})
         spare = copied(module)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from deepytorch.compiler.autograd_edges import edge_behind, edge_of
+from deepytorch.torch_internals import will_engine_execute_node
 
 
 @dataclass(slots=True)
@@ -141,7 +142,7 @@ def differentiate(
 def _is_wanted(node: Any) -> bool:
     """Whether autograd goes on to this node, or hands out what would go there."""
     try:
-        return bool(torch._C._will_engine_execute_node(node))
+        return bool(will_engine_execute_node(node))
     except RuntimeError:  # it does not tell of a leaf where only some gradients are asked for
         return True
 

@@ -32,6 +32,7 @@ from deepytorch.compiler.verification import Verification
 from deepytorch.log import logger, once
 from deepytorch.passes.base import GraphInput, Role
 from deepytorch.passes.unpad.program import Program
+from deepytorch.torch_internals import current_graph_task_id, top_saved_tensors_default_hooks
 
 # A packed step that saves less than this share of the padded step's work is not worth its gathers.
 MIN_SAVING = 0.02
@@ -293,5 +294,5 @@ def _is_float(value: Any) -> bool:
 
 def _is_recomputed() -> bool:
     """Whether what this call saves for its backward is in other hands, which may run it again and compare."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None or torch._C._current_graph_task_id() != -1
+    hooks = top_saved_tensors_default_hooks(True)
+    return hooks is not None or current_graph_task_id() != -1

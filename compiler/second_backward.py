@@ -19,13 +19,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import forward_ad
 
 from deepytorch.compiler.autograd_edges import comparable, edge_behind, edge_of
 from deepytorch.compiler.report import RegionRecord
 from deepytorch.compiler.run_again import Call, Rerun, differentiate, run_again
 from deepytorch.compiler.unused_outputs import Parts, with_zeros
 from deepytorch.log import logger, once
+from deepytorch.torch_internals import (
+    forward_ad_level,
+    functorch_config,
+    keeps_graph_of_this_backward,
+    top_saved_tensors_default_hooks,
+)
 
 _VIEWS = 8  # how many nodes lie, at most, between an output that is a view and the node of its region
 
@@ -211,7 +216,7 @@ class TwiceDifferentiable:
     def __call__(self, *inputs: Any) -> Sequence[Any]:
         """Run the region."""
         in_checkpoint = _saves_elsewhere()  # which expects the same forward when it is run again, whatever was asked
-        if (self._in_eager and not in_checkpoint) or forward_ad._current_level >= 0:
+        if (self._in_eager and not in_checkpoint) or forward_ad_level() >= 0:
             return self._eager(*inputs)
         call = self._second.begin(inputs, self._eager)
         outputs = self._compiled(*inputs)
@@ -263,7 +268,7 @@ class _Replacement:
             filled = with_zeros(node, gradients, self._second.differentiable)
             arguments = filled if name == _BACKWARD[0] else (filled,)
         stock = partial(self._stock, getattr(type(node), name), list(gradients))
-        keeps, creates = torch._C._autograd._get_current_graph_task_keep_graph(), torch.is_grad_enabled()
+        keeps, creates = keeps_graph_of_this_backward(), torch.is_grad_enabled()
         call, again = self._call, self._again
         if not keeps:
             self._call = self._again = None
@@ -315,9 +320,7 @@ def _donates(node: Any) -> bool:
     """
     compiled = node._forward_cls
     return bool(
-        torch._functorch.config.donated_buffer
-        and compiled.compiled_bw is not None
-        and compiled.metadata.bw_donated_idxs != []
+        functorch_config.donated_buffer and compiled.compiled_bw is not None and compiled.metadata.bw_donated_idxs != []
     )
 
 
@@ -332,4 +335,4 @@ def _has_autocast(kind: str) -> bool:
 
 def _saves_elsewhere() -> bool:
     """Whether what is saved for a backward goes through hooks: a checkpoint, for example."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    return top_saved_tensors_default_hooks(False) is not None

@@ -15,6 +15,7 @@ from deepytorch.compiler.backend import EXPLAINING, deepytorch_backend
 from deepytorch.compiler.config import CompilerConfig
 from deepytorch.compiler.outcome import outcomes
 from deepytorch.compiler.report import LEDGER, RegionRecord, Report
+from deepytorch.torch_internals import OptimizedModule, reset_dynamo
 
 
 class Explanation:
@@ -101,10 +102,10 @@ def explain(model: Callable[..., Any], *args: Any, options: dict[str, Any] | Non
     found: list[RegionRecord] = []
     token = EXPLAINING.set(found)
     target = model
-    if isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
+    if isinstance(model, OptimizedModule):
         target = model._orig_mod
     try:
-        torch._dynamo.reset()  # a region that was compiled before would not be looked at again
+        reset_dynamo()  # a region that was compiled before would not be looked at again
         compiled = torch.compile(target, backend=_explaining(options))
         with outcomes() as came_to:
             compiled(*args, **kwargs)
@@ -116,7 +117,7 @@ def explain(model: Callable[..., Any], *args: Any, options: dict[str, Any] | Non
                 found.insert(0, door)
     finally:
         EXPLAINING.reset(token)
-        torch._dynamo.reset()
+        reset_dynamo()
     parallel = isinstance(target, torch.nn.parallel.DistributedDataParallel)
     asked = bool((options or {}).get("reduce_gradients", CompilerConfig.reduce_gradients))
     return Explanation(found, data_parallel.preview(target) if parallel and asked else None)

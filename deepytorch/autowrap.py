@@ -30,6 +30,7 @@ from deepytorch.errors import ConfigError
 from deepytorch.log import logger, once
 from deepytorch.patches import apply_all, undo_all
 from deepytorch.switch import SWITCH
+from deepytorch.torch_internals import OptimizedModule
 from deepytorch.training_calls import is_of_the_scripts, trains
 
 if TYPE_CHECKING:
@@ -217,7 +218,7 @@ def _holders(trained: set[int]) -> list[nn.Module]:
 
 def _is_compiled(module: nn.Module) -> bool:
     """Whether somebody else has compiled it."""
-    if isinstance(module, torch._dynamo.eval_frame.OptimizedModule):
+    if isinstance(module, OptimizedModule):
         return True
     return module._compiled_call_impl is not None and module not in _PROBED and module not in _HANDLES
 

@@ -344,7 +344,7 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def _triton() -> dict[str, Any]:
-    from torch.utils._triton import has_triton, has_triton_package
+    from deepytorch.torch_internals import has_triton, has_triton_package
 
     torch_version, version = _version_of("torch"), _version_of("triton")
     paired = TRITON_OF_TORCH.get(_minor(torch_version or ""))

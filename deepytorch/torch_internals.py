@@ -103,12 +103,7 @@ INTERNALS = (
     ),
     Internal("torch._dynamo.config.assume_static_by_default", "whether the user asked for static sizes"),
     Internal("torch._dynamo.config.automatic_dynamic_shapes", "the same"),
-    Internal(
-        "torch._dynamo.config.ignore_logging_functions.add",
-        "calls that are left out of compiled code (patched)",
-        ((1, ()),),
-    ),
-    Internal("torch._dynamo.config.ignore_logging_functions.discard", "the same", ((1, ()),)),
+    Internal("torch._dynamo.config.ignore_logging_functions", "calls that are left out of compiled code (patched)"),
     Internal("torch._dynamo.config.optimize_ddp", "whether Dynamo cuts data-parallel models (patched)"),
     Internal(
         "torch._dynamo.config.patch",
@@ -177,8 +172,14 @@ INTERNALS = (
     ),
     Internal("torch.ops.aten._flash_attention_backward", "attention in packed rows on GPUs"),
     Internal("torch.ops.aten._flash_attention_forward", "the same"),
-    Internal("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default", "attention in packed rows on CPUs"),
-    Internal("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default", "the same"),
+    Internal(
+        "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default",
+        "attention in packed rows on CPUs",
+        ((5, ("scale",)),),
+    ),
+    Internal(
+        "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default", "the same", ((8, ("scale",)),)
+    ),
     Internal("torch.ops.aten._softmax_backward_data.default", "the backward of a softmax in packed rows", ((4, ()),)),
     Internal("torch.utils._device.DeviceContext", "torch.set_default_device, which is no mode of a user"),
     Internal("torch.utils._pytree.tree_flatten", "nested arguments and outputs", ((1, ()),)),
@@ -199,7 +200,13 @@ class Attribute:
 
     def trouble(self) -> str | None:
         """What is not as expected in this torch, None if nothing is."""
-        return None if hasattr(_samples()[self.of], self.name) else "is not there"
+        sample = _samples()[self.of]
+        if hasattr(sample, self.name):
+            return None
+        try:  # the sample of a data-parallel module has not been set up, which needs a process group
+            return None if f"self.{self.name} " in inspect.getsource(type(sample)) else "is not there"
+        except (OSError, TypeError):  # of a class in C++
+            return "is not there"
 
 
 ATTRIBUTES = (
@@ -224,11 +231,18 @@ ATTRIBUTES = (
     Attribute("process group", "_set_default_backend", "the same"),
     Attribute("gloo", "_set_sequence_number_for_group", "the same"),
     Attribute("gloo", "_Options", "the same"),
+    Attribute("gloo's options", "_threads", "the same"),
     Attribute("distributed_c10d", "_get_default_group", "whether the default group is bound to a device"),
     Attribute("distributed_c10d", "_world", "let a group answer with the name that it was asked for by"),
+    Attribute("data-parallel module", "_check_comm_hook", "say that a hook comes too late"),
     Attribute("data-parallel module", "_get_ddp_logging_data", "whether a communication hook was registered"),
     Attribute("data-parallel module", "_join_config", "whether ranks may run out of batches"),
+    Attribute("data-parallel module", "_static_graph_delay_allreduce_enqueued", "keep DDP's reducer from reducing too"),
 )
+
+
+def _gloo_options(dist: Any) -> Any:
+    return dist.ProcessGroupGloo._Options() if dist.is_gloo_available() else None
 
 
 @functools.cache
@@ -260,6 +274,7 @@ def _samples() -> dict[str, Any]:
         made |= {
             "process group": dist.ProcessGroup,
             "gloo": getattr(dist, "ProcessGroupGloo", None),
+            "gloo's options": _gloo_options(dist),
             "distributed_c10d": dist.distributed_c10d,
             "data-parallel module": parallel,
         }

@@ -6,10 +6,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import forward_ad
-from torch.utils._device import DeviceContext
 
 from deepytorch.switch import SWITCH
+from deepytorch.torch_internals import (
+    DeviceContext,
+    forward_ad_level,
+    get_function_stack_at,
+    len_torch_dispatch_stack,
+    len_torch_function_stack,
+    peek_interpreter_stack,
+    top_saved_tensors_default_hooks,
+)
 
 
 def trains(module: nn.Module) -> bool:
@@ -25,14 +32,14 @@ def _is_transformed() -> bool:
 
     A checkpoint's hooks are not meant: what it runs again is compiled as well.
     """
-    if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+    if peek_interpreter_stack() is not None or forward_ad_level() >= 0:
         return True
-    if torch._C._len_torch_dispatch_stack() or any(
-        not isinstance(torch._C._get_function_stack_at(place), DeviceContext)  # of `torch.set_default_device`
-        for place in range(torch._C._len_torch_function_stack())
+    if len_torch_dispatch_stack() or any(
+        not isinstance(get_function_stack_at(place), DeviceContext)  # of `torch.set_default_device`
+        for place in range(len_torch_function_stack())
     ):
         return True
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    hooks = top_saved_tensors_default_hooks(False)
     return hooks is not None and getattr(hooks[0], "__module__", "") != "torch.utils.checkpoint"
 
 

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from deepytorch.compiler.outputs import pad_safe
@@ -26,6 +25,7 @@ from deepytorch.compiler.outputs.tokens import Tokens
 from deepytorch.compiler.outputs.usage import Usage, is_users
 from deepytorch.errors import DeferredError
 from deepytorch.log import once
+from deepytorch.torch_internals import DisableTorchFunctionSubclass, tree_map_only
 
 
 def defer(
@@ -86,7 +86,7 @@ class _Deferred(PendingTensor):
         tensor = args[0] if args else None
         if isinstance(tensor, _Deferred) and tensor._pending.value is None:
             if func in _DESCRIPTION:
-                with torch._C.DisableTorchFunctionSubclass():
+                with DisableTorchFunctionSubclass():
                     return func(*args, **(kwargs or {}))
             pending = tensor._pending
             if func in _LAZY and not kwargs:

@@ -22,6 +22,7 @@ from deepytorch.compiler.outputs.kept_weights import Kept, version_of
 from deepytorch.compiler.outputs.tokens import Modes, Tokens
 from deepytorch.compiler.outputs.usage import Usage
 from deepytorch.errors import DeferredError
+from deepytorch.torch_internals import make_wrapper_subclass
 
 Compute = Callable[[list[torch.Tensor]], torch.Tensor]
 
@@ -169,7 +170,7 @@ class PendingTensor(torch.Tensor):
     @classmethod
     def bare(cls, pending: Pending) -> torch.Tensor:
         """The same without an autograd node."""
-        tensor = torch.Tensor._make_wrapper_subclass(cls, pending.shape, dtype=pending.dtype, device=pending.device)
+        tensor = make_wrapper_subclass(cls, pending.shape, dtype=pending.dtype, device=pending.device)
         tensor._pending = pending
         return tensor
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from deepytorch.integrations.packed_attention import asks_for_every_attention, has_learned_bias
 from deepytorch.integrations.packed_batch import Reading, RowKind, columns, counts, ids_counted
+from deepytorch.torch_internals import BatchNorm
 
 # Heads that look at a row and not at its tokens: the model below them is packed.
 BY_ROW = ("ForSequenceClassification", "ForNextSentencePrediction")
@@ -40,7 +41,7 @@ def declined_beforehand(outer: nn.Module, model: Any) -> str | None:
     if getattr(model.config, "output_attentions", False):
         return "attention weights are asked for"
     for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        if isinstance(module, BatchNorm):
             return "batch normalisation, whose statistics count pads"
     layers = set(getattr(config, "layer_types", None) or ()) - set(LAYER_TYPES)
     if layers:

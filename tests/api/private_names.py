@@ -11,7 +11,11 @@ from deepytorch.torch_internals import ALIASES
 ROOT = Path(__file__).parents[2]
 FOLDERS = (ROOT / "comm", ROOT / "compiler", ROOT / "passes", ROOT / "deepytorch")
 HOME = "torch_internals.py"  # where they may be used by their own names
-PYTHONS = frozenset({"_asdict", "_exit", "_getframe", "_replace", "_value2member_map_"})  # none of torch's
+# none of torch's: Python's, and transformers'
+OTHERS = frozenset({
+    "_asdict", "_exit", "_getframe", "_missing_", "_name_", "_replace", "_value2member_map_", "_value_",
+    "_attn_implementation",
+})  # fmt: skip
 Call = tuple[int, tuple[str, ...]]  # how many arguments by place, and which by name
 
 
@@ -53,7 +57,7 @@ def attributes_used() -> set[str]:
             ours |= {part.attr for part in parts if isinstance(part, ast.Attribute) and _is_self(part.value)}
         elif isinstance(node, ast.Attribute) and not ast.unparse(node).startswith(("torch.", "aten.")):
             reached.add(node.attr)
-    return {name for name in reached - ours - PYTHONS if is_private(name)}
+    return {name for name in reached - ours - OTHERS if is_private(name)}
 
 
 def _is_self(node: ast.expr) -> bool:
