@@ -199,7 +199,10 @@ class Attribute:
 
     def trouble(self) -> str | None:
         """What is not as expected in this torch, None if nothing is."""
-        return None if hasattr(_samples()[self.of], self.name) else "is not there"
+        try:
+            return None if hasattr(_samples()[self.of], self.name) else "is not there"
+        except RuntimeError as error:  # torch has the attribute, and says that it is not to be had
+            return f"raises: {error}"
 
 
 ATTRIBUTES = (
@@ -245,12 +248,14 @@ def _samples() -> dict[str, Any]:
             return 2 * x
 
     module, tensor = torch.nn.Linear(1, 1), torch.ones(1, requires_grad=True)
+    output = Twice.apply(tensor)
     made = {
         "module": module,
         "compiled module": torch.compile(module, backend="eager"),
         "tensor": tensor,
         "storage": tensor.untyped_storage(),
-        "backward node": Twice.apply(tensor).grad_fn,
+        "backward node": output.grad_fn,
+        "its output": output,  # without it, the node of torch 2.11 and 2.12 has nothing left
         "operator": torch.ops.aten.add.Tensor,
         "library": torch.library.Library,
     }
