@@ -201,10 +201,13 @@ class Attribute:
     def trouble(self) -> str | None:
         """What is not as expected in this torch, None if nothing is."""
         sample = _samples()[self.of]
-        if hasattr(sample, self.name):
-            return None
-        try:  # the sample of a data-parallel module has not been set up, which needs a process group
+        try:
+            if hasattr(sample, self.name):
+                return None
+            # the sample of a data-parallel module has not been set up, which needs a process group
             return None if f"self.{self.name} " in inspect.getsource(type(sample)) else "is not there"
+        except RuntimeError as error:  # torch has the attribute, and says that it is not to be had
+            return f"raises: {error}"
         except (OSError, TypeError):  # of a class in C++
             return "is not there"
 
@@ -259,12 +262,14 @@ def _samples() -> dict[str, Any]:
             return 2 * x
 
     module, tensor = torch.nn.Linear(1, 1), torch.ones(1, requires_grad=True)
+    output = Twice.apply(tensor)
     made = {
         "module": module,
         "compiled module": torch.compile(module, backend="eager"),
         "tensor": tensor,
         "storage": tensor.untyped_storage(),
-        "backward node": Twice.apply(tensor).grad_fn,
+        "backward node": output.grad_fn,
+        "its output": output,  # without it, the node of torch 2.11 and 2.12 has nothing left
         "operator": torch.ops.aten.add.Tensor,
         "library": torch.library.Library,
     }
