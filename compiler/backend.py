@@ -72,6 +72,7 @@ def deepytorch_backend(
         raise
     except Untraceable as untraceable:
         reason = str(untraceable).partition("\n")[0]  # the interpreter adds where it was
+        tell(Outcome.UNTRACEABLE)
         if trace is Trace.MARKED and EXPLAINING.get() is None:
             restart_as_stock(module, example_inputs, [reason])  # see [Note: Restarts]
         return _lower_whole(module, example_inputs, config, _record(config, reason))
