@@ -297,7 +297,7 @@ def disarm_inside(module: nn.Module) -> None:
 
 
 def _wants_door(found: Sequence[Outcome]) -> bool:
-    """Whether Dynamo cut a call into several graphs, or gave one that cannot be analysed, and none of them is packed."""
+    """Whether Dynamo cut a call into several graphs, or found one that cannot be analysed, and none is packed."""
     from deepytorch.compiler.outcome import Outcome
 
     return (len(found) > 1 or Outcome.UNTRACEABLE in found) and Outcome.PACKED not in found

@@ -606,3 +606,35 @@ def test_attention_that_a_transformers_before_5_gives_no_way_into_is_declined(mo
     assert door is not None
     (batch,) = batches(causal_batch, (4, 11, "right"))
     assert "before version 5" in declined(door, model, batch)
+
+
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return 2 * grad
+
+
+class _Doubling(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Doubled.apply(x.tanh())
+
+
+def test_a_model_whose_graph_cannot_be_analysed_is_packed_at_its_door() -> None:
+    """A custom autograd function is one graph, of which a trace of the forward would lose the backward."""
+    model = llama("sdpa").train()
+    model.model.layers[0].mlp.act_fn = _Doubling()
+    pair = Pair(model)
+    handle = autowrap.optimize(pair.model, options={"lowering": "aot_eager"})
+    pair.compiled = pair.model
+    try:
+        pair.train(batches(causal_batch, *mixture()))
+        door = autowrap._HANDLES[pair.model].door
+        assert door is not None
+        assert any("left to stock" in reason for region in report().regions for reason in region.declined)
+        assert taken(door) >= 3, door.record
+    finally:
+        handle.restore()
