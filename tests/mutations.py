@@ -14,16 +14,16 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from queue import Queue
 
+import pytest
 import torch
+import torch._dynamo
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "docs" / "results" / "mutations.json"
@@ -32,7 +32,7 @@ TESTS = ("test_layout", "test_origins", "test_demand", "test_masks", "test_emit"
 FIRST = {
     "rules": "test_rules", "layout": "test_layout", "demand": "test_demand", "origins": "test_origins",
     "masks": "test_masks", "attentions": "test_masks", "emit": "test_emit", "analysis": "test_emit",
-    "write_program": "test_emit", "strip_padding": "test_demand", "batch_facts": "test_emit", "slicing": "test_demand",
+    "write_program": "test_emit", "strip_padding": "test_demand", "batch_facts": "test_emit",
 }  # fmt: skip
 
 
@@ -383,17 +383,41 @@ def copy_tree(folder: Path) -> Path:
     return tree
 
 
-def run_tests(tree: Path, names: tuple[str, ...]) -> str | None:
-    """The first test that fails; None where all pass. Anything else that goes wrong is raised."""
-    files = [f"tests/passes/{name}.py" for name in names]
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-x", "-q", "--tb=no", "-p", "no:cacheprovider", *files]
-    environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=900, check=False)
-    if done.returncode == 0:
+def start_tests(tree: Path, names: tuple[str, ...]) -> int:
+    """Run some test files in a process of their own, and return its number. torch is imported already: it is forked."""
+    sys.stdout.flush()
+    process = os.fork()
+    if process:
+        return process
+    code = 99
+    try:
+        log = os.open(tree / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.chdir(tree)
+        sys.path[:] = [
+            str(tree),
+            *(entry for entry in sys.path if not Path(entry or ".").resolve().is_relative_to(ROOT)),
+        ]
+        sys.dont_write_bytecode = True
+        files = [f"tests/passes/{name}.py" for name in names]
+        code = int(pytest.main(["-n", "0", "-x", "-q", "--tb=short", "-p", "no:cacheprovider", *files]))
+        if not Path(sys.modules["deepytorch"].__file__ or "").is_relative_to(tree):
+            code = 98
+        sys.stdout.flush()
+    finally:
+        os._exit(code)
+
+
+def first_failure(tree: Path, status: int) -> str | None:
+    """The test that failed in the run that ended so; None where all passed. Anything else is an error of this script."""
+    text = (tree / "log").read_text()
+    failed = re.search(r"^(?:FAILED|ERROR) (?:tests/passes/)?(.*?)(?: - .*)?$", text, re.MULTILINE)
+    code = os.waitstatus_to_exitcode(status)
+    if code == 0:
         return None
-    failed = re.search(r"^(?:FAILED|ERROR) (?:tests/passes/)?(.*?)(?: - |$)", done.stdout, re.MULTILINE)
-    if failed is None:
-        raise RuntimeError(f"pytest ended with {done.returncode} and no test failed:\n{done.stdout}\n{done.stderr}")
+    if code not in (1, 2) or failed is None:
+        raise RuntimeError(f"pytest ended with {code}:\n{text}")
     return failed[1]
 
 
@@ -405,17 +429,29 @@ def broken(mutation: Mutation) -> str:
     return text.replace(mutation.old, mutation.new)
 
 
-def killed_by(mutation: Mutation, tree: Path) -> str | None:
-    """The test that notices a mutation, made in `tree` for the while."""
-    path = tree / mutation.file
-    before = path.read_text()
-    path.write_text(broken(mutation))
-    try:
-        first = FIRST[path.stem]
-        others = tuple(name for name in TESTS if name != first)
-        return run_tests(tree, (first,)) or run_tests(tree, others)
-    finally:
-        path.write_text(before)
+def judge(mutations: Sequence[Mutation], trees: list[Path]) -> list[str | None]:
+    """The test that notices each mutation, one mutation a tree at a time; tests of its module come first."""
+    found: list[str | None] = [None] * len(mutations)
+    waiting = list(range(len(mutations)))[::-1]
+    running: dict[int, tuple[int, Path, bool]] = {}
+    while waiting or running:
+        while waiting and trees:
+            number, tree = waiting.pop(), trees.pop()
+            mutation = mutations[number]
+            (tree / mutation.file).write_text(broken(mutation))
+            running[start_tests(tree, (FIRST[Path(mutation.file).stem],))] = number, tree, True
+        process, status = os.wait()
+        number, tree, is_first = running.pop(process)
+        mutation, test = mutations[number], first_failure(tree, status)
+        if test is None and is_first:
+            others = tuple(name for name in TESTS if name != FIRST[Path(mutation.file).stem])
+            running[start_tests(tree, others)] = number, tree, False
+            continue
+        (tree / mutation.file).write_text((ROOT / mutation.file).read_text())
+        trees.append(tree)
+        found[number] = test
+        print(f"{'killed  ' if test else 'SURVIVED'} {mutation.file}: {mutation.why}  [{test}]", flush=True)
+    return found
 
 
 def main() -> int:
@@ -428,27 +464,13 @@ def main() -> int:
         broken(mutation)  # each line must be there before any time is spent
     chosen = [mutation for mutation in MUTATIONS if options.only in f"{mutation.file} {mutation.why}"]
     with tempfile.TemporaryDirectory(prefix="deepytorch-mutations-") as folder:
-        trees: Queue[Path] = Queue()
-        for number in range(options.jobs):
-            trees.put(copy_tree(Path(folder) / str(number)))
-        tree = trees.get()
-        failed = run_tests(tree, TESTS)
-        trees.put(tree)
+        trees = [copy_tree(Path(folder).resolve() / str(number)) for number in range(options.jobs)]
+        _, status = os.waitpid(start_tests(trees[0], TESTS), 0)
+        failed = first_failure(trees[0], status)
         if failed is not None:
             print(f"red without a mutation: {failed}")
             return 1
-
-        def judge(mutation: Mutation) -> str | None:
-            tree = trees.get()
-            try:
-                test = killed_by(mutation, tree)
-            finally:
-                trees.put(tree)
-            print(f"{'killed  ' if test else 'SURVIVED'} {mutation.file}: {mutation.why}  [{test}]", flush=True)
-            return test
-
-        with ThreadPoolExecutor(options.jobs) as pool:
-            found = list(pool.map(judge, chosen))
+        found = judge(chosen, trees)
     survived = found.count(None)
     print(f"{len(found) - survived} of {len(found)} mutations are noticed")
     if not options.only:

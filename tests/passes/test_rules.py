@@ -642,6 +642,24 @@ def written(write: Write) -> tuple[PaddedGraph, fx.Node]:
     return g, node
 
 
+@pytest.mark.parametrize(("target", "write"), params(DECLINES))
+def test_what_looks_across_is_declined(target: Any, write: Write) -> None:
+    g, node = written(write)
+    assert node.target is target
+    region = g.region()
+    assert admitted_rule(node, region.seen) is None
+    try:
+        packed = Packed.of(g)
+    except Declined:
+        return  # nothing is left that could be packed
+    assert node not in packed.region.entries
+    for name in ("right", "drawn"):  # long enough for the slices here
+        mask = batches()[name]
+        values = g.values(mask, torch.Generator().manual_seed(0), {})
+        for ours, theirs in zip(packed.run(mask, values), packed.padded(*values), strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
 @pytest.mark.parametrize(("target", "write"), params(PACKS))
 def test_tokens_are_those_of_eager_and_follow_from_no_other(target: Any, write: Write) -> None:
     g, node = written(write)
@@ -713,24 +731,6 @@ def _same_gradients(g: PaddedGraph, packed: Packed, layouts: list[Any]) -> None:
         found.append(torch.autograd.grad(total, wanted, allow_unused=True, materialize_grads=True))
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs)
-
-
-@pytest.mark.parametrize(("target", "write"), params(DECLINES))
-def test_what_looks_across_is_declined(target: Any, write: Write) -> None:
-    g, node = written(write)
-    assert node.target is target
-    region = g.region()
-    assert admitted_rule(node, region.seen) is None
-    try:
-        packed = Packed.of(g)
-    except Declined:
-        return  # nothing is left that could be packed
-    assert node not in packed.region.entries
-    for name in ("right", "drawn"):  # long enough for the slices here
-        mask = batches()[name]
-        values = g.values(mask, torch.Generator().manual_seed(0), {})
-        for ours, theirs in zip(packed.run(mask, values), packed.padded(*values), strict=True):
-            torch.testing.assert_close(ours, theirs)
 
 
 # ------------------------------------------------------------------------------------------------ claims of their own
