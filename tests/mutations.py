@@ -410,7 +410,7 @@ def start_tests(tree: Path, names: tuple[str, ...]) -> int:
 
 
 def first_failure(tree: Path, status: int) -> str | None:
-    """The test that failed in the run that ended so; None where all passed. Anything else is an error of this script."""
+    """The test that failed in the run that ended so; None where all passed. Any other end is our own fault."""
     text = (tree / "log").read_text()
     failed = re.search(r"^(?:FAILED|ERROR) (?:tests/passes/)?(.*?)(?: - .*)?$", text, re.MULTILINE)
     code = os.waitstatus_to_exitcode(status)
