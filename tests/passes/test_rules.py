@@ -784,6 +784,18 @@ def test_unknown_random_and_writing_operators_have_no_rule(target: Any) -> None:
     assert rule_for(graph.call_function(target, (graph.placeholder("x"),))) is None
 
 
+def test_elementwise_noise_has_no_rule() -> None:
+    library = torch.library.Library("deepytorch_rules", "DEF")
+    seeded = torch.Tag.nondeterministic_seeded
+    for name, tags in (("shift", (torch.Tag.pointwise,)), ("noise", (torch.Tag.pointwise, seeded))):
+        library.define(f"{name}(Tensor x) -> Tensor", tags=tags)
+    graph = fx.Graph()
+    x, ops = graph.placeholder("x"), torch.ops.deepytorch_rules
+    assert isinstance(rule_for(graph.call_function(ops.shift.default, (x,))), Pointwise)
+    assert rule_for(graph.call_function(ops.noise.default, (x,))) is None
+    library._destroy()
+
+
 def _arguments(target: Any, tensors: Iterator[torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
     """Arguments for a call of an operator, by the types of its schema."""
     simple = {"number": 2, "float": 0.5, "int": 1, "bool": False, "ScalarType": torch.float64}
