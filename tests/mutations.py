@@ -160,8 +160,8 @@ MUTATIONS = (
     ),
     Mutation(
         UNPAD + "layout.py",
-        "ordered = len(first) == 2 and first[0] is ROWS and",
-        "ordered = len(first) == 2 and",
+        "ordered = len(first) == 2 and first[0] is ROWS and isinstance(first[1], Positions)",
+        "ordered = len(first) == 2",
         "(positions, rows) leaves the region as (rows, positions)",
     ),
     # ---------------------------------------------------------------- demand, origins
@@ -240,7 +240,10 @@ MUTATIONS = (
         "tokens may see pads",
     ),
     Mutation(
-        UNPAD + "masks.py", "if seen & unseen or not seen or", "if not seen or", "chunks and strides pass for windows"
+        UNPAD + "masks.py",
+        "if any(-left <= offset <= right for offset in unseen):",
+        "if False:",
+        "strides pass for windows",
     ),
     Mutation(
         UNPAD + "masks.py",
@@ -276,7 +279,7 @@ MUTATIONS = (
         UNPAD + "attentions.py",
         "    if not _closed(inner, output):\n        return None\n",
         "",
-        "weights that an output shows are left out",
+        "scores that an output shows are left out",
     ),
     # ---------------------------------------------------------------- analysis, writing
     Mutation(
