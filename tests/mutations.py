@@ -1,6 +1,6 @@
 """Breaks the core of padding removal a line at a time, and requires that a fast test notices each.
 
-    python tests/mutations.py [--jobs 2] [--only TEXT]
+    python tests/mutations.py [--jobs 2] [--only PATTERN]
 
 Every mutation is made in a copy of the tree. The tests `TESTS` of `tests/passes` run there with `-x`, those of the
 broken module first; green without a mutation, red with it. The outcome is written to docs/results/mutations.json, where
@@ -479,15 +479,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=1, help="trees that are tested at a time")
     parser.add_argument(
-        "--only", default="", help="mutations whose file or reason contains this; the others keep their rows"
+        "--only", default="", help="mutations in whose file or reason this pattern is found; the others keep their rows"
     )
     options = parser.parse_args()
     for mutation in MUTATIONS:
         broken(mutation)  # each line must be there before any time is spent
-    chosen = [mutation for mutation in MUTATIONS if options.only in f"{mutation.file} {mutation.why}"]
+    chosen = [mutation for mutation in MUTATIONS if re.search(options.only, f"{mutation.file} {mutation.why}")]
+    needed = dict.fromkeys(FIRST[Path(mutation.file).stem] for mutation in chosen) if options.only else TESTS
     with tempfile.TemporaryDirectory(prefix="deepytorch-mutations-") as folder:
         trees = [copy_tree(Path(folder).resolve() / str(number)) for number in range(options.jobs)]
-        _, status = os.waitpid(start_tests(trees[0], TESTS), 0)
+        _, status = os.waitpid(start_tests(trees[0], tuple(needed)), 0)
         failed = first_failure(trees[0], status)
         if failed is not None:
             print(f"red without a mutation: {failed}")
