@@ -1,10 +1,10 @@
 """Breaks the core of padding removal a line at a time, and requires that a fast test notices each.
 
-    python tests/mutations.py [--jobs 2] [--only TEXT]
+    python tests/mutations.py [--jobs 2] [--only PATTERN]
 
 Every mutation is made in a copy of the tree. The tests `TESTS` of `tests/passes` run there with `-x`, those of the
-broken module first; green without a mutation, red with it. The outcome is written to docs/results/mutations.json,
-unless `--only` chose some; the exit status is 1 where a mutation survived.
+broken module first; green without a mutation, red with it. The outcome is written to docs/results/mutations.json, where
+`--only` replaces the rows that it chose; the exit status is 1 where a mutation survived.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from queue import Queue
 
+import pytest
 import torch
+import torch._dynamo
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "docs" / "results" / "mutations.json"
@@ -32,7 +32,7 @@ TESTS = ("test_layout", "test_origins", "test_demand", "test_masks", "test_emit"
 FIRST = {
     "rules": "test_rules", "layout": "test_layout", "demand": "test_demand", "origins": "test_origins",
     "masks": "test_masks", "attentions": "test_masks", "emit": "test_emit", "analysis": "test_emit",
-    "write_program": "test_emit", "strip_padding": "test_demand", "batch_facts": "test_emit", "slicing": "test_demand",
+    "write_program": "test_emit", "strip_padding": "test_demand", "batch_facts": "test_emit",
 }  # fmt: skip
 
 
@@ -111,8 +111,8 @@ MUTATIONS = (
     ),
     Mutation(
         UNPAD + "rules.py",
-        "if node.target is aten.cat.default and others != [",
-        "if node.target is aten.cat.default and len(others) != len([",
+        "others != [other for index, other in enumerate(out) if index != dim]:",
+        "len(others) != len(out) - 1:",
         "neighbours are joined",
     ),
     Mutation(
@@ -160,8 +160,8 @@ MUTATIONS = (
     ),
     Mutation(
         UNPAD + "layout.py",
-        "ordered = len(first) == 2 and first[0] is ROWS and",
-        "ordered = len(first) == 2 and",
+        "ordered = len(first) == 2 and first[0] is ROWS and isinstance(first[1], Positions)",
+        "ordered = len(first) == 2",
         "(positions, rows) leaves the region as (rows, positions)",
     ),
     # ---------------------------------------------------------------- demand, origins
@@ -240,7 +240,10 @@ MUTATIONS = (
         "tokens may see pads",
     ),
     Mutation(
-        UNPAD + "masks.py", "if seen & unseen or not seen or", "if not seen or", "chunks and strides pass for windows"
+        UNPAD + "masks.py",
+        "if any(-left <= offset <= right for offset in unseen):",
+        "if False:",
+        "strides pass for windows",
     ),
     Mutation(
         UNPAD + "masks.py",
@@ -276,7 +279,7 @@ MUTATIONS = (
         UNPAD + "attentions.py",
         "    if not _closed(inner, output):\n        return None\n",
         "",
-        "weights that an output shows are left out",
+        "scores that an output shows are left out",
     ),
     # ---------------------------------------------------------------- analysis, writing
     Mutation(
@@ -383,17 +386,41 @@ def copy_tree(folder: Path) -> Path:
     return tree
 
 
-def run_tests(tree: Path, names: tuple[str, ...]) -> str | None:
-    """The first test that fails; None where all pass. Anything else that goes wrong is raised."""
-    files = [f"tests/passes/{name}.py" for name in names]
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-x", "-q", "--tb=no", "-p", "no:cacheprovider", *files]
-    environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=900, check=False)
-    if done.returncode == 0:
+def start_tests(tree: Path, names: tuple[str, ...]) -> int:
+    """Run some test files in a process of their own, and return its number. torch is imported already: it is forked."""
+    sys.stdout.flush()
+    process = os.fork()
+    if process:
+        return process
+    code = 99
+    try:
+        log = os.open(tree / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.chdir(tree)
+        sys.path[:] = [
+            str(tree),
+            *(entry for entry in sys.path if not Path(entry or ".").resolve().is_relative_to(ROOT)),
+        ]
+        sys.dont_write_bytecode = True
+        files = [f"tests/passes/{name}.py" for name in names]
+        code = int(pytest.main(["-n", "0", "-x", "-q", "--tb=short", "-p", "no:cacheprovider", *files]))
+        if not Path(sys.modules["deepytorch"].__file__ or "").is_relative_to(tree):
+            code = 98
+        sys.stdout.flush()
+    finally:
+        os._exit(code)
+
+
+def first_failure(tree: Path, status: int) -> str | None:
+    """The test that failed in the run that ended so; None where all passed. Any other end is our own fault."""
+    text = (tree / "log").read_text()
+    failed = re.search(r"^(?:FAILED|ERROR) (?:tests/passes/)?(.*?)(?: - .*)?$", text, re.MULTILINE)
+    code = os.waitstatus_to_exitcode(status)
+    if code == 0:
         return None
-    failed = re.search(r"^(?:FAILED|ERROR) (?:tests/passes/)?(.*?)(?: - |$)", done.stdout, re.MULTILINE)
-    if failed is None:
-        raise RuntimeError(f"pytest ended with {done.returncode} and no test failed:\n{done.stdout}\n{done.stderr}")
+    if code != 1 or failed is None or "::" not in failed[1]:
+        raise RuntimeError(f"pytest ended with {code}:\n{text}")
     return failed[1]
 
 
@@ -402,64 +429,74 @@ def broken(mutation: Mutation) -> str:
     text = (ROOT / mutation.file).read_text()
     if text.count(mutation.old) != 1:
         raise SystemExit(f"{mutation.file}: found {text.count(mutation.old)} times, expected once:\n{mutation.old}")
-    return text.replace(mutation.old, mutation.new)
+    text = text.replace(mutation.old, mutation.new)
+    compile(text, mutation.file, "exec")  # what is no Python is noticed by any test
+    return text
 
 
-def killed_by(mutation: Mutation, tree: Path) -> str | None:
-    """The test that notices a mutation, made in `tree` for the while."""
-    path = tree / mutation.file
-    before = path.read_text()
-    path.write_text(broken(mutation))
-    try:
-        first = FIRST[path.stem]
-        others = tuple(name for name in TESTS if name != first)
-        return run_tests(tree, (first,)) or run_tests(tree, others)
-    finally:
-        path.write_text(before)
+def judge(mutations: Sequence[Mutation], trees: list[Path]) -> list[str | None]:
+    """The test that notices each mutation, one mutation a tree at a time; tests of its module come first."""
+    found: list[str | None] = [None] * len(mutations)
+    waiting = list(range(len(mutations)))[::-1]
+    running: dict[int, tuple[int, Path, bool]] = {}
+    while waiting or running:
+        while waiting and trees:
+            number, tree = waiting.pop(), trees.pop()
+            mutation = mutations[number]
+            (tree / mutation.file).write_text(broken(mutation))
+            running[start_tests(tree, (FIRST[Path(mutation.file).stem],))] = number, tree, True
+        process, status = os.wait()
+        number, tree, is_first = running.pop(process)
+        mutation, test = mutations[number], first_failure(tree, status)
+        if test is None and is_first:
+            others = tuple(name for name in TESTS if name != FIRST[Path(mutation.file).stem])
+            running[start_tests(tree, others)] = number, tree, False
+            continue
+        (tree / mutation.file).write_text((ROOT / mutation.file).read_text())
+        trees.append(tree)
+        found[number] = test
+        print(f"{'killed  ' if test else 'SURVIVED'} {mutation.file}: {mutation.why}  [{test}]", flush=True)
+    return found
+
+
+def write_table(found: dict[Mutation, str | None]) -> None:
+    """Write the outcome; what was not run again keeps its row, as long as mutation and torch are the same."""
+    rows = {}
+    before = json.loads(RESULT.read_text()) if RESULT.exists() else {"mutations": []}
+    for row in before["mutations"] if before.get("torch") == torch.__version__ else ():
+        rows[(row["file"], *row["mutation"], row["why"])] = row
+    date = datetime.now(timezone.utc).strftime("%Y-%m-%d")
+    for mutation, test in found.items():
+        key = (mutation.file, mutation.old, mutation.new, mutation.why)
+        rows[key] = {"mutation": key[1:3], "file": key[0], "why": key[3], "killed by": test, "date": date}
+    kept = [rows[key] for m in MUTATIONS if (key := (m.file, m.old, m.new, m.why)) in rows]
+    table = {"command": "python tests/mutations.py", "torch": torch.__version__, "mutations": kept}
+    RESULT.write_text(json.dumps(table, indent=1) + "\n")
 
 
 def main() -> int:
     """Run what was asked for; how many mutations survived decides the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=1, help="trees that are tested at a time")
-    parser.add_argument("--only", default="", help="mutations whose file or reason contains this; nothing is written")
+    parser.add_argument(
+        "--only", default="", help="mutations in whose file or reason this pattern is found; the others keep their rows"
+    )
     options = parser.parse_args()
     for mutation in MUTATIONS:
         broken(mutation)  # each line must be there before any time is spent
-    chosen = [mutation for mutation in MUTATIONS if options.only in f"{mutation.file} {mutation.why}"]
+    chosen = [mutation for mutation in MUTATIONS if re.search(options.only, f"{mutation.file} {mutation.why}")]
+    needed = dict.fromkeys(FIRST[Path(mutation.file).stem] for mutation in chosen) if options.only else TESTS
     with tempfile.TemporaryDirectory(prefix="deepytorch-mutations-") as folder:
-        trees: Queue[Path] = Queue()
-        for number in range(options.jobs):
-            trees.put(copy_tree(Path(folder) / str(number)))
-        tree = trees.get()
-        failed = run_tests(tree, TESTS)
-        trees.put(tree)
+        trees = [copy_tree(Path(folder).resolve() / str(number)) for number in range(options.jobs)]
+        _, status = os.waitpid(start_tests(trees[0], tuple(needed)), 0)
+        failed = first_failure(trees[0], status)
         if failed is not None:
             print(f"red without a mutation: {failed}")
             return 1
-
-        def judge(mutation: Mutation) -> str | None:
-            tree = trees.get()
-            try:
-                test = killed_by(mutation, tree)
-            finally:
-                trees.put(tree)
-            print(f"{'killed  ' if test else 'SURVIVED'} {mutation.file}: {mutation.why}  [{test}]", flush=True)
-            return test
-
-        with ThreadPoolExecutor(options.jobs) as pool:
-            found = list(pool.map(judge, chosen))
+        found = judge(chosen, trees)
     survived = found.count(None)
     print(f"{len(found) - survived} of {len(found)} mutations are noticed")
-    if not options.only:
-        rows = [
-            {"mutation": [m.old, m.new], "file": m.file, "why": m.why, "killed by": test}
-            for m, test in zip(chosen, found, strict=True)
-        ]
-        date = datetime.now(timezone.utc).strftime("%Y-%m-%d")
-        command = "python tests/mutations.py"
-        table = {"command": command, "date": date, "torch": torch.__version__, "survived": survived, "mutations": rows}
-        RESULT.write_text(json.dumps(table, indent=1) + "\n")
+    write_table(dict(zip(chosen, found, strict=True)))
     return 1 if survived else 0
 
 

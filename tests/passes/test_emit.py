@@ -152,8 +152,10 @@ def test_a_window_refuses_holes_and_no_other_batch() -> None:
     step = Step(g)
     for name in ("right", "left", "mixed", "real", "one row"):
         compare(step, g, batches()[name], {})
-    values = g.values(batches()["holes"], torch.Generator().manual_seed(0), {})
-    assert step.run(values) == "holes between the tokens of a row under a sliding window"
+    one_hole = torch.tensor([[True, False, True, False], [True, True, True, True]])
+    for mask in (batches()["holes"], one_hole, ~one_hole | torch.tensor([False, False, False, True])):
+        values = g.values(mask, torch.Generator().manual_seed(0), {})
+        assert step.run(values) == "holes between the tokens of a row under a sliding window"
 
 
 def test_two_sequences_each_with_its_own_tokens() -> None:

@@ -433,6 +433,22 @@ def test_weights_that_somebody_looks_at_are_no_inner_values() -> None:
     assert find_attentions(g.graph) == []
 
 
+def test_scores_that_somebody_looks_at_are_no_inner_values() -> None:
+    g = PaddedGraph()
+    q, k, v = g.x("r", 2, "p", 4), g.x("r", 2, 4, "p"), g.x("r", 2, "p", 4)
+    product = g.call(aten.matmul.default, q, k)
+    scores = g.call(aten.mul.Tensor, product, 0.5)
+    y = g.call(aten.matmul.default, g.call(aten.softmax.int, scores, -1), v)
+    for shown in (product, scores):
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        graph.graph_copy(g.graph, copies)
+        graph.output((copies[y], copies[shown]))
+        assert find_attentions(graph) == []
+    g.output(y)
+    assert len(find_attentions(g.graph)) == 1
+
+
 def test_a_term_says_what_it_is() -> None:
     g = PaddedGraph()
     q = g.x("r", 2, "p", 4)

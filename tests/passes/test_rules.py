@@ -642,6 +642,24 @@ def written(write: Write) -> tuple[PaddedGraph, fx.Node]:
     return g, node
 
 
+@pytest.mark.parametrize(("target", "write"), params(DECLINES))
+def test_what_looks_across_is_declined(target: Any, write: Write) -> None:
+    g, node = written(write)
+    assert node.target is target
+    region = g.region()
+    assert admitted_rule(node, region.seen) is None
+    try:
+        packed = Packed.of(g)
+    except Declined:
+        return  # nothing is left that could be packed
+    assert node not in packed.region.entries
+    for name in ("right", "drawn"):  # long enough for the slices here
+        mask = batches()[name]
+        values = g.values(mask, torch.Generator().manual_seed(0), {})
+        for ours, theirs in zip(packed.run(mask, values), packed.padded(*values), strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
 @pytest.mark.parametrize(("target", "write"), params(PACKS))
 def test_tokens_are_those_of_eager_and_follow_from_no_other(target: Any, write: Write) -> None:
     g, node = written(write)
@@ -715,24 +733,6 @@ def _same_gradients(g: PaddedGraph, packed: Packed, layouts: list[Any]) -> None:
         torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize(("target", "write"), params(DECLINES))
-def test_what_looks_across_is_declined(target: Any, write: Write) -> None:
-    g, node = written(write)
-    assert node.target is target
-    region = g.region()
-    assert admitted_rule(node, region.seen) is None
-    try:
-        packed = Packed.of(g)
-    except Declined:
-        return  # nothing is left that could be packed
-    assert node not in packed.region.entries
-    for name in ("right", "drawn"):  # long enough for the slices here
-        mask = batches()[name]
-        values = g.values(mask, torch.Generator().manual_seed(0), {})
-        for ours, theirs in zip(packed.run(mask, values), packed.padded(*values), strict=True):
-            torch.testing.assert_close(ours, theirs)
-
-
 # ------------------------------------------------------------------------------------------------ claims of their own
 
 
@@ -782,6 +782,18 @@ def test_dropout_that_drops_nothing_is_not_random(args: tuple[Any, ...]) -> None
 def test_unknown_random_and_writing_operators_have_no_rule(target: Any) -> None:
     graph = fx.Graph()
     assert rule_for(graph.call_function(target, (graph.placeholder("x"),))) is None
+
+
+def test_elementwise_noise_has_no_rule() -> None:
+    library = torch.library.Library("deepytorch_rules", "DEF")
+    seeded = torch.Tag.nondeterministic_seeded
+    for name, tags in (("shift", (torch.Tag.pointwise,)), ("noise", (torch.Tag.pointwise, seeded))):
+        library.define(f"{name}(Tensor x) -> Tensor", tags=tags)
+    graph = fx.Graph()
+    x, ops = graph.placeholder("x"), torch.ops.deepytorch_rules
+    assert isinstance(rule_for(graph.call_function(ops.shift.default, (x,))), Pointwise)
+    assert rule_for(graph.call_function(ops.noise.default, (x,))) is None
+    library._destroy()
 
 
 def _arguments(target: Any, tensors: Iterator[torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
