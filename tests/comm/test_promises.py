@@ -603,7 +603,7 @@ def is_of_both(error):
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_a_future_hears_of_the_poison_long_before_the_timeout(num_ranks):
     script = """
-    error, seconds = told(lambda: call().get_future().wait())
+    error, seconds = told(lambda: call().wait())
     assert is_of_both(error), error
     assert seconds < 5, seconds
     error, seconds = told(lambda: dist.all_reduce(torch.ones(1)))
@@ -620,16 +620,14 @@ def test_what_hangs_on_a_future_that_the_poison_ends_may_wait_for_another_one():
     if last:
         error, seconds = told(call)
     else:
-        works = [call() for _ in range(3)]
-        futures = [work.get_future() for work in works]
+        with torch.no_grad():
+            futures = [call() for _ in range(3)]
         seen = []
         def after(done):
             for future in futures:
                 error, seconds = told(future.wait)
                 seen.append((seconds, is_of_both(error), torch.is_grad_enabled()))
-        with torch.no_grad():
-            asked = [works[0].get_future(), works[1].get_future()]
-        ends = [future.then(after) for future in asked]
+        ends = [future.then(after) for future in futures[:2]]
         begin = time.monotonic()
         for end in ends:
             end.wait()
@@ -650,7 +648,7 @@ def test_a_future_outlives_its_group_and_still_hears():
     else:
         seen = []
         begin = time.monotonic()
-        future = call().get_future()
+        future = call()
         ends = future.then(lambda done: seen.append(told(done.value)[0]))
         dist.destroy_process_group(other)
         del other
@@ -672,8 +670,8 @@ def test_a_future_hears_of_a_rank_that_was_killed(num_ranks):
     if rank == size - 1:
         time.sleep(1)
         os.kill(os.getpid(), signal.SIGKILL)
-    work = dist.all_reduce_coalesced([torch.ones(3)], op=dist.ReduceOp.PRODUCT, async_op=True)
-    error, seconds = told(lambda: work.get_future().wait())
+    future = dist.all_reduce_coalesced([torch.ones(3)], op=dist.ReduceOp.PRODUCT, async_op=True)
+    error, seconds = told(future.wait)
     assert "failed in the inner backend" in error and "all_reduce_coalesced" in error, error
     assert seconds < 6, seconds
     say("heard")
@@ -696,15 +694,13 @@ def test_a_future_of_a_call_that_was_handed_on_is_quick_and_right():
         wide = torch.full((6, 4), float(rank + turn)).t()  # gloo works on a copy of it
         dist.barrier()
         begin = time.monotonic()
-        work = dist.all_reduce_coalesced([wide, torch.ones(3)], async_op=True)
-        future = work.get_future()
+        future = dist.all_reduce_coalesced([wide, torch.ones(3)], async_op=True)
         doubled = future.then(lambda done: [2 * each for each in done.value()])
         found = future.wait()
         spent.append(time.monotonic() - begin)
         expected = sum(peer + turn for peer in range(size))
         assert torch.all(wide == expected) and torch.all(found[0] == expected) and found[0].shape == (4, 6)
         assert torch.all(doubled.wait()[0] == 2 * expected)
-        assert work.wait() and torch.all(work.get_future().wait()[0] == expected)
     assert sorted(spent)[25] < 0.02, sorted(spent)
     after = count()
     assert after[0] <= before[0] and after[1] <= before[1] + 1, (before, after)
