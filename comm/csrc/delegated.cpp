@@ -4,6 +4,8 @@
 
 #include <algorithm>
 
+#include "pending_future.h"
+
 namespace deepytorch {
 
 namespace {
@@ -74,21 +76,36 @@ bool DelegatedWork::isCompleted() {
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> DelegatedWork::getFuture() {
-  auto future = inner_->getFuture();
+  const auto theirs = inner_->getFuture();
+  auto future = theirs->createInstance(theirs->elementType());
+  const auto pending = std::make_shared<PendingFuture>(future, health_);
   auto self = c10::intrusive_ptr<DelegatedWork>::reclaim_copy(this);
-  return future->then(
-      [self](c10::ivalue::Future& ended) {
-        c10::IValue value;
-        try {
-          value = ended.value();  // throws the operation's error, if it has one
-        } catch (const std::exception& error) {
-          if (self->health_->poisoned()) raise(self->health_->message());  // which says why it could not end
-          self->fail(error);
-        }
-        self->copy_back();
-        return value.isTensorList() ? c10::IValue(self->given_for(value.toTensorVector())) : value;
-      },
-      future->elementType());
+  theirs->addCallback([self, pending](c10::ivalue::Future& ended) {
+    if (pending->taken()) return;  // the poison was first: nobody is told of what came of it
+    c10::IValue value;
+    try {
+      value = self->outcome(ended);
+    } catch (const std::exception&) {
+      pending->fail(std::current_exception());
+      return;
+    }
+    pending->complete(std::move(value));
+  });
+  if (!pending->taken()) watch(pending);
+  return future;
+}
+
+// What the inner backend found, in the caller's tensors.
+c10::IValue DelegatedWork::outcome(c10::ivalue::Future& ended) {
+  c10::IValue value;
+  try {
+    value = ended.value();  // throws the operation's error, if it has one
+  } catch (const std::exception& error) {
+    if (health_->poisoned()) raise(health_->message());  // which says why it could not end
+    fail(error);
+  }
+  copy_back();
+  return value.isTensorList() ? c10::IValue(given_for(value.toTensorVector())) : value;
 }
 
 bool DelegatedWork::wait(std::chrono::milliseconds timeout) {

@@ -49,7 +49,7 @@ std::vector<std::vector<at::Tensor>> each(const std::vector<std::vector<at::Tens
 // The first of a collective's tensors (`none`: of a call between two ranks); an error where there is none.
 const at::Tensor& first_of(const std::vector<at::Tensor>& tensors, Kind kind);
 
-// A delegated operation: its wait also ends where the group is poisoned, and its error names the collective.
+// A delegated operation: its wait and its future also end where the group is poisoned, and its error names the collective.
 class DelegatedWork final : public c10d::Work {
  public:
   DelegatedWork(int rank, const Fingerprint& fingerprint, c10::intrusive_ptr<c10d::Work> inner,
@@ -68,6 +68,7 @@ class DelegatedWork final : public c10d::Work {
 
  private:
   [[noreturn]] void fail(const std::exception& error);
+  c10::IValue outcome(c10::ivalue::Future& ended);
   void copy_back();
   std::vector<at::Tensor> given_for(std::vector<at::Tensor> tensors) const;
 

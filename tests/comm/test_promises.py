@@ -584,3 +584,129 @@ def test_who_waits_on_the_future_of_a_call_that_was_handed_on_hears_what_the_ran
     assert seconds < 15
     """
     run(script)
+
+
+# What rank 0 asks gloo for, before it can know that the last rank differs.
+_FUTURE_OF_A_DIFFERENCE = """
+init(timeout=60)
+last = rank == size - 1
+given = [torch.ones(3, dtype=torch.bfloat16 if last else torch.float32)]
+if last:
+    time.sleep(1)
+def call():
+    return dist.all_reduce_coalesced(given, op=dist.ReduceOp.PRODUCT, async_op=True)
+def is_of_both(error):
+    return "disagree" in error and "float32" in error and "bfloat16" in error.lower()
+"""
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_future_hears_of_the_poison_long_before_the_timeout(num_ranks):
+    script = """
+    error, seconds = told(lambda: call().wait())
+    assert is_of_both(error), error
+    assert seconds < 5, seconds
+    error, seconds = told(lambda: dist.all_reduce(torch.ones(1)))
+    assert "of no use" in error and seconds < 1
+    begin = time.monotonic()
+    dist.destroy_process_group()
+    assert time.monotonic() - begin < 5
+    """
+    run(_FUTURE_OF_A_DIFFERENCE + script.replace("\n    ", "\n"), num_ranks=num_ranks)
+
+
+def test_what_hangs_on_a_future_that_the_poison_ends_may_wait_for_another_one():
+    script = """
+    if last:
+        error, seconds = told(call)
+    else:
+        with torch.no_grad():
+            futures = [call() for _ in range(3)]
+        seen = []
+        def after(done):
+            for future in futures:
+                error, seconds = told(future.wait)
+                seen.append((seconds, is_of_both(error), torch.is_grad_enabled()))
+        ends = [future.then(after) for future in futures[:2]]
+        begin = time.monotonic()
+        for end in ends:
+            end.wait()
+        assert time.monotonic() - begin < 5 and len(seen) == 6, seen
+        assert all(heard and not grad for _, heard, grad in seen), seen
+    """
+    run(_FUTURE_OF_A_DIFFERENCE + script.replace("\n    ", "\n"))
+
+
+def test_a_future_outlives_its_group_and_still_hears():
+    script = """
+    import gc
+    other = dist.new_group(backend="deepytorch")
+    def call():
+        return dist.all_reduce_coalesced(given, op=dist.ReduceOp.PRODUCT, group=other, async_op=True)
+    if last:
+        error, seconds = told(call)
+    else:
+        seen = []
+        begin = time.monotonic()
+        future = call()
+        ends = future.then(lambda done: seen.append(told(done.value)[0]))
+        dist.destroy_process_group(other)
+        del other
+        gc.collect()
+        ends.wait()
+        error, seconds = told(future.wait)
+        assert is_of_both(error) and is_of_both(seen[0]) and time.monotonic() - begin < 8, (error, seen)
+    say("done")
+    """
+    for output in run(_FUTURE_OF_A_DIFFERENCE + script.replace("\n    ", "\n"), warm=False):
+        assert "done" in output and "terminate" not in output, output
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_future_hears_of_a_rank_that_was_killed(num_ranks):
+    script = """
+    init(timeout=60)
+    dist.barrier()
+    if rank == size - 1:
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    future = dist.all_reduce_coalesced([torch.ones(3)], op=dist.ReduceOp.PRODUCT, async_op=True)
+    error, seconds = told(future.wait)
+    assert "failed in the inner backend" in error and "all_reduce_coalesced" in error, error
+    assert seconds < 6, seconds
+    say("heard")
+    os._exit(0)
+    """
+    with Ranks(script, num_ranks) as ranks:
+        outcomes = ranks.wait(40)
+    for outcome in outcomes[:-1]:
+        assert outcome.code == 0 and "heard" in outcome.output, outcome.output
+
+
+def test_a_future_of_a_call_that_was_handed_on_is_quick_and_right():
+    script = """
+    init(timeout=60)
+    def count():
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+    before = count()
+    spent = []
+    for turn in range(50):
+        wide = torch.full((6, 4), float(rank + turn)).t()  # gloo works on a copy of it
+        dist.barrier()
+        begin = time.monotonic()
+        future = dist.all_reduce_coalesced([wide, torch.ones(3)], async_op=True)
+        doubled = future.then(lambda done: [2 * each for each in done.value()])
+        found = future.wait()
+        spent.append(time.monotonic() - begin)
+        expected = sum(peer + turn for peer in range(size))
+        assert torch.all(wide == expected) and torch.all(found[0] == expected) and found[0].shape == (4, 6)
+        assert torch.all(doubled.wait()[0] == 2 * expected)
+    assert sorted(spent)[25] < 0.02, sorted(spent)
+    after = count()
+    assert after[0] <= before[0] and after[1] <= before[1] + 1, (before, after)
+    idle = time.process_time()
+    time.sleep(1.5)
+    assert time.process_time() - idle < 0.1, "something is looked at while nothing is pending"
+    dist.destroy_process_group()
+    """
+    run(script)
