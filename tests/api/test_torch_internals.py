@@ -65,9 +65,9 @@ torch.__version__ = sys.argv[1]  # a torch that nobody has tested
 for name in sys.argv[2:]:
     owner, _, attribute = name.rpartition(".")
     delattr(eval(owner), attribute)
-import deepytorch
+import deepytorch.torch_internals
 logging.basicConfig()
-if not sys.argv[2:]:
+if deepytorch.torch_internals.is_usable():  # otherwise nothing is compiled, and nothing is loaded
     deepytorch.configure(options={"lowering": "aot_eager"})
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
