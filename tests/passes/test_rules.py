@@ -405,7 +405,7 @@ PACKS: Cases = {
         "a part": then(call(aten.chunk.default, "r", 4, "p", args=(2, 1)), lambda g, x: item(g, x, 1)),
         "one of many": then(call(aten.unbind.int, "r", 4, "p", args=(1,)), lambda g, x: item(g, x, 3)),
     },
-    **{target: {"none": loss(target, 0)} for target in _UNREDUCED_LOSSES},
+    **{target: {"none": loss(target, 0)} for target in sorted(_UNREDUCED_LOSSES, key=str)},
     aten.view.default: {
         "merge": view(("r", "p"), 4),
         "heads": view("r", "p", 3, 2, of=("r", "p", 6)),
@@ -564,7 +564,7 @@ DECLINES: Cases = {
             lambda g, x: item(g, x),
         ),
     },
-    **{target: {"mean": loss(target, 1), "sum": loss(target, 2)} for target in _UNREDUCED_LOSSES},
+    **{target: {"mean": loss(target, 1), "sum": loss(target, 2)} for target in sorted(_UNREDUCED_LOSSES, key=str)},
     aten.view.default: {
         "positions change places": view("p", "r", 4),
         "rows into positions": view("r", 4, "p"),
