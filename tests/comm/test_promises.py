@@ -659,7 +659,8 @@ def test_a_future_outlives_its_group_and_still_hears():
     say("done")
     """
     for output in run(_FUTURE_OF_A_DIFFERENCE + script.replace("\n    ", "\n"), warm=False):
-        assert "done" in output and "terminate" not in output, output
+        assert "done" in output, output
+        assert "terminate" not in output, output
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
@@ -680,30 +681,35 @@ def test_a_future_hears_of_a_rank_that_was_killed(num_ranks):
     with Ranks(script, num_ranks) as ranks:
         outcomes = ranks.wait(40)
     for outcome in outcomes[:-1]:
-        assert outcome.code == 0 and "heard" in outcome.output, outcome.output
+        assert outcome.code == 0, outcome.output
+        assert "heard" in outcome.output, outcome.output
 
 
 def test_a_future_of_a_call_that_was_handed_on_is_quick_and_right():
     script = """
     init(timeout=60)
     def count():
-        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+        names = [open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc/self/task")]
+        ours = [name for name in names if "gloo" not in name]  # gloo starts its own as it needs them
+        return len(os.listdir("/proc/self/fd")), len(ours)
+    dist.all_reduce(torch.ones(1000), async_op=True).wait()  # the group's own worker
     before = count()
     spent = []
     for turn in range(50):
         wide = torch.full((6, 4), float(rank + turn)).t()  # gloo works on a copy of it
         dist.barrier()
         begin = time.monotonic()
-        future = dist.all_reduce_coalesced([wide, torch.ones(3)], async_op=True)
+        future = dist.all_reduce_coalesced([wide, torch.ones(3)], dist.ReduceOp.PRODUCT, async_op=True)
         doubled = future.then(lambda done: [2 * each for each in done.value()])
         found = future.wait()
         spent.append(time.monotonic() - begin)
-        expected = sum(peer + turn for peer in range(size))
+        expected = turn * (turn + 1)
         assert torch.all(wide == expected) and torch.all(found[0] == expected) and found[0].shape == (4, 6)
         assert torch.all(doubled.wait()[0] == 2 * expected)
     assert sorted(spent)[25] < 0.02, sorted(spent)
     after = count()
-    assert after[0] <= before[0] and after[1] <= before[1] + 1, (before, after)
+    assert after[0] <= before[0], (before, after)
+    assert after[1] <= before[1] + 1, (before, after)  # the thread that looks, one in a process
     idle = time.process_time()
     time.sleep(1.5)
     assert time.process_time() - idle < 0.1, "something is looked at while nothing is pending"

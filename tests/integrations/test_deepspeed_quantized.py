@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"),
 ]
 
-# What goes through a group of two hosts, as the recorder keeps it, and the loss at the end.
+# Two hosts of one rank: which collectives DeepSpeed called, and the loss at the beginning and the end.
 TRAINING = """
 pretend_hosts(1)
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -49,7 +49,9 @@ settings = {{
     "optimizer": {{"type": "AdamW", "params": {{"lr": 2e-3, "torch_adam": True}}}},
     "zero_optimization": {{"stage": {stage}}},
 }}
-engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings, dist_init_required=False)
+engine, *_ = deepspeed.initialize(
+    model=model, model_parameters=model.parameters(), config=settings, dist_init_required=False
+)
 teacher = torch.randn(64, 8, generator=torch.Generator().manual_seed(1)) / 8
 losses = []
 for step in range(60):
@@ -73,9 +75,9 @@ def _train(stage: int, wire: str | None) -> tuple[str, float, float]:
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_zero_learns_as_well_with_a_byte_a_value(stage):
-    exact, first, wanted = _train(stage, None)
-    rounded, _, found = _train(stage, "int8")
-    print(exact, rounded)
+    # Stage 1 sums gradients by all_reduce, which stays exact, and gathers weights; stage 3 scatters gradients too.
+    _, first, wanted = _train(stage, None)
+    _, _, found = _train(stage, "int8")
     assert wanted < 0.7 * first
     assert abs(found - wanted) < 0.1 * wanted
     assert found != wanted, "nothing was rounded, so nothing was quantised"
