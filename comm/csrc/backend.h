@@ -176,6 +176,8 @@ class Backend final : public c10d::Backend {
   void wait_for_inner(const Call& call);
   WorkPtr reduce_all(at::Tensor& tensor, Wanted wanted, Row row, const std::string& key, bool async, Tensors outputs);
   WorkPtr symmetric(at::Tensor& tensor, Wanted wanted, Row row);
+  WorkPtr reduce_scatter_on_gloo(Wanted wanted, const Tensors& given_outputs, const TensorLists& given_parts,
+                                 const c10d::ReduceScatterOptions& options);
   template <class Outputs, class Inputs, class Run>
   WorkPtr hand_on(Wanted wanted, const Outputs& given_outputs, const Inputs& given_inputs, Run run);
   template <class Run>

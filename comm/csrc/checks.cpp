@@ -51,6 +51,12 @@ void check_parts(Kind kind, const std::vector<at::Tensor>& parts, const at::Tens
   }
 }
 
+void check_scattered(const char* called, const at::Tensor& input, const at::Tensor& output, int size) {
+  TORCH_CHECK(input.numel() == output.numel() * size && input.scalar_type() == output.scalar_type(), called,
+              ": found an input of ", input.numel(), " elements (", input.scalar_type(), ") and an output of ", output.numel(),
+              " (", output.scalar_type(), "); expected one dtype and an input of ", size, " times the output");
+}
+
 std::vector<int64_t> rows_for_each(Kind kind, const at::Tensor& tensor, const std::vector<int64_t>& splits, int size) {
   TORCH_CHECK(tensor.dim() > 0, name_of(kind), ": found a tensor without dimensions; expected one that is split along its first");
   const int64_t rows = tensor.size(0);

@@ -19,6 +19,8 @@ void check_gloo_moves(Kind kind, const at::Tensor& tensor);
 void check_gloo_reduces(Kind kind, const at::Tensor& tensor, c10d::ReduceOp::RedOpType reduce);
 // One tensor for each rank, all like `whole`. which: "input" or "output".
 void check_parts(Kind kind, const std::vector<at::Tensor>& parts, const at::Tensor& whole, int size, const char* which);
+// An input with as many elements for each rank as the output has. called: the operation, by the name that users know.
+void check_scattered(const char* called, const at::Tensor& input, const at::Tensor& output, int size);
 void check_same_kind(Kind kind, const at::Tensor& one, const at::Tensor& other);
 // Elements for each rank, in the order of ranks: `splits` of rows, or as many for each where that is empty.
 std::vector<int64_t> rows_for_each(Kind kind, const at::Tensor& tensor, const std::vector<int64_t>& splits, int size);

@@ -150,6 +150,8 @@ void DelegatedWork::copy_back() {
 
 // `tensors` of the inner operation, the caller's in place of copies.
 std::vector<at::Tensor> DelegatedWork::given_for(std::vector<at::Tensor> tensors) const {
+  const bool scatters = fingerprint_.kind == Kind::reduce_scatter || fingerprint_.kind == Kind::reduce_scatter_coalesced;
+  if (scatters && !copied_.given.empty()) return copied_.given;  // the inner operation has whole sums
   for (at::Tensor& tensor : tensors) {
     for (size_t i = 0; i < copied_.given.size(); ++i) {
       if (tensor.is_same(copied_.copies[i])) {

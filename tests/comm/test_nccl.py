@@ -93,9 +93,7 @@ def test_symmetric_memory_goes_through_the_workspace(monkeypatch, name):
     operator = {"nvlink_one_shot": "one_shot_all_reduce", "nvlink_two_shot": "two_shot_all_reduce_"}.get(
         name, "multimem_all_reduce_"
     )
-    from torch.distributed import _symmetric_memory as symmetric_memory
-
-    monkeypatch.setattr(symmetric_memory, "get_symm_mem_workspace", workspace)
+    monkeypatch.setattr(symmetric, "get_symm_mem_workspace", workspace)
     monkeypatch.setattr(torch.ops.symm_mem, operator, lambda buffer, op, group: buffer * 2, raising=False)
     tensor = torch.arange(12.0).reshape(3, 4)
     symmetric.all_reduce(name, tensor, "0")

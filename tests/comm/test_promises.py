@@ -586,6 +586,58 @@ def test_who_waits_on_the_future_of_a_call_that_was_handed_on_hears_what_the_ran
     run(script)
 
 
+@pytest.mark.parametrize("form", ["list", "tensor", "coalesced"])
+def test_a_reduce_scatter_that_gloo_runs_hears_of_the_poison(form):
+    """gloo's own work of it waits for all-reduces without a deadline."""
+    script = """
+    init(timeout=60)
+    from torch.distributed.distributed_c10d import _coalescing_manager
+    def scatter(dtype, async_op):
+        whole, part = torch.ones(4, dtype=dtype), torch.empty(2, dtype=dtype)
+        if FORM == "list":
+            return part, dist.reduce_scatter(part, list(whole.chunk(2)), op=dist.ReduceOp.PRODUCT, async_op=async_op)
+        if FORM == "tensor":
+            return part, dist.reduce_scatter_tensor(part, whole, op=dist.ReduceOp.PRODUCT, async_op=async_op)
+        with _coalescing_manager(async_ops=True) as manager:
+            dist.reduce_scatter_tensor(part, whole, op=dist.ReduceOp.PRODUCT)
+            dist.reduce_scatter_tensor(torch.empty(1, dtype=dtype), whole[:2].clone(), op=dist.ReduceOp.PRODUCT)
+        return part, manager
+    part, work = scatter(torch.float32, True)
+    work.wait()
+    assert part.tolist() == [1.0, 1.0]
+    if rank == 1:
+        time.sleep(1)  # rank 0 has asked gloo before it can know
+    error, seconds = told(lambda: scatter(torch.float32 if rank == 0 else torch.bfloat16, True)[1].wait())
+    assert "disagree" in error, error
+    assert seconds < 8, seconds
+    """
+    run(script.replace("FORM", repr(form)))
+
+
+def test_a_reduce_scatter_that_gloo_runs_is_right_wherever_its_tensors_lie():
+    script = """
+    init(timeout=60)
+    given = torch.arange(24, dtype=torch.float64).reshape(4, 6) + rank
+    out = torch.zeros(3, 4, dtype=torch.float64).t()  # (4, 3), not contiguous
+    work = dist.reduce_scatter_tensor(out, given.clone(), op=dist.ReduceOp.PRODUCT, async_op=True)
+    work.wait()
+    product = (torch.arange(24) * (torch.arange(24) + 1)).double()
+    assert torch.equal(out.reshape(-1), product.chunk(2)[rank]), out
+    parts = [torch.full((3,), float(rank + 2)).expand(2, 3).t() for _ in range(2)]
+    for reduce, wanted in ((dist.ReduceOp.PRODUCT, 6.0), (dist.ReduceOp.AVG, 2.5), (dist.ReduceOp.MAX, 3.0)):
+        half = torch.zeros(2, 3).t()
+        dist.reduce_scatter(half, parts, op=reduce)
+        assert torch.all(half == wanted), (reduce, half)
+    work = dist.reduce_scatter_tensor(torch.empty(2), torch.ones(4), op=dist.ReduceOp.PRODUCT, async_op=True)
+    assert [each.tolist() for each in work.get_future().wait()] == [[1.0, 1.0]]
+    error, _ = told(lambda: dist.reduce_scatter_tensor(torch.empty(3), torch.ones(4), op=dist.ReduceOp.PRODUCT))
+    assert "an input of 2 times the output" in error, error
+    dist.all_reduce(out)
+    dist.destroy_process_group()
+    """
+    run(script)
+
+
 # What rank 0 asks gloo for, before it can know that the last rank differs.
 _FUTURE_OF_A_DIFFERENCE = """
 init(timeout=60)

@@ -138,7 +138,7 @@ class PaddedGraph:
 
     def context(self, **kwargs: Any) -> Context:
         """What a pass may know."""
-        return Context([node.meta["input"] for node in self.inputs], self.env, **kwargs)
+        return Context(self.env, **kwargs)
 
     def layouts(self) -> dict[fx.Node, Layout]:
         """The layouts, without those of what an operator without a rule made of token values."""

@@ -209,10 +209,7 @@ Backend::WorkPtr Backend::_reduce_scatter_base(at::Tensor& given_output, at::Ten
                                                const c10d::ReduceScatterOptions& options) {
   auto output = alias_of(given_output);
   auto input = alias_of(given_input);
-  TORCH_CHECK(input.numel() == output.numel() * getSize() && input.scalar_type() == output.scalar_type(),
-              "reduce_scatter_tensor: found an input of ", input.numel(), " elements (", input.scalar_type(),
-              ") and an output of ", output.numel(), " (", output.scalar_type(), "); expected one dtype and an input of ",
-              getSize(), " times the output");
+  check_scattered("reduce_scatter_tensor", input, output, getSize());
   if (quantizes(input) && output.is_contiguous() && (options.reduceOp == RedOp::SUM || options.reduceOp == RedOp::AVG)) {
     std::unique_lock<std::mutex> lock(mutex_);
     const uint64_t number = scattered_[input.numel()]++;
@@ -225,16 +222,11 @@ Backend::WorkPtr Backend::_reduce_scatter_base(at::Tensor& given_output, at::Ten
   const Row row = this->row(wanted.kind, wanted.on_cuda, input.nbytes());
   if (wanted.on_cuda || !in_memory(row) || !accelerates(wanted.kind, wanted.dtype, wanted.reduce)) {
     check_gloo_reduces(wanted.kind, input, wanted.reduce);
-    CopiedOutputs copied;
-    at::Tensor target = copied(output), source = in_a_row(input);
-    c10d::ReduceScatterOptions adapted = options;
-    const bool divide = !wanted.on_cuda && wanted.reduce == RedOp::AVG && is_float(wanted.dtype);
-    if (divide) adapted.reduceOp = c10d::ReduceOp::SUM;
-    const auto call = [target, source, adapted, divide, size = getSize()](c10d::Backend& engine) mutable {
-      if (divide) source = source.div(size);
-      return engine._reduce_scatter_base(target, source, adapted);
+    if (!wanted.on_cuda) return reduce_scatter_on_gloo(wanted, {output}, {{input}}, options);
+    const auto call = [output, input, options](c10d::Backend& engine) mutable {
+      return engine._reduce_scatter_base(output, input, options);
     };
-    return delegate(wanted, call, {output}, std::move(copied));
+    return delegate(wanted, call, {output});
   }
   if (input.is_contiguous()) {
     wanted.data = input.data_ptr();

@@ -40,12 +40,62 @@ Backend::WorkPtr Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tens
   });
 }
 
+// [Note: gloo's reduce_scatter] gloo makes it of all-reduces of copies, and its work waits for them without a deadline, so
+// that nobody would look at the poison meanwhile; it has no future either. Here the all-reduces are handed on instead.
+// given_parts: for each output, what the ranks get one after another, in one tensor or in several.
+Backend::WorkPtr Backend::reduce_scatter_on_gloo(Wanted wanted, const Tensors& given_outputs, const TensorLists& given_parts,
+                                                 const c10d::ReduceScatterOptions& options) {
+  const Tensors outputs = each(given_outputs, alias_of);
+  const TensorLists parts = each(given_parts, alias_of);
+  CopiedOutputs copied;
+  Tensors sums;
+  for (const at::Tensor& output : outputs) {
+    const int64_t count = output.numel();
+    sums.push_back(at::empty({count * getSize()}, output.options()));
+    copied.given.push_back(output);
+    copied.copies.push_back(sums.back().narrow(0, getRank() * count, count).view(output.sizes()));
+  }
+  c10d::AllreduceOptions adapted;
+  adapted.reduceOp = options.reduceOp;
+  adapted.timeout = options.timeout;
+  adapted.asyncOp = options.asyncOp;
+  // gloo averages after the sum, which half types may not hold
+  const bool divide = wanted.reduce == RedOp::AVG && is_float(wanted.dtype);
+  if (divide) adapted.reduceOp = c10d::ReduceOp::SUM;
+  const auto call = [parts, sums, adapted, divide, size = getSize()](c10d::Backend& engine) -> WorkPtr {
+    const at::NoGradGuard no_graph;
+    std::vector<WorkPtr> works;
+    for (size_t index = 0; index < sums.size(); ++index) {
+      int64_t filled = 0;
+      for (const at::Tensor& part : parts[index]) {
+        sums[index].narrow(0, filled, part.numel()).view(part.sizes()).copy_(part);
+        filled += part.numel();
+      }
+      if (divide) at::Tensor(sums[index]).div_(size);
+      Tensors one{sums[index]};
+      works.push_back(engine.allreduce(one, adapted));
+    }
+    if (works.size() == 1) return works[0];
+    return WorkPtr(c10::make_intrusive<ManyWorks>(std::move(works)));
+  };
+  return delegate(wanted, call, outputs, std::move(copied));
+}
+
 Backend::WorkPtr Backend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                           const c10d::ReduceScatterOptions& options) {
   const at::Tensor& first = first_of(inputs, Kind::reduce_scatter_coalesced);
   Wanted wanted{Kind::reduce_scatter_coalesced, first.scalar_type(), -1, options.reduceOp, -1, first.is_cuda(), options.timeout};
   if (!wanted.on_cuda) wanted.sizes = sizes_of(inputs);
   for (const at::Tensor& input : inputs) check_gloo_reduces(wanted.kind, input, options.reduceOp);
+  if (!wanted.on_cuda) {
+    TORCH_CHECK(outputs.size() == inputs.size(), "reduce_scatter_tensor_coalesced: found ", inputs.size(), " inputs for ", outputs.size(), " outputs");
+    TensorLists parts;
+    for (size_t index = 0; index < inputs.size(); ++index) {
+      check_scattered("reduce_scatter_tensor_coalesced", inputs[index], outputs[index], getSize());
+      parts.push_back({inputs[index]});
+    }
+    return reduce_scatter_on_gloo(wanted, outputs, parts, options);
+  }
   return hand_on(wanted, outputs, inputs, [options](auto& engine, auto& out, auto& in) {
     return engine.reduce_scatter_tensor_coalesced(out, in, options);
   });

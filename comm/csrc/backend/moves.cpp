@@ -172,6 +172,7 @@ Backend::WorkPtr Backend::reduce_scatter(Tensors& outputs, TensorLists& inputs, 
   if (outputs.size() != 1 || first.is_sparse() || !moves_itself(wanted) || row.algorithm != Algorithm::shared_memory ||
       !accelerates(wanted.kind, wanted.dtype, wanted.reduce)) {
     check_gloo_reduces(wanted.kind, first, wanted.reduce);
+    if (first.is_cpu() && !first.is_sparse() && outputs.size() == 1) return reduce_scatter_on_gloo(wanted, outputs, inputs, options);
     return hand_on(wanted, outputs, inputs,
                    [options](auto& engine, auto& out, auto& in) { return engine.reduce_scatter(out, in, options); });
   }
