@@ -49,7 +49,7 @@ class Cut(nn.Module):
 
 @pytest.mark.parametrize(
     "build",
-    [Recurrence, lambda: broken_then_centred, lambda: broken_only],
+    [pytest.param(Recurrence, marks=pytest.mark.slow), lambda: broken_then_centred, lambda: broken_only],
     ids=["a recurrent network", "a mean over positions", "nothing"],
 )
 def test_a_cut_model_trains_as_eager_does(build: Callable[[], Any]) -> None:

@@ -138,8 +138,18 @@ def assert_way(report: Report, way: str, steps: int) -> None:
     assert (packed, padded) == ((left, 0) if way == "packed" else (0, left)), describe(report)
 
 
+# The others' forms are scripts in tests/scripts/scenarios, which `-m matrix` runs whole.
+_FIRST, _SLOW = ("one output each way", "mean over tokens"), ("loss outside, pads counted", "mean over positions")
+
+
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in _FIRST else pytest.mark.slow if name in _SLOW else pytest.mark.matrix)
+        for name in CALLS
+    ],
+)
 def test_a_script_trains_as_in_eager_and_goes_the_way_that_its_uses_allow(name: str, device: str) -> None:
     make, call, way = CALLS[name]
     pair = Pair(make().to(device), call=call)

@@ -122,6 +122,7 @@ def test_the_encoders_output_can_be_used_beside_the_loss() -> None:
     expect_packed(pair.train(pairs(*SIZES[:2]), compare))
 
 
+@pytest.mark.slow
 def test_decoder_ids_given_with_labels_of_the_users_own() -> None:
     pair = Pair(bart("sdpa").train())
     given = pairs(*SIZES[:3])

@@ -457,6 +457,7 @@ def test_a_model_without_labels_that_count_in_this_batch_still_gives_logits() ->
     torch.testing.assert_close(found.logits[real], wanted.logits[real], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_double_compilation_with_another_backend_still_trains() -> None:
     """The same module under stock's backend afterwards: nothing of ours is left in it."""
     pair = Pair(Plain(sdpa_bool).train())
