@@ -196,8 +196,12 @@ def changed(rng: random.Random, call: dict[str, Any]) -> dict[str, Any]:
     return other
 
 
-def run_sequence(seed: int, groups: list[Any], rank: int, members: list[list[int]]) -> bool:
-    """One sequence. Returns whether the groups have to be made anew. Raises `Fault`."""
+def run_sequence(seed: int, groups: list[Any], rank: int, members: list[list[int]], store: dist.Store) -> bool:
+    """One sequence. Returns whether the groups have to be made anew. Raises `Fault`.
+
+    store: where ranks meet before one of them differs. A rank that still waits in the sequence before would hear of it
+    there: what fails takes all of the group's calls with it, and this one could be told from no fault of ours.
+    """
     rng = random.Random(seed)
     sizes = [len(each) for each in members]
     calls = draw_calls(rng, sizes)
@@ -214,6 +218,9 @@ def run_sequence(seed: int, groups: list[Any], rank: int, members: list[list[int
         variant[key] == calls[odd_call][key] for key in ("kind", "count", "dtype", "op")
     ):
         mismatch = False
+    if mismatch:
+        store.set(f"at {seed}/{rank}", "here")
+        store.wait([f"at {seed}/{peer}" for peer in members[0]], timedelta(seconds=60))
     mine = list(calls)
     if mismatch and rank == odd_rank:
         mine[odd_call] = variant
@@ -287,7 +294,7 @@ def work(arguments: argparse.Namespace) -> None:
     groups = make()
     mismatches = 0
     for number in range(arguments.sequences):
-        if run_sequence(arguments.seed + number, groups, rank, members):
+        if run_sequence(arguments.seed + number, groups, rank, members, store):
             mismatches += 1
             dist.destroy_process_group()
             groups = make()
@@ -328,15 +335,15 @@ def _run_ranks(size: int, arguments: argparse.Namespace, folder: Path) -> int:
         log = (folder / f"rank{rank}.log").open("w") if rank else None
         ranks.append(subprocess.Popen([sys.executable, *sys.argv], env=env, stdout=log, stderr=log))
     deadline = time.monotonic() + arguments.timeout
-    codes: list[int | None] = []
-    for process in ranks:
-        try:
-            codes.append(process.wait(max(0.1, deadline - time.monotonic()) if not any(codes) else 20))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            codes.append(None)
-    if any(code != 0 for code in codes):
+    while any(process.poll() is None for process in ranks):
+        if any(process.poll() for process in ranks):  # the others may see what it is, or wait for a rank that is gone
+            deadline = min(deadline, time.monotonic() + 20)
+        if time.monotonic() > deadline:
+            for process in ranks:
+                process.kill()
+        time.sleep(0.05)
+    codes = [process.wait() for process in ranks]
+    if any(codes):
         print(f"{size} ranks ended with {codes}", flush=True)
         for rank in range(1, size):
             print(f"--- rank {rank}\n" + (folder / f"rank{rank}.log").read_text()[-1500:], flush=True)
