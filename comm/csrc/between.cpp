@@ -11,7 +11,6 @@ namespace deepytorch {
 
 namespace {
 
-constexpr auto kLook = std::chrono::milliseconds(100);
 constexpr float kLargestFp8 = 448.0f;
 
 void fail(const Call& call, const std::string& message) {

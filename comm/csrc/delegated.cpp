@@ -10,7 +10,6 @@ namespace deepytorch {
 
 namespace {
 
-constexpr auto kLook = std::chrono::milliseconds(100);
 
 // torch 2.11 has no name of its own for it.
 template <typename Type>

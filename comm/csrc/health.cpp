@@ -10,7 +10,7 @@ namespace deepytorch {
 
 namespace {
 
-constexpr auto kLook = std::chrono::milliseconds(500);
+constexpr auto kLookIntoStore = std::chrono::milliseconds(500);
 constexpr char kKey[] = "trouble";
 
 }  // namespace
@@ -86,7 +86,7 @@ void Listener::listen(std::shared_ptr<State> state, std::shared_ptr<Health> heal
     lock.lock();
     if (!theirs.empty() && state->on_error) state->on_error();
     if (over || last) break;
-    state->changed.wait_for(lock, kLook, [&] { return state->stop; });
+    state->changed.wait_for(lock, kLookIntoStore, [&] { return state->stop; });
   }
   state->ended = true;
   state->changed.notify_all();

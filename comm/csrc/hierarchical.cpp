@@ -7,7 +7,6 @@ namespace deepytorch {
 
 namespace {
 
-constexpr size_t kLine = 64;
 
 // Elements that each of the ranks contributes to a chunk: `parts` of them have to fit into an area.
 size_t room_of(const Call& call, size_t element, size_t num_ranks, size_t parts) {

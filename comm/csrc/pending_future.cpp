@@ -14,7 +14,6 @@ namespace deepytorch {
 
 namespace {
 
-constexpr auto kLook = std::chrono::milliseconds(100);
 
 // The thread of [Note: who looks at the poison for a future].
 class Watch {

@@ -12,7 +12,6 @@ namespace deepytorch {
 namespace {
 
 constexpr size_t kBlock = 256;
-constexpr size_t kLine = 64;
 constexpr size_t kChunk = 1 << 18;  // values of one host with one rank that travel together
 constexpr int kDepth = 3;
 

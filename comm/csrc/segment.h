@@ -17,6 +17,8 @@ namespace deepytorch {
 using Clock = std::chrono::steady_clock;
 
 constexpr int kMaxLocalRanks = 64;
+constexpr size_t kLine = 64;  // of a cache: slices begin at lines, so that two ranks never write to one
+constexpr std::chrono::milliseconds kLook{100};  // so often whoever waits for others looks whether the group is poisoned
 constexpr int kRing = 64;  // calls that a rank may be ahead of another and still be compared before they run
 
 // A collective that cannot go on: a dead or late rank, a mismatch. The group is of no use afterwards.

@@ -9,7 +9,6 @@ namespace deepytorch {
 
 namespace {
 
-constexpr size_t kLine = 64;  // slices begin at cache lines, so that two ranks never write to one
 
 struct Range {
   size_t begin, end;
