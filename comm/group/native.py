@@ -50,7 +50,7 @@ def load() -> ModuleType | None:
 
 
 def build() -> Path:
-    """Compile the native module unless the cache holds it; return its file. Takes half a minute on two cores, once for a version.
+    """Compile the native module unless the cache holds it; return its file. Takes half a minute on two cores, once.
 
     Raises `BuildError` where it cannot be compiled. Several processes may call it at a time: one compiles.
     """

@@ -8,7 +8,7 @@ from rich.console import Console
 def build() -> None:
     """Compile the C++ code of the deepytorch process group now, not in the first script that uses it.
 
-    Takes about a minute, once for each version of torch. What was compiled is kept in the cache folder.
+    Takes half a minute on two cores, once for each version of torch. What was compiled is kept in the cache folder.
     """
     from deepytorch.comm.group.native import build as build_native
 
