@@ -150,7 +150,10 @@ def create(options: Any, group_options: Any) -> Any:
             "deepytorch.comm.Options(...) or None"
         )
     wanted = group_options or Options()
-    module = native.load() if Environment.read().enabled else None
+    enabled = Environment.read().enabled
+    if enabled and not native.is_built():
+        store.set(f"compiles/{rank}", "")
+    module = native.load() if enabled else None
     if not _all_have(store, rank, size, module is not None, timeout):
         return stock_group(store, rank, size, timeout)
     group = _make(module, store, options.group_id, rank, size, timeout, wanted)
@@ -162,7 +165,19 @@ def _all_have(store: dist.Store, rank: int, size: int, mine: bool, timeout: time
     """Whether every rank has the native module, and the same one: ranks that differ would wait for others in vain."""
     store.set(f"native/{rank}", native.digest() if mine else "none")
     keys = [f"native/{peer}" for peer in range(size)]
-    store.wait(keys, max(timeout, native.BUILD_TIMEOUT))  # another host may be compiling
+    try:
+        store.wait(keys, timeout)
+    except RuntimeError:  # a DistStoreError, of most stores
+        late = [peer for peer, key in enumerate(keys) if not store.check([key])]
+        if not late:
+            raise
+        gone = [peer for peer in late if not store.check([f"compiles/{peer}"])]
+        if gone or timeout >= native.BUILD_TIMEOUT:
+            raise dist.DistStoreError(
+                f"ranks {gone or late} did not come to make the group within {timeout.total_seconds():g} s; expected "
+                f"all {size} ranks: look at what they print, or give a longer timeout"
+            ) from None
+        store.wait(keys, native.BUILD_TIMEOUT - timeout)
     found = [store.get(key).decode() for key in keys]
     if len(set(found)) == 1:
         return mine

@@ -54,7 +54,7 @@ def build() -> Path:
 
     Raises `BuildError` where it cannot be compiled. Several processes may call it at a time: one compiles.
     """
-    folder = cache_directory() / "native" / digest()
+    folder = _folder()
     for directory in (cache_directory(), folder.parent, folder):
         refusal = prepare_private(directory)
         if refusal is not None:
@@ -79,6 +79,15 @@ def build() -> Path:
     except OSError as error:
         raise BuildError(f"its C++ cannot be compiled into {folder}: {error}") from error
     return target
+
+
+def is_built() -> bool:
+    """Whether the cache holds the native module."""
+    return (_folder() / f"{_NAME}.so").exists()
+
+
+def _folder() -> Path:
+    return cache_directory() / "native" / digest()
 
 
 def _compile(scratch: Path) -> Path:

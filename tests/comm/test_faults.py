@@ -224,6 +224,31 @@ def test_a_crash_in_the_middle_of_the_rendezvous_leaves_nothing():
     assert (set(os.listdir("/dev/shm")) if Path("/dev/shm").is_dir() else set()) <= before
 
 
+def test_a_rank_that_never_comes_is_named_within_the_timeout():
+    script = """
+    store = dist.FileStore(os.environ["RENDEZVOUS"], 3)
+    store.set_timeout(timedelta(seconds=40))
+    if rank == 2:
+        store.get("over")  # alive, and does something else
+        raise SystemExit(0)
+    started = time.monotonic()
+    try:
+        dist.init_process_group(
+            "deepytorch", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=3)
+        )
+    except dist.DistStoreError as error:
+        say(f"{time.monotonic() - started:.0f} s: {error}")
+    store.set(f"saw {rank}", "")
+    if rank == 0:
+        store.wait(["saw 1"], timedelta(seconds=20))
+        store.set("over", "")
+        time.sleep(1)
+    """
+    outputs = run(script, num_ranks=3, timeout=60, warm=False)
+    for output in outputs[:2]:
+        assert "ranks [2] did not come to make the group within 3 s" in output, outputs
+
+
 def test_without_shared_memory_the_group_works_on_gloo():
     script = """
     import resource
