@@ -1,4 +1,4 @@
-"""All-reduce of GPUs that reach each other's memory through NVLink, by torch's symmetric-memory operators.
+"""All-reduce of GPUs that reach each other's memory through NVLink, by kernels over torch's symmetric memory.
 
 For the latency of small messages; large ones are NCCL's. Not yet run on several GPUs.
 """
@@ -15,7 +15,8 @@ from deepytorch.comm.topology.topology import Topology
 # Powers of two, not included, so that a range of a table never goes past them.
 ONE_SHOT_BELOW_BYTES, TWO_SHOT_BELOW_BYTES, MULTIMEM_BELOW_BYTES = 256 << 10, 8 << 20, 64 << 20
 MOST_RANKS = 8
-DTYPES = ("fp32", "bf16")
+DTYPES = ("fp32", "bf16", "fp16")
+REDUCE_OPS = ("sum", "avg")
 # Each about a step's latency: a kernel's launch, a barrier before it and one after it; one more for what has
 # to be reduced before it is spread.
 ONE_SHOT_STEPS, TWO_SHOT_STEPS = 3, 4
@@ -43,8 +44,8 @@ class SymmetricMemory(Collective):
 
     def refused(self, operation: Operation) -> str | None:
         """Too many bytes, or a type or reduction without a kernel."""
-        if operation.reduce_op != "sum" or operation.dtype not in DTYPES:
-            return f"sums {' or '.join(DTYPES)} only, found {operation.reduce_op} of {operation.dtype}"
+        if operation.reduce_op not in REDUCE_OPS or operation.dtype not in DTYPES:
+            return f"adds up {' or '.join(DTYPES)} only, found {operation.reduce_op} of {operation.dtype}"
         if operation.num_bytes >= self.below_bytes:
             return f"works below {self.below_bytes} bytes, found {operation.num_bytes}"
         return None

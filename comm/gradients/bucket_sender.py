@@ -16,6 +16,9 @@ from deepytorch.comm.gradients.bucket_memory import BucketMemory, Transfer, new_
 from deepytorch.comm.gradients.buckets import Bucket, BucketPlan
 from deepytorch.comm.gradients.comm_hooks import CommHook
 from deepytorch.comm.group.backend import averages
+from deepytorch.comm.kernels.buckets import Slots, pack
+
+_MOST_SLOTS = 256  # sets of gradients that came together; graphs hand over about 48
 
 
 @dataclass
@@ -52,6 +55,7 @@ class BucketSender:
         self._place = {member: place for bucket in plan.buckets for place, member in enumerate(bucket.members)}
         self._averages = averages(group)
         self._memory: list[BucketMemory] = []
+        self._slots: dict[tuple[int, ...], Slots] = {}  # of gradients that came together, in this memory
         self._next = 0  # the bucket that leaves next
 
     @property
@@ -66,6 +70,7 @@ class BucketSender:
         for number, bucket in enumerate(self._memory):
             if bucket.is_held():  # somebody kept a gradient of an earlier step: it stays what it is
                 self._memory[number] = bucket = self._make(number, together=False)
+                self._slots.clear()
             bucket.begin()
         self._next = 0
 
@@ -80,6 +85,19 @@ class BucketSender:
     def memory_of(self, member: int) -> BucketMemory:
         """The bucket of a gradient."""
         return self._memory[self._bucket_of[member]]
+
+    def pack(self, members: Sequence[int], gradients: Sequence[Tensor]) -> None:
+        """Copy gradients into their places, on a GPU by one launch for each type."""
+        by_type: dict[torch.dtype, list[int]] = {}
+        for place, member in enumerate(members):
+            by_type.setdefault(self._parameters[member].dtype, []).append(place)
+        for places in by_type.values():
+            together = tuple(members[place] for place in places)
+            if together not in self._slots:
+                if len(self._slots) >= _MOST_SLOTS:
+                    self._slots.clear()
+                self._slots[together] = Slots([self.view(member) for member in together])
+            pack([gradients[place] for place in places], self._slots[together])
 
     def fill(self, member: int) -> None:
         """A gradient is in its place."""

@@ -1,4 +1,7 @@
-"""What the operators mean, in plain torch: slow, differentiable, used by tests and read by people."""
+"""What the operators mean, in plain torch: slow, and differentiable any number of times.
+
+Used for second derivatives and by tests, and read by people.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import torch
 from torch import Tensor
 
 from deepytorch.passes.ops.attention_tile import Rule, dropout_factor
+from deepytorch.passes.ops.linear_cross_entropy_chunked import LossRule
 
 
 def varlen_attention_reference(
@@ -36,13 +40,13 @@ def varlen_attention_reference(
         if rule.softcap > 0:
             scores = rule.softcap * torch.tanh(scores / rule.softcap)
         if bias is not None:
-            at_q = positions_q[queries] if positions_q is not None else torch.arange(num_q)
-            at_k = positions_k[keys] if positions_k is not None else torch.arange(num_k)
+            at_q = positions_q[queries] if positions_q is not None else torch.arange(num_q, device=query.device)
+            at_k = positions_k[keys] if positions_k is not None else torch.arange(num_k, device=query.device)
             picked = bias[row if bias.size(0) > 1 else 0]
             picked = picked[:, at_q] if picked.size(1) > 1 else picked
             picked = picked[:, :, at_k] if picked.size(2) > 1 else picked
             scores = scores + picked
-        distance = torch.arange(num_k) - torch.arange(num_q).unsqueeze(1)
+        distance = torch.arange(num_k, device=query.device) - torch.arange(num_q, device=query.device).unsqueeze(1)
         if rule.window_left >= 0:
             scores = scores.masked_fill(distance < -rule.window_left, float("-inf"))
         if rule.window_right >= 0:
@@ -51,8 +55,36 @@ def varlen_attention_reference(
         probabilities = torch.softmax(scores.masked_fill(empty, 0.0), dim=-1).masked_fill(empty, 0.0)
         if rule.dropout_p > 0:
             assert seed is not None
-            indexes = torch.arange(num_q).unsqueeze(0), torch.arange(num_k).unsqueeze(0)
-            factor = dropout_factor(seed, torch.tensor([row]), q.size(0), *indexes, rule.dropout_p, scores.dtype)
+            indexes = (
+                torch.arange(num_q, device=query.device).unsqueeze(0),
+                torch.arange(num_k, device=query.device).unsqueeze(0),
+            )
+            factor = dropout_factor(
+                seed, torch.tensor([row], device=query.device), q.size(0), *indexes, rule.dropout_p, scores.dtype
+            )
             probabilities = probabilities * factor.squeeze(0)
-        output[queries] = (probabilities @ v).transpose(0, 1).to(output.dtype)
+        output[queries] = (probabilities.to(v.dtype) @ v).transpose(0, 1).to(output.dtype)
     return output
+
+
+def linear_cross_entropy_reference(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None, rule: LossRule
+) -> Tensor:
+    """The loss with all of its logits in memory; arguments and result as those of `linear_cross_entropy`."""
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    if rule.softcap > 0:
+        logits = rule.softcap * torch.tanh(logits / rule.softcap)
+    logits = logits.float() if rule.upcast and logits.dtype != torch.float64 else logits
+    loss = torch.nn.functional.cross_entropy(
+        logits,
+        target,
+        class_weight,
+        ignore_index=rule.ignore_index,
+        reduction=("none", "mean", "sum")[rule.reduction],
+        label_smoothing=rule.label_smoothing,
+    )
+    if rule.z_loss == 0:
+        return loss
+    counted = target != rule.ignore_index
+    squares = (rule.z_loss * torch.logsumexp(logits, -1).square()).masked_fill(~counted, 0.0)
+    return loss + (squares, squares.sum() / counted.sum(), squares.sum())[rule.reduction]

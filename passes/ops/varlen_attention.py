@@ -17,6 +17,7 @@ from deepytorch.passes.ops import varlen_attention_cuda as cuda
 from deepytorch.passes.ops import varlen_attention_dense as dense
 from deepytorch.passes.ops.attention_tile import Call, Rule, statistics_dtype
 from deepytorch.passes.ops.library import LIBRARY, define_once, qualified
+from deepytorch.passes.ops.reference import varlen_attention_reference
 from deepytorch.torch_internals import DispatchKey, DispatchKeySet, ExcludeDispatchKeyGuard, disable_dynamo
 
 _SHARED = (
@@ -277,15 +278,49 @@ def _backward(ctx: Any, grad_output: Tensor, _: Any) -> tuple[Tensor | None, ...
     )
 
 
-def _setup_nothing(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
-    pass
+def _setup_backward_context(
+    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any
+) -> None:
+    grad_output, query, key, value, _, _, cu_seqlens_q, cu_seqlens_k, _, _, *rest = inputs
+    ctx.save_for_backward(grad_output, query, key, value, cu_seqlens_q, cu_seqlens_k, *rest)
+    ctx.rule = {name: setting for name, setting in keyword_only_inputs.items() if name != "bias_gradient"}
+    ctx.bias_gradient = keyword_only_inputs.get("bias_gradient", False)
 
 
-def _backward_of_backward(ctx: Any, *grads: Any) -> None:
-    raise RuntimeError(
-        "varlen_attention: found a derivative of its gradient; expected first derivatives only: "
-        "compute these in a region that is not packed"
-    )
+def _backward_of_backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Second derivatives, of the operator's meaning in plain torch: slow, as they are rare."""
+    saved: list[Any] = [*ctx.saved_tensors, None, None, None, None]
+    grad_output, query, key, value, cu_seqlens_q, cu_seqlens_k, bias, positions_q, positions_k, seed, *_ = saved
+    creates_graph = torch.is_grad_enabled()
+    with torch.enable_grad(), torch.autocast(query.device.type, enabled=False):
+        given = [each.view_as(each) for each in (query, key, value, grad_output, bias) if each is not None]
+        if not creates_graph:
+            given = [each.detach().requires_grad_() for each in given]
+        q, k, v, grad, *added = given
+        output = varlen_attention_reference(
+            q, k, v, cu_seqlens_q, cu_seqlens_k,
+            bias=added[0] if added else None, positions_q=positions_q, positions_k=positions_k, seed=seed,
+            rule=Rule(**ctx.rule),
+        )  # fmt: skip
+        if not output.requires_grad:  # no row has both a query and a key
+            return (None,) * 14
+        first = [q, k, v, *added] if ctx.bias_gradient else [q, k, v]
+        pairs = [(one, two) for one, two in zip(first, gradients, strict=False) if one.requires_grad]
+        found = torch.autograd.grad(output, [one for one, _ in pairs], grad, create_graph=True, materialize_grads=True)
+        asked = [(one, two) for one, (_, two) in zip(found, pairs, strict=True) if one.requires_grad]
+        given = [each for each in given if each.requires_grad]
+        second = torch.autograd.grad(
+            [one for one, _ in asked],
+            given,
+            [torch.zeros_like(one) if two is None else two for one, two in asked],
+            create_graph=creates_graph,
+            allow_unused=True,
+        )
+    of = {id(each): found for each, found in zip(given, second, strict=True)}
+    output_to_max_k = (None,) * 6  # output and logsumexp are functions of what is differentiated here
+    behind_bias = (None,) * 3
+    inputs = [of.get(id(each)) for each in (grad, q, k, v)]
+    return *inputs, *output_to_max_k, of.get(id(added[0])) if added else None, *behind_bias
 
 
 def _autocast(device_type: str, dispatch_key: str) -> Any:
@@ -315,7 +350,9 @@ def _register() -> None:
     torch.library.register_fake(name, _forward_fake, lib=LIBRARY)
     torch.library.register_fake(backward_name, _backward_fake, lib=LIBRARY)
     torch.library.register_autograd(name, _backward, setup_context=_setup_context, lib=LIBRARY)
-    torch.library.register_autograd(backward_name, _backward_of_backward, setup_context=_setup_nothing, lib=LIBRARY)
+    torch.library.register_autograd(
+        backward_name, _backward_of_backward, setup_context=_setup_backward_context, lib=LIBRARY
+    )
     for device_type, autocast in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
         LIBRARY.impl("varlen_attention", _autocast(device_type, autocast), autocast)
 

@@ -1,12 +1,14 @@
-"""The CUDA form of `varlen_attention`: torch's flash kernels for packed rows where they apply, else the dense form.
+"""The CUDA form of `varlen_attention`: torch's flash kernels for packed rows, else ours in Triton, else the dense form.
 
-The kernels are those behind `torch.nn.attention.varlen.varlen_attn`, called below its own autograd; its signature moved
-between versions, theirs did not.
+The flash kernels are those behind `torch.nn.attention.varlen.varlen_attn`, called below its own autograd; its signature
+moved between versions, theirs did not.
 """
 
 from __future__ import annotations
 
 from functools import cache
+from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,12 +19,21 @@ from deepytorch.torch_internals import flash_attention_backward, flash_attention
 
 _FLASH_MAX_HEAD_DIM = 256
 _FLASH_CAPABILITY = (8, 0)
+_TRITON_CAPABILITY = (8, 0)  # what the Triton kernels are compiled for in the tests, and newer
+
+
+class Choice(NamedTuple):
+    """The form that computes a call: "flash", "triton" or "dense", and why those before it in this list do not."""
+
+    form: str
+    reasons: tuple[str, ...] = ()
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """Output (tokens_q, heads_q, head_dim_v) and logsumexp (heads_q, tokens_q)."""
-    if why_not_flash(query, value, call) is not None:
-        return dense.forward(query, key, value, call)
+    form = choose_form(query, key, value, call).form
+    if form != "flash":
+        return _module(form).forward(query, key, value, call)
     rule = call.rule
     output, logsumexp, *_ = flash_attention_forward(
         *(_inner_adjacent(x) for x in (query, key, value)),
@@ -51,8 +62,9 @@ def backward(
     bias_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value and bias; the last is empty when it is not asked for."""
-    if why_not_flash(query, value, call) is not None:
-        return dense.backward(grad_output, query, key, value, output, logsumexp, call, bias_gradient)
+    form = choose_form(query, key, value, call).form
+    if form != "flash":
+        return _module(form).backward(grad_output, query, key, value, output, logsumexp, call, bias_gradient)
     rule = call.rule
     grad_query, grad_key, grad_value = flash_attention_backward(
         grad_output.contiguous(),
@@ -72,6 +84,40 @@ def backward(
         window_size_right=rule.window_right,
     )
     return grad_query.contiguous(), grad_key.contiguous(), grad_value.contiguous(), query.new_empty(0)
+
+
+def choose_form(query: Tensor, key: Tensor, value: Tensor, call: Call) -> Choice:
+    """Which form computes this call, forward and backward alike; it does not wait for the device."""
+    no_flash = why_not_flash(query, value, call)
+    if no_flash is None:
+        return Choice("flash")
+    no_triton = _why_not_triton(query, key, value, call)
+    if no_triton is None:
+        return Choice("triton", (f"flash: {no_flash}",))
+    return Choice("dense", (f"flash: {no_flash}", f"triton: {no_triton}"))
+
+
+def _why_not_triton(query: Tensor, key: Tensor, value: Tensor, call: Call) -> str | None:
+    if torch.version.cuda is None or _capability(query.device.index) < _TRITON_CAPABILITY:
+        return "a device older than Ampere, or not NVIDIA's"
+    form = _triton()
+    return "Triton cannot be imported" if form is None else form.why_not_triton(query, key, value, call)
+
+
+@cache
+def _triton() -> ModuleType | None:
+    """The Triton form, imported at the first call that needs it; None where there is no Triton."""
+    try:
+        from deepytorch.passes.ops import varlen_attention_triton
+    except ImportError:
+        return None
+    return varlen_attention_triton
+
+
+def _module(form: str) -> ModuleType:
+    found = _triton() if form == "triton" else dense
+    assert found is not None
+    return found
 
 
 def why_not_flash(query: Tensor, value: Tensor, call: Call) -> str | None:

@@ -115,11 +115,12 @@ def _slots(query: Tensor, key: Tensor, call: Call) -> tuple[Slots, Slots]:
     ):
         by_position = call.bias is not None and positions is not None and call.bias.size(dim) > 1
         width = call.bias.size(dim) if by_position and call.bias is not None else longest
-        sides.append(_laid_out(x.size(0), cumulative, width, positions if by_position else None))
+        sides.append(laid_out(x.size(0), cumulative, width, positions if by_position else None))
     return sides[0], sides[1]
 
 
-def _laid_out(tokens: int, cumulative: Tensor, width: int, positions: Tensor | None) -> Slots:
+def laid_out(tokens: int, cumulative: Tensor, width: int, positions: Tensor | None) -> Slots:
+    """Tokens by their position, or by their index inside the row, in rows of `width` slots."""
     rows = cumulative.size(0) - 1
     cumulative = cumulative.to(torch.int64)
     token = torch.arange(tokens, device=cumulative.device)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 
 from deepytorch.comm.group import native
 
@@ -11,3 +14,19 @@ from deepytorch.comm.group import native
 def _compiled() -> None:
     """Compile here, where no deadline of a test runs: ranks then find it in the cache."""
     native.load()
+
+
+@pytest.fixture
+def rounds_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter cuts float32 off where it makes bfloat16 of it; GPUs round to the nearest even."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    language = pytest.importorskip("triton.language")
+    cast = interpreter.InterpreterBuilder.cast_impl
+
+    def rounded(self: Any, source: Any, target: Any) -> Any:
+        if source.dtype.scalar == language.float32 and target.scalar == language.bfloat16:
+            bits = torch.from_numpy(source.data.copy()).bfloat16().view(torch.int16)
+            return interpreter.TensorHandle(bits.numpy().view("uint16"), target.scalar)
+        return cast(self, source, target)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "cast_impl", rounded)

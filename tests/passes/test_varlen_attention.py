@@ -401,11 +401,79 @@ def test_autocast_casts_as_torch_attention_does(compiled):
         assert attend(*double, Rule(0.25)).dtype == torch.float64
 
 
-def test_second_derivatives_are_refused():
-    q, k, v, cu, _ = make([3])
-    [grad] = torch.autograd.grad(attend(q, k, v, cu, cu, Rule(0.25)).sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="first derivatives only"):
-        torch.autograd.grad(grad.sum(), q)
+@pytest.mark.parametrize("wants_bias", [False, True], ids=["constant bias", "bias with a gradient"])
+@pytest.mark.parametrize(
+    ("rule", "heads_k"),
+    [
+        (Rule(0.25), 2),
+        (Rule(0.25, -1, 0), 1),
+        (Rule(0.25, 1, 1, 0.0, 2.0), 2),
+        (Rule(0.25, -1, 0, 0.4), 2),
+    ],
+    ids=["plain", "causal", "window and softcap", "dropout"],
+)
+def test_second_derivatives(rule, heads_k, wants_bias):
+    """Against differences of the first ones, which the fast kernels give."""
+    q, k, v, cu, _ = make([3, 0, 2], heads=2, heads_k=heads_k, dim=3, dtype=torch.float64)
+    bias = torch.randn(3, 1, 3, 3, dtype=torch.float64, requires_grad=wants_bias)
+    seed = torch.tensor(7)
+
+    def call(q, k, v, bias):
+        return attend(q, k, v, cu, cu, rule, bias=bias, seed=seed if rule.dropout_p else None)
+
+    assert torch.autograd.gradgradcheck(call, (q, k, v, bias), gen_non_contig_grad_outputs=True)
+
+
+def test_third_derivatives():
+    q, k, v, cu, _ = make([3, 2], heads=2, dim=3, dtype=torch.float64)
+
+    def derivatives(attention):
+        [one] = torch.autograd.grad(attention().square().sum(), q, create_graph=True)
+        [two] = torch.autograd.grad(one.square().sum(), k, create_graph=True)
+        return torch.autograd.grad(two.square().sum(), (q, k, v))
+
+    expected = derivatives(lambda: varlen_attention_reference(q, k, v, cu, cu, rule=Rule(0.25)))
+    torch.testing.assert_close(derivatives(lambda: attend(q, k, v, cu, cu, Rule(0.25))), expected)
+
+
+@pytest.mark.parametrize("needed", ["q", "k", "v", "qv"])
+def test_derivatives_of_some_inputs_alone(needed):
+    given = make([3, 2], heads=2, dim=3, dtype=torch.float64)
+    given = [each.detach().requires_grad_(name in needed) for name, each in zip("qkv", given[:3], strict=True)] + [
+        given[3]
+    ]
+    floats = [each for each in given[:3] if each.requires_grad]
+
+    def derivatives(attention):
+        one = torch.autograd.grad(attention().square().sum(), floats, create_graph=True)
+        two = torch.autograd.grad(sum(x.square().sum() for x in one), floats, create_graph=True)
+        return torch.autograd.grad(sum(x.square().sum() for x in two), floats, allow_unused=True)
+
+    q, k, v, cu = given
+    expected = derivatives(lambda: varlen_attention_reference(q, k, v, cu, cu, rule=Rule(0.25, -1, 0)))
+    torch.testing.assert_close(derivatives(lambda: attend(q, k, v, cu, cu, Rule(0.25, -1, 0))), expected)
+
+
+def test_second_derivatives_in_half_precision_with_a_bias_in_full():
+    q, k, v, cu, _ = make([3, 2], heads=2, dim=4, dtype=torch.bfloat16)
+    bias = torch.randn(2, 1, 3, 3, requires_grad=True)
+    [one] = torch.autograd.grad(
+        attend(q, k, v, cu, cu, Rule(0.5), bias=bias).float().square().sum(), q, create_graph=True
+    )
+    two = torch.autograd.grad(one.float().square().sum(), (q, k, v, bias))
+    exact = [each.detach().double().requires_grad_() for each in (q, k, v, bias)]
+    whole = varlen_attention_reference(*exact[:3], cu, cu, rule=Rule(0.5), bias=exact[3])
+    [wanted] = torch.autograd.grad(whole.square().sum(), exact[0], create_graph=True)
+    for found, expected in zip(two, torch.autograd.grad(wanted.square().sum(), exact), strict=True):
+        assert (found.double() - expected).norm() < 0.05 * expected.norm()
+
+
+def test_second_derivatives_of_rows_that_see_nothing():
+    q, k, v, cu_q, cu_k = make([3], [0], heads=2, dim=3)
+    [grad] = torch.autograd.grad(attend(q, k, v, cu_q, cu_k, Rule(0.25)).sum(), q, create_graph=True)
+    assert torch.equal(grad, torch.zeros_like(q))
+    [second] = torch.autograd.grad(grad.sum(), q, materialize_grads=True)
+    assert torch.equal(second, torch.zeros_like(q))
 
 
 def _bad(**changes):

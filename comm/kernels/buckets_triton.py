@@ -1,0 +1,195 @@
+"""Many tensors to as many others in one launch, cast and scaled on the way: a pointer table and a table of blocks.
+
+Each program moves one block of one tensor. Which one stands in a table that depends on the sizes alone; addresses stand
+in another one, which is made anew when they change. Both are written into pinned memory and copied behind what the
+stream does: the host waits for nothing.
+
+Bytes: with n elements of s bytes in and t bytes out, n (s + t) at the least. To these come 32 of tables for each
+program, which moves `block` elements, 4 of partial sums written and read again, and whole 32-byte sectors at the ends
+of misaligned tensors: `moved_bytes` counts them, 0.1 to 0.6 % for the buckets of a Llama. Flops: one product an
+element, with sums of squares three.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deepytorch.machine_code import Variant
+from deepytorch.tuning import fastest
+
+if TYPE_CHECKING:
+    from deepytorch.comm.kernels.buckets import Slots
+
+# (elements of a block, warps). Not measured: 16 elements a thread are four 16-byte loads of fp32 on their way.
+SETTINGS = ((4096, 8), (2048, 4), (8192, 8))
+_SECTOR_BYTES, _VECTOR_BYTES = 32, 16
+_ROW, _BLOCK_ROW = 3, 2  # int64 (source, target, size) of a tensor; int32 (tensor, which of its blocks) of a program
+_MOST_KEPT = 4  # address tables of one set of slots: allocators come back to the same few
+_LARGE_BYTES = 4 << 20  # below it, launch settings are chosen apart
+_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@triton.jit(do_not_specialize=["scale"])
+def _move(
+    rows: tl.tensor,
+    blocks: tl.tensor,
+    sums: tl.tensor,
+    scale: tl.tensor,
+    SOURCE: tl.constexpr,
+    TARGET: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    NORM: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """rows: int64 (tensors, 3). blocks: int32 (programs, 2). sums: fp32 (programs,), not read without NORM."""
+    program = tl.program_id(0)
+    row = rows + 3 * tl.load(blocks + 2 * program)
+    first = tl.load(blocks + 2 * program + 1).to(tl.int64) * BLOCK
+    source = tl.load(row).to(tl.pointer_type(SOURCE)) + first
+    target = tl.load(row + 1).to(tl.pointer_type(TARGET)) + first
+    left = tl.load(row + 2) - first
+    if ALIGNED:
+        source = tl.multiple_of(source, 16)
+        target = tl.multiple_of(target, 16)
+    offsets = tl.arange(0, BLOCK)
+    if left >= BLOCK:  # without a mask, which would take a load apart
+        values = tl.load(source + offsets).to(tl.float32) * scale
+        tl.store(target + offsets, values.to(TARGET))
+    else:
+        values = tl.load(source + offsets, mask=offsets < left, other=0.0).to(tl.float32) * scale
+        tl.store(target + offsets, values.to(TARGET), mask=offsets < left)
+    if NORM:
+        inside = tl.where(offsets < left, values, 0.0)  # zero times an infinite scale is not zero
+        tl.store(sums + program, tl.sum(inside * inside))
+
+
+@dataclass
+class Tables:
+    """What stays on the device for one list of sizes.
+
+    blocks: by elements of a block and stream. rows: by stream and addresses. settings: by types and what else differs.
+    """
+
+    sizes: tuple[int, ...]
+    blocks: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    rows: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
+    settings: dict[tuple[object, ...], tuple[int, int]] = field(default_factory=dict)
+
+
+def move(
+    sources: Sequence[Tensor], targets: Sequence[Tensor], bucket: Slots, scale: float, *, norm: bool = False
+) -> Tensor | None:
+    """Write `scale * source` into each target, on the current stream; with `norm` return the sum of squares.
+
+    Args:
+        sources, targets: one dtype and device each, dense, of equal shapes and strides in pairs; distinct memory.
+        bucket: whose tables are used; one of the two lists is its views.
+        scale: as a float32.
+        norm: whether the squares of what is written, before rounding, are added up: float32 scalar.
+    """
+    device = targets[0].device
+    if bucket.tables is None:
+        bucket.tables = Tables(tuple(view.numel() for view in bucket.views))
+    tables = bucket.tables
+    if not any(tables.sizes):
+        return torch.zeros((), device=device) if norm else None
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    addresses = tuple(each.data_ptr() for each in (*sources, *targets))
+    rows = _rows(tables, addresses, stream, device)
+    aligned = not any(address % _VECTOR_BYTES for address in addresses)
+    kinds = _TYPES[sources[0].dtype], _TYPES[targets[0].dtype]
+
+    def launch(setting: tuple[int, int]) -> Tensor | None:
+        block, num_warps = setting
+        blocks = _blocks(tables, block, stream, device)
+        programs = blocks.shape[0]
+        sums = torch.empty(programs if norm else 0, dtype=torch.float32, device=device)
+        _move[(programs,)](rows, blocks, sums, scale, *kinds, aligned, norm, block, num_warps=num_warps)
+        return sums.sum() if norm else None
+
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        key = (*kinds, aligned, norm)
+        if key not in tables.settings:
+            size = "large" if sum(tables.sizes) * targets[0].element_size() >= _LARGE_BYTES else "small"
+            name = f"{kinds[0]} to {kinds[1]} {size}{' aligned' * aligned}{' norm' * norm}"
+            tables.settings[key] = fastest("gradient_buckets/1", name, SETTINGS, launch)
+        return launch(tables.settings[key])
+
+
+def _rows(tables: Tables, addresses: tuple[int, ...], stream: int, device: torch.device) -> Tensor:
+    key = (stream, *addresses)
+    found = tables.rows.pop(key, None)
+    if found is None:
+        count = len(tables.sizes)
+        found = _to_device(torch.tensor([addresses[:count], addresses[count:], tables.sizes]).t().contiguous(), device)
+        while len(tables.rows) >= _MOST_KEPT:
+            del tables.rows[next(iter(tables.rows))]
+    tables.rows[key] = found  # the one used last stands last
+    return found
+
+
+def _blocks(tables: Tables, block: int, stream: int, device: torch.device) -> Tensor:
+    key = (block, stream)
+    if key not in tables.blocks:
+        tables.blocks[key] = _to_device(block_table(tables.sizes, block), device)
+    return tables.blocks[key]
+
+
+def block_table(sizes: Sequence[int], block: int) -> Tensor:
+    """int32 (programs, 2) on the CPU: the tensor of each program, and which of its blocks."""
+    counts = -(-torch.tensor(sizes) // block)
+    tensors = torch.repeat_interleave(torch.arange(len(sizes)), counts)
+    before = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+    return torch.stack([tensors, torch.arange(tensors.numel()) - before], dim=1).int().contiguous()
+
+
+def _to_device(table: Tensor, device: torch.device) -> Tensor:
+    """A copy behind what the current stream does. The allocator of pinned memory keeps the source until it was read."""
+    return table if device.type == "cpu" else table.pin_memory().to(device, non_blocking=True)
+
+
+def least_bytes(sizes: Sequence[int], source_bytes: int, target_bytes: int) -> int:
+    """What has to be read and written of tensors of so many elements, of so many bytes each on either side."""
+    return sum(sizes) * (source_bytes + target_bytes)
+
+
+def moved_bytes(sizes: Sequence[int], source_bytes: int, target_bytes: int, block: int, norm: bool) -> int:
+    """What a launch with new addresses reads and writes: tensors, tables, also as they are copied, partial sums.
+
+    Tensors count in whole sectors, as if each began in the middle of one.
+    """
+    programs = sum(-(-size // block) for size in sizes)
+    moved = 0
+    for size in filter(None, sizes):
+        for num_bytes in (size * source_bytes, size * target_bytes):
+            misaligned = _SECTOR_BYTES if num_bytes % _SECTOR_BYTES else 0
+            moved += num_bytes + misaligned
+    tables = 8 * _ROW * len(sizes) + 4 * _BLOCK_ROW * programs
+    return moved + tables + programs * (8 * _ROW + 4 * _BLOCK_ROW) + (8 * programs if norm else 0)
+
+
+def _variants() -> tuple[Variant, ...]:
+    names = {"fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16}
+    ways = [(source, target, True, False) for source in names for target in names]
+    ways += [("bf16", "fp32", True, True), ("fp32", "fp32", True, True), ("bf16", "bf16", False, True)]
+    tables = {"rows": "*i64", "blocks": "*i32", "sums": "*fp32", "scale": "fp32"}
+    found = []
+    for number, (source, target, aligned, norm) in enumerate(ways):
+        for block, num_warps in SETTINGS if number == 0 or norm else SETTINGS[:1]:
+            constants = {"SOURCE": names[source], "TARGET": names[target], "ALIGNED": aligned, "NORM": norm}
+            constants["BLOCK"] = block
+            signature = {**tables, **dict.fromkeys(constants, "constexpr")}
+            label = f"{source} to {target}, {block}{', norm' * norm}{', misaligned' * (not aligned)}"
+            found.append(Variant(f"{__name__}:_move", label, signature, constants, num_warps))
+    return tuple(found)
+
+
+VARIANTS = _variants()

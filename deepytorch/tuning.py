@@ -1,0 +1,97 @@
+"""Launch settings of kernels: the fastest of a short list on this device, measured once and kept on disk.
+
+A setting is looked for where a kernel is launched the first time for a class of shapes, which is in a warm-up step;
+what was found is read by later processes. Nothing is measured without a GPU, nor while a CUDA graph is recorded: then
+the first of the list is taken.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Hashable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from deepytorch.log import logger
+from deepytorch.private_files import cache_directory, prepare_private, replace_file
+
+Setting = TypeVar("Setting", bound=Hashable)
+
+_ROUNDS, _WARM_UP = 5, 2
+_VERSION = 1
+_CHOSEN: dict[tuple[str, str], int] = {}  # of a device's file and a class of shapes: the place in the list
+
+
+def fastest(kernel: str, shape_class: str, settings: Sequence[Setting], launch: Callable[[Setting], object]) -> Setting:
+    """One of `settings`: the one that `launch` takes the least time with, on the current CUDA device.
+
+    Args:
+        kernel: its name, with a number that changes with its code or its list ("linear_cross_entropy/2").
+        shape_class: what the choice depends on; few values, so that few are measured ("bf16 H4096 V131072").
+        settings: the first one is taken where nothing can be measured. One that raises when launched is left out.
+        launch: runs the kernel; it is called several times, so it must not depend on what it wrote before.
+    """
+    if len(settings) == 1 or not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():
+        return settings[0]
+    path = cache_directory() / "tuned" / f"{_device_name()}-{_VERSION}.json"
+    key = (str(path), f"{kernel} {shape_class} of {len(settings)}")
+    if key not in _CHOSEN:
+        kept = _read(path).get(key[1])
+        if isinstance(kept, int) and 0 <= kept < len(settings):
+            _CHOSEN[key] = kept
+        else:
+            _CHOSEN[key] = _measure(kernel, settings, launch)
+            _write(path, key[1], _CHOSEN[key])
+    return settings[_CHOSEN[key]]
+
+
+def _device_name() -> str:
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    name = "".join(each if each.isalnum() else "-" for each in properties.name)
+    return f"{name}-sm{properties.major}{properties.minor}-torch{torch.__version__.replace('+', '-')}"
+
+
+def _measure(kernel: str, settings: Sequence[Setting], launch: Callable[[Setting], object]) -> int:
+    times: dict[int, float] = {}
+    for place, setting in enumerate(settings):
+        try:
+            times[place] = _milliseconds(launch, setting)
+        except Exception as error:  # too much shared memory for this device, as a rule
+            logger.debug("%s with %s: %s", kernel, setting, error)
+    return min(times, key=lambda place: times[place]) if times else 0
+
+
+def _milliseconds(launch: Callable[[Setting], object], setting: Setting) -> float:
+    for _ in range(_WARM_UP):
+        launch(setting)
+    taken = []
+    for _ in range(_ROUNDS):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        launch(setting)
+        end.record()
+        end.synchronize()
+        taken.append(begin.elapsed_time(end))
+    return statistics.median(taken)
+
+
+def _read(path: Path) -> dict[str, object]:
+    if not path.exists() or any(prepare_private(folder) is not None for folder in (path.parent.parent, path.parent)):
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _write(path: Path, name: str, place: int) -> None:
+    if any(prepare_private(folder) is not None for folder in (path.parent.parent, path.parent)):
+        return
+    try:
+        replace_file(path, json.dumps({**_read(path), name: place}, indent=1))
+    except OSError as error:
+        logger.debug("%s is not kept: %s", path, error)

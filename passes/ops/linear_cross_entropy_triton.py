@@ -1,0 +1,702 @@
+# mypy: disable-error-code="no-untyped-def"
+"""The form of `linear_cross_entropy` for CUDA: large matrix products, and Triton for what lies between them.
+
+Sizes: N rows, hidden size H, V classes; s bytes an element. Products are 6 N H V flops forward and backward together
+(12.9 TFLOP at 4,096 x 4,096 x 128,256), everything else is traffic: products have to be large and few, and no logits
+made twice. The logits have to be somewhere until their row's logsumexp is known. Ways to do that, for bf16:
+
+- **Pieces of rows** (as in `linear_cross_entropy_chunked`): five pieces in 256 MB. The weight's gradient is summed
+  over them in fp32: 4 V H bytes of memory (2.1 GB), written once, read and written 4 times (19 GB, 4 ms on an H200).
+- **Pieces of classes, logits made twice**: 8 N H V flops (6 ms more); no sums but the gradient of hidden.
+- **Logits where the weight's gradient will be** (this form): its V H places hold H rows of logits. Classes are cut into
+  pieces of P; the gradient of a piece's weight, P H elements, takes the place of the logits of the piece before, which
+  have been used by then. 6 N H V flops, and the gradient's storage is longer by one piece.
+- **A product with the softmax in it** saves the logits' way to memory and back in the forward alone (0.4 ms), and has
+  to be as fast as the library's products, which take 17 ms at 750 TFLOP/s.
+
+So, where N <= H (<= 2 H in float16, whose gradients wait in fp32):
+
+1. for each piece: logits = hidden weight^T, N x P
+2. one kernel, a program a row: logsumexp in one sweep, the gradient of the logits in place in a second one. Read twice
+   (from L2 the second time, if rows in flight fit in it), written once: 3 N V s bytes, 3.2 GB, 0.8 ms
+3. for each piece: grad_hidden += grad_logits weight in fp32 (8 N H bytes a piece, 2 GB in all), and
+   grad_weight = grad_logits^T hidden, final
+
+More rows go in chunks of H; the weight's gradient is summed over them in fp32, and the low-precision one, which is not
+needed yet, holds the logits. Where the weight has no gradient, rows go in pieces of `_SCRATCH_BYTES` of logits.
+A loss of each row has its gradients in the backward, with logsumexp known: pieces of classes, of all rows.
+
+**Memory** beyond inputs, gradients and fp32 sums, at 4,096 x 4,096 x 128,256 in bf16: 69 MB at the end of the weight's
+gradient (P H s, P = 8,448), 34 MB where the gradient of hidden is cast, and 34 MB more where rows are put in order: 137
+MB at most, and nothing of the weight's size in fp32. V that is no multiple of 8 takes up to N P s (69 MB) more, for
+aligned rows in the last piece. Without gradients: 201 MB of logits.
+
+**Ignored rows**: nothing waits to hear how many there are. Either products are the library's, over all rows, with a
+gradient of 0 where they are ignored; or they are `product`, for which rows are put in order, those that count first:
+programs beyond their number, which stays on the device, return at once. `fastest` measures both on the rows of the
+first batch; its share of ignored ones is read from the device then, once. These figures are computed, none is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deepytorch.machine_code import Variant
+from deepytorch.passes.ops.linear_cross_entropy_chunked import (
+    NONE,
+    Gradients,
+    LossRule,
+    RowWeights,
+    gradient_dtype,
+    loss_dtype,
+    losses_of_rows,
+    row_weights,
+)
+from deepytorch.tuning import fastest
+
+_SCRATCH_BYTES = 192 << 20  # of logits, where there is no weight's gradient to hold them
+# Tiles of 128 x 256 of a product of 4,096 rows or columns: 8 waves on 132 multiprocessors, of an H100 or H200.
+_PIECE_CLASSES = 64 * 132
+_ALIGNED = 16  # elements; rows that begin there are loaded in whole
+_FLOAT16_SCALE = 64.0  # of a gradient of logits, most of which are below float16's least normal number
+_LOWEST: tl.constexpr = tl.constexpr(-3.0e38)  # a maximum's start that can be subtracted from -inf
+
+
+class Tile(NamedTuple):
+    """Of a product by `_product`."""
+
+    rows: int
+    columns: int
+    inner: int
+    num_warps: int
+    num_stages: int
+
+
+class Setting(NamedTuple):
+    """How the sweep is launched. block: classes at a time of a row; tile: None for the library's products."""
+
+    block: int
+    num_warps: int
+    tile: Tile | None
+
+
+# By guess, as none is measured yet; the first is taken where nothing can be measured. Blocks are 8 or 16 elements a
+# thread: ptxas spills some of 4096 elements over 8 warps. Tiles of 128 x 256 x 64 spill on sm_80.
+SETTINGS = (
+    Setting(4096, 16, None),
+    Setting(2048, 4, None),
+    Setting(4096, 16, Tile(128, 256, 32, 8, 4)),
+    Setting(4096, 16, Tile(128, 128, 64, 8, 3)),
+)
+_FLOAT32 = Tile(128, 128, 64, 8, 3)  # wider ones spill where they write float32, or add to it
+
+
+@triton.jit
+def _logits_of(place, bias_place, inside, softcap, HAS_BIAS: tl.constexpr, CAPPED: tl.constexpr):
+    """Logits in fp32, -inf outside, and the derivative of the cap."""
+    x = tl.load(place, mask=inside, other=float("-inf")).to(tl.float32)
+    if HAS_BIAS:
+        x += tl.load(bias_place, mask=inside, other=0.0).to(tl.float32)
+    slope = x
+    if CAPPED:
+        small = tl.exp(-2.0 * tl.abs(x) / softcap)
+        tanh = tl.where(x < 0, -1.0, 1.0) * (1.0 - small) / (1.0 + small)
+        slope = 1.0 - tanh * tanh
+        x = tl.where(inside, tanh * softcap, float("-inf"))
+    return x, slope
+
+
+@triton.jit
+def _row_begin(logits_ptr, last_ptr, piece, num_pieces, row, piece_classes, piece_stride, last_stride):
+    """Where a row's logits of a piece are."""
+    begin = logits_ptr + tl.cast(piece, tl.int64) * piece_stride + row * piece_classes
+    return tl.where(piece == num_pieces - 1, last_ptr + row * last_stride, begin)
+
+
+@triton.jit
+def softmax_rows(
+    logits_ptr,  # pieces of (rows, piece_classes), piece_stride apart
+    last_ptr,  # the last piece, its rows last_stride apart
+    bias_ptr,  # (classes,)
+    target_ptr,  # (rows,) int64, negative where ignored
+    factor_ptr,  # (rows,) fp32: what the cross-entropy's gradient is multiplied by
+    z_factor_ptr,  # (rows,) fp32: likewise that of logsumexp ** 2
+    count_ptr,  # () int64: rows beyond it are not there
+    loss_ptr,  # (rows,) fp32, written
+    logsumexp_ptr,  # (rows,) fp32, written, or read where KNOWN
+    classes,
+    piece_classes,
+    piece_stride,
+    last_stride,
+    keep,  # 1 - label_smoothing
+    spread,  # label_smoothing / all classes
+    softcap,
+    HAS_BIAS: tl.constexpr,
+    SMOOTHED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    Z: tl.constexpr,
+    ORDERED: tl.constexpr,  # rows that count come first, count_ptr of them
+    KNOWN: tl.constexpr,  # logsumexp is
+    GRADIENTS: tl.constexpr,  # take the place of the logits
+    BLOCK: tl.constexpr,
+):
+    """A row of logits: its cross-entropy, logsumexp and the gradient of its logits. One program a row."""
+    row = tl.program_id(0)
+    if ORDERED:  # noqa: SIM102, one is known when it is compiled
+        if row >= tl.load(count_ptr):
+            return
+    offsets = tl.arange(0, BLOCK)
+    target = tl.load(target_ptr + row)
+    counted = target >= 0
+    num_pieces = tl.cdiv(classes, piece_classes)
+    far_row = row.to(tl.int64)
+    logsumexp = tl.full([], 0.0, tl.float32)
+    if KNOWN:
+        logsumexp = tl.load(logsumexp_ptr + row)
+    else:
+        loss = tl.full([], 0.0, tl.float32)
+        if counted:
+            highest = tl.full([BLOCK], _LOWEST, tl.float32)
+            total = tl.zeros([BLOCK], tl.float32)
+            plain = tl.zeros([BLOCK], tl.float32)
+            for piece in range(num_pieces):
+                first = piece * piece_classes
+                width = tl.minimum(piece_classes, classes - first)
+                begin = _row_begin(
+                    logits_ptr, last_ptr, piece, num_pieces, far_row, piece_classes, piece_stride, last_stride
+                )
+                for start in range(0, width, BLOCK):
+                    at = start + offsets
+                    inside = at < width
+                    x, _ = _logits_of(begin + at, bias_ptr + first + at, inside, softcap, HAS_BIAS, CAPPED)
+                    # each lane by itself, with one exponential: of the distance to its highest yet
+                    small = tl.exp(-tl.abs(x - highest))
+                    total = tl.where(x > highest, total * small + 1.0, total + small)
+                    highest = tl.maximum(highest, x)
+                    if SMOOTHED:
+                        plain += tl.where(inside, x, 0.0)
+            top = tl.max(highest, 0)
+            logsumexp = top + tl.log(tl.sum(total * tl.exp(highest - top), 0))
+            piece = (target // piece_classes).to(tl.int32)
+            begin = _row_begin(
+                logits_ptr, last_ptr, piece, num_pieces, far_row, piece_classes, piece_stride, last_stride
+            )
+            own, _ = _logits_of(
+                begin + (target - piece * piece_classes), bias_ptr + target, counted, softcap, HAS_BIAS, CAPPED
+            )
+            loss = logsumexp - keep * own
+            if SMOOTHED:
+                loss -= spread * tl.sum(plain, 0)
+        tl.store(loss_ptr + row, loss)
+        tl.store(logsumexp_ptr + row, logsumexp)
+    if GRADIENTS:
+        tl.debug_barrier()  # the target's logit is read before another thread writes its gradient there
+        less = tl.load(factor_ptr + row)
+        factor = less
+        if Z:
+            factor += 2.0 * logsumexp * tl.load(z_factor_ptr + row)
+        for piece in range(num_pieces):
+            first = piece * piece_classes
+            width = tl.minimum(piece_classes, classes - first)
+            begin = _row_begin(
+                logits_ptr, last_ptr, piece, num_pieces, far_row, piece_classes, piece_stride, last_stride
+            )
+            for start in range(0, width, BLOCK):
+                at = start + offsets
+                inside = at < width
+                x, slope = _logits_of(begin + at, bias_ptr + first + at, inside & counted, softcap, HAS_BIAS, CAPPED)
+                gradient = tl.exp(x - logsumexp) * factor
+                if SMOOTHED:
+                    gradient -= spread * less
+                gradient -= tl.where(first + at == target, keep * less, 0.0)
+                if CAPPED:
+                    gradient *= slope
+                gradient = tl.where(counted, gradient, 0.0)
+                tl.store(begin + at, gradient.to(logits_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def product(
+    a_ptr,
+    b_ptr,
+    c_ptr,
+    count_ptr,  # () int64
+    m,
+    n,
+    k,
+    a_stride_m,
+    a_stride_k,
+    b_stride_k,
+    b_stride_n,
+    c_stride_m,
+    INNER_COUNTED: tl.constexpr,  # whether count is of k, not of m
+    ADD: tl.constexpr,
+    WIDE: tl.constexpr,  # for the interpreter, which multiplies the bits of bfloat16
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """The product a b, or its sum with c, where only count of a's rows, or of its columns, are there.
+
+    2 count n k flops (2 m n count). Each element is summed by one program, in one order.
+    """
+    count = tl.load(count_ptr).to(tl.int32)
+    if INNER_COUNTED:
+        k = tl.minimum(k, count)
+    else:
+        m = tl.minimum(m, count)
+    pid = tl.program_id(0)
+    # 8 tiles of rows by all columns at a time: what they read stays in L2
+    tiles_n = tl.cdiv(n, BLOCK_N)
+    group = pid // (8 * tiles_n)
+    tiles_m = tl.cdiv(m, BLOCK_M)
+    size = tl.minimum(tiles_m - group * 8, 8)
+    if size <= 0:
+        return
+    within = pid % (8 * tiles_n)
+    row = group * 8 + within % size
+    column = within // size
+    if column >= tiles_n:
+        return
+    offs_m = row * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = column * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_k = tl.arange(0, BLOCK_K)
+    in_m = offs_m < m
+    in_n = offs_n < n
+    a_place = a_ptr + offs_m[:, None] * a_stride_m + offs_k[None, :] * a_stride_k
+    b_place = b_ptr + offs_k[:, None] * b_stride_k + offs_n[None, :] * b_stride_n
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, k, BLOCK_K):
+        in_k = offs_k < k - start
+        a = tl.load(a_place, mask=in_m[:, None] & in_k[None, :], other=0.0)
+        b = tl.load(b_place, mask=in_k[:, None] & in_n[None, :], other=0.0)
+        if WIDE:
+            a = a.to(tl.float32)
+            b = b.to(tl.float32)
+        total = tl.dot(a, b, total)
+        a_place += BLOCK_K * a_stride_k
+        b_place += BLOCK_K * b_stride_k
+    place = c_ptr + offs_m[:, None].to(tl.int64) * c_stride_m + offs_n[None, :]
+    inside = in_m[:, None] & in_n[None, :]
+    if ADD:
+        total += tl.load(place, mask=inside, other=0.0)
+    tl.store(place, total.to(c_ptr.dtype.element_ty), mask=inside)
+
+
+class _Rows(NamedTuple):
+    """What is known of rows before a sweep. Tensors follow `order` where it is there.
+
+    order: (tokens,) the rows' places, those that count first; None where rows stay where they are.
+    number: () how many count.
+    target: (tokens,) negative where ignored.
+    factor, z_factor: (tokens,) fp32, of gradients of logits.
+    unscale: () what gradients are multiplied by in the end; None for 1.
+    """
+
+    hidden: Tensor
+    order: Tensor | None
+    number: Tensor
+    target: Tensor
+    weights: RowWeights
+    factor: Tensor
+    z_factor: Tensor
+    unscale: Tensor | None
+
+
+def forward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    class_weight: Tensor | None,
+    rule: LossRule,
+    gradients: Sequence[bool],
+    setting: Setting | None = None,
+) -> tuple[Tensor, Gradients, Tensor]:
+    """As `linear_cross_entropy_chunked.forward`, of half precision or float32. setting: this instead of the fastest."""
+
+    def run(setting: Setting) -> tuple[Tensor, Gradients, Tensor]:
+        later = rule.reduction == NONE
+        rows = _rows(hidden, target, row_weights(target, class_weight, rule, torch.float32), rule, setting)
+        wants = (False, False, False) if later else gradients
+        cross_entropy, logsumexp, made = _sweep(rows, weight, bias, rule, wants, setting)
+        losses = losses_of_rows(cross_entropy, logsumexp, rows.weights, rule.z_loss)
+        if later:
+            losses, logsumexp = (_placed_back(each, rows.order) for each in (losses, logsumexp))
+        loss = losses if later else losses.sum() + rows.weights.nothing
+        return loss.to(loss_dtype(hidden.dtype, rule.upcast)), made, logsumexp if later else logsumexp.new_empty(0)
+
+    with torch.cuda.device_of(hidden):
+        return run(setting or _setting("forward" if any(gradients) else "loss", hidden, weight, target, rule, run))
+
+
+def backward(
+    grad_loss: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    class_weight: Tensor | None,
+    logsumexp: Tensor,
+    rule: LossRule,
+    gradients: Sequence[bool],
+    setting: Setting | None = None,
+) -> Gradients:
+    """As `linear_cross_entropy_chunked.backward`, with logsumexp (tokens,) as `forward` gave it."""
+
+    def run(setting: Setting) -> Gradients:
+        weights = row_weights(target, class_weight, rule, torch.float32, grad_loss.float())
+        rows = _rows(hidden, target, weights, rule, setting)
+        ordered = logsumexp if rows.order is None else logsumexp[rows.order]
+        return _sweep_classes(rows, weight, bias, ordered, rule, gradients, setting)
+
+    with torch.cuda.device_of(hidden):
+        return run(setting or _setting("backward", hidden, weight, target, rule, run))
+
+
+def _rows(hidden: Tensor, target: Tensor, weights: RowWeights, rule: LossRule, setting: Setting) -> _Rows:
+    order = None
+    hidden, target = hidden.contiguous(), target.masked_fill(~weights.counted, -1)
+    if setting.tile is not None:
+        order = torch.sort((~weights.counted).to(torch.uint8), stable=True).indices
+        hidden, target = hidden.index_select(0, order), target[order]
+        safe, counted, share, z_share = (each[order] for each in weights[:-1])
+        weights = RowWeights(safe, counted, share, z_share, weights.nothing)
+    factor, z_factor, unscale = weights.share, rule.z_loss * weights.z_share, None
+    if hidden.dtype == torch.float16 and hidden.size(0):
+        # gradients of logits fill float16's range, whatever a row counts
+        most = torch.maximum(factor.abs().amax(), z_factor.abs().amax())
+        unscale = most.where(most != 0, 1.0) / _FLOAT16_SCALE
+        factor, z_factor = factor / unscale, z_factor / unscale
+    return _Rows(
+        hidden, order, weights.counted.sum(), target, weights, factor.contiguous(), z_factor.contiguous(), unscale
+    )
+
+
+def _placed_back(values: Tensor, order: Tensor | None) -> Tensor:
+    return values if order is None else torch.empty_like(values).index_copy_(0, order, values)
+
+
+class _Pieces(NamedTuple):
+    """Room for logits: a view of (rows, classes) for each piece of classes. stride: elements from one to the next."""
+
+    views: list[Tensor]
+    stride: int
+
+
+def _pieces(flat: Tensor, num_rows: int, num_classes: int, width: int, stride: int) -> _Pieces:
+    views = []
+    for number in range(-(-num_classes // width)):
+        last = min(width, num_classes - number * width)
+        if last % 8:  # rows that begin anywhere are slow
+            views.append(flat.new_empty(num_rows, _multiple(last, 8))[:, :last])
+        else:
+            views.append(flat[number * stride : number * stride + num_rows * last].view(num_rows, last))
+    return _Pieces(views, stride)
+
+
+def _multiple(number: int, of: int) -> int:
+    return -(-number // of) * of
+
+
+def _sweep(
+    rows: _Rows, weight: Tensor, bias: Tensor | None, rule: LossRule, gradients: Sequence[bool], setting: Setting
+) -> tuple[Tensor, Tensor, Gradients]:
+    """(tokens,) cross-entropy and logsumexp in fp32, 0 where ignored, and gradients."""
+    hidden = rows.hidden
+    (num_rows, size), num_classes = hidden.shape, weight.size(0)
+    wants_hidden, wants_weight, wants_bias = gradients
+    out_dtype = gradient_dtype(hidden.dtype)
+    cross_entropy, logsumexp = (hidden.new_zeros(num_rows, dtype=torch.float32) for _ in range(2))
+    grad_hidden = hidden.new_empty((num_rows, size) if wants_hidden else 0, dtype=out_dtype)
+    grad_bias = weight.new_zeros(num_classes if wants_bias else 0, dtype=torch.float32)
+    grad_weight, total = weight.new_empty(0, dtype=out_dtype), None
+    if wants_weight:
+        width = min(_PIECE_CLASSES, num_classes)
+        held = size * (out_dtype.itemsize // hidden.dtype.itemsize)  # rows of logits in the place of the gradient
+        if num_rows <= held:
+            # one piece longer: the gradient of a piece's weight goes where the logits of the piece before were
+            store = weight.new_empty((width + num_classes) * size, dtype=out_dtype)
+            flat = store[width * size :].view(hidden.dtype)
+        else:
+            total = weight.new_zeros(num_classes, size, dtype=torch.float32)
+            store, held = weight.new_empty(num_classes * size), size
+            flat = store
+        grad_weight = store[: num_classes * size].view(num_classes, size)
+        step, stride = held, width * held
+    else:
+        width = num_classes
+        step = max(_ALIGNED, _SCRATCH_BYTES // (_multiple(width, 8) * hidden.itemsize) // _ALIGNED * _ALIGNED)
+        flat, stride = weight.new_empty(min(step, num_rows) * width if width % 8 == 0 else 0), 0
+    if step % _ALIGNED == 0 and num_rows > step:  # pieces alike
+        step = _multiple(-(-num_rows // -(-num_rows // step)), _ALIGNED)
+    for start in range(0, num_rows, step):
+        part = slice(start, min(start + step, num_rows))
+        count = (rows.number - start).clamp(0, part.stop - start)
+        multiply = _Products(setting.tile, count)
+        h, room = hidden[part], _pieces(flat, part.stop - start, num_classes, width, stride)
+        for number, logits in enumerate(room.views):
+            multiply(h, weight[number * width :][: logits.size(1)].t(), logits)
+        _launch(
+            room, bias, rows, part, count, cross_entropy[part], logsumexp[part], rule, num_classes, setting,
+            known=False, gradients=any(gradients), exits=not wants_bias,
+        )  # fmt: skip
+        summed = hidden.new_zeros(h.shape if wants_hidden else 0, dtype=torch.float32)
+        for number, made in enumerate(room.views if any(gradients) else ()):
+            classes = slice(number * width, number * width + made.size(1))
+            if wants_hidden:
+                multiply(made, weight[classes], summed, add=True)
+            if wants_bias:
+                grad_bias[classes] += made.sum(0, dtype=torch.float32)
+            if wants_weight:
+                out = grad_weight if total is None else total
+                multiply(made.t(), h, out[classes], add=total is not None, inner_counted=True)
+        if wants_hidden:
+            _put(grad_hidden, rows, part, summed)
+    if wants_weight and num_rows == 0:
+        grad_weight.zero_()
+    if total is not None:
+        grad_weight = total if out_dtype == torch.float32 else grad_weight.copy_(total)
+    return cross_entropy, logsumexp, _finished(rows, grad_hidden, grad_weight, grad_bias.to(out_dtype))
+
+
+def _sweep_classes(
+    rows: _Rows,
+    weight: Tensor,
+    bias: Tensor | None,
+    logsumexp: Tensor,
+    rule: LossRule,
+    gradients: Sequence[bool],
+    setting: Setting,
+) -> Gradients:
+    """Gradients where logsumexp is known: a piece of classes at a time, of all rows."""
+    hidden = rows.hidden
+    (num_rows, size), num_classes = hidden.shape, weight.size(0)
+    wants_hidden, wants_weight, wants_bias = gradients
+    out_dtype = gradient_dtype(hidden.dtype)
+    grad_hidden = hidden.new_empty((num_rows, size) if wants_hidden else 0, dtype=out_dtype)
+    grad_weight = weight.new_empty(weight.shape if wants_weight else 0, dtype=out_dtype)
+    grad_bias = weight.new_zeros(num_classes if wants_bias else 0, dtype=out_dtype)
+    summed = hidden.new_zeros(hidden.shape if wants_hidden else 0, dtype=torch.float32)
+    multiply = _Products(setting.tile, rows.number)
+    most = _SCRATCH_BYTES // (hidden.itemsize * max(num_rows, 1)) // 64 * 64
+    width = min(num_classes, max(64, min(_PIECE_CLASSES, most)))
+    flat = weight.new_empty(num_rows * width)
+    everything, nothing = slice(0, num_rows), logsumexp
+    for first in range(0, num_classes if num_rows else 0, width):
+        classes = slice(first, min(first + width, num_classes))
+        room = _pieces(flat, num_rows, classes.stop - first, width, 0)
+        [made] = room.views
+        multiply(hidden, weight[classes].t(), made)
+        _launch(
+            room, None if bias is None else bias[classes], rows, everything, rows.number, nothing, logsumexp, rule,
+            num_classes, setting, known=True, gradients=True, exits=not wants_bias, first=first,
+        )  # fmt: skip
+        if wants_hidden:
+            multiply(made, weight[classes], summed, add=True)
+        if wants_bias:
+            grad_bias[classes] = made.sum(0, dtype=torch.float32)
+        if wants_weight:
+            multiply(made.t(), hidden, grad_weight[classes], inner_counted=True)
+    if wants_weight and num_rows == 0:
+        grad_weight.zero_()
+    if wants_hidden:
+        _put(grad_hidden, rows, everything, summed)
+    return _finished(rows, grad_hidden, grad_weight, grad_bias)
+
+
+def _put(grad_hidden: Tensor, rows: _Rows, part: slice, summed: Tensor) -> None:
+    if rows.order is None:
+        grad_hidden[part] = summed
+    else:
+        grad_hidden.index_copy_(0, rows.order[part], summed.to(grad_hidden.dtype))
+
+
+def _finished(rows: _Rows, *made: Tensor) -> Gradients:
+    if rows.unscale is not None:
+        for each in made:
+            each.mul_(rows.unscale)
+    return Gradients(*made)
+
+
+class _Products:
+    """Matrix products: the library's, or `product` in which only the first `count` rows are there."""
+
+    def __init__(self, tile: Tile | None, count: Tensor) -> None:
+        self._tile, self._count = tile, count
+
+    def __call__(self, a: Tensor, b: Tensor, out: Tensor, add: bool = False, inner_counted: bool = False) -> None:
+        """Write a b to `out`, or add it. inner_counted: whether `count` is of a's columns, not of its rows."""
+        if self._tile is None:
+            _multiply(a, b, out, add)
+            return
+        tile = self._tile
+        if out.dtype == torch.float32 and tile.columns > _FLOAT32.columns:
+            tile = _FLOAT32
+        (m, k), n = a.shape, b.size(1)
+        product[(triton.cdiv(m, tile.rows) * triton.cdiv(n, tile.columns),)](
+            a, b, out, self._count, m, n, k, *a.stride(), *b.stride(), out.stride(0),
+            INNER_COUNTED=inner_counted, ADD=add, WIDE=a.device.type == "cpu",
+            BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.inner,
+            num_warps=tile.num_warps, num_stages=tile.num_stages,
+        )  # fmt: skip
+
+
+def _multiply(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
+    if a.dtype == out.dtype:
+        torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
+    elif a.device.type != "cuda":  # the interpreter's, where half precision is not multiplied into fp32
+        made = a.float() @ b.float()
+        out.add_(made) if add else out.copy_(made)
+    elif add:
+        try:
+            torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+        except RuntimeError:  # a torch that adds to what is in a's dtype alone
+            out.add_(torch.mm(a, b, out_dtype=out.dtype))
+    else:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+
+
+def _launch(
+    room: _Pieces,
+    bias: Tensor | None,
+    rows: _Rows,
+    part: slice,
+    count: Tensor,
+    cross_entropy: Tensor,
+    logsumexp: Tensor,
+    rule: LossRule,
+    all_classes: int,
+    setting: Setting,
+    *,
+    known: bool,
+    gradients: bool,
+    exits: bool,
+    first: int = 0,
+) -> None:
+    """`softmax_rows` of what is in `room`. first: the first class there. exits: ignored rows may stay as they are."""
+    target, last = rows.target[part], room.views[-1]
+    if known:  # of the classes here; one that is elsewhere is none of them
+        target = (target - first).where(target >= 0, -1)
+        target = target.where((target >= 0) | (rows.target[part] < 0), 1 << 40)
+    softmax_rows[(target.size(0),)](
+        room.views[0], last, last if bias is None else bias, target, rows.factor[part], rows.z_factor[part], count,
+        cross_entropy, logsumexp, sum(each.size(1) for each in room.views), room.views[0].size(1), room.stride,
+        last.stride(0), 1.0 - rule.label_smoothing, rule.label_smoothing / all_classes, rule.softcap,
+        HAS_BIAS=bias is not None, SMOOTHED=rule.label_smoothing > 0, CAPPED=rule.softcap > 0, Z=rule.z_loss > 0,
+        ORDERED=rows.order is not None and exits, KNOWN=known, GRADIENTS=gradients, BLOCK=setting.block,
+        num_warps=setting.num_warps,
+    )  # fmt: skip
+
+
+_CHOSEN: dict[tuple[object, ...], Setting] = {}
+
+
+def _setting(kind: str, hidden: Tensor, weight: Tensor, target: Tensor, rule: LossRule, launch: Any) -> Setting:
+    """The fastest setting, looked for once in a process: then the share of ignored rows is read from the device."""
+    usable = [each for each in SETTINGS if each.tile is None or _takes_tiles(hidden, weight)]
+    if hidden.device.type != "cuda" or hidden.size(0) == 0:
+        return usable[0]
+    num_rows, num_classes = (1 << (size - 1).bit_length() for size in (hidden.size(0), weight.size(0)))
+    key = (kind, hidden.device, hidden.dtype, hidden.size(1), num_classes, num_rows, len(usable))
+    if key not in _CHOSEN:
+        if torch.cuda.is_current_stream_capturing():
+            return usable[0]
+        quarters = round(4 * float((target != rule.ignore_index).float().mean()))
+        shape_class = f"{kind} {hidden.dtype} H{hidden.size(1)} V{num_classes} N{num_rows} counted {quarters}/4"
+        _CHOSEN[key] = fastest("linear_cross_entropy/1", shape_class, usable, launch)
+    return _CHOSEN[key]
+
+
+def _takes_tiles(hidden: Tensor, weight: Tensor) -> bool:
+    """Whether `product` multiplies these: in half precision, with offsets in 32 bits."""
+    return hidden.dtype != torch.float32 and weight.is_contiguous() and hidden.numel() < 1 << 31
+
+
+_POINTERS = ("logits_ptr", "last_ptr", "bias_ptr", "target_ptr", "factor_ptr", "z_factor_ptr", "count_ptr")
+
+
+def _rows_variant(dtype: str, label: str, block: int, num_warps: int, **switches: bool) -> Variant:
+    names = ("HAS_BIAS", "SMOOTHED", "CAPPED", "Z", "ORDERED", "KNOWN", "GRADIENTS")
+    constants = {name: switches.get(name, name == "GRADIENTS") for name in names} | {"BLOCK": block}
+    low = f"*{dtype}"
+    signature = dict(zip(_POINTERS, (low, low, low, "*i64", "*fp32", "*fp32", "*i64"), strict=True))
+    signature |= {"loss_ptr": "*fp32", "logsumexp_ptr": "*fp32"}
+    strides = ("classes", "piece_classes", "piece_stride", "last_stride")
+    signature |= dict.fromkeys(strides, "i32") | dict.fromkeys(("keep", "spread", "softcap"), "fp32")
+    return Variant(
+        f"{__name__}:softmax_rows",
+        f"{dtype}, {label}, block {block}",
+        signature | dict.fromkeys(constants, "constexpr"),
+        constants,
+        num_warps,
+        aligned=(*_POINTERS, "loss_ptr", "logsumexp_ptr", *strides),
+    )
+
+
+def _product_variants(dtype: str, tile: Tile) -> list[Variant]:
+    """Of logits, of the gradient of hidden, of that of weight: what differs is where elements are side by side."""
+    found, wide = [], tile.columns > _FLOAT32.columns
+    for label, ones, out, inner, add in (
+        ("logits", ("a_stride_k", "b_stride_k"), dtype, False, False),
+        ("gradient of hidden", ("a_stride_k", "b_stride_n"), "fp32", False, True),
+        ("gradient of weight", ("a_stride_m", "b_stride_n"), "fp32" if dtype == "fp16" else dtype, True, False),
+    ):
+        if wide and out == "fp32":
+            continue
+        constants: dict[str, Any] = dict.fromkeys(ones, 1)
+        constants |= {"INNER_COUNTED": inner, "ADD": add, "WIDE": False}
+        constants |= {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.inner}
+        signature = {"a_ptr": f"*{dtype}", "b_ptr": f"*{dtype}", "c_ptr": f"*{out}", "count_ptr": "*i64"}
+        strides = ("a_stride_m", "a_stride_k", "b_stride_k", "b_stride_n", "c_stride_m")
+        signature |= dict.fromkeys(("m", "n", "k", *strides), "i32")
+        found.append(
+            Variant(
+                f"{__name__}:product",
+                f"{dtype}, {label}, {tile.rows} x {tile.columns} x {tile.inner}",
+                signature | dict.fromkeys(constants, "constexpr"),
+                constants,
+                tile.num_warps,
+                tile.num_stages,
+                matrix=True,
+                aligned=tuple(name for name in signature if name not in ones),
+            )
+        )
+    return found
+
+
+# Llama and Qwen (plain), Gemma 2 (softcap), GPT-J and Phi (bias), PaLM's z-loss; the sweep without gradients, and the
+# backward of a loss of each row. Class weights are a row's factor, and no variant of their own.
+VARIANTS: tuple[Variant, ...] = (
+    *(
+        _rows_variant(dtype, "plain", setting.block, setting.num_warps)
+        for dtype in ("bf16", "fp16", "fp32")
+        for setting in SETTINGS[:2]
+    ),
+    *(
+        _rows_variant("bf16", label, setting.block, setting.num_warps, **switches)
+        for setting in SETTINGS[:2]
+        for label, switches in (
+            ("bias", {"HAS_BIAS": True}),
+            ("softcap", {"CAPPED": True}),
+            ("smoothed, z-loss", {"SMOOTHED": True, "Z": True}),
+            ("ordered", {"ORDERED": True}),
+            ("loss alone", {"GRADIENTS": False}),
+            ("backward", {"KNOWN": True}),
+            ("everything", {"HAS_BIAS": True, "SMOOTHED": True, "CAPPED": True, "Z": True, "ORDERED": True}),
+        )
+    ),
+    _rows_variant("fp32", "everything", 4096, 16, HAS_BIAS=True, SMOOTHED=True, CAPPED=True, Z=True, ORDERED=True),
+    *(
+        variant
+        for dtype in ("bf16", "fp16")
+        for tile in dict.fromkeys(setting.tile for setting in SETTINGS if setting.tile is not None)
+        for variant in _product_variants(dtype, tile)
+    ),
+)
