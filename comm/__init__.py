@@ -19,11 +19,12 @@ if TYPE_CHECKING:
     from deepytorch.comm.group.backend import Options, chosen
     from deepytorch.comm.group.buffers import allocate
     from deepytorch.comm.group.compress import all_reduce, overflows
+    from deepytorch.comm.group.measuring import measure
     from deepytorch.comm.group.quantized import quantize
     from deepytorch.comm.group.registration import register
     from deepytorch.comm.group.survivors import shrink
 
-__all__ = ["Options", "all_reduce", "allocate", "chosen", "overflows", "quantize", "register", "shrink"]
+__all__ = ["Options", "all_reduce", "allocate", "chosen", "measure", "overflows", "quantize", "register", "shrink"]
 
 # No module goes by the name of what it holds: importing it would put the module there.
 _HOMES = {
@@ -33,6 +34,7 @@ _HOMES = {
     "allocate": "group.buffers",
     "all_reduce": "group.compress",
     "overflows": "group.compress",
+    "measure": "group.measuring",
     "quantize": "group.quantized",
     "shrink": "group.survivors",
 }

@@ -26,6 +26,7 @@
 #include <thread>
 
 #include "between.h"
+#include "call_history.h"
 #include "cpu_reduce.h"
 #include "delegated.h"
 #include "health.h"
@@ -80,9 +81,10 @@ class Backend final : public c10d::Backend {
   void set_one_shot_bytes(uint64_t bytes);
   // Called before the first CPU-Reduce of a CUDA tensor.
   void set_pin(std::function<void()> pin) { pin_ = std::move(pin); }
-  // What reduces a CUDA tensor in place through symmetric memory, on the caller's stream; it is torch's Python that knows
-  // how to set that up.
-  void set_symmetric(std::function<void(const std::string&, at::Tensor&)> call) { symmetric_ = std::move(call); }
+  // What adds up a CUDA tensor in place through symmetric memory, or averages it; it is torch's Python that knows how to
+  // set that up. Returns the stream that it runs on, or none where it has ended.
+  using Symmetric = std::function<std::optional<c10::Stream>(const std::string&, at::Tensor&, bool average)>;
+  void set_symmetric(Symmetric call) { symmetric_ = std::move(call); }
   Row row(Kind kind, bool on_cuda, uint64_t bytes) const;
   // Whether this group could run the call itself.
   bool accelerates(Kind kind, at::ScalarType dtype, c10d::ReduceOp::RedOpType reduce) const;
@@ -192,6 +194,7 @@ class Backend final : public c10d::Backend {
 
   Setup setup_;
   const std::shared_ptr<Health> health_;
+  std::shared_ptr<CallHistory> calls_[2];  // on CPU tensors, on CUDA tensors; null on one host
   std::unique_ptr<Listener> listener_;
   uint64_t plan_ = 0;
   static size_t place_of(Kind kind, bool on_cuda, bool fixed) { return (static_cast<size_t>(kind) * 2 + on_cuda) * 2 + fixed; }
@@ -205,7 +208,7 @@ class Backend final : public c10d::Backend {
   Wire quantize_ = Wire::exact;
   std::map<int64_t, uint64_t> scattered_;  // by size, since the last step
   std::map<std::string, std::vector<float>> scattered_residuals_;  // of quantised reduce_scatters
-  std::function<void(const std::string&, at::Tensor&)> symmetric_;
+  Symmetric symmetric_;
   std::function<void()> pin_;
   bool coalescing_ = false;
   std::vector<WorkPtr> coalesced_;

@@ -47,7 +47,7 @@ void wait_for(const c10::intrusive_ptr<c10d::Work>& work, const Call& call, cons
       work->wait(kLook);
       return;
     } catch (const std::exception& error) {  // the end of this look, or an error if it was done before
-      if (done) fail(call, what + " failed: " + error.what());
+      if (done) throw CommError(what + " failed: " + error.what());  // what it comes from may be said by another host yet
       if (work->isCompleted()) continue;
     }
     if (call.segment != nullptr && call.segment->poisoned()) throw CommError(call.segment->poison_message());

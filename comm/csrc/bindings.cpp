@@ -91,9 +91,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       })
       .def("set_symmetric",
            [](Backend& self, py::function call) {
-             self.set_symmetric([function = held(std::move(call))](const std::string& name, at::Tensor& tensor) {
+             self.set_symmetric([function = held(std::move(call))](const std::string& name, at::Tensor& tensor, bool average) {
                const py::gil_scoped_acquire locked;
-               (*function)(name, tensor);
+               return (*function)(name, tensor, average).template cast<std::optional<c10::Stream>>();
              });
            })
       .def("set_pin", [](Backend& self, py::function call) { self.set_pin(callable(std::move(call))); })

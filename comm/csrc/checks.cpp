@@ -32,6 +32,8 @@ void check_gloo_reduces(Kind kind, const at::Tensor& tensor, RedOp reduce) {
               reduce == RedOp::BAND ? "BAND" : reduce == RedOp::BOR ? "BOR" : "BXOR", " with non-integral dtype ",
               tensor.scalar_type());
   TORCH_CHECK(reduce != RedOp::PREMUL_SUM, name_of(kind), ": Cannot use ReduceOp.PREMUL_SUM with Gloo, on CPU tensors");
+  TORCH_CHECK(reduce != RedOp::AVG || !at::isIntegralType(tensor.scalar_type(), true), name_of(kind),
+              ": Cannot use ReduceOp.AVG with integral dtype ", tensor.scalar_type());
   TORCH_CHECK(reduce < RedOp::UNUSED, name_of(kind), ": Invalid reduce operation ", static_cast<int>(reduce));
 }
 

@@ -134,6 +134,7 @@ bool DelegatedWork::wait(std::chrono::milliseconds timeout) {
 void DelegatedWork::fail(const std::exception& error) {
   const std::string message = "collective " + std::to_string(fingerprint_.sequence) + " of this group, " +
                               fingerprint_.describe() + ", failed in the inner backend: " + error.what();
+  health_->await_reason();
   health_->poison(message);
   if (message.find("imed out") != std::string::npos) health_->report();
   raise(health_->message());

@@ -110,7 +110,17 @@ struct Segment::Header {
 };
 
 bool Fingerprint::matches(const Fingerprint& other) const {
-  return count == other.count && what() == other.what() && plan == other.plan && sizes == other.sizes;
+  return same_between_hosts(other) && plan == other.plan;
+}
+
+bool Fingerprint::same_between_hosts(const Fingerprint& other) const {
+  return count == other.count && what() == other.what() && sizes == other.sizes;
+}
+
+uint64_t Fingerprint::digest_between_hosts(uint64_t before) const {
+  uint64_t found = before + 1;
+  for (const uint64_t value : {static_cast<uint64_t>(count), what(), sizes}) found = mix(found + 1, value);
+  return found;
 }
 
 uint64_t Fingerprint::digest() const {

@@ -66,6 +66,9 @@ struct Fingerprint {
 
   bool matches(const Fingerprint& other) const;  // but for the history
   uint64_t digest() const;                       // of what has to match and the history: the next call's history
+  // The same for ranks of different hosts, where the plan may differ: whether it is one call, and the next digest.
+  bool same_between_hosts(const Fingerprint& other) const;
+  uint64_t digest_between_hosts(uint64_t before) const;
   std::string describe() const;
 
  private:

@@ -36,10 +36,11 @@ from deepytorch.comm.gradients.buckets import BucketPlan
 from deepytorch.comm.gradients.comm_hooks import CommHook
 from deepytorch.comm.gradients.messages import check_same
 from deepytorch.comm.gradients.replanning import Replanner
-from deepytorch.comm.gradients.sparse_rows import Rows, reduce_rows, summed_rows
+from deepytorch.comm.gradients.sparse_rows import Rows, add_rows, reduce_rows, summed_rows
 from deepytorch.comm.topology.cost import Link
+from deepytorch.device_reads import send
 from deepytorch.errors import GradientError
-from deepytorch.torch_internals import current_graph_task_id, foreach_copy, queue_callback
+from deepytorch.torch_internals import current_graph_task_id, queue_callback
 
 
 class GradientReducer:
@@ -152,19 +153,20 @@ class GradientReducer:
             self._begin()
         whole = zip(members, accumulated, strict=True)
         self._stamp(member for member, taken in whole if taken and member not in self._in_parts)
-        targets, sources = [], []
+        packed: list[int] = []
+        sources: list[Tensor] = []
         for member, gradient, taken in zip(members, gradients, accumulated, strict=True):
             if not taken or member in self._arrived or member in self._in_parts:
                 self._parts[member] = self._copy(member, gradient)
                 continue
             self._count(member)
             if self._parameters[member].grad is None:
-                targets.append(self._sender.view(member))
+                packed.append(member)
                 sources.append(gradient)
             else:
                 self._fill(member, gradient)
-        if targets:
-            foreach_copy(targets, sources)
+        if packed:
+            self._sender.pack(packed, sources)
         if any(accumulated):
             self._send_full()
 
@@ -189,22 +191,21 @@ class GradientReducer:
         if purpose == "autograd" or (purpose is None and self._passes_through(member)):
             if purpose is None:
                 self._parts[member] = self._copy(member, torch.zeros_like(self._parameters[member]))
-            summed_rows(ids, values, kept).add_to(self._parts[member])
+            add_rows(self._parts[member], ids, values, kept)
             return
-        rows = summed_rows(ids, values, kept)
         if purpose == "sent":
-            self._rows[member] = rows
+            self._rows[member] = summed_rows(ids, values, kept)
             return
         if purpose is None:
             if self._sends_rows(member) and self._parameters[member].grad is None:
-                self._rows[member] = rows
+                self._rows[member] = summed_rows(ids, values, kept)
                 self._sender.view(member).zero_()
                 self._count(member)
                 self._send_full()
                 return
             self._fill(member, None)
-        rows.add_to(self._sender.view(member))
-        self._replanner.saw_rows(member, rows.num_bytes, only=purpose is None)
+        num_bytes = add_rows(self._sender.view(member), ids, values, kept)
+        self._replanner.saw_rows(member, num_bytes, only=purpose is None)
         self._stamp([member])
         self._count(member)
         self._send_full()
@@ -362,20 +363,25 @@ class GradientReducer:
     def _send_rest(self) -> None:
         unused = [member for member in range(len(self._parameters)) if member not in self._arrived]
         touched = [member in self._arrived or each.grad is not None for member, each in enumerate(self._parameters)]
+        kept: list[int] = []
+        sources: list[Tensor] = []
         for member in unused:
             gradient = self._parameters[member].grad
             if gradient is None:
                 self._sender.view(member).zero_()
                 self._rows[member] = None
             else:
-                self._sender.view(member).copy_(gradient)
+                kept.append(member)
+                sources.append(gradient)
             self._count(member)
+        if kept:
+            self._sender.pack(kept, sources)
         if self._replanner.times is not None:
             self._replanner.times.ended()
         if self._replanner.phase.holds_back:
             self._replanner.saw_network(self.plan.buckets, self._sender.send_one_by_one())
         self._send_full()
-        used = self._used_anywhere(touched) if self._may_be_unused else None  # behind all buckets, on every rank
+        flags = self._used_anywhere(touched) if self._may_be_unused else None  # behind all buckets, on every rank
         self._sender.wait()
         if self.plan.tables:
             reduce_rows(self._group, self._sender, self._rows)
@@ -383,6 +389,8 @@ class GradientReducer:
             parameter, view = self._parameters[member], self._sender.view(member)
             if parameter.grad is not None and parameter.grad.data_ptr() != view.data_ptr():
                 parameter.grad = view.view_as(view)
+        # read only where it matters: it waits for the device
+        used = [bool(flag) for flag in flags.tolist()] if unused and flags is not None else None
         for member in unused:
             if used is None or used[member]:
                 self._parameters[member].grad = self._sender.view(member).view_as(self._parameters[member])
@@ -394,11 +402,14 @@ class GradientReducer:
                 "find_unused_parameters=True to DistributedDataParallel where some are not used, or freeze them"
             )
 
-    def _used_anywhere(self, touched: Sequence[bool]) -> list[bool]:
-        """Which parameters some rank has used, in this backward or in those that it only accumulated before."""
-        found = torch.tensor(touched, dtype=torch.int32).to(self._parameters[0].device)
+    def _used_anywhere(self, touched: Sequence[bool]) -> Tensor:
+        """Which parameters some rank has used, in this backward or in those that it only accumulated before.
+
+        (parameters,) int32 on their device, 0 or 1.
+        """
+        found = send(torch.tensor(touched, dtype=torch.int32), self._parameters[0].device)
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
-        return [bool(flag) for flag in found.tolist()]
+        return found
 
 
 # By the name that compiled graphs know them by; each lives as long as its module.

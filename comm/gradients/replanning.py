@@ -97,9 +97,9 @@ class Replanner:
         """Gradients that are to be sent as rows, and whether these are all of them."""
         if not self._may_send_rows:
             return {}
-        num_ranks = dist.get_world_size(self._group)
+        num_ranks, on_device = dist.get_world_size(self._group), self._device.type != "cpu"
         return {
             member: only
             for member, (num_bytes, only) in self._rows_seen.items()
-            if saves(num_bytes, plan.members[member].num_bytes, self._seen, num_ranks)
+            if saves(num_bytes, plan.members[member].num_bytes, self._seen, num_ranks, on_device=on_device)
         }

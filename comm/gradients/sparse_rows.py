@@ -18,6 +18,9 @@ from torch import Tensor
 
 from deepytorch.comm.gradients.bucket_sender import BucketSender
 from deepytorch.comm.topology.cost import Link
+from deepytorch.device_reads import waits
+
+_RUN_AHEAD_US = 10_000.0  # for which a device may lack work when the host had to wait for it; not measured
 
 
 @dataclass(frozen=True)
@@ -51,10 +54,31 @@ def summed_rows(ids: Tensor, values: Tensor, kept: Tensor | None) -> Rows:
     return Rows(found, summed)
 
 
-def saves(rows_bytes: int, dense_bytes: int, link: Link, num_ranks: int) -> bool:
-    """Whether gathering rows is predicted to be worth its two collectives and the host's waiting for sizes."""
+def add_rows(table: Tensor, ids: Tensor, values: Tensor, kept: Tensor | None) -> int:
+    """Add rows, as `summed_rows` takes them, to `table` [num_rows, width]; return how many bytes they would be sent as.
+
+    Does not wait for a device: there it is the most that they could be. Without atomics, so that each run adds alike.
+    """
+    if not waits(ids):
+        rows = summed_rows(ids, values, kept)
+        rows.add_to(table)
+        return rows.num_bytes
+    if kept is not None:
+        kept = kept.reshape(ids.shape) if kept.numel() == ids.numel() else kept.expand(ids.shape)
+        ids, values = ids.where(kept, 0), values.where(kept.unsqueeze(-1), 0)
+    ids, values = ids.reshape(-1).long(), values.reshape(-1, values.shape[-1])
+    table.index_put_((ids,), values, accumulate=True)
+    return ids.numel() * ids.element_size() + values.numel() * values.element_size()
+
+
+def saves(rows_bytes: int, dense_bytes: int, link: Link, num_ranks: int, *, on_device: bool = False) -> bool:
+    """Whether gathering rows is predicted to be worth its two collectives and the host's waiting for sizes.
+
+    on_device: it waits for a device then, which has nothing to do until the next step has begun.
+    """
     gathered = num_ranks * rows_bytes / 2  # an all-reduce sends nearly twice its payload, an all-gather once
-    return link.us_per_byte * (dense_bytes - gathered) > 4 * link.latency_us + 500.0
+    cost_us = 4 * link.latency_us + 500.0 + (_RUN_AHEAD_US if on_device else 0.0)
+    return link.us_per_byte * (dense_bytes - gathered) > cost_us
 
 
 def exchange_sizes(group: dist.ProcessGroup, sizes: Sequence[int], device: torch.device) -> list[list[int]]:

@@ -7,8 +7,9 @@ Everything that all ranks of a group must share goes through the group's store, 
 from __future__ import annotations
 
 import itertools
+import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -18,8 +19,9 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from deepytorch.comm.algorithms import measured
 from deepytorch.comm.algorithms.base import KINDS, Choice, Compression, DeviceKind, OperationKind
-from deepytorch.comm.algorithms.select import COLLECTIVES, collective, table
+from deepytorch.comm.algorithms.select import COLLECTIVES, Range, collective, table
 from deepytorch.comm.group import native, nccl, symmetric
 from deepytorch.comm.group.inner_backends import inner_backends, stock_group
 from deepytorch.comm.group.rendezvous import share_segment
@@ -28,7 +30,7 @@ from deepytorch.comm.topology.cost import Links
 from deepytorch.comm.topology.topology import Topology, discover_host, gather_topology
 from deepytorch.config import Environment
 from deepytorch.errors import ConfigError
-from deepytorch.log import once
+from deepytorch.log import logger, once
 
 _NATIVE = tuple(found.name for found in COLLECTIVES)
 _WITHOUT_END = (1 << 64) - 1
@@ -93,6 +95,8 @@ class Group:
     store: dist.Store
     rank: int
     timeout: timedelta
+    shares: bool = False  # whether the ranks of each host share memory
+    gpus: tuple[str, ...] = ()  # their names, all ranks' where there are any
     allocations: Iterator[int] = field(default_factory=itertools.count)
 
 
@@ -107,14 +111,15 @@ def group_of(group: dist.ProcessGroup | None = None) -> Group:
     if name is None or name not in _GROUPS or backend is None:
         raise ConfigError(
             'this is not a process group of the "deepytorch" backend; expected one made by '
-            'init_process_group("deepytorch") or new_group(backend="deepytorch"), with a C++ compiler at hand'
+            'init_process_group("deepytorch") or new_group(backend="deepytorch"), with its C++ compiled: that is done '
+            "beside a first run, and `deepytorch build` does it ahead"
         )
     return replace(_GROUPS[name], backend=backend)
 
 
 def _native_backend(process_group: dist.ProcessGroup) -> Any | None:
     """The native backend of a process group, which may have another one for some device, and may be wrapped."""
-    module = native.load() if Environment.read().enabled else None
+    module = native.loaded() if Environment.read().enabled else None
     for device in process_group._device_types:
         found = process_group._get_backend(device)
         found = getattr(found, "wrapped_pg", found)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
@@ -151,19 +156,35 @@ def create(options: Any, group_options: Any) -> Any:
         )
     wanted = group_options or Options()
     enabled = Environment.read().enabled
-    if enabled and not native.is_built():
+    # who asks for something of its own waits for it
+    unbuilt = enabled and not native.is_built() and not Environment.read().wait and wanted == Options()
+    later = unbuilt and native.failed() is None
+    if unbuilt and not later:
+        once(
+            logging.WARNING,
+            "the deepytorch process group runs on stock gloo and nccl: %s. `deepytorch doctor` says what is missing, "
+            "`deepytorch build` tries again",
+            native.failed(),
+        )
+    if later:
+        native.build_beside()
+        logger.info("collectives of this group run on gloo and nccl; deepytorch's are compiled for the next ones")
+    elif enabled and not native.is_built():
         store.set(f"compiles/{rank}", "")
-    module = native.load() if enabled else None
-    if not _all_have(store, rank, size, module is not None, timeout):
+    module = native.load() if enabled and not unbuilt else None
+    if not _all_have(store, rank, size, module is not None, timeout, _LATER if later else "none"):
         return stock_group(store, rank, size, timeout)
     group = _make(module, store, options.group_id, rank, size, timeout, wanted)
     _GROUPS[options.group_id] = replace(group, backend=None)
     return group.backend
 
 
-def _all_have(store: dist.Store, rank: int, size: int, mine: bool, timeout: timedelta) -> bool:
+_LATER = "later"  # what a rank says whose native module is being compiled
+
+
+def _all_have(store: dist.Store, rank: int, size: int, mine: bool, timeout: timedelta, otherwise: str = "none") -> bool:
     """Whether every rank has the native module, and the same one: ranks that differ would wait for others in vain."""
-    store.set(f"native/{rank}", native.digest() if mine else "none")
+    store.set(f"native/{rank}", native.digest() if mine else otherwise)
     keys = [f"native/{peer}" for peer in range(size)]
     try:
         store.wait(keys, timeout)
@@ -181,6 +202,8 @@ def _all_have(store: dist.Store, rank: int, size: int, mine: bool, timeout: time
     found = [store.get(key).decode() for key in keys]
     if len(set(found)) == 1:
         return mine
+    if _LATER in found:
+        return False
     without = [peer for peer, digest in enumerate(found) if digest == "none"]
     if without:
         once(logging.WARNING, "ranks %s lack deepytorch's native code: the group runs on stock gloo and nccl", without)
@@ -222,13 +245,47 @@ def _make(
         backend.set_quantize(options.quantize)
         _tell_of_steps(backend)
     if cuda is not None:
-        backend.set_symmetric(partial(symmetric.all_reduce, group_name=name))
+        backend.set_symmetric(symmetric.SymmetricAllReduce(name))
         if segment is not None:
             backend.set_pin(partial(pin, segment))
     group = Group(backend, topology, Links(), options, dist.PrefixStore("group", store), rank, timeout)
     group = replace(group, links=_links(group, module, cpu, between, shares))
-    _set_tables(group, shares)
+    group = replace(group, shares=shares, gpus=_gpus(group) if cuda is not None else ())
+    _set_tables(group)
+    if cuda is not None and options.algorithm is None:
+        _set_remembered(group)
     return group
+
+
+def _gpus(group: Group) -> tuple[str, ...]:
+    """The names of the GPUs of all ranks' hosts; no device is chosen or started for that."""
+    mine = sorted({torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())})
+    group.store.set(f"gpus/{group.rank}", json.dumps(mine))
+    keys = [f"gpus/{rank}" for rank in range(group.topology.num_ranks)]
+    group.store.wait(keys, group.timeout)
+    return tuple(sorted({name for key in keys for name in json.loads(group.store.get(key))}))
+
+
+def _set_remembered(group: Group) -> None:
+    """What rank 0 remembers to have been measured on these GPUs (`deepytorch.comm.measure`), for all ranks."""
+    if group.rank == 0:
+        found = measured.remembered(group.topology, group.gpus)
+        group.store.set("measured", json.dumps(None if found is None else measured.to_json(found)))
+    group.store.wait(["measured"], group.timeout)
+    content = json.loads(group.store.get("measured"))
+    if content is not None:
+        set_measured(group, "cuda", measured.from_json(content))
+
+
+def set_measured(group: Group, device: DeviceKind, tables: Mapping[OperationKind, Sequence[Range]]) -> None:
+    """Let the group run what was measured to be fastest. Every rank sets the same tables."""
+    for kind, ranges in tables.items():
+        group.backend.set_table(kind, device == "cuda", _rows(group, kind, device, ranges), False)
+
+
+def shares_memory(group: Group) -> bool:
+    """Whether the ranks of each host share memory."""
+    return group.shares
 
 
 def _tell_of_steps(backend: Any) -> None:
@@ -397,7 +454,7 @@ def _settings(choice: Choice) -> tuple[str, int, int, str]:
     return choice.algorithm, choice.chunk_bytes, choice.num_streams, choice.compress or "exact"
 
 
-def _set_tables(group: Group, shares: bool) -> None:
+def _set_tables(group: Group) -> None:
     """Give the native backend its choices. Only what it can run on this group's hosts is looked at."""
     backend, topology, options = group.backend, group.topology, group.options
     devices: tuple[DeviceKind, ...] = ("cpu", "cuda")
@@ -408,13 +465,21 @@ def _set_tables(group: Group, shares: bool) -> None:
             rows: list[tuple[int, str, int, int, str]] = []
             if options.algorithm is not None:
                 choice = Choice(options.algorithm, options.chunk_bytes, max(1, options.num_streams), options.compress)
-                rows = [(_WITHOUT_END, *_settings(_possible(choice, kind, topology, shares, device)))]
-            elif device == "cpu":  # on GPUs nccl, until somebody has measured ours to be faster on that machine
-                ranges = ranges_of[kind]
-                for index, entry in enumerate(ranges):
-                    end = ranges[index + 1].from_bytes - 1 if index + 1 < len(ranges) else _WITHOUT_END
-                    rows.append((end, *_settings(_possible(entry.choice, kind, topology, shares, device))))
+                rows = [(_WITHOUT_END, *_settings(_possible(choice, kind, topology, group.shares, device)))]
+            elif device == "cpu":  # on GPUs nccl, until `measure` has found ours to be faster on that machine
+                rows = _rows(group, kind, device, ranges_of[kind])
             backend.set_table(kind, device == "cuda", rows, fixed)
+
+
+def _rows(
+    group: Group, kind: OperationKind, device: DeviceKind, ranges: Sequence[Range]
+) -> list[tuple[int, str, int, int, str]]:
+    """As the native backend takes them: each up to which size."""
+    rows = []
+    for index, entry in enumerate(ranges):
+        end = ranges[index + 1].from_bytes - 1 if index + 1 < len(ranges) else _WITHOUT_END
+        rows.append((end, *_settings(_possible(entry.choice, kind, group.topology, group.shares, device))))
+    return rows
 
 
 def _possible(choice: Choice, kind: OperationKind, topology: Topology, shares: bool, device: DeviceKind) -> Choice:

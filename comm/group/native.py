@@ -1,7 +1,8 @@
-"""The C++ of `csrc`: compiled at its first use, kept in the user's cache, loaded once in a process."""
+"""The C++ of `csrc`: carried compiled by a wheel, or compiled at its first use and kept in the user's cache."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.machinery
@@ -23,12 +24,14 @@ from types import ModuleType
 import torch
 from filelock import FileLock
 
+from deepytorch.background import end_with_parent, is_ending, start
 from deepytorch.config import process_environment
 from deepytorch.errors import BuildError
 from deepytorch.log import logger, once
 from deepytorch.private_files import cache_directory, prepare_private
 
 _SOURCES = Path(__file__).parents[1] / "csrc"
+_CARRIED = Path(__file__).parents[1] / "built"  # of a wheel that was built so: see setup.py
 _NAME = "deepytorch_comm"
 _FLAGS = ("-O3", "-std=c++20", "-fvisibility=hidden")  # torch 2.11 would ask for C++17
 BUILD_TIMEOUT = timedelta(minutes=15)
@@ -49,11 +52,22 @@ def load() -> ModuleType | None:
         return None
 
 
-def build() -> Path:
-    """Compile the native module unless the cache holds it; return its file. Takes half a minute on two cores, once.
+def loaded() -> ModuleType | None:
+    """The native module if this process has loaded it, as it has for its first group that is ours."""
+    return load() if load.cache_info().currsize else None
 
-    Raises `BuildError` where it cannot be compiled. Several processes may call it at a time: one compiles.
+
+def build(scratch: Path | None = None) -> Path:
+    """Compile the native module unless the wheel or the cache holds it; return its file.
+
+    Takes half a minute on two cores, once.
+
+    scratch: a folder to work in; in the cache if none is given. Several processes may call it at a time: one compiles.
+    Raises `BuildError` where it cannot be compiled.
     """
+    found = carried()
+    if found is not None:
+        return found
     folder = _folder()
     for directory in (cache_directory(), folder.parent, folder):
         refusal = prepare_private(directory)
@@ -70,20 +84,80 @@ def build() -> Path:
             if failure.exists() and failure.stat().st_mtime > asked:  # of a process that this one has waited for
                 raise BuildError(failure.read_text(encoding="utf-8"))
             logger.info("compiling deepytorch's collectives (half a minute, once)")
-            with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            with tempfile.TemporaryDirectory(dir=scratch or folder) as inside:
                 try:
-                    shutil.move(_compile(Path(scratch)), target)
+                    made = target.with_suffix(".new")  # beside it: a whole file or none
+                    shutil.move(_compile(Path(inside)), made)
+                    made.replace(target)
+                    failure.unlink(missing_ok=True)
                 except BuildError as error:
-                    failure.write_text(str(error), encoding="utf-8")
+                    if not is_ending():  # else it was ended, and the next one may do better
+                        failure.write_text(str(error), encoding="utf-8")
                     raise
     except OSError as error:
         raise BuildError(f"its C++ cannot be compiled into {folder}: {error}") from error
     return target
 
 
+def build_beside() -> None:
+    """Have another process compile the native module, at low priority, unless one of this process's does already."""
+    global _BESIDE
+    if _BESIDE is not None and _BESIDE.poll() is None:
+        return
+    try:
+        _BESIDE = start("from deepytorch.comm.group import native; native.build_for({parent})")
+    except OSError as error:
+        once(logging.WARNING, "collectives stay on gloo: no process could be started to compile them (%s)", error)
+
+
+_BESIDE: subprocess.Popen[bytes] | None = None
+
+
+def build_for(parent: int) -> None:
+    """In that process: compile, unless `parent` ends before."""
+    with contextlib.suppress(BuildError, OSError), tempfile.TemporaryDirectory(prefix="deepytorch-") as scratch:
+        end_with_parent(parent, Path(scratch))
+        build(Path(scratch))  # who uses it will say what is wrong
+
+
+def failed() -> str | None:
+    """Why it could not be compiled, if that was tried before. `deepytorch build` tries again."""
+    try:
+        return (_folder() / "failure").read_text(encoding="utf-8")
+    except OSError:
+        return None
+
+
 def is_built() -> bool:
-    """Whether the cache holds the native module."""
-    return (_folder() / f"{_NAME}.so").exists()
+    """Whether the installed package or the cache holds the native module."""
+    return carried() is not None or (_folder() / f"{_NAME}.so").exists()
+
+
+def is_being_built() -> bool:
+    """Whether some process of this user compiles it now."""
+    lock = _folder() / "build.lock"
+    if not lock.exists():
+        return False
+    try:
+        with FileLock(lock, timeout=0):
+            return False
+    except OSError:  # a timeout is one
+        return True
+
+
+def carried() -> Path | None:
+    """The native module that the installed package brought, if it fits this torch, this Python and this machine."""
+    file = _CARRIED / digest() / f"{_NAME}.so"
+    return file if file.exists() else None
+
+
+def carry(folder: str) -> None:
+    """Compile the native module into a package that is being built, for `carried` to find it; for `setup.py`."""
+    target = Path(folder) / digest() / f"{_NAME}.so"
+    with tempfile.TemporaryDirectory() as scratch:
+        made = _compile(Path(scratch))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(made, target)
 
 
 def _folder() -> Path:

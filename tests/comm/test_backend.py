@@ -254,6 +254,7 @@ def test_a_single_rank():
     run(f"{CASES}\ninit()\n{REDUCE}\n{OTHERS}\ndist.destroy_process_group()", 1, 60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "setting",
     [

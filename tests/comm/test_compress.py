@@ -144,6 +144,7 @@ def test_ranks_that_compress_differently_are_told_what_each_did():
     run(script, 4, 60)
 
 
+@pytest.mark.slow
 def test_sums_of_half_precision_are_nearer_than_those_of_gloo():
     script = """
     generator = torch.Generator().manual_seed(11)

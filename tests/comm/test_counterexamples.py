@@ -145,6 +145,7 @@ def test_futures_may_be_asked_for_while_they_are_settled():
     run(script, warm=False)
 
 
+@pytest.mark.slow
 def test_destroying_beside_a_thread_in_a_collective():
     script = """
     init(timeout=60)
@@ -188,6 +189,7 @@ def test_a_forked_child_may_destroy_its_copy_of_the_group():
     run(script, warm=False)
 
 
+@pytest.mark.slow
 def test_a_death_behind_a_slow_rank_is_seen_at_once():
     script = """
     init(timeout=30)

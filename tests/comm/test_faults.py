@@ -98,6 +98,7 @@ def test_a_stopped_rank_times_out_and_finds_the_error_when_it_goes_on():
     assert "local rank 1 has not come" in outcomes[1].output
 
 
+@pytest.mark.slow
 def test_a_slow_rank_is_no_error():
     script = """
     init(timeout=20)
@@ -191,6 +192,7 @@ def test_wait_takes_a_timeout_and_goes_on_after_it():
     run(script, warm=False)
 
 
+@pytest.mark.slow
 def test_destroying_while_a_collective_waits_does_not_hang():
     script = """
     init(timeout=60)
@@ -224,6 +226,7 @@ def test_a_crash_in_the_middle_of_the_rendezvous_leaves_nothing():
     assert (set(os.listdir("/dev/shm")) if Path("/dev/shm").is_dir() else set()) <= before
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_comes_is_named_within_the_timeout():
     script = """
     store = dist.FileStore(os.environ["RENDEZVOUS"], 3)
@@ -271,6 +274,7 @@ def test_without_shared_memory_the_group_works_on_gloo():
     assert any("go without shared memory" in output for output in outputs), outputs
 
 
+@pytest.mark.slow
 def test_two_jobs_on_one_host_at_a_time():
     script = """
     init()

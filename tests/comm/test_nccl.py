@@ -6,9 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
-from deepytorch.comm.group import symmetric
 from deepytorch.comm.group.nccl import TunerRow, prepare, socket_settings, write_tuner_file
 from deepytorch.comm.topology.topology import read_topology
 from deepytorch.errors import ConfigError
@@ -73,29 +71,3 @@ def test_tuner_file_has_a_line_a_row(tmp_path):
 def test_tuner_rows_that_overlap_or_are_empty_are_refused(tmp_path, rows):
     with pytest.raises(ConfigError, match="expected"):
         write_tuner_file(tmp_path / "tuner.csv", rows)
-
-
-@pytest.mark.parametrize("name", symmetric.NAMES)
-def test_symmetric_memory_goes_through_the_workspace(monkeypatch, name):
-    asked = []
-
-    class Workspace:
-        rank = 1
-
-        def get_buffer(self, rank, shape, dtype):
-            asked.append((rank, tuple(shape), dtype))
-            return torch.empty(shape, dtype=dtype)
-
-    def workspace(group_name, num_bytes):
-        asked.append((group_name, num_bytes))
-        return Workspace()
-
-    operator = {"nvlink_one_shot": "one_shot_all_reduce", "nvlink_two_shot": "two_shot_all_reduce_"}.get(
-        name, "multimem_all_reduce_"
-    )
-    monkeypatch.setattr(symmetric, "get_symm_mem_workspace", workspace)
-    monkeypatch.setattr(torch.ops.symm_mem, operator, lambda buffer, op, group: buffer * 2, raising=False)
-    tensor = torch.arange(12.0).reshape(3, 4)
-    symmetric.all_reduce(name, tensor, "0")
-    assert torch.equal(tensor, torch.arange(12.0).reshape(3, 4) * 2)
-    assert asked == [("0", 48), (1, (3, 4), torch.float32)]

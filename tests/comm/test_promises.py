@@ -204,6 +204,8 @@ REFUSED = [
     "dist.all_gather([torch.ones(4)], ones)",
     "dist.reduce_scatter(ones, [torch.ones(3) for _ in range(size)])",
     "dist.reduce_scatter_tensor(torch.ones(4), torch.ones(7))",
+    "dist.reduce_scatter_tensor(torch.ones(4, dtype=torch.int32), torch.ones(8, dtype=torch.int32), dist.ReduceOp.AVG)",
+    "dist.all_reduce(torch.ones(4, dtype=torch.int32), dist.ReduceOp.AVG)",
     "dist.reduce_scatter_tensor(torch.ones(4, dtype=torch.int16), torch.ones(8, dtype=torch.int16))",
     "dist.all_gather_into_tensor(torch.ones(7), ones)",
     "dist.all_to_all_single(torch.ones(3), ones)",
@@ -486,7 +488,7 @@ def test_a_process_ends_without_destroying_its_groups():
 # ---------------------------------------------------------------------- errors between hosts
 
 
-@pytest.mark.parametrize("per_host", [1, 2])
+@pytest.mark.parametrize("per_host", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_an_error_reaches_all_hosts_while_the_failing_one_stays_alive(per_host):
     script = f"""
     pretend_hosts({per_host})
@@ -514,6 +516,7 @@ def test_an_error_reaches_all_hosts_while_the_failing_one_stays_alive(per_host):
 # ---------------------------------------------------------------------- the recorder
 
 
+@pytest.mark.slow
 def test_a_timeout_shows_what_every_rank_has_called_last():
     script = """
     init(timeout=2)
@@ -553,6 +556,7 @@ def test_the_recorder_is_read_from_another_process():
 # ---------------------------------------------------------------------- determinism, sizes
 
 
+@pytest.mark.slow
 def test_deterministic_algorithms_take_the_choice_that_is_not_measured():
     script = """
     torch.use_deterministic_algorithms(rank < 5)
@@ -643,10 +647,15 @@ _FUTURE_OF_A_DIFFERENCE = """
 init(timeout=60)
 last = rank == size - 1
 given = [torch.ones(3, dtype=torch.bfloat16 if last else torch.float32)]
-if last:
-    time.sleep(1)
-def call():
-    return dist.all_reduce_coalesced(given, op=dist.ReduceOp.PRODUCT, async_op=True)
+called = os.environ["RENDEZVOUS"] + "-called"
+def call(group=None, awaited=True):  # once all others wait for theirs, the last rank makes another one
+    if last:
+        while not all(os.path.exists(f"{called}{other}") for other in range(size - 1)):
+            time.sleep(0.05)
+    work = dist.all_reduce_coalesced(given, op=dist.ReduceOp.PRODUCT, group=group, async_op=True)
+    if awaited:
+        open(f"{called}{rank}", "w").close()
+    return work
 def is_of_both(error):
     return "disagree" in error and "float32" in error and "bfloat16" in error.lower()
 """
@@ -673,7 +682,7 @@ def test_what_hangs_on_a_future_that_the_poison_ends_may_wait_for_another_one():
         error, seconds = told(call)
     else:
         with torch.no_grad():
-            futures = [call() for _ in range(3)]
+            futures = [call(awaited=number == 2) for number in range(3)]
         seen = []
         def after(done):
             for future in futures:
@@ -693,14 +702,12 @@ def test_a_future_outlives_its_group_and_still_hears():
     script = """
     import gc
     other = dist.new_group(backend="deepytorch")
-    def call():
-        return dist.all_reduce_coalesced(given, op=dist.ReduceOp.PRODUCT, group=other, async_op=True)
     if last:
-        error, seconds = told(call)
+        error, seconds = told(lambda: call(other))
     else:
         seen = []
         begin = time.monotonic()
-        future = call()
+        future = call(other)
         ends = future.then(lambda done: seen.append(told(done.value)[0]))
         dist.destroy_process_group(other)
         del other
@@ -715,7 +722,7 @@ def test_a_future_outlives_its_group_and_still_hears():
         assert "terminate" not in output, output
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_future_hears_of_a_rank_that_was_killed(num_ranks):
     script = """
     init(timeout=60)
@@ -768,3 +775,112 @@ def test_a_future_of_a_call_that_was_handed_on_is_quick_and_right():
     dist.destroy_process_group()
     """
     run(script)
+
+
+# ---------------------------------------------------------------------- calls that differ between hosts
+
+DIFFERS = """
+pretend_hosts({per_host})
+init(timeout=60.0)
+{before}
+dist.barrier()
+call = {calls}[rank // {per_host}]
+try:
+    call()
+except RuntimeError:
+    pass  # some are known while they run
+begun = time.monotonic()
+while time.monotonic() - begun < 5.0:
+    try:
+        dist.barrier()
+    except RuntimeError as error:
+        say(str(error))
+        break
+    time.sleep(0.1)
+else:
+    raise SystemExit("nothing was said")
+assert time.monotonic() - begun < 3.0, time.monotonic() - begun
+dist.destroy_process_group()
+say("heard")
+"""
+FEW = "for _ in range(40): dist.broadcast(torch.ones(4), 0)"
+
+
+@pytest.mark.parametrize(
+    ("calls", "named"),
+    [
+        (
+            "(lambda: dist.broadcast(torch.ones(8), 0), lambda: dist.broadcast(torch.ones(8, dtype=torch.int32), 0))",
+            ("broadcast(float32, 8 elements", "broadcast(int32, 8 elements"),
+        ),
+        (
+            "(lambda: dist.reduce(torch.ones(8), 0), lambda: dist.reduce(torch.ones(8), 0, op=dist.ReduceOp.MAX))",
+            ("reduce(float32, 8 elements, SUM", "reduce(float32, 8 elements, MAX"),
+        ),
+        (
+            "(lambda: dist.broadcast(torch.ones(8), 0), lambda: dist.reduce(torch.ones(8), 0))",
+            ("broadcast(float32, 8 elements", "reduce(float32, 8 elements"),
+        ),
+    ],
+    ids=["dtype", "reduction", "collective"],
+)
+@pytest.mark.parametrize(("num_ranks", "per_host"), [(2, 1), (4, 2)], ids=["2x1", "2x2"])
+def test_calls_that_differ_between_hosts_are_named_on_all_of_them(calls, named, num_ranks, per_host):
+    """What gloo runs between hosts it runs with wrong numbers: the ranks hear of it within two seconds."""
+    script = DIFFERS.format(per_host=per_host, calls=calls, before=FEW)
+    for said in run(script, num_ranks, timeout=60.0, warm=False):
+        assert "ranks disagree on collective 42 of this group: rank 0 called " in said, said
+        assert all(each in said for each in named), said
+
+
+@pytest.mark.parametrize(("num_ranks", "per_host"), [(2, 1), (4, 2)], ids=["2x1", "2x2"])
+def test_sizes_that_differ_between_hosts_are_named_on_all_ranks_though_gloo_ends_one(num_ranks, per_host):
+    """gloo ends a process that gets more bytes than it expects, from a thread of its own: not before all know why."""
+    script = f"""
+pretend_hosts({per_host})
+init(timeout=60.0)
+for _ in range(40):
+    dist.broadcast(torch.ones(4), 0)
+time.sleep(1.2)  # what rank 0 has told of its calls ends here
+begun = time.monotonic()
+try:
+    while time.monotonic() - begun < 10.0:
+        dist.broadcast(torch.ones(64 if rank // {per_host} == 0 else 8), 0)
+        time.sleep(0.1)
+except RuntimeError as error:
+    say("told:", error)
+say("after", time.monotonic() - begun)
+"""
+    with Ranks(script, num_ranks) as ranks:
+        outcomes = ranks.wait(60)
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.code is not None, (rank, outcome.output)
+        assert "rank 0 called broadcast(float32, 64 elements" in outcome.output, (rank, outcome.output)
+        assert "called broadcast(float32, 8 elements" in outcome.output, (rank, outcome.output)
+
+
+def test_calls_that_are_alike_between_hosts_are_left_alone():
+    """Far ahead, behind, in many of them, and with parts whose sizes may differ."""
+    run(
+        """
+        pretend_hosts(2)
+        init()
+        for number in range(3):
+            if rank == 3:
+                time.sleep(0.7)
+            works = [dist.broadcast(torch.ones(4), 0, async_op=True) for _ in range(1500)]
+            works.append(dist.all_reduce(torch.ones(1 << 18), async_op=True))
+            for work in works:
+                work.wait()
+            mine = torch.ones(rank + 1, 2)
+            sizes = [1 if rank == 0 and other == 0 else 0 for other in range(4)]
+            dist.all_to_all_single(torch.empty(sum(sizes), 2), mine[: sum(sizes)], sizes, sizes)
+            dist.gather(mine[:1], [torch.empty(1, 2) for _ in range(4)] if rank == 1 else None, 1)
+            dist.all_gather_object([None] * 4, "x" * rank)
+        time.sleep(1.2)
+        dist.barrier()
+        dist.destroy_process_group()
+        """,
+        num_ranks=4,
+        timeout=120.0,
+    )

@@ -111,11 +111,13 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize(("num_ranks", "per_host"), [(2, 1), (4, 2)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_ranks", "per_host"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
 def test_fsdp2_trains_alike(num_ranks, per_host):
     run(f"pretend_hosts({per_host})\ninit(timeout=60)\n" + TRAINING, num_ranks=num_ranks, timeout=120)
 
 
+@pytest.mark.slow
 def test_a_group_quantises_by_itself_where_it_is_told_to():
     script = """
     pretend_hosts(1)

@@ -15,7 +15,8 @@ from tests.comm.ranks import Ranks
 pytestmark = pytest.mark.timeout(240, func_only=True)
 
 
-@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
 def test_survivors_form_their_group_anew(victim):
     script = f"""
     deepytorch.switch.SWITCH.enabled = True
@@ -48,6 +49,7 @@ def test_survivors_form_their_group_anew(victim):
             assert "went on" in outcome.output
 
 
+@pytest.mark.slow
 def test_a_rank_that_stands_still_is_left_out_and_told_so():
     script = """
     init(timeout=2)
@@ -71,6 +73,7 @@ def test_a_rank_that_stands_still_is_left_out_and_told_so():
     assert [outcome.code for outcome in outcomes] == [0, 0, 0], [outcome.output[-2000:] for outcome in outcomes]
 
 
+@pytest.mark.slow
 def test_torchrun_restarts_a_job_whose_rank_was_killed(tmp_path: Path):
     script = tmp_path / "train.py"
     script.write_text(

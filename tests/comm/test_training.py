@@ -122,6 +122,7 @@ def test_frameworks_train_as_one_process_does(script):
     run(f"{MODEL}\ninit()\n{script}\ndist.destroy_process_group()", 2, 200)
 
 
+@pytest.mark.slow
 def test_torchrun_and_the_environments_rendezvous(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(
@@ -142,6 +143,7 @@ def test_torchrun_and_the_environments_rendezvous(tmp_path):
     assert sorted(done.stdout.splitlines()) == ["rank 0 of 2 deepytorch", "rank 1 of 2 deepytorch"]
 
 
+@pytest.mark.slow
 def test_gradients_go_back_to_ddp_in_the_middle_of_training() -> None:
     script = """
     import copy

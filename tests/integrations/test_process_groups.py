@@ -53,6 +53,7 @@ dist.destroy_process_group()
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@pytest.mark.slow
 def test_data_parallel_training_with_the_import_alone(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(

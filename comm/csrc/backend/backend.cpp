@@ -40,16 +40,18 @@ Algorithm algorithm_of(const std::string& name) {
 
 Backend::Backend(Setup setup)
     : c10d::Backend(setup.rank, setup.size), setup_(std::move(setup)), timeout_(setup_.timeout_ms),
-      health_(std::make_shared<Health>(setup_.segment)), changed_(*new std::condition_variable), process_(getpid()) {
+      health_(std::make_shared<Health>(setup_.segment, setup_.store != nullptr)), changed_(*new std::condition_variable), process_(getpid()) {
   const auto& segment = setup_.segment;
   for (const uint64_t value : {static_cast<uint64_t>(setup_.num_hosts), segment ? segment->area_bytes() : 0,
                                segment ? static_cast<uint64_t>(segment->areas()) : 0}) {
     plan_ = mix(plan_ + 1, value);
   }
   if (setup_.store) {
-    listener_ = std::make_unique<Listener>(health_, std::move(setup_.store),
-                                           "rank " + std::to_string(setup_.rank) + " on host " + std::to_string(setup_.host),
-                                           [this] { let_go(); });
+    for (auto& calls : calls_) calls = std::make_shared<CallHistory>();
+    const bool compares = !segment || segment->rank() == 0;  // the others of the host are compared with this one
+    listener_ = std::make_unique<Listener>(
+        Listening{setup_.rank, setup_.host, compares, health_, {calls_[0], calls_[1]}, std::move(setup_.store)},
+        [this] { let_go(); });
   }
 }
 

@@ -14,7 +14,7 @@ bool in_memory(const Row& row) { return row.algorithm == Algorithm::shared_memor
 // On this group's own threads, from where the caller's tensor lies in the host's memory.
 bool reads_host_tensors(const Row& row) { return in_memory(row) || row.algorithm == Algorithm::streams; }
 
-// By torch's kernels over memory that GPUs map for each other.
+// By kernels over memory that GPUs map for each other.
 bool through_symmetric_memory(const Row& row) {
   return row.algorithm == Algorithm::nvlink_one_shot || row.algorithm == Algorithm::nvlink_two_shot ||
          row.algorithm == Algorithm::nvlink_multimem;
@@ -87,7 +87,7 @@ Backend::WorkPtr Backend::reduce_all(at::Tensor& tensor, Wanted wanted, Row row,
       std::move(outputs), async);
 }
 
-// By torch's symmetric-memory kernels, on the caller's stream: nothing is left to wait for but that stream.
+// By symmetric-memory kernels, on a stream of theirs: nothing is left to wait for but that stream.
 Backend::WorkPtr Backend::symmetric(at::Tensor& tensor, Wanted wanted, Row row) {
   guard();
   Fingerprint fingerprint;
@@ -95,9 +95,10 @@ Backend::WorkPtr Backend::symmetric(at::Tensor& tensor, Wanted wanted, Row row) 
     std::unique_lock<std::mutex> lock(mutex_);
     fingerprint = announce(wanted, plan_, 0, lock);
   }
-  symmetric_(name_of(row.algorithm), tensor);
+  const auto stream = symmetric_(name_of(row.algorithm), tensor, wanted.reduce == RedOp::AVG);
   auto work = c10::make_intrusive<OwnWork>(getRank(), fingerprint, title_of(wanted.kind, as_gloo_), Tensors{tensor},
                                            Tensors{tensor}, nullptr);
+  if (stream) work->runs_on(*stream);
   (void)work->end(nullptr);
   return work;
 }
@@ -112,8 +113,10 @@ Backend::WorkPtr Backend::allreduce(Tensors& given_tensors, const c10d::Allreduc
   }
   const Row row = this->row(Kind::all_reduce, wanted.on_cuda, tensor.nbytes());
   const bool able = accelerates(wanted.kind, wanted.dtype, wanted.reduce);
-  if (through_symmetric_memory(row) && symmetric_ && tensor.is_contiguous() && wanted.reduce == RedOp::SUM &&
-      (wanted.dtype == at::kFloat || wanted.dtype == at::kBFloat16) && tensor.nbytes() % 16 == 0) {
+  const bool adds_up = wanted.reduce == RedOp::SUM || wanted.reduce == RedOp::AVG;
+  const bool has_kernel = wanted.dtype == at::kFloat || wanted.dtype == at::kBFloat16 || wanted.dtype == at::kHalf;
+  if (through_symmetric_memory(row) && symmetric_ && tensor.is_contiguous() && adds_up && has_kernel &&
+      tensor.numel() > 0 && tensor.nbytes() % 16 == 0) {
     return symmetric(tensor, wanted, row);
   }
   const bool through_host = row.algorithm == Algorithm::cpu_reduce && tensor.is_contiguous();

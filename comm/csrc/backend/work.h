@@ -4,6 +4,8 @@
 #include <ATen/Context.h>
 #include <ATen/ThreadLocalState.h>
 #include <ATen/record_function.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 #include <pybind11/pybind11.h>
 
@@ -52,7 +54,17 @@ class Backend::OwnWork final : public c10d::Work {
   std::vector<at::Tensor> result() override { return outputs_; }
   uint64_t getSequencenumber() const override { return sequence_; }
   void abort() override { TORCH_CHECK(false, "a collective of the deepytorch backend is aborted with its group only"); }
-  void synchronize() override { if (copies_) copies_->block_current_stream(); }
+  void synchronize() override {
+    if (copies_) copies_->block_current_stream();
+    if (launched_) launched_->block(c10::impl::VirtualGuardImpl(stream_->device_type()).getStream(stream_->device()));
+  }
+
+  // What has been launched on that stream so far is all of it; called before anybody else has the work.
+  void runs_on(c10::Stream stream) {
+    stream_ = stream;
+    launched_.emplace(stream.device_type());
+    launched_->record(stream);
+  }
 
   // Settled without the lock: what waits on a future may run Python, whose own lock another caller may hold here.
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
@@ -83,6 +95,7 @@ class Backend::OwnWork final : public c10d::Work {
 
   // Runs what was hung on the future.
   void settle(c10::ivalue::Future& future) const {
+    const c10::OptionalStreamGuard guard(stream_);  // what waits for the future waits for that stream
     if (error_) future.setError(error_);
     else future.markCompleted(c10::IValue(outputs_));
   }
@@ -90,6 +103,8 @@ class Backend::OwnWork final : public c10d::Work {
  private:
   Tensors outputs_;
   std::shared_ptr<DeviceCopies> copies_;
+  std::optional<c10::Stream> stream_;
+  std::optional<c10::Event> launched_;
   uint64_t sequence_;
   std::mutex future_mutex_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;

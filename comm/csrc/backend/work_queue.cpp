@@ -40,6 +40,7 @@ Fingerprint Backend::announce(const Wanted& wanted, uint64_t plan, uint64_t shar
   made.history = history_;
   made.shared = shared;
   history_ = made.digest();
+  if (calls_[wanted.on_cuda]) calls_[wanted.on_cuda]->add(made);
   if (!setup_.segment) return made;
   try {
     setup_.segment->publish(made);
@@ -160,6 +161,7 @@ void Backend::execute(Job& job) {
     }
   } catch (const std::exception& failure) {
     if (dynamic_cast<const Timeout*>(&failure) != nullptr) health_->report();
+    else health_->await_reason();
     health_->poison(failure.what());
     let_go();
     error = std::make_exception_ptr(

@@ -1,0 +1,119 @@
+"""Which algorithm is the fastest at which size, as it was measured and not predicted: for GPUs.
+
+Kept on disk by the hosts, their GPUs and the versions of torch and NCCL; read by groups that are made later.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from deepytorch.comm.algorithms.base import COMPRESSED_BYTES, KINDS, Choice, Compression, OperationKind
+from deepytorch.comm.algorithms.select import COLLECTIVES, ENGINE, ENGINE_MARGIN, Range
+from deepytorch.comm.topology.checked_json import as_count, as_list, as_object, as_text
+from deepytorch.comm.topology.topology import Topology
+from deepytorch.config import Environment
+from deepytorch.errors import DataError
+from deepytorch.private_files import cache_directory, prepare_private, replace_file
+
+Tables = Mapping[OperationKind, tuple[Range, ...]]
+
+_VERSION = 1
+_NAMES = tuple(found.name for found in COLLECTIVES)
+
+
+def table_of(times_us: Mapping[int, Mapping[Choice, float]]) -> tuple[Range, ...]:
+    """The ranges that measured times give: for each size, and up to the next one, its fastest choice.
+
+    times_us: by payload bytes, ascending, what each choice took; the engine's has to be among them, and stays unless it
+    takes over 1.10 times as long as the best.
+    """
+    found: list[Range] = []
+    for size, times in times_us.items():
+        engine = next(choice for choice in times if choice.algorithm == ENGINE.name)
+        best = min(times, key=lambda choice: times[choice])
+        choice = best if times[best] * ENGINE_MARGIN < times[engine] else engine
+        if not found or found[-1].choice != choice:
+            found.append(Range(size if found else 0, choice))
+    return tuple(found)
+
+
+def to_json(tables: Tables) -> dict[str, Any]:
+    """`tables` as JSON holds them."""
+    return {
+        kind: [
+            {
+                "from_bytes": each.from_bytes,
+                "algorithm": each.choice.algorithm,
+                "chunk_bytes": each.choice.chunk_bytes,
+                "num_streams": each.choice.num_streams,
+                "compress": each.choice.compress,
+            }
+            for each in ranges
+        ]
+        for kind, ranges in tables.items()
+    }
+
+
+def from_json(content: Any) -> Tables:
+    """What `to_json` wrote. Raises `DataError` for another layout."""
+    values = as_object(content, "the measured tables", (), KINDS)
+    return {cast(OperationKind, kind): _ranges(kind, given) for kind, given in values.items()}
+
+
+def _ranges(kind: str, given: Any) -> tuple[Range, ...]:
+    ranges = []
+    for place, each in enumerate(as_list(given, kind)):
+        where = f"{kind}[{place}]"
+        fields = as_object(each, where, ("from_bytes", "algorithm", "chunk_bytes", "num_streams", "compress"))
+        compress = fields["compress"]
+        if compress is not None:
+            compress = cast(Compression, as_text(compress, f"{where}, compress", COMPRESSED_BYTES))
+        choice = Choice(
+            as_text(fields["algorithm"], f"{where}, algorithm", _NAMES),
+            as_count(fields["chunk_bytes"], f"{where}, chunk_bytes", 0),
+            as_count(fields["num_streams"], f"{where}, num_streams", 1),
+            compress,
+        )
+        ranges.append(Range(as_count(fields["from_bytes"], f"{where}, from_bytes", 0), choice))
+    starts = [each.from_bytes for each in ranges]
+    if not ranges or starts[0] != 0 or starts != sorted(set(starts)):
+        raise DataError(f"{kind} begins at {starts}; expected 0 first, and then larger ones.")
+    return tuple(ranges)
+
+
+def remembered(topology: Topology, gpus: Sequence[str]) -> Tables | None:
+    """What was measured on these hosts with these GPUs, None where nothing was, or may not be remembered."""
+    path = _path(topology, gpus)
+    if not Environment.read().remember_links or not path.exists() or _unfit(path):
+        return None
+    try:
+        return from_json(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, DataError):
+        return None
+
+
+def remember(topology: Topology, gpus: Sequence[str], tables: Tables) -> None:
+    """Keep `tables` for later groups on these hosts; nothing where the folder is not this user's alone."""
+    path = _path(topology, gpus)
+    if _unfit(path):
+        return
+    try:
+        replace_file(path, json.dumps(to_json(tables), indent=1))
+    except OSError:
+        return
+
+
+def _path(topology: Topology, gpus: Sequence[str]) -> Path:
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "none"
+    models = "-".join(sorted({"".join(each if each.isalnum() else "_" for each in name) for name in gpus})) or "cpu"
+    name = f"measured-{topology.shape_digest}-{models}-nccl{nccl}-torch{torch.__version__}-{_VERSION}.json"
+    return cache_directory() / "links" / name
+
+
+def _unfit(path: Path) -> bool:
+    return any(prepare_private(folder) is not None for folder in (path.parent.parent, path.parent))

@@ -1,0 +1,95 @@
+"""A group does not wait for a compiler: it starts on gloo, and later ones are ours."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import os, sys, time
+import torch, torch.distributed as dist
+import deepytorch
+from deepytorch.comm.group import native
+begun = time.monotonic()
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+total = torch.full((4,), rank + 1.0)
+dist.all_reduce(total)
+seconds = time.monotonic() - begun
+later = "none"
+deadline = time.monotonic() + float(sys.argv[1])
+while not native.is_built() and time.monotonic() < deadline:
+    time.sleep(0.2)
+dist.barrier()
+if native.is_built():
+    group = dist.new_group()
+    again = torch.full((4,), rank + 1.0)
+    dist.all_reduce(again, group=group)
+    assert again.tolist() == total.tolist() == [3.0] * 4
+    deepytorch.comm.chosen(group)  # raises for a group that is not ours
+    later = "ours"
+took = "quick" if seconds < 20 else f"{seconds:.0f}s"
+sys.stdout.write(f"{rank} {took} {total.tolist()[0]} {dist.get_backend()} {later}\\n")
+dist.destroy_process_group()
+"""
+
+
+def run(tmp_path: Path, wait_seconds: float, **environment: str) -> list[str]:
+    """Two ranks with an empty cache; what they printed."""
+    done = script(tmp_path, wait_seconds, **environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return sorted(line for line in done.stdout.splitlines() if line)
+
+
+def script(tmp_path: Path, wait_seconds: float, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The script's two ranks."""
+    (tmp_path / "xdg").mkdir(mode=0o700, exist_ok=True)
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    full = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "xdg"), "DEEPYTORCH_COMPILE": "beside", **environment}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return subprocess.run(
+        [*command, str(path), str(wait_seconds)], env=full, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+def test_a_short_run_starts_on_gloo_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    assert run(tmp_path, 0.0) == ["0 quick 3.0 gloo none", "1 quick 3.0 gloo none"]
+    folder = tmp_path / "xdg" / "deepytorch" / "native"
+    deadline = time.monotonic() + 20
+    while compilers(folder) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not compilers(folder)
+    assert {each.name for each in folder.rglob("*") if each.is_file()} <= {"build.lock", "failure"}
+
+
+def compilers(folder: Path) -> list[str]:
+    """Processes that compile into this folder's cache."""
+    found = []
+    for each in Path("/proc").iterdir():
+        try:
+            if each.name.isdigit() and str(folder.parents[1]).encode() in (each / "environ").read_bytes():
+                found.append(each.name)
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.slow
+def test_later_groups_of_the_same_run_are_ours(tmp_path: Path) -> None:
+    assert run(tmp_path, 240.0) == ["0 quick 3.0 gloo ours", "1 quick 3.0 gloo ours"]
+
+
+@pytest.mark.slow
+def test_without_a_compiler_the_group_stays_on_gloo_and_the_next_run_says_why(tmp_path: Path) -> None:
+    assert run(tmp_path, 15.0, CXX="/bin/false") == ["0 quick 3.0 gloo none", "1 quick 3.0 gloo none"]
+    [failure] = (tmp_path / "xdg" / "deepytorch" / "native").rglob("failure")
+    before = failure.stat().st_mtime_ns
+    again = script(tmp_path, 0.0, CXX="/bin/false")
+    assert "runs on stock gloo and nccl: its C++ does not compile here" in again.stderr
+    assert failure.stat().st_mtime_ns == before  # and nothing was compiled

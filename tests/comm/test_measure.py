@@ -1,0 +1,83 @@
+"""`comm.measure`: the fastest by the clock is what runs, alike on all ranks, and what was measured can be kept."""
+
+from __future__ import annotations
+
+import pytest
+
+from deepytorch.comm.algorithms import measured
+from deepytorch.comm.algorithms.base import Choice
+from deepytorch.comm.algorithms.select import Range
+from deepytorch.errors import DataError
+from tests.comm.ranks import run
+from tests.comm.test_select import hosts
+
+ENGINE, OURS = Choice("engine"), Choice("shared_memory", 0, 1)
+
+
+def test_the_engine_stays_unless_it_takes_a_tenth_longer():
+    times = {
+        1024: {ENGINE: 10.9, OURS: 10.0},
+        4096: {ENGINE: 11.1, OURS: 10.0},
+        16384: {ENGINE: 30.0, OURS: 10.0},
+        65536: {ENGINE: 9.0, OURS: 10.0},
+    }
+    assert measured.table_of(times) == (Range(0, ENGINE), Range(4096, OURS), Range(65536, ENGINE))
+
+
+def test_what_is_kept_comes_back(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    topology = hosts(1, 2)
+    tables = {"all_reduce": (Range(0, ENGINE), Range(4096, Choice("cpu_reduce", 1 << 20, 2, "bf16")))}
+    assert measured.remembered(topology, ["H200"]) is None
+    measured.remember(topology, ["H200"], tables)
+    assert measured.remembered(topology, ["H200"]) == tables
+    assert measured.remembered(topology, ["A100"]) is None
+    assert measured.remembered(hosts(1, 4), ["H200"]) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"algorithm": "magic"}, "algorithm"),
+        ({"from_bytes": 5}, "expected 0 first"),
+        ({"num_streams": 0}, "num_streams"),
+        ({"compress": "int2"}, "compress"),
+    ],
+)
+def test_other_layouts_are_refused(change, words):
+    content = measured.to_json({"all_reduce": (Range(0, ENGINE),)})
+    content["all_reduce"][0].update(change)
+    with pytest.raises(DataError, match=words):
+        measured.from_json(content)
+
+
+def test_measured_tables_are_alike_on_all_ranks_and_used():
+    script = """
+    import json
+    from deepytorch.comm import measure
+    from deepytorch.comm.algorithms import measured
+    from deepytorch.comm import chosen
+    init()
+    tables = measure(device="cpu", most_bytes=1 << 16)
+    content = [None] * size
+    dist.all_gather_object(content, json.dumps(measured.to_json(tables)))
+    assert len(set(content)) == 1, content
+    for kind, ranges in tables.items():
+        assert chosen(kind=kind, num_bytes=1 << 16).algorithm == ranges[-1].choice.algorithm, (kind, ranges)
+    # shared memory takes a fifth of gloo's time here
+    assert any(each.choice.algorithm == "shared_memory" for each in tables["all_reduce"]), tables
+    for count in (1, 300, 20_000):
+        mine = torch.full((count,), rank + 1.0)
+        dist.all_reduce(mine)
+        assert (mine == 3).all()
+    error, _ = told(measure)
+    assert "no CUDA device" in error, error
+    error, _ = told(lambda: measure(device="cpu", most_bytes=3))
+    assert "most_bytes=3" in error, error
+    fixed = dist.new_group(backend="deepytorch", pg_options=Options(algorithm="engine"))
+    error, _ = told(lambda: measure(fixed, device="cpu"))
+    assert "'engine' for every size" in error, error
+    dist.barrier()
+    dist.destroy_process_group()
+    """
+    run(script, 2, 90)
