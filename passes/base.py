@@ -78,6 +78,13 @@ class Pass(ABC):
     # The graph is for some batches alone; the one before it is kept for the others, and both are compiled.
     depends_on_batch: ClassVar[bool] = False
 
+    def concerns(self, module: fx.GraphModule) -> bool:
+        """Whether there may be something for it in a graph, of which the values of placeholders are known alone.
+
+        Where it is not asked for them, the values of what a pass before it wrote are not computed.
+        """
+        return True
+
     @abstractmethod
     def rewrite(self, module: fx.GraphModule, context: Context) -> Rewrite:
         """Rewrite `module.graph` and say what changed, where, and what was declined and why.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -173,6 +173,7 @@ class Program:
     reference_indices: tuple[IndexInput, ...] = ()
     costs: tuple[tuple[IndexSet, float], ...] = ()  # multiply-adds for every entry of a set, in what is packed
     sites: list[str] = field(default_factory=list)
+    on_host: Any = None  # `facts` for batches that are known on the host, made when one is met
 
     def relative_cost(self, tokens: Sequence[int], labels: Sequence[int], sizes: Sequence[tuple[int, int]]) -> float:
         """The packed step's matrix work over that of the padded one, for what is packed."""

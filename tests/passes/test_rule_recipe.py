@@ -74,6 +74,7 @@ def test_an_operator_is_packed_once_it_has_a_rule(monkeypatch):
     assert not any(region.declined for region in report.regions)
 
 
+@pytest.mark.slow
 def test_a_rule_is_asked_and_may_refuse(monkeypatch):
     """The same operator along the positions, where a token would see another one."""
     monkeypatch.setitem(RULES, rotate_halves, RotateHalves())
