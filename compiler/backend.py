@@ -25,14 +25,18 @@ from deepytorch.compiler.runtime import Effects, RewrittenStep, Step
 from deepytorch.compiler.second_backward import TwiceDifferentiable
 from deepytorch.compiler.unread_statistics import unread_statistics
 from deepytorch.compiler.unused_outputs import parts_in_outputs
+from deepytorch.compiler.whole_step import WholeStep, can_be_compiled_later
 from deepytorch.config import Environment
 from deepytorch.log import logger, once
 from deepytorch.passes.base import Context
+from deepytorch.passes.fuse_linear_loss import FuseLinearLoss
 from deepytorch.passes.slicing import Slicer
 from deepytorch.passes.unpad.program import Program
 from deepytorch.passes.unpad.rules import is_random
 from deepytorch.patches import patch
 from deepytorch.torch_internals import CompileContext, TensorifyScalarRestartAnalysis, dynamo_config
+
+_OF_ANY_SIZES = ("FuseLinearLoss",)  # passes that stock's own trace will do for
 
 # Set while `deepytorch.explain` looks at a model: regions are analysed and run in eager, nothing is lowered.
 EXPLAINING: ContextVar[list[RegionRecord] | None] = ContextVar("deepytorch_explaining", default=None)
@@ -55,31 +59,56 @@ def deepytorch_backend(
     _keep_data_parallel_models_whole()  # `disable()` has undone it, if it was called
     config = CompilerConfig.parse(mode, options, kwargs)
     if not Environment.read().enabled:
-        config = replace(config, unpad=False, reduce_gradients=False)
+        config = replace(config, unpad=False, fuse_loss=False, reduce_gradients=False)
     if not config.unpad or not _may_have_attention(module):
         reason = "nothing to pack: no attention in this graph" if config.unpad else "stripping padding is switched off"
-        return _lower_whole(module, example_inputs, config, _record(config, reason))
+        return _without_packing(module, example_inputs, config, reason)
     if _is_packed(module):
         reason = "nothing to pack: the model's batches are packed before they come here"
-        return _lower_whole(module, example_inputs, config, _record(config, reason))
+        return _without_packing(module, example_inputs, config, reason)
     trace, reasons = which_trace(module, example_inputs)
     if trace is Trace.DECLINED:
+        return _without_packing(module, example_inputs, config, *reasons)
+    return _analysed(module, example_inputs, config, trace, Plan.initial("region", config))
+
+
+def _without_packing(
+    module: fx.GraphModule, example_inputs: Sequence[Any], config: CompilerConfig, *reasons: str
+) -> Callable[..., Any]:
+    """What else may be rewritten in a region, of which `reasons` say why it is not packed; as stock if nothing."""
+    plan = Plan.initial("region", config).without("StripPadding")
+    if not plan.passes or not _may_have_large_loss(module):
         return _lower_whole(module, example_inputs, config, _record(config, *reasons))
+    return _analysed(module, example_inputs, config, Trace.DECLINED, plan, reasons)
+
+
+def _analysed(
+    module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    config: CompilerConfig,
+    trace: Trace,
+    plan: Plan,
+    reasons: Sequence[str] = (),
+) -> Callable[..., Any]:
+    """Compile by `plan`; as stock what cannot be analysed."""
     try:
         with _saving_for_nobody():
-            return _compile(module, example_inputs, config, trace)
+            return _compile(module, example_inputs, config, trace, plan, reasons)
     except TensorifyScalarRestartAnalysis:  # see [Note: Restarts]
         raise
     except Untraceable as untraceable:
         reason = str(untraceable).partition("\n")[0]  # the interpreter adds where it was
-        tell(Outcome.UNTRACEABLE)
+        if trace is not Trace.DECLINED:
+            tell(Outcome.UNTRACEABLE)
         if trace is Trace.MARKED and EXPLAINING.get() is None:
             restart_as_stock(module, example_inputs, [reason])  # see [Note: Restarts]
-        return _lower_whole(module, example_inputs, config, _record(config, reason))
+        return _lower_whole(module, example_inputs, config, _record(config, *reasons, reason))
     except Exception as error:
         once(logging.WARNING, "a region could not be analysed (%s: %s); stock compiles it", type(error).__name__, error)
         logger.debug("traceback of the failure", exc_info=True)
-        return _lower_whole(module, example_inputs, config, _record(config, f"{type(error).__name__}: {error}"))
+        return _lower_whole(
+            module, example_inputs, config, _record(config, *reasons, f"{type(error).__name__}: {error}")
+        )
 
 
 def _saving_for_nobody() -> Any:
@@ -88,23 +117,28 @@ def _saving_for_nobody() -> Any:
 
 
 def _compile(
-    module: fx.GraphModule, example_inputs: Sequence[Any], config: CompilerConfig, trace: Trace
+    module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    config: CompilerConfig,
+    trace: Trace,
+    plan: Plan,
+    reasons: Sequence[str],
 ) -> Callable[..., Any]:
-    record = RegionRecord(_region_name(), Outcome.DECLINED.value, config.lowering)
+    record = _record(config, *reasons)
     captured = capture(module, example_inputs)
     fakes = [node.meta["val"] for node in captured.module.graph.nodes if node.op == "placeholder"]
     effects = _effects(captured.module.graph)
     reason = getattr(module, "compile_subgraph_reason", None)
     context = Context(captured.shape_env, bool(getattr(reason, "graph_break", False)))
-    plan = Plan.initial("region", config)
     found = run_passes(captured.module, passes_for(plan), context, dump_dir=config.dump_graphs)
     _describe(record, found, plan)
     explaining = EXPLAINING.get()
     if explaining is not None:
         return _explain(module, found.program, record, explaining)
+    needs_symbols = any(run.fired for run in found.runs if run.name not in _OF_ANY_SIZES)
+    if trace is Trace.MARKED and not needs_symbols:
+        restart_as_stock(module, example_inputs, found.reasons)  # see [Note: Restarts]
     if not found.fired:
-        if trace is Trace.MARKED:
-            restart_as_stock(module, example_inputs, found.reasons)  # see [Note: Restarts]
         return _lower_whole(module, example_inputs, config, record)
     outcome = Outcome.REWRITTEN if found.program is None else Outcome.PACKED
     record.outcome = outcome.value
@@ -161,12 +195,17 @@ def _lower_whole(
         return module.forward
     record.recompiles += _is_recompilation()
     LEDGER.open(record)
-    record.compiles += 1
     started = time.perf_counter()
     copy = copied(module)  # lowering may change the module
     eager, unread = copy.forward, unread_statistics(module.graph)
     try:
         lowering = _lowering(config, Plan.initial("region", config), record)
+        if not config.waits and can_be_compiled_later(copy):
+            tell(Outcome.DECLINED)
+            return WholeStep(copy, lowering, record)
+        record.compiles += 1
+        if not config.waits:  # its gradients become ours later, if at all: until then DDP reduces them
+            lowering = lowering.with_gradients(None)
         compiled = lowering.compile(module, example_inputs)
         parts = parts_in_outputs(copy.graph) if lowering.gradients is None else None
         tell(Outcome.DECLINED)
@@ -213,7 +252,11 @@ def _explain(
                 record.tokens_padded += facts.num_positions
                 record.labels += sum(facts.labels)
                 record.relative_cost = program.relative_cost(facts.tokens, facts.labels, facts.sizes)
-        return module.forward(*inputs)
+        started = time.perf_counter()
+        outputs = module.forward(*inputs)
+        if all(not isinstance(each, torch.Tensor) or each.device.type == "cpu" for each in inputs):
+            record.forward_seconds = time.perf_counter() - started
+        return outputs
 
     return run
 
@@ -251,6 +294,17 @@ def _may_have_attention(module: fx.GraphModule) -> bool:
                     "attention" in name or "softmax" in name
                 ):
                     return True
+    return False
+
+
+def _may_have_large_loss(module: fx.GraphModule) -> bool:
+    """A cheap look at a Dynamo graph: a cross-entropy of large logits."""
+    for node in module.graph.nodes:
+        if node.op == "call_function" and getattr(node.target, "__name__", "").startswith("cross_entropy"):
+            given = node.args[0] if node.args else node.kwargs.get("input")
+            logits = given.meta.get("example_value") if isinstance(given, fx.Node) else None
+            if isinstance(logits, torch.Tensor) and logits.dim() == 2 and FuseLinearLoss().is_large(logits):
+                return True
     return False
 
 

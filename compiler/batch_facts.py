@@ -1,7 +1,8 @@
 """Once a step, from the batch alone: what is a token, what has a label, and whether what the plan assumed holds.
 
-One pass over masks and labels and one synchronisation with the device give every number that the host needs; the index
-tensors follow without another.
+Where the batch is known on the host (`host_copies`) it is read there, and index tensors are sent after it: no
+synchronisation with the device. Elsewhere one pass over masks and labels and one synchronisation give every number that
+the host needs, and the index tensors follow without another.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any
 
 import torch
 
+from deepytorch.compiler.host_facts import HostFacts
+from deepytorch.device_reads import send, waits
 from deepytorch.passes.samples import sample
 from deepytorch.passes.unpad.attentions import MASKED
 from deepytorch.passes.unpad.masks import READINGS
@@ -30,7 +33,9 @@ class Refusal:
 
 @dataclass
 class Facts:
-    """What one batch says. Sizes are Python integers, masks are (rows, positions) bool on the batch's device."""
+    """What one batch says. Sizes are Python integers, masks are (rows, positions) bool on the batch's device, or all
+    tensors are on the host where it was read there.
+    """
 
     sizes: list[tuple[int, int]]  # rows and positions of each space
     masks: list[torch.Tensor]  # of each space
@@ -38,6 +43,9 @@ class Facts:
     lengths: list[list[int]]  # of each space's rows, in tokens
     labels: list[int]  # of each loss
     picks: list[torch.Tensor]  # row * positions + position, (rows,) of each pick
+    device: torch.device  # the batch's
+    narrowed: dict[IndexSet, int]  # how many tokens stand in a part of the positions, where it was counted
+    waited: bool  # whether the device was waited for
 
     @property
     def tokens(self) -> list[int]:
@@ -59,16 +67,25 @@ def read_facts(program: Program, inputs: Sequence[Any]) -> Facts | Refusal:
     for space, (_, positions) in zip(program.spaces, sizes, strict=True):
         if space.max_positions is not None and positions > space.max_positions:
             return Refusal(f"more than {space.max_positions} positions: the mask's meaning is not proved for them")
-    # calling it as a module would cost some 20 us more
-    values = program.facts.forward(*[inputs[index] for index in program.facts_inputs])
+    given = [inputs[index] for index in program.facts_inputs]
+    values = _values_on_host(program, inputs)
+    if isinstance(values, Refusal):
+        return values
+    if values is None:  # calling it as a module would cost some 20 us more
+        values = program.facts.forward(*given)
     labelled = [_labelled(loss, values[loss.target], sizes[loss.space]) for loss in program.losses]
     masks = [_mask(program, number, values, labelled, sizes[number]) for number in range(len(program.spaces))]
     picks = [_pick(pick, values, sizes[pick.space]) for pick in program.picks]
     violations = _violations(program, values, masks, labelled, picks)
-    found = count_true([*masks, *labelled, *(violated for _, violated in violations)])
+    device = next((each.device for each in given if isinstance(each, torch.Tensor)), masks[0].device)
+    waited = waits(masks[0])
+    parts = _narrowed(program) if waited else []  # else counted when they are asked for
+    in_parts = [_part(masks[each.space], each) for each in parts]
+    found = count_true([*masks, *labelled, *(violated for _, violated in violations), *in_parts])
+    narrowed = {each: sum(counts) for each, counts in zip(parts, found[len(found) - len(parts) :], strict=True)}
     lengths = found[: len(masks)]
     labels = [sum(each) for each in found[len(masks) : len(masks) + len(labelled)]]
-    for (reason, _), violated in zip(violations, found[len(masks) + len(labelled) :], strict=True):
+    for (reason, _), violated in zip(violations, found[len(masks) + len(labelled) :], strict=False):
         if any(violated):
             return Refusal(reason)
     if min(map(min, lengths)) < 1:
@@ -76,7 +93,32 @@ def read_facts(program: Program, inputs: Sequence[Any]) -> Facts | Refusal:
     counted = [count for loss, count in zip(program.losses, labels, strict=True) if loss.ignores_pads]
     if min(map(max, lengths)) < 2 or min(counted, default=2) < 2:
         return Refusal("fewer than two tokens or labels")  # a size of one would be compiled for itself
-    return Facts(sizes, masks, labelled, lengths, labels, picks)
+    return Facts(sizes, masks, labelled, lengths, labels, picks, device, narrowed, waited)
+
+
+def _values_on_host(program: Program, inputs: Sequence[Any]) -> Sequence[torch.Tensor] | Refusal | None:
+    """The outputs of `Program.facts`, computed on the host; None where not all that they are made of is known there."""
+    if program.on_host is None:
+        program.on_host = HostFacts(program)
+    values = program.on_host.values(inputs)
+    if values is not None and program.on_host.buffer_changed():
+        return Refusal(_BUFFER_CHANGED)
+    return values
+
+
+def _narrowed(program: Program) -> list[IndexSet]:
+    """The parts of spaces whose tokens a step asks for."""
+    asked = [*program.indices, *program.reference_indices, *(index for tail in program.tails for index in tail.indices)]
+    sets = dict.fromkeys(index.entries for index in asked)
+    return [each for each in sets if each.loss is None and not each.is_tokens]
+
+
+def _part(mask: torch.Tensor, entries: IndexSet) -> torch.Tensor:
+    """Of a space's mask, the tokens that stand in a part of the positions, on the whole grid."""
+    part = torch.zeros_like(mask)
+    stop = mask.shape[1] - entries.cut + entries.offset
+    part[:, entries.offset : stop] = mask[:, entries.offset : stop]
+    return part
 
 
 def count_true(grids: Sequence[torch.Tensor]) -> list[list[int]]:
@@ -134,8 +176,9 @@ def _violations(
 ) -> list[tuple[str, torch.Tensor]]:
     """Every assumption with a tensor that is true where it does not hold."""
     found = []
+    values_wait = waits(masks[0])  # else the device's are looked at later: `HostFacts`
     for buffer in program.buffers:
-        if buffer.sample is not None:
+        if buffer.sample is not None and (values_wait or not waits(buffer.tensor)):
             now = sample(buffer.tensor)
             assert now is not None
             found.append((_BUFFER_CHANGED, now.view(torch.uint8) != buffer.sample.view(torch.uint8)))
@@ -180,7 +223,7 @@ class Indices:
     def get(self, index: IndexInput) -> torch.Tensor:
         """The tensor of one index input."""
         if index not in self._made:
-            self._made[index] = self._make(index)
+            self._made[index] = send(self._make(index), self._facts.device)
         return self._made[index]
 
     def _make(self, index: IndexInput) -> torch.Tensor:
@@ -194,10 +237,9 @@ class Indices:
                 return places_of(chosen, self._facts.labels[entries.loss])
             return self._rank(index.among)[self._entries(entries)]
         if index.kind == "cu_seqlens":
-            lengths, device = facts.lengths[entries.space], facts.masks[entries.space].device
-            return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+            return cumulative(facts.lengths[entries.space])
         if index.kind == "longest":
-            return torch.empty((max(facts.lengths[entries.space]), 0), device=facts.masks[entries.space].device)
+            return torch.empty((max(facts.lengths[entries.space]), 0), device=facts.device)
         assert index.kind == "picked"
         assert index.pick is not None
         return self._rank(IndexSet(entries.space))[facts.picks[index.pick]]
@@ -221,14 +263,16 @@ class Indices:
         mask = facts.masks[entries.space]
         if entries.is_tokens:
             return mask, sum(facts.lengths[entries.space])
-        narrowed = torch.zeros_like(mask)
-        stop = mask.shape[1] - entries.cut + entries.offset
-        narrowed[:, entries.offset : stop] = mask[:, entries.offset : stop]
-        return narrowed, None
+        return _part(mask, entries), facts.narrowed.get(entries)
+
+
+def cumulative(lengths: Sequence[int]) -> torch.Tensor:
+    """Where each row begins, and where the last one ends: (rows + 1,) int32, on the host."""
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
 
 
 def places_of(flags: torch.Tensor, count: int | None) -> torch.Tensor:
     """Where `flags` (entries,) are true, `count` of them if that is known."""
-    if flags.is_cuda and count is not None:  # knows its size, so it does not wait for the device
+    if count is not None and waits(flags):  # knows its size, so it does not wait for the device
         return torch.nonzero_static(flags, size=count).squeeze(1)
     return flags.nonzero().squeeze(1)

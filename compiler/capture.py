@@ -196,25 +196,28 @@ def is_batch_input(node: fx.Node, value: Any) -> bool:
     return source is None or not source.guard_source.is_unspecialized_nn_module()
 
 
-def sizes_from_tensors(module: fx.GraphModule) -> None:
-    """Let every size be read from the tensor it is the size of, so that the graph needs no integer inputs."""
+def sizes_from_tensors(module: fx.GraphModule, values: str = "val") -> None:
+    """Let every size be read from the tensor it is the size of, so that the graph needs no integer inputs.
+
+    values: where in their meta nodes have their values.
+    """
     graph = module.graph
     homes: dict[Any, tuple[fx.Node, int]] = {}
     for node in _placeholders(module):
-        value = node.meta.get("val")
+        value = node.meta.get(values)
         if isinstance(value, torch.Tensor):
             for dim, size in enumerate(value.shape):
                 if isinstance(size, torch.SymInt):
                     homes.setdefault(size.node.expr, (node, dim))
     last = _placeholders(module)[-1]
     for node in _placeholders(module):
-        value = node.meta.get("val")
+        value = node.meta.get(values)
         if not isinstance(value, torch.SymInt) or not node.users or value.node.expr not in homes:
             continue
         tensor, dim = homes[value.node.expr]
         with graph.inserting_after(last):
             size = graph.call_function(aten.sym_size.int, (tensor, dim))
-        size.meta["val"] = value
+        size.meta[values] = value
         node.replace_all_uses_with(size)
 
 

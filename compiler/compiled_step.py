@@ -13,18 +13,24 @@ from typing import Any
 import torch
 from torch import fx
 
-from deepytorch.compiler.dynamic_sizes import mark_alias
+from deepytorch.compiler.beside.queue import Pending, compile_beside
 from deepytorch.compiler.lower_region import RegionLowering
+from deepytorch.compiler.nested import compile_nested
 from deepytorch.compiler.report import RegionRecord
 from deepytorch.compiler.second_backward import SecondBackward
-from deepytorch.log import once
-from deepytorch.torch_internals import OpOverload
+from deepytorch.log import logger, once
+from deepytorch.optimizer_steps import Border
+from deepytorch.process_age import seconds_since_start
+from deepytorch.torch_internals import OpOverload, compiler_counters
+
+_CALLS_A_STEP = 256  # whoever takes more has an optimizer that torch does not know
 
 
 class CompiledStep:
     """A graph that is compiled at its first call, with the sizes that vary marked.
 
-    `varying`: for every argument the dimensions that vary from batch to batch.
+    `varying`: for every argument the dimensions that vary from batch to batch. `second`: ready for second backwards,
+    unless the caller is.
     """
 
     def __init__(
@@ -33,44 +39,95 @@ class CompiledStep:
         varying: Sequence[tuple[int, ...]],
         lowering: RegionLowering,
         record: RegionRecord,
-        second: SecondBackward,
+        second: SecondBackward | None = None,
     ) -> None:
         self._module, self._varying, self._lowering, self._record = module, varying, lowering, record
         self._second = second
         self.compiles = 0  # so far
         self._compiled: Callable[..., Any] | None = None
+        self._pending: Pending | None = None
+        self._border, self._calls = Border(), 0  # of the script's steps; calls since it was compiled beside
+        self._begun = self._failed = False
+        # what eager would keep of a graph whose parts are to be computed again: all of it
+        self.recomputes = any("recompute" in node.meta for node in module.graph.nodes)
 
     def __call__(self, arguments: list[Any], again: Callable[..., Sequence[Any]] | None = None) -> Sequence[Any]:
         """Run the step. `again` gives the same outputs of the same arguments in eager, for a second backward; the
-        step's own graph does where it is None.
+        step's own graph does where it is None. Until it is compiled, see `is_compiled`, it runs in eager.
         """
+        if not self.is_compiled(arguments):
+            self._record.steps_meanwhile += 1
+            return tuple(self._module.forward(*arguments))
+        if self._second is None:
+            return self._run(arguments)
         call = self._second.begin(arguments, again or self._module.forward)
         outputs = self._run(arguments)
         self._second.watch(call, outputs)
         return outputs
 
+    def is_compiled(self, arguments: list[Any]) -> bool:
+        """Whether a call with these arguments would run compiled code, or compile it in place where that is asked for.
+
+        Asks for it to be compiled beside, see [Note: Compiled beside].
+        """
+        if self._begun or self._lowering.config.waits:
+            return True
+        if self._failed:
+            return False
+        if self._pending is None:
+            self._pending = compile_beside(self._record.name, self._module, arguments, self._varying, self._lowering)
+        if not self._pending.done.is_set():
+            return False
+        if self._pending.error is not None:
+            self._give_up(self._pending.error)
+        elif self._is_at_border() and self._lowering.may_begin():
+            self._begin(self._pending)
+        return self._begun
+
+    def _begin(self, pending: Pending) -> None:
+        self._begun, record = True, self._record
+        record.change_over_seconds = seconds_since_start()
+        record.compile_seconds_beside += pending.seconds
+        record.compile_peak_mb_beside = max(record.compile_peak_mb_beside, pending.peak_mb)
+        record.compiled_by = pending.where
+        logger.info(
+            "%s runs compiled from now on, %.1f s after the process began (compiled by %s in %.1f s)",
+            record.name,
+            record.change_over_seconds,
+            pending.where,
+            pending.seconds,
+        )
+
+    def _is_at_border(self) -> bool:
+        """Whether a step of the script's begins, and not another part of one whose gradients are summed up."""
+        self._calls += 1
+        return self._border.passed() or self._calls > _CALLS_A_STEP or not torch.is_grad_enabled()
+
+    def _give_up(self, error: str) -> None:
+        """It could not be compiled: it goes on in eager."""
+        self._failed = True
+        message = f"{self._record.name}: compiling failed ({error})"
+        self._record.fallbacks.append(message)
+        once(logging.WARNING, "%s; it goes on in eager", message)
+        self._lowering.failed()
+
     def _run(self, arguments: list[Any]) -> Sequence[Any]:
         if self._compiled is None:
-            # Dynamo never enters code that was generated while it was compiling, so it is generated again.
-            self._module.recompile()
-            compiled = torch.compile(self._module.forward, backend=self._backend, fullgraph=True)
-            arguments = [
-                mark_alias(value, dims) if dims else value for value, dims in zip(arguments, self._varying, strict=True)
-            ]
             started = time.perf_counter()
-            outputs = compiled(*arguments)
-            self._compiled = compiled
+            self._compiled, outputs = compile_nested(self._module, self._backend, arguments, self._varying)
             self._record.compile_seconds += time.perf_counter() - started
             return outputs
         return self._compiled(*arguments)
 
     def _backend(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        self._record.compiles += 1
-        if self.compiles:
-            self._record.recompiles += 1
-        self.compiles += 1
         _carry_tags(self._module.graph, module.graph)
-        return self._lowering.compile(module, example_inputs)
+        known = compiler_counters["aot_autograd"]["autograd_cache_hit"]
+        compiled = self._lowering.compile(module, example_inputs)
+        if compiler_counters["aot_autograd"]["autograd_cache_hit"] == known:
+            self._record.compiles += 1
+            self._record.recompiles += self.compiles > 0
+        self.compiles += 1
+        return compiled
 
 
 def _carry_tags(source: fx.Graph, traced: fx.Graph) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from deepytorch.config import Environment
 from deepytorch.errors import ConfigError
 
 Lowering = Literal["inductor", "aot_eager"]
@@ -24,12 +25,16 @@ class CompilerConfig:
 
     `lowering`: what makes code of a graph; "aot_eager" runs it operator by operator, for debugging.
     `mode`: one of `torch.compile`'s modes, with Inductor's meaning.
-    `unpad`: strip padding. `loss_rows`: leave out rows of the loss whose label is ignored.
+    `unpad`: strip padding. `fuse_loss`: compute a loss and the linear layer before it together, piece by piece, where
+    nothing else reads the logits and they would take a gigabyte or more: a fraction of the memory, in the same time.
+    `loss_rows`: leave out rows of the loss whose label is ignored.
     `defer_outputs`: compute an output that the loss does not need, such as logits, at its first use.
     `outputs`: what a script finds at padded positions of outputs; "exact": what eager has there, "zeros": zeros, for
     scripts that look at real positions only and in ways that cannot be seen to.
     `min_padding`: the padded step runs for a batch whose fraction of padded positions, from 0 to 1, is below this.
     `reduce_gradients`: average the gradients of a DistributedDataParallel module inside its compiled backward.
+    `wait`: compile before a step runs, as `torch.compile` does; else steps run in eager until another process has
+    compiled them. None: as `DEEPYTORCH_COMPILE` says.
     `dump_graphs`: a directory that gets every graph before and after each pass.
     `inductor`: Inductor's own options, by the names of `torch._inductor.config`; they may stand among the others.
     """
@@ -37,11 +42,13 @@ class CompilerConfig:
     lowering: Lowering = "inductor"
     mode: str | None = None
     unpad: bool = True
+    fuse_loss: bool = False
     loss_rows: bool = True
     defer_outputs: bool = True
     outputs: Outputs = "exact"
     min_padding: float = 0.0
     reduce_gradients: bool = True
+    wait: bool | None = None
     dump_graphs: str | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
@@ -49,7 +56,8 @@ class CompilerConfig:
         _expect("lowering", self.lowering, self.lowering in LOWERINGS, f"one of {', '.join(LOWERINGS)}")
         _expect("mode", self.mode, self.mode is None or self.mode in MODES, f"one of {', '.join(MODES)}")
         _expect("outputs", self.outputs, self.outputs in OUTPUTS, f"one of {', '.join(OUTPUTS)}")
-        for name in ("unpad", "loss_rows", "defer_outputs", "reduce_gradients"):
+        _expect("wait", self.wait, self.wait is None or isinstance(self.wait, bool), "True or False")
+        for name in ("unpad", "fuse_loss", "loss_rows", "defer_outputs", "reduce_gradients"):
             value = getattr(self, name)
             _expect(name, value, isinstance(value, bool), "True or False")
         fraction = self.min_padding
@@ -99,6 +107,13 @@ class CompilerConfig:
         from deepytorch.torch_internals import list_mode_options
 
         return {**list_mode_options(self.mode), **self.inductor}
+
+    @property
+    def waits(self) -> bool:
+        """Whether graphs are compiled in place. Operator by operator there is nothing to wait for."""
+        if self.lowering == "aot_eager":
+            return True
+        return Environment.read().wait if self.wait is None else self.wait
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON can hold them. Objects among Inductor's options stand as their `uuid()` or `repr`."""

@@ -17,27 +17,30 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepytorch.comm.gradients.bucket_memory import strides
 from deepytorch.comm.gradients.buckets import BucketPlan, Member, expected_arrivals, group_link, plan_buckets
 from deepytorch.comm.gradients.comm_hooks import CommHook
 from deepytorch.comm.gradients.reducer import REDUCERS, GradientReducer
 from deepytorch.comm.group.backend import group_of
+from deepytorch.compiler.change_over import ChangeOver
 from deepytorch.errors import ConfigError, GradientError
 from deepytorch.log import logger, once
+from deepytorch.passes.ops.reduce import EXPECTED
 from deepytorch.patches import forget, patch
-from deepytorch.torch_internals import get_active_ddp_module
+from deepytorch.torch_internals import disable_dynamo, get_active_ddp_module, get_process_group_store
 
 _NAMES = (f"ddp{number}" for number in itertools.count(1))  # alike on all ranks, which wrap their modules in one order
 _ATTRIBUTE = "_deepytorch_gradients"
+_PROSPECT = "_deepytorch_prospect"
 # What compiled backwards still know by name, after DDP has got its gradients back.
 _RELEASED: weakref.WeakKeyDictionary[nn.Module, list[GradientReducer]] = weakref.WeakKeyDictionary()
 
 
 @dataclass
-class Adopted:
-    """One DDP module whose gradients we reduce."""
+class Members:
+    """The parameters of one DDP module, whose gradients a graph hands to the reducer of that name."""
 
     name: str
-    reducer: GradientReducer
     numbers: dict[int, int]  # id of a parameter -> member of the plan
 
     def members(self, inputs: Any) -> tuple[tuple[int, int], ...]:
@@ -45,6 +48,13 @@ class Adopted:
         return tuple(
             (place, self.numbers[id(value)]) for place, value in enumerate(inputs) if id(value) in self.numbers
         )
+
+
+@dataclass
+class Adopted(Members):
+    """One DDP module whose gradients we reduce."""
+
+    reducer: GradientReducer
 
 
 class _Silent:
@@ -113,6 +123,78 @@ def _why_not(ddp: Any) -> str | None:
     return None
 
 
+@dataclass
+class Prospect(Members):
+    """One DDP module whose gradients are to be ours once all ranks are ready, see [Note: Change-over]."""
+
+    change_over: ChangeOver
+
+
+def prospect(ddp: Any) -> Members | str:
+    """Prepare to take over the gradients of a DDP module; or the reason why they stay with DDP.
+
+    To be called in the same forward on all ranks, the first one.
+    """
+    known = getattr(ddp, _ATTRIBUTE, None) or getattr(ddp, _PROSPECT, None)
+    if known is None:
+        reason = _why_not(ddp)
+        if reason is not None:
+            return adopt(ddp)
+        known = _prospect(ddp)
+        object.__setattr__(ddp, _PROSPECT, known)
+    return known
+
+
+def _prospect(ddp: Any) -> Prospect:
+    this, name = weakref.ref(ddp), next(_NAMES)
+    group = ddp.process_group
+    rank, size = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+    change_over = ChangeOver(name, get_process_group_store(group), rank, size, lambda: adopt(this()))
+    parameters = [parameter for _, parameter in _parameters(ddp)]
+    numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
+    EXPECTED[name] = {number: layout(parameter) for number, parameter in enumerate(parameters)}
+    weakref.finalize(ddp, EXPECTED.pop, name, None).atexit = False
+
+    def apply() -> None:
+        found = this()
+        if found is not None:
+            found.reducer = _Watched(found.reducer, change_over)
+
+    def undo() -> None:
+        found = this()
+        forget(where)
+        if found is not None:
+            object.__delattr__(found, _PROSPECT)
+            if isinstance(found.reducer, _Watched):
+                found.reducer = found.reducer.theirs
+
+    where = f"DistributedDataParallel.reducer of {name} (watched)"
+    weakref.finalize(ddp, forget, where).atexit = False
+    patch(where, "take its gradients over in the same step on all ranks", apply, undo, always=True)
+    return Prospect(name, numbers, change_over)
+
+
+def layout(parameter: torch.Tensor) -> tuple[Any, Any, torch.dtype, torch.device]:
+    """Shape, stride, type and device of a parameter's gradient."""
+    return parameter.shape, strides(parameter), parameter.dtype, parameter.device
+
+
+class _Watched:
+    """Stands before DDP's reducer until its gradients are ours: sees every forward."""
+
+    def __init__(self, theirs: Any, change_over: ChangeOver) -> None:
+        self.theirs, self._change_over = theirs, change_over
+
+    @disable_dynamo
+    def _rebuild_buckets(self) -> bool:
+        """What DDP calls in every forward whose backward may follow."""
+        self._change_over.forward()
+        return False if self._change_over.is_over else bool(self.theirs._rebuild_buckets())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.theirs, name)
+
+
 def preview(ddp: Any) -> dict[str, Any]:
     """What would be done with the gradients of a DDP module, as JSON, for people to read. Nothing is taken over."""
     reason = _why_not(ddp)
@@ -131,7 +213,8 @@ def _parameters(ddp: Any) -> list[tuple[str, nn.Parameter]]:
 def _adopted(ddp: Any) -> Adopted:
     found = _parameters(ddp)
     plan = _plan(found, ddp)
-    name = next(_NAMES)
+    prepared = getattr(ddp, _PROSPECT, None)
+    name = next(_NAMES) if prepared is None else prepared.name
     may_be_unused = bool(ddp.find_unused_parameters or ddp.static_graph)
     hooks = getattr(ddp, "_comm_hooks", None) or []
     reducer = GradientReducer(
@@ -147,10 +230,11 @@ def _adopted(ddp: Any) -> Adopted:
     )
     reducer.attach()
     REDUCERS[name] = reducer
-    where, this = f"DistributedDataParallel.reducer of {name}", weakref.ref(ddp, lambda _: forget(where))
+    where, this = f"DistributedDataParallel.reducer of {name}", weakref.ref(ddp)
+    weakref.finalize(ddp, forget, where).atexit = False
     patch(where, "reduce its gradients in the compiled backward", *_take_over(this, reducer, where), always=True)
     logger.info("%s: %d gradients leave in %d buckets", name, len(plan.members), len(plan.buckets))
-    return Adopted(name, reducer, {id(parameter): number for number, (_, parameter) in enumerate(found)})
+    return Adopted(name, {id(parameter): number for number, (_, parameter) in enumerate(found)}, reducer)
 
 
 def _take_over(

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from deepytorch.compiler.config import CompilerConfig
-from deepytorch.compiler.data_parallel import Adopted, active, adopt
+from deepytorch.compiler.data_parallel import Members, Prospect, active, adopt, prospect
 from deepytorch.compiler.graph_per_parameters import GraphPerParameters
 from deepytorch.compiler.lower import GraphPasses, lower
 from deepytorch.compiler.manager import copied
@@ -34,7 +34,7 @@ class RegionLowering:
 
     config: CompilerConfig
     plan: Plan
-    gradients: Adopted | None = None
+    gradients: Members | None = None
     declined: str | None = None
 
     @classmethod
@@ -43,22 +43,47 @@ class RegionLowering:
         ddp = active() if config.reduce_gradients else None
         if ddp is None or torch.distributed.get_world_size(ddp.process_group) == 1:
             return cls(config, plan)
-        adopted = adopt(ddp)
+        adopted = adopt(ddp) if config.waits else prospect(ddp)
         return cls(config, plan, declined=adopted) if isinstance(adopted, str) else cls(config, plan, adopted)
 
     def compile(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one graph of the region, as a backend of `torch.compile` does; `module` may be changed."""
+        if self.gradients is None:
+            return self.lower(module, example_inputs)
+        spare = copied(module)
+        compiled = self.lower(module, example_inputs)
+        return GraphPerParameters(compiled, spare, example_inputs, self._compile_for_others)
+
+    def lower(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compile one graph for these very parameters."""
         if self.gradients is None:
             return lower(module, example_inputs, config=self.config, plan=self.plan)
         reduce = ReduceGradients(self.gradients.name, self.gradients.members(example_inputs))
         known = inductor_config.get_config_copy()
         still = {name: False for name in _MOVERS if name in known}
         config = replace(self.config, inductor={**still, **self.config.inductor})
-        spare = copied(module)
         passes = GraphPasses(post_grad_pre=(reduce,))
-        compiled = lower(module, example_inputs, config=config, plan=self.plan, passes=passes)
-        return GraphPerParameters(compiled, spare, example_inputs, self._compile_for_others)
+        return lower(module, example_inputs, config=config, plan=self.plan, passes=passes)
+
+    def may_begin(self) -> bool:
+        """Whether compiled code, which is there, may run: not before gradients are ours on all ranks."""
+        if not isinstance(self.gradients, Prospect):
+            return True
+        self.gradients.change_over.ready()
+        return self.gradients.change_over.is_over
+
+    def failed(self) -> None:
+        """The region could not be compiled on this rank."""
+        if isinstance(self.gradients, Prospect):
+            self.gradients.change_over.failed()
+
+    def with_gradients(self, gradients: Members | None) -> RegionLowering:
+        """The same, for parameters of another process."""
+        return replace(self, gradients=gradients)
 
     def _compile_for_others(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """A graph for other parameters than it was compiled for, of this data-parallel module or of another one."""
-        return RegionLowering.here(self.config, self.plan).compile(module, example_inputs)
+        lowering = RegionLowering.here(self.config, self.plan)
+        if not lowering.may_begin():  # another module's, which has not come so far: it stays with its own reducer
+            return module.forward
+        return lowering.compile(module, example_inputs)

@@ -81,6 +81,8 @@ def run_passes(
             reason = f"needs {', '.join(missing)}, which an earlier pass declined to provide"
             runs.append(PassRun(name, Rewrite(declined=[Decline(name, reason)]), 0.0))
             continue
+        if not each.concerns(module):
+            continue
         if dump:
             dump.write(module, name, "before")
         earlier = copied(module) if each.depends_on_batch else None

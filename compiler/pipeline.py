@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from deepytorch.compiler.plan import Plan
 from deepytorch.passes.base import Pass
+from deepytorch.passes.fuse_linear_loss import FuseLinearLoss
 from deepytorch.passes.unpad.strip_padding import StripPadding
 
 
@@ -13,7 +14,8 @@ def passes_for(plan: Plan) -> list[Pass]:
     passes: list[Pass] = [
         StripPadding(
             loss_rows=config.loss_rows, defer_outputs=config.defer_outputs, zero_outputs=config.outputs == "zeros"
-        )
+        ),
+        FuseLinearLoss(),  # behind it: there the loss alone reads the logits of a Hugging Face model
     ]
     unknown = set(plan.passes) - {type(each).__name__ for each in passes}
     assert not unknown, f"a plan asks for {sorted(unknown)}, which no pass is called"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from deepytorch.compiler.config import CompilerConfig
@@ -25,7 +25,12 @@ class Plan:
     @classmethod
     def initial(cls, region: str, config: CompilerConfig) -> Plan:
         """What is tried on a region that nothing is known of yet."""
-        return cls(region, config, passes=("StripPadding",) if config.unpad else ())
+        chosen = {"StripPadding": config.unpad, "FuseLinearLoss": config.fuse_loss}
+        return cls(region, config, passes=tuple(name for name, wanted in chosen.items() if wanted))
+
+    def without(self, name: str) -> Plan:
+        """The same plan without one of its passes."""
+        return replace(self, passes=tuple(each for each in self.passes if each != name))
 
     def to_json(self) -> dict[str, Any]:
         """Every field, as JSON can hold it."""
@@ -38,9 +43,10 @@ class Plan:
     def digest(self) -> str:
         """SHA-256 of the canonical JSON: equal plans have equal digests, in any process.
 
-        Where graphs are dumped is left out: it decides nothing, and differs from rank to rank.
+        Where graphs are dumped and who compiles is left out: it decides nothing, and differs from rank to rank.
         """
         decisions = self.to_json()
-        del decisions["config"]["dump_graphs"]
+        for name in ("dump_graphs", "wait"):
+            del decisions["config"][name]
         canonical = json.dumps(decisions, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()

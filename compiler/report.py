@@ -11,6 +11,20 @@ from deepytorch.comm.gradients.reducer import REDUCERS
 
 
 @dataclass
+class Starts:
+    """When this process got going, in seconds since it began; None: not yet, or nobody could tell.
+
+    first_step: the first training call was over. break_even: what was saved is more than what was lost.
+    """
+
+    first_step: float | None = None
+    break_even: float | None = None
+
+
+STARTS = Starts()
+
+
+@dataclass
 class RegionRecord:
     """One compiled region (one graph of Dynamo's): what was done to it and how its steps went."""
 
@@ -24,8 +38,10 @@ class RegionRecord:
     steps_packed: int = 0
     steps_padded: int = 0
     steps_watched: int = 0  # the first, in eager
+    steps_meanwhile: int = 0  # in eager, packed or padded, until they were compiled
     steps_replayed: int = 0  # packed ones that ran padded as well, because somebody looked at pads
     replay_seconds: float = 0.0
+    steps_read_back: int = 0  # whose batch was read from a device, which the host waited for
     verified_steps: int = 0  # packed ones that were compared with eager, by DEEPYTORCH=verify
     verify_seconds: float = 0.0
     largest_difference: float = 0.0
@@ -38,8 +54,13 @@ class RegionRecord:
     recompiles: int = 0
     host_seconds: float = 0.0
     compile_seconds: float = 0.0
+    compiled_by: str = ""  # "a process", "a thread", "an earlier run"; empty: in place, or not yet
+    compile_seconds_beside: float = 0.0
+    compile_peak_mb_beside: float = 0.0
+    change_over_seconds: float = 0.0  # since the process began; 0: not yet, or compiled in place
     fallbacks: list[str] = field(default_factory=list)
     relative_cost: float | None = None  # matrix work left by packing, of the batch that was explained
+    forward_seconds: float = 0.0  # in eager, of that batch
 
     @property
     def steps(self) -> int:
@@ -72,6 +93,7 @@ class Report:
             "steps_padded": self.total("steps_padded"),
             "steps_watched": self.total("steps_watched"),
             "steps_replayed": self.total("steps_replayed"),
+            "steps_read_back": self.total("steps_read_back"),
             "tokens_real": self.total("tokens_real"),
             "tokens_padded": self.total("tokens_padded"),
             "tokens_saved": sum(r.tokens_padded - r.tokens_real for r in self.regions if r.steps_packed),
@@ -79,6 +101,12 @@ class Report:
             "compiles": self.total("compiles"),
             "recompiles": self.total("recompiles"),
             "compile_seconds": self.total("compile_seconds"),
+            "compile_seconds_beside": self.total("compile_seconds_beside"),
+            "compile_peak_mb_beside": max((r.compile_peak_mb_beside for r in self.regions), default=0.0),
+            "steps_meanwhile": self.total("steps_meanwhile"),
+            "first_step_seconds": STARTS.first_step,
+            "change_over_seconds": max((r.change_over_seconds for r in self.regions), default=0.0) or None,
+            "break_even_seconds": STARTS.break_even,
             "host_ms_per_step": 1e3 * self.total("host_seconds") / steps if steps else 0.0,
             "gradients": self.gradients,
             "regions": [asdict(region) for region in self.regions],
@@ -120,8 +148,9 @@ class Ledger:
 
 
 _COUNTED = (
-    "steps_packed", "steps_padded", "steps_watched", "steps_replayed", "replay_seconds", "verified_steps",
-    "verify_seconds", "padded_because", "tokens_real", "tokens_padded", "labels", "compiles",
+    "steps_packed", "steps_padded", "steps_watched", "steps_meanwhile", "steps_replayed", "replay_seconds",
+    "steps_read_back",
+    "verified_steps", "verify_seconds", "padded_because", "tokens_real", "tokens_padded", "labels", "compiles",
     "recompiles", "host_seconds", "compile_seconds", "fallbacks",
 )  # fmt: skip
 

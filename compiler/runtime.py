@@ -37,6 +37,8 @@ from deepytorch.torch_internals import current_graph_task_id, top_saved_tensors_
 # A packed step that saves less than this share of the padded step's work is not worth its gathers.
 MIN_SAVING = 0.02
 
+_MEANWHILE = "it is being compiled, and operator by operator would keep what is to be computed again"
+
 
 @dataclass(frozen=True)
 class Effects:
@@ -73,8 +75,11 @@ class RewrittenStep:
         """Run one step of the region."""
         if self._failed or self._usage.level is Level.EAGER:
             return tuple(self._eager(*inputs))
+        arguments = [inputs[index] for index in self._inputs]
+        if self._step.recomputes and not self._step.is_compiled(arguments):
+            return tuple(self._eager(*inputs))
         try:
-            return tuple(self._step([inputs[index] for index in self._inputs]))
+            return tuple(self._step(arguments))
         except (torch.OutOfMemoryError, KeyboardInterrupt):
             raise
         except Exception as error:
@@ -165,10 +170,12 @@ class Step:
                 self._usage.differs()
                 return self._run_padded(inputs, self._usage.reason)
             started = time.perf_counter()
-        begun = self._outputs.begin(inputs)
-        host = time.perf_counter() - started
         step = self._packed
         assert step is not None
+        if step.recomputes and not step.is_compiled(arguments):
+            return self._run_eager(inputs, _MEANWHILE)
+        begun = self._outputs.begin(inputs)
+        host = time.perf_counter() - started
         compiles = step.compiles
         try:
             values = step(arguments, partial(self._packed_again, inputs, indices))
@@ -244,6 +251,7 @@ class Step:
             if isinstance(facts, Refusal):
                 return facts
             tokens = facts.tokens
+            self._record.steps_read_back += facts.waited
             self._record.tokens_real += sum(tokens)
             self._record.tokens_padded += facts.num_positions
             self._record.labels += sum(facts.labels)
@@ -259,10 +267,11 @@ class Step:
         record = self._record
         record.steps_padded += 1
         record.padded_because[reason] = record.padded_because.get(reason, 0) + 1
-        if self._padded_failed:
+        arguments = [inputs[index] for index in self._padded_inputs]
+        if self._padded_failed or (self._padded.recomputes and not self._padded.is_compiled(arguments)):
             return tuple(self._eager(*inputs))
         try:
-            return tuple(self._padded([inputs[index] for index in self._padded_inputs]))
+            return tuple(self._padded(arguments))
         except (torch.OutOfMemoryError, KeyboardInterrupt):
             raise
         except Exception as error:

@@ -22,14 +22,16 @@ from deepytorch.version import __version__
 if TYPE_CHECKING:
     from deepytorch.api import explain, report
     from deepytorch.autowrap import compile, configure, disable, enable, optimize, paused  # noqa: A004
+    from deepytorch.loading import prefetch
 
 __all__ = [
     "DeepytorchError", "__version__",
-    "compile", "configure", "disable", "enable", "explain", "optimize", "paused", "report",
+    "compile", "configure", "disable", "enable", "explain", "optimize", "paused", "prefetch", "report",
 ]  # fmt: skip
 
 _HOMES = {
     **dict.fromkeys(("explain", "report"), "deepytorch.api"),
+    "prefetch": "deepytorch.loading",
     **dict.fromkeys(("compile", "configure", "disable", "enable", "optimize", "paused"), "deepytorch.autowrap"),
 }
 
@@ -74,6 +76,16 @@ _HOSTS = {
     "megatron": ("megatron.core.jit", "deepytorch.integrations.megatron", "attach"),
     "trl": ("trl.trainer.utils", "deepytorch.integrations.trl", "attach"),
     "trainer": ("transformers.trainer", "deepytorch.integrations.hf_trainer", "attach"),
+    "batches (Accelerate)": ("accelerate.data_loader", "deepytorch.integrations.moved_batches", "attach"),
+    "batches (Lightning)": ("lightning.pytorch.core.hooks", "deepytorch.integrations.moved_batches", "attach"),
+    "batches (pytorch_lightning)": ("pytorch_lightning.core.hooks", "deepytorch.integrations.moved_batches", "attach"),
+    "batches (Fabric)": ("lightning.fabric.wrappers", "deepytorch.integrations.moved_batches", "attach"),
+    "batches (lightning_fabric)": ("lightning_fabric.wrappers", "deepytorch.integrations.moved_batches", "attach"),
+    "batches (encodings)": (
+        "transformers.tokenization_utils_base",
+        "deepytorch.integrations.moved_batches",
+        "attach_encodings",
+    ),
 }
 
 # `init_process_group("deepytorch")` works after this import, whichever of torch and deepytorch comes first.

@@ -15,6 +15,7 @@ from deepytorch.compiler.backend import EXPLAINING, deepytorch_backend
 from deepytorch.compiler.config import CompilerConfig
 from deepytorch.compiler.outcome import outcomes
 from deepytorch.compiler.report import LEDGER, RegionRecord, Report
+from deepytorch.first_steps import PAUSE_SECONDS, STEP_IN_FORWARDS
 from deepytorch.torch_internals import OptimizedModule, reset_dynamo
 
 
@@ -43,6 +44,7 @@ class Explanation:
                     "this_batch_would_run_padded_because": list(region.padded_because),
                     "real_token_fraction": _fraction(region),
                     "expected_speedup_of_matrix_work": _expected(region),
+                    "break_even_steps": _break_even(region),
                     "pass_ms": region.pass_ms,
                 }
                 for region in self.regions
@@ -70,6 +72,9 @@ class Explanation:
                 table.add_row("real tokens", f"{fraction:.0%} of the positions")
             if expected is not None:
                 table.add_row("expected gain", f"{expected:.2f}x less matrix work in what is packed")
+            steps = _break_even(region)
+            if steps is not None:
+                table.add_row("break-even", f"about {steps:,} steps after it is traced, on this device")
             tables.append(table)
         if self.gradients is not None:
             table = Table(title="gradients", title_justify="left", show_header=False)
@@ -173,9 +178,14 @@ class Summary:
         saved = f"{found['tokens_saved']:,} padded positions left out of {found['tokens_padded']:,}"
         compiled = f"compiling took {found['compile_seconds']:.1f} s"
         told = _rendered([table, *self._outputs(), *self._gradients()]) + f"\n{saved}; {compiled}."
+        told += self._beside(found)
         if watched:
             told += f"\n{watched} first step{'s' * (watched > 1)} ran in eager to see how outputs are used"
             told += f"; {again} ran once more for their pads, in {seconds:.1f} s." if again else "."
+        read = sum(region.steps_read_back for region in self._report.regions)
+        if read:
+            told += f"\n{read} steps waited for the device to read their batch: deepytorch.prefetch(loader, device)"
+            told += " lets them know it."
         compared = sum(region.verified_steps for region in self._report.regions)
         if compared:
             apart = max(region.largest_difference for region in self._report.regions)
@@ -184,6 +194,22 @@ class Summary:
         return told
 
     __repr__ = __str__
+
+    def _beside(self, found: dict[str, Any]) -> str:
+        """What ran while compiled code was made."""
+        if not found["steps_meanwhile"]:
+            return ""
+        told = f"\n{found['steps_meanwhile']} steps ran in eager until they were compiled beside"
+        if found["change_over_seconds"] is None:
+            return told + ", which is not over yet."
+        by = ", ".join(sorted({region.compiled_by for region in self._report.regions if region.compiled_by}))
+        told += f" (by {by}, in {found['compile_seconds_beside']:.1f} s and {found['compile_peak_mb_beside']:.0f} MB)."
+        told += f"\nSince the process began: compiled code after {found['change_over_seconds']:.1f} s"
+        if found["first_step_seconds"] is not None:
+            told += f", the first step after {found['first_step_seconds']:.1f} s"
+        if found["break_even_seconds"] is not None:
+            told += f", ahead of eager after {found['break_even_seconds']:.1f} s"
+        return told + "."
 
     def _outputs(self) -> list[Table]:
         """What was done with outputs, where anything was."""
@@ -225,6 +251,16 @@ def _fraction(region: RegionRecord) -> float | None:
 
 def _expected(region: RegionRecord) -> float | None:
     return 1.0 / region.relative_cost if region.relative_cost else None
+
+
+def _break_even(region: RegionRecord) -> int | None:
+    """How many steps save what the trace, the proof and the loading of compiled code take; a rough guess, by the time
+    of one forward. None on devices that compute later than they are called.
+    """
+    if region.relative_cost is None or region.forward_seconds <= 0.0 or region.relative_cost >= 1.0:
+        return None
+    saved = STEP_IN_FORWARDS * region.forward_seconds * (1.0 - region.relative_cost)
+    return max(1, round(PAUSE_SECONDS / saved))
 
 
 def _rendered(tables: list[Table]) -> str:

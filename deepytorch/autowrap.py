@@ -27,6 +27,8 @@ from torch import nn
 
 from deepytorch.config import Environment
 from deepytorch.errors import ConfigError
+from deepytorch.first_steps import Door as FirstDoor
+from deepytorch.first_steps import FirstSteps
 from deepytorch.log import logger, once
 from deepytorch.patches import apply_all, undo_all
 from deepytorch.switch import SWITCH
@@ -45,15 +47,12 @@ _SETTINGS: dict[str, Any] = {"mode": None, "options": None}  # of what the impor
 # Handed up by integrations: makes the door of a module, if it has one, given the least share of pads worth packing.
 DOORS: list[Callable[[nn.Module, float], Door | None]] = []
 LOOPS: list[Callable[[nn.Module], bool]] = []  # likewise: whether this call of a module is a loop's step, not a model's
+LIBRARIES = ("torch", "transformers", "peft")  # whose modules look at other tokens by attention alone
 LEFT_ALONE: dict[str, str] = {}  # likewise: package -> what is said of its modules, which are not armed
 
 
-class Door(Protocol):
-    """A way to strip padding from a module's batches without its graph, see `integrations.hf_door`."""
-
-    def call(self, run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """`run(*args, **kwargs)`, packed if that is possible."""
-        ...
+class Door(FirstDoor, Protocol):
+    """What a module's training calls go through where they are not compiled."""
 
     @property
     def asked(self) -> bool:
@@ -64,27 +63,41 @@ class Door(Protocol):
         """What would become of a training call with these arguments."""
         ...
 
-    def restore(self) -> None:
-        """Take everything back."""
-        ...
-
 
 class Handle:
     """One module that was armed.
 
     compiled: what its training calls run, given the module and the arguments. door: opened where Dynamo cuts the module
-    into several graphs and none of them can be packed; at once where `sharded` says that it will be so.
+    into several graphs and none of them can be packed; at once where `sharded` says that it will be so. first: what
+    becomes of the calls before, see `first_steps`.
     """
 
     def __init__(
-        self, module: nn.Module, compiled: Callable[..., Any], door: Door | None = None, sharded: bool = False
+        self,
+        module: nn.Module,
+        compiled: Callable[..., Any],
+        door: Door | None = None,
+        sharded: bool = False,
+        first: FirstSteps | None = None,
     ) -> None:
         self._module = weakref.ref(module)
         self.compiled, self.door = compiled, door
         self._looked, self._open = False, sharded
+        self._first, self._begun = first, first is None
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """A training call."""
+        if self._first is not None and not self._first.over():
+            return self._first.call(module, args, kwargs)
+        if not self._begun:
+            assert self._first is not None
+            self._first.restore()
+            self.compiled, self.door, self._begun = *self._first.then(), True
+        if self._first is not None:
+            return self._first.timed(partial(self._compiled_call, module), args, kwargs)
+        return self._compiled_call(module, *args, **kwargs)
+
+    def _compiled_call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self.door is None:
             return self.compiled(module, *args, **kwargs)
         if self._open:
@@ -96,7 +109,7 @@ class Handle:
         self._looked = True
         with outcomes() as found:
             outputs = self.compiled(module, *args, **kwargs)
-        self._open = _wants_door(found)
+        self._open = _wants_door(module, found)
         return outputs
 
     def restore(self) -> None:
@@ -104,8 +117,9 @@ class Handle:
         module = self._module()
         if module is not None and _HANDLES.pop(module, None) is self:
             _take_out(module)
-            if self.door is not None:
-                self.door.restore()
+            for each in (self.door, self._first):
+                if each is not None:
+                    each.restore()
 
 
 def optimize(model: nn.Module, *, mode: str | None = None, options: dict[str, Any] | None = None) -> Handle:
@@ -273,7 +287,7 @@ def explain_door(
 ) -> RegionRecord | None:
     """What a model's door would do with a training call whose graphs came to `found`; None where it stays shut."""
     module = _unwrapped(model)
-    if not (_wants_door(found) or _is_partitioned(module) or any(map(_is_sharded, module.modules()))):
+    if not (_wants_door(module, found) or _is_partitioned(module) or any(map(_is_sharded, module.modules()))):
         return None
     handle = _HANDLES.get(module)
     door = None if handle is None else handle.door
@@ -296,11 +310,23 @@ def disarm_inside(module: nn.Module) -> None:
             handle.restore()
 
 
-def _wants_door(found: Sequence[Outcome]) -> bool:
-    """Whether Dynamo cut a call into several graphs, or found one that cannot be analysed, and none is packed."""
+def _wants_door(module: nn.Module, found: Sequence[Outcome]) -> bool:
+    """Whether Dynamo cut a call into several graphs, or found one that cannot be analysed, and none is packed.
+
+    A model is asked at the door with rows of a dozen tokens, which do not show how far it reaches: a library's code is
+    known to reach by attention alone, a user's may join tokens any number of positions apart.
+    """
     from deepytorch.compiler.outcome import Outcome
 
-    return (len(found) > 1 or Outcome.UNTRACEABLE in found) and Outcome.PACKED not in found
+    if Outcome.PACKED in found:
+        return False
+    return (len(found) > 1 or Outcome.UNTRACEABLE in found) and _is_of_libraries(module)
+
+
+def _is_of_libraries(module: nn.Module) -> bool:
+    """Whether no module in it is of a class of the user's, whose reach nobody knows."""
+    kinds = {kind for each in module.modules() for kind in type(each).__mro__ if issubclass(kind, nn.Module)}
+    return all(kind.__module__.partition(".")[0] in LIBRARIES for kind in kinds)
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
@@ -339,6 +365,11 @@ def _door_of(module: nn.Module, options: dict[str, Any] | None) -> Door | None:
     return next((door for make in DOORS if (door := make(module, config.min_padding)) is not None), None)
 
 
+def _first_door_of(module: nn.Module, options: dict[str, Any] | None) -> Door | None:
+    """For the steps before a module is proved by its graph: only where it reaches by attention alone."""
+    return _door_of(module, options) if _is_of_libraries(module) else None
+
+
 def _is_partitioned(module: nn.Module) -> bool:
     """Whether ZeRO-3, whose hooks cut every graph, has partitioned its weights."""
     return any(hasattr(each, "ds_id") for each in module.parameters())
@@ -352,14 +383,17 @@ def _arm(module: nn.Module, mode: str | None, options: dict[str, Any] | None) ->
     known = _HANDLES.get(module)
     if known is not None:
         return known
-    from deepytorch.compiler.compile_module import compiled_call, step
+    from deepytorch.compiler.config import CompilerConfig
 
-    compiled = compiled_call(type(module), mode, options)
-    door = _door_of(module, options)
-    if door is not None and _is_partitioned(module):
-        handle = Handle(module, step, door, sharded=True)
+    if CompilerConfig.parse(mode, options).waits or _is_partitioned(module):
+        compiled, door = _compiled(module, mode, options)
+        handle = Handle(module, compiled, door, sharded=door is not None and _is_partitioned(module))
     else:
-        handle = Handle(module, compiled, door)
+        this = weakref.ref(module)
+        first = FirstSteps(
+            module, lambda: _first_door_of(_alive(this), options), lambda: _compiled(_alive(this), mode, options)
+        )
+        handle = Handle(module, _not_yet, first=first)
     _keep(module, handle)
     trained = [each for each in module.parameters() if each.requires_grad]
     count = sum(getattr(each, "ds_numel", each.numel()) for each in trained)
@@ -367,6 +401,27 @@ def _arm(module: nn.Module, mode: str | None, options: dict[str, Any] | None) ->
         "armed %s (%s trained parameters): its training calls are compiled", type(module).__name__, f"{count:,}"
     )
     return handle
+
+
+def _alive(module: weakref.ref[nn.Module]) -> nn.Module:
+    found = module()
+    assert found is not None  # its call runs
+    return found
+
+
+def _not_yet(*_: Any, **__: Any) -> Any:
+    raise AssertionError("a call of a module that is not compiled yet")
+
+
+def _compiled(
+    module: nn.Module, mode: str | None, options: dict[str, Any] | None
+) -> tuple[Callable[..., Any], Door | None]:
+    """What a module's training calls run, and its door."""
+    from deepytorch.compiler.compile_module import compiled_call, step
+
+    door = _door_of(module, options)
+    partitioned = door is not None and _is_partitioned(module)
+    return (step if partitioned else compiled_call(type(module), mode, options)), door
 
 
 def _keep(module: nn.Module, handle: Handle) -> Handle:

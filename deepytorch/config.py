@@ -21,6 +21,8 @@ class Environment:
     the cache, or measures them anew, as a network that has changed needs.
     `verify` (`DEEPYTORCH=verify`): on, and packed steps are compared with padded ones from time to time.
     `verify_every` (`DEEPYTORCH_VERIFY_EVERY=K`): with `DEEPYTORCH=verify`, one step in so many is compared; unset: 50.
+    `wait` (`DEEPYTORCH_COMPILE=beside|wait`): whether steps wait until they are compiled, where nothing else was said.
+    `cache_mb` (`DEEPYTORCH_CACHE_MB=N`): how much compiled code is kept on disk; unset: 2048.
     """
 
     enabled: bool = True
@@ -28,6 +30,8 @@ class Environment:
     remember_links: bool = True
     verify: bool = False
     verify_every: int = 50
+    wait: bool = False
+    cache_mb: int = 2048
 
     @classmethod
     def read(cls, variables: Mapping[str, str] | None = None) -> Environment:
@@ -40,6 +44,8 @@ class Environment:
             log_level=_choice(variables, "DEEPYTORCH_LOG", LOG_LEVELS),
             remember_links=links != "measure",
             verify=switch == "verify",
+            cache_mb=_positive(variables, "DEEPYTORCH_CACHE_MB", cls.cache_mb),
+            wait=_choice(variables, "DEEPYTORCH_COMPILE", ("beside", "wait")) == "wait",
             verify_every=_positive(variables, "DEEPYTORCH_VERIFY_EVERY", cls.verify_every),
         )
 

@@ -19,6 +19,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from deepytorch.comm.group import native
 from deepytorch.patches import ledger
 from deepytorch.supported_versions import PYTHON, TORCH, TRANSFORMERS, TRITON_OF_TORCH, Tested
 from deepytorch.torch_internals import INTERNALS, troubles
@@ -48,6 +49,7 @@ def collect() -> dict[str, Any]:
         "cuda": _cuda(),
         "distributed": _distributed(),
         "compilers": {"cpp": _cpp(), "triton": _triton()},
+        "collectives": _collectives(),
         "attention": _attention(),
         "backend": _backend(),
         "cache": _cache(Path(platformdirs.user_cache_dir("deepytorch"))),
@@ -184,6 +186,8 @@ def render(found: dict[str, Any]) -> RenderableType:
     row(
         "distributed", ", ".join(name for name in ("gloo", "nccl", "mpi") if distributed[name]) or distributed["reason"]
     )
+    collectives = found["collectives"]
+    row("collectives", collectives["state"], collectives["compiled"])
     row("C++ compiler", cpp["reason"] or cpp["version"], cpp["usable"])
     row("triton", triton["reason"] or triton["version"], triton["usable"])
     row("varlen_attn", found["attention"]["reason"], found["attention"]["varlen_attn"])
@@ -224,6 +228,22 @@ def render(found: dict[str, Any]) -> RenderableType:
     for item in found["missing"]:
         wants.add_row(*(Text(item[key]) for key in ("what", "needed_for", "how")))
     return Group(*parts, wants)
+
+
+def _collectives() -> dict[str, Any]:
+    """Whether the process group's C++ is compiled for this torch; `state` in words."""
+    failure = native.failed()
+    if native.carried() is not None:
+        state = f"compiled, carried by the package: {native.carried()}"
+    elif native.is_built():
+        state = "compiled, in the cache"
+    elif native.is_being_built():
+        state = "being compiled"
+    elif failure is not None:
+        state = f"{failure.splitlines()[0] if failure else 'they did not compile'}; `deepytorch build` tries again"
+    else:
+        state = "not compiled yet: a first run of several processes does it beside, `deepytorch build` ahead"
+    return {"compiled": native.is_built(), "state": state}
 
 
 def _version_of(distribution: str) -> str | None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 IGNORE_INDEX = -100  # what cross_entropy ignores by default
 
 Kind = Literal["causal", "masked", "seq2seq"]
+Order = Literal["random", "length"]
 Labels = Literal["response", "all"]
 PadSide = Literal["right", "left"]
 
@@ -58,9 +59,13 @@ def batches(
     pad_side: PadSide = "right",
     seed: int = 0,
     kind: Kind = "causal",
+    order: Order = "random",
     steps: int | None = None,
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield `steps` batches (None: without end) of rows in random order, each row once before any comes again.
+    """Yield `steps` batches (None: without end) of rows, each row once before any comes again.
+
+    order: "random", or "length": rows of similar lengths together, as `group_by_length` of transformers' Trainer does
+    (at random, then sorted within 50 batches at a time; needs transformers).
 
     Every batch holds `input_ids`, `attention_mask` (1 at tokens) and `labels`, int64 on the CPU, padded to its longest
     row; `IGNORE_INDEX` stands wherever nothing is to be predicted, at pads always.
@@ -76,14 +81,14 @@ def batches(
     A row whose prompt alone fills `max_length` tokens is left out. Raises `ConfigError` for a bad option, `DataError`
     when too few rows are left.
     """
-    _check_options(batch_size, max_length, labels, pad_side, kind)
+    _check_options(batch_size, max_length, labels, pad_side, kind, order)
     examples = _examples(rows, tokenizer, max_length, split=kind == "seq2seq")
     if len(examples) < batch_size:
         raise DataError(
             f"{len(examples)} of {len(rows)} rows have a prompt shorter than {max_length} tokens, expected at least "
             f"one batch of {batch_size}. Give more rows, a smaller batch or a larger maximum length."
         )
-    return _generate(examples, tokenizer.get_vocab_size(), batch_size, labels, pad_side, seed, kind, steps)
+    return _generate(examples, tokenizer.get_vocab_size(), batch_size, labels, pad_side, seed, kind, order, steps)
 
 
 def num_positions(batch: dict[str, Tensor], kind: Kind) -> int:
@@ -101,7 +106,7 @@ def num_labels(batch: dict[str, Tensor]) -> int:
     return int((batch["labels"] != IGNORE_INDEX).sum())
 
 
-def _check_options(batch_size: int, max_length: int, labels: str, pad_side: str, kind: str) -> None:
+def _check_options(batch_size: int, max_length: int, labels: str, pad_side: str, kind: str, order: str) -> None:
     for name, value in (("batch_size", batch_size), ("max_length", max_length)):
         if value < 1:
             raise ConfigError(f"{name} is {value}, expected at least 1.")
@@ -109,6 +114,7 @@ def _check_options(batch_size: int, max_length: int, labels: str, pad_side: str,
         ("labels", labels, get_args(Labels)),
         ("pad_side", pad_side, get_args(PadSide)),
         ("kind", kind, get_args(Kind)),
+        ("order", order, get_args(Order)),
     ):
         if text not in choices:
             raise ConfigError(f'{name} is "{text}", expected one of {", ".join(choices)}.')
@@ -135,11 +141,15 @@ def _generate(
     pad_side: PadSide,
     seed: int,
     kind: Kind,
+    order: Order,
     steps: int | None,
 ) -> Iterator[dict[str, Tensor]]:
-    draw = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
-    for step, chosen in enumerate(_draws(examples, batch_size, draw)):
+    if order == "random":
+        drawn = _draws(examples, batch_size, random.Random(seed))
+    else:
+        drawn = _by_length(examples, batch_size, seed)
+    for step, chosen in enumerate(drawn):
         if step == steps:
             return
         if kind == "causal":
@@ -158,6 +168,18 @@ def _draws(examples: list[_Example], batch_size: int, draw: random.Random) -> It
         while len(waiting) >= batch_size:
             yield waiting[:batch_size]
             waiting = waiting[batch_size:]
+
+
+def _by_length(examples: list[_Example], batch_size: int, seed: int) -> Iterator[list[_Example]]:
+    """Likewise, rows of similar lengths together; what does not fill a batch at an epoch's end is left out."""
+    from transformers.trainer_pt_utils import get_length_grouped_indices
+
+    lengths = [len(example.prompt) + len(example.response) for example in examples]
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        indices = get_length_grouped_indices(lengths, batch_size, generator=generator)
+        for start in range(0, len(indices) - batch_size + 1, batch_size):
+            yield [examples[index] for index in indices[start : start + batch_size]]
 
 
 def _causal(chosen: list[_Example], labels: Labels, pad_side: PadSide) -> dict[str, Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -14,8 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepytorch.compiler.batch_facts import Refusal, count_true, places_of
+from deepytorch.compiler.batch_facts import Refusal, count_true, cumulative, places_of
+from deepytorch.compiler.host_copies import host_copy
 from deepytorch.compiler.outputs.tokens import Place, Tokens
+from deepytorch.device_reads import send
 from deepytorch.integrations.packed_attention import CannotPack, Rows, encode_mask
 from deepytorch.passes.ops.pack import pack_rows, unpack_rows
 
@@ -24,6 +25,7 @@ IGNORE_INDEX = -100
 BY_TOKEN = ("input_ids", "inputs_embeds", "token_type_ids", "position_ids")  # (rows, positions, ...)
 BY_DECODER_TOKEN = ("decoder_input_ids", "decoder_inputs_embeds")
 MASKS = ("attention_mask", "decoder_attention_mask")
+READ = ("input_ids", "decoder_input_ids", "labels", *MASKS)  # of a batch, to see how it is packed
 AS_GIVEN = ("num_items_in_batch", "use_cache", "return_dict", "output_hidden_states")
 Find = Callable[[Any], Any]
 Show = Callable[[Tensor, "Side", int, str, Find], Tensor]
@@ -209,19 +211,15 @@ def pack_batch(given: Mapping[str, Any], reading: Reading, above: Tensor | None 
     unknown = unknown_argument(given) or _does_not_fit(given, decoder_ids)
     if unknown is not None:
         return Refusal(unknown)
-    masks = [given["attention_mask"]]
     labels = given.get("labels")
-    if decoder_ids is not None:
-        ids = decoder_ids[..., 0] if decoder_ids.dim() == 3 else decoder_ids
-        decoder_mask = given.get("decoder_attention_mask")
-        masks.append(torch.ones_like(ids, dtype=torch.int64) if decoder_mask is None else decoder_mask)
     if labels is not None and reading.shifted:
-        labels = F.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:]
-    tokens = [each != 0 for each in masks]
-    found = _facts(masks, tokens, given, labels, above, reading)
+        labels = _shifted(labels)
+    device = given["attention_mask"].device
+    held, held_above = _on_host(given, above) or (given, above)
+    tokens, found = _facts(held, held_above, reading, decoder_ids)
     if isinstance(found, Refusal):
         return found
-    sides = [_side(real, lengths) for real, lengths in zip(tokens, found, strict=True)]
+    sides = [_side(real, lengths, device) for real, lengths in zip(tokens, found, strict=True)]
     main, last = sides[0], sides[-1]
     if decoder_ids is not None and main.num_tokens == last.num_tokens:  # what is whose could not be told
         return Refusal("both sides have as many tokens")
@@ -229,7 +227,7 @@ def pack_batch(given: Mapping[str, Any], reading: Reading, above: Tensor | None 
     arguments |= {name: main.pack(given[name]) for name in BY_TOKEN if given.get(name) is not None}
     arguments["attention_mask"] = encode_mask(main.rows, last.rows)
     if reading.positions is not None and "position_ids" not in arguments:
-        arguments["position_ids"] = main.pack(reading.positions(given, tokens[0]))
+        arguments["position_ids"] = main.pack(send(reading.positions(held, tokens[0]), device))
     if decoder_ids is not None:
         arguments["decoder_inputs_embeds" if decoder_ids.dim() == 3 else "decoder_input_ids"] = last.pack(decoder_ids)
         arguments["decoder_attention_mask"] = encode_mask(last.rows)
@@ -287,7 +285,42 @@ def _decoder_ids(given: Mapping[str, Any], reading: Reading) -> Tensor | None:
     return reading.decoder_ids(given["labels"])
 
 
+def _on_host(given: Mapping[str, Any], above: Tensor | None) -> tuple[dict[str, Any], Tensor | None] | None:
+    """The arguments whose values say how to pack, and `above`, on the host; None where they are not known there."""
+    held = dict(given)
+    for name in READ:
+        value = given.get(name)
+        if isinstance(value, Tensor):
+            held[name] = host_copy(value)
+            if held[name] is None:
+                return None
+    if above is None:
+        return held, None
+    known = host_copy(above)
+    return None if known is None else (held, known)
+
+
+def _shifted(labels: Tensor) -> Tensor:
+    return F.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:]
+
+
 def _facts(
+    given: Mapping[str, Any], above: Tensor | None, reading: Reading, decoder_ids: Tensor | None
+) -> tuple[list[Tensor], list[list[int]] | Refusal]:
+    """What is a token on every side, (rows, positions) bool, and the number of them in every row."""
+    masks, labels = [given["attention_mask"]], given.get("labels")
+    if decoder_ids is not None:
+        decoder_mask = given.get("decoder_attention_mask")
+        if decoder_mask is None:
+            decoder_mask = torch.ones(decoder_ids.shape[:2], dtype=torch.int64, device=masks[0].device)
+        masks.append(decoder_mask)
+    if labels is not None and reading.shifted:
+        labels = _shifted(labels)
+    tokens = [each != 0 for each in masks]
+    return tokens, _lengths(masks, tokens, given, labels, above, reading)
+
+
+def _lengths(
     masks: list[Tensor],
     tokens: list[Tensor],
     given: Mapping[str, Any],
@@ -326,10 +359,10 @@ def _facts(
     return lengths
 
 
-def _side(real: Tensor, lengths: list[int]) -> Side:
-    indices = places_of(real.reshape(-1), sum(lengths))
+def _side(real: Tensor, lengths: list[int], device: torch.device) -> Side:
+    indices = send(places_of(real.reshape(-1), sum(lengths)), device)
     columns = indices % real.shape[1]
-    cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=real.device)
+    cu_seqlens = send(cumulative(lengths), device)
     # a column may be as large as the batch is wide, where rows are padded on the left or have holes
     return Side(Rows(cu_seqlens, columns.to(torch.int32), real.shape[1]), indices, *real.shape)
 

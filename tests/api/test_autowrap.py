@@ -260,6 +260,7 @@ for one, other in zip(whole.parameters(), same.parameters()):
 """)
 
 
+@pytest.mark.slow
 def test_hooks_threads_and_optimizers_without_a_module() -> None:
     run("""
 seen = []
@@ -332,6 +333,7 @@ assert not heavy, heavy
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@pytest.mark.slow
 def test_workers_forks_and_spawned_processes() -> None:
     run("""
 import multiprocessing
@@ -365,6 +367,7 @@ ForkingPickler.dumps(model)  # what mp.spawn(fn, args=(model,)) does with its ar
 """)
 
 
+@pytest.mark.slow
 def test_averaged_copies_and_an_interrupt_inside_of_forward() -> None:
     run("""
 from torch.optim.swa_utils import AveragedModel
@@ -418,6 +421,7 @@ with deepytorch.paused():
 """)
 
 
+@pytest.mark.slow
 def test_cells_of_a_notebook_run_again() -> None:
     run("""
 cells = [

@@ -232,6 +232,7 @@ def test_cache_folder_open_to_others_is_said(monkeypatch, tmp_path):
 
 
 def test_environment_holds_our_variables_only(monkeypatch):
+    monkeypatch.delenv("DEEPYTORCH_COMPILE")
     monkeypatch.setenv("DEEPYTORCH", "off")
     monkeypatch.setenv("SECRET_TOKEN", "hidden")
     answer = doctor.collect()

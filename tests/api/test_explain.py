@@ -61,6 +61,7 @@ def test_where_graphs_break_the_door_is_one_more_region() -> None:
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_a_door_that_stays_shut_says_why() -> None:
     model = cut_by_a_print(llama("sdpa").train())
     [batch] = batches(causal_batch, (4, 11, "right"))

@@ -17,10 +17,12 @@ import deepytorch
 ROOT = Path(__file__).parents[2]
 # From low to high; a module may import from its own entry and from the ones before it.
 LOWER_LAYERS = [
-    {"errors", "log", "supported_versions", "switch", "version"},
+    {"device_reads", "errors", "log", "process_age", "supported_versions", "switch", "version"},
     {"patches", "torch_internals"},
     {"private_files"},
+    {"machine_code", "optimizer_steps", "tuning"},
     {"config"},
+    {"background"},
     {"comm"},
     {"passes"},
     {"compiler"},
@@ -40,7 +42,7 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_exported_names():
-    names = ["compile", "configure", "disable", "enable", "explain", "optimize", "paused", "report"]
+    names = ["compile", "configure", "disable", "enable", "explain", "optimize", "paused", "prefetch", "report"]
     assert deepytorch.__all__ == ["DeepytorchError", "__version__", *names]
     assert set(deepytorch.__all__) <= set(dir(deepytorch))
     for name in deepytorch.__all__:

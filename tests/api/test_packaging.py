@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -92,6 +93,57 @@ def test_wheel_holds_every_module_and_nothing_else(tmp_path):
     assert b"deepytorch.compiler.backend:deepytorch_backend" in scripts
 
 
+@pytest.mark.slow
+def test_a_wheel_may_carry_the_compiled_collectives(tmp_path):
+    """It works in an environment without a compiler, and makes a group of its own at once."""
+    tree = tmp_path / "tree"  # setuptools writes beside what it builds
+    shutil.copytree(ROOT, tree, symlinks=True, ignore=shutil.ignore_patterns(".*", "build", "*.egg-info", "docs"))
+    environment = {**os.environ, "DEEPYTORCH_NATIVE": "1", "PYTHONPATH": ""}
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    command = [*pip, "wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", str(tmp_path), str(tree)]
+    built = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert built.returncode == 0, built.stdout[-3000:] + built.stderr[-3000:]
+    (wheel,) = tmp_path.glob("*.whl")
+    assert not wheel.name.endswith("none-any.whl"), wheel.name  # it is for this platform and this Python
+    subprocess.run(
+        [*pip, "install", "--quiet", "--no-deps", "--target", str(tmp_path / "site"), str(wheel)], check=True
+    )
+
+    script = tmp_path / "script.py"
+    script.write_text(CARRIED)
+    caches = tmp_path / "caches"
+    caches.mkdir(mode=0o700)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(tmp_path / "site"),
+        "XDG_CACHE_HOME": str(caches),
+        "CXX": "",
+        "PATH": "/nonexistent",  # no compiler to be had
+        "DEEPYTORCH_COMPILE": "beside",
+    }
+    ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(ranks, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert sorted(done.stdout.split()) == ["ours", "ours"]
+    assert not list(caches.rglob("*.so"))
+
+
+CARRIED = """
+import sys, torch, torch.distributed as dist
+import deepytorch
+from deepytorch.doctor import collect
+assert f"{sys.argv[0].rpartition('/')[0]}/site/" in deepytorch.__file__, deepytorch.__file__
+dist.init_process_group("gloo")
+total = torch.ones(4)
+dist.all_reduce(total)
+assert total.tolist() == [2.0] * 4
+deepytorch.comm.chosen()  # raises for a group that is not ours
+assert "carried by the package" in collect()["collectives"]["state"]
+sys.stdout.write("ours\\n")
+dist.destroy_process_group()
+"""
+
+
 def data_files() -> list[Path]:
     """What a package reads at run time and is no Python: has to be declared as package data."""
     return sorted(
@@ -170,6 +222,7 @@ def test_every_imported_distribution_is_declared():
     for file in source_files():
         tree = ast.parse(file.read_text())
         needs_extra = any(file.is_relative_to(ROOT / "deepytorch" / name) for name in EXTRA_ONLY)
+        needs_extra |= file.stem.endswith(("_triton", "_kernel", "_kernels"))  # imported where Triton is only
         for node in ast.walk(tree):
             for module in imported_modules(node):
                 top = module.split(".")[0]

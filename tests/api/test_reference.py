@@ -31,6 +31,8 @@ def test_every_field_has_a_meaning() -> None:
         "DEEPYTORCH_LINKS",
         "DEEPYTORCH",
         "DEEPYTORCH_VERIFY_EVERY",
+        "DEEPYTORCH_COMPILE",
+        "DEEPYTORCH_CACHE_MB",
     ]
     assert environment.settings[0].value == r"on\|off"
     assert [each.value for each in compiler.settings if each.name == "unpad"] == ["True"]

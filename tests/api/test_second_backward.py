@@ -123,6 +123,7 @@ same(hessian_vector_product, Net(dropout=0.3))
 """)
 
 
+@pytest.mark.slow
 def test_meta_learning_with_fast_weights() -> None:
     run("""
 def step(model, number, optimizer):
@@ -175,6 +176,7 @@ same(forward_mode)
 """)
 
 
+@pytest.mark.slow
 def test_transforms_before_the_first_training_call() -> None:
     run("""
 model = Net()
@@ -187,6 +189,7 @@ assert autowrap.armed(model)
 """)
 
 
+@pytest.mark.slow
 def test_optimizers_that_call_the_model_several_times_a_step() -> None:
     run("""
 def sharpness_aware(model, number, optimizer):
@@ -225,6 +228,7 @@ assert autowrap.armed(model) and not fallbacks()
 """)
 
 
+@pytest.mark.slow
 def test_hooks_on_what_is_saved_see_what_eager_saves() -> None:
     run("""
 seen = []
@@ -252,6 +256,7 @@ assert seen[:len(seen) // 2] == seen[len(seen) // 2:]
 """)
 
 
+@pytest.mark.slow
 def test_modes_of_the_users_see_every_call() -> None:
     run("""
 from torch.overrides import TorchFunctionMode
@@ -338,3 +343,52 @@ def test_a_gradient_penalty_in_a_data_parallel_model(ours: bool, tmp_path: Path)
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr[-6000:]
+
+
+PACKED_PENALTY = """
+from transformers import LlamaConfig, LlamaForCausalLM
+from deepytorch import first_steps
+deepytorch.configure(options={"wait": False})
+first_steps._ASK_SECONDS = 0.0
+first_steps._TRACE_SECONDS = first_steps._TRACE_SECONDS_A_MODULE = 0.0 if sys.argv[1] == "graph" else 1e9
+
+config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+                     num_key_value_heads=2, max_position_embeddings=64, attn_implementation="eager")
+
+def step(model, number):
+    generator = torch.Generator().manual_seed(number)
+    lengths = torch.randint(4, 20, (6, 1), generator=generator)
+    real = torch.arange(int(lengths.max())) < lengths
+    ids = torch.randint(0, 64, real.shape, generator=generator)
+    loss = model(input_ids=ids * real, attention_mask=real.long(), labels=torch.where(real, ids, -100)).loss
+    if number >= 5:
+        gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        loss = loss + 0.1 * sum(each.square().sum() for each in gradients)
+    loss.backward()
+    return loss
+
+def trained():
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in range(9):
+        optimizer.zero_grad()
+        step(model, number)
+        optimizer.step()
+    return list(model.parameters())
+
+found = trained()
+report = deepytorch.report().to_json()
+with deepytorch.paused():
+    for one, two in zip(found, trained()):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-6)
+sys.stdout.write(f"packed {sum(region['steps_packed'] for region in report['regions'])}")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["door", "graph"])
+def test_a_gradient_penalty_through_packed_rows_before_they_are_compiled(stage: str) -> None:
+    """Nothing stands between such a step and autograd: the operators themselves have second derivatives."""
+    done = run(f"import sys; sys.argv = ['', {stage!r}]\n{PACKED_PENALTY}")
+    assert int(done.rsplit("packed ", 1)[1]) >= 4, done

@@ -92,6 +92,7 @@ def train(version: str, *names: str) -> tuple[str, str]:
     return done.stdout.strip(), done.stderr
 
 
+@pytest.mark.slow
 def test_a_newer_torch_with_every_name_is_used_as_a_tested_one() -> None:
     tested, said = train(f"{TORCH.newest[0]}.{TORCH.newest[1]}.0")
     newer, also_said = train("2.99.0")
@@ -100,6 +101,7 @@ def test_a_newer_torch_with_every_name_is_used_as_a_tested_one() -> None:
     assert "deepytorch is off" not in said + also_said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "words"),
     [

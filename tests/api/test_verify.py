@@ -137,6 +137,7 @@ for step in range(1, 20):
 """
 
 
+@pytest.mark.slow
 def test_a_script_that_differs(monkeypatch, capsys):
     Path("script.py").write_text(PLAIN + DIFFERS)
     assert command(monkeypatch, "--steps", "4", "--json", "-", "script.py") == 1

@@ -44,6 +44,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.name == "deepytorch" and r.levelno >= logging.WARNING]
 
 
+@pytest.mark.slow
 def test_a_pass_that_raises_leaves_the_region_as_stock_compiles_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

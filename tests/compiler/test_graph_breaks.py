@@ -47,6 +47,7 @@ class Cut(nn.Module):
         return F.cross_entropy(self.head(self.second(x, attention_mask)).flatten(0, 1), labels.flatten())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "build",
     [pytest.param(Recurrence, marks=pytest.mark.slow), lambda: broken_then_centred, lambda: broken_only],

@@ -142,6 +142,7 @@ def assert_way(report: Report, way: str, steps: int) -> None:
 _FIRST, _SLOW = ("one output each way", "mean over tokens"), ("loss outside, pads counted", "mean over positions")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "name",
@@ -315,6 +316,7 @@ def test_a_gradient_penalty_from_any_step_on_is_eagers(first: int) -> None:
     assert "create_graph" in " ".join(report.regions[0].padded_because), describe(report)
 
 
+@pytest.mark.slow
 def test_two_backwards_through_one_step_stay_packed() -> None:
     model = llama()
     reference = copy.deepcopy(model)
@@ -380,6 +382,7 @@ def test_a_decoder_without_a_mask_is_cut_after_its_last_label_and_shows_eagers_l
     assert_way(pair.train(right_padded()), "padded", len(SIZES))
 
 
+@pytest.mark.slow
 def test_zeros_at_pads_are_what_a_user_asks_for() -> None:
     LEDGER.forget()
     model = llama()
@@ -405,6 +408,7 @@ def test_without_deferred_outputs_every_value_is_there_at_once() -> None:
     pair.train(right_padded(), compare)
 
 
+@pytest.mark.slow
 def test_steps_are_compared_with_eager_where_the_environment_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEEPYTORCH", "verify")
     monkeypatch.setenv("DEEPYTORCH_VERIFY_EVERY", "2")

@@ -63,10 +63,10 @@ def modernbert(attention: str) -> Any:
 MASKED: dict[str, Any] = {
     "bert-sdpa": pytest.param(hf.BertForMaskedLM, bert, "sdpa", marks=pytest.mark.slow),
     "bert-eager": (hf.BertForMaskedLM, bert, "eager"),
-    "roberta-sdpa": (hf.RobertaForMaskedLM, roberta, "sdpa"),
+    "roberta-sdpa": pytest.param(hf.RobertaForMaskedLM, roberta, "sdpa", marks=pytest.mark.slow),
     "roberta-eager": pytest.param(hf.RobertaForMaskedLM, roberta, "eager", marks=pytest.mark.slow),
     "distilbert-sdpa": (hf.DistilBertForMaskedLM, distilbert, "sdpa"),
-    "electra-sdpa": (hf.ElectraForMaskedLM, electra, "sdpa"),
+    "electra-sdpa": pytest.param(hf.ElectraForMaskedLM, electra, "sdpa", marks=pytest.mark.slow),
 }
 
 

@@ -267,6 +267,7 @@ def test_an_additive_mask_from_the_caller_is_packed_while_it_hides_or_keeps() ->
     expect_packed(pair.train(given), steps=2, padded=1)
 
 
+@pytest.mark.slow
 def test_embeddings_as_input_need_no_ids() -> None:
     class Floats(nn.Module):
         def __init__(self) -> None:

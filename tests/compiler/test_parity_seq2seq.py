@@ -80,6 +80,7 @@ def pairs(*sizes: tuple[int, int, str, int], decoder_mask: bool = False, seed: i
 SIZES = ((4, 12, "right", 7), (3, 9, "left", 10), (5, 14, "holes", 6), (4, 11, "one", 9))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["sdpa", pytest.param("eager", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("build", [bart, t5], ids=["bart", "t5"])
 def test_both_sides_are_packed_and_train_as_eager_does(build: Any, attention: str) -> None:
@@ -169,6 +170,7 @@ def test_torch_nns_transformer_is_packed_on_both_sides() -> None:
     expect_packed(pair.train(given), steps=4)
 
 
+@pytest.mark.slow
 def test_logits_of_a_trimmed_decoder_are_refused_once_any_weight_was_written_through_data() -> None:
     model = bart("sdpa").train()
     compiled = torch.compile(model, backend="deepytorch", options={"lowering": "aot_eager"})

@@ -150,6 +150,7 @@ class _Sizes(fx.Interpreter):
         return value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("autocast", [False, True])
 def test_a_pass_behind_another_reads_the_values_of_what_that_one_wrote(monkeypatch, autocast):
     reader = ReadValues(([],))

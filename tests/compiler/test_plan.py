@@ -12,6 +12,7 @@ import pytest
 from deepytorch.compiler.config import CompilerConfig
 from deepytorch.compiler.pipeline import passes_for
 from deepytorch.compiler.plan import Plan
+from deepytorch.passes.fuse_linear_loss import FuseLinearLoss
 from deepytorch.passes.unpad.strip_padding import StripPadding
 
 
@@ -51,6 +52,7 @@ def test_digest_does_not_depend_on_where_graphs_are_dumped():
     assert make(dump_graphs="/tmp/a").digest() == make().digest()
 
 
+@pytest.mark.slow
 def test_digest_is_the_same_in_another_process():
     code = (
         "from deepytorch.compiler.plan import Plan; from deepytorch.compiler.config import CompilerConfig;"
@@ -62,8 +64,9 @@ def test_digest_is_the_same_in_another_process():
 
 def test_pipeline_makes_the_passes_of_the_plan():
     assert passes_for(make()) == [StripPadding()]
-    assert passes_for(make(loss_rows=False, defer_outputs=False)) == [
-        StripPadding(loss_rows=False, defer_outputs=False)
+    assert passes_for(make(loss_rows=False, defer_outputs=False, fuse_loss=True)) == [
+        StripPadding(loss_rows=False, defer_outputs=False),
+        FuseLinearLoss(),
     ]
     assert passes_for(make(unpad=False)) == []
 

@@ -633,6 +633,7 @@ def _part(part: str, backend: str) -> Any:
     return pytest.param(PARTS[part], backend, id=f"{part}-{backend}", marks=marks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("part", "backend"), [_part(part, backend) for part in PARTS for backend in ("gloo", "deepytorch")]
 )
@@ -710,7 +711,7 @@ say("ready")
 """
 
 
-@pytest.mark.parametrize("backend", ["gloo", "deepytorch"])
+@pytest.mark.parametrize("backend", [pytest.param("gloo", marks=pytest.mark.matrix), "deepytorch"])
 def test_a_killed_rank_is_an_error_on_the_others(backend: str) -> None:
     script = f"""
 LOWERING, BACKEND = 'aot_eager', {backend!r}
@@ -724,8 +725,8 @@ assert after < 15, after
 say("told", error)
 """
     with Ranks(script, 2) as ranks:
-        ranks.until(0, "ready")
-        ranks.until(1, "ready")
+        ranks.until(0, "ready", 200)  # who comes first waits for the C++
+        ranks.until(1, "ready", 200)
         ranks.processes[1].kill()
         ranks.processes[0].wait(40)
         assert "told" in ranks.output(0), ranks.output(0)

@@ -83,6 +83,7 @@ def test_batches_without_padding_run_padded_and_between_them_packed_ones() -> No
     check(Pair(Plain(sdpa_bool, layers=1).train()), given, {HARDLY_ANY: 2})
 
 
+@pytest.mark.slow
 def test_one_label_is_too_few_to_pack() -> None:
     given = batches(masked_lm_batch, (4, 11, "right"), (4, 12, "right"))
     given[1]["labels"] = torch.full_like(given[1]["labels"], IGNORED)
@@ -281,6 +282,7 @@ def test_figures_of_the_report_are_those_of_the_batches() -> None:
     assert json["tokens_saved"] == report.total("tokens_padded") - report.total("tokens_real")
 
 
+@pytest.mark.slow
 def test_min_padding_sends_nearly_full_batches_to_the_padded_step() -> None:
     pair = Pair(Plain(sdpa_bool, layers=1).train(), options={"min_padding": 0.5})
     given = batches(masked_lm_batch, (4, 12, "one"), (4, 12, "none"))

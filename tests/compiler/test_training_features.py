@@ -62,6 +62,7 @@ def with_gelu_dropout(p: float) -> nn.Module:
 # ------------------------------------------------------------------------------------------ activation checkpointing
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing_of_hugging_face_trains_as_eager_does() -> None:
     model = llama(layers=2)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -160,6 +161,7 @@ def test_the_same_seed_draws_the_same_dropout() -> None:
     assert one[0] != other[0]
 
 
+@pytest.mark.slow
 def test_dropout_has_eagers_distribution() -> None:
     LEDGER.forget()
     model = with_gelu_dropout(0.3)
@@ -264,6 +266,7 @@ def test_logits_read_after_the_optimizers_step_are_those_of_before_it() -> None:
         assert found.logits.argmax(-1).shape == batch["labels"].shape
 
 
+@pytest.mark.slow
 def test_a_loss_made_of_the_logits_reaches_every_weight() -> None:
     pair = Pair(llama())
     for batch in batches(causal_batch, *GIVEN):
@@ -274,6 +277,7 @@ def test_a_loss_made_of_the_logits_reaches_every_weight() -> None:
         assert_same_gradients(pair.reference, pair.model)
 
 
+@pytest.mark.slow
 def test_the_key_value_cache_of_a_training_step_is_that_of_eager() -> None:
     pair = Pair(llama(use_cache=True))
     for batch in batches(causal_batch, *GIVEN):
@@ -286,6 +290,7 @@ def test_the_key_value_cache_of_a_training_step_is_that_of_eager() -> None:
                 torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_outputs_kept_over_many_steps_stay_what_they_were() -> None:
     pair = Pair(llama())
     kept = []
@@ -316,6 +321,7 @@ def test_a_batch_overwritten_before_its_logits_are_read_raises_instead_of_lying(
         pass
 
 
+@pytest.mark.slow
 def test_outputs_can_be_asked_for_in_every_step() -> None:
     pair = Pair(llama(), options={"defer_outputs": False})
     report = pair.train(batches(causal_batch, *GIVEN), compare_at_tokens())
@@ -326,6 +332,7 @@ def test_outputs_can_be_asked_for_in_every_step() -> None:
 # ------------------------------------------------------------------------------------------ evaluation and generation
 
 
+@pytest.mark.slow
 def test_evaluation_between_training_steps_gives_eagers_losses() -> None:
     pair = Pair(llama())
     given = batches(causal_batch, *GIVEN, (4, 10, "left"))
@@ -372,6 +379,7 @@ def test_a_compiled_model_generates_what_eager_generates() -> None:
 # ------------------------------------------------------------------------------------------ several models, parameters
 
 
+@pytest.mark.slow
 def test_two_models_in_one_process_do_not_disturb_each_other() -> None:
     one, two = Pair(llama()), None
     first = LEDGER.report()
@@ -394,6 +402,7 @@ def test_one_class_compiled_twice_keeps_both_weights_apart() -> None:
         assert_same_parameters(pair.reference, pair.model)
 
 
+@pytest.mark.slow
 def test_frozen_weights_get_no_gradient_and_the_others_the_right_one() -> None:
     model = llama(layers=2)
     for name, parameter in model.named_parameters():
@@ -403,6 +412,7 @@ def test_frozen_weights_get_no_gradient_and_the_others_the_right_one() -> None:
     assert all(p.grad is None for p in model.model.layers[0].parameters())
 
 
+@pytest.mark.slow
 def test_adapters_beside_frozen_weights_train_as_eager_does() -> None:
     class Adapted(nn.Module):
         def __init__(self, linear: nn.Linear) -> None:
@@ -419,6 +429,7 @@ def test_adapters_beside_frozen_weights_train_as_eager_does() -> None:
     expect_packed(Pair(model.train()).train(batches(masked_lm_batch, *SIZES)), steps=4)
 
 
+@pytest.mark.slow
 def test_gradient_clipping_and_scaling_see_eagers_gradients() -> None:
     pair = Pair(llama())
     for batch in batches(causal_batch, *GIVEN):
@@ -434,6 +445,7 @@ def test_gradient_clipping_and_scaling_see_eagers_gradients() -> None:
     assert_same_parameters(pair.reference, pair.model)
 
 
+@pytest.mark.slow
 def test_hooks_on_the_model_are_called_with_padded_shapes() -> None:
     model = llama()
     seen: list[tuple[int, ...]] = []

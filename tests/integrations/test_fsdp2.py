@@ -70,6 +70,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_blocks_are_compiled_and_train_alike(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

@@ -1,0 +1,223 @@
+"""What is being compiled beside, and by whom."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from deepytorch.background import start
+from deepytorch.compiler.beside import store
+from deepytorch.compiler.beside.graph_data import CannotSend, to_bytes
+from deepytorch.compiler.beside.job import Job, Settings, fill_caches
+from deepytorch.compiler.beside.worker import send
+from deepytorch.compiler.lower_region import RegionLowering
+from deepytorch.compiler.manager import copied
+from deepytorch.log import logger
+
+
+@dataclass(eq=False)
+class Pending:
+    """One graph that is compiled beside. Set by another thread; `done` last.
+
+    error: why it came to nothing. seconds: of compiling. peak_mb: memory of the process that compiled.
+    """
+
+    name: str
+    asked: float = field(default_factory=time.perf_counter)
+    error: str | None = None
+    seconds: float = 0.0
+    peak_mb: float = 0.0
+    where: str = "a process"
+    done: threading.Event = field(default_factory=threading.Event)
+
+    def finish(self, error: str | None = None, seconds: float = 0.0, peak_mb: float = 0.0) -> None:
+        """It is compiled, or will not be."""
+        self.error, self.seconds, self.peak_mb = error, seconds, peak_mb
+        self.done.set()
+
+
+def compile_beside(
+    name: str,
+    module: fx.GraphModule,
+    arguments: Sequence[Any],
+    varying: Sequence[tuple[int, ...]],
+    lowering: RegionLowering,
+) -> Pending:
+    """Have a graph compiled that is to run with arguments like these; return at once."""
+    pending = Pending(name)
+    try:
+        described = Job.of(module, arguments, varying, lowering)
+        digest, job = described.digest(), to_bytes(described)
+    except CannotSend as reason:
+        logger.info("%s is compiled by a thread, not by a process: %s", name, reason)
+        pending.where = "a thread"
+        _Thread(pending, Settings.here(), copied(module), arguments, varying, lowering).start()
+        return pending
+    logger.info("%s is compiled beside; training goes on in eager meanwhile", name)
+    if store.find(digest) is not None:
+        pending.where = "an earlier run"
+        threading.Thread(target=_load, args=(pending, digest), name="deepytorch-load", daemon=True).start()
+        return pending
+    with _LOCK:
+        global _WORKER
+        if _WORKER is None or not _WORKER.take(pending, digest, job):
+            _WORKER = _Worker()
+            _WORKER.take(pending, digest, job)
+            _WORKER.start()
+    return pending
+
+
+def _load(pending: Pending, digest: str, seconds: float = 0.0, peak_mb: float = 0.0) -> None:
+    """Have torch find what is kept under `digest`."""
+    try:
+        entry = store.find(digest)
+        if entry is not None:
+            entry.install()
+        _warm_up()
+    except OSError as error:
+        pending.finish(error=f"{type(error).__name__}: {error}")
+    else:
+        pending.finish(None, seconds, peak_mb)
+
+
+class _Thread(threading.Thread):
+    """Compiles in this process what no other can."""
+
+    def __init__(
+        self, pending: Pending, settings: Settings, module: fx.GraphModule, arguments: Sequence[Any], *rest: Any
+    ) -> None:
+        super().__init__(name="deepytorch-compile", daemon=True)
+        self._pending, self._settings, self._work = pending, settings, (module, arguments, *rest)
+        devices = [each.device for each in arguments if isinstance(each, torch.Tensor) and each.is_cuda]
+        self._device = torch.cuda.device(devices[0]) if devices else contextlib.nullcontext()
+
+    def run(self) -> None:
+        started = time.perf_counter()
+        try:
+            self._settings.apply_to_thread()
+            with _ONE_AT_A_TIME, self._device:
+                fill_caches(*self._work)
+        except Exception as error:
+            logger.debug("traceback of the failure", exc_info=True)
+            self._pending.finish(error=f"{type(error).__name__}: {str(error)[:500]}")
+        else:
+            self._pending.finish(seconds=time.perf_counter() - started)
+        finally:
+            self._work = ()
+
+
+class _Worker(threading.Thread):
+    """A process that compiles, as long as there is something to compile, and the thread that talks with it."""
+
+    def __init__(self) -> None:
+        super().__init__(name="deepytorch-compile", daemon=True)
+        self._waiting: deque[tuple[Pending, str, bytes]] = deque()
+        self._ended = False
+
+    def take(self, pending: Pending, digest: str, job: bytes) -> bool:
+        """Give it one more job; False where it has ended."""
+        with _LOCK:
+            if self._ended:
+                return False
+            self._waiting.append((pending, digest, job))
+            return True
+
+    def run(self) -> None:
+        """Start the process, hand it one job after the other."""
+        error = "its process ended"
+        pending = None
+        try:
+            process = start(_MAIN, TORCHINDUCTOR_COMPILE_THREADS="1")
+        except OSError as failure:
+            process, error = None, f"no process could be started to compile in: {failure}"
+        while process is not None:
+            with _LOCK:
+                if not self._waiting:
+                    self._ended = True
+                    break
+                pending, digest, job = self._waiting.popleft()
+            with _progress(pending):
+                answer = _answer(process, digest, job)
+            if answer is None:
+                pending.finish(error=f"the process that compiled it ended with {process.wait()}")
+                break
+            if "error" in answer:
+                pending.finish(answer["error"])
+            else:
+                _load(pending, digest, seconds=answer["seconds"], peak_mb=answer["peak_mb"])
+        with _LOCK:
+            self._ended = True
+        for pending, _, _ in self._waiting:
+            pending.finish(error=error)
+        if process is not None:
+            process.communicate()  # which ends it, and the memory that it holds
+
+
+def _warm_up() -> None:
+    """What loading compiled code takes the first time: modules, and a look at the CPU (by 15 processes)."""
+    with contextlib.suppress(Exception):  # then it is done, or fails, where it is needed
+        from deepytorch.torch_internals import compile_fx, pick_vec_isa  # noqa: F401
+
+        pick_vec_isa()
+
+
+@contextlib.contextmanager
+def _progress(pending: Pending) -> Iterator[None]:
+    """In a terminal, where lines of ours are shown, one that tells how long it has been compiling."""
+    if not (logger.isEnabledFor(logging.INFO) and sys.stderr.isatty()):
+        yield
+        return
+    over = threading.Event()
+
+    def show() -> None:
+        while not over.wait(1.0):
+            seconds = time.perf_counter() - pending.asked
+            sys.stderr.write(f"\rdeepytorch: {pending.name} is being compiled, {seconds:.0f} s")
+            sys.stderr.flush()
+        sys.stderr.write("\r\033[K")
+
+    thread = threading.Thread(target=show, name="deepytorch-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(timeout=1.0)
+
+
+def _answer(process: subprocess.Popen[bytes], digest: str, job: bytes) -> dict[str, Any] | None:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        send(process.stdin, digest, job)
+        return dict(json.loads(process.stdout.readline()))
+    except (OSError, ValueError):
+        return None
+
+
+_MAIN = "from deepytorch.compiler.beside.worker import main; main({parent})"
+_LOCK = threading.RLock()
+_ONE_AT_A_TIME = threading.Lock()
+_WORKER: _Worker | None = None
+
+
+def _begin_anew() -> None:
+    """In a child made by `fork`: the worker is its parent's, and whoever held a lock is not here."""
+    global _WORKER, _LOCK, _ONE_AT_A_TIME
+    _WORKER, _LOCK, _ONE_AT_A_TIME = None, threading.RLock(), threading.Lock()
+
+
+os.register_at_fork(after_in_child=_begin_anew)

@@ -1,0 +1,199 @@
+"""What was compiled beside, kept on disk: an entry a graph, found again by a digest of all that the code depends on.
+
+An entry holds the files that `torch.compile` left in a cache folder of its own. To use it is to link them into the
+folder that torch looks in. Entries are folders that only their owner can reach; the ones that were not used for longest
+leave when there are too many.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tarfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deepytorch.config import Environment
+from deepytorch.errors import DataError
+from deepytorch.log import logger
+from deepytorch.private_files import cache_directory, prepare_private, replace_file
+from deepytorch.torch_internals import inductor_cache_dir
+
+_FILES, _ABOUT = "torch", "entry.json"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One graph, compiled. about: what was written down of it, as JSON."""
+
+    path: Path
+    about: dict[str, Any]
+
+    @property
+    def digest(self) -> str:
+        """What it is found by."""
+        return self.path.name
+
+    @property
+    def num_bytes(self) -> int:
+        """On disk."""
+        return int(self.about["num_bytes"])
+
+    @property
+    def used(self) -> float:
+        """When it was made or used last, as `time.time()` counts."""
+        return (self.path / _ABOUT).stat().st_mtime
+
+    def install(self) -> None:
+        """Let torch find what is in it. Raises `OSError` where its cache folder cannot be written."""
+        source, target = self.path / _FILES, Path(inductor_cache_dir())
+        for file in sorted(each for each in source.rglob("*") if each.is_file()):
+            place = target / file.relative_to(source)
+            if not place.exists():
+                place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                _link(file, place)
+        os.utime(self.path / _ABOUT)
+
+
+def folder() -> Path | None:
+    """Where entries are kept; None, with a word, where that is not for this user alone."""
+    found = cache_directory() / "compiled"
+    for directory in (cache_directory(), found):
+        refusal = prepare_private(directory)
+        if refusal is not None:
+            logger.debug("compiled code is not kept in %s: %s", directory, refusal)
+            return None
+    return found
+
+
+def find(digest: str) -> Entry | None:
+    """The entry of that digest, if there is one."""
+    place = folder()
+    return None if place is None else _read(place / digest)
+
+
+def entries() -> list[Entry]:
+    """All of them, the one that was used last in front."""
+    place = folder()
+    if place is None:
+        return []
+    found = [_read(each) for each in place.iterdir() if not each.name.startswith(".") and each.is_dir()]
+    return sorted((each for each in found if each is not None), key=lambda each: each.used, reverse=True)
+
+
+def keep(made: Path, place: Path, about: dict[str, Any]) -> None:
+    """Move `made`, which `files_of` was asked for, to its place. about: to be read by people."""
+    num_bytes = sum(each.stat().st_size for each in (made / _FILES).rglob("*") if each.is_file())
+    replace_file(made / _ABOUT, json.dumps({**about, "num_bytes": num_bytes, "made": time.time()}))
+    made.chmod(0o700)
+    if place.exists():  # not a whole entry, or it would have been used
+        shutil.rmtree(place)
+    made.rename(place)
+
+
+def files_of(made: Path) -> Path:
+    """The folder for torch to write to, in one that is to become an entry. It is made anew."""
+    shutil.rmtree(made, ignore_errors=True)
+    found = made / _FILES
+    found.mkdir(mode=0o700, parents=True)
+    return found
+
+
+def trim(limit_bytes: int | None = None) -> None:
+    """Drop the entries that were not used for longest, until the rest is no more than the limit."""
+    left = Environment.read().cache_mb * 2**20 if limit_bytes is None else limit_bytes
+    for entry in entries():
+        left -= entry.num_bytes
+        if left < 0:
+            remove(entry)
+
+
+def remove(entry: Entry) -> None:
+    """Drop one entry. A process that has linked its files keeps them."""
+    shutil.rmtree(entry.path, ignore_errors=True)
+
+
+def export(path: Path) -> int:
+    """Write all entries into one compressed file, for another machine like this one; return how many."""
+    found = entries()
+    with tarfile.open(path, "w:gz") as archive:
+        for entry in found:
+            archive.add(entry.path, arcname=entry.digest)
+    path.chmod(0o600)
+    return len(found)
+
+
+def take_in(path: Path) -> int:
+    """Add the entries of such a file to those of this user; return how many were new.
+
+    Compiled code is run as it is: take in what you have made. Raises `DataError` for a file that holds anything else,
+    or that others can write.
+    """
+    place = folder()
+    if place is None:
+        raise DataError(f"{cache_directory()} is not for this user alone; expected a folder of mode 0700")
+    if not path.is_file():
+        raise DataError(f"{path} is not a file; expected one that `deepytorch cache export` has written")
+    status = path.stat()
+    if hasattr(os, "getuid") and (status.st_uid not in (os.getuid(), 0) or status.st_mode & 0o022):
+        raise DataError(
+            f"others can write {path}, and it holds code that will run; expected a file of yours, mode 0600"
+        )
+    new = 0
+    scratch = place / f".import-{os.getpid()}"
+    try:
+        with tarfile.open(path, "r:gz") as archive:
+            members = archive.getmembers()
+            for member in members:
+                if not (member.isfile() or member.isdir()) or ".." in Path(member.name).parts or member.name[:1] == "/":
+                    raise DataError(f"{path} holds {member.name!r}; expected compiled entries only")
+            archive.extractall(scratch, members, filter="data")
+        for each in scratch.rglob("*"):
+            each.chmod(0o700 if each.is_dir() else 0o600)
+        for made in sorted(scratch.iterdir()):
+            if _read(made) is not None and _read(place / made.name) is None:
+                made.rename(place / made.name)
+                new += 1
+    except (tarfile.TarError, EOFError, OSError) as error:
+        raise DataError(f"{path} is not a file that `deepytorch cache export` has written: {error}") from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return new
+
+
+def remove_stale(place: Path, older_than_seconds: float = 86400.0) -> None:
+    """What a process that was killed has left half-made."""
+    for each in _hidden(place):
+        if time.time() - each.stat().st_mtime > older_than_seconds:
+            shutil.rmtree(each, ignore_errors=True)
+
+
+def _hidden(place: Path) -> Iterator[Path]:
+    return (each for each in place.iterdir() if each.name.startswith(".") and each.is_dir())
+
+
+def _read(path: Path) -> Entry | None:
+    try:
+        about = json.loads((path / _ABOUT).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if prepare_private(path) is not None or not isinstance(about, dict) or not isinstance(about.get("num_bytes"), int):
+        return None
+    return Entry(path, about)
+
+
+def _link(file: Path, place: Path) -> None:
+    """A link where that can be, else a copy; whole, or not at all."""
+    temporary = place.with_name(f".{place.name}.{os.getpid()}")
+    try:
+        try:
+            os.link(file, temporary)
+        except OSError:
+            shutil.copy2(file, temporary)
+        temporary.replace(place)
+    finally:
+        temporary.unlink(missing_ok=True)

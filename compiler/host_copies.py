@@ -1,0 +1,92 @@
+"""What a batch held on the host before it was moved to a device, so that a step reads it without waiting for that.
+
+A tensor that was moved is known by itself, weakly, with its version: in-place writes end it, and slices, views and
+copies are other tensors, of which nothing is known. What is kept is a copy of our own, since loaders write the next
+batch into the same memory, through numpy even without a trace. Writes through `.data` and by kernels that tell nobody
+are not seen: a batch that is written so has to be moved by hand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from deepytorch.switch import SWITCH
+
+# Ids, masks and labels of any batch; not its images. Copying so many bytes takes well under a millisecond.
+_MOST_BYTES = 8 << 20
+
+
+class _Known(NamedTuple):
+    moved: weakref.ref[Tensor]
+    version: int
+    held: Tensor  # on the host
+
+
+_KNOWN: dict[int, _Known] = {}  # by the id of the moved tensor
+
+
+def host_copy(tensor: Tensor) -> Tensor | None:
+    """What `tensor`, on a device, holds, on the host, not to be written to; None where that is not known."""
+    known = _KNOWN.get(id(tensor))
+    if known is None or known.moved() is not tensor:
+        return None
+    if tensor._version != known.version:
+        del _KNOWN[id(tensor)]
+        return None
+    return known.held
+
+
+def remember(moved: Any, origin: Any) -> None:
+    """Note that the tensors of `moved` are copies on a device of those of `origin`, a batch of the same structure."""
+    if moved is origin:
+        return
+    if isinstance(origin, Tensor):
+        if isinstance(moved, Tensor):
+            _remember(moved, origin)
+    elif isinstance(origin, Mapping):
+        if isinstance(moved, Mapping):
+            for key, each in origin.items():
+                if key in moved:
+                    remember(moved[key], each)
+    elif isinstance(origin, list | tuple):
+        if isinstance(moved, list | tuple) and len(moved) == len(origin):
+            for each, other in zip(moved, origin, strict=True):
+                remember(each, other)
+    elif dataclasses.is_dataclass(origin) and type(moved) is type(origin):
+        for field in dataclasses.fields(origin):
+            remember(getattr(moved, field.name, None), getattr(origin, field.name, None))
+
+
+def _remember(moved: Tensor, origin: Tensor) -> None:
+    if type(moved) is not Tensor or type(origin) is not Tensor or origin.device.type != "cpu":
+        return
+    if moved.shape != origin.shape or moved.dtype != origin.dtype or origin.layout is not torch.strided:
+        return
+    if origin.nbytes > _MOST_BYTES or moved.requires_grad or moved.is_inference():
+        return
+    name = id(moved)
+
+    def forget(gone: weakref.ref[Tensor]) -> None:
+        known = _KNOWN.get(name)
+        if known is not None and known.moved is gone:
+            del _KNOWN[name]
+
+    _KNOWN[name] = _Known(weakref.ref(moved, forget), moved._version, origin.detach().clone())
+
+
+def remembering(move: Callable[..., Any]) -> Callable[..., Any]:
+    """`move(batch, ...)`, which gives a batch on a device, with the tensors that it gives remembered."""
+
+    def moved(batch: Any, *args: Any, **kwargs: Any) -> Any:
+        found = move(batch, *args, **kwargs)
+        if SWITCH.enabled:
+            remember(found, batch)
+        return found
+
+    return moved

@@ -1,0 +1,113 @@
+"""`Program.facts` on the host, for batches on a device of which the host knows what they hold."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from deepytorch.compiler.host_copies import host_copy
+from deepytorch.device_reads import Later, waits
+from deepytorch.log import once
+from deepytorch.passes.samples import sample
+from deepytorch.passes.unpad.program import Program
+
+_SIZE = torch.ops.aten.sym_size.int
+
+
+class HostFacts:
+    """Evaluates a program's facts on the host, where all that they are made of is known there."""
+
+    def __init__(self, program: Program) -> None:
+        self._program, self._failed = program, False
+        self._module: fx.GraphModule | None = None
+        self._buffers = {buffer.input: buffer for buffer in program.buffers}
+        self._copies: dict[int, torch.Tensor] = {}  # of buffers, which were found unchanged before
+        self._sampled: Later | None = None
+        self._changed = False
+        placeholders = [node for node in program.facts.graph.nodes if node.op == "placeholder"]
+        self._only_sizes = [all(user.target is _SIZE for user in node.users) for node in placeholders]
+
+    def values(self, inputs: Sequence[Any]) -> Sequence[torch.Tensor] | None:
+        """The outputs of `Program.facts`, of the region's inputs; None where these are not all known on the host."""
+        if self._failed:
+            return None
+        given = self._on_host(inputs)
+        if given is None:
+            return None
+        try:
+            if self._module is None:
+                self._module = on_host(self._program.facts)
+            return self._module.forward(*given)  # type: ignore[no-any-return]
+        except (torch.OutOfMemoryError, KeyboardInterrupt):
+            raise
+        except Exception as error:
+            self._failed = True
+            once(logging.WARNING, "batches are read from the device: %s", str(error)[:500])
+            return None
+
+    def _on_host(self, inputs: Sequence[Any]) -> list[Any] | None:
+        """The inputs of `Program.facts` with what they hold on the host; None where none is on a device."""
+        found, known = [], False
+        for index, only_sizes in zip(self._program.facts_inputs, self._only_sizes, strict=True):
+            given = inputs[index]
+            if not isinstance(given, torch.Tensor):
+                found.append(given)
+                continue
+            held = host_copy(given)
+            if held is not None:
+                known = True
+            elif index in self._buffers:
+                held = self._buffer(index) if waits(given) else given
+            elif only_sizes:
+                held = torch.empty((), dtype=given.dtype).expand(given.shape)
+            elif waits(given):
+                return None
+            else:
+                held = given
+            found.append(held)
+        return found if known else None
+
+    def _buffer(self, index: int) -> torch.Tensor:
+        """A buffer's values; they are read once."""
+        if index not in self._copies:
+            self._copies[index] = self._buffers[index].tensor.detach().cpu()
+        return self._copies[index]
+
+    def buffer_changed(self) -> bool:
+        """Whether a buffer on the device was seen to have other values, by a look that an earlier step asked for."""
+        if self._changed or self._sampled is not None:
+            found = None if self._sampled is None else self._sampled.get()
+            if found is not None:
+                self._changed, self._sampled = self._changed or bool(found.any()), None
+        if self._sampled is None and not self._changed:
+            differ = []
+            for buffer in self._program.buffers:
+                if buffer.sample is not None and waits(buffer.tensor):
+                    now = sample(buffer.tensor)
+                    assert now is not None
+                    differ.append((now.view(torch.uint8) != buffer.sample.view(torch.uint8)).any())
+            if differ:
+                self._sampled = Later(torch.stack(differ))
+        return self._changed
+
+
+def on_host(module: fx.GraphModule) -> fx.GraphModule:
+    """The same graph with its tensors on the host."""
+    made = fx.GraphModule(module, copy.deepcopy(module.graph))
+    host = torch.device("cpu")
+    for node in made.graph.nodes:
+        if node.op == "get_attr":
+            owner, _, name = node.target.rpartition(".")
+            value = getattr(made.get_submodule(owner), name)
+            if isinstance(value, torch.Tensor):
+                setattr(made.get_submodule(owner), name, value.detach().cpu())
+        moved = {name: host for name, value in node.kwargs.items() if name == "device" and value is not None}
+        node.kwargs = {**node.kwargs, **moved}
+        node.args = tuple(host if isinstance(value, torch.device) else value for value in node.args)
+    made.recompile()
+    return made

@@ -1,0 +1,35 @@
+"""A graph compiled by a `torch.compile` of its own, with guards of its own, inside of what Dynamo traced around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from deepytorch.compiler.dynamic_sizes import mark_alias
+from deepytorch.torch_internals import functorch_config
+
+Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+Compiled = Callable[..., Sequence[Any]]
+
+
+def compile_nested(
+    module: fx.GraphModule, backend: Backend, arguments: Sequence[Any], varying: Sequence[tuple[int, ...]]
+) -> tuple[Compiled, Sequence[Any]]:
+    """What calls the compiled graph from now on, and what it gives for these arguments.
+
+    varying: for every argument the dimensions that vary from call to call.
+    """
+    # Dynamo never enters code that was generated while it was compiling, so it is generated again.
+    module.recompile()
+
+    def both(traced: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
+        # The backward at once, as beside, where there is none to wait for: it is part of the cache's key.
+        with functorch_config.patch(force_non_lazy_backward_lowering=True):
+            return backend(traced, example_inputs)
+
+    compiled = torch.compile(module.forward, backend=both, fullgraph=True)
+    marked = [mark_alias(value, dims) if dims else value for value, dims in zip(arguments, varying, strict=True)]
+    return compiled, compiled(*marked)

@@ -1,0 +1,65 @@
+"""`deepytorch cache`: what was compiled on this machine, and kept."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+cache = typer.Typer(help="Compiled graphs that are kept on disk: list, export, import, clear.", no_args_is_help=True)
+
+
+@cache.command("list")
+def list_entries() -> None:
+    """List what is kept, the one that was used last in front."""
+    from deepytorch.compiler.beside.store import entries, folder
+
+    table = Table(title=f"compiled graphs in {folder()}", title_justify="left")
+    for name in ("graph", "MB", "compiled in s", "torch", "used"):
+        table.add_column(name)
+    found = entries()
+    for entry in found:
+        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
+        seconds, torch = entry.about.get("seconds"), entry.about.get("torch", "")
+        table.add_row(
+            entry.digest[:12],
+            f"{entry.num_bytes / 2**20:.1f}",
+            f"{seconds:.1f}" if isinstance(seconds, (int, float)) else "",
+            str(torch),
+            used,
+        )
+    Console().print(table if found else f"nothing is kept in {folder()}", soft_wrap=True)
+
+
+@cache.command("export")
+def export_entries(file: Annotated[Path, typer.Argument(help="The file to write, such as compiled.tar.gz.")]) -> None:
+    """Write all that is kept into one file, for a cluster's other hosts or a container image.
+
+    They need the same versions of Python, torch and deepytorch and the same kind of CPU; elsewhere it is not used.
+    """
+    from deepytorch.compiler.beside.store import export
+
+    Console().print(f"{export(file)} compiled graphs are in {file}", soft_wrap=True)
+
+
+@cache.command("import")
+def import_entries(file: Annotated[Path, typer.Argument(help="A file that `cache export` has written.")]) -> None:
+    """Add what such a file holds to what is kept. It is code that will run: import what you have made."""
+    from deepytorch.compiler.beside.store import take_in
+
+    Console().print(f"{take_in(file)} compiled graphs are new here", soft_wrap=True)
+
+
+@cache.command("clear")
+def clear_entries() -> None:
+    """Remove all that is kept. What runs goes on."""
+    from deepytorch.compiler.beside.store import entries, remove
+
+    found = entries()
+    for entry in found:
+        remove(entry)
+    Console().print(f"{len(found)} compiled graphs were removed", soft_wrap=True)
