@@ -16,17 +16,22 @@ from rich.markup import escape
 from deepytorch.cli import (
     bench_comm,
     bench_ddp,
+    bench_epoch,
     bench_hosts,
+    bench_kernels,
     bench_sharded,
     bench_unpad,
     build,
+    cache,
     config,
     demo,
     doctor,
+    gpu_check,
     lab,
     simulate,
     verify,
 )
+from deepytorch.config import process_environment
 from deepytorch.errors import DeepytorchError
 from deepytorch.switch import SWITCH
 from deepytorch.version import __version__
@@ -46,14 +51,18 @@ bench = typer.Typer(help="Measure what deepytorch gains on this machine.", no_ar
 app.command("demo")(demo.demo)
 app.command("verify", context_settings=_BEFORE_A_COMMAND)(verify.verify)
 app.command("doctor")(doctor.doctor)
+app.command("gpu-check")(gpu_check.gpu_check)
 app.command("config")(config.config)
 app.command("build")(build.build)
+app.add_typer(cache.cache, name="cache")
 app.add_typer(bench, name="bench")
 bench.command("unpad")(bench_unpad.unpad)
 bench.command("hosts")(bench_hosts.hosts)
 bench.command("ddp")(bench_ddp.ddp)
 bench.command("sharded")(bench_sharded.sharded)
 bench.command("comm")(bench_comm.comm)
+bench.command("epoch")(bench_epoch.epoch)
+bench.command("kernels")(bench_kernels.kernels)
 app.command("lab", context_settings=_BEFORE_A_COMMAND)(lab.lab)
 app.command("simulate")(simulate.simulate)
 
@@ -76,8 +85,11 @@ def _print_version(asked: bool) -> None:
 
 @app.callback()
 def _root(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Take the options that stand before a command."""
+    if context.invoked_subcommand != "lab":  # what is measured or compared here is compiled, and not in its first steps
+        process_environment().setdefault("DEEPYTORCH_COMPILE", "wait")

@@ -470,6 +470,7 @@ def command_line(*arguments: str, **more) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_two_ranks_are_measured_on_this_machine(tmp_path):
     done = command_line(
         *("--backends", "gloo,gloo", "--sizes", "1K:64K:8", "--op", "all_reduce,all_gather", "--dtype", "bfloat16"),
@@ -493,6 +494,7 @@ def test_two_ranks_are_measured_on_this_machine(tmp_path):
     assert (tmp_path / "plot.png").read_bytes().startswith(PNG)
 
 
+@pytest.mark.slow
 def test_other_numbers_of_ranks_and_other_ops_are_measured_too():
     result = run_comm(options(ranks=3, ops=("reduce_scatter", "broadcast"), redop="avg", sizes_bytes=(1, 4096)))
     # as many elements for each rank, at least one
@@ -503,6 +505,7 @@ def test_other_numbers_of_ranks_and_other_ops_are_measured_too():
     assert sum(cell.wrong for cell in result.cells) == 0
 
 
+@pytest.mark.slow
 def test_torchrun_measures_in_place_and_rank_0_shows(tmp_path):
     port = str(20_000 + os.getpid() % 10_000)
     environment = {**os.environ, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
@@ -526,6 +529,7 @@ def test_torchrun_measures_in_place_and_rank_0_shows(tmp_path):
     assert other == ("", "")
 
 
+@pytest.mark.slow
 def test_arms_of_deepytorch_get_their_options_and_tell_what_ran(worker):
     stand_in = """
         import types
@@ -557,6 +561,7 @@ def test_arms_of_deepytorch_get_their_options_and_tell_what_ran(worker):
     assert sum(cell.wrong for cell in result.cells) == 0
 
 
+@pytest.mark.slow
 def test_wrong_results_are_counted(worker):
     spoil = """
         run_collective(op, buffers, redop, group)
@@ -635,6 +640,7 @@ def test_whatever_ends_the_command_ends_the_ranks(worker, ranks_left, tmp_path, 
         assert list(temporary.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.lab
 def test_simulated_hosts_are_measured_within_their_rate():
     result = run_comm(options(hosts=2, ranks=1, rate="200mbit", sizes_bytes=(1 << 20,), min_time_ms=50.0))

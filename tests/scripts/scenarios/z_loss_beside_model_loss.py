@@ -3,8 +3,6 @@
 import torch
 from tiny import batch, llama, norms
 
-DEFAULT = True
-
 torch.manual_seed(0)
 model = llama()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

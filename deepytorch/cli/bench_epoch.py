@@ -1,0 +1,86 @@
+"""`deepytorch bench epoch`: real tokens a second, against batches of like lengths."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from deepytorch.cli.options import (
+    BatchSize,
+    Data,
+    Device,
+    Dtype,
+    DtypeOf,
+    JsonFile,
+    LabelsOf,
+    Model,
+    ModelFamily,
+    ModelSize,
+    SizeOf,
+    quiet_transformers,
+)
+
+
+def epoch(
+    labels: Annotated[
+        LabelsOf, typer.Option(help="Which tokens have labels: those of the response, or of the instruction too.")
+    ] = LabelsOf.response,
+    data: Data = None,
+    model: ModelFamily = Model.llama,
+    size: SizeOf = ModelSize.small,
+    batch_size: BatchSize = 8,
+    rows: Annotated[int, typer.Option(min=1, help="Rows of the epoch that batches are taken from.")] = 3200,
+    steps: Annotated[int, typer.Option(min=1, help="Batches that are timed, spread evenly over the epoch.")] = 32,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each batch is timed in each setup.")] = 3,
+    dtype: DtypeOf = Dtype.fp32,
+    device: Device = "cpu",
+    json_file: JsonFile = None,
+) -> None:
+    """Time training over an epoch, rows in random order and grouped by length as Trainer's group_by_length does.
+
+    Each setup trains its own model with AdamW; what counts is real tokens a second, without padding.
+    """
+    from deepytorch.bench.epoch import EpochOptions, run_epoch
+    from deepytorch.bench.json_results import write_json
+
+    console = Console(stderr=json_file == "-")
+    quiet_transformers()
+    options = EpochOptions(
+        model=model.value,
+        size=size.value,
+        labels=labels.value,
+        data=data,
+        rows=rows,
+        batch_size=batch_size,
+        steps=steps,
+        rounds=rounds,
+        dtype=dtype.value,
+        device=device,
+    )
+    with console.status("Starting") as status:
+        result = run_epoch(options, notify=status.update)
+    title = (
+        f"{result.model}, batch {result.batch_size}, {result.dtype}, {result.device}: an epoch of {result.rows} rows"
+    )
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
+    for name in ("compiled by", "rows in order of", "real tokens/s", "ratio", "real tokens"):
+        table.add_column(name, justify="left" if name in ("compiled by", "rows in order of") else "right")
+    for arm in result.arms:
+        table.add_row(
+            arm.backend,
+            arm.order,
+            f"{arm.tokens_per_s:,.0f}",
+            f"{arm.ratio:.2f}x",
+            f"{100 * arm.real_token_fraction:.0f} %",
+        )
+    console.print(table)
+    if json_file == "-":
+        typer.echo(json.dumps(result.to_json(), indent=2))
+    elif json_file is not None:
+        write_json(Path(json_file), result.to_json())

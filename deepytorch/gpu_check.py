@@ -1,0 +1,385 @@
+"""`deepytorch gpu-check`: whether what deepytorch does on a GPU is right on this one, and how fast it is.
+
+From a work tree with `PYTHONPATH` alone, without a network, in eight minutes at most. Each check stands for itself: one
+that fails or raises is told with the others, at the end, the failed ones first.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepytorch import paused
+from deepytorch.bench.models import batch_kind, build_model
+from deepytorch.data import batches, load_rows, train_tokenizer
+from deepytorch.errors import ConfigError
+from deepytorch.passes.ops.attention_tile import Rule
+from deepytorch.passes.ops.linear_cross_entropy import linear_cross_entropy
+from deepytorch.passes.ops.linear_cross_entropy_chunked import LossRule
+from deepytorch.passes.ops.reference import linear_cross_entropy_reference, varlen_attention_reference
+from deepytorch.passes.ops.varlen_attention import varlen_attention
+from deepytorch.torch_internals import reset_dynamo
+
+SECONDS = 480.0
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_MODELS = ("llama", "bert", "t5")
+_OF_EAGERS = 3.0  # as far off as eager in that dtype, times this: the rule of PyTorch's own benchmarks
+_SLACK = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # of the size of what is compared
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one check found. passed: None where it could not be made; `said` tells why, or a figure."""
+
+    group: str
+    name: str
+    passed: bool | None
+    said: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Check:
+    group: str
+    name: str
+    run: Callable[[], str]
+    quick: bool = True  # whether it is made with --quick, too
+
+
+class Failed(Exception):
+    """A check found something wrong; its text says what."""
+
+
+class Skipped(Exception):
+    """A check cannot be made here; its text says why."""
+
+
+def gpu_check(
+    device: str = "cuda",
+    quick: bool = False,
+    seconds: float = SECONDS,
+    notify: Callable[[str], None] = lambda text: None,
+) -> list[Outcome]:
+    """Make every check on `device`; those that do not begin within `seconds` are told as not made.
+
+    quick: kernels, parity and synchronisations in small, and no figures. Raises `ConfigError` for a device that there
+    is not.
+    """
+    place = torch.device(device)
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("There is no CUDA device here; `deepytorch doctor` says why. --device cpu tries the checks.")
+    begin = time.monotonic()
+    found = []
+    for check in _checks(place):
+        if quick and not check.quick:
+            continue
+        if time.monotonic() - begin > seconds:
+            found.append(Outcome(check.group, check.name, None, f"not begun within {seconds:.0f} s", 0.0))
+            continue
+        notify(f"{check.group}: {check.name}")
+        found.append(_made(check))
+    order = {False: 0, None: 1, True: 2}
+    return sorted(found, key=lambda outcome: order[outcome.passed])
+
+
+def to_json(outcomes: list[Outcome], device: str) -> dict[str, Any]:
+    """What was found, with the machine it was found on, as JSON holds it."""
+    properties: dict[str, Any] = {"name": "cpu"}
+    if torch.device(device).type == "cuda":
+        of = torch.cuda.get_device_properties(device)
+        properties = {
+            "name": of.name,
+            "capability": f"{of.major}.{of.minor}",
+            "memory_gb": round(of.total_memory / 2**30),
+        }
+    return {
+        "device": properties,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "checks": [asdict(outcome) for outcome in outcomes],
+    }
+
+
+def _made(check: _Check) -> Outcome:
+    begin = time.monotonic()
+    passed: bool | None = True
+    try:
+        said = check.run()
+    except Skipped as reason:
+        passed, said = None, str(reason)
+    except Failed as reason:
+        passed, said = False, str(reason)
+    except Exception as error:
+        passed, said = False, f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-4)}"
+    return Outcome(check.group, check.name, passed, said, round(time.monotonic() - begin, 2))
+
+
+def _checks(device: torch.device) -> Iterator[_Check]:
+    yield _Check("machine code", "every kernel, for this device", lambda: _machine_code(device))
+    for dtype in _DTYPES:
+        for name, options in _LOSSES.items():
+            yield _Check("linear + cross-entropy", f"{dtype}, {name}", _bound(_loss_is_right, device, dtype, options))
+        for name, options in _ATTENTIONS.items():
+            yield _Check("attention", f"{dtype}, {name}", _bound(_attention_is_right, device, dtype, options))
+    for model in _MODELS:
+        for dtype in ("fp32", "bf16"):
+            yield _Check("parity", f"{model}, {dtype}, Inductor", _bound(_trains_as_eager, device, model, dtype))
+    yield _Check("synchronisations", "a packed step", lambda: _synchronisations(device))
+    yield _Check("speed", "linear + cross-entropy, 4096 x 4096 x 128256, bf16", lambda: _loss_speed(device), False)
+    yield _Check("speed", "attention, 8 rows of 1024, 32 heads of 128, bf16", lambda: _attention_speed(device), False)
+    yield _Check("speed", "bench unpad, llama base, bf16", lambda: _unpad_speed(device), False)
+
+
+def _bound(call: Callable[..., str], *given: Any) -> Callable[[], str]:
+    return lambda: call(*given)
+
+
+# ------------------------------------------------------------------ kernels
+
+
+def _machine_code(device: torch.device) -> str:
+    from deepytorch.bench.kernels import run_kernels
+    from deepytorch.machine_code import CAPABILITIES
+
+    if device.type != "cuda":
+        raise Skipped("no CUDA device; `deepytorch bench kernels` compiles for some without one")
+    major, minor = torch.cuda.get_device_capability(device)
+    nearest = max((each for each in CAPABILITIES if each <= 10 * major + minor), default=None)
+    if nearest is None:
+        raise Skipped(f"compute capability {major}.{minor}; kernels are for 8.0 and newer")
+    rows = run_kernels([nearest])
+    wrong = [f"{row.kernel}, {row.variant}: {each}" for row in rows for each in row.troubles]
+    if wrong:
+        raise Failed("; ".join(wrong))
+    return f"{len(rows)} variants for sm_{nearest}"
+
+
+_LOSSES: dict[str, dict[str, Any]] = {
+    "mean": {},
+    "sum, smoothed": {"reduction": 2, "label_smoothing": 0.1},
+    "softcap": {"softcap": 30.0},
+}
+_ATTENTIONS: dict[str, dict[str, Any]] = {
+    "causal": {"window_right": 0},
+    "both ways": {},
+    "window": {"window_left": 17, "window_right": 0},
+    "dropout": {"window_right": 0, "dropout_p": 0.1},
+    "bias": {"bias": True},
+}
+
+
+def _loss_is_right(device: torch.device, dtype: str, options: dict[str, Any]) -> str:
+    generator = torch.Generator().manual_seed(0)
+    rows, size, classes = 301, 264, 1003
+    given = [torch.randn(rows, size, generator=generator), torch.randn(classes, size, generator=generator) * 0.05]
+    target = torch.randint(0, classes, (rows,), generator=generator)
+    target[::3] = -100
+    target = target.to(device)
+    rule = LossRule(**options)
+    named = {**options, "reduction": {1: "mean", 2: "sum"}[rule.reduction]}
+
+    def of(call: Callable[[Tensor, Tensor], Tensor], kind: torch.dtype) -> list[Tensor]:
+        leaves = [each.to(device, kind).requires_grad_() for each in given]
+        loss = call(*leaves)
+        return [loss.detach(), *torch.autograd.grad(loss, leaves)]
+
+    def reference(hidden: Tensor, weight: Tensor) -> Tensor:
+        return linear_cross_entropy_reference(hidden, weight, None, target, None, rule)
+
+    exact, eager = of(reference, torch.float64), of(reference, _DTYPES[dtype])
+    ours = of(lambda hidden, weight: linear_cross_entropy(hidden, weight, target, **named), _DTYPES[dtype])
+    return _as_near(("loss", "gradient of hidden", "gradient of weight"), exact, eager, ours, _DTYPES[dtype])
+
+
+def _attention_is_right(device: torch.device, dtype: str, options: dict[str, Any]) -> str:
+    generator = torch.Generator().manual_seed(0)
+    lengths = [1, 37, 130, 64, 5]
+    starts = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+    shapes = [(sum(lengths), heads, 64) for heads in (4, 2, 2)]
+    given = [torch.randn(shape, generator=generator) for shape in shapes]
+    options = dict(options)
+    biased = options.pop("bias", False)
+    bias = torch.randn(1, 4, 1, max(lengths), generator=generator) if biased else None
+    seed = torch.tensor(7, device=device) if options.get("dropout_p") else None
+    rule = Rule(**{"scale": 0.125, "window_left": -1, "window_right": -1, "dropout_p": 0.0, "softcap": 0.0, **options})
+
+    def of(call: Callable[..., Tensor], kind: torch.dtype) -> list[Tensor]:
+        leaves = [each.to(device, kind).requires_grad_() for each in given]
+        output = call(*leaves, None if bias is None else bias.to(device, kind))
+        return [output.detach(), *torch.autograd.grad(output.square().sum(), leaves)]
+
+    def reference(query: Tensor, key: Tensor, value: Tensor, added: Tensor | None) -> Tensor:
+        return varlen_attention_reference(query, key, value, starts, starts, bias=added, seed=seed, rule=rule)
+
+    def operator(query: Tensor, key: Tensor, value: Tensor, added: Tensor | None) -> Tensor:
+        longest = max(lengths)
+        return varlen_attention(
+            query, key, value, starts, starts, longest, longest, bias=added, seed=seed, scale=0.125, **options
+        )
+
+    exact, eager = of(reference, torch.float64), of(reference, _DTYPES[dtype])
+    ours = of(operator, _DTYPES[dtype])
+    return _as_near(("output", "query", "key", "value"), exact, eager, ours, _DTYPES[dtype])
+
+
+def _as_near(
+    names: tuple[str, ...], exact: list[Tensor], eager: list[Tensor], ours: list[Tensor], dtype: torch.dtype
+) -> str:
+    """Raise `Failed` where ours is further from the exact values than eager is, but for a factor and a bit."""
+    worst = 0.0
+    for name, wanted, theirs, found in zip(names, exact, eager, ours, strict=True):
+        wanted = wanted.double()
+        off, allowed = (found.double() - wanted).norm(), (theirs.double() - wanted).norm()
+        limit = _OF_EAGERS * allowed + _SLACK[dtype] * wanted.norm()
+        if not bool(off <= limit):
+            raise Failed(f"{name} is off by {off:.3g}; {limit:.3g} allowed, eager is off by {allowed:.3g}")
+        worst = max(worst, float(off / wanted.norm()))
+    return f"off by {worst:.1e} at most"
+
+
+# ------------------------------------------------------------------ models
+
+
+def _few_batches(model: str, device: torch.device, steps: int, size: int = 8) -> list[dict[str, Tensor]]:
+    rows = load_rows(None)
+    drawn = batches(
+        rows, train_tokenizer(rows, 512), batch_size=size, max_length=256, kind=batch_kind(model), steps=steps
+    )
+    return [{name: value.to(device) for name, value in batch.items()} for batch in drawn]
+
+
+def _trains_as_eager(device: torch.device, model: str, dtype: str) -> str:
+    """Three steps of SGD in float32, in `dtype`, and in `dtype` by deepytorch: losses, and weights at the end."""
+    reset_dynamo()
+    start: nn.Module = build_model(model, "tiny", vocab_size=512, seed=0)
+    data = _few_batches(model, device, 3)
+    with paused():
+        exact = _trained(copy.deepcopy(start).to(device), data, torch.float32, None)
+        eager = _trained(copy.deepcopy(start).to(device), data, _DTYPES[dtype], None)
+    ours = _trained(copy.deepcopy(start).to(device), data, _DTYPES[dtype], "deepytorch")
+    return _as_near(("losses", "change of the weights"), exact, eager, ours, _DTYPES[dtype])
+
+
+def _trained(model: nn.Module, data: list[dict[str, Tensor]], dtype: torch.dtype, backend: str | None) -> list[Tensor]:
+    call = model if backend is None else torch.compile(model, backend=backend)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    before = [each.detach().clone() for each in model.parameters()]
+    losses = []
+    for batch in data:
+        optimizer.zero_grad()
+        with torch.autocast(data[0]["input_ids"].device.type, dtype, enabled=dtype != torch.float32):
+            loss = call(**batch).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach().float())
+    change = [(now.detach() - then).flatten() for now, then in zip(model.parameters(), before, strict=True)]
+    return [torch.stack(losses), torch.cat(change)]
+
+
+def _synchronisations(device: torch.device) -> str:
+    """How often a step after the warm-up waits for the device, whose batch was moved by `deepytorch.prefetch`."""
+    if device.type != "cuda":
+        raise Skipped("no CUDA device")
+    from deepytorch import prefetch
+
+    model: nn.Module = build_model("llama", "tiny", vocab_size=512, seed=0)
+    model = model.to(device)
+    call = torch.compile(model, backend="deepytorch")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    counts = []
+    for step, batch in enumerate(prefetch(_few_batches("llama", torch.device("cpu"), 12), device)):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn" if step >= 6 else "default")
+            try:
+                call(**batch).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        if step >= 6:
+            counts.append(sum("synchroniz" in str(each.message).lower() for each in said))
+    if statistics.median(counts) > 0:
+        raise Failed(f"{counts} synchronisations in the steps after the sixth; expected none")
+    return f"{counts} in the steps after the sixth"
+
+
+# ------------------------------------------------------------------ figures
+
+
+def _median_ms(call: Callable[[], object], rounds: int = 10) -> float:
+    for _ in range(3):
+        call()
+    taken = []
+    for _ in range(rounds):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        taken.append(begin.elapsed_time(end))
+    return statistics.median(taken)
+
+
+def _loss_speed(device: torch.device) -> str:
+    if device.type != "cuda":
+        raise Skipped("no CUDA device")
+    rows, size, classes = 4096, 4096, 128_256
+    hidden = torch.randn(rows, size, device=device, dtype=torch.bfloat16).requires_grad_()
+    weight = (torch.randn(classes, size, device=device, dtype=torch.bfloat16) * 0.02).requires_grad_()
+    target = torch.randint(0, classes, (rows,), device=device)
+
+    def ours() -> None:
+        torch.autograd.grad(linear_cross_entropy(hidden, weight, target), (hidden, weight))
+
+    torch.cuda.reset_peak_memory_stats(device)
+    held = torch.cuda.memory_allocated(device)
+    ms = _median_ms(ours)
+    # beyond the inputs and the two gradients, which are as large
+    extra = torch.cuda.max_memory_allocated(device) - held - (hidden.nbytes + weight.nbytes)
+    rate = 6 * rows * size * classes / ms / 1e9
+    return f"{ms:.2f} ms, {rate:.0f} TFLOP/s, {extra / 1e6:.0f} MB beyond inputs and gradients"
+
+
+def _attention_speed(device: torch.device) -> str:
+    if device.type != "cuda":
+        raise Skipped("no CUDA device")
+    rows, length, heads, size = 8, 1024, 32, 128
+    starts = torch.arange(0, rows * length + 1, length, device=device, dtype=torch.int32)
+    leaves = [
+        torch.randn(rows * length, heads, size, device=device, dtype=torch.bfloat16).requires_grad_() for _ in range(3)
+    ]
+    bias = torch.randn(1, heads, 1, length, device=device, dtype=torch.bfloat16)
+    upstream = torch.randn(rows * length, heads, size, device=device, dtype=torch.bfloat16)
+    said = []
+    cases: dict[str, dict[str, Any]] = {"flash": {}, "bias": {"bias": bias}, "dropout": {"dropout_p": 0.1}}
+    for name, options in cases.items():
+
+        def run(options: dict[str, Any] = options) -> None:
+            query, key, value = leaves
+            output = varlen_attention(query, key, value, starts, starts, length, length, window_right=0, **options)
+            torch.autograd.grad(output, leaves, upstream)
+
+        said.append(f"{name} {_median_ms(run):.2f} ms")
+    return ", ".join(said)
+
+
+def _unpad_speed(device: torch.device) -> str:
+    from deepytorch.bench.unpad import UnpadOptions, run_unpad
+
+    if device.type != "cuda":
+        raise Skipped("no CUDA device")
+    found = run_unpad(UnpadOptions(size="base", dtype="bf16", device=str(device), steps=4, rounds=2))
+    return (
+        f"{found.ratio_vs_eager:.2f}x eager, {found.ratio_vs_inductor:.2f}x Inductor, of {found.token_ceiling:.2f}x "
+        f"that pads take; {found.steps_packed} steps packed, {found.steps_padded} padded"
+    )

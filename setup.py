@@ -1,0 +1,46 @@
+"""What pyproject.toml cannot say: with DEEPYTORCH_NATIVE=1 a wheel carries the process group's C++, compiled.
+
+    DEEPYTORCH_NATIVE=1 pip wheel --no-build-isolation --no-deps .
+
+It is compiled for the torch and the Python of the environment that it is built in, which has to have deepytorch's
+dependencies, and is used with these alone; with any other the wheel compiles at first use, as one without it does.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Distribution, setup
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).resolve().parent
+CARRIES = os.environ.get("DEEPYTORCH_NATIVE", "0") == "1"
+CODE = (
+    "import sys; sys.path.insert(0, sys.argv[1]); from deepytorch.comm.group import native; native.carry(sys.argv[2])"
+)
+
+
+class BuildPython(build_py):
+    """Copies the modules, and compiles what they load."""
+
+    def run(self) -> None:
+        """What setuptools calls."""
+        super().run()
+        if CARRIES and not self.editable_mode:
+            folder = Path(self.build_lib).resolve() / "deepytorch" / "comm" / "built"
+            environment = {**os.environ, "DEEPYTORCH": "off"}
+            subprocess.run([sys.executable, "-c", CODE, str(ROOT), str(folder)], env=environment, check=True)
+
+
+class Platform(Distribution):
+    """A wheel with machine code in it is one for this platform and this Python."""
+
+    def has_ext_modules(self) -> bool:
+        """Whether it has some."""
+        return CARRIES
+
+
+setup(cmdclass={"build_py": BuildPython}, distclass=Platform)
