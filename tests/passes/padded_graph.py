@@ -229,7 +229,7 @@ class Packed:
 
 def facts(mask: torch.Tensor) -> Facts:
     """What a step knows of a batch with these tokens."""
-    return Facts([tuple(mask.shape)], [mask], [], [mask.sum(1).tolist()], [], [])
+    return Facts([tuple(mask.shape)], [mask], [], [mask.sum(1).tolist()], [], [], mask.device, {}, waited=False)
 
 
 def by_token(value: torch.Tensor, layout: Layout, sizes: Mapping[str, int]) -> tuple[torch.Tensor, Positions]:
