@@ -320,10 +320,10 @@ def _wants_door(module: nn.Module, found: Sequence[Outcome]) -> bool:
 
     if Outcome.PACKED in found:
         return False
-    return (len(found) > 1 or Outcome.UNTRACEABLE in found) and _is_of_libraries(module)
+    return (len(found) > 1 or Outcome.UNTRACEABLE in found) and is_of_libraries(module)
 
 
-def _is_of_libraries(module: nn.Module) -> bool:
+def is_of_libraries(module: nn.Module) -> bool:
     """Whether no module in it is of a class of the user's, whose reach nobody knows."""
     kinds = {kind for each in module.modules() for kind in type(each).__mro__ if issubclass(kind, nn.Module)}
     return all(kind.__module__.partition(".")[0] in LIBRARIES for kind in kinds)
@@ -367,7 +367,7 @@ def _door_of(module: nn.Module, options: dict[str, Any] | None) -> Door | None:
 
 def _first_door_of(module: nn.Module, options: dict[str, Any] | None) -> Door | None:
     """For the steps before a module is proved by its graph: only where it reaches by attention alone."""
-    return _door_of(module, options) if _is_of_libraries(module) else None
+    return _door_of(module, options) if is_of_libraries(module) else None
 
 
 def _is_partitioned(module: nn.Module) -> bool:

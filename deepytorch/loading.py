@@ -49,7 +49,7 @@ class Prefetched(Generic[Batch]):
         left = iter(self.loader)
         coming = _next(left, self.device, stream)
         while (batch := coming) is not None:
-            given = batch.get()  # raises what the loader has raised
+            given = batch.get()  # raises what the loader has raised; behind it the loader may write to its memory again
             coming = _next(left, self.device, stream)
             yield given
 
@@ -67,7 +67,7 @@ class _Moved:
             raise self._error
         if self._stream is not None and self._copied is not None:
             current = torch.cuda.current_stream(self._stream.device)
-            current.wait_event(self._copied)
+            self._copied.synchronize()  # launched a step ago, on a stream that waits for nothing: it is over
             _map(self._batch, lambda tensor: _used_on(tensor, current))
         return self._batch
 

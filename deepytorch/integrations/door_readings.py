@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepytorch import autowrap
 from deepytorch.integrations.packed_attention import asks_for_every_attention, has_learned_bias
 from deepytorch.integrations.packed_batch import Reading, RowKind, columns, counts, ids_counted
 from deepytorch.torch_internals import BatchNorm
@@ -54,6 +55,8 @@ def declined_beforehand(outer: nn.Module, model: Any) -> str | None:
     adapters = getattr(outer, "peft_config", None) or {}
     if any(getattr(each, "is_prompt_learning", False) for each in adapters.values()):
         return "virtual tokens of a learned prompt"
+    if not autowrap.is_of_libraries(outer):
+        return "modules of the script's own, which may join tokens further apart than a probe's rows are long"
     return None
 
 

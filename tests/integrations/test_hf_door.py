@@ -163,6 +163,8 @@ def test_a_head_that_chooses_among_positions_is_left_alone() -> None:
 class Averages(hf.LlamaForCausalLM):
     """Mixes in the mean over all positions, pads among them."""
 
+    __module__ = hf.LlamaForCausalLM.__module__  # else it would be the script's own, and not asked
+
     def forward(self, input_ids: Any, attention_mask: Any = None, position_ids: Any = None, labels: Any = None) -> Any:
         hidden = self.model(input_ids, attention_mask=attention_mask, position_ids=position_ids).last_hidden_state
         logits = self.lm_head(hidden + 0.1 * hidden.mean(1, keepdim=True))
@@ -172,6 +174,8 @@ class Averages(hf.LlamaForCausalLM):
 
 class LooksAtItsNeighbour(hf.LlamaForCausalLM):
     """Lets every row see the one before."""
+
+    __module__ = hf.LlamaForCausalLM.__module__
 
     def forward(self, input_ids: Any, attention_mask: Any = None, position_ids: Any = None, labels: Any = None) -> Any:
         return super().forward(input_ids.roll(1, 0), attention_mask, position_ids, labels=labels)
@@ -627,7 +631,21 @@ class _Doubling(nn.Module):
 
 
 class _OfTheUser(nn.Module):
-    """Joins tokens that are further apart than the rows of a probe are long, and has a backward of its own."""
+    """Joins tokens that are further apart than the rows of a probe are long."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        far = nn.functional.pad(x, (0, 0, 20, 0))[:, : x.shape[1]]
+        return torch.tanh(x + far)
+
+
+def test_a_model_with_modules_of_the_script_stays_padded_at_its_door() -> None:
+    """Also where weights are sharded, and the door is opened without a look at graphs."""
+    model = llama("sdpa").train()
+    model.model.layers[0].mlp.act_fn = _OfTheUser()
+    door = door_for(model)
+    assert door is not None
+    (batch,) = batches(causal_batch, (2, 40, "right"))
+    assert "modules of the script's own" in declined(door, model, batch)
 
 
 def test_what_is_not_proved_by_its_graph_is_no_matter_of_the_door_where_the_user_has_written_of_it() -> None:
