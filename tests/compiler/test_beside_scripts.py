@@ -129,6 +129,10 @@ def test_nothing_is_left_behind(tmp_path: Path, how: str) -> None:
         assert process.stdout.readline().strip() == b"begun"
         ours = workers(process.pid)
         if how != "it ends":
+            deadline = time.monotonic() + 30
+            while not ours and time.monotonic() < deadline:  # a process is its parent's copy for a moment
+                time.sleep(0.1)
+                ours = workers(process.pid)
             assert ours
             time.sleep(3.0)  # it has begun
             process.send_signal(getattr(signal, how))
