@@ -71,6 +71,7 @@ def test_no_gpu_is_said():
         checks.gpu_check()
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.timeout(900, func_only=True)
 def test_models_train_as_eager_does():

@@ -107,6 +107,7 @@ def test_a_script_that_agrees(monkeypatch, capsys):
     assert answer["compared"] == 3 + 3 + 3 * parameters + parameters
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_dropout_can_be_left_out(monkeypatch, capsys):
     Path("script.py").write_text(
@@ -219,6 +220,7 @@ def test_a_run_with_nothing_to_compare_is_refused(fields, words):
         refuse_without_training(VerifyOptions(command=("script.py",)), Run("without", **fields))
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_accumulated_gradients_two_optimizers_and_gradients_of_gradients():
     verdict = found(
@@ -245,6 +247,7 @@ for step in range(6):
     assert [each.name for each in verdict.compared if each.kind == LOSS][:2] == ["loss 1 of 5", "loss 2 of 5"]
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_closures_and_what_python_shows_a_script():
     Path("folder").mkdir()
@@ -305,6 +308,7 @@ while True:
     assert verdict.with_import.ended == "steps"
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_a_script_that_does_not_end_is_ended_with_what_it_started(monkeypatch, capsys):
     Path("script.py").write_text(

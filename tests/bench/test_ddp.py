@@ -98,6 +98,7 @@ def test_figures_are_those_of_the_measured_times(monkeypatch: pytest.MonkeyPatch
         DdpResult.from_json({"model": "vgg16"})
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_a_small_run_finds_equal_gradients(tmp_path: Path) -> None:
     options = DdpOptions(

@@ -284,6 +284,7 @@ print("sum", repr(sum(p.double().sum().item() for p in model.parameters())))
 """
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small disk, which root may")
 def test_a_full_disk_costs_compiled_code_at_most(tmp_path: Path) -> None:
@@ -327,6 +328,7 @@ print("steps", number)
 """
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_generation_in_between(tmp_path: Path) -> None:
     found = words(run(GENERATES, tmp_path))
@@ -354,7 +356,7 @@ if __name__ == "__main__":
         step()
     processes = [context.Process(target=train, args=(number, queue)) for number in range(2)]
     for each in processes: each.start()
-    said = sorted(queue.get(timeout=180) for _ in processes)
+    said = sorted(queue.get(timeout=400) for _ in processes)
     for each in processes: each.join()
     print("codes", "-".join(str(each.exitcode) for each in processes))
     print("number", "-".join(str(number) for number, _ in said))

@@ -26,7 +26,10 @@ CELLS = [
 ]
 
 # What others of these go through as well: run with `-m "slow or matrix"`.
-RARE = {("plain", "t5"), ("accelerate", "bert"), ("zero1", "bert"), ("zero2-offload", "llama"), ("zero3", "t5")}
+RARE = {
+    *(("plain", "t5"), ("accelerate", "bert"), ("zero1", "bert"), ("zero2-offload", "llama"), ("zero3", "t5")),
+    *(("zero2", "t5"), ("peft", "bert"), ("ddp", "bert"), ("trainer", "llama")),
+}
 
 
 @pytest.mark.parametrize(
