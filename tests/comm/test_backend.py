@@ -258,9 +258,9 @@ def test_a_single_rank():
 @pytest.mark.parametrize(
     "setting",
     [
-        pytest.param("True, 0, 1, 8192", marks=pytest.mark.slow),
+        "True, 0, 1, 8192",
         "False, 4096, 2, 1 << 16",
-        pytest.param("False, 256, 3, 4096", marks=pytest.mark.slow),
+        pytest.param("False, 256, 3, 4096", marks=pytest.mark.matrix),
     ],
 )
 def test_reduce_scatter_and_all_gather_over_hosts(setting):
