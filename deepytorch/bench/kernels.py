@@ -14,7 +14,7 @@ from deepytorch.machine_code import CAPABILITIES, Variant, compile_for, troubles
 MODULES = (
     "deepytorch.comm.kernels.buckets_triton",
     "deepytorch.comm.kernels.symmetric_triton",
-    "deepytorch.passes.ops.linear_cross_entropy_triton",
+    "deepytorch.passes.ops.linear_cross_entropy_kernels",
     "deepytorch.passes.ops.varlen_attention_triton",
 )
 
