@@ -19,6 +19,7 @@ from deepytorch.cli import (
     bench_epoch,
     bench_hosts,
     bench_kernels,
+    bench_roofline,
     bench_sharded,
     bench_unpad,
     build,
@@ -63,6 +64,7 @@ bench.command("sharded")(bench_sharded.sharded)
 bench.command("comm")(bench_comm.comm)
 bench.command("epoch")(bench_epoch.epoch)
 bench.command("kernels")(bench_kernels.kernels)
+bench.command("roofline")(bench_roofline.roofline)
 app.command("lab", context_settings=_BEFORE_A_COMMAND)(lab.lab)
 app.command("simulate")(simulate.simulate)
 

@@ -171,5 +171,5 @@ def test_commands_are_spelled_in_the_help_as_they_are_typed():
         ("demo",), ("verify",), ("doctor",), ("gpu-check",), ("config",), ("build",), ("lab",), ("simulate",),
         ("cache",), ("cache", "list"), ("cache", "export"), ("cache", "import"), ("cache", "clear"),
         ("bench",), ("bench", "unpad"), ("bench", "hosts"), ("bench", "ddp"), ("bench", "sharded"), ("bench", "comm"),
-        ("bench", "epoch"), ("bench", "kernels"),
+        ("bench", "epoch"), ("bench", "kernels"), ("bench", "roofline"),
     ]  # fmt: skip
