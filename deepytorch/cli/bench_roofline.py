@@ -46,7 +46,16 @@ def roofline(
     lengths = computing.row_lengths(rows, positions, real)
     computed = computing.roofline(lengths, found)
     table = Table(box=box.SIMPLE_HEAD, title="The least time of a training step (computed)", title_justify="left")
-    for name in ("model", "GPU", "padded", "packed", "gain", "launches", "collectives", "measured"):
+    for name in (
+        "model",
+        "GPU",
+        "padded",
+        "packed",
+        "gain",
+        "launches",
+        "collectives",
+        *(("measured",) if found else ()),
+    ):
         table.add_column(name, justify="left" if name in ("model", "GPU") else "right")
     for row in computed:
         table.add_row(
@@ -57,7 +66,7 @@ def roofline(
             f"{row.gain:.2f}x",
             str(row.launches),
             str(row.collectives),
-            computing.measured_text(row),
+            *((computing.measured_text(row),) if found else ()),
         )
     console.print(table)
     if markdown is not None:
