@@ -304,7 +304,7 @@ def markdown(rows: Sequence[RooflineRow], lengths: Sequence[int], command: str) 
         "- **weights and activations** in bf16, AdamW with moments in fp32, no recomputation, kernels fused as",
         "  `deepytorch/bench/roofline.py` says. Whether all that fits into a GPU's memory is not asked.",
         f"- **GPUs**, dense bf16 and memory, by their data sheets: {gpus}.",
-        "- **launches** of a packed step; **collectives**: all-reduces of 25 MiB of gradients among data-parallel ranks.",
+        "- **launches** of a packed step; **collectives**: all-reduces of 25 MiB of gradients between ranks.",
         "- **measured**: a step that was run, where there is one.",
         "",
         "| model | GPU | TFLOP padded / packed | GB padded / packed | launches | collectives | ms padded / packed "
