@@ -142,6 +142,7 @@ same(step, Net(dropout=0.2))
 """)
 
 
+@pytest.mark.slow
 def test_transforms_of_functions_and_forward_mode() -> None:
     run("""
 def per_sample(model, number, optimizer):

@@ -572,6 +572,7 @@ def test_wrong_results_are_counted(worker):
     assert cell.wrong == 3
 
 
+@pytest.mark.slow
 def test_a_failing_rank_ends_all_and_is_named(worker, ranks_left):
     fail = """
         run_collective(op, buffers, redop, group)

@@ -9,6 +9,7 @@ from deepytorch.data import num_positions, num_tokens
 from deepytorch.errors import ConfigError
 
 
+@pytest.mark.slow
 def test_grouped_batches_hold_the_same_rows_with_fewer_pads():
     options = epoch.EpochOptions(size="tiny", rows=640, batch_size=4, steps=150)
     found = {order: epoch.epoch_batches(options, order) for order in ("random", "length")}
@@ -28,6 +29,7 @@ def test_too_few_rows_are_refused():
         epoch.EpochOptions(rows=10)
 
 
+@pytest.mark.slow
 def test_every_arm_is_measured_against_the_first(monkeypatch):
     arms = tuple(("eager" if backend == "inductor" else "aot_eager", order) for backend, order in epoch.ARMS)
     monkeypatch.setattr(epoch, "ARMS", arms)

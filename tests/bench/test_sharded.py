@@ -60,6 +60,7 @@ def test_figures_are_those_of_the_measured_steps(monkeypatch: pytest.MonkeyPatch
         ShardedResult.from_json({"size": "demo"})
 
 
+@pytest.mark.matrix
 @pytest.mark.lab
 @pytest.mark.slow
 def test_a_small_run_trains_alike() -> None:

@@ -803,6 +803,8 @@ assert time.monotonic() - begun < 3.0, time.monotonic() - begun
 dist.destroy_process_group()
 say("heard")
 """
+# ranks, and ranks a host
+TWO_HOSTS = [pytest.param(2, 1, id="2x1", marks=pytest.mark.slow), pytest.param(4, 2, id="2x2")]
 FEW = "for _ in range(40): dist.broadcast(torch.ones(4), 0)"
 
 
@@ -824,7 +826,7 @@ FEW = "for _ in range(40): dist.broadcast(torch.ones(4), 0)"
     ],
     ids=["dtype", "reduction", "collective"],
 )
-@pytest.mark.parametrize(("num_ranks", "per_host"), [(2, 1), (4, 2)], ids=["2x1", "2x2"])
+@pytest.mark.parametrize(("num_ranks", "per_host"), TWO_HOSTS)
 def test_calls_that_differ_between_hosts_are_named_on_all_of_them(calls, named, num_ranks, per_host):
     """What gloo runs between hosts it runs with wrong numbers: the ranks hear of it within two seconds."""
     script = DIFFERS.format(per_host=per_host, calls=calls, before=FEW)
@@ -833,7 +835,7 @@ def test_calls_that_differ_between_hosts_are_named_on_all_of_them(calls, named, 
         assert all(each in said for each in named), said
 
 
-@pytest.mark.parametrize(("num_ranks", "per_host"), [(2, 1), (4, 2)], ids=["2x1", "2x2"])
+@pytest.mark.parametrize(("num_ranks", "per_host"), TWO_HOSTS)
 def test_sizes_that_differ_between_hosts_are_named_on_all_ranks_though_gloo_ends_one(num_ranks, per_host):
     """gloo ends a process that gets more bytes than it expects, from a thread of its own: not before all know why."""
     script = f"""
@@ -859,6 +861,7 @@ say("after", time.monotonic() - begun)
         assert "called broadcast(float32, 8 elements" in outcome.output, (rank, outcome.output)
 
 
+@pytest.mark.slow
 def test_calls_that_are_alike_between_hosts_are_left_alone():
     """Far ahead, behind, in many of them, and with parts whose sizes may differ."""
     run(

@@ -90,19 +90,19 @@ def qwen2_windows_in_some_layers(attention: str) -> Any:
 
 WHOLE: dict[str, Any] = {
     "llama-sdpa": (llama, "sdpa"),
-    "llama-eager": (llama, "eager"),
-    "qwen2-sdpa": pytest.param(qwen2, "sdpa", marks=pytest.mark.slow),
+    "llama-eager": pytest.param(llama, "eager", marks=pytest.mark.slow),
+    "qwen2-sdpa": pytest.param(qwen2, "sdpa", marks=pytest.mark.matrix),
     "qwen2-eager": pytest.param(qwen2, "eager", marks=pytest.mark.slow),
     "qwen3-sdpa": pytest.param(qwen3, "sdpa", marks=pytest.mark.slow),
-    "gpt2-sdpa": pytest.param(gpt2, "sdpa", marks=pytest.mark.slow),
+    "gpt2-sdpa": pytest.param(gpt2, "sdpa", marks=pytest.mark.matrix),
     "gpt2-eager": (gpt2, "eager"),
     "gpt_neox-sdpa": (gpt_neox, "sdpa"),
-    "phi-eager": pytest.param(phi, "eager", marks=pytest.mark.slow),  # rotates in part, as gpt_neox does
-    "opt-sdpa": pytest.param(opt, "sdpa", marks=pytest.mark.slow),
+    "phi-eager": pytest.param(phi, "eager", marks=pytest.mark.matrix),  # rotates in part, as gpt_neox does
+    "opt-sdpa": pytest.param(opt, "sdpa", marks=pytest.mark.matrix),
     "opt-eager": pytest.param(opt, "eager", marks=pytest.mark.slow),
 }
 WINDOWED = {
-    "mistral-sdpa": (mistral, "sdpa"),
+    "mistral-sdpa": pytest.param(mistral, "sdpa", marks=pytest.mark.matrix),
     "mistral-eager": (mistral, "eager"),
     "gemma2-eager": (gemma2, "eager"),
     "qwen2-sdpa": (qwen2_windows_in_some_layers, "sdpa"),

@@ -63,7 +63,7 @@ def modernbert(attention: str) -> Any:
 MASKED: dict[str, Any] = {
     "bert-sdpa": pytest.param(hf.BertForMaskedLM, bert, "sdpa", marks=pytest.mark.slow),
     "bert-eager": (hf.BertForMaskedLM, bert, "eager"),
-    "roberta-sdpa": pytest.param(hf.RobertaForMaskedLM, roberta, "sdpa", marks=pytest.mark.slow),
+    "roberta-sdpa": pytest.param(hf.RobertaForMaskedLM, roberta, "sdpa", marks=pytest.mark.matrix),
     "roberta-eager": pytest.param(hf.RobertaForMaskedLM, roberta, "eager", marks=pytest.mark.slow),
     "distilbert-sdpa": (hf.DistilBertForMaskedLM, distilbert, "sdpa"),
     "electra-sdpa": pytest.param(hf.ElectraForMaskedLM, electra, "sdpa", marks=pytest.mark.slow),
@@ -93,8 +93,8 @@ def with_classes(rows: int, positions: int, padding: str, generator: torch.Gener
 
 CLASSIFIERS = {
     "bert-sdpa": (hf.BertForSequenceClassification, bert, "sdpa"),
-    "bert-eager": (hf.BertForSequenceClassification, bert, "eager"),
-    "roberta-sdpa": (hf.RobertaForSequenceClassification, roberta, "sdpa"),
+    "bert-eager": pytest.param(hf.BertForSequenceClassification, bert, "eager", marks=pytest.mark.matrix),
+    "roberta-sdpa": pytest.param(hf.RobertaForSequenceClassification, roberta, "sdpa", marks=pytest.mark.matrix),
     "distilbert-eager": (hf.DistilBertForSequenceClassification, distilbert, "eager"),
 }
 
@@ -128,6 +128,7 @@ def test_token_types_are_followed() -> None:
     expect_packed(pair.train(given, compare_at_tokens()), steps=3)
 
 
+@pytest.mark.slow
 def test_pretraining_has_a_loss_on_tokens_and_one_on_the_pooled_token() -> None:
     pair = Pair(hf.BertForPreTraining(bert("sdpa")).train())
     given = batches(masked_lm_batch, *FIRST_IS_A_TOKEN)

@@ -81,8 +81,12 @@ SIZES = ((4, 12, "right", 7), (3, 9, "left", 10), (5, 14, "holes", 6), (4, 11, "
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attention", ["sdpa", pytest.param("eager", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("build", [bart, t5], ids=["bart", "t5"])
+@pytest.mark.parametrize(
+    ("build", "attention"),
+    [(bart, "sdpa"), pytest.param(bart, "eager", marks=pytest.mark.matrix),
+     pytest.param(t5, "sdpa", marks=pytest.mark.matrix), (t5, "eager")],
+    ids=["bart-sdpa", "bart-eager", "t5-sdpa", "t5-eager"],
+)  # fmt: skip
 def test_both_sides_are_packed_and_train_as_eager_does(build: Any, attention: str) -> None:
     pair = Pair(build(attention).train())
     report = pair.train(pairs(*SIZES))
@@ -91,7 +95,7 @@ def test_both_sides_are_packed_and_train_as_eager_does(build: Any, attention: st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("build", [bart, t5], ids=["bart", "t5"])
+@pytest.mark.parametrize("build", [pytest.param(bart, marks=pytest.mark.matrix), t5], ids=["bart", "t5"])
 def test_a_mask_for_the_decoder_is_followed_as_well(build: Any) -> None:
     pair = Pair(build("sdpa").train())
     expect_packed(pair.train(pairs(*SIZES, decoder_mask=True)), steps=4, padded=0)
@@ -104,7 +108,7 @@ def test_gated_and_untied_t5() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("build", [bart, t5], ids=["bart", "t5"])
+@pytest.mark.parametrize("build", [pytest.param(bart, marks=pytest.mark.matrix), t5], ids=["bart", "t5"])
 def test_logits_are_those_of_eager_at_every_position_of_the_decoder(build: Any) -> None:
     """Also behind its last label, where nothing was computed: whoever looks there gets padded steps."""
     pair = Pair(build("sdpa").train())

@@ -73,7 +73,7 @@ def _losses(model: nn.Module, masks: list[torch.Tensor], compiled: bool) -> list
 @pytest.mark.parametrize(
     ("masked", "passes", "outcome"),
     [
-        (True, (SquareByMultiplying(), StripPadding()), "packed"),
+        pytest.param(True, (SquareByMultiplying(), StripPadding()), "packed", marks=pytest.mark.slow),
         (True, (StripPadding(), SquareByMultiplying()), "packed"),
         (False, (StripPadding(), SquareByMultiplying()), "rewritten"),
         (False, (SquareByMultiplying(),), "rewritten"),

@@ -628,8 +628,8 @@ PARTS = {
 
 
 def _part(part: str, backend: str) -> Any:
-    # Two of ours by default, all in CI; stock gloo, above which the same code runs, with the matrix.
-    marks = [pytest.mark.matrix] if backend == "gloo" else [] if part in ("steps", "unused") else [pytest.mark.slow]
+    # Those of ours in CI; stock gloo, above which the same code runs, with the matrix.
+    marks = [pytest.mark.matrix] if backend == "gloo" else []
     return pytest.param(PARTS[part], backend, id=f"{part}-{backend}", marks=marks)
 
 

@@ -136,6 +136,7 @@ class OwnFactor(nn.Module):
         return F.cross_entropy(self.head((x * pool[..., None]).sum(1) / pool.sum(1, keepdim=True)), labels)
 
 
+@pytest.mark.slow
 def test_a_factor_that_keeps_pads_runs_padded() -> None:
     given = batches(masked_lm_batch, (4, 11, "right"), (4, 12, "left"), (3, 10, "right"))
     for number, batch in enumerate(given):
@@ -253,6 +254,7 @@ def test_sizes_that_collide_with_each_other_and_with_the_models(rows: int, posit
     expect_packed(pair.train(given), steps=3)
 
 
+@pytest.mark.slow
 def test_forty_random_mixtures_compile_at_most_twice_more() -> None:
     pair = Pair(Plain(filled, layers=1).train())
     draw = random.Random(1)

@@ -91,7 +91,7 @@ def test_a_gradient_penalty_on_an_mlp(lowering: str) -> None:
     assert asked() == ["a backward with create_graph=True; the region runs in eager"]
 
 
-@pytest.mark.parametrize("lowering", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("lowering", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_gradient_penalty_through_batch_norm_updates_its_statistics_once(lowering: str) -> None:
     assert_trains_as_eager(cnn(), penalty_step((4, 2, 5, 5)), lowering, steps=4)
     assert asked()

@@ -38,6 +38,9 @@ def plain() -> nn.Module:
     return Plain(sdpa_bool, layers=1).train()
 
 
+MODELS = [(llama, causal_batch), pytest.param(plain, masked_lm_batch, marks=pytest.mark.slow)]
+
+
 class Trained:
     """A model on the device, compiled, and its twin in eager, trained side by side."""
 
@@ -89,7 +92,7 @@ def _enabled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deepytorch.compiler.host_copies.SWITCH", SimpleNamespace(enabled=True))
 
 
-@pytest.mark.parametrize(("build", "make"), [(llama, causal_batch), (plain, masked_lm_batch)])
+@pytest.mark.parametrize(("build", "make"), MODELS)
 def test_a_plain_loop_waits_once_a_step(
     device: StandIn, build: Callable[[], nn.Module], make: Callable[..., Batch]
 ) -> None:
@@ -98,7 +101,7 @@ def test_a_plain_loop_waits_once_a_step(
     assert LEDGER.report().total("steps_read_back") == len(SIZES) - WARM  # the device is not there before
 
 
-@pytest.mark.parametrize(("build", "make"), [(llama, causal_batch), (plain, masked_lm_batch)])
+@pytest.mark.parametrize(("build", "make"), MODELS)
 def test_a_batch_that_is_known_on_the_host_is_not_waited_for(
     device: StandIn, build: Callable[[], nn.Module], make: Callable[..., Batch]
 ) -> None:
@@ -115,6 +118,7 @@ def test_prefetched_batches_are_not_waited_for(device: StandIn, monkeypatch: pyt
     train(trained, loading.prefetch(batches(causal_batch, *SIZES), "meta"), 0)
 
 
+@pytest.mark.slow
 def test_accelerates_batches_are_not_waited_for(device: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("accelerate")
     from accelerate import Accelerator, data_loader

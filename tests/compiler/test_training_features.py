@@ -90,7 +90,9 @@ def rmse(wanted: list[torch.Tensor], found: list[torch.Tensor]) -> float:
     return (squares / sum(a.numel() for a in wanted)) ** 0.5
 
 
-@pytest.mark.parametrize("where", ["around the compiled model", "inside the compiled model"])
+@pytest.mark.parametrize(
+    "where", [pytest.param("around the compiled model", marks=pytest.mark.slow), "inside the compiled model"]
+)
 def test_bf16_autocast_is_as_near_to_fp64_as_eagers_is(where: str) -> None:
     class Inside(nn.Module):
         def __init__(self, model: nn.Module) -> None:
@@ -351,6 +353,7 @@ def test_evaluation_between_training_steps_gives_eagers_losses() -> None:
     expect_packed(LEDGER.report(), steps=4, padded=0)
 
 
+@pytest.mark.slow
 def test_inference_mode_works() -> None:
     model = llama().eval()
     compiled = torch.compile(model, backend="deepytorch", options=OPTIONS)

@@ -87,6 +87,7 @@ def run(script: str, *arguments: str, **environment: str) -> dict:
     return json.loads(line.removeprefix("FOUND"))
 
 
+@pytest.mark.slow
 def test_a_trainer_script_trains_alike_and_faster_with_the_import_alone(tmp_path: Path) -> None:
     plain = run(TRAINER, str(tmp_path / "plain"), DEEPYTORCH="off")
     ours = run(TRAINER, str(tmp_path / "ours"))

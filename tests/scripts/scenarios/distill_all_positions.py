@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from tiny import batch, llama, norms
 
-DEFAULT = True
 
 torch.manual_seed(0)
 student = llama()

@@ -3,7 +3,6 @@
 import torch
 from tiny import batch, llama, norms
 
-DEFAULT = True
 
 torch.manual_seed(0)
 model = llama()

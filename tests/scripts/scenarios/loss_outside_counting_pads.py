@@ -4,7 +4,6 @@ import torch
 import torch.nn.functional as F
 from tiny import batch, llama, norms
 
-DEFAULT = True
 
 torch.manual_seed(0)
 model = llama()
