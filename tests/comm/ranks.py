@@ -172,6 +172,6 @@ def run(
     """The outputs of a script that has to succeed on every rank. Where its end is looked at, it must not be `warm`."""
     with Ranks(script, num_ranks, env or {}, warm) as ranks:
         outcomes = ranks.wait(timeout)
-    for rank, outcome in enumerate(outcomes):
-        assert outcome.code == 0, f"rank {rank} ended with {outcome.code}:\n{outcome.output[-3000:]}"
+    said = [f"rank {rank} ended with {each.code}:\n{each.output[-3000:]}" for rank, each in enumerate(outcomes)]
+    assert all(outcome.code == 0 for outcome in outcomes), "\n\n".join(said)  # the cause may be another rank's
     return [outcome.output for outcome in outcomes]
