@@ -161,6 +161,13 @@ class Backend final : public c10d::Backend {
   struct Worker;
   struct Wanted;  // an operation as it was called
 
+  struct Region {  // memory that `adopt` has handed out
+    uint64_t number;
+    std::weak_ptr<Segment> segment;
+    const char* begin;
+    size_t bytes;
+  };
+
   c10::intrusive_ptr<c10d::Backend> inner(bool on_cuda) const;
   Backends between(int streams);
   void guard() const;
@@ -170,7 +177,9 @@ class Backend final : public c10d::Backend {
   WorkPtr delegate(Wanted wanted, std::function<WorkPtr(c10d::Backend&)> call, Tensors outputs, CopiedOutputs copied = {});
   WorkPtr submit(Wanted wanted, std::function<void(Call&, const Fingerprint&)> body, Tensors outputs, bool async,
                  std::shared_ptr<DeviceCopies> copies = nullptr);
-  void enqueue(std::shared_ptr<Job> job, std::unique_lock<std::mutex>& lock);
+  bool idle() const { return !busy_ && queue_.empty(); }  // called with the lock
+  void enqueue(const std::shared_ptr<Job>& job, std::unique_lock<std::mutex>& lock);
+  void remember(const WorkPtr& work);
   bool moves_itself(const Wanted& wanted) const;
   Row row_to_move(const Wanted& wanted, const at::Tensor& tensor, uint64_t bytes) const;
   bool quantizes(const at::Tensor& tensor) const;
@@ -201,7 +210,7 @@ class Backend final : public c10d::Backend {
   std::array<std::vector<Row>, kKinds * 4> table_;
   uint64_t one_shot_bytes_ = 32 << 10;
   std::chrono::milliseconds timeout_;
-  std::vector<std::pair<uint64_t, std::weak_ptr<Segment>>> regions_;
+  std::vector<Region> regions_;
   uint64_t num_regions_ = 0;
   std::map<std::string, Residual> residuals_;
   bool as_gloo_ = false;  // whether the group goes by that name
@@ -214,7 +223,8 @@ class Backend final : public c10d::Backend {
   std::vector<WorkPtr> coalesced_;
   std::atomic<uint64_t> overflows_{0};
 
-  mutable std::mutex mutex_;  // order of sequence numbers, of what is published and of the queue
+  // Order of sequence numbers, of what is published and of the queue. [Note: our locks and the interpreter's] in gil.h.
+  mutable std::mutex mutex_;
   std::condition_variable& changed_;  // on the heap, so that a forked child can leave it alone
   std::deque<std::shared_ptr<Job>> queue_;
   uint64_t sequence_ = 0, history_ = 0;

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "gil.h"
 #include "pending_future.h"
 
 namespace deepytorch {
@@ -141,8 +142,10 @@ void DelegatedWork::fail(const std::exception& error) {
 }
 
 void DelegatedWork::copy_back() {
+  if (copied_.given.empty()) return;
+  const WithoutGil unlocked;  // copying may ask for it
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (copied_back_ || copied_.given.empty() || inner_->exception()) return;
+  if (copied_back_ || inner_->exception()) return;
   const at::NoGradGuard no_graph;
   for (size_t i = 0; i < copied_.given.size(); ++i) copied_.given[i].copy_(copied_.copies[i]);
   copied_back_ = true;

@@ -45,12 +45,14 @@ class Watch {
       lock.unlock();
       std::this_thread::sleep_for(kLook);
       lock.lock();
-      std::erase_if(pending_, [](const auto& each) { return each->taken(); });
-      const auto first = std::partition(pending_.begin(), pending_.end(), [](const auto& each) { return !each->poisoned(); });
-      const std::vector<std::shared_ptr<PendingFuture>> ended(std::make_move_iterator(first), std::make_move_iterator(pending_.end()));
+      const auto first = std::partition(pending_.begin(), pending_.end(), [](const auto& each) { return !each->taken() && !each->poisoned(); });
+      std::vector<std::shared_ptr<PendingFuture>> ended(std::make_move_iterator(first), std::make_move_iterator(pending_.end()));
       pending_.erase(first, pending_.end());
       lock.unlock();
-      for (const auto& each : ended) end(each);
+      for (const auto& each : ended) {
+        if (!each->taken()) end(each);
+      }
+      ended.clear();  // without the lock: [Note: our locks and the interpreter's] in gil.h
       lock.lock();
     }
   }
@@ -99,9 +101,9 @@ bool PendingFuture::taken() const {
   return !held_;
 }
 
-std::optional<PendingFuture::Held> PendingFuture::take() {
+std::unique_ptr<PendingFuture::Held> PendingFuture::take() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return std::exchange(held_, std::nullopt);
+  return std::move(held_);
 }
 
 template <typename Settle>

@@ -11,7 +11,6 @@
 
 #include <memory>
 #include <mutex>
-#include <optional>
 
 #include "health.h"
 
@@ -22,7 +21,7 @@ class PendingFuture {
   using Future = c10::intrusive_ptr<c10::ivalue::Future>;
 
   PendingFuture(Future future, std::shared_ptr<const Health> health)
-      : held_(Held{std::move(future), at::ThreadLocalState()}), health_(std::move(health)) {}
+      : held_(new Held{std::move(future), at::ThreadLocalState()}), health_(std::move(health)) {}
 
   // Each completes it unless another one has, with what is hung on it run at once, and as the thread that asked for it.
   void complete(c10::IValue value);
@@ -38,12 +37,12 @@ class PendingFuture {
     at::ThreadLocalState caller;
   };
   // All that may hold Python objects goes with who takes it: the thread that looks drops none of them.
-  std::optional<Held> take();
+  std::unique_ptr<Held> take();
   template <typename Settle>
   void settle(Settle&& by);
 
   mutable std::mutex mutex_;
-  std::optional<Held> held_;
+  std::unique_ptr<Held> held_;
   const std::shared_ptr<const Health> health_;
 };
 

@@ -449,6 +449,42 @@ def test_groups_are_used_from_several_threads():
     run(script, warm=False)
 
 
+@pytest.mark.parametrize("algorithm", ["", "engine"])
+def test_a_thread_that_holds_the_interpreter_never_waits_for_one_that_waits_for_it(algorithm):
+    """A call keeps its caller's hooks, which are Python objects: they must not be copied or dropped under a lock of ours."""
+    script = f"""
+    init(timeout=20{", pg_options=Options(algorithm='engine')" if algorithm else ""})
+    group = dist.new_group(backend="deepytorch"{", pg_options=Options(algorithm='engine')" if algorithm else ""})
+    ours = group._get_backend(torch.device("cpu"))
+    over = threading.Event()
+    def ask():  # with the interpreter's lock, for what the group's lock guards
+        while not over.is_set():
+            for _ in range(200):
+                ours.inner_cpu
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    sys.setswitchinterval(1e-5)
+    columns = torch.ones(4, 6)[:, ::2]  # gloo gets a copy of it
+    for turn in range(150):
+        with torch.autograd.graph.saved_tensors_hooks(lambda given: given, lambda given: given):
+            data = [torch.ones(100) for _ in range(4)]
+            works = [dist.all_reduce(each, async_op=True, group=group) for each in data]
+            works.append(dist.reduce(columns, 0, async_op=True, group=group))
+            del data[2:]
+        while not works[-1].is_completed():
+            time.sleep(0)
+        for work in works:
+            work.wait()
+        assert all(torch.all(each == size) for each in data)
+    over.set()
+    for thread in threads:
+        thread.join()
+    dist.destroy_process_group()
+    """
+    run(script, warm=False, timeout=60)
+
+
 def test_a_group_is_destroyed_beside_asynchronous_calls():
     script = """
     init(timeout=60)

@@ -143,8 +143,8 @@ void Backend::mark_step() {
 
 at::Tensor Backend::adopt(const std::shared_ptr<Segment>& region) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  std::erase_if(regions_, [](const auto& entry) { return entry.second.expired(); });
-  regions_.emplace_back(++num_regions_, region);
+  std::erase_if(regions_, [](const Region& each) { return each.segment.expired(); });
+  regions_.push_back({++num_regions_, region, region->area(0, region->rank()), region->area_bytes()});
   return at::from_blob(
       region->area(0, region->rank()), {static_cast<int64_t>(region->area_bytes())}, [region](void*) {},
       at::TensorOptions().dtype(at::kByte));
@@ -152,26 +152,25 @@ at::Tensor Backend::adopt(const std::shared_ptr<Segment>& region) {
 
 // Which region and where in it: (region << 44) | offset, or 0.
 uint64_t Backend::shared_at(const void* data, size_t bytes) const {
-  for (const auto& [number, held] : regions_) {
-    if (const auto region = held.lock()) {
-      const char* begin = region->area(0, region->rank());
-      const char* at = static_cast<const char*>(data);
-      if (at >= begin && at + bytes <= begin + region->area_bytes()) return (number << 44) | static_cast<uint64_t>(at - begin);
-    }
+  const char* const at = static_cast<const char*>(data);
+  for (const Region& each : regions_) {
+    if (at < each.begin || at + bytes > each.begin + each.bytes || each.segment.expired()) continue;
+    return (each.number << 44) | static_cast<uint64_t>(at - each.begin);
   }
   return 0;
 }
 
 std::vector<char*> Backend::peers(uint64_t shared) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  for (const auto& [number, held] : regions_) {
-    const auto region = held.lock();
-    if (number != shared >> 44 || !region) continue;
-    std::vector<char*> found;
-    for (int rank = 0; rank < region->num_ranks(); ++rank) found.push_back(region->area(0, rank) + (shared & ((1ull << 44) - 1)));
-    return found;
+  std::shared_ptr<Segment> region;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = std::find_if(regions_.begin(), regions_.end(), [&](const Region& each) { return each.number == shared >> 44; });
+    if (found != regions_.end()) region = found->segment.lock();
   }
-  raise("memory of a collective was freed while it ran");
+  if (!region) raise("memory of a collective was freed while it ran");
+  std::vector<char*> found;
+  for (int rank = 0; rank < region->num_ranks(); ++rank) found.push_back(region->area(0, rank) + (shared & ((1ull << 44) - 1)));
+  return found;
 }
 
 // ------------------------------------------------------------------ the end

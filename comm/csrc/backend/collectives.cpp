@@ -96,8 +96,9 @@ Backend::WorkPtr Backend::symmetric(at::Tensor& tensor, Wanted wanted, Row row) 
     fingerprint = announce(wanted, plan_, 0, lock);
   }
   const auto stream = symmetric_(name_of(row.algorithm), tensor, wanted.reduce == RedOp::AVG);
-  auto work = c10::make_intrusive<OwnWork>(getRank(), fingerprint, title_of(wanted.kind, as_gloo_), Tensors{tensor},
+  auto work = c10::make_intrusive<OwnWork>(getRank(), wanted.kind, title_of(wanted.kind, as_gloo_), Tensors{tensor},
                                            Tensors{tensor}, nullptr);
+  work->set_sequence(fingerprint.sequence);
   if (stream) work->runs_on(*stream);
   (void)work->end(nullptr);
   return work;

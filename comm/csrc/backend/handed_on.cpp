@@ -106,7 +106,7 @@ void Backend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_al
   {
     const WithoutGil unlocked;
     std::unique_lock<std::mutex> lock(mutex_);
-    changed_.wait(lock, [this] { return !busy_ && queue_.empty(); });
+    changed_.wait(lock, [this] { return idle(); });
   }
   inner(false)->monitoredBarrier(options, wait_all);
 }

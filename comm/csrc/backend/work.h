@@ -7,26 +7,17 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
-#include <pybind11/pybind11.h>
 
 #include <algorithm>
 #include <utility>
 
 #include "../backend.h"
 #include "../checks.h"
+#include "../gil.h"
 
 namespace deepytorch {
 
 using RedOp = c10d::ReduceOp::RedOpType;
-
-// Without the interpreter's lock for as long as it lives: what this thread waits for may need it.
-class WithoutGil {
- public:
-  WithoutGil() { if (Py_IsInitialized() && PyGILState_Check()) released_.emplace(); }
-
- private:
-  std::optional<pybind11::gil_scoped_release> released_;
-};
 
 inline bool is_float(at::ScalarType type) { return at::isFloatingType(type); }
 inline bool somebody_profiles() { return at::hasCallbacks(); }
@@ -44,15 +35,15 @@ const char* title_of(Kind kind, bool as_gloo);
 class Backend::OwnWork final : public c10d::Work {
  public:
   // title: what profilers show, or null. inputs: whose shapes they show.
-  OwnWork(int rank, const Fingerprint& fingerprint, const char* title, const Tensors& inputs, Tensors outputs,
-          std::shared_ptr<DeviceCopies> copies)
-      : Work(rank, op_type(fingerprint.kind), somebody_profiles() ? title : nullptr,
+  OwnWork(int rank, Kind kind, const char* title, const Tensors& inputs, Tensors outputs, std::shared_ptr<DeviceCopies> copies)
+      : Work(rank, op_type(kind), somebody_profiles() ? title : nullptr,
              somebody_profiles() && !inputs.empty() ? std::optional<Tensors>(inputs) : std::nullopt),
         outputs_(std::move(outputs)),
-        copies_(std::move(copies)), sequence_(fingerprint.sequence) {}
+        copies_(std::move(copies)) {}
 
   std::vector<at::Tensor> result() override { return outputs_; }
   uint64_t getSequencenumber() const override { return sequence_; }
+  void set_sequence(uint64_t sequence) { sequence_ = sequence; }  // called before anybody else has the work
   void abort() override { TORCH_CHECK(false, "a collective of the deepytorch backend is aborted with its group only"); }
   void synchronize() override {
     if (copies_) copies_->block_current_stream();
@@ -105,7 +96,7 @@ class Backend::OwnWork final : public c10d::Work {
   std::shared_ptr<DeviceCopies> copies_;
   std::optional<c10::Stream> stream_;
   std::optional<c10::Event> launched_;
-  uint64_t sequence_;
+  uint64_t sequence_ = 0;
   std::mutex future_mutex_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
   bool ended_ = false;
@@ -145,6 +136,11 @@ struct Backend::Job {
   std::function<void(Call&, const Fingerprint&)> body;
   c10::intrusive_ptr<OwnWork> work;
   c10::intrusive_ptr<c10::ivalue::Future> settled;  // to be settled once it has run
+
+  void number(const Fingerprint& announced) {
+    fingerprint = announced;
+    work->set_sequence(announced.sequence);
+  }
 };
 
 inline std::vector<at::Tensor> flat(const std::vector<at::Tensor>& tensors) { return tensors; }

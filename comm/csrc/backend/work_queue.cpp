@@ -1,4 +1,5 @@
-// How calls are numbered, told to the other ranks, queued and run: [Note: threads] and [Note: order] in backend.h.
+// How calls are numbered, told to the other ranks, queued and run: [Note: threads] and [Note: order] in backend.h,
+// [Note: our locks and the interpreter's] in gil.h.
 #include "work.h"
 
 namespace deepytorch {
@@ -58,34 +59,28 @@ Backend::WorkPtr Backend::delegate(Wanted wanted, std::function<WorkPtr(c10d::Ba
                                    CopiedOutputs copied) {
   guard();
   std::unique_lock<std::mutex> lock(mutex_);
-  const Fingerprint fingerprint = announce(wanted, 0, 0, lock);
-  if (wanted.on_cuda || (!busy_ && queue_.empty())) {
+  if (wanted.on_cuda || idle()) {
+    const Fingerprint fingerprint = announce(wanted, 0, 0, lock);
     lock.unlock();
     auto work = call(*inner(wanted.on_cuda));
     if (wanted.on_cuda || !work) return work;
-    lock.lock();
-    if (handed_on_.size() >= 64) {
-      std::erase_if(handed_on_, [](const auto& weak) {
-        const auto other = weak.lock();
-        return !other || other->isCompleted();
-      });
-    }
-    handed_on_.emplace_back(work);
-    any_handed_on_ = true;
-    lock.unlock();
+    remember(work);
     return c10::make_intrusive<DelegatedWork>(getRank(), fingerprint, std::move(work), health_, std::move(copied));
   }
+  lock.unlock();
   auto job = std::make_shared<Job>();
   job->own = false;
-  job->fingerprint = fingerprint;
   job->timeout = std::min<std::chrono::milliseconds>(wanted.timeout.count() > 0 ? wanted.timeout : timeout_, kLongest);
   job->dtype = wanted.dtype;
   job->reduce = wanted.reduce;
-  job->work = c10::make_intrusive<OwnWork>(getRank(), fingerprint, nullptr, Tensors(), std::move(outputs), nullptr);
+  job->work = c10::make_intrusive<OwnWork>(getRank(), wanted.kind, nullptr, Tensors(), std::move(outputs), nullptr);
+  job->caller.emplace();
   job->body = [this, call = std::move(call), copied = std::move(copied)](Call&, const Fingerprint& mine) {
     auto work = call(*inner(false));
     if (work) DelegatedWork(getRank(), mine, std::move(work), health_, copied).wait(kNoTimeout);
   };
+  lock.lock();
+  job->number(announce(wanted, 0, 0, lock));
   enqueue(job, lock);
   lock.unlock();
   changed_.notify_all();
@@ -100,18 +95,24 @@ Backend::WorkPtr Backend::submit(Wanted wanted, std::function<void(Call&, const 
   job->dtype = wanted.dtype;
   job->reduce = wanted.reduce;
   job->body = std::move(body);
+  if (!on_one_host()) job->kept = std::make_shared<Kept>(Kept{setup_.segment, outputs});
+  Tensors shown;
+  if (somebody_profiles()) shown = wanted.inputs.empty() ? outputs : wanted.inputs;
+  job->work = c10::make_intrusive<OwnWork>(getRank(), wanted.kind, title_of(wanted.kind, as_gloo_), shown, std::move(outputs),
+                                           std::move(copies));
+  if (async) job->caller.emplace();
   bool here = false;
   {
     std::unique_lock<std::mutex> lock(mutex_);
+    here = !async && idle();
+    if (!here && !job->caller) {  // one of our threads is to run it after all
+      lock.unlock();
+      job->caller.emplace();
+      lock.lock();
+    }
     const uint64_t shared = wanted.data != nullptr && setup_.segment ? shared_at(wanted.data, wanted.bytes) : 0;
     job->may_share = num_regions_ != 0;
-    if (!on_one_host()) job->kept = std::make_shared<Kept>(Kept{setup_.segment, outputs});
-    job->fingerprint = announce(wanted, plan_, shared, lock);
-    Tensors shown;
-    if (somebody_profiles()) shown = wanted.inputs.empty() ? outputs : wanted.inputs;
-    job->work = c10::make_intrusive<OwnWork>(getRank(), job->fingerprint, title_of(wanted.kind, as_gloo_), shown,
-                                             std::move(outputs), std::move(copies));
-    here = !async && !busy_ && queue_.empty();
+    job->number(announce(wanted, plan_, shared, lock));
     if (here) busy_ = true;
     else enqueue(job, lock);
   }
@@ -124,10 +125,9 @@ Backend::WorkPtr Backend::submit(Wanted wanted, std::function<void(Call&, const 
   return job->work;
 }
 
-// Called with the lock, which it lets go of where it throws.
-void Backend::enqueue(std::shared_ptr<Job> job, std::unique_lock<std::mutex>& lock) {
-  job->caller.emplace();
-  queue_.push_back(std::move(job));
+// Called with the lock, which it lets go of where it throws. The caller keeps a reference of his own.
+void Backend::enqueue(const std::shared_ptr<Job>& job, std::unique_lock<std::mutex>& lock) {
+  queue_.push_back(job);
   try {
     ensure_worker();
   } catch (const std::exception& error) {  // the others are told already that this collective comes
@@ -198,7 +198,11 @@ void Backend::work_through(Worker& self) {
     lock.lock();
     busy_ = false;
     if (!job->settled) {
+      lock.unlock();
       changed_.notify_all();
+      job.reset();
+      if (self.gone) return;
+      lock.lock();
       continue;
     }
     --num_at_hand_;
@@ -223,6 +227,23 @@ void Backend::work_through(Worker& self) {
     lock.lock();
     ++num_at_hand_;
   }
+}
+
+// Keeps in mind what the inner backend for CPU tensors was given.
+void Backend::remember(const WorkPtr& work) {
+  std::vector<WorkPtr> others;  // dropped without the lock: each may be the last reference
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (handed_on_.size() >= 64) {
+    others.reserve(handed_on_.size());
+    std::erase_if(handed_on_, [&](const auto& weak) {
+      auto other = weak.lock();
+      const bool ended = !other || other->isCompleted();
+      if (other) others.push_back(std::move(other));
+      return ended;
+    });
+  }
+  handed_on_.emplace_back(work);
+  any_handed_on_ = true;
 }
 
 // What was handed to the inner backend for CPU tensors and is still under way there.
