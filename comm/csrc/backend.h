@@ -29,6 +29,7 @@
 #include "call_history.h"
 #include "cpu_reduce.h"
 #include "delegated.h"
+#include "forked.h"
 #include "health.h"
 #include "hierarchical.h"
 #include "segment.h"
@@ -177,6 +178,7 @@ class Backend final : public c10d::Backend {
   WorkPtr delegate(Wanted wanted, std::function<WorkPtr(c10d::Backend&)> call, Tensors outputs, CopiedOutputs copied = {});
   WorkPtr submit(Wanted wanted, std::function<void(Call&, const Fingerprint&)> body, Tensors outputs, bool async,
                  std::shared_ptr<DeviceCopies> copies = nullptr);
+  bool forked() const { return num_forks_ != num_forks.load(std::memory_order_relaxed); }
   bool idle() const { return !busy_ && queue_.empty(); }  // called with the lock
   void enqueue(const std::shared_ptr<Job>& job, std::unique_lock<std::mutex>& lock);
   void remember(const WorkPtr& work);
@@ -234,7 +236,8 @@ class Backend final : public c10d::Backend {
   std::atomic<bool> stopped_{false};
   std::vector<std::shared_ptr<Worker>> workers_;
   int num_at_hand_ = 0;  // workers that are not in a callback
-  const int64_t process_;
+  int num_await_idle_ = 0;  // threads
+  const uint32_t num_forks_ = num_forks;
 };
 
 }  // namespace deepytorch

@@ -146,6 +146,7 @@ void Health::poison(const std::string& message) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (error_.empty()) error_ = segment_ ? segment_->poison_message() : message;
+    failed_ = !error_.empty();
     call = on_poison_;
   }
   if (call) call();
@@ -163,9 +164,7 @@ void Health::await_reason() const {
 }
 
 bool Health::poisoned() const {
-  if (segment_ && segment_->poisoned()) return true;
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return !error_.empty();
+  return failed_.load() || (segment_ && segment_->poisoned());
 }
 
 std::string Health::message() const {

@@ -45,6 +45,7 @@ class Health {
   std::atomic<bool> hears_;
   mutable std::mutex mutex_;
   std::string error_;
+  std::atomic<bool> failed_{false};  // whether there is one: asked before every call
   std::function<void()> on_poison_;
 };
 

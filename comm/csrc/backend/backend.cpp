@@ -1,7 +1,5 @@
 #include "../backend.h"
 
-#include <unistd.h>
-
 #include "work.h"
 
 namespace deepytorch {
@@ -40,7 +38,7 @@ Algorithm algorithm_of(const std::string& name) {
 
 Backend::Backend(Setup setup)
     : c10d::Backend(setup.rank, setup.size), setup_(std::move(setup)), timeout_(setup_.timeout_ms),
-      health_(std::make_shared<Health>(setup_.segment, setup_.store != nullptr)), changed_(*new std::condition_variable), process_(getpid()) {
+      health_(std::make_shared<Health>(setup_.segment, setup_.store != nullptr)), changed_(*new std::condition_variable) {
   const auto& segment = setup_.segment;
   for (const uint64_t value : {static_cast<uint64_t>(setup_.num_hosts), segment ? segment->area_bytes() : 0,
                                segment ? static_cast<uint64_t>(segment->areas()) : 0}) {
@@ -56,7 +54,7 @@ Backend::Backend(Setup setup)
 }
 
 Backend::~Backend() {
-  if (getpid() != process_) {  // a forked child has none of the threads: what they hold is left as it is
+  if (forked()) {  // a forked child has none of the threads: what they hold is left as it is
     (void)setup_.cpu.release();
     (void)setup_.cuda.release();
     for (auto& backend : setup_.between) (void)backend.release();
@@ -121,7 +119,7 @@ Backends Backend::between(int streams) {
 }
 
 void Backend::guard() const {
-  if (getpid() != process_) {
+  if (forked()) {
     raise("this process was forked after its process group was made, and has none of its threads; expected the group to "
           "be made in the process that uses it: call init_process_group in the child, or start it with spawn");
   }
@@ -176,7 +174,7 @@ std::vector<char*> Backend::peers(uint64_t shared) {
 // ------------------------------------------------------------------ the end
 
 void Backend::shutdown() {
-  if (getpid() != process_) return;
+  if (forked()) return;
   const WithoutGil unlocked;
   listener_.reset();
   for (;;) {  // one of them may start another one as it ends
@@ -201,7 +199,7 @@ void Backend::shutdown() {
 }
 
 void Backend::abort() {
-  if (getpid() != process_) return;
+  if (forked()) return;
   health_->poison("the process group was aborted by this rank (" + std::to_string(getRank()) + ")");
   stopped_ = true;
   for (const bool on_cuda : {false, true}) {

@@ -106,7 +106,9 @@ void Backend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_al
   {
     const WithoutGil unlocked;
     std::unique_lock<std::mutex> lock(mutex_);
+    ++num_await_idle_;
     changed_.wait(lock, [this] { return idle(); });
+    --num_await_idle_;
   }
   inner(false)->monitoredBarrier(options, wait_all);
 }

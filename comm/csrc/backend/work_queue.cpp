@@ -116,12 +116,18 @@ Backend::WorkPtr Backend::submit(Wanted wanted, std::function<void(Call&, const 
     if (here) busy_ = true;
     else enqueue(job, lock);
   }
-  if (here) {
-    execute(*job);
+  if (!here) {
+    changed_.notify_all();
+    return job->work;
+  }
+  execute(*job);
+  bool awaited;  // else nobody is woken, which would be a system call
+  {
     const std::lock_guard<std::mutex> lock(mutex_);
     busy_ = false;
+    awaited = !queue_.empty() || stopped_.load() || num_await_idle_ > 0;
   }
-  changed_.notify_all();
+  if (awaited) changed_.notify_all();
   return job->work;
 }
 
