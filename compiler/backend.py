@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from deepytorch.compiler.attention_forms import attention_forms
 from deepytorch.compiler.capture import Untraceable, capture
 from deepytorch.compiler.config import CompilerConfig
 from deepytorch.compiler.dynamic_sizes import Trace, restart_as_stock, which_trace
+from deepytorch.compiler.graph_values import give_values
 from deepytorch.compiler.lower_region import RegionLowering
 from deepytorch.compiler.manager import Rewritten, copied, run_passes
 from deepytorch.compiler.outcome import Outcome, tell
@@ -134,6 +136,9 @@ def _compile(
     _describe(record, found, plan)
     explaining = EXPLAINING.get()
     if explaining is not None:
+        if found.program is not None:
+            give_values(captured.module)
+            record.attention = attention_forms(captured.module.graph)
         return _explain(module, found.program, record, explaining)
     needs_symbols = any(run.fired for run in found.runs if run.name not in _OF_ANY_SIZES)
     if trace is Trace.MARKED and not needs_symbols:

@@ -33,6 +33,7 @@ class RegionRecord:
     lowering: str
     changes: list[str] = field(default_factory=list)
     declined: list[str] = field(default_factory=list)
+    attention: dict[str, int] = field(default_factory=dict)  # `explain` only: packed ones by form
     pass_ms: dict[str, float] = field(default_factory=dict)
     plan_digest: str = ""
     steps_packed: int = 0

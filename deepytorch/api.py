@@ -41,6 +41,7 @@ class Explanation:
                     "outcome": region.outcome,
                     "changes": region.changes,
                     "declined": region.declined,
+                    "attention": region.attention,
                     "this_batch_would_run_padded_because": list(region.padded_because),
                     "real_token_fraction": _fraction(region),
                     "expected_speedup_of_matrix_work": _expected(region),
@@ -65,6 +66,9 @@ class Explanation:
             table.add_row("fired", "\n".join(region.changes) or "nothing")
             if region.declined:
                 table.add_row("declined", "\n".join(region.declined))
+            if region.attention:
+                forms = [f"{count} by {form}" for form, count in region.attention.items()]
+                table.add_row("attention", "\n".join(forms))
             if region.padded_because:
                 table.add_row("this batch", "runs padded: " + "; ".join(region.padded_because))
             fraction, expected = _fraction(region), _expected(region)

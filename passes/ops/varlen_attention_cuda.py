@@ -15,7 +15,7 @@ from torch import Tensor
 
 from deepytorch.passes.ops import varlen_attention_dense as dense
 from deepytorch.passes.ops.attention_tile import Call
-from deepytorch.torch_internals import flash_attention_backward, flash_attention_forward
+from deepytorch.torch_internals import FakeTensor, flash_attention_backward, flash_attention_forward
 
 _FLASH_MAX_HEAD_DIM = 256
 _FLASH_CAPABILITY = (8, 0)
@@ -144,7 +144,10 @@ def _is_causal(call: Call) -> bool:
 
 
 def _same(x: Tensor, y: Tensor) -> bool:
-    return x is y or (x.data_ptr() == y.data_ptr() and x.shape == y.shape and x.stride() == y.stride())
+    if x is y:
+        return True
+    has_memory = not isinstance(x, FakeTensor)
+    return has_memory and x.data_ptr() == y.data_ptr() and x.shape == y.shape and x.stride() == y.stride()
 
 
 def _inner_adjacent(x: Tensor) -> Tensor:

@@ -39,6 +39,7 @@ def test_a_model_in_one_graph_has_one_region_with_its_fraction_and_gain() -> Non
     assert region["outcome"] == "packed"
     assert region["real_token_fraction"] == pytest.approx(float(batch["attention_mask"].float().mean()))
     assert region["expected_speedup_of_matrix_work"] > 1
+    assert region["attention"] == {"cpu": 2}  # its layers
     assert "packed" in str(explained)
 
 

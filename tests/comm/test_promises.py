@@ -451,7 +451,7 @@ def test_groups_are_used_from_several_threads():
 
 @pytest.mark.parametrize("algorithm", ["", "engine"])
 def test_a_thread_that_holds_the_interpreter_never_waits_for_one_that_waits_for_it(algorithm):
-    """A call keeps its caller's hooks, which are Python objects: they must not be copied or dropped under a lock of ours."""
+    """A call keeps its caller's hooks, Python objects: they must not be copied or dropped under a lock of ours."""
     script = f"""
     init(timeout=20{", pg_options=Options(algorithm='engine')" if algorithm else ""})
     group = dist.new_group(backend="deepytorch"{", pg_options=Options(algorithm='engine')" if algorithm else ""})
