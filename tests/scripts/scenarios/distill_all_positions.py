@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from tiny import batch, llama, norms
 
-
 torch.manual_seed(0)
 student = llama()
 teacher = copy.deepcopy(student).eval().requires_grad_(False)

@@ -3,7 +3,6 @@
 import torch
 from tiny import batch, llama, norms
 
-
 torch.manual_seed(0)
 model = llama()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -4,7 +4,6 @@ import torch
 import torch.nn.functional as F
 from tiny import batch, llama, norms
 
-
 torch.manual_seed(0)
 model = llama()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
