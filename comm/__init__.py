@@ -17,6 +17,7 @@ if __name__ != "deepytorch.comm":
 
 if TYPE_CHECKING:
     from deepytorch.comm.group.backend import Options, chosen
+    from deepytorch.comm.group.bf16_wire import all_reduce_bf16, reduce_scatter_bf16, send_bf16
     from deepytorch.comm.group.buffers import allocate
     from deepytorch.comm.group.compress import all_reduce, overflows
     from deepytorch.comm.group.measuring import measure
@@ -24,7 +25,10 @@ if TYPE_CHECKING:
     from deepytorch.comm.group.registration import register
     from deepytorch.comm.group.survivors import shrink
 
-__all__ = ["Options", "all_reduce", "allocate", "chosen", "measure", "overflows", "quantize", "register", "shrink"]
+__all__ = [
+    "Options", "all_reduce", "all_reduce_bf16", "allocate", "chosen", "measure", "overflows", "quantize",
+    "reduce_scatter_bf16", "register", "send_bf16", "shrink",
+]  # fmt: skip
 
 # No module goes by the name of what it holds: importing it would put the module there.
 _HOMES = {
@@ -33,6 +37,9 @@ _HOMES = {
     "register": "group.registration",
     "allocate": "group.buffers",
     "all_reduce": "group.compress",
+    "all_reduce_bf16": "group.bf16_wire",
+    "reduce_scatter_bf16": "group.bf16_wire",
+    "send_bf16": "group.bf16_wire",
     "overflows": "group.compress",
     "measure": "group.measuring",
     "quantize": "group.quantized",
