@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from deepytorch.comm.algorithms.cpu_reduce import cpu_reduce_us, reduce_us_per_byte
+from deepytorch.comm.algorithms.cpu_reduce import TURN_US, cpu_reduce_us, reduce_us_per_byte
 from deepytorch.comm.algorithms.hierarchical import hierarchical_us
 from deepytorch.comm.algorithms.nvlink import ONE_SHOT_STEPS, TWO_SHOT_STEPS, Multimem, OneShot, TwoShot, symmetric_us
 from deepytorch.comm.algorithms.streams import streams_us
@@ -37,7 +37,7 @@ def formulas() -> Mapping[str, sympy.Expr]:
     engine, memory, network, pcie, nvlink = map(_link, ("engine", "memory", "network", "pcie", "nvlink"))
     between = all_reduce_link(network, h)
     none: Any = Link(0, 0)
-    reduce_rate = reduce_us_per_byte(copy, per_host)
+    reduce = Link(TURN_US, reduce_us_per_byte(copy, per_host))
     cast = cast_us_per_byte(copy, ratio)
     found: dict[str, Any] = {
         "engine": engine.time_us(s),
@@ -46,8 +46,8 @@ def formulas() -> Mapping[str, sympy.Expr]:
         "hierarchical, compressed": hierarchical_us(s, waves, h, memory, network, ratio, cast),
         "streams": streams_us(s, waves, engine, 1, 0),
         "streams, compressed": streams_us(s, waves, engine, ratio, cast * per_host),
-        "cpu_reduce": cpu_reduce_us(s, waves, pcie, reduce_rate, none, 1),
-        "cpu_reduce, several hosts": cpu_reduce_us(s, waves, pcie, reduce_rate, between, 1),
+        "cpu_reduce": cpu_reduce_us(s, waves, pcie, reduce, none, 1),
+        "cpu_reduce, several hosts": cpu_reduce_us(s, waves, pcie, reduce, between, 1),
         "nvlink_one_shot": symmetric_us(s, nvlink, ONE_SHOT_STEPS, OneShot().share(n)),
         "nvlink_two_shot": symmetric_us(s, nvlink, TWO_SHOT_STEPS, TwoShot().share(n)),
         "nvlink_multimem": symmetric_us(s, nvlink, TWO_SHOT_STEPS, Multimem().share(n)),

@@ -50,8 +50,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   py::register_exception<CommError>(module, "CommError", PyExc_RuntimeError);
 
   py::class_<Segment, std::shared_ptr<Segment>>(module, "Segment")
-      .def_static("create", &Segment::create, py::arg("num_ranks"), py::arg("areas"), py::arg("area_bytes"))
-      .def_static("attach", &Segment::attach, py::arg("pid"), py::arg("descriptor"), py::arg("token"), py::arg("rank"))
+      .def_static("create", &Segment::create, py::arg("num_ranks"), py::arg("areas"), py::arg("area_bytes"),
+                  py::arg("room_bytes") = 0, py::arg("node") = -1)
+      .def_static("attach", &Segment::attach, py::arg("pid"), py::arg("descriptor"), py::arg("token"), py::arg("rank"),
+                  py::arg("node") = -1)
       .def_static("look", &Segment::look, py::arg("pid"), py::arg("descriptor"))
       .def("recorder", &Segment::recorder, py::arg("last") = kRing)
       .def("join", &Segment::join)
@@ -59,7 +61,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("is_alive", &Segment::is_alive)
       .def("address", [](const Segment& self) { return reinterpret_cast<uintptr_t>(self.area(0, 0)); })
       .def_property_readonly("num_bytes", [](const Segment& self) {
-        return static_cast<size_t>(self.num_ranks()) * self.areas() * self.area_bytes();
+        return static_cast<size_t>(self.num_ranks()) * self.areas() * self.room_bytes();
       })
       .def_property_readonly("descriptor", &Segment::descriptor)
       .def_property_readonly("token", &Segment::token);

@@ -32,11 +32,14 @@ void DeviceCopies::read(void* target, size_t offset, size_t size) {
   host_bytes(target, size).copy_(bytes_.narrow(0, offset, size), /*non_blocking=*/true);
 }
 
+void DeviceCopies::asked() {
+  if (in_) asked_.emplace_back(in_->device_type()).record(*in_);
+}
+
 void DeviceCopies::arrived() {
   if (!in_) return;
-  c10::Event event(in_->device_type());
-  event.record(*in_);
-  event.synchronize();
+  asked_.front().synchronize();
+  asked_.pop_front();
 }
 
 void DeviceCopies::write(size_t offset, const void* source, size_t size) {

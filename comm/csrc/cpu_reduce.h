@@ -7,6 +7,7 @@
 #include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 
+#include <deque>
 #include <optional>
 
 #include "shared_memory.h"
@@ -18,6 +19,7 @@ class DeviceCopies final : public Copies {
   // `payload` is contiguous. Called where the caller's current stream is the one that made it.
   explicit DeviceCopies(const at::Tensor& payload);
   void read(void* target, size_t offset, size_t size) override;
+  void asked() override;
   void arrived() override;
   void write(size_t offset, const void* source, size_t size) override;
   void left() override;
@@ -29,6 +31,7 @@ class DeviceCopies final : public Copies {
  private:
   at::Tensor bytes_;
   std::optional<c10::Stream> in_, out_;
+  std::deque<c10::Event> asked_;  // of chunks that have not come, the first one first
   std::optional<c10::Event> made_, left_;
 };
 

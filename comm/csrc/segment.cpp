@@ -10,7 +10,8 @@
 // locks of those it waits for every few milliseconds.
 //
 // [Note: where memory lies] Each rank reserves its own areas, so that the kernel takes their pages from the memory that is
-// near to that rank's processor.
+// near to that rank's processor, or to its GPU where that is known: the policy is the file's, so it holds for whoever
+// touches a page first.
 //
 // [Note: order of memory accesses] On x86 stores become visible in their order; on ARM and others they do not, unless it is
 // asked for:
@@ -45,7 +46,7 @@ namespace deepytorch {
 
 namespace {
 
-constexpr uint64_t kMagic = 0x6465657079746f33;  // "deepyto3": another layout of the header gets another one
+constexpr uint64_t kMagic = 0x6465657079746f34;  // "deepyto4": another layout of the header gets another one
 constexpr size_t kPage = 4096;
 constexpr auto kSpin = std::chrono::microseconds(50);  // a barrier of ranks that arrive together takes about 1 us
 constexpr long kNapNanoseconds = 20'000'000;           // then a wait sleeps, and looks for the dead this often
@@ -64,6 +65,18 @@ int64_t now_ms() {
 }
 
 std::string last_error() { return std::strerror(errno); }
+
+constexpr int kMostNodes = 1024;
+constexpr int kPreferred = 1;  // MPOL_PREFERRED: another node's memory where that one has none left
+
+// Pages of [begin, begin + bytes) that nobody has touched yet come from `node`. A wish: containers may not allow it.
+void prefer_node(char* begin, size_t bytes, int node) {
+  if (node < 0 || node >= kMostNodes) return;
+  constexpr int kBits = 8 * sizeof(unsigned long);
+  unsigned long mask[kMostNodes / kBits] = {};
+  mask[node / kBits] |= 1ul << (node % kBits);
+  syscall(SYS_mbind, begin, bytes, kPreferred, mask, kMostNodes, 0u);
+}
 
 // The low half of a counter, which is what the kernel compares before it lets a thread sleep.
 uint32_t* futex_word(std::atomic<uint64_t>& value) {
@@ -100,7 +113,7 @@ struct Segment::RankState {
 struct Segment::Header {
   uint64_t magic, token;
   int32_t num_ranks, areas;
-  uint64_t area_bytes, bytes;
+  uint64_t area_bytes, room_bytes, bytes;
   alignas(64) std::atomic<uint32_t> poisoned;  // 0: sound, 1: the message is being written, 2: it is there
   std::atomic<uint32_t> reported;
   char message[4096];
@@ -152,33 +165,37 @@ std::string Fingerprint::describe() const {
   return out.str();
 }
 
-std::shared_ptr<Segment> Segment::create(int num_ranks, int areas, size_t area_bytes) {
+std::shared_ptr<Segment> Segment::create(int num_ranks, int areas, size_t area_bytes, size_t room_bytes, int node) {
   if (num_ranks < 1 || num_ranks > kMaxLocalRanks) throw CommError("shared memory serves 1 to 64 ranks of a host");
   std::shared_ptr<Segment> made(new Segment);
   const size_t head = (sizeof(Header) + kPage - 1) / kPage * kPage;
-  const size_t bytes = head + static_cast<size_t>(num_ranks) * areas * area_bytes;
+  room_bytes = std::max(area_bytes, room_bytes / kPage * kPage);
+  const size_t bytes = head + static_cast<size_t>(num_ranks) * areas * room_bytes;
   const int descriptor = memfd_create("deepytorch", MFD_CLOEXEC);
   if (descriptor < 0) throw CommError("shared memory cannot be made: " + last_error());
   made->descriptor_ = descriptor;
   if (ftruncate(descriptor, static_cast<off_t>(bytes)) != 0) throw CommError("shared memory cannot be made: " + last_error());
-  made->reserve(0, head + areas * area_bytes);
+  made->reserve(0, head);
   made->map(descriptor, bytes);
   Header* header = new (made->base_) Header();
   if (getrandom(&header->token, sizeof header->token, 0) != sizeof header->token) throw CommError("no random number");
   header->num_ranks = num_ranks;
   header->areas = areas;
   header->area_bytes = area_bytes;
+  header->room_bytes = room_bytes;
   header->bytes = bytes;
   header->magic = kMagic;
   made->num_ranks_ = num_ranks;
   made->areas_ = areas;
   made->area_bytes_ = area_bytes;
+  made->room_bytes_ = room_bytes;
+  made->reserve_areas(node);
   made->crowded_ = num_ranks > static_cast<int>(std::thread::hardware_concurrency());
   made->state(0).process = getpid();
   return made;
 }
 
-std::shared_ptr<Segment> Segment::attach(int64_t pid, int descriptor, uint64_t token, int rank) {
+std::shared_ptr<Segment> Segment::attach(int64_t pid, int descriptor, uint64_t token, int rank, int node) {
   std::shared_ptr<Segment> found(new Segment);
   const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(descriptor);
   char target[64] = {};  // looked at before it is opened: the process may be another one of that number
@@ -202,7 +219,8 @@ std::shared_ptr<Segment> Segment::attach(int64_t pid, int descriptor, uint64_t t
   found->areas_ = header.areas;
   found->area_bytes_ = header.area_bytes;
   found->crowded_ = header.num_ranks > static_cast<int>(std::thread::hardware_concurrency());
-  found->reserve(static_cast<size_t>(found->area(0, rank) - found->base_), found->areas_ * found->area_bytes_);
+  found->room_bytes_ = header.room_bytes;
+  found->reserve_areas(node);
   found->state(rank).process = getpid();
   return found;
 }
@@ -229,6 +247,17 @@ void Segment::reserve(size_t begin, size_t bytes) {
   if (error != 0) throw CommError("no " + std::to_string(bytes >> 20) + " MiB of shared memory: " + std::strerror(error));
 }
 
+void Segment::reserve_areas(int node) {
+  prefer_node(area(0, rank_), areas_ * room_bytes_, node);
+  for (int number = 0; number < areas_; ++number) reserve(static_cast<size_t>(area(number, rank_) - base_), area_bytes_);
+}
+
+void Segment::reserve_rooms() {
+  if (has_rooms_) return;
+  reserve(static_cast<size_t>(area(0, rank_) - base_), areas_ * room_bytes_);
+  has_rooms_ = true;
+}
+
 void Segment::map(int descriptor, size_t bytes, bool writable) {
   void* mapped = mmap(nullptr, bytes, PROT_READ | (writable ? PROT_WRITE : 0), MAP_SHARED, descriptor, 0);
   if (mapped == MAP_FAILED) throw CommError("shared memory cannot be mapped: " + last_error());
@@ -250,7 +279,7 @@ Segment::RankState& Segment::state(int rank) const { return header_->ranks[rank]
 
 char* Segment::area(uint64_t exchange, int rank) const {
   const size_t head = (sizeof(Header) + kPage - 1) / kPage * kPage;
-  return base_ + head + (rank * static_cast<size_t>(areas_) + exchange % areas_) * area_bytes_;
+  return base_ + head + (rank * static_cast<size_t>(areas_) + exchange % areas_) * room_bytes_;
 }
 
 void Segment::join() {

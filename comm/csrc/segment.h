@@ -80,10 +80,11 @@ struct Fingerprint {
 
 class Segment {
  public:
-  // `areas` areas of `area_bytes` for each of `num_ranks`. Throws CommError where the memory cannot be had.
-  static std::shared_ptr<Segment> create(int num_ranks, int areas, size_t area_bytes);
+  // `areas` areas of `area_bytes` for each of `num_ranks`, which may grow to `room_bytes` (0: not). Throws CommError where
+  // the memory cannot be had. node: whose memory this rank's areas are to lie in; -1 leaves that to the kernel.
+  static std::shared_ptr<Segment> create(int num_ranks, int areas, size_t area_bytes, size_t room_bytes = 0, int node = -1);
   // The segment that process `pid` made and holds as file descriptor `descriptor`.
-  static std::shared_ptr<Segment> attach(int64_t pid, int descriptor, uint64_t token, int rank);
+  static std::shared_ptr<Segment> attach(int64_t pid, int descriptor, uint64_t token, int rank, int node = -1);
   // The recorder of a segment that process `pid` holds, read from outside; empty for one without calls.
   static std::string look(int64_t pid, int descriptor);
   ~Segment();
@@ -96,6 +97,10 @@ class Segment {
   uint64_t token() const;
   int areas() const { return areas_; }
   size_t area_bytes() const { return area_bytes_; }
+  // What an area holds for operations that every rank begins with `reserve_rooms`.
+  size_t room_bytes() const { return room_bytes_; }
+  // Grow this rank's areas to `room_bytes`, once; throws CommError where the memory cannot be had.
+  void reserve_rooms();
   char* area(uint64_t exchange, int rank) const;
 
   // Lock this rank's byte: from now on its death is seen by the others. Called once every rank holds the mapping.
@@ -139,6 +144,7 @@ class Segment {
   Segment() = default;
   void map(int descriptor, size_t bytes, bool writable = true);
   void reserve(size_t begin, size_t bytes);
+  void reserve_areas(int node);
   RankState& state(int rank) const;
   void compare(const Fingerprint& mine, const Fingerprint& theirs, int other);
   bool recall(int rank, uint64_t sequence, Fingerprint* found) const;
@@ -150,7 +156,8 @@ class Segment {
   size_t mapped_bytes_ = 0;
   int descriptor_ = -1;
   int rank_ = 0, num_ranks_ = 0, areas_ = 0;
-  size_t area_bytes_ = 0;
+  size_t area_bytes_ = 0, room_bytes_ = 0;
+  bool has_rooms_ = false;
   uint64_t steps_ = 0, exchanges_ = 0, operations_ = 0;
   std::function<void()> unpin_;
   bool crowded_ = false;  // more ranks than cores: a wait sleeps at once

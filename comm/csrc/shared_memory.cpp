@@ -24,7 +24,7 @@ Range slice(size_t count, size_t element, int rank, int num) {
 }
 
 size_t elements_of(Call& call, size_t element, size_t parts = 1) {
-  const size_t room = std::min(call.chunk_bytes, call.segment ? call.segment->area_bytes() : call.chunk_bytes) / parts;
+  const size_t room = std::min(call.chunk_bytes, call.segment ? call.most_chunk_bytes() : call.chunk_bytes) / parts;
   return std::max<size_t>(room / kLine * kLine, kLine) / element;
 }
 
@@ -113,11 +113,21 @@ void all_reduce_through(Call& call, Copies& payload, size_t count, Between* betw
   const auto size_of = [&](size_t number) { return std::min(chunk, count - number * chunk); };
   const auto area = [&](size_t number, int rank) { return segment->area(first + number, rank); };
 
+  // An area is filled again when all have left it: a rank that comes to chunk k has taken chunk k - depth - 1 out for good.
+  const int spare = segment != nullptr ? segment->areas() - areas_needed(static_cast<int>(depth), true) : 0;
+  const size_t ahead = std::clamp(1 + spare, 1, kMostAhead);
+  // Where the chunk is put together: what is copied out lies in one place, each time in another rank's memory.
+  const auto home = [&](size_t number) { return direct != nullptr ? me : static_cast<int>((first + number) % num); };
+
   const auto bring = [&](size_t number) {
     const size_t size = size_of(number), base = number * chunk;
+    if (direct == nullptr) {
+      payload.read(area(number, me), base * element, size * element);
+      return payload.asked();
+    }
     for (int rank = 0; rank < num; ++rank) {
       const Range part = slice(size, element, rank, num);
-      if (rank == me && direct != nullptr) continue;
+      if (rank == me) continue;
       payload.read(area(number, me) + part.begin * element, (base + part.begin) * element, part.size() * element);
     }
   };
@@ -129,9 +139,9 @@ void all_reduce_through(Call& call, Copies& payload, size_t count, Between* betw
     if (segment != nullptr) {
       payload.arrived();
       call.sync();
-      if (direct == nullptr && number + 1 < chunks) bring(number + 1);  // on its way while this one is reduced
+      if (direct == nullptr && number + ahead < chunks) bring(number + ahead);  // on its way while this one is reduced
       for (int rank = 0; rank < num; ++rank) inputs[rank] = area(number, rank) + own.begin * element;
-      result = area(number, me) + own.begin * element;
+      result = area(number, home(number)) + own.begin * element;
       if (direct != nullptr) inputs[me] = direct + (base + own.begin) * element;
     }
     if (own.size() != 0 && (num > 1 || call.divisor != 1.0)) {
@@ -144,7 +154,8 @@ void all_reduce_through(Call& call, Copies& payload, size_t count, Between* betw
     if (segment == nullptr) return;
     call.sync();
     const size_t size = size_of(number), base = number * chunk;
-    for (int rank = 0; rank < num; ++rank) {
+    if (direct == nullptr) payload.write(base * element, area(number, home(number)), size * element);
+    for (int rank = 0; rank < num && direct != nullptr; ++rank) {
       const Range part = slice(size, element, rank, num);
       payload.write((base + part.begin) * element, area(number, rank) + part.begin * element, part.size() * element);
     }
@@ -153,7 +164,8 @@ void all_reduce_through(Call& call, Copies& payload, size_t count, Between* betw
 
   for (size_t turn = 0; turn < chunks + depth - 1; ++turn) {
     if (turn < chunks) {
-      if (segment != nullptr && (direct != nullptr || turn == 0)) bring(turn);
+      if (segment != nullptr && direct != nullptr) bring(turn);
+      for (size_t number = 0; turn == 0 && direct == nullptr && number < std::min(ahead, chunks); ++number) bring(number);
       enter(turn);
     }
     if (between != nullptr) {

@@ -34,9 +34,11 @@ struct Call {
   Reduce reduce;
   double divisor;
   size_t chunk_bytes;  // at most what an area holds
+  size_t most_chunk_bytes() const { return in_rooms ? segment->room_bytes() : segment->area_bytes(); }
 
   std::shared_ptr<Kept> kept;  // what the payload lies in, for whoever may still work on it after an error; null on one host
   bool checked = false;
+  bool in_rooms = false;  // whether every rank's areas have grown to their rooms
 
   void keep(std::initializer_list<at::Tensor> tensors) const {
     if (kept) kept->tensors.insert(kept->tensors.end(), tensors);
@@ -53,8 +55,10 @@ struct Call {
 class Copies {
  public:
   virtual ~Copies() = default;
-  // Bytes [offset, offset + size) of the payload to `target`; complete after `arrived()`.
+  // Bytes [offset, offset + size) of the payload to `target`. Several may be on their way.
   virtual void read(void* target, size_t offset, size_t size) = 0;
+  // What was read since this was called last is one chunk; each `arrived` waits for the first chunk that has not come.
+  virtual void asked() = 0;
   virtual void arrived() = 0;
   // The other way; `source` may be overwritten after `left()` was called for the chunk that comes after it.
   virtual void write(size_t offset, const void* source, size_t size) = 0;
@@ -69,6 +73,7 @@ class HostCopies final : public Copies {
  public:
   explicit HostCopies(void* data) : data_(static_cast<char*>(data)) {}
   void read(void* target, size_t offset, size_t size) override;
+  void asked() override {}
   void arrived() override {}
   void write(size_t offset, const void* source, size_t size) override;
   void left() override {}
@@ -95,8 +100,10 @@ void all_reduce_one_shot(Call& call, void* data, size_t count);
 void all_reduce_two_shot(Call& call, void* data, size_t count);
 // The same for a payload that is elsewhere than in plain memory, or with `between`: each slice then also goes to the other
 // hosts, in chunks that overlap with the work inside the host. Two syncs a chunk. `segment` null: a host with one rank,
-// whose payload is in plain memory. Needs `areas_needed(...)` areas.
+// whose payload is in plain memory. Needs `areas_needed(...)` areas. From elsewhere a chunk comes by one copy and goes by
+// one, and up to kMostAhead chunks are on their way while one is reduced.
 void all_reduce_through(Call& call, Copies& payload, size_t count, Between* between);
+constexpr int kMostAhead = 3;
 inline int areas_needed(int depth, bool copied_ahead) { return depth + 1 + (copied_ahead ? 2 : 0); }
 // inputs: for each rank what it is to get the sum of. outputs: for each rank where its part goes.
 void reduce_scatter(Call& call, const char* const* inputs, void* output, size_t output_count);

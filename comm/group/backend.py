@@ -23,18 +23,18 @@ from deepytorch.comm.algorithms import measured
 from deepytorch.comm.algorithms.base import KINDS, Choice, Compression, DeviceKind, OperationKind
 from deepytorch.comm.algorithms.select import COLLECTIVES, Range, collective, table
 from deepytorch.comm.group import native, nccl, symmetric
+from deepytorch.comm.group.areas import area_bytes, near_node, num_areas, room_bytes
 from deepytorch.comm.group.inner_backends import inner_backends, stock_group
 from deepytorch.comm.group.rendezvous import share_segment
 from deepytorch.comm.topology.calibrate import STREAMS, Bench, calibrated
 from deepytorch.comm.topology.cost import Links
 from deepytorch.comm.topology.topology import Topology, discover_host, gather_topology
-from deepytorch.config import Environment
+from deepytorch.config import Environment, process_environment
 from deepytorch.errors import ConfigError
 from deepytorch.log import logger, once
 
 _NATIVE = tuple(found.name for found in COLLECTIVES)
 _WITHOUT_END = (1 << 64) - 1
-_MAX_SEGMENT_BYTES = 128 << 20  # of one host's ranks together; reserved when the group is made
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Options:
         `optimizer.step()`); for ZeRO. For FSDP2 see `deepytorch.comm.quantize`.
     links: measured costs to choose by; None measures them, or takes what was remembered for this topology.
     chunk_bytes, num_streams: settings of a forced `algorithm`; 0 leaves them to it.
-    area_bytes: shared memory of each rank for a chunk on its way; 0 fits it to the caches.
+    area_bytes: shared memory of each rank for a chunk on its way; 0 fits it to the caches, or for CPU-Reduce to PCIe.
     one_shot_bytes: payloads up to this are read by every rank as a whole.
     """
 
@@ -346,22 +346,20 @@ def _segment(
     num_ranks = len(topology.ranks_on(host))
     if num_ranks == 1:
         return None
-    # one that is brought, one that is reduced, one that is taken out; on the way to other hosts or from GPUs, more
-    areas = 3 if topology.num_hosts == 1 and not has_cuda and options.algorithm != "cpu_reduce" else 6
-    area_bytes = options.area_bytes or _area_bytes(topology)
-    area_bytes = min(area_bytes, _most_area_bytes(areas, num_ranks))
+    through_host = has_cuda or options.algorithm == "cpu_reduce"
+    areas = num_areas(topology, through_host)
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else local_rank
     return share_segment(
-        module, dist.PrefixStore(f"segment/{host}", store), local_rank, num_ranks, areas, area_bytes, timeout
+        module,
+        dist.PrefixStore(f"segment/{host}", store),
+        local_rank,
+        num_ranks,
+        areas,
+        area_bytes(topology, areas, num_ranks, options.area_bytes),
+        timeout,
+        room_bytes=room_bytes(areas, num_ranks) if through_host and not options.area_bytes else 0,
+        node=near_node(topology.hosts[host], device, process_environment()) if has_cuda else -1,
     )
-
-
-def _area_bytes(topology: Topology) -> int:
-    """512 KB on one host, where chunks then stay in the caches. Between hosts a chunk costs the network's latency."""
-    return 1 << 21 if topology.num_hosts > 1 else 1 << 19
-
-
-def _most_area_bytes(areas: int, num_ranks: int) -> int:
-    return max(4096, _MAX_SEGMENT_BYTES // (areas * num_ranks) // 4096 * 4096)
 
 
 def pin(segment: Any) -> None:
@@ -403,8 +401,8 @@ def _local_backend(group: Group, module: Any) -> Any | None:
     host = group.topology.host_of[group.rank]
     local_rank, num_ranks = group.topology.local_rank(group.rank), len(group.topology.ranks_on(host))
     store = dist.PrefixStore(f"calibration/{host}", group.store)
-    area_bytes = min(_area_bytes(group.topology), _most_area_bytes(3, num_ranks))
-    segment = share_segment(module, store, local_rank, num_ranks, 3, area_bytes, group.timeout)
+    size = area_bytes(group.topology, 3, num_ranks)
+    segment = share_segment(module, store, local_rank, num_ranks, 3, size, group.timeout)
     if segment is None:
         return None
     local = module.Backend(

@@ -22,18 +22,22 @@ def share_segment(
     areas: int,
     area_bytes: int,
     timeout: timedelta,
+    room_bytes: int = 0,
+    node: int = -1,
 ) -> Any | None:
     """The segment of the ranks that call this with one `store` (a prefix of their own); None where one cannot have it.
 
     All ranks return a segment, or all return None. Local rank 0 makes it, the others open it by its process id and
-    descriptor; each says how it went, so that no rank goes on alone.
+    descriptor; each says how it went, so that no rank goes on alone. room_bytes: what an area may grow to; 0: it stays.
+    node: the NUMA node whose memory this rank's areas are to lie in; -1 leaves that to the kernel.
     """
     segment: Any | None = None
     trouble = ""
     try:
         if local_rank == 0:
             try:
-                segment = native.Segment.create(num_ranks, areas, max(area_bytes, _least_area_bytes(num_ranks)))
+                least_bytes = max(area_bytes, _least_area_bytes(num_ranks))
+                segment = native.Segment.create(num_ranks, areas, least_bytes, room_bytes, node)
                 offer = {"pid": os.getpid(), "descriptor": segment.descriptor, "token": segment.token}
             except native.CommError as error:
                 offer = {"trouble": str(error)}
@@ -42,7 +46,7 @@ def share_segment(
             offer = json.loads(_wait(store, "offer", timeout))
             if "trouble" in offer:
                 raise native.CommError(offer["trouble"])
-            segment = native.Segment.attach(offer["pid"], offer["descriptor"], offer["token"], local_rank)
+            segment = native.Segment.attach(offer["pid"], offer["descriptor"], offer["token"], local_rank, node)
         if segment is not None:
             segment.join()
         else:

@@ -14,6 +14,7 @@ from typing import Any
 from deepytorch.comm.topology.host import Gpu, Host, NetworkDevice, NumaNode, PcieKind
 
 _ETHERNET, _INFINIBAND = "1", "32"  # ARPHRD_*: what /sys/class/net/*/type holds
+_NVIDIA, _DISPLAYS = "0x10de", ("0x0300", "0x0302")  # PCI: VGA and 3D controllers
 _NVLINKS_ASKED = 36  # NVML's own limit; a GPU with fewer answers with an error for the rest
 # NVML's levels of the closest common ancestor of two GPUs
 _SAME_SWITCH_UP_TO, _HOST_BRIDGE_UP_TO = 20, 40
@@ -213,10 +214,27 @@ def _gpus_by_torch() -> tuple[Gpu, ...]:
         properties = [torch.cuda.get_device_properties(index) if known else None for index in range(count)]
     except Exception:
         return ()
+    nodes = gpu_nodes()
+    if len(nodes) != count:  # some are hidden from this process, which ones is not known here
+        nodes = [None] * count
     return tuple(
-        Gpu(index, "CUDA device") if found is None else Gpu(index, str(found.name), int(found.total_memory))
-        for index, found in enumerate(properties)
+        Gpu(index, "CUDA device", None, node)
+        if found is None
+        else Gpu(index, str(found.name), int(found.total_memory), node)
+        for index, (found, node) in enumerate(zip(properties, nodes, strict=True))
     )
+
+
+def gpu_nodes(devices: Path = Path("/sys/bus/pci/devices")) -> list[int | None]:
+    """The NUMA nodes of NVIDIA's GPUs in the order of their PCI addresses, which is NVML's. None: the firmware does not
+    say.
+    """
+    found = [
+        device
+        for device in _listed(devices)
+        if _read(device / "vendor") == _NVIDIA and (_read(device / "class") or "").startswith(_DISPLAYS)
+    ]
+    return [_node(device / "numa_node") for device in found]
 
 
 def _listed(folder: Path) -> list[Path]:

@@ -22,7 +22,7 @@ from deepytorch.comm.algorithms.base import (
     compressed_ratio,
     dtype_name,
 )
-from deepytorch.comm.algorithms.cpu_reduce import cpu_reduce_us, reduce_us_per_byte
+from deepytorch.comm.algorithms.cpu_reduce import TURN_US, cpu_reduce_us, reduce_us_per_byte
 from deepytorch.comm.algorithms.formulas import SYMBOLS, formulas
 from deepytorch.comm.algorithms.hierarchical import hierarchical_us
 from deepytorch.comm.algorithms.select import COLLECTIVES, collective, predict_us
@@ -260,7 +260,7 @@ def test_more_bytes_in_as_many_chunks_never_take_less_time(sizes, waves, link):
     for cost in (
         lambda size: hierarchical_us(size, waves, 4, link, link, 0.5, 1e-4),
         lambda size: streams_us(size, waves, link, 0.5, 1e-4),
-        lambda size: cpu_reduce_us(size, waves, link, 1e-4, link, 0.5),
+        lambda size: cpu_reduce_us(size, waves, link, link, link, 0.5),
     ):
         assert cost(less) <= cost(more) * (1 + 1e-12)
 
@@ -326,7 +326,7 @@ def test_formulas_are_what_is_computed():
     assert shown["streams, compressed"] == pytest.approx(predicted("streams", compress="bf16"))
     assert shown["cpu_reduce, several hosts"] == pytest.approx(predicted("cpu_reduce", "cuda"))
     assert shown["cpu_reduce"] == pytest.approx(
-        cpu_reduce_us(num_bytes, 4, links.link("pcie"), reduce_us_per_byte(values["c"], 2), Link(0, 0))
+        cpu_reduce_us(num_bytes, 4, links.link("pcie"), Link(TURN_US, reduce_us_per_byte(values["c"], 2)), Link(0, 0))
     )
     for name in ("nvlink_one_shot", "nvlink_two_shot", "nvlink_multimem"):
         assert shown[name] == pytest.approx(predicted(name, "cuda", one_host))

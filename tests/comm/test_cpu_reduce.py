@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from deepytorch.comm.group.areas import area_bytes, near_node, room_bytes
+from deepytorch.comm.topology.discover import gpu_nodes
+from deepytorch.comm.topology.topology import read_topology
 from tests.comm.ranks import run
+from tests.comm.test_cost import FIXTURES
 
 pytestmark = pytest.mark.timeout(180, func_only=True)
 
 SUMS = """
-init(pg_options=Options(algorithm="cpu_reduce", area_bytes={area}))
+init(pg_options=Options(algorithm="cpu_reduce", {options}))
 from deepytorch.comm import chosen
 assert chosen(num_bytes=1 << 22, device="{device}").algorithm == "cpu_reduce"
 for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -29,16 +35,77 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize(("num_ranks", "area"), [(2, 4096), (3, 65536)])
-def test_the_pipeline_gives_exact_sums_on_cpu_tensors(num_ranks, area):
-    run(SUMS.format(area=area, device="cpu"), num_ranks, timeout=90)
+@pytest.mark.parametrize(
+    ("num_ranks", "options"),
+    [(2, "area_bytes=4096"), (3, "chunk_bytes=65536")],
+    ids=["small areas", "areas that have grown"],
+)
+def test_the_pipeline_gives_exact_sums_on_cpu_tensors(num_ranks, options):
+    run(SUMS.format(options=options, device="cpu"), num_ranks, timeout=90)
+
+
+def test_areas_grow_when_they_are_needed_and_are_one_copy_each_way():
+    script = """
+    import os
+    init(pg_options=Options(algorithm="cpu_reduce"))
+    from deepytorch.comm.group.backend import group_of
+    segment = group_of().backend.segment
+    taken = lambda: os.stat(f"/proc/self/fd/{segment.descriptor}").st_blocks * 512
+    assert segment.num_bytes == size * 6 * (4 << 20)
+    dist.barrier()
+    assert taken() < size * 6 * (1 << 20), taken()
+    count = 5_000_000  # 20 MB: five chunks, of which one is reduced and three are on their way
+    mine = (torch.arange(count) % 1000 + rank).float()
+    dist.all_reduce(mine)
+    assert torch.equal(mine, (torch.arange(count) % 1000 * size + sum(range(size))).float())
+    assert taken() >= segment.num_bytes, taken()
+    dist.barrier()
+    dist.destroy_process_group()
+    """
+    run(script, num_ranks=2, timeout=90)
+
+
+def test_memory_lies_at_the_node_of_the_gpu_that_a_process_sees():
+    host = read_topology(FIXTURES / "pcie_8gpu.json").hosts[0]
+    nodes = [gpu.numa_node for gpu in host.gpus]
+    assert len(host.numa_nodes) == 2
+    assert set(nodes) == {0, 1}
+    assert [near_node(host, device, {}) for device in range(8)] == nodes
+    assert near_node(host, 0, {"CUDA_VISIBLE_DEVICES": "7, 0"}) == nodes[7]
+    assert near_node(host, 1, {"CUDA_VISIBLE_DEVICES": "7,0"}) == nodes[0]
+    for visible in ("", "GPU-8932f937", "3"):
+        assert near_node(host, 1, {"CUDA_VISIBLE_DEVICES": visible}) == -1
+    assert near_node(replace(host, numa_nodes=host.numa_nodes[:1]), 0, {}) == -1
+
+
+def test_nodes_of_gpus_are_read_in_the_order_of_their_addresses(tmp_path):
+    for address, vendor, kind, node in (
+        ("0000:c1:00.0", "0x10de", "0x030200", "1"),
+        ("0000:01:00.0", "0x10de", "0x030000", "0"),
+        ("0000:01:00.1", "0x10de", "0x040300", "0"),  # its sound
+        ("0000:02:00.0", "0x8086", "0x030000", "0"),
+        ("0000:d1:00.0", "0x10de", "0x030200", "-1"),
+    ):
+        folder = tmp_path / address
+        folder.mkdir()
+        for name, value in (("vendor", vendor), ("class", kind), ("numa_node", node)):
+            (folder / name).write_text(value + "\n")
+    assert gpu_nodes(tmp_path) == [0, 1, None]
+
+
+def test_rooms_are_bounded_for_all_ranks_of_a_host_together():
+    assert room_bytes(6, 8) == 4 << 20
+    assert room_bytes(6, 64) == 1 << 20
+    one_host = read_topology(FIXTURES / "pcie_8gpu.json")
+    assert area_bytes(one_host, 6, 8) == 1 << 19
+    assert area_bytes(one_host, 6, 8, wanted=8192) == 8192
 
 
 @pytest.mark.gpu
 def test_the_pipeline_gives_exact_sums_on_gpus():
     """Ranks share a GPU where there are not enough: nothing of the pipeline minds, only NCCL would."""
     run(
-        "torch.cuda.set_device(rank % torch.cuda.device_count())\n" + SUMS.format(area=1 << 20, device="cuda"),
+        "torch.cuda.set_device(rank % torch.cuda.device_count())\n" + SUMS.format(options="chunk_bytes=1 << 20", device="cuda"),
         num_ranks=2,
         timeout=120,
     )

@@ -26,7 +26,7 @@ void Backend::run_all_reduce(Call& call, const Fingerprint& mine, char* data, Co
                              const std::string& key) {
   Segment* segment = setup_.segment.get();
   const size_t bytes = count * element_size(call.dtype);
-  call.chunk_bytes = row.chunk_bytes != 0 ? row.chunk_bytes : segment != nullptr ? segment->area_bytes() : (bytes + 63) / 64 * 64;
+  call.chunk_bytes = row.chunk_bytes != 0 ? row.chunk_bytes : segment != nullptr ? call.most_chunk_bytes() : (bytes + 63) / 64 * 64;
   if (copies == nullptr && setup_.num_hosts == 1 && call.checked && segment->all_shared()) {
     const auto addresses = peers(mine.shared);
     return all_reduce_in_place(call, addresses.data(), count);
@@ -50,7 +50,7 @@ void Backend::run_all_reduce(Call& call, const Fingerprint& mine, char* data, Co
     Ring ring(call, streams, std::max(1, std::min(room, std::max(2, row.streams))), &agree);
     return all_reduce_through(call, payload, count, &ring);
   }
-  const size_t room = std::min<size_t>(call.chunk_bytes, segment ? segment->area_bytes() : SIZE_MAX) / element_size(call.dtype);
+  const size_t room = std::min<size_t>(call.chunk_bytes, segment ? call.most_chunk_bytes() : SIZE_MAX) / element_size(call.dtype);
   Residual* residual = nullptr;
   if (!key.empty()) {
     residual = &residuals_[key];
@@ -68,6 +68,8 @@ Backend::WorkPtr Backend::reduce_all(at::Tensor& tensor, Wanted wanted, Row row,
     const size_t count = tensor.numel();
     return submit(
         wanted, [this, copies, count, row, key](Call& call, const Fingerprint& mine) {
+          setup_.segment->reserve_rooms();
+          call.in_rooms = true;
           run_all_reduce(call, mine, nullptr, copies.get(), count, row, key);
           copies->finish();
         },

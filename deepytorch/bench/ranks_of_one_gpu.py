@@ -1,0 +1,188 @@
+"""Several ranks on one GPU that share memory as GPUs joined by NVLink do: are their all-reduces right, and do they end.
+
+One GPU is enough to see whether ranks wait for each other as they should: torch lets several of them map each other's
+memory on one device. How fast GPUs with NVLink are it does not tell.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from itertools import product
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deepytorch.bench.comm_launch import found_by_ranks
+from deepytorch.bench.rank_process import Seat, run_rank
+from deepytorch.comm.algorithms.nvlink import OneShot, TwoShot
+from deepytorch.config import process_environment
+
+NAMES = (OneShot.name, TwoShot.name)
+WORKER = (sys.executable, "-m", "deepytorch.bench.ranks_of_one_gpu")
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_SIZES = (8, 40, 4096, 1 << 18, (1 << 20) + 8)  # in elements: of one vector, of few, of one tile a program, of more
+_COUNTS = (4, 28, 4000, 80_000)  # of the many calls: whole vectors of float32
+_TOGETHER = 100  # calls between two looks at what they gave
+
+AllReduce = Callable[[str, Tensor, bool], None]
+"""Adds up a tensor in place over all ranks by the algorithm of that name, or averages it."""
+
+
+class WrongSum(Exception):
+    """An all-reduce gave other bits than the sum has."""
+
+
+@dataclass(frozen=True, slots=True)
+class OneGpuPlan:
+    """How many calls of changing sizes follow those that compare every dtype, and how long they may take.
+
+    timeout_s: ranks that have not been heard of for so long are ended; the first compile is in it. `device` "cpu" runs
+    a stand-in for the kernels, to try the rest.
+    """
+
+    device: str = "cuda"
+    calls: int = 10_000
+    seconds: float = 60.0
+    timeout_s: float = 120.0
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as plain JSON values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class OneGpuFound:
+    """What ranks that were all right did: comparisons of every dtype, then `calls`, in seconds."""
+
+    ranks: int
+    compared: int
+    calls: int
+    seconds: float
+
+
+def run_one_gpu(
+    plan: OneGpuPlan,
+    ranks: int = 4,
+    notify: Callable[[str], None] = lambda text: None,
+    worker: Sequence[str] = WORKER,
+) -> OneGpuFound:
+    """Start `ranks` processes on one device, and let them all-reduce by each algorithm.
+
+    Raises `RankError` where a rank finds a wrong sum, fails otherwise, or hangs; no process is left.
+    """
+    found = found_by_ranks(plan, ranks, None, worker, notify)
+    return OneGpuFound(ranks, int(found["compared"]), int(found["calls"]), float(found["seconds"]))
+
+
+def compare_sums(all_reduce: AllReduce, rank: int, ranks: int, device: torch.device) -> int:
+    """Compare every algorithm, dtype and reduction with the float32 sum in the order of the ranks, rounded once.
+
+    Returns how many were compared. Raises `WrongSum` where a bit differs.
+    """
+    kinds = list(product(NAMES, _DTYPES, (False, True), _SIZES))
+    for name, dtype, average, size in kinds:
+        given = [_drawn(peer, size, dtype) for peer in range(ranks)]
+        total = given[0].float()
+        for other in given[1:]:
+            total = total + other.float()
+        expected = (total / ranks if average else total).to(dtype)
+        tensor = given[rank].to(device)
+        all_reduce(name, tensor, average)
+        num_wrong = int((tensor.cpu().view(torch.uint8) != expected.view(torch.uint8)).sum())
+        if num_wrong:
+            how = "average" if average else "sum"
+            raise WrongSum(f"{name}: {num_wrong} bytes of the {how} of {size} values of {dtype} are wrong")
+    return len(kinds)
+
+
+def many_calls(
+    all_reduce: AllReduce,
+    rank: int,
+    ranks: int,
+    device: torch.device,
+    calls: int,
+    go_on: Callable[[int], bool],
+) -> int:
+    """Calls of changing algorithms and sizes, one behind the other, in the same order on all ranks.
+
+    go_on: is told after every 100 calls how many there were, and whether there are to be more, alike on all ranks.
+    Returns how many there were. Raises `WrongSum`.
+    """
+    drawn = random.Random(0)
+    wrong = torch.zeros((), dtype=torch.int64, device=device)
+    for first in range(0, calls, _TOGETHER):
+        last = min(first + _TOGETHER, calls)
+        for number in range(first, last):
+            value, average = number % 50, number % 2 == 0
+            tensor = torch.full((drawn.choice(_COUNTS),), float(rank + value), device=device)
+            all_reduce(drawn.choice(NAMES), tensor, average)
+            total = ranks * value + ranks * (ranks - 1) / 2
+            wrong += (tensor != (total / ranks if average else total)).sum()
+        if int(wrong):
+            raise WrongSum(f"{int(wrong)} values of calls number {first} to {last - 1} are wrong")
+        if not go_on(last):
+            return last
+    return calls
+
+
+def _drawn(peer: int, size: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(100 * peer + size % 97)).to(dtype)
+
+
+def _on_gpu(device: torch.device) -> AllReduce:
+    """The kernels that GPUs joined by NVLink run."""
+    from deepytorch.comm.group.symmetric import SymmetricAllReduce
+
+    group = dist.group.WORLD
+    assert group is not None
+    run = SymmetricAllReduce(group.group_name)
+
+    def all_reduce(name: str, tensor: Tensor, average: bool) -> None:
+        torch.cuda.current_stream(device).wait_stream(run(name, tensor, average))
+
+    return all_reduce
+
+
+def stand_in(name: str, tensor: Tensor, average: bool) -> None:
+    """What the kernels compute, by gloo on the CPU."""
+    every = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, tensor)
+    total = every[0].float()
+    for other in every[1:]:
+        total = total + other.float()
+    tensor.copy_(total / len(every) if average else total)
+
+
+def _work(given: dict[str, Any], seat: Seat) -> None:
+    plan = OneGpuPlan(**given)
+    process_environment()["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    device = torch.device(plan.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)
+    timeout = timedelta(seconds=plan.timeout_s)
+    dist.init_process_group("gloo", store=seat.store, rank=seat.rank, world_size=seat.ranks, timeout=timeout)
+    all_reduce = stand_in if device.type == "cpu" else _on_gpu(device)
+    seat.tell({"doing": f"{seat.ranks} ranks on one device: every dtype"})
+    compared = compare_sums(all_reduce, seat.rank, seat.ranks, device)
+    begin = time.monotonic()
+
+    def go_on(number: int) -> bool:
+        seat.tell({"doing": f"{seat.ranks} ranks on one device: {number} calls"})
+        more = torch.tensor(int(time.monotonic() - begin < plan.seconds))
+        dist.broadcast(more, 0)
+        return bool(more)
+
+    calls = many_calls(all_reduce, seat.rank, seat.ranks, device, plan.calls, go_on)
+    dist.barrier()  # no rank gives its memory back while another one reads it
+    seat.tell({"done": {"compared": compared, "calls": calls, "seconds": time.monotonic() - begin}})
+
+
+if __name__ == "__main__":
+    run_rank(_work)
