@@ -1,8 +1,8 @@
 """All-reduce of GPUs without NVLink: copied into the host's memory, reduced by its processors, copied back.
 
-In chunks of up to 4 MB, so that copies down, reduction, network and copies up overlap: a chunk comes by one copy and goes
-by one, and three are on their way down while one is reduced. Each rank's part of the memory lies at its GPU's NUMA node.
-Not yet run on several GPUs.
+In chunks of up to 4 MB, so that copies down, reduction, network and copies up overlap: a chunk comes by one copy and
+goes by one, and three are on their way down while one is reduced. Each rank's part of the memory lies at its GPU's NUMA
+node. Not yet run on several GPUs.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ class CpuReduce(Collective):
         return [
             Choice(self.name, chunk, streams)
             for streams in counts
-            for chunk in [size for size in chunk_sizes(operation.num_bytes, streams) if size <= AREA_BYTES] or [AREA_BYTES]
+            for chunk in [size for size in chunk_sizes(operation.num_bytes, streams) if size <= AREA_BYTES]
+            or [AREA_BYTES]
             if chunk * max(2, streams) <= operation.num_bytes
         ]
 

@@ -22,8 +22,10 @@ def num_areas(topology: Topology, through_host: bool) -> int:
 
 
 def area_bytes(topology: Topology, areas: int, num_ranks: int, wanted: int = 0) -> int:
-    """Bytes of an area: `wanted` (0: 512 KB on one host, whose chunks then stay in the caches; 2 MB between hosts, where
-    a chunk costs the network's latency), less where many ranks share a host.
+    """Bytes of an area: `wanted`, less where many ranks share a host.
+
+    0: 512 KB on one host, whose chunks then stay in the caches; 2 MB between hosts, where a chunk costs the network's
+    latency.
     """
     return min(wanted or (1 << 21 if topology.num_hosts > 1 else 1 << 19), _share(_MOST_BYTES, areas, num_ranks))
 

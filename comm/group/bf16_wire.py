@@ -2,9 +2,8 @@
 
 A ring that adds bf16 rounds at every rank; here nobody adds what has been rounded before. Each rank casts its values
 once and gives every other one its part (all_to_all), a part's owner adds up all ranks' in float32, and an all_reduce
-casts the sums once more and gathers them. All ranks get the owner's bits. Bytes on the way are half of a float32 ring's;
-they take two steps in place of `2 (n - 1)`. On GPUs nothing goes through the host, and the host waits for nothing.
-Not yet run on several GPUs.
+casts the sums once more and gathers them. All ranks get the owner's bits. Bytes on the way are half of a float32
+ring's. On GPUs nothing goes through the host, and the host waits for nothing. Not yet run on several GPUs.
 
 Parts move as bytes: every backend moves those, and none takes them for values that it may round.
 """
@@ -55,8 +54,8 @@ def reduce_scatter_bf16(
 ) -> None:
     """`torch.distributed.reduce_scatter_tensor`: each value is rounded to bf16, and summed in float32 at its owner.
 
-    A float32 sum is not rounded again, so gradients that were bfloat16 before lose nothing at all. Asynchronous on GPUs,
-    on the current stream. Needs 4 bytes for each value of `given` meanwhile, and 4 for each of a rank's part.
+    A float32 sum is not rounded again, so gradients that were bfloat16 before lose nothing at all. Asynchronous on
+    GPUs, on the current stream. Needs 4 bytes for each value of `given` meanwhile, and 4 for each of a rank's part.
 
     Args:
         output: contiguous, a rank's part of the sum, of the dtype of `given`.
@@ -98,8 +97,8 @@ def send_bf16(model: nn.Module) -> int:
     found = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not found:
         raise ConfigError(
-            f"send_bf16() of a {type(model).__name__}; expected a DistributedDataParallel module, or an FSDP2 model with "
-            "a module that fully_shard was applied to"
+            f"send_bf16() of a {type(model).__name__}; expected a DistributedDataParallel module, or an FSDP2 model "
+            "with a module that fully_shard was applied to"
         )
     for module in found:
         scatter: Any = _ReduceScatter()  # FSDP2's interface for it has a private home
@@ -110,8 +109,8 @@ def send_bf16(model: nn.Module) -> int:
 def _check(tensor: Tensor, op: Any) -> None:
     if not _takes(tensor, op):
         raise ConfigError(
-            f"a sum as bf16 with {op} of a tensor of {tensor.dtype}; expected SUM or AVG of a contiguous one of float32 or "
-            "bfloat16"
+            f"a sum as bf16 with {op} of a tensor of {tensor.dtype}; expected SUM or AVG of a contiguous one of "
+            "float32 or bfloat16"
         )
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import textwrap
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -128,7 +131,7 @@ def test_ddp_trains_alike_and_all_ranks_have_the_same_gradients():
     dist.barrier()
     dist.destroy_process_group()
     """
-    run(TRAINING + script_of(script), 2, 120)
+    run(TRAINING + textwrap.dedent(script), 2, 120)
 
 
 def test_fsdp2_trains_alike_and_loses_nothing_of_gradients_that_were_bf16():
@@ -145,44 +148,82 @@ def test_fsdp2_trains_alike_and_loses_nothing_of_gradients_that_were_bf16():
     dist.barrier()
     dist.destroy_process_group()
     """
-    run(TRAINING + script_of(script), 2, 120)
+    run(TRAINING + textwrap.dedent(script), 2, 120)
 
 
-def script_of(text):
-    import textwrap
+def test_a_gpus_bucket_goes_beside_the_callers_stream_and_is_there_for_who_waits(monkeypatch):
+    done = []
 
-    return textwrap.dedent(text)
+    class Stream:
+        def __init__(self, device):
+            done.append(f"a stream on {device.type}")
+
+        def wait_stream(self, stream):
+            done.append(f"waits for {stream}")
+
+        def __enter__(self):
+            done.append("current")
+
+        def __exit__(self, *_):
+            done.append("left")
+
+    class Future:
+        def __init__(self, devices):
+            self.devices = devices
+
+        def set_result(self, tensor):
+            done.append("told")
+
+    monkeypatch.setattr(torch, "Stream", Stream)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: "the caller's")
+    monkeypatch.setattr(torch.futures, "Future", Future)
+    tensor = SimpleNamespace(device=torch.device("cuda:1"), record_stream=lambda stream: done.append("kept for it"))
+    sender = bf16_wire._Sender(None)
+    order = ["waits for the caller's", "current", "sums", "kept for it", "told", "left"]
+    assert sender.send(tensor, lambda: done.append("sums")).devices == [tensor.device]
+    assert done == ["a stream on cuda", *order]
+    sender.send(tensor, lambda: done.append("sums"))
+    assert done == ["a stream on cuda", *order, *order]  # all buckets on one stream
 
 
 @pytest.mark.slow
 def test_buckets_of_a_compiled_backward_go_by_it():
     script = """
     init(timeout=60)
+    import copy
     from torch import nn
     from deepytorch.comm import send_bf16
     sent = []
     whole = dist.all_to_all_single
     dist.all_to_all_single = lambda output, given, **named: (sent.append(given.numel()), whole(output, given, **named))
-    deepytorch.switch.SWITCH.enabled = True
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.head = nn.Linear(40, 30), nn.Linear(30, 5)
+
+        def forward(self, x):
+            return self.head(self.first(x).relu()).square().mean()
+
     torch.manual_seed(0)
-    ddp = nn.parallel.DistributedDataParallel(nn.Linear(40, 30))
+    ddp = nn.parallel.DistributedDataParallel(Net())
     assert send_bf16(ddp) == 1
-    call = torch.compile(ddp, backend="deepytorch", options={"lowering": "aot_eager", "wait": True})
+    call = torch.compile(ddp, backend="deepytorch", options={"lowering": "aot_eager"})
     for step in range(5):
         x = torch.randn(8, 40, generator=torch.Generator().manual_seed(10 * step + rank))
-        call(x).square().sum().backward()
-        found = ddp.module.weight.grad.clone()
         ddp.zero_grad()
-        copy = nn.Linear(40, 30)
-        copy.load_state_dict(ddp.module.state_dict())
-        copy(x).square().sum().backward()
-        mine = copy.weight.grad
-        every = [torch.empty_like(mine) for _ in range(size)]
-        dist.all_gather(every, mine)
-        exact = sum(each.double() for each in every) / size
-        assert ((found - exact).abs() <= 2.0**-7 * sum(each.abs() for each in every)).all()
-        assert not torch.equal(found, (sum(every) / size)), "nothing was cast"
-    assert sent and any(each.get("syncs") for each in deepytorch.report().to_json().get("gradients", []))
+        call(x).backward()
+        found = ddp.module.first.weight.grad
+        alone = copy.deepcopy(ddp.module)
+        alone.zero_grad()
+        alone(x).backward()
+        every = [torch.empty_like(found) for _ in range(size)]
+        dist.all_gather(every, alone.first.weight.grad)
+        sizes = sum(each.abs() for each in every) / size
+        assert ((found - sum(every) / size).abs() <= 2.0**-7 * sizes).all()
+        assert not torch.equal(found, sum(every) / size), "nothing was cast"
+    reducer = ddp.__dict__["_deepytorch_gradients"].reducer
+    assert len(sent) == reducer.counts.collectives >= 5, (sent, reducer.counts)
     dist.barrier()
     dist.destroy_process_group()
     """

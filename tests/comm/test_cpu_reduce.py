@@ -105,7 +105,8 @@ def test_rooms_are_bounded_for_all_ranks_of_a_host_together():
 def test_the_pipeline_gives_exact_sums_on_gpus():
     """Ranks share a GPU where there are not enough: nothing of the pipeline minds, only NCCL would."""
     run(
-        "torch.cuda.set_device(rank % torch.cuda.device_count())\n" + SUMS.format(options="chunk_bytes=1 << 20", device="cuda"),
+        "torch.cuda.set_device(rank % torch.cuda.device_count())\n"
+        + SUMS.format(options="chunk_bytes=1 << 20", device="cuda"),
         num_ranks=2,
         timeout=120,
     )
