@@ -82,10 +82,10 @@ def test_gpu_check_tells_what_ranks_found(monkeypatch):
         raise RankError("The ranks [2] stood still for 120 s at: 400 calls.")
 
     monkeypatch.setattr(ranks_of_one_gpu, "run_one_gpu", all_right)
-    assert "60 kinds and 500 calls have the right bits, 100 us a call" in gpu_check._ranks_of_one_gpu(gpu, 500)
-    assert (plans[0].device, plans[0].calls) == ("cuda", 500)
+    assert "60 kinds and 500 calls have the right bits, 100 us a call" in gpu_check._ranks_of_one_gpu(gpu)
+    assert (plans[0].device, plans[0].calls) == ("cuda", 10_000)
     monkeypatch.setattr(ranks_of_one_gpu, "run_one_gpu", hangs)
     with pytest.raises(gpu_check.Failed, match="stood still"):
-        gpu_check._ranks_of_one_gpu(gpu, 500)
+        gpu_check._ranks_of_one_gpu(gpu)
     with pytest.raises(gpu_check.Skipped):
-        gpu_check._ranks_of_one_gpu(torch.device("cpu"), 500)
+        gpu_check._ranks_of_one_gpu(torch.device("cpu"))
