@@ -17,7 +17,7 @@ import torch
 from deepytorch.compiler.device_facts import OnDevice, pack_on_device
 from deepytorch.compiler.host_facts import HostFacts
 from deepytorch.device_reads import send, waits
-from deepytorch.passes.ops.pack_facts import HOLES, LABELS, LATE, STRAY, TOKENS
+from deepytorch.passes.ops.pack_facts import HOLES, LABELS, LATE, ODD, STRAY, TOKENS
 from deepytorch.passes.samples import sample
 from deepytorch.passes.unpad.attentions import MASKED
 from deepytorch.passes.unpad.masks import READINGS
@@ -234,6 +234,8 @@ def _violations(
             found.append(("a label at a padded position is not ignored", stray))
     for pick, flat in zip(program.picks, picks, strict=True):
         found.append(("a position that is read from every row is a pad in one", ~masks[pick.space].reshape(-1)[flat]))
+    read = [] if packed is None else zip(program.spaces, packed.spaces, strict=True)
+    counted = [(space.mask, packing.counts) for space, packing in read]
     for assumption in program.assumptions:
         value = values[assumption.output]
         if assumption.kind == "zero at pads":
@@ -241,7 +243,8 @@ def _violations(
             own = mask[:, assumption.offset : mask.shape[1] - assumption.cut + assumption.offset]
             found.append(("a factor is not zero at padded positions", (value != 0) & ~own))
         elif assumption.kind == "binary":
-            found.append(("a mask holds numbers besides 0 and 1", (value != 0) & (value != 1)))
+            odd = next((counts[ODD] for output, counts in counted if output == assumption.output), None)
+            found.append(("a mask holds numbers besides 0 and 1", (value != 0) & (value != 1) if odd is None else odd))
         else:
             found.append(
                 ("an additive mask holds numbers that neither hide nor keep", (value != 0) & ~(value <= MASKED))

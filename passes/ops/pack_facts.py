@@ -15,7 +15,7 @@ from torch import Tensor
 from deepytorch.torch_internals import has_triton_package
 
 READINGS = ("nonzero", "zero", "not negative")  # those of `passes.unpad.masks`, by the number that the kernel takes
-TOKENS, LABELS, STRAY, HOLES, LATE = range(5)  # rows of `Packing.counts`
+TOKENS, LABELS, STRAY, HOLES, LATE, ODD = range(6)  # rows of `Packing.counts`
 
 _MASK_DTYPES = {
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
@@ -30,11 +30,11 @@ class Packing:
     """What `pack_facts` writes, on the device. The first `counts[TOKENS].sum()` entries of `flat` and the first
     `counts[LABELS].sum()` of `labelled_flat` and `labelled_ranks` are there, what follows is not.
 
-    mask: (rows, positions) bool. labelled: likewise, None without a target. counts: (5, rows) int32: tokens, labels,
-    labels at pads, runs of tokens beyond the first, tokens right behind a pad. flat: (rows * positions,) int64, row *
-    positions + position of each token. ranks: likewise, how many tokens there are up to each position, less one.
-    labelled_flat, labelled_ranks: of each label, where it stands in the grid and among the tokens. cu_seqlens:
-    (rows + 1,) int32.
+    mask: (rows, positions) bool. labelled: likewise, None without a target. counts: (6, rows) int32: tokens, labels,
+    labels at pads, runs of tokens beyond the first, tokens right behind a pad, values of the mask besides 0 and 1.
+    flat: (rows * positions,) int64, row * positions + position of each token. ranks: likewise, how many tokens there
+    are up to each position, less one. labelled_flat, labelled_ranks: of each label, where it stands in the grid and
+    among the tokens. cu_seqlens: (rows + 1,) int32.
     """
 
     mask: Tensor

@@ -6,7 +6,7 @@ to be resident, and a chain of waiting programs can hang; so each program reads 
 the cache. That is work of rows^2 / 2: beyond `_ONE_LAUNCH` entries rows are counted by a launch of their own first.
 
 Bytes, with n entries, m and l bytes an entry of mask and labels, t tokens, s labels and r rows: n (m + l) read; 2 n of
-flags, 8 n of ranks, 8 t + 16 s of indices and 24 r of counts written: 26 n to 50 n for masks and labels of int64. The
+flags, 8 n of ranks, 8 t + 16 s of indices and 28 r of counts written: 26 n to 50 n for masks and labels of int64. The
 rows before are read again: (r - 1) / 2 times n (m + l), from the L2 cache; in two launches n (m + l) once more and
 4 r (r - 1) of counts. Flops: none.
 """
@@ -30,11 +30,17 @@ _INTEGERS = ["rows", "positions", "mask_row", "target_row", "offset", "num_targe
 
 
 @triton.jit
-def _is_token(place, inside, READING: tl.constexpr, HALF: tl.constexpr):
-    """What is read as a token: 1, else 0, as int32."""
+def _mask_value(place, inside, HALF: tl.constexpr):
+    """Of the mask, and 0 outside."""
     value = tl.load(place, mask=inside, other=0)
     if HALF:
         value = value.to(tl.float32)
+    return value
+
+
+@triton.jit
+def _is_token(value, inside, READING: tl.constexpr):
+    """What is read as a token: 1, else 0, as int32."""
     if READING == 0:
         found = value != 0
     elif READING == 1:
@@ -58,7 +64,7 @@ def _is_labelled(target_ptr, row, column, inside, row_stride, column_stride, off
 def pack_row(
     mask_ptr,  # (rows, positions)
     target_ptr,  # (rows, num_targets), from position `offset` on; not read without LABELLED
-    counts_ptr,  # (5, rows) int32: written, but read where COUNTED
+    counts_ptr,  # (6, rows) int32: written, but read where COUNTED
     on_ptr,  # (rows, positions) uint8, written, as all that follows
     labelled_ptr,  # (rows, positions) uint8
     flat_ptr,  # (rows * positions,) int64
@@ -99,7 +105,7 @@ def pack_row(
             earlier, column = entry // positions, entry % positions
             inside = entry < row * positions
             place = mask_ptr + earlier.to(tl.int64) * mask_row + column.to(tl.int64) * mask_column
-            before += tl.sum(_is_token(place, inside, READING, HALF))
+            before += tl.sum(_is_token(_mask_value(place, inside, HALF), inside, READING))
             if LABELLED:
                 labels_before += tl.sum(
                     _is_labelled(
@@ -119,12 +125,15 @@ def pack_row(
     stray = tl.full([], 0, tl.int32)
     runs = tl.full([], 0, tl.int32)
     late = tl.full([], 0, tl.int32)
+    odd = tl.full([], 0, tl.int32)
     for start in range(0, positions, BLOCK):
         column = start + offsets
         inside = column < positions
         place = mask_ptr + row.to(tl.int64) * mask_row + column.to(tl.int64) * mask_column
-        on = _is_token(place, inside, READING, HALF)
-        begins = on & (1 - _is_token(place - mask_column, inside & (column > 0), READING, HALF))
+        value = _mask_value(place, inside, HALF)
+        on = _is_token(value, inside, READING)
+        behind = inside & (column > 0)
+        begins = on & (1 - _is_token(_mask_value(place - mask_column, behind, HALF), behind, READING))
         entry = row * positions + column
         rank = before + tokens + tl.cumsum(on, 0) - 1
         if PLACED:
@@ -145,12 +154,14 @@ def pack_row(
         tokens += tl.sum(on)
         runs += tl.sum(begins)
         late += tl.sum(tl.where(column > 0, begins, 0))
+        odd += tl.sum(((value != 0) & (value != 1)).to(tl.int32))
     if not COUNTED:
         tl.store(counts_ptr + row, tokens)
         tl.store(counts_ptr + rows + row, labels)
         tl.store(counts_ptr + 2 * rows + row, stray)
         tl.store(counts_ptr + 3 * rows + row, tl.maximum(runs - 1, 0))
         tl.store(counts_ptr + 4 * rows + row, late)
+        tl.store(counts_ptr + 5 * rows + row, odd)
     if PLACED:
         tl.store(cu_seqlens_ptr + row, before)
         tl.store(cu_seqlens_ptr + rows, before + tokens, mask=row == rows - 1)
@@ -165,7 +176,7 @@ def launch(mask: Tensor, reading: int, target: Target | None, block: int = BLOCK
     flat, ranks, labelled_flat, labelled_ranks = (
         torch.empty(rows * positions, dtype=torch.int64, device=device) for _ in range(4)
     )
-    counts = torch.empty(5, rows, dtype=torch.int32, device=device)
+    counts = torch.empty(6, rows, dtype=torch.int32, device=device)
     cu_seqlens = torch.empty(rows + 1, dtype=torch.int32, device=device)
     given = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
     values = given if target is None else target.values

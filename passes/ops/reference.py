@@ -91,13 +91,15 @@ def linear_cross_entropy_reference(
     return loss + (squares, squares.sum() / counted.sum(), squares.sum())[rule.reduction]
 
 
-def pack_facts_reference(mask: Tensor, labelled: Tensor | None) -> Packing:
-    """What `pack_facts` writes, of flags (rows, positions) bool: exactly as long as it is."""
+def pack_facts_reference(mask: Tensor, labelled: Tensor | None, values: Tensor | None = None) -> Packing:
+    """What `pack_facts` writes, of flags (rows, positions) bool: exactly as long as it is. values: the mask's own."""
+    values = mask if values is None else values
+    odd = ((values != 0) & (values != 1)).sum(1)
     counted = torch.zeros_like(mask) if labelled is None else labelled
     ahead = torch.cat([mask.new_zeros(len(mask), 1), mask[:, :-1]], 1)
     begins = mask & ~ahead
     holes = (begins.sum(1) - 1).clamp(min=0)
-    counts = torch.stack([mask.sum(1), counted.sum(1), (counted & ~mask).sum(1), holes, begins[:, 1:].sum(1)])
+    counts = torch.stack([mask.sum(1), counted.sum(1), (counted & ~mask).sum(1), holes, begins[:, 1:].sum(1), odd])
     ranks = mask.flatten().cumsum(0) - 1
     flat, labelled_flat = (each.flatten().nonzero().squeeze(1) for each in (mask, counted))
     cu_seqlens = torch.cat([mask.new_zeros(1, dtype=torch.int64), mask.sum(1).cumsum(0)]).int()

@@ -91,7 +91,7 @@ def test_every_dtype_is_read_as_torch_reads_it(dtype, reading):
         values[0, 3:6] = torch.tensor([torch.nan, -torch.inf, torch.finfo(dtype).min])
         values[1, 3] = torch.finfo(dtype).smallest_normal
     mask = values.to(dtype)
-    check(launched(mask, reading, None), pack_facts_reference(masks.READINGS[reading](mask), None))
+    check(launched(mask, reading, None), pack_facts_reference(masks.READINGS[reading](mask), None, mask))
 
 
 @pytest.mark.slow
