@@ -18,6 +18,7 @@ from deepytorch.bench.models import build_model
 from deepytorch.bench.rivals import flatten, flattened_unavailable, grouped
 from deepytorch.bench.training_step import Arm, Precision, compiled_arm, forward_backward
 from deepytorch.bench.unpad import UnpadOptions, run_unpad
+from deepytorch.compiler.report import LEDGER
 from deepytorch.data import IGNORE_INDEX, num_labels, num_positions, num_tokens
 from deepytorch.errors import ConfigError, ParityError
 
@@ -119,6 +120,7 @@ def test_arms_with_the_same_model_share_its_optimizer():
 # ---------------------------------------------------------------- the whole measurement
 
 
+@pytest.mark.slow
 def test_back_to_back_measures_grouped_rows_too_and_says_what_it_does_not(options, monkeypatch):
     monkeypatch.setattr(rivals, "find_spec", lambda name: None)
     result = run_unpad(options(back_to_back=True))
@@ -136,6 +138,27 @@ def test_back_to_back_measures_grouped_rows_too_and_says_what_it_does_not(option
     assert result.max_loss_rel_diff < 1e-6  # compared before any weight has moved
     tokens = [result.tokens_per_s[name] * result.step_ms[name] for name in result.step_ms]
     assert tokens == pytest.approx(tokens[:1] * 5)  # every arm has trained on as many
+
+
+@pytest.mark.slow
+def test_packed_steps_train_without_a_recompile(options, monkeypatch):
+    monkeypatch.delitem(vars(deepytorch), "report")  # its own counters
+    LEDGER.forget()
+    made = unpad.compiled_arm
+
+    def operator_by_operator(name, model, backend, loss="model"):
+        if backend != "deepytorch":
+            return made(name, model, backend, loss)
+        compiled = torch.compile(model, backend=backend, options={"lowering": "aot_eager"})
+        return Arm(name, model, lambda batch: compiled(**batch).loss)
+
+    monkeypatch.setattr(unpad, "compiled_arm", operator_by_operator)
+    monkeypatch.setattr(unpad, "start_compiler", lambda *_: None)
+    result = run_unpad(options(backend="deepytorch", back_to_back=True))
+    passes = 4  # the first, the compared one, one that is not timed, one that is
+    assert (result.steps_packed, result.steps_padded, result.recompiles) == (passes * 2 - 1, 0, 0)  # one was watched
+    assert result.max_loss_rel_diff < 1e-5
+    assert result.max_grad_rel_diff < 1e-4
 
 
 def test_one_by_one_names_what_it_leaves_out(options):

@@ -17,6 +17,7 @@ from deepytorch.passes.unpad import masks
 
 pytest.importorskip("triton")
 from deepytorch.passes.ops import pack_facts_triton as kernels
+from deepytorch.passes.ops import pack_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IGNORED = -100
@@ -136,13 +137,13 @@ def test_kernels_compile_for_every_gpu_without_spills():
     script = """
 import json, sys
 from deepytorch.machine_code import CAPABILITIES, compile_for, troubles
-from deepytorch.passes.ops.pack_facts_triton import VARIANTS
+from deepytorch.passes.ops import pack_facts_triton, pack_triton
 found = {}
-for variant in VARIANTS:
+for variant in pack_facts_triton.VARIANTS + pack_triton.VARIANTS:
     for capability in CAPABILITIES:
         code = compile_for(variant, capability)
         waits = [each for each in code.instructions if each in ("atom", "red.global")]
-        found[f"{variant.label}, sm_{capability}"] = troubles(variant, code) + waits
+        found[f"{variant.kernel}, {variant.label}, sm_{capability}"] = troubles(variant, code) + waits
 json.dump(found, sys.stdout)
 """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -151,5 +152,5 @@ json.dump(found, sys.stdout)
     )
     assert done.returncode == 0, done.stderr[-3000:]
     troubles = json.loads(done.stdout)
-    assert len(troubles) == 3 * len(kernels.VARIANTS)
+    assert len(troubles) == 3 * (len(kernels.VARIANTS) + len(pack_triton.VARIANTS))
     assert {name: each for name, each in troubles.items() if each} == {}
