@@ -149,6 +149,22 @@ def test_inlined_under_inductor_without_operators_or_recompiles():
             assert node.args[3] is False
 
 
+@pytest.mark.slow
+def test_an_embedding_of_packed_ids_is_one_kernel_under_inductor():
+    """So none of ours gathers ids and their embeddings: it would keep what follows out of the compiler's."""
+    from torch._inductor.utils import run_and_get_code
+
+    def embedded(ids, table, indices):
+        return torch.nn.functional.embedding(pack_rows(ids.flatten(), indices), table).cos()
+
+    options = {"post_grad_custom_pre_pass": _Inlining(), "fx_graph_cache": False}
+    compiled = torch.compile(embedded, fullgraph=True, dynamic=True, options=options)
+    given = torch.randint(0, 50, (4, 5)), torch.randn(50, 16), torch.randperm(20)[:13].sort().values
+    output, (code,) = run_and_get_code(compiled, *given)
+    torch.testing.assert_close(output, embedded(*given))
+    assert code.count('extern "C"') == 1
+
+
 def test_inlining_keeps_symbolic_sizes():
     from torch.fx.experimental.proxy_tensor import make_fx
 
