@@ -2,7 +2,7 @@
 
 Where the batch is known on the host (`host_copies`) it is read there, and index tensors are sent after it: no
 synchronisation with the device. Elsewhere one pass over masks and labels and one synchronisation give every number that
-the host needs, and the index tensors follow without another.
+the host needs, and the index tensors follow without another; on CUDA a kernel has written them (`device_facts`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 
+from deepytorch.compiler.device_facts import OnDevice, pack_on_device
 from deepytorch.compiler.host_facts import HostFacts
 from deepytorch.device_reads import send, waits
+from deepytorch.passes.ops.pack_facts import HOLES, LABELS, LATE, ODD, STRAY, TOKENS
 from deepytorch.passes.samples import sample
 from deepytorch.passes.unpad.attentions import MASKED
 from deepytorch.passes.unpad.masks import READINGS
@@ -46,6 +48,7 @@ class Facts:
     device: torch.device  # the batch's
     narrowed: dict[IndexSet, int]  # how many tokens stand in a part of the positions, where it was counted
     waited: bool  # whether the device was waited for
+    packed: OnDevice | None = None  # index tensors that are there already
 
     @property
     def tokens(self) -> list[int]:
@@ -73,15 +76,17 @@ def read_facts(program: Program, inputs: Sequence[Any]) -> Facts | Refusal:
         return values
     if values is None:  # calling it as a module would cost some 20 us more
         values = program.facts.forward(*given)
-    labelled = [_labelled(loss, values[loss.target], sizes[loss.space]) for loss in program.losses]
-    masks = [_mask(program, number, values, labelled, sizes[number]) for number in range(len(program.spaces))]
+    masks, labelled, packed = _grids(program, values, sizes)
     picks = [_pick(pick, values, sizes[pick.space]) for pick in program.picks]
-    violations = _violations(program, values, masks, labelled, picks)
+    violations = _violations(program, values, masks, labelled, picks, packed)
     device = next((each.device for each in given if isinstance(each, torch.Tensor)), masks[0].device)
     waited = waits(masks[0])
     parts = _narrowed(program) if waited else []  # else counted when they are asked for
     in_parts = [_part(masks[each.space], each) for each in parts]
-    found = count_true([*masks, *labelled, *(violated for _, violated in violations), *in_parts])
+    grids = [*masks, *labelled]
+    if packed is not None:
+        grids = [each.counts[TOKENS] for each in packed.spaces] + [each.counts[LABELS] for each in packed.losses]
+    found = count_true([*grids, *(violated for _, violated in violations), *in_parts])
     narrowed = {each: sum(counts) for each, counts in zip(parts, found[len(found) - len(parts) :], strict=True)}
     lengths = found[: len(masks)]
     labels = [sum(each) for each in found[len(masks) : len(masks) + len(labelled)]]
@@ -93,7 +98,7 @@ def read_facts(program: Program, inputs: Sequence[Any]) -> Facts | Refusal:
     counted = [count for loss, count in zip(program.losses, labels, strict=True) if loss.ignores_pads]
     if min(map(max, lengths)) < 2 or min(counted, default=2) < 2:
         return Refusal("fewer than two tokens or labels")  # a size of one would be compiled for itself
-    return Facts(sizes, masks, labelled, lengths, labels, picks, device, narrowed, waited)
+    return Facts(sizes, masks, labelled, lengths, labels, picks, device, narrowed, waited, packed)
 
 
 def _values_on_host(program: Program, inputs: Sequence[Any]) -> Sequence[torch.Tensor] | Refusal | None:
@@ -122,15 +127,46 @@ def _part(mask: torch.Tensor, entries: IndexSet) -> torch.Tensor:
 
 
 def count_true(grids: Sequence[torch.Tensor]) -> list[list[int]]:
-    """How many entries are true, of each row of a grid (rows, positions) bool, and of any other tensor as a whole; with
-    one synchronisation.
+    """How many entries are true, of each row of a grid (rows, positions) bool, and of any other tensor as a whole;
+    int32 (rows,) are counted already. With one synchronisation.
     """
     shape = grids[0].shape
     if len(shape) == 2 and all(each.shape == shape for each in grids):
         return torch.stack(list(grids)).sum(2).tolist()
-    numbers = [each.sum(1) if each.dim() == 2 else each.sum().view(1) for each in grids]
+    numbers = [_counts(each) for each in grids]
     found = iter(torch.cat(numbers).tolist())
     return [list(itertools.islice(found, each.shape[0])) for each in numbers]
+
+
+def _counts(flags: torch.Tensor) -> torch.Tensor:
+    if flags.dtype == torch.int32:
+        return flags
+    return flags.sum(1) if flags.dim() == 2 else flags.sum().view(1)
+
+
+def _grids(
+    program: Program, values: Sequence[torch.Tensor], sizes: Sequence[tuple[int, int]]
+) -> tuple[list[torch.Tensor], list[torch.Tensor], OnDevice | None]:
+    """What is a token in each space, and labelled for each loss, (rows, positions) bool; what a kernel has written."""
+    waiting = any(waits(each) for each in values)
+    trimming = {number for space in program.spaces for number in space.trimmed_by}
+    labelled: list[Any] = [None] * len(program.losses)
+    for number, loss in enumerate(program.losses):
+        if number in trimming or not waiting:
+            labelled[number] = _labelled(loss, values[loss.target], sizes[loss.space])
+    masks = [_mask(program, number, values, labelled, sizes[number]) for number in range(len(program.spaces))]
+    packed = pack_on_device(program, values, masks) if waiting else None
+    if packed is not None:
+        return [each.mask for each in packed.spaces], [_there(each.labelled) for each in packed.losses], packed
+    for number, loss in enumerate(program.losses):
+        if labelled[number] is None:
+            labelled[number] = _labelled(loss, values[loss.target], sizes[loss.space])
+    return [READINGS[reading](value) for value, reading in masks], labelled, None
+
+
+def _there(grid: torch.Tensor | None) -> torch.Tensor:
+    assert grid is not None
+    return grid
 
 
 def _labelled(loss: LossFacts, target: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
@@ -144,19 +180,21 @@ def _labelled(loss: LossFacts, target: torch.Tensor, size: tuple[int, int]) -> t
 
 
 def _mask(
-    program: Program, number: int, values: Sequence[torch.Tensor], labelled: list[torch.Tensor], size: tuple[int, int]
-) -> torch.Tensor:
+    program: Program, number: int, values: Sequence[torch.Tensor], labelled: list[Any], size: tuple[int, int]
+) -> tuple[torch.Tensor, str]:
+    """Values (rows, positions) of a space, and which of `READINGS` says what of them is a token."""
     space = program.spaces[number]
     if space.mask is not None:
         assert space.reading is not None
-        return READINGS[space.reading](values[space.mask]).reshape(size)
+        return values[space.mask].reshape(size), space.reading
     if space.trimmed_by:
         seen = labelled[space.trimmed_by[0]]
         for other in space.trimmed_by[1:]:
             seen = seen | labelled[other]
-        return seen.flip(1).cumsum(1).flip(1) > 0
-    device = labelled[0].device if labelled else values[0].device
-    return torch.ones(size, dtype=torch.bool, device=device)
+        return seen.flip(1).cumsum(1).flip(1) > 0, "nonzero"
+    loss = next(iter(program.losses), None)
+    device = values[0 if loss is None else loss.target].device
+    return torch.ones(size, dtype=torch.bool, device=device), "nonzero"
 
 
 def _pick(pick: Any, values: Sequence[torch.Tensor], size: tuple[int, int]) -> torch.Tensor:
@@ -173,8 +211,9 @@ def _violations(
     masks: list[torch.Tensor],
     labelled: list[torch.Tensor],
     picks: list[torch.Tensor],
+    packed: OnDevice | None,
 ) -> list[tuple[str, torch.Tensor]]:
-    """Every assumption with a tensor that is true where it does not hold."""
+    """Every assumption with a tensor that is true where it does not hold, or has counted there (`count_true`)."""
     found = []
     values_wait = waits(masks[0])  # else the device's are looked at later: `HostFacts`
     for buffer in program.buffers:
@@ -182,20 +221,21 @@ def _violations(
             now = sample(buffer.tensor)
             assert now is not None
             found.append((_BUFFER_CHANGED, now.view(torch.uint8) != buffer.sample.view(torch.uint8)))
-    for space, mask in zip(program.spaces, masks, strict=True):
+    for number, space in enumerate(program.spaces):
         if space.contiguous or space.prefix:
-            starts = mask[:, 1:] & ~mask[:, :-1]
+            late, holes = _late_and_holes(masks[number], None if packed is None else packed.spaces[number].counts)
             if space.prefix:
-                found.append(("tokens after pads under a causal attention without a key mask", starts))
+                found.append(("tokens after pads under a causal attention without a key mask", late))
             if space.contiguous:
-                found.append(
-                    ("holes between the tokens of a row under a sliding window", starts.sum(1) + mask[:, 0] > 1)
-                )
-    for loss, entries in zip(program.losses, labelled, strict=True):
+                found.append(("holes between the tokens of a row under a sliding window", holes))
+    for number, loss in enumerate(program.losses):
         if loss.ignores_pads and not program.spaces[loss.space].trimmed_by:
-            found.append(("a label at a padded position is not ignored", entries > masks[loss.space]))
+            stray = packed.losses[number].counts[STRAY] if packed else labelled[number] > masks[loss.space]
+            found.append(("a label at a padded position is not ignored", stray))
     for pick, flat in zip(program.picks, picks, strict=True):
         found.append(("a position that is read from every row is a pad in one", ~masks[pick.space].reshape(-1)[flat]))
+    read = [] if packed is None else zip(program.spaces, packed.spaces, strict=True)
+    counted = [(space.mask, packing.counts) for space, packing in read]
     for assumption in program.assumptions:
         value = values[assumption.output]
         if assumption.kind == "zero at pads":
@@ -203,12 +243,21 @@ def _violations(
             own = mask[:, assumption.offset : mask.shape[1] - assumption.cut + assumption.offset]
             found.append(("a factor is not zero at padded positions", (value != 0) & ~own))
         elif assumption.kind == "binary":
-            found.append(("a mask holds numbers besides 0 and 1", (value != 0) & (value != 1)))
+            odd = next((counts[ODD] for output, counts in counted if output == assumption.output), None)
+            found.append(("a mask holds numbers besides 0 and 1", (value != 0) & (value != 1) if odd is None else odd))
         else:
             found.append(
                 ("an additive mask holds numbers that neither hide nor keep", (value != 0) & ~(value <= MASKED))
             )
     return found
+
+
+def _late_and_holes(mask: torch.Tensor, counts: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a space, tokens behind a pad of their row, and rows whose tokens are not all neighbours."""
+    if counts is not None:
+        return counts[LATE], counts[HOLES]
+    starts = mask[:, 1:] & ~mask[:, :-1]
+    return starts, starts.sum(1) + mask[:, 0] > 1
 
 
 class Indices:
@@ -233,10 +282,14 @@ class Indices:
         if index.kind == "rank":
             assert index.among is not None
             if entries.loss is not None and index.among.is_tokens:  # labels stand at tokens, in their order
+                if facts.packed is not None:
+                    return facts.packed.losses[entries.loss].labelled_ranks[: facts.labels[entries.loss]]
                 chosen = self._mask(entries)[0].reshape(-1)[self._entries(index.among)]
                 return places_of(chosen, self._facts.labels[entries.loss])
             return self._rank(index.among)[self._entries(entries)]
         if index.kind == "cu_seqlens":
+            if facts.packed is not None:
+                return facts.packed.spaces[entries.space].cu_seqlens
             return cumulative(facts.lengths[entries.space])
         if index.kind == "longest":
             return torch.empty((max(facts.lengths[entries.space]), 0), device=facts.device)
@@ -247,11 +300,21 @@ class Indices:
     def _entries(self, entries: IndexSet) -> torch.Tensor:
         if entries not in self._flat:
             mask, count = self._mask(entries)
-            self._flat[entries] = places_of(mask.reshape(-1), count)
+            written = self._written(entries)
+            self._flat[entries] = places_of(mask.reshape(-1), count) if written is None else written[:count]
         return self._flat[entries]
+
+    def _written(self, entries: IndexSet) -> torch.Tensor | None:
+        """Where the entries stand, and behind them what is not there; None where no kernel has written it."""
+        packed = self._facts.packed
+        if packed is None or not (entries.is_tokens or entries.loss is not None):
+            return None
+        return packed.spaces[entries.space].flat if entries.loss is None else packed.losses[entries.loss].labelled_flat
 
     def _rank(self, entries: IndexSet) -> torch.Tensor:
         """Where each position of the grid stands among the entries."""
+        if entries.is_tokens and self._facts.packed is not None:
+            return self._facts.packed.spaces[entries.space].ranks
         if entries not in self._ranks:
             self._ranks[entries] = self._mask(entries)[0].reshape(-1).cumsum(0) - 1
         return self._ranks[entries]

@@ -26,7 +26,8 @@ class CompilerConfig:
     `lowering`: what makes code of a graph; "aot_eager" runs it operator by operator, for debugging.
     `mode`: one of `torch.compile`'s modes, with Inductor's meaning.
     `unpad`: strip padding. `fuse_loss`: compute a loss and the linear layer before it together, piece by piece, where
-    nothing else reads the logits and they would take a gigabyte or more: a fraction of the memory, in the same time.
+    nothing else reads the logits and they would take a gigabyte or more: a fraction of the memory, in the same time;
+    a third more work where each row's loss is asked for.
     `loss_rows`: leave out rows of the loss whose label is ignored.
     `defer_outputs`: compute an output that the loss does not need, such as logits, at its first use.
     `outputs`: what a script finds at padded positions of outputs; "exact": what eager has there, "zeros": zeros, for

@@ -25,7 +25,12 @@ from deepytorch.errors import ConfigError
 from deepytorch.passes.ops.attention_tile import Rule
 from deepytorch.passes.ops.linear_cross_entropy import linear_cross_entropy
 from deepytorch.passes.ops.linear_cross_entropy_chunked import LossRule
-from deepytorch.passes.ops.reference import linear_cross_entropy_reference, varlen_attention_reference
+from deepytorch.passes.ops.pack_facts import Packing, Target, pack_facts, takes
+from deepytorch.passes.ops.reference import (
+    linear_cross_entropy_reference,
+    pack_facts_reference,
+    varlen_attention_reference,
+)
 from deepytorch.passes.ops.varlen_attention import varlen_attention
 from deepytorch.torch_internals import reset_dynamo
 
@@ -130,6 +135,8 @@ def _checks(device: torch.device) -> Iterator[_Check]:
             yield _Check("linear + cross-entropy", f"{dtype}, {name}", _bound(_loss_is_right, device, dtype, options))
         for name, options in _ATTENTIONS.items():
             yield _Check("attention", f"{dtype}, {name}", _bound(_attention_is_right, device, dtype, options))
+    for size in ((5, 61), (37, 701)):  # in one launch and in two
+        yield _Check("facts of a batch", f"{size[0]} rows of {size[1]}", _bound(_facts_are_right, device, size))
     for model in _MODELS:
         for dtype in ("fp32", "bf16"):
             yield _Check("parity", f"{model}, {dtype}, Inductor", _bound(_trains_as_eager, device, model, dtype))
@@ -230,6 +237,22 @@ def _attention_is_right(device: torch.device, dtype: str, options: dict[str, Any
     exact, eager = of(reference, torch.float64), of(reference, _DTYPES[dtype])
     ours = of(operator, _DTYPES[dtype])
     return _as_near(("output", "query", "key", "value"), exact, eager, ours, _DTYPES[dtype])
+
+
+def _facts_are_right(device: torch.device, size: tuple[int, int]) -> str:
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.rand(size, generator=generator) < 0.7
+    target = torch.randint(-1, 2, size, generator=generator)
+    given = Target(target.to(device), -1)
+    if not takes(mask.to(device), "nonzero", given):
+        raise Skipped("no CUDA device, or no Triton")
+    found, wanted = pack_facts(mask.to(device), "nonzero", given), pack_facts_reference(mask, target != -1)
+    for name in Packing.__slots__:
+        expected = getattr(wanted, name)
+        # what stands behind the last index is not there
+        if not torch.equal(getattr(found, name)[: len(expected)].cpu(), expected):
+            raise Failed(f"{name} differs from the reference")
+    return f"{int(wanted.counts[0].sum())} tokens where they are"
 
 
 def _as_near(
@@ -395,7 +418,15 @@ def _unpad_speed(device: torch.device) -> str:
     if device.type != "cuda":
         raise Skipped("no CUDA device")
     found = run_unpad(UnpadOptions(size="base", dtype="bf16", device=str(device), steps=4, rounds=2))
+    rivals = {
+        "eager": found.ratio_vs_eager,
+        "Inductor": found.ratio_vs_inductor,
+        "Inductor with rows grouped": found.ratio_vs_grouped,
+        "packed by hand": found.ratio_vs_handpacked,
+        "flattened": found.ratio_vs_flattened,
+    }
+    said = ", ".join(f"{ratio:.2f}x {name}" for name, ratio in rivals.items() if ratio is not None)
     return (
-        f"{found.ratio_vs_eager:.2f}x eager, {found.ratio_vs_inductor:.2f}x Inductor, of {found.token_ceiling:.2f}x "
-        f"that pads take; {found.steps_packed} steps packed, {found.steps_padded} padded"
+        f"{said}, of {found.token_ceiling:.2f}x that pads take; {found.steps_packed} steps packed, "
+        f"{found.steps_padded} padded"
     )

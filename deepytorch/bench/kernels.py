@@ -15,6 +15,8 @@ MODULES = (
     "deepytorch.comm.kernels.buckets_triton",
     "deepytorch.comm.kernels.symmetric_triton",
     "deepytorch.passes.ops.linear_cross_entropy_kernels",
+    "deepytorch.passes.ops.pack_facts_triton",
+    "deepytorch.passes.ops.pack_triton",
     "deepytorch.passes.ops.varlen_attention_triton",
 )
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from deepytorch.bench.json_results import is_number, match_fields, read_json, require, write_json
 from deepytorch.errors import DataError
+
+ONE_BY_ONE, BACK_TO_BACK = "one by one", "back to back"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -15,7 +17,7 @@ class UnpadResult:
     """What `deepytorch bench unpad` found. Ratios of time are "the other one's time / deepytorch's": above 1 is faster.
 
     A time of an arm is the sum over the batches of the median over the rounds, so a ratio compares whole runs over the
-    same data. None stands for what was not measured (hand packing needs a decoder).
+    same data. None stands for what was not measured; `not_run` says why.
     """
 
     model: str
@@ -53,6 +55,16 @@ class UnpadResult:
     model_size: str
     torch_version: str
     machine: str
+    # what files of older versions lack
+    weights: str = "fp32"
+    vocab_size: int = 8192
+    timing: str = ONE_BY_ONE
+    tokens_per_s: dict[str, float] = field(default_factory=dict)  # arm -> tokens (no pads) a second
+    ratio_vs_grouped: float | None = (
+        None  # against stock torch.compile on the same rows, those of like lengths together
+    )
+    ratio_vs_flattened: float | None = None
+    not_run: dict[str, str] = field(default_factory=dict)  # arm -> why it was not measured
 
     def __post_init__(self) -> None:
         """Raise `DataError` for a value that no run can give."""
@@ -64,12 +76,18 @@ class UnpadResult:
     @staticmethod
     def from_json(content: Any) -> UnpadResult:
         """Return the result that the JSON value `content` holds. Raises `DataError` for another layout."""
-        match_fields(content, UnpadResult, "result")
+        newer = {each.name for each in fields(UnpadResult) if _has_default(each)}
+        older = isinstance(content, dict) and not newer & set(content)
+        match_fields({**content, **dict.fromkeys(newer)} if older else content, UnpadResult, "result")
         return UnpadResult(**content)
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as plain JSON values."""
         return asdict(self)
+
+
+def _has_default(given: Field[Any]) -> bool:
+    return given.default is not MISSING or given.default_factory is not MISSING
 
 
 def read_result(path: Path) -> UnpadResult:
@@ -97,6 +115,9 @@ def _check(name: str, value: Any, kind: Any) -> None:
             value,
             "a finite number, 0 or more, or null",
         )
+    elif kind == dict[str, str]:
+        texts = isinstance(value, dict) and all(isinstance(each, str) for pair in value.items() for each in pair)
+        require(texts, "result", name, value, "texts by the name of an arm")
     else:
         require(
             isinstance(value, dict) and _numbers_only(value),

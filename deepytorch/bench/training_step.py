@@ -23,18 +23,28 @@ Batch = dict[str, Any]
 T = TypeVar("T")
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_SPELLED = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+def dtype_name(text: str) -> str:
+    """One of `DTYPES`, given so or as torch spells it. Raises `ConfigError` for any other text."""
+    name = _SPELLED.get(text, text)
+    if name not in DTYPES:
+        raise ConfigError(f'The dtype is "{text}", expected one of {", ".join(DTYPES)}.')
+    return name
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Where and in which dtype steps run: weights stay fp32, a lower `dtype` is reached by autocast, as in Trainer."""
+    """Where and in which dtype steps run: a dtype below that of the weights is reached by autocast, as in Trainer."""
 
     device: torch.device
     dtype: torch.dtype = torch.float32
+    weights: torch.dtype = torch.float32
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context in which the forward runs: autocast to `dtype`, or nothing for fp32."""
-        if self.dtype == torch.float32:
+        """Return the context in which the forward runs: autocast to `dtype`, or nothing where weights have it."""
+        if self.dtype == self.weights:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.dtype)
 
@@ -44,10 +54,11 @@ class Precision:
             torch.cuda.synchronize(self.device)
 
     @staticmethod
-    def parse(device: str, dtype: str) -> Precision:
+    def parse(device: str, dtype: str, weights: str = "fp32") -> Precision:
         """Return the precision that the command line's texts name. Raises `ConfigError`."""
-        if dtype not in DTYPES:
-            raise ConfigError(f'The dtype is "{dtype}", expected one of {", ".join(DTYPES)}.')
+        dtype, weights = dtype_name(dtype), dtype_name(weights)
+        if weights not in ("fp32", dtype):
+            raise ConfigError(f"weights is {weights} and dtype {dtype}, expected weights in fp32 or in the same dtype.")
         try:
             parsed = torch.device(device)
             torch.empty(0, device=parsed)
@@ -56,7 +67,7 @@ class Precision:
             raise ConfigError(
                 f'The device "{device}" cannot be used: {reason} `deepytorch doctor` lists the devices that there are.'
             ) from error
-        return Precision(parsed, DTYPES[dtype])
+        return Precision(parsed, DTYPES[dtype], DTYPES[weights])
 
 
 @dataclass(frozen=True, slots=True)

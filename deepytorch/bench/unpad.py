@@ -7,7 +7,7 @@ import os
 import platform
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,18 +16,23 @@ import torch
 from torch import Tensor, nn
 
 import deepytorch
+from deepytorch.bench.back_to_back import train_in_turns, trainees
 from deepytorch.bench.gradients import max_relative_difference
 from deepytorch.bench.hand_packed import ATTENTION_NAME, hand_packed_arm, pack, register_attention
+from deepytorch.bench.measurement import Measurement
 from deepytorch.bench.memory import peak_step_bytes
 from deepytorch.bench.models import MAX_POSITIONS, batch_kind, build_model
-from deepytorch.bench.schema import UnpadResult
+from deepytorch.bench.rivals import FLASH, FLATTENED, GROUPED, flatten, flattened_arm, flattened_unavailable, grouped
+from deepytorch.bench.schema import BACK_TO_BACK, ONE_BY_ONE, UnpadResult
 from deepytorch.bench.training_step import (
+    DTYPES,
     LOSSES,
     Arm,
     Batch,
     Precision,
     Step,
     compiled_arm,
+    dtype_name,
     empty_compile_caches,
     forward_backward,
     rotated,
@@ -57,7 +62,9 @@ class UnpadOptions:
     steps: int = 8  # batches
     rounds: int = 3  # how often each batch is measured
     dtype: str = "fp32"
+    weights: str = "fp32"  # or as `dtype`, without autocast
     device: str = "cpu"
+    back_to_back: bool | None = None  # train, without a wait between steps; None: on a device
     max_length: int = MAX_POSITIONS
     vocab_size: int = 8192
     seed: int = 0
@@ -69,6 +76,10 @@ class UnpadOptions:
         for name in ("batch_size", "steps", "rounds", "max_length"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}, expected at least 1.")
+        if self.trains and dtype_name(self.dtype) == "fp16":
+            raise ConfigError(
+                "dtype is fp16, which trains under a gradient scaler; expected fp32 or bf16 back to back."
+            )
         if self.loss not in LOSSES:
             raise ConfigError(f"loss is {self.loss!r}, expected one of {', '.join(LOSSES)}.")
         if self.loss != "model" and batch_kind(self.model) != "causal":
@@ -78,27 +89,10 @@ class UnpadOptions:
                 f"max_length is {self.max_length}, expected at most {MAX_POSITIONS}: the models' positions."
             )
 
-
-@dataclass(slots=True)
-class Measurement:
-    """What alternating runs gave: `seconds[arm][batch]` holds one time a round; differences are against eager."""
-
-    seconds: dict[str, list[list[float]]]
-    max_loss_rel_diff: dict[str, float] = field(default_factory=dict)
-    max_grad_rel_diff: dict[str, float] = field(default_factory=dict)
-
-    def steady(self, arm: str) -> list[float]:
-        """Return the median over the rounds, in seconds, of each batch."""
-        return [statistics.median(rounds) for rounds in self.seconds[arm]]
-
-    def ratio(self, arm: str, against: str = DEEPYTORCH) -> float:
-        """Return the time of all batches in `arm` over their time in `against`."""
-        return sum(self.steady(arm)) / sum(self.steady(against))
-
-    def ratio_quartiles(self, arm: str, against: str = DEEPYTORCH) -> list[float]:
-        """Return the quartiles, over the batches, of one batch's ratio: how evenly the gain is spread."""
-        ratios = [time / other for time, other in zip(self.steady(arm), self.steady(against), strict=True)]
-        return statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+    @property
+    def trains(self) -> bool:
+        """Whether steps are timed back to back, with their optimizer."""
+        return self.device.partition(":")[0] == "cuda" if self.back_to_back is None else self.back_to_back
 
 
 def run_unpad(options: UnpadOptions, notify: Callable[[str], None] = lambda text: None) -> UnpadResult:
@@ -109,14 +103,19 @@ def run_unpad(options: UnpadOptions, notify: Callable[[str], None] = lambda text
     2. Every batch goes through every arm, the order rotated from batch to batch and round to round, so that a change
        of the machine's speed meets all arms alike. A step is zeroing the gradients, forward and backward; packing by
        hand is not in the time of the hand-packed arm, since a collator would do it.
-    3. Losses and gradients of the first round are compared with eager's. Weights never change.
+    3. Losses and gradients of the first round are compared with eager's. Weights do not change in it.
+    4. Back to back, step 2 is for that comparison alone. Then every arm trains with AdamW on batches that come from the
+       host, and passes over all batches take turns; see `back_to_back`. Rivals run where they are installed (`rivals`).
 
     Raises `ConfigError`, `DataError`, and `ParityError` when a loss or gradient is not finite.
     """
-    precision = Precision.parse(options.device, options.dtype)
+    precision = Precision.parse(options.device, options.dtype, options.weights)
     notify("Preparing data and models")
     data = draw_batches(options, precision.device)
+    not_run = rivals_not_run(options, precision)
     arms = build_arms(options, precision.device)
+    if FLATTENED not in not_run:
+        arms[FLATTENED] = flattened_arm(_build(options, precision.device, FLASH), options.model, options.stock_backend)
     for backend in (options.stock_backend, options.backend):
         start_compiler(backend, precision)
     notify(f"Compiling with {options.stock_backend}, from empty caches")
@@ -127,48 +126,57 @@ def run_unpad(options: UnpadOptions, notify: Callable[[str], None] = lambda text
         deepytorch.report(reset=True)
         first_ours = _first_pass(arms[DEEPYTORCH], data, precision)
         _first_pass(arms[STOCK], data[:_NUM_WARM_BATCHES], precision)
-        measured = _measure(arms, data, options.rounds, precision, notify)
+        measured = _measure(arms, data, 1 if options.trains else options.rounds, precision, notify)
+        compared = measured
+        if options.trains:
+            measured = replace(measured, seconds=_train(options, arms, precision, notify))
         counts = deepytorch.report().to_json()
         notify("Measuring batches without padding")
         unpadded = _measure_unpadded(arms, data, options, precision)
         notify("Measuring memory")
         kind = batch_kind(options.model)
         peaks = {name: _peak_bytes(arms[name], data, kind, precision) for name in (EAGER, STOCK, DEEPYTORCH)}
-    return _result(options, precision, data, _Findings(first_stock, first_ours, measured, counts, unpadded, peaks))
+    found = _Findings(first_stock, first_ours, compared, measured, counts, unpadded, peaks, not_run)
+    return _result(options, precision, data, found)
 
 
 @dataclass(frozen=True, slots=True)
 class _Findings:
-    """What was measured: the first passes, the alternating runs, our counters, and bytes by arm."""
+    """What was measured: the first passes, the alternating runs, our counters, bytes by arm, and what was not."""
 
     first_stock: list[Step]
     first_ours: list[Step]
+    compared: Measurement  # step by step; back to back, `measured` has other times
     measured: Measurement
     counts: Mapping[str, Any]
     unpadded: Measurement
     peak_bytes: dict[str, int]
+    not_run: dict[str, str]
 
 
 def _result(options: UnpadOptions, precision: Precision, data: Sequence[Batch], found: _Findings) -> UnpadResult:
     kind, measured = batch_kind(options.model), found.measured
+    ratios = {name: measured.ratio(name) for name in measured.seconds}
     tokens = sum(num_tokens(batch, kind) for batch in data)
     positions = sum(num_positions(batch, kind) for batch in data)
     return UnpadResult(
         model=options.model,
         device=_device_name(precision.device),
-        dtype=options.dtype,
+        dtype=dtype_name(options.dtype),
         batch_size=options.batch_size,
         real_token_fraction=tokens / positions,
-        ratio_vs_eager=measured.ratio(EAGER),
-        ratio_vs_inductor=measured.ratio(STOCK),
-        ratio_vs_handpacked=measured.ratio(HAND_PACKED) if HAND_PACKED in measured.seconds else None,
+        ratio_vs_eager=ratios[EAGER],
+        ratio_vs_inductor=ratios[STOCK],
+        ratio_vs_handpacked=ratios.get(HAND_PACKED),
+        ratio_vs_grouped=ratios.get(GROUPED),
+        ratio_vs_flattened=ratios.get(FLATTENED),
         max_loss_rel_diff=measured.max_loss_rel_diff[DEEPYTORCH],
         max_grad_rel_diff=measured.max_grad_rel_diff[DEEPYTORCH],
         recompiles=found.counts["recompiles"],
         steps_packed=found.counts["steps_packed"],
         steps_padded=found.counts["steps_padded"],
-        compile_seconds=_compile_seconds(found.first_ours, measured.steady(DEEPYTORCH)),
-        compile_seconds_inductor=_compile_seconds(found.first_stock, measured.steady(STOCK)),
+        compile_seconds=_compile_seconds(found.first_ours, found.compared.steady(DEEPYTORCH)),
+        compile_seconds_inductor=_compile_seconds(found.first_stock, found.compared.steady(STOCK)),
         peak_memory_ratio_vs_eager=found.peak_bytes[DEEPYTORCH] / found.peak_bytes[EAGER],
         labels=options.labels,
         loss=options.loss,
@@ -176,9 +184,12 @@ def _result(options: UnpadOptions, precision: Precision, data: Sequence[Batch], 
         labelled_fraction=sum(map(num_labels, data)) / tokens,
         ratio_no_padding=found.unpadded.ratio(STOCK),
         host_ms_per_step=found.counts["host_ms_per_step"],
-        grad_rel_diffs={name: measured.max_grad_rel_diff[name] for name in measured.seconds if name != EAGER},
+        grad_rel_diffs={name: worst for name, worst in measured.max_grad_rel_diff.items() if name != EAGER},
         step_ms={name: statistics.fmean(measured.steady(name)) * 1e3 for name in measured.seconds},
-        ratio_quartiles={name: measured.ratio_quartiles(name) for name in measured.seconds if name != DEEPYTORCH},
+        tokens_per_s={name: tokens / sum(measured.steady(name)) for name in measured.seconds},
+        ratio_quartiles={  # batches of other rows do not compare one by one
+            name: measured.ratio_quartiles(name) for name in ratios if name not in (DEEPYTORCH, GROUPED)
+        },
         peak_bytes=found.peak_bytes,
         steps=options.steps,
         rounds=options.rounds,
@@ -186,22 +197,42 @@ def _result(options: UnpadOptions, precision: Precision, data: Sequence[Batch], 
         model_size=options.size,
         torch_version=torch.__version__,
         machine=f"{platform.machine()}, {os.cpu_count()} CPUs, {torch.get_num_threads()} threads",
+        weights=dtype_name(options.weights),
+        vocab_size=options.vocab_size,
+        timing=BACK_TO_BACK if options.trains else ONE_BY_ONE,
+        not_run=found.not_run,
     )
+
+
+def rivals_not_run(options: UnpadOptions, precision: Precision) -> dict[str, str]:
+    """The arms that are not measured, and why."""
+    kind = batch_kind(options.model)
+    found = {}
+    if kind != "causal" or options.loss != "model":
+        found[HAND_PACKED] = "a row is packed by hand for decoders with a loss of their own"
+    reason = flattened_unavailable(kind, options.loss, options.model, precision)
+    if reason is not None:
+        found[FLATTENED] = reason
+    if not options.trains:
+        found[GROUPED] = "batches of other rows compare over whole passes, back to back"
+    return found
+
+
+def _build(options: UnpadOptions, device: torch.device, attn_implementation: str = "sdpa") -> nn.Module:
+    """The model, its weights drawn anew and always the same."""
+    made: nn.Module = build_model(
+        options.model,
+        options.size,
+        vocab_size=options.vocab_size,
+        attn_implementation=attn_implementation,
+        seed=options.seed,
+    )
+    return made.to(device, DTYPES[dtype_name(options.weights)])
 
 
 def build_arms(options: UnpadOptions, device: torch.device) -> dict[str, Arm]:
     """Return the arms by name, each with a copy of the same weights on `device`."""
-
-    def model(attn_implementation: str = "sdpa") -> nn.Module:
-        made: nn.Module = build_model(
-            options.model,
-            options.size,
-            vocab_size=options.vocab_size,
-            attn_implementation=attn_implementation,
-            seed=options.seed,
-        )
-        return made.to(device)
-
+    model = partial(_build, options, device)
     arms = [
         compiled_arm(EAGER, model(), None, options.loss),
         compiled_arm(STOCK, model(), options.stock_backend, options.loss),
@@ -276,22 +307,38 @@ def _measure(
     arms: Mapping[str, Arm], data: Sequence[Batch], rounds: int, precision: Precision, notify: Callable[[str], None]
 ) -> Measurement:
     """Run every batch through every arm, alternating, `rounds` times; compare with eager in the first round."""
-    packed = [pack(batch) for batch in data] if HAND_PACKED in arms else []
+    inputs = arm_inputs(arms, data)
     result = Measurement({name: [[] for _ in data] for name in arms})
     for name in (EAGER, HAND_PACKED):
         if name in arms:  # the compiled ones have run before
-            forward_backward(arms[name], packed[0] if name == HAND_PACKED else data[0], precision)
+            forward_backward(arms[name], inputs[name][0], precision)
     for turn in range(rounds):
-        for index, batch in enumerate(data):
+        for index in range(len(data)):
             notify(f"Measuring: round {turn + 1} of {rounds}, batch {index + 1} of {len(data)}")
             losses = {}
             for name in rotated(list(arms), turn + index):
-                step = _steady_step(arms[name], packed[index] if name == HAND_PACKED else batch, precision)
+                step = _steady_step(arms[name], to_device(inputs[name][index], precision.device), precision)
                 result.seconds[name][index].append(step.seconds)
                 losses[name] = step.loss
             if turn == 0:
                 _compare(result, arms, losses, index)
     return result
+
+
+def arm_inputs(arms: Mapping[str, Arm], data: Sequence[Batch]) -> dict[str, list[Batch]]:
+    """The batches as each arm takes them: what a collator does is in nobody's time."""
+    collators = {HAND_PACKED: pack, FLATTENED: flatten}
+    return {name: [collators[name](batch) for batch in data] if name in collators else [*data] for name in arms}
+
+
+def _train(
+    options: UnpadOptions, arms: Mapping[str, Arm], precision: Precision, notify: Callable[[str], None]
+) -> dict[str, list[list[float]]]:
+    """Seconds of steps back to back: by arm, batch and round; stock torch.compile on grouped batches, too."""
+    data = draw_batches(options, torch.device("cpu"))
+    inputs = arm_inputs(arms, data) | {GROUPED: grouped(data, batch_kind(options.model))}
+    training = trainees({**arms, GROUPED: arms[STOCK]}, inputs)
+    return train_in_turns(training, options.rounds, precision, notify)
 
 
 def _compare(result: Measurement, arms: Mapping[str, Arm], losses: Mapping[str, float], index: int) -> None:

@@ -24,6 +24,7 @@ from deepytorch.cli.options import (
     ModelFamily,
     ModelSize,
     SizeOf,
+    dtype_of,
     quiet_transformers,
 )
 
@@ -50,13 +51,34 @@ def unpad(
     steps: Annotated[int, typer.Option(min=1, help="Number of batches; each is timed in every setup.")] = 8,
     rounds: Annotated[int, typer.Option(min=1, help="How often each batch is timed in each setup.")] = 3,
     dtype: DtypeOf = Dtype.fp32,
+    weights: Annotated[
+        Dtype,
+        typer.Option(
+            parser=dtype_of,
+            metavar="fp32|bf16|fp16",
+            help="What weights are kept in: fp32, or the same as --dtype, then without autocast.",
+        ),
+    ] = Dtype.fp32,
+    vocab_size: Annotated[
+        int, typer.Option(min=400, help="Rows of the embedding and of the head; 128256 is that of Llama 3.")
+    ] = 8192,
+    back_to_back: Annotated[
+        bool | None,
+        typer.Option(
+            "--back-to-back/--one-by-one",
+            help="Time whole passes of training steps, the optimizer in them, without a wait in between; or each step "
+            "without an optimizer, for itself. Default: back to back on a CUDA device.",
+        ),
+    ] = None,
     device: Device = "cpu",
     json_file: JsonFile = None,
 ) -> None:
     """Time training steps without padding against eager mode, stock torch.compile and hand-packed batches.
 
     Hand-packed: the rows of a batch laid end to end, without padding, by the script itself, for causal models. The
-    setups take turns on the same batches, and their losses and gradients are compared with those of eager mode.
+    setups take turns on the same batches, and their losses and gradients are compared with those of eager mode. Back to
+    back, stock torch.compile on batches of rows of like lengths runs beside, and where flash-attn and liger-kernel are
+    installed, transformers' flattening collator with both.
     """
     from deepytorch.bench.schema import write_result
     from deepytorch.bench.unpad import UnpadOptions, run_unpad
@@ -73,6 +95,9 @@ def unpad(
         steps=steps,
         rounds=rounds,
         dtype=dtype.value,
+        weights=weights.value,
+        vocab_size=vocab_size,
+        back_to_back=back_to_back,
         device=device,
     )
     with console.status("Starting") as status:
@@ -85,15 +110,17 @@ def unpad(
 
 
 def _unpad_table(result: UnpadResult) -> Group:
-    title = f"{result.model}, batch {result.batch_size}, {result.dtype}, {result.device}"
+    title = f"{result.model}, batch {result.batch_size}, {result.dtype}, {result.device}, steps {result.timing}"
     table = Table(title=title, title_justify="left", box=box.SIMPLE)
     table.add_column("arm", no_wrap=True)
-    for heading in ("step ms", "deepytorch is", "quartiles", "compile s", "peak MB"):
+    for heading in ("step ms", "tokens/s", "deepytorch is", "quartiles", "compile s", "peak MB"):
         table.add_column(heading, justify="right")
     ratios = {
         "eager": result.ratio_vs_eager,
         "inductor": result.ratio_vs_inductor,
         "handpacked": result.ratio_vs_handpacked,
+        "grouped": result.ratio_vs_grouped,
+        "flattened": result.ratio_vs_flattened,
     }
     compile_seconds = {"inductor": result.compile_seconds_inductor, "deepytorch": result.compile_seconds}
     for arm, milliseconds in result.step_ms.items():
@@ -101,6 +128,7 @@ def _unpad_table(result: UnpadResult) -> Group:
         table.add_row(
             arm,
             f"{milliseconds:,.1f}",
+            f"{result.tokens_per_s[arm]:,.0f}" if arm in result.tokens_per_s else "",
             f"{ratio:.2f}x" if ratio is not None else "",
             f"{quartiles[0]:.2f} - {quartiles[2]:.2f}" if quartiles is not None else "",
             f"{compile_seconds[arm]:.1f}" if arm in compile_seconds else "",
@@ -118,4 +146,5 @@ def _unpad_lines(result: UnpadResult) -> list[str]:
         f"Steps: {result.steps_packed} packed, {result.steps_padded} padded, {result.recompiles} recompiles, "
         f"{result.host_ms_per_step:.2f} ms of host work each.",
         f"Batches without any padding: {result.ratio_no_padding:.2f}x stock torch.compile.",
+        *(f"Not measured: {arm}, {reason}." for arm, reason in result.not_run.items()),
     ]

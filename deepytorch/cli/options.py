@@ -81,7 +81,24 @@ SizeOf = Annotated[
 BatchSize = Annotated[int, typer.Option(min=1, help="Rows in a batch.")]
 BatchSizeOfRank = Annotated[int, typer.Option(min=1, help="Rows in a batch of each rank.")]
 Device = Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...")]
-DtypeOf = Annotated[Dtype, typer.Option(help="fp32, or autocast to bf16 or fp16 with weights in fp32.")]
+_SPELLED = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+def dtype_of(text: str | Dtype) -> Dtype:
+    """The dtype of a text, given so or as torch spells it. Raises `typer.BadParameter`."""
+    try:
+        return Dtype(_SPELLED.get(text, text))
+    except ValueError:
+        known = ", ".join(each.value for each in Dtype)
+        raise typer.BadParameter(f"{text!r} is not one of {known}.") from None
+
+
+DtypeOf = Annotated[
+    Dtype,
+    typer.Option(
+        parser=dtype_of, metavar="fp32|bf16|fp16", help="fp32, or autocast to bf16 or fp16 with weights in fp32."
+    ),
+]
 JsonFile = Annotated[
     str | None,
     typer.Option("--json", metavar="FILE|-", help="Write the result as one JSON object to a file; -: to stdout."),

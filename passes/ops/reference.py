@@ -10,6 +10,7 @@ from torch import Tensor
 
 from deepytorch.passes.ops.attention_tile import Rule, dropout_factor
 from deepytorch.passes.ops.linear_cross_entropy_chunked import LossRule
+from deepytorch.passes.ops.pack_facts import Packing
 
 
 def varlen_attention_reference(
@@ -88,3 +89,18 @@ def linear_cross_entropy_reference(
     counted = target != rule.ignore_index
     squares = (rule.z_loss * torch.logsumexp(logits, -1).square()).masked_fill(~counted, 0.0)
     return loss + (squares, squares.sum() / counted.sum(), squares.sum())[rule.reduction]
+
+
+def pack_facts_reference(mask: Tensor, labelled: Tensor | None, values: Tensor | None = None) -> Packing:
+    """What `pack_facts` writes, of flags (rows, positions) bool: exactly as long as it is. values: the mask's own."""
+    values = mask if values is None else values
+    odd = ((values != 0) & (values != 1)).sum(1)
+    counted = torch.zeros_like(mask) if labelled is None else labelled
+    ahead = torch.cat([mask.new_zeros(len(mask), 1), mask[:, :-1]], 1)
+    begins = mask & ~ahead
+    holes = (begins.sum(1) - 1).clamp(min=0)
+    counts = torch.stack([mask.sum(1), counted.sum(1), (counted & ~mask).sum(1), holes, begins[:, 1:].sum(1), odd])
+    ranks = mask.flatten().cumsum(0) - 1
+    flat, labelled_flat = (each.flatten().nonzero().squeeze(1) for each in (mask, counted))
+    cu_seqlens = torch.cat([mask.new_zeros(1, dtype=torch.int64), mask.sum(1).cumsum(0)]).int()
+    return Packing(mask, labelled, counts.int(), flat, ranks, labelled_flat, ranks[labelled_flat], cu_seqlens)

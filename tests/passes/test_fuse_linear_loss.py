@@ -76,9 +76,22 @@ def flattened(x: Any, w: Any, b: Any, t: Any) -> torch.Tensor:
     return F.cross_entropy(input=F.linear(x, w, b).flatten(0, -2).float(), target=t.flatten())
 
 
-@pytest.mark.parametrize(
-    "call", [flat, without_bias, shifted, sum_of_some, capped, weighed, flattened], ids=lambda c: c.__name__
-)
+def row_losses(x: Any, w: Any, b: Any, t: Any) -> torch.Tensor:
+    """Each row counts as much as it is long, say."""
+    losses = F.cross_entropy(F.linear(x, w, b).float().view(-1, CLASSES), t.view(-1), reduction="none").view(t.shape)
+    return (losses * torch.linspace(0.5, 2.0, t.shape[-1])).sum()
+
+
+def smoothed_row_losses(x: Any, w: Any, b: Any, t: Any) -> torch.Tensor:
+    logits = torch.tanh(F.linear(x, w, b) / 5.0) * 5.0
+    losses = F.cross_entropy(logits.view(-1, CLASSES), t.view(-1), label_smoothing=0.1, reduction="none")
+    return losses.square().mean()
+
+
+FUSED_CALLS = [flat, without_bias, shifted, sum_of_some, capped, weighed, flattened, row_losses, smoothed_row_losses]
+
+
+@pytest.mark.parametrize("call", FUSED_CALLS, ids=lambda c: c.__name__)
 def test_a_loss_that_alone_reads_its_logits_is_fused(call):
     arguments = given()
     module, rewrite = rewritten(call, arguments)
@@ -95,7 +108,8 @@ def test_a_loss_that_alone_reads_its_logits_is_fused(call):
 
 def test_half_precision_keeps_the_dtype_of_the_loss():
     arguments = given(torch.bfloat16)
-    for call, dtype in ((flat, torch.bfloat16), (shifted, torch.float32)):
+    halves, floats = [flat, smoothed_row_losses], [shifted, row_losses]
+    for call, dtype in [(each, torch.bfloat16) for each in halves] + [(each, torch.float32) for each in floats]:
         module, rewrite = rewritten(call, arguments)
         assert rewrite.fired
         loss, wanted = module(*arguments), call(*arguments)
@@ -150,10 +164,6 @@ def z_loss(x: Any, w: Any, b: Any, t: Any) -> Any:
     return F.cross_entropy(logits, t.view(-1)) + logits.logsumexp(-1).square().mean()
 
 
-def row_losses(x: Any, w: Any, b: Any, t: Any) -> Any:
-    return F.cross_entropy(F.linear(x, w, b).view(-1, CLASSES), t.view(-1), reduction="none").sum()
-
-
 def scaled(x: Any, w: Any, b: Any, t: Any) -> Any:
     return F.cross_entropy((F.linear(x, w, b) * 2).view(-1, CLASSES), t.view(-1))
 
@@ -195,7 +205,6 @@ def written_in_between(x: Any, w: Any, b: Any, t: Any) -> Any:
         (written_in_between, "something is written"),
         (returns_logits, "is read elsewhere, too"),
         (z_loss, "is read elsewhere, too"),
-        (row_losses, "each row's loss is asked for"),
         (scaled, "mul stands between them"),
         (smoothed_and_weighed, "labels are smoothed and classes weighed"),
         (soft_targets, "not over rows of classes and their numbers"),

@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from deepytorch.passes.ops import pack
 from deepytorch.passes.ops.inline_pack import inline_pack
 from deepytorch.passes.ops.pack import pack_rows, unpack_rows
 
@@ -48,6 +49,39 @@ def test_opcheck(dtype):
     torch.library.opcheck(torch.ops.deepytorch.pack_rows.default, (x, INDICES))
     y = torch.ones(4, 3, dtype=dtype, requires_grad=dtype.is_floating_point)
     torch.library.opcheck(torch.ops.deepytorch.unpack_rows.default, (y, INDICES, 7))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [
+        (torch.bfloat16, (7, 33)),
+        (torch.float32, (7, 2, 5)),
+        (torch.int64, (7,)),
+        (torch.bool, (7, 16)),
+        (torch.float64, (1, 1)),
+    ],
+    ids=str,
+)
+def test_the_kernel_spreads_any_dtype_and_shape(monkeypatch, dtype, shape):
+    pytest.importorskip("triton")
+    from deepytorch.passes.ops import pack_triton
+
+    spread, launches = pack_triton.spread, []
+    monkeypatch.setattr(pack, "_has_kernels", lambda device: True)
+    monkeypatch.setattr(pack, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(pack_triton, "spread", lambda *given: launches.append(given) or spread(*given, 16))
+    x = (torch.randn(shape) * 4).to(dtype)
+    indices = torch.randperm(19)[: shape[0]]  # in no order
+    expected = torch.zeros(19, *shape[1:], dtype=dtype).index_copy_(0, indices, x)
+    assert torch.equal(unpack_rows(x, indices, 19), expected)
+    assert len(launches) == 1
+
+
+def test_small_and_strided_values_are_spread_by_torch():
+    large = torch.empty(1).expand(4 << 10, 1 << 10)
+    assert not pack.spreads(large, 1 << 13)
+    assert not pack.spreads(torch.ones(4, 1 << 10), 8)
+    assert pack.spreads(torch.empty(4 << 10, 1 << 10), 1 << 13)
 
 
 @pytest.mark.parametrize(
@@ -113,6 +147,22 @@ def test_inlined_under_inductor_without_operators_or_recompiles():
         assert "val" in node.meta
         if node.target is torch.ops.aten.index_put.default:
             assert node.args[3] is False
+
+
+@pytest.mark.slow
+def test_an_embedding_of_packed_ids_is_one_kernel_under_inductor():
+    """So none of ours gathers ids and their embeddings: it would keep what follows out of the compiler's."""
+    from torch._inductor.utils import run_and_get_code
+
+    def embedded(ids, table, indices):
+        return torch.nn.functional.embedding(pack_rows(ids.flatten(), indices), table).cos()
+
+    options = {"post_grad_custom_pre_pass": _Inlining(), "fx_graph_cache": False}
+    compiled = torch.compile(embedded, fullgraph=True, dynamic=True, options=options)
+    given = torch.randint(0, 50, (4, 5)), torch.randn(50, 16), torch.randperm(20)[:13].sort().values
+    output, (code,) = run_and_get_code(compiled, *given)
+    torch.testing.assert_close(output, embedded(*given))
+    assert code.count('extern "C"') == 1
 
 
 def test_inlining_keeps_symbolic_sizes():

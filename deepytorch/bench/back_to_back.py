@@ -1,0 +1,115 @@
+"""Training steps one behind the other, the optimizer in them: the host may run ahead of the device, as in training.
+
+Where every step begins with a wait, what the host does for it is never hidden, and a step that makes it wait costs
+nothing more. So nothing waits here until the last step is launched; times come from marks in the device's stream.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deepytorch.bench.training_step import Arm, Batch, Precision, num_compilations, rotated
+from deepytorch.errors import ParityError
+from deepytorch.loading import prefetch
+
+_LEARNING_RATE = 1e-5  # weights move, and losses stay near each other
+_TRIES = 3  # passes until one compiles nothing
+
+
+class Clock:
+    """Marks between steps: CUDA events, which nobody waits for, or the host's clock where there is no device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._events: list[torch.cuda.Event] = []
+        self._marks: list[float] = []
+
+    def mark(self) -> None:
+        """Here, behind all that was launched."""
+        if self._device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(torch.cuda.current_stream(self._device))
+            self._events.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+
+    def seconds(self) -> list[float]:
+        """From each mark to the next; waits for the last one."""
+        if self._device.type != "cuda":
+            return [end - begin for begin, end in zip(self._marks, self._marks[1:], strict=False)]
+        self._events[-1].synchronize()
+        pairs = zip(self._events, self._events[1:], strict=False)
+        return [begin.elapsed_time(end) / 1e3 for begin, end in pairs]
+
+
+@dataclass(slots=True)
+class Trainee:
+    """An arm in training. batches: on the host; they are moved while the step before runs, as a loader does it."""
+
+    arm: Arm
+    optimizer: torch.optim.Optimizer
+    batches: Sequence[Batch]
+
+    def step(self, batch: Batch, precision: Precision) -> Tensor:
+        """One step, with the loss as it was; nobody waits for it."""
+        self.optimizer.zero_grad(set_to_none=True)
+        with precision.autocast():
+            loss = self.arm.loss(batch)
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    def train(self, precision: Precision) -> list[float]:
+        """Seconds of each step of a pass over the batches; once more where something compiled in it.
+
+        Raises `ParityError` where the loss of the last step is not finite.
+        """
+        seconds: list[float] = []
+        for _ in range(_TRIES):
+            compilations = num_compilations()
+            precision.synchronize()
+            clock, loss = Clock(precision.device), torch.zeros(())
+            for batch in prefetch(self.batches, precision.device):
+                clock.mark()
+                loss = self.step(batch, precision)
+            clock.mark()
+            seconds = clock.seconds()
+            if not math.isfinite(float(loss)):
+                raise ParityError(f"The loss in {self.arm.name} is {float(loss)} after some steps of training.")
+            if num_compilations() == compilations:
+                break
+        return seconds
+
+
+def trainees(arms: Mapping[str, Arm], inputs: Mapping[str, Sequence[Batch]]) -> dict[str, Trainee]:
+    """One for each of `inputs`, with AdamW; those with the same model share its optimizer."""
+    optimizers: dict[int, torch.optim.Optimizer] = {}
+    found = {}
+    for name, batches in inputs.items():
+        model = arms[name].model
+        if id(model) not in optimizers:
+            optimizers[id(model)] = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, fused=True)
+        found[name] = Trainee(arms[name], optimizers[id(model)], batches)
+    return found
+
+
+def train_in_turns(
+    training: Mapping[str, Trainee], rounds: int, precision: Precision, notify: Callable[[str], None]
+) -> dict[str, list[list[float]]]:
+    """`seconds[name][batch]`, one time a round; passes over all batches take turns, after one that is not timed."""
+    for name, trainee in training.items():
+        notify(f"Training, not timed yet: {name}")
+        trainee.train(precision)
+    seconds: dict[str, list[list[float]]] = {name: [[] for _ in each.batches] for name, each in training.items()}
+    for turn in range(rounds):
+        for name in rotated(list(training), turn):
+            notify(f"Training: round {turn + 1} of {rounds}, {name}")
+            for times, taken in zip(seconds[name], training[name].train(precision), strict=True):
+                times.append(taken)
+    return seconds

@@ -1,0 +1,100 @@
+"""What a good user has without deepytorch, measured beside it where it can run; where it cannot, the reason is told.
+
+Grouped: stock torch.compile on batches whose rows have similar lengths, as Trainer's `group_by_length` makes them: the
+same rows in as many batches, so that times of all of them compare. Flattened: transformers' collator without padding,
+flash attention over its row and Liger's kernels, under torch.compile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepytorch.bench.training_step import Arm, Batch, Precision, compiled_arm
+from deepytorch.data import IGNORE_INDEX, PAD_ID
+from deepytorch.data.batching import Kind
+
+GROUPED, FLATTENED = "grouped", "flattened"
+FLASH = "flash_attention_2"  # as transformers names it
+
+_PACKAGES = {"flash_attn": "flash-attn", "liger_kernel": "liger-kernel"}
+_PADS = {"input_ids": PAD_ID, "attention_mask": 0, "labels": IGNORE_INDEX}
+
+
+def grouped(data: Sequence[Batch], kind: Kind) -> list[Batch]:
+    """As many batches of the same rows, sorted by their lengths and padded to the longest of each.
+
+    An epoch's groups are sorted within 50 batches at a time; fewer than that are sorted as a whole. data: padded on the
+    right, as `deepytorch.data.batches` gives them.
+    """
+    rows = [{name: each[name][row] for name in _PADS} for each in data for row in range(len(each["input_ids"]))]
+    spans = [_spans(row, kind) for row in rows]
+    order = sorted(range(len(rows)), key=lambda row: spans[row]["input_ids"], reverse=True)
+    made, size = [], len(data[0]["input_ids"])
+    for begin in range(0, len(order), size):
+        chosen = order[begin : begin + size]
+        made.append({name: _padded(name, [rows[at][name][: spans[at][name]] for at in chosen]) for name in _PADS})
+    return made
+
+
+def _spans(row: dict[str, torch.Tensor], kind: Kind) -> dict[str, int]:
+    """How many positions of a row are in use, on each side of an encoder-decoder."""
+    spans = dict.fromkeys(_PADS, int(row["attention_mask"].sum()))
+    return spans | {"labels": int((row["labels"] != IGNORE_INDEX).sum())} if kind == "seq2seq" else spans
+
+
+def _padded(name: str, rows: list[torch.Tensor]) -> torch.Tensor:
+    return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=_PADS[name])
+
+
+def flattened_unavailable(kind: Kind, loss: str, model: str, precision: Precision) -> str | None:
+    """Why the flattening collator with flash attention and Liger cannot run here; None where it can."""
+    if kind != "causal" or loss != "model":
+        return "rows are flattened for decoders with a loss of their own"
+    missing = [name for package, name in _PACKAGES.items() if find_spec(package) is None]
+    if missing:
+        return f"{' and '.join(missing)} not installed"
+    if precision.device.type != "cuda":
+        return "flash attention needs a CUDA device"
+    if precision.dtype == torch.float32:
+        return "flash attention takes bf16 or fp16"
+    return None if _liger(model) is not None else f"Liger has no kernels for {model}"
+
+
+def flatten(batch: Batch) -> Batch:
+    """What transformers' `DataCollatorWithFlattening` makes of the batch's rows: one row of all tokens, on the host.
+
+    `input_ids`, `position_ids` and `labels` (1, tokens), `cu_seq_lens_q` and `cu_seq_lens_k` (rows + 1,) int32,
+    `max_length_q` and `max_length_k`.
+    """
+    from transformers import DataCollatorWithFlattening
+
+    features = []
+    for ids, mask, labels in zip(batch["input_ids"], batch["attention_mask"], batch["labels"], strict=True):
+        on = mask.bool()
+        features.append({"input_ids": ids[on].tolist(), "labels": labels[on].tolist()})
+    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    made: Batch = dict(collate(features, return_tensors="pt"))
+    return made
+
+
+def flattened_arm(model: nn.Module, family: str, backend: str) -> Arm:
+    """`model`, built with `FLASH`, with Liger's kernels, through torch.compile, for batches of `flatten`.
+
+    Liger's rotary embedding is left out: it would take the place of every model's in this process. The compiler fuses
+    the model's own.
+    """
+    patch = _liger(family)
+    assert patch is not None, "asked for where it is not available"
+    patch(model=model, rope=False)
+    return compiled_arm(FLATTENED, model, backend)
+
+
+def _liger(family: str) -> Any:
+    from liger_kernel import transformers
+
+    return getattr(transformers, f"apply_liger_kernel_to_{family}", None)

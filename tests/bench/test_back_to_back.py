@@ -1,0 +1,250 @@
+"""Steps back to back, and rivals beside: nobody waits in between, all have the same rows, who is left out is named."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import deepytorch
+from deepytorch.bench import back_to_back, rivals, unpad
+from deepytorch.bench.back_to_back import Clock, Trainee, train_in_turns, trainees
+from deepytorch.bench.gradients import max_relative_difference
+from deepytorch.bench.hand_packed import pack
+from deepytorch.bench.models import build_model
+from deepytorch.bench.rivals import flatten, flattened_unavailable, grouped
+from deepytorch.bench.training_step import Arm, Precision, compiled_arm, forward_backward
+from deepytorch.bench.unpad import UnpadOptions, run_unpad
+from deepytorch.compiler.report import LEDGER
+from deepytorch.data import IGNORE_INDEX, num_labels, num_positions, num_tokens
+from deepytorch.errors import ConfigError, ParityError
+
+CPU = Precision(torch.device("cpu"))
+GPU_BF16 = Precision(torch.device("cuda"), torch.bfloat16)
+
+
+@pytest.fixture
+def options(rows_file, monkeypatch):
+    counts = {"recompiles": 0, "steps_packed": 0, "steps_padded": 0, "host_ms_per_step": 0.0}
+    report = SimpleNamespace(to_json=lambda: counts)
+    monkeypatch.setitem(vars(deepytorch), "report", lambda reset=False: report)
+    smallest = {"size": "tiny", "steps": 2, "rounds": 1, "batch_size": 4, "max_length": 256, "vocab_size": 400}
+    return partial(UnpadOptions, **smallest, backend="eager", stock_backend="eager", data=rows_file)
+
+
+def regression(value: float = 1.0) -> tuple[Trainee, list[str]]:
+    """A model of one weight on two batches, and what is done in its order."""
+    said: list[str] = []
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, value)
+
+    def loss(batch):
+        said.append("step")
+        return model(batch["x"]).square().mean()
+
+    arm = Arm("regression", model, loss)
+    return trainees({"it": arm}, {"it": [{"x": torch.ones(2, 1)}, {"x": torch.ones(3, 1)}]})["it"], said
+
+
+def test_every_step_is_timed_and_none_waits_for_the_one_before(monkeypatch):
+    events = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+            self.number = len(events)
+            events.append("marked")
+
+        def record(self, stream):
+            assert stream == "the current one"
+
+        def synchronize(self):
+            events.append(f"waited for {self.number}")
+
+        def elapsed_time(self, end):
+            return 1000.0 * (end.number - self.number)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the current one")
+    clock = Clock(torch.device("cuda"))
+    for _ in range(4):
+        clock.mark()
+    assert clock.seconds() == [1.0, 1.0, 1.0]
+    assert events == ["marked"] * 4 + ["waited for 3"]
+
+
+def test_a_pass_trains_on_every_batch_and_moves_the_weights():
+    trainee, said = regression()
+    seconds = trainee.train(CPU)
+    assert len(seconds) == 2
+    assert all(each > 0 for each in seconds)
+    assert said == ["step", "step"]
+    assert 0.99 < trainee.arm.model.weight.item() < 1.0
+
+
+def test_a_pass_in_which_something_compiled_is_run_again(monkeypatch):
+    compilations = iter([0, 1, 1, 1])  # before and after the first pass, and the second one
+    monkeypatch.setattr(back_to_back, "num_compilations", lambda: next(compilations))
+    trainee, said = regression()
+    assert len(trainee.train(CPU)) == 2
+    assert said == ["step"] * 4
+
+
+def test_a_loss_that_is_not_a_number_ends_it():
+    trainee, _ = regression(torch.nan)
+    with pytest.raises(ParityError, match="The loss in regression is nan"):
+        trainee.train(CPU)
+
+
+def test_passes_take_turns_after_one_that_is_not_timed():
+    (one, said), (other, others) = regression(), regression()
+    told = []
+    seconds = train_in_turns({"one": one, "other": other}, 3, CPU, told.append)
+    assert {name: [len(times) for times in batches] for name, batches in seconds.items()} == {
+        "one": [3, 3],
+        "other": [3, 3],
+    }
+    assert said == others == ["step"] * 8
+    assert [text.rpartition(", ")[2] for text in told[2:]] == ["one", "other", "other", "one", "one", "other"]
+
+
+def test_arms_with_the_same_model_share_its_optimizer():
+    arm = regression()[0].arm
+    made = trainees({"a": arm, "b": arm}, {"a": [], "b": []})
+    assert made["a"].optimizer is made["b"].optimizer
+
+
+# ---------------------------------------------------------------- the whole measurement
+
+
+@pytest.mark.slow
+def test_back_to_back_measures_grouped_rows_too_and_says_what_it_does_not(options, monkeypatch):
+    monkeypatch.setattr(rivals, "find_spec", lambda name: None)
+    result = run_unpad(options(back_to_back=True))
+    assert result.timing == "back to back"
+    assert (
+        set(result.step_ms)
+        == set(result.tokens_per_s)
+        == {
+            *("eager", "inductor", "deepytorch", "handpacked", "grouped"),
+        }
+    )
+    assert result.ratio_vs_grouped is not None
+    assert set(result.ratio_quartiles) == {"eager", "inductor", "handpacked"}
+    assert result.not_run == {"flattened": "flash-attn and liger-kernel not installed"}
+    assert result.max_loss_rel_diff < 1e-6  # compared before any weight has moved
+    tokens = [result.tokens_per_s[name] * result.step_ms[name] for name in result.step_ms]
+    assert tokens == pytest.approx(tokens[:1] * 5)  # every arm has trained on as many
+
+
+@pytest.mark.slow
+def test_packed_steps_train_without_a_recompile(options, monkeypatch):
+    monkeypatch.delitem(vars(deepytorch), "report")  # its own counters
+    LEDGER.forget()
+    made = unpad.compiled_arm
+
+    def operator_by_operator(name, model, backend, loss="model"):
+        if backend != "deepytorch":
+            return made(name, model, backend, loss)
+        compiled = torch.compile(model, backend=backend, options={"lowering": "aot_eager"})
+        return Arm(name, model, lambda batch: compiled(**batch).loss)
+
+    monkeypatch.setattr(unpad, "compiled_arm", operator_by_operator)
+    monkeypatch.setattr(unpad, "start_compiler", lambda *_: None)
+    result = run_unpad(options(backend="deepytorch", back_to_back=True))
+    passes = 4  # the first, the compared one, one that is not timed, one that is
+    assert (result.steps_packed, result.steps_padded, result.recompiles) == (passes * 2 - 1, 0, 0)  # one was watched
+    assert result.max_loss_rel_diff < 1e-5
+    assert result.max_grad_rel_diff < 1e-4
+
+
+def test_one_by_one_names_what_it_leaves_out(options):
+    found = unpad.rivals_not_run(options(model="bert"), CPU)
+    assert set(found) == {"handpacked", "flattened", "grouped"}
+    assert options(device="cuda:1").trains
+    assert not options().trains
+
+
+def test_weights_in_bf16_run_without_autocast(options):
+    precision = Precision.parse("cpu", "bfloat16", "bf16")
+    arms = unpad.build_arms(options(dtype="bf16", weights="bfloat16"), precision.device)
+    assert {each.dtype for arm in arms.values() for each in arm.model.parameters()} == {torch.bfloat16}
+    with precision.autocast():
+        assert not torch.is_autocast_enabled("cpu")
+    with Precision.parse("cpu", "bf16").autocast():
+        assert torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [({"dtype": "float16"}, "gradient scaler"), ({"weights": "bf16"}, "weights is bf16 and dtype fp32")],
+)
+def test_precisions_that_cannot_train_are_refused(options, wrong, message):
+    with pytest.raises(ConfigError, match=message):
+        run_unpad(options(back_to_back=True, **wrong))
+
+
+# ---------------------------------------------------------------- rivals
+
+
+def rows_of(batch):
+    keep = [row[row != IGNORE_INDEX].tolist() for row in batch["labels"]]
+    ids = [row[on.bool()].tolist() for row, on in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
+    return list(zip(ids, keep, strict=True))
+
+
+@pytest.mark.parametrize("model", ["llama", "bart"])
+def test_grouped_batches_hold_the_same_rows_with_fewer_pads(options, model):
+    kind = unpad.batch_kind(model)
+    data = unpad.draw_batches(options(model=model, steps=4), CPU.device)
+    made = grouped(data, kind)
+    assert [len(batch["input_ids"]) for batch in made] == [4] * 4
+    assert sorted(row for batch in made for row in rows_of(batch)) == sorted(
+        row for batch in data for row in rows_of(batch)
+    )
+    for count in (num_positions, num_tokens):
+        one, other = (sum(count(batch, kind) for batch in each) for each in (made, data))
+        assert one < other if count is num_positions else one == other
+    assert sum(map(num_labels, made)) == sum(map(num_labels, data))
+
+
+def test_flattened_rows_are_those_packed_by_hand(options):
+    batch = unpad.draw_batches(options(), CPU.device)[0]
+    made, packed = flatten(batch), pack(batch)
+    for name in ("input_ids", "position_ids"):
+        assert torch.equal(made[name], packed[name])
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        assert torch.equal(made[name], packed["cu_seqlens"])
+    assert made["max_length_q"] == made["max_length_k"] == packed["max_length"]
+
+
+def test_a_flattened_batch_has_the_loss_and_the_gradients_of_the_padded_one(options):
+    batch = unpad.draw_batches(options(), CPU.device)[0]
+    arms = [compiled_arm("x", build_model("llama", "tiny", vocab_size=400), None) for _ in range(2)]
+    losses = [forward_backward(arm, x, CPU).loss for arm, x in zip(arms, (batch, flatten(batch)), strict=True)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert max_relative_difference(arms[1].model, arms[0].model) < 1e-4
+
+
+def test_who_is_not_installed_is_named(monkeypatch):
+    monkeypatch.setattr(rivals, "find_spec", lambda name: None if name == "liger_kernel" else "there")
+    assert flattened_unavailable("causal", "model", "llama", GPU_BF16) == "liger-kernel not installed"
+    monkeypatch.setattr(rivals, "find_spec", lambda name: "there")
+    monkeypatch.setattr(rivals, "_liger", lambda family: None if family == "gpt2" else "a patch")
+    assert flattened_unavailable("causal", "model", "llama", GPU_BF16) is None
+    assert flattened_unavailable("causal", "model", "gpt2", GPU_BF16) == "Liger has no kernels for gpt2"
+    assert "CUDA" in flattened_unavailable("causal", "model", "llama", CPU)
+    assert "bf16" in flattened_unavailable("causal", "model", "llama", Precision(GPU_BF16.device))
+    assert "decoders" in flattened_unavailable("masked", "model", "bert", GPU_BF16)
+
+
+def test_ligers_kernels_leave_other_models_alone(monkeypatch):
+    asked = []
+    monkeypatch.setattr(rivals, "_liger", lambda family: lambda **given: asked.append((family, given)))
+    model = nn.Linear(1, 1)
+    arm = rivals.flattened_arm(model, "llama", "eager")
+    assert arm.model is model
+    assert asked == [("llama", {"model": model, "rope": False})]
