@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
 import pytest
+
+from tests.warm import run_script
 
 PREAMBLE = """
 import copy, io, pickle, threading
@@ -44,21 +45,23 @@ torch.manual_seed(0)
 """
 
 
-def run(script: str, first: str = "import deepytorch", **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", f"{first}\n{PREAMBLE}\n{script}"],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+def run(script: str, **environment: str) -> str:
+    done = run_script(f"import deepytorch\n{PREAMBLE}\n{script}", env=environment, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stderr + done.stdout
+
+
+def run_cold(script: str, first: str = "import deepytorch") -> str:
+    """In a process that has imported nothing before `first`."""
+    command = [sys.executable, "-c", f"{first}\n{PREAMBLE}\n{script}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stderr + done.stdout
 
 
 @pytest.mark.parametrize("first", ["import deepytorch", "import torch\nimport deepytorch"])
 def test_the_outermost_module_of_a_step_is_compiled_in_place(first: str) -> None:
-    said = run(
+    said = run_cold(
         """
 import logging
 logging.basicConfig(level=logging.INFO)
@@ -315,7 +318,7 @@ assert compiled(torch.ones(2, 3)).shape == (2, 3)
 assert other._compiled_call_impl is None
 assert "deepytorch/integrations" not in torch.optim.Optimizer.__init__.__code__.co_filename
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    done = run_script(script, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
@@ -335,7 +338,7 @@ assert not heavy, heavy
 
 @pytest.mark.slow
 def test_workers_forks_and_spawned_processes() -> None:
-    run("""
+    run_cold("""
 import multiprocessing
 from torch.utils.data import DataLoader
 from multiprocessing.reduction import ForkingPickler

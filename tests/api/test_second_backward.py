@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.warm import run_script
+
 PREAMBLE = """
 import copy
 import torch, torch.utils.checkpoint
@@ -65,14 +67,8 @@ def data(number):
 """
 
 
-def run(script: str, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", f"import deepytorch\n{PREAMBLE}\n{script}"],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+def run(script: str, *arguments: str) -> str:
+    done = run_script(f"import deepytorch\n{PREAMBLE}\n{script}", *arguments, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stderr + done.stdout
 
@@ -391,5 +387,5 @@ sys.stdout.write(f"packed {sum(region['steps_packed'] for region in report['regi
 @pytest.mark.parametrize("stage", ["door", "graph"])
 def test_a_gradient_penalty_through_packed_rows_before_they_are_compiled(stage: str) -> None:
     """Nothing stands between such a step and autograd: the operators themselves have second derivatives."""
-    done = run(f"import sys; sys.argv = ['', {stage!r}]\n{PACKED_PENALTY}")
+    done = run(f"import sys\n{PACKED_PENALTY}", stage)
     assert int(done.rsplit("packed ", 1)[1]) >= 4, done

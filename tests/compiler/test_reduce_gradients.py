@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.comm.ranks import Ranks, run
+from tests.warm import run_script
 
 pytestmark = pytest.mark.timeout(300, func_only=True)
 
@@ -697,8 +695,7 @@ torch._dynamo.config.optimize_ddp = {before}
 torch.compile(torch.nn.Linear(2, 2), backend="deepytorch")
 assert torch._dynamo.config.optimize_ddp == {after}, torch._dynamo.config.optimize_ddp
 """
-    environment = {**os.environ, "DEEPYTORCH": switch}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
+    done = run_script(script, env={"DEEPYTORCH": switch}, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
