@@ -109,6 +109,7 @@ def test_a_pooled_position_that_is_a_pad_in_one_row_runs_padded() -> None:
     check(Pair(Plain(sdpa_bool, loss, outputs=3, layers=1).train()), given, {PICKED_A_PAD: 1})
 
 
+@pytest.mark.slow
 def test_the_last_position_is_a_token_under_left_padding_only() -> None:
     def loss(model: Any, x: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(model.head(x[:, -1]), labels[:, 0].clamp(min=0) % 3)
