@@ -52,7 +52,7 @@ def run(script: str, **environment: str) -> str:
 
 
 def run_cold(script: str, first: str = "import deepytorch") -> str:
-    """In a process that has imported nothing before `first`."""
+    """In a process that has imported nothing before `first`, from no file."""
     command = [sys.executable, "-c", f"{first}\n{PREAMBLE}\n{script}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -426,7 +426,7 @@ with deepytorch.paused():
 
 @pytest.mark.slow
 def test_cells_of_a_notebook_run_again() -> None:
-    run("""
+    run_cold("""
 cells = [
 '''class Net(nn.Module):
     def __init__(self):
