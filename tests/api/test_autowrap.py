@@ -85,7 +85,7 @@ for one, other in zip(model.parameters(), same.parameters()):
 
 @pytest.mark.slow
 def test_only_what_trains_is_touched() -> None:
-    run("""
+    run_cold("""
 model, teacher, average, frozen = Net(), Net(), Net(), Net().requires_grad_(False)
 optimizer = optimizer_of(model, frozen)
 for step in range(3):
@@ -110,7 +110,7 @@ assert regions() == before
 
 @pytest.mark.slow
 def test_two_models_that_take_turns_and_one_that_is_called_several_times() -> None:
-    run("""
+    run_cold("""
 class Generator(Net): pass
 class Discriminator(Net): pass
 generator, discriminator = Generator(), Discriminator()
@@ -139,7 +139,7 @@ for one, other in zip(losses, play(sketch, judge)):
 
 @pytest.mark.slow
 def test_copies_and_pickles_are_clean_and_a_copy_is_armed_when_it_trains() -> None:
-    run("""
+    run_cold("""
 model = Net()
 train(model, optimizer_of(model))
 other = copy.deepcopy(model)
@@ -158,7 +158,7 @@ assert pickle.loads(pickle.dumps(model))._compiled_call_impl is None
 
 @pytest.mark.slow
 def test_what_is_compiled_already_is_left_alone_and_said() -> None:
-    said = run("""
+    said = run_cold("""
 import logging
 logging.basicConfig(level=logging.INFO)
 inside = Net()
@@ -265,7 +265,7 @@ for one, other in zip(whole.parameters(), same.parameters()):
 
 @pytest.mark.slow
 def test_hooks_threads_and_optimizers_without_a_module() -> None:
-    run("""
+    run_cold("""
 seen = []
 model = Net()
 model.register_forward_hook(lambda module, given, result: seen.append(result.shape))
@@ -372,7 +372,7 @@ ForkingPickler.dumps(model)  # what mp.spawn(fn, args=(model,)) does with its ar
 
 @pytest.mark.slow
 def test_averaged_copies_and_an_interrupt_inside_of_forward() -> None:
-    run("""
+    run_cold("""
 from torch.optim.swa_utils import AveragedModel
 class Interrupted(Net):
     stop = False
@@ -463,7 +463,7 @@ assert not torch.allclose(first[0], edited[0])
 @pytest.mark.slow
 def test_explaining_arms_nothing() -> None:
     pytest.importorskip("transformers")
-    run("""
+    run_cold("""
 from transformers import LlamaConfig, LlamaForCausalLM
 sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=64)
 model = LlamaForCausalLM(LlamaConfig(**sizes, use_cache=False)).train()

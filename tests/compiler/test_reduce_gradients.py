@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.comm.ranks import Ranks, run
-from tests.warm import run_script
 
 pytestmark = pytest.mark.timeout(300, func_only=True)
 
@@ -695,7 +697,8 @@ torch._dynamo.config.optimize_ddp = {before}
 torch.compile(torch.nn.Linear(2, 2), backend="deepytorch")
 assert torch._dynamo.config.optimize_ddp == {after}, torch._dynamo.config.optimize_ddp
 """
-    done = run_script(script, env={"DEEPYTORCH": switch}, timeout=120)
+    environment = {**os.environ, "DEEPYTORCH": switch}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
 
 

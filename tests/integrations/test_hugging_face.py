@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-
-from tests.warm import run_script
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -73,7 +74,14 @@ print("FOUND" + json.dumps(found))
 
 
 def run(script: str, *arguments: str, **environment: str) -> dict:
-    done = run_script(script, *arguments, env={"TQDM_DISABLE": "1", **environment}, timeout=280)
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        env={**os.environ, "TQDM_DISABLE": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     [line] = [line for line in done.stdout.splitlines() if line.startswith("FOUND")]
     return json.loads(line.removeprefix("FOUND"))
