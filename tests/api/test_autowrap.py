@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
 import pytest
+
+from tests.warm import run_script
 
 PREAMBLE = """
 import copy, io, pickle, threading
@@ -44,21 +45,23 @@ torch.manual_seed(0)
 """
 
 
-def run(script: str, first: str = "import deepytorch", **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", f"{first}\n{PREAMBLE}\n{script}"],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+def run(script: str, **environment: str) -> str:
+    done = run_script(f"import deepytorch\n{PREAMBLE}\n{script}", env=environment, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stderr + done.stdout
+
+
+def run_cold(script: str, first: str = "import deepytorch") -> str:
+    """In a process that has imported nothing before `first`, from no file."""
+    command = [sys.executable, "-c", f"{first}\n{PREAMBLE}\n{script}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stderr + done.stdout
 
 
 @pytest.mark.parametrize("first", ["import deepytorch", "import torch\nimport deepytorch"])
 def test_the_outermost_module_of_a_step_is_compiled_in_place(first: str) -> None:
-    said = run(
+    said = run_cold(
         """
 import logging
 logging.basicConfig(level=logging.INFO)
@@ -82,7 +85,7 @@ for one, other in zip(model.parameters(), same.parameters()):
 
 @pytest.mark.slow
 def test_only_what_trains_is_touched() -> None:
-    run("""
+    run_cold("""
 model, teacher, average, frozen = Net(), Net(), Net(), Net().requires_grad_(False)
 optimizer = optimizer_of(model, frozen)
 for step in range(3):
@@ -107,7 +110,7 @@ assert regions() == before
 
 @pytest.mark.slow
 def test_two_models_that_take_turns_and_one_that_is_called_several_times() -> None:
-    run("""
+    run_cold("""
 class Generator(Net): pass
 class Discriminator(Net): pass
 generator, discriminator = Generator(), Discriminator()
@@ -136,7 +139,7 @@ for one, other in zip(losses, play(sketch, judge)):
 
 @pytest.mark.slow
 def test_copies_and_pickles_are_clean_and_a_copy_is_armed_when_it_trains() -> None:
-    run("""
+    run_cold("""
 model = Net()
 train(model, optimizer_of(model))
 other = copy.deepcopy(model)
@@ -155,7 +158,7 @@ assert pickle.loads(pickle.dumps(model))._compiled_call_impl is None
 
 @pytest.mark.slow
 def test_what_is_compiled_already_is_left_alone_and_said() -> None:
-    said = run("""
+    said = run_cold("""
 import logging
 logging.basicConfig(level=logging.INFO)
 inside = Net()
@@ -262,7 +265,7 @@ for one, other in zip(whole.parameters(), same.parameters()):
 
 @pytest.mark.slow
 def test_hooks_threads_and_optimizers_without_a_module() -> None:
-    run("""
+    run_cold("""
 seen = []
 model = Net()
 model.register_forward_hook(lambda module, given, result: seen.append(result.shape))
@@ -315,7 +318,7 @@ assert compiled(torch.ones(2, 3)).shape == (2, 3)
 assert other._compiled_call_impl is None
 assert "deepytorch/integrations" not in torch.optim.Optimizer.__init__.__code__.co_filename
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    done = run_script(script, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
@@ -335,7 +338,7 @@ assert not heavy, heavy
 
 @pytest.mark.slow
 def test_workers_forks_and_spawned_processes() -> None:
-    run("""
+    run_cold("""
 import multiprocessing
 from torch.utils.data import DataLoader
 from multiprocessing.reduction import ForkingPickler
@@ -369,7 +372,7 @@ ForkingPickler.dumps(model)  # what mp.spawn(fn, args=(model,)) does with its ar
 
 @pytest.mark.slow
 def test_averaged_copies_and_an_interrupt_inside_of_forward() -> None:
-    run("""
+    run_cold("""
 from torch.optim.swa_utils import AveragedModel
 class Interrupted(Net):
     stop = False
@@ -423,7 +426,7 @@ with deepytorch.paused():
 
 @pytest.mark.slow
 def test_cells_of_a_notebook_run_again() -> None:
-    run("""
+    run_cold("""
 cells = [
 '''class Net(nn.Module):
     def __init__(self):
@@ -460,7 +463,7 @@ assert not torch.allclose(first[0], edited[0])
 @pytest.mark.slow
 def test_explaining_arms_nothing() -> None:
     pytest.importorskip("transformers")
-    run("""
+    run_cold("""
 from transformers import LlamaConfig, LlamaForCausalLM
 sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=64)
 model = LlamaForCausalLM(LlamaConfig(**sizes, use_cache=False)).train()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import types
 
 import pytest
@@ -11,6 +9,7 @@ import pytest
 from deepytorch import patches
 from deepytorch.patches import Patch, forget, ledger, listen, patch, replace
 from deepytorch.switch import SWITCH
+from tests.warm import run_script
 
 
 @pytest.fixture(autouse=True)
@@ -180,5 +179,5 @@ assert torch.isfinite(logits + 0).all()
 deepytorch.enable()
 assert all(entry.applied for entry in ledger()), [entry.where for entry in ledger() if not entry.applied]
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
+    done = run_script(script, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.warm import run_script
+
 PREAMBLE = """
 import copy
 import torch, torch.utils.checkpoint
@@ -65,14 +67,15 @@ def data(number):
 """
 
 
-def run(script: str, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", f"import deepytorch\n{PREAMBLE}\n{script}"],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+def run(script: str) -> str:
+    done = run_script(f"import deepytorch\n{PREAMBLE}\n{script}", timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stderr + done.stdout
+
+
+def run_cold(script: str, *arguments: str) -> str:
+    command = [sys.executable, "-c", f"import deepytorch\n{PREAMBLE}\n{script}", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stderr + done.stdout
 
@@ -125,7 +128,7 @@ same(hessian_vector_product, Net(dropout=0.3))
 
 @pytest.mark.slow
 def test_meta_learning_with_fast_weights() -> None:
-    run("""
+    run_cold("""
 def step(model, number, optimizer):
     weights = dict(model.named_parameters())
     for _ in range(2):
@@ -144,7 +147,7 @@ same(step, Net(dropout=0.2))
 
 @pytest.mark.slow
 def test_transforms_of_functions_and_forward_mode() -> None:
-    run("""
+    run_cold("""
 def per_sample(model, number, optimizer):
     x, y = data(number)
     def loss_of(weights, x, y):
@@ -179,7 +182,7 @@ same(forward_mode)
 
 @pytest.mark.slow
 def test_transforms_before_the_first_training_call() -> None:
-    run("""
+    run_cold("""
 model = Net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 weights = {name: weight.detach() for name, weight in model.named_parameters()}
@@ -192,7 +195,7 @@ assert autowrap.armed(model)
 
 @pytest.mark.slow
 def test_optimizers_that_call_the_model_several_times_a_step() -> None:
-    run("""
+    run_cold("""
 def sharpness_aware(model, number, optimizer):
     x, y = data(number)
     loss = (model(x) - y).square().mean()
@@ -231,7 +234,7 @@ assert autowrap.armed(model) and not fallbacks()
 
 @pytest.mark.slow
 def test_hooks_on_what_is_saved_see_what_eager_saves() -> None:
-    run("""
+    run_cold("""
 seen = []
 def rounded(tensor):
     seen.append(tuple(tensor.shape))
@@ -259,7 +262,7 @@ assert seen[:len(seen) // 2] == seen[len(seen) // 2:]
 
 @pytest.mark.slow
 def test_modes_of_the_users_see_every_call() -> None:
-    run("""
+    run_cold("""
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -391,5 +394,5 @@ sys.stdout.write(f"packed {sum(region['steps_packed'] for region in report['regi
 @pytest.mark.parametrize("stage", ["door", "graph"])
 def test_a_gradient_penalty_through_packed_rows_before_they_are_compiled(stage: str) -> None:
     """Nothing stands between such a step and autograd: the operators themselves have second derivatives."""
-    done = run(f"import sys; sys.argv = ['', {stage!r}]\n{PACKED_PENALTY}")
+    done = run_cold(f"import sys\n{PACKED_PENALTY}", stage)
     assert int(done.rsplit("packed ", 1)[1]) >= 4, done

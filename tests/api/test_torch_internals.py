@@ -13,6 +13,7 @@ import torch
 from deepytorch.supported_versions import TORCH
 from deepytorch.torch_internals import ALIASES, ATTRIBUTES, INTERNALS, Attribute, Internal, troubles
 from tests.api.private_names import Reader, attributes_used, names_used, names_used_elsewhere
+from tests.warm import run_script
 
 
 def test_the_list_is_what_the_sources_use() -> None:
@@ -163,9 +164,8 @@ def two(torch):
 
 
 def test_the_table_is_printed() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "deepytorch.torch_internals"], capture_output=True, text=True, timeout=120, check=False
-    )
+    script = 'import runpy\nrunpy.run_module("deepytorch.torch_internals", run_name="__main__")'
+    done = run_script(script, timeout=120)
     assert done.returncode == 0, done.stdout[-500:] + done.stderr[-2000:]
     number = len(INTERNALS) + len(ATTRIBUTES)
     assert f"{number} of {number} are as expected." in done.stdout

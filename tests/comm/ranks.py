@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import runpy
 import subprocess
 import sys
 import tempfile
@@ -13,6 +11,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from tests.warm import WarmProcess
 
 # What every script begins with. `init` makes the default group; `rank`, `size` say who this is.
 _PRELUDE = """
@@ -54,41 +54,6 @@ def pretend_hosts(ranks_per_host):
 """
 
 
-# Processes that begin with torch imported: half of what a short test would take. They end without the interpreter's own
-# last steps.
-_WARM = multiprocessing.get_context("forkserver")
-_WARM.set_forkserver_preload(["torch", "torch.distributed"])
-
-
-class _WarmProcess:
-    """A warm process, as far as it is used here like a `subprocess.Popen`."""
-
-    def __init__(self, script: Path, log: Path, env: Mapping[str, str]) -> None:
-        self._process = _WARM.Process(target=_run_script, args=(str(script), str(log), dict(env)), daemon=True)
-        self._process.start()
-
-    def poll(self) -> int | None:
-        return self._process.exitcode
-
-    def wait(self, timeout: float | None = None) -> int:
-        self._process.join(timeout)
-        if self._process.exitcode is None:
-            raise subprocess.TimeoutExpired("a warm process", timeout or 0.0)
-        return self._process.exitcode
-
-    def kill(self) -> None:
-        self._process.kill()
-
-
-def _run_script(script: str, log: str, env: dict[str, str]) -> None:
-    os.environ.update(env)
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    sys.argv = [script]
-    runpy.run_path(script, run_name="__main__")
-
-
 @dataclass
 class Outcome:
     """How one rank ended; `code` is None for one that had to be ended."""
@@ -112,7 +77,7 @@ class Ranks:
         script = folder / "script.py"
         script.write_text(_PRELUDE + textwrap.dedent(self.script))
         self.logs = [folder / f"rank{rank}.log" for rank in range(self.num_ranks)]
-        self.processes: list[subprocess.Popen[bytes] | _WarmProcess] = []
+        self.processes: list[subprocess.Popen[bytes] | WarmProcess] = []
         for rank, log in enumerate(self.logs):
             env = {
                 "RANK": str(rank),
@@ -126,7 +91,7 @@ class Ranks:
             }
             log.touch()
             if self.warm:
-                self.processes.append(_WarmProcess(script, log, env))
+                self.processes.append(WarmProcess(script, log, env))
                 continue
             with log.open("w") as output:
                 command, env = [sys.executable, str(script)], {**os.environ, **env}

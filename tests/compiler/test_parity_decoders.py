@@ -95,8 +95,8 @@ WHOLE: dict[str, Any] = {
     "qwen2-eager": pytest.param(qwen2, "eager", marks=pytest.mark.slow),
     "qwen3-sdpa": pytest.param(qwen3, "sdpa", marks=pytest.mark.slow),
     "gpt2-sdpa": pytest.param(gpt2, "sdpa", marks=pytest.mark.matrix),
-    "gpt2-eager": (gpt2, "eager"),
-    "gpt_neox-sdpa": (gpt_neox, "sdpa"),
+    "gpt2-eager": pytest.param(gpt2, "eager", marks=pytest.mark.slow),  # at the door in the default suite
+    "gpt_neox-sdpa": pytest.param(gpt_neox, "sdpa", marks=pytest.mark.slow),
     "phi-eager": pytest.param(phi, "eager", marks=pytest.mark.matrix),  # rotates in part, as gpt_neox does
     "opt-sdpa": pytest.param(opt, "sdpa", marks=pytest.mark.matrix),
     "opt-eager": pytest.param(opt, "eager", marks=pytest.mark.slow),
@@ -282,6 +282,7 @@ def test_a_mixture_of_experts_trains_as_eager_does() -> None:
     assert report.total("steps_packed") > 0 or declined(report), describe(report)
 
 
+@pytest.mark.slow
 def test_tied_embeddings_get_both_gradients() -> None:
     pair = Pair(llama("sdpa", tie_word_embeddings=True).train())
     assert pair.model.lm_head.weight is pair.model.model.embed_tokens.weight

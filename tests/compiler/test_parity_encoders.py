@@ -65,7 +65,7 @@ MASKED: dict[str, Any] = {
     "bert-eager": (hf.BertForMaskedLM, bert, "eager"),
     "roberta-sdpa": pytest.param(hf.RobertaForMaskedLM, roberta, "sdpa", marks=pytest.mark.matrix),
     "roberta-eager": pytest.param(hf.RobertaForMaskedLM, roberta, "eager", marks=pytest.mark.slow),
-    "distilbert-sdpa": (hf.DistilBertForMaskedLM, distilbert, "sdpa"),
+    "distilbert-sdpa": pytest.param(hf.DistilBertForMaskedLM, distilbert, "sdpa", marks=pytest.mark.slow),
     "electra-sdpa": pytest.param(hf.ElectraForMaskedLM, electra, "sdpa", marks=pytest.mark.slow),
 }
 
@@ -117,6 +117,7 @@ def test_regression_on_a_pooled_token() -> None:
     expect_packed(pair.train(given, compare_whole()), steps=3)
 
 
+@pytest.mark.slow
 def test_token_types_are_followed() -> None:
     pair = Pair(hf.BertForMaskedLM(bert("sdpa")).train())
     given = batches(masked_lm_batch, (4, 11, "right"), (3, 13, "left"), (4, 8, "holes"))
@@ -137,6 +138,7 @@ def test_pretraining_has_a_loss_on_tokens_and_one_on_the_pooled_token() -> None:
     expect_packed(pair.train(given, compare_at_tokens("prediction_logits")), steps=3)
 
 
+@pytest.mark.slow
 def test_taggers_have_a_label_a_token() -> None:
     pair = Pair(hf.BertForTokenClassification(bert("sdpa", num_labels=3)).train())
     given = batches(masked_lm_batch, (4, 11, "right"), (3, 13, "left"), (4, 8, "holes"))

@@ -230,6 +230,7 @@ class FromLengths(nn.Module):
         return self.inner(input_ids, mask, labels)
 
 
+@pytest.mark.slow
 def test_a_mask_made_from_lengths_trains_as_eager_does() -> None:
     pair = Pair(FromLengths().train())
     given = batches(masked_lm_batch, (4, 11, "right"), (3, 13, "right"))
@@ -481,7 +482,12 @@ class Attends(nn.Module):
 
 @pytest.mark.parametrize(
     "batch_first, need_weights, causal",
-    [(True, False, False), (False, False, False), (True, True, False), (False, False, True)],
+    [
+        (True, False, False),
+        pytest.param(False, False, False, marks=pytest.mark.slow),
+        pytest.param(True, True, False, marks=pytest.mark.slow),
+        (False, False, True),
+    ],
     ids=["batch first", "positions first", "with weights", "causal, positions first"],
 )
 def test_multihead_attention_is_packed(batch_first: bool, need_weights: bool, causal: bool) -> None:

@@ -75,7 +75,7 @@ def _losses(model: nn.Module, masks: list[torch.Tensor], compiled: bool) -> list
     [
         pytest.param(True, (SquareByMultiplying(), StripPadding()), "packed", marks=pytest.mark.slow),
         (True, (StripPadding(), SquareByMultiplying()), "packed"),
-        (False, (StripPadding(), SquareByMultiplying()), "rewritten"),
+        pytest.param(False, (StripPadding(), SquareByMultiplying()), "rewritten", marks=pytest.mark.slow),
         (False, (SquareByMultiplying(),), "rewritten"),
         (False, (SquareByMultiplying(exponent=3), StripPadding()), "declined"),
     ],

@@ -8,6 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from deepytorch.comm.group import native
+from tests.warm import run_script
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    """Compile here, where no deadline of a script runs."""
+    native.load()
+
 
 @pytest.mark.parametrize(
     ("setup", "asked", "answers", "ours"),
@@ -49,7 +58,7 @@ dist.all_reduce(mine)
 assert mine.tolist() == [1, 1, 1]
 dist.destroy_process_group()
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    done = run_script(script, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
