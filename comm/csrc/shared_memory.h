@@ -17,6 +17,8 @@
 
 namespace deepytorch {
 
+class Health;
+
 // Memory that must not go away while an inner backend may still work on it, whatever has become of the operation.
 struct Kept {
   std::shared_ptr<Segment> segment;
@@ -36,6 +38,7 @@ struct Call {
   size_t chunk_bytes;  // at most what an area holds
 
   std::shared_ptr<Kept> kept;  // what the payload lies in, for whoever may still work on it after an error; null on one host
+  const Health* health = nullptr;  // of the group: what another host has to say comes by it alone where this one has no segment
   bool checked = false;
 
   void keep(std::initializer_list<at::Tensor> tensors) const {

@@ -19,6 +19,8 @@ namespace deepytorch {
 
 using RedOp = c10d::ReduceOp::RedOpType;
 
+constexpr auto kLongest = std::chrono::hours(24 * 365);  // a deadline is a point in time, which has an end
+
 inline bool is_float(at::ScalarType type) { return at::isFloatingType(type); }
 inline bool somebody_profiles() { return at::hasCallbacks(); }
 inline size_t bytes_of(const at::Tensor& tensor) { return tensor.is_sparse() ? 0 : tensor.nbytes(); }

@@ -6,8 +6,6 @@ namespace deepytorch {
 
 namespace {
 
-constexpr auto kLongest = std::chrono::hours(24 * 365);  // a deadline is a point in time, which has an end
-
 Reduce reduction(RedOp op) { return op == RedOp::MIN ? Reduce::min : op == RedOp::MAX ? Reduce::max : Reduce::sum; }
 
 }  // namespace
@@ -150,7 +148,7 @@ void Backend::execute(Job& job) {
     if (poisoned()) throw CommError(poison_message());
     Call call{job.own ? setup_.segment.get() : nullptr, &stopped_, Clock::now() + job.timeout, job.fingerprint.sequence,
               job.fingerprint.kind, dtype_of(job.dtype), reduction(job.reduce),
-              job.reduce == RedOp::AVG ? static_cast<double>(getSize()) : 1.0, 0, job.kept};
+              job.reduce == RedOp::AVG ? static_cast<double>(getSize()) : 1.0, 0, job.kept, health_.get()};
     if (any_handed_on_) wait_for_inner(call);
     if (call.segment != nullptr) {
       call.segment->begin(job.fingerprint);
