@@ -126,14 +126,13 @@ def gpu_group(store, rank, options=None):
 
 def test_tensors_on_gpus_go_to_nccl_whatever_is_predicted():
     group = gpu_group(dist.HashStore(), 0)
-    backend._set_tables(group)
+    tables = backend._tables(group)
     for kind in KINDS:
         for fixed in (False, True):
-            assert group.backend.rows[kind, True, fixed] == []  # no row: the engine
-            assert group.backend.rows[kind, False, fixed]
+            assert tables[kind, "cuda", fixed] == []  # no row: the engine
+            assert tables[kind, "cpu", fixed]
     asked_for = gpu_group(dist.HashStore(), 0, Options(algorithm="cpu_reduce", chunk_bytes=1 << 20))
-    backend._set_tables(asked_for)
-    assert [row[1] for row in asked_for.backend.rows["all_reduce", True, False]] == ["cpu_reduce"]
+    assert [row[1] for row in backend._tables(asked_for)["all_reduce", "cuda", False]] == ["cpu_reduce"]
 
 
 def test_what_was_measured_beside_nccl_is_what_all_ranks_run(monkeypatch, tmp_path):

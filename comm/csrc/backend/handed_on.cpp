@@ -47,12 +47,12 @@ Backend::WorkPtr Backend::reduce_scatter_on_gloo(Wanted wanted, const Tensors& g
                                                  const c10d::ReduceScatterOptions& options) {
   const Tensors outputs = each(given_outputs, alias_of);
   const TensorLists parts = each(given_parts, alias_of);
-  CopiedOutputs copied;
+  Copied copied;
   Tensors sums;
   for (const at::Tensor& output : outputs) {
     const int64_t count = output.numel();
     sums.push_back(at::empty({count * getSize()}, output.options()));
-    copied.given.push_back(output);
+    copied.given.push_back(output);  // `call` overwrites what is filled in of it
     copied.copies.push_back(sums.back().narrow(0, getRank() * count, count).view(output.sizes()));
   }
   c10d::AllreduceOptions adapted;
