@@ -15,6 +15,9 @@ from pathlib import Path
 from deepytorch.config import process_environment
 from deepytorch.log import logger
 
+# At the head of code that is given to an interpreter: the working directory is no place to import from, unless this
+# process imports from there too. Where PYTHONSAFEPATH is set it is not on the path at all.
+NOT_FROM_HERE = "import sys; sys.path[:] = filter(None, sys.path); "
 _NICE = 10
 _ENDING = threading.Event()
 
@@ -30,8 +33,7 @@ def start(code: str, **variables: str) -> subprocess.Popen[bytes]:
     environment.update(variables)
     # A group of processes of its own, which Ctrl-C does not reach. Not a session: the scheduler of Linux shares the CPU
     # out among sessions first (autogroup), and being nice would count for nothing.
-    # The working directory is no place to import from, unless this process imports from there too.
-    setup = f"import os, sys; sys.path.remove(''); os.setpgid(0, 0); os.nice({_NICE}); "
+    setup = f"{NOT_FROM_HERE}import os; os.setpgid(0, 0); os.nice({_NICE}); "
     return subprocess.Popen(
         [sys.executable, "-c", setup + code.replace("{parent}", str(os.getpid()))],
         stdin=subprocess.PIPE,

@@ -7,7 +7,8 @@
 // delegated calls, so their order is the order of that thread on every rank.
 //
 // [Note: order] Calls run in the order in which they were made. What is handed to an inner backend is handed on at once
-// where nothing of ours is under way, and else as a job of the same queue; what we run ourselves waits for it. A send or
+// where nothing of ours is under way, and else as a job of the same queue; what we run ourselves waits for it. So does a
+// call whose tensors are read or written here before they are handed on: that would come ahead of its turn. A send or
 // recv goes to the inner backend at once: a rank may need the message before it can come to the collective that another
 // one is in.
 //
@@ -175,13 +176,14 @@ class Backend final : public c10d::Backend {
   uint64_t shared_at(const void* data, size_t bytes) const;
   std::vector<char*> peers(uint64_t shared);
   Fingerprint announce(const Wanted& wanted, uint64_t plan, uint64_t shared, std::unique_lock<std::mutex>& lock);
-  WorkPtr delegate(Wanted wanted, std::function<WorkPtr(c10d::Backend&)> call, Tensors outputs, CopiedOutputs copied = {});
+  WorkPtr delegate(Wanted wanted, std::function<WorkPtr(c10d::Backend&)> call, Tensors outputs, Copied copied = {});
   WorkPtr submit(Wanted wanted, std::function<void(Call&, const Fingerprint&)> body, Tensors outputs, bool async,
                  std::shared_ptr<DeviceCopies> copies = nullptr);
   bool forked() const { return num_forks_ != num_forks.load(std::memory_order_relaxed); }
   bool idle() const { return !busy_ && queue_.empty(); }  // called with the lock
   void enqueue(const std::shared_ptr<Job>& job, std::unique_lock<std::mutex>& lock);
   void remember(const WorkPtr& work);
+  bool inner_is_at_work() const;
   bool moves_itself(const Wanted& wanted) const;
   Row row_to_move(const Wanted& wanted, const at::Tensor& tensor, uint64_t bytes) const;
   bool quantizes(const at::Tensor& tensor) const;

@@ -7,6 +7,8 @@
 #include <cmath>
 #include <cstring>
 
+#include "health.h"
+
 namespace deepytorch {
 
 namespace {
@@ -50,7 +52,7 @@ void wait_for(const c10::intrusive_ptr<c10d::Work>& work, const Call& call, cons
       if (done) throw CommError(what + " failed: " + error.what());  // what it comes from may be said by another host yet
       if (work->isCompleted()) continue;
     }
-    if (call.segment != nullptr && call.segment->poisoned()) throw CommError(call.segment->poison_message());
+    if (call.health != nullptr && call.health->poisoned()) throw CommError(call.health->message());
     if (call.stopped->load()) throw CommError("the process group was destroyed during " + what);
     if (Clock::now() > call.deadline) {
       const std::string message = what + " timed out: a rank of another host has not come to it. Is it slow, stopped, or in "

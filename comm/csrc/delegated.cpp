@@ -4,7 +4,6 @@
 
 #include <algorithm>
 
-#include "gil.h"
 #include "pending_future.h"
 
 namespace deepytorch {
@@ -46,17 +45,21 @@ c10d::OpType op_type(Kind kind) {
 
 at::Tensor alias_of(const at::Tensor& tensor) { return tensor.is_sparse() ? tensor : tensor.detach(); }
 
-at::Tensor in_a_row(const at::Tensor& tensor) {
-  return tensor.is_sparse() || tensor.is_cuda() ? tensor : tensor.contiguous();
+at::Tensor Copied::operator()(const at::Tensor& tensor) {
+  if (tensor.is_sparse() || tensor.is_cuda() || tensor.is_contiguous()) return tensor;
+  given.push_back(tensor);
+  copies.push_back(at::empty(tensor.sizes(), tensor.options()));
+  return copies.back();
 }
 
-at::Tensor CopiedOutputs::operator()(const at::Tensor& tensor) {
-  const at::Tensor copy = in_a_row(tensor);
-  if (!copy.is_same(tensor)) {
-    given.push_back(tensor);
-    copies.push_back(copy);
-  }
-  return copy;
+void Copied::fill() const {
+  const at::NoGradGuard no_graph;
+  for (size_t i = 0; i < given.size(); ++i) at::Tensor(copies[i]).copy_(given[i]);
+}
+
+void Copied::give_back() const {
+  const at::NoGradGuard no_graph;
+  for (size_t i = 0; i < given.size(); ++i) at::Tensor(given[i]).copy_(copies[i]);
 }
 
 const at::Tensor& first_of(const std::vector<at::Tensor>& tensors, Kind kind) {
@@ -65,15 +68,9 @@ const at::Tensor& first_of(const std::vector<at::Tensor>& tensors, Kind kind) {
 }
 
 DelegatedWork::DelegatedWork(int rank, const Fingerprint& fingerprint, c10::intrusive_ptr<c10d::Work> inner,
-                             std::shared_ptr<Health> health, CopiedOutputs copied)
+                             std::shared_ptr<Health> health)
     : Work(rank, op_type(fingerprint.kind)), fingerprint_(fingerprint), inner_(std::move(inner)),
-      health_(std::move(health)), copied_(std::move(copied)) {}
-
-bool DelegatedWork::isCompleted() {
-  if (!inner_->isCompleted()) return false;
-  copy_back();
-  return true;
-}
+      health_(std::move(health)) {}
 
 c10::intrusive_ptr<c10::ivalue::Future> DelegatedWork::getFuture() {
   const auto theirs = inner_->getFuture();
@@ -95,17 +92,14 @@ c10::intrusive_ptr<c10::ivalue::Future> DelegatedWork::getFuture() {
   return future;
 }
 
-// What the inner backend found, in the caller's tensors.
+// What the inner backend found.
 c10::IValue DelegatedWork::outcome(c10::ivalue::Future& ended) {
-  c10::IValue value;
   try {
-    value = ended.value();  // throws the operation's error, if it has one
+    return ended.value();  // throws the operation's error, if it has one
   } catch (const std::exception& error) {
     if (health_->poisoned()) raise(health_->message());  // which says why it could not end
     fail(error);
   }
-  copy_back();
-  return value.isTensorList() ? c10::IValue(given_for(value.toTensorVector())) : value;
 }
 
 bool DelegatedWork::wait(std::chrono::milliseconds timeout) {
@@ -119,9 +113,7 @@ bool DelegatedWork::wait(std::chrono::milliseconds timeout) {
     const bool done = inner_->isCompleted();
     const auto start = Clock::now();
     try {
-      const bool success = inner_->wait(look);
-      copy_back();
-      return success;
+      return inner_->wait(look);
     } catch (const std::exception& error) {
       if (done) fail(error);
       if (inner_->isCompleted()) continue;
@@ -139,31 +131,6 @@ void DelegatedWork::fail(const std::exception& error) {
   health_->poison(message);
   if (message.find("imed out") != std::string::npos) health_->report();
   raise(health_->message());
-}
-
-void DelegatedWork::copy_back() {
-  if (copied_.given.empty()) return;
-  const WithoutGil unlocked;  // copying may ask for it
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (copied_back_ || inner_->exception()) return;
-  const at::NoGradGuard no_graph;
-  for (size_t i = 0; i < copied_.given.size(); ++i) copied_.given[i].copy_(copied_.copies[i]);
-  copied_back_ = true;
-}
-
-// `tensors` of the inner operation, the caller's in place of copies.
-std::vector<at::Tensor> DelegatedWork::given_for(std::vector<at::Tensor> tensors) const {
-  const bool scatters = fingerprint_.kind == Kind::reduce_scatter || fingerprint_.kind == Kind::reduce_scatter_coalesced;
-  if (scatters && !copied_.given.empty()) return copied_.given;  // the inner operation has whole sums
-  for (at::Tensor& tensor : tensors) {
-    for (size_t i = 0; i < copied_.given.size(); ++i) {
-      if (tensor.is_same(copied_.copies[i])) {
-        tensor = copied_.given[i];
-        break;
-      }
-    }
-  }
-  return tensors;
 }
 
 bool ManyWorks::isCompleted() {

@@ -4,7 +4,6 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
@@ -23,13 +22,14 @@ c10d::OpType op_type(Kind kind);
 at::Tensor alias_of(const at::Tensor& tensor);
 
 // [Note: in a row] gloo reads and writes storage from its first element on, whatever the strides are. A tensor that is not
-// contiguous gets a copy, and what is an output is copied back when the operation has ended.
-at::Tensor in_a_row(const at::Tensor& tensor);
-
-struct CopiedOutputs {
+// contiguous gets a copy, which is filled when the call's turn comes, since one before it may still write to the tensor; and
+// what is an output is copied back before a call after it may read it. So a call with copied outputs goes by the queue.
+struct Copied {
   std::vector<at::Tensor> given, copies;
 
-  at::Tensor operator()(const at::Tensor& tensor);
+  at::Tensor operator()(const at::Tensor& tensor);  // memory for it, or itself where it is in a row
+  void fill() const;
+  void give_back() const;
 };
 
 template <typename Each>
@@ -53,13 +53,13 @@ const at::Tensor& first_of(const std::vector<at::Tensor>& tensors, Kind kind);
 class DelegatedWork final : public c10d::Work {
  public:
   DelegatedWork(int rank, const Fingerprint& fingerprint, c10::intrusive_ptr<c10d::Work> inner,
-                std::shared_ptr<Health> health, CopiedOutputs copied);
+                std::shared_ptr<Health> health);
 
-  bool isCompleted() override;
+  bool isCompleted() override { return inner_->isCompleted(); }
   bool isSuccess() const override { return inner_->isSuccess(); }
   std::exception_ptr exception() const override { return inner_->exception(); }
   int sourceRank() const override { return inner_->sourceRank(); }
-  std::vector<at::Tensor> result() override { return given_for(inner_->result()); }
+  std::vector<at::Tensor> result() override { return inner_->result(); }
   void synchronize() override { inner_->synchronize(); }
   void abort() override { inner_->abort(); }
   uint64_t getSequencenumber() const override { return fingerprint_.sequence; }
@@ -69,15 +69,10 @@ class DelegatedWork final : public c10d::Work {
  private:
   [[noreturn]] void fail(const std::exception& error);
   c10::IValue outcome(c10::ivalue::Future& ended);
-  void copy_back();
-  std::vector<at::Tensor> given_for(std::vector<at::Tensor> tensors) const;
 
   Fingerprint fingerprint_;
   c10::intrusive_ptr<c10d::Work> inner_;
   std::shared_ptr<Health> health_;
-  CopiedOutputs copied_;
-  std::mutex mutex_;
-  bool copied_back_ = false;
 };
 
 // Several operations that one call to `wait` is for.

@@ -17,6 +17,8 @@
 
 namespace deepytorch {
 
+class Health;
+
 // Memory that must not go away while an inner backend may still work on it, whatever has become of the operation.
 struct Kept {
   std::shared_ptr<Segment> segment;
@@ -37,6 +39,7 @@ struct Call {
   size_t most_chunk_bytes() const { return in_rooms ? segment->room_bytes() : segment->area_bytes(); }
 
   std::shared_ptr<Kept> kept;  // what the payload lies in, for whoever may still work on it after an error; null on one host
+  const Health* health = nullptr;  // of the group: what another host has to say comes by it alone where this one has no segment
   bool checked = false;
   bool in_rooms = false;  // whether every rank's areas have grown to their rooms
 

@@ -24,7 +24,7 @@ from deepytorch.comm.algorithms.base import KINDS, Choice, Compression, DeviceKi
 from deepytorch.comm.algorithms.select import COLLECTIVES, Range, collective, table
 from deepytorch.comm.group import native, nccl, symmetric
 from deepytorch.comm.group.areas import area_bytes, near_node, num_areas, room_bytes
-from deepytorch.comm.group.inner_backends import inner_backends, stock_group
+from deepytorch.comm.group.inner_backends import Streams, inner_backends, stock_group
 from deepytorch.comm.group.rendezvous import share_segment
 from deepytorch.comm.topology.calibrate import STREAMS, Bench, calibrated
 from deepytorch.comm.topology.cost import Links
@@ -223,9 +223,14 @@ def _make(
     nccl.prepare(topology)
     single = topology.num_hosts == 1
     cpu, cuda = inner_backends(store, rank, size, timeout, single)
-    between = _between(store, topology, host, local_rank, timeout)
     segment = _segment(module, store, topology, host, local_rank, cuda is not None, options, timeout)
     shares = _same_everywhere(store, topology, rank, segment is not None or len(local) == 1, timeout)
+    streams = Streams(store, topology, rank, timeout, shares)
+    group = Group(None, topology, Links(), options, dist.PrefixStore("group", store), rank, timeout, shares)
+    group = replace(group, links=_links(group, module, cpu, streams))
+    tables = _tables(group)
+    between = streams.up_to(_num_streams(group, tables, cuda is not None))
+    del streams  # and what was connected to measure alone
     backend = module.Backend(
         rank=rank,
         size=size,
@@ -233,7 +238,7 @@ def _make(
         cpu=cpu,
         cuda=cuda,
         segment=segment,
-        between=between if shares else [],
+        between=between,
         num_hosts=topology.num_hosts,
         host=host,
         ranks=_ranks_by_host(topology),
@@ -241,17 +246,16 @@ def _make(
         exchanges=shares and single and options.algorithm in (None, "shared_memory"),
     )
     backend.set_one_shot_bytes(options.one_shot_bytes)
-    if options.quantize is not None and between and shares and topology.is_regular:
+    if options.quantize is not None and between:
         backend.set_quantize(options.quantize)
         _tell_of_steps(backend)
     if cuda is not None:
         backend.set_symmetric(symmetric.SymmetricAllReduce(name))
         if segment is not None:
             backend.set_pin(partial(pin, segment))
-    group = Group(backend, topology, Links(), options, dist.PrefixStore("group", store), rank, timeout)
-    group = replace(group, links=_links(group, module, cpu, between, shares))
-    group = replace(group, shares=shares, gpus=_gpus(group) if cuda is not None else ())
-    _set_tables(group)
+    group = replace(group, backend=backend, gpus=_gpus(group) if cuda is not None else ())
+    for (kind, device, fixed), rows in tables.items():
+        backend.set_table(kind, device == "cuda", rows, fixed)
     if cuda is not None and options.algorithm is None:
         _set_remembered(group)
     return group
@@ -320,19 +324,6 @@ def _ranks_by_host(topology: Topology) -> list[int]:
     return [rank for host in range(topology.num_hosts) for rank in topology.ranks_on(host)]
 
 
-def _between(
-    store: dist.Store, topology: Topology, host: int, local_rank: int, timeout: timedelta
-) -> list[dist.ProcessGroupGloo]:
-    """Gloo over the same local rank of every host, several of them: each has connections of its own."""
-    if topology.num_hosts == 1 or not topology.is_regular:
-        return []
-    made = []
-    for stream in range(max(STREAMS)):
-        prefix = dist.PrefixStore(f"between/{local_rank}/{stream}", store)
-        made.append(dist.ProcessGroupGloo(prefix, host, topology.num_hosts, timeout))
-    return made
-
-
 def _segment(
     module: Any,
     store: dist.Store,
@@ -380,18 +371,18 @@ def _same_everywhere(store: dist.Store, topology: Topology, rank: int, mine: boo
     return all(store.get(key) == b"yes" for key in keys)
 
 
-def _links(group: Group, module: Any, cpu: Any, between: Sequence[Any], shares: bool) -> Links:
+def _links(group: Group, module: Any, cpu: Any, streams: Streams) -> Links:
     if group.options.links is not None:
         return group.options.links
     if group.topology.num_ranks == 1 or group.options.algorithm is not None:
         return Links()
 
     def prepare() -> Bench:
-        local = _local_backend(group, module) if shares and group.topology.ranks_per_host > 1 else None
+        local = _local_backend(group, module) if group.shares and group.topology.ranks_per_host > 1 else None
         store = dist.PrefixStore("measuring", group.store)
         if not _same_everywhere(store, group.topology, group.rank, local is not None, group.timeout):
             local = None  # what one host cannot measure, none does
-        return _bench(group, cpu, between if shares else [], local)
+        return _bench(group, cpu, streams.up_to(max(STREAMS)), local)
 
     return calibrated(prepare, group.topology, group.store, group.rank, group.timeout)
 
@@ -452,27 +443,45 @@ def _settings(choice: Choice) -> tuple[str, int, int, str]:
     return choice.algorithm, choice.chunk_bytes, choice.num_streams, choice.compress or "exact"
 
 
-def _set_tables(group: Group) -> None:
-    """Give the native backend its choices. Only what it can run on this group's hosts is looked at."""
-    backend, topology, options = group.backend, group.topology, group.options
+_Rows = list[tuple[int, str, int, int, str]]  # as the native backend takes them: each up to which size
+_Tables = dict[tuple[OperationKind, DeviceKind, bool], _Rows]
+
+
+def _num_streams(group: Group, tables: _Tables, has_cuda: bool) -> int:
+    """How many connections to other hosts the tables make use of; rank 0's number, so that all connect."""
+    if group.topology.num_hosts == 1:
+        return 0
+    if has_cuda and group.options.algorithm is None:
+        return max(STREAMS)  # `measure` may come to more than is predicted
+    if group.rank == 0:
+        group.store.set("streams", str(max([1, *(row[3] for rows in tables.values() for row in rows)])))
+    group.store.wait(["streams"], group.timeout)
+    return min(max(STREAMS), int(group.store.get("streams")))
+
+
+def _tables(group: Group) -> _Tables:
+    """The native backend's choices, by kind, device and whether they are for deterministic sums.
+
+    Only what it can run on this group's hosts is looked at.
+    """
+    topology, options = group.topology, group.options
+    found: _Tables = {}
     devices: tuple[DeviceKind, ...] = ("cpu", "cuda")
     for device, fixed in itertools.product(devices, (False, True)):
         links = Links() if fixed else group.links  # completed by formula, the same in every run
         ranges_of = {} if options.algorithm else table(topology, links, device=device, allow_compress=options.compress)
         for kind in KINDS:
-            rows: list[tuple[int, str, int, int, str]] = []
+            rows: _Rows = []
             if options.algorithm is not None:
                 choice = Choice(options.algorithm, options.chunk_bytes, max(1, options.num_streams), options.compress)
                 rows = [(_WITHOUT_END, *_settings(_possible(choice, kind, topology, group.shares, device)))]
             elif device == "cpu":  # on GPUs nccl, until `measure` has found ours to be faster on that machine
                 rows = _rows(group, kind, device, ranges_of[kind])
-            backend.set_table(kind, device == "cuda", rows, fixed)
+            found[kind, device, fixed] = rows
+    return found
 
 
-def _rows(
-    group: Group, kind: OperationKind, device: DeviceKind, ranges: Sequence[Range]
-) -> list[tuple[int, str, int, int, str]]:
-    """As the native backend takes them: each up to which size."""
+def _rows(group: Group, kind: OperationKind, device: DeviceKind, ranges: Sequence[Range]) -> _Rows:
     rows = []
     for index, entry in enumerate(ranges):
         end = ranges[index + 1].from_bytes - 1 if index + 1 < len(ranges) else _WITHOUT_END

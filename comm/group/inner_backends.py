@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from deepytorch.comm.topology.topology import Topology
 from deepytorch.config import process_environment
 
 
@@ -21,7 +22,9 @@ def stock_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> 
     """
     group = dist.ProcessGroup(store, rank, size)
     kinds = dist.ProcessGroup.BackendType
-    cpu, cuda = inner_backends(store, rank, size, timeout)
+    cpu: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
+    cpu._set_sequence_number_for_group()
+    cuda = _nccl(store, rank, size, timeout)
     group._set_default_backend(kinds.NCCL if cuda is not None else kinds.GLOO)
     group._register_backend(torch.device("cpu"), kinds.GLOO, cpu)
     if cuda is not None:
@@ -32,35 +35,66 @@ def stock_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> 
 def inner_backends(
     store: dist.Store, rank: int, size: int, timeout: timedelta, single_host: bool = False
 ) -> tuple[Any, Any | None]:
-    """Stock gloo, and stock nccl where there is a GPU for it (else None).
+    """Gloo with one thread, and stock nccl where there is a GPU for it (else None).
 
-    single_host: gloo then takes one thread, and shares its listener with the other groups of this process.
+    Stock gloo's two threads run two calls at a time, so that a second one may read what the first has yet to write.
+    single_host: gloo then shares its listener with the other groups of this process.
     """
     prefix = dist.PrefixStore("gloo", store)
     gloo: Any = dist.ProcessGroupGloo
-    if single_host:
-        options = gloo._Options()
-        options._devices, options._threads, options._timeout = _listeners(os.getpid()), 1, timeout
-        cpu = gloo(prefix, rank, size, options)
-        options._threads = 2  # what is told of the group: gloo's one and ours
-    else:
-        cpu = gloo(prefix, rank, size, timeout)
+    options = gloo._Options()
+    options._devices = _listeners(os.getpid()) if single_host else _listen()
+    options._threads, options._timeout = 1, timeout
+    cpu = gloo(prefix, rank, size, options)
+    options._threads = 2  # what is told of the group: gloo's one and ours
     cpu._set_sequence_number_for_group()
+    return cpu, _nccl(store, rank, size, timeout)
+
+
+def _nccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any | None:
     if not (torch.cuda.is_available() and dist.is_nccl_available()):
-        return cpu, None
+        return None
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     cuda = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
     cuda._set_sequence_number_for_group()
-    return cpu, cuda
+    return cuda
+
+
+class Streams:
+    """Gloo over the same local rank of every host, each with connections of its own; made as they are asked for.
+
+    They may be asked for where every host has as many ranks, by all ranks alike.
+    """
+
+    def __init__(
+        self, store: dist.Store, topology: Topology, rank: int, timeout: timedelta, usable: bool = True
+    ) -> None:
+        self._store, self._timeout = store, timeout
+        self._num_hosts, self._host = topology.num_hosts, topology.host_of[rank]
+        self._place = topology.local_rank(rank)
+        self._usable = usable and topology.num_hosts > 1 and topology.is_regular
+        self._made: list[Any] = []
+
+    def up_to(self, number: int) -> list[Any]:
+        """So many, none where there is nothing to connect."""
+        for stream in range(len(self._made), number if self._usable else 0):
+            prefix = dist.PrefixStore(f"between/{self._place}/{stream}", self._store)
+            self._made.append(dist.ProcessGroupGloo(prefix, self._host, self._num_hosts, self._timeout))
+        return self._made[:number]
 
 
 @functools.cache
 def _listeners(process: int) -> list[Any]:
-    """Gloo's listeners of this process, for all groups of one host: as stock gloo chooses its network devices.
+    """Gloo's listeners of this process, for all groups of one host.
 
     process: its id, since a forked child has none of its parent's threads.
     """
+    return _listen()
+
+
+def _listen() -> list[Any]:
+    """New listeners, on the network devices that stock gloo chooses."""
     gloo, interfaces = dist.ProcessGroupGloo, process_environment().get("GLOO_SOCKET_IFNAME", "")
     if interfaces:
         return [gloo.create_device(interface=name) for name in interfaces.split(",")]

@@ -24,7 +24,7 @@ from types import ModuleType
 import torch
 from filelock import FileLock
 
-from deepytorch.background import end_with_parent, is_ending, start
+from deepytorch.background import NOT_FROM_HERE, end_with_parent, is_ending, start
 from deepytorch.config import process_environment
 from deepytorch.errors import BuildError
 from deepytorch.log import logger, once
@@ -166,9 +166,8 @@ def _folder() -> Path:
 
 def _compile(scratch: Path) -> Path:
     """Compile in a process of its own, so that nothing of a half-made module stays in this one."""
-    # The working directory is no place to import from, unless this process imports from there too.
-    code = "import sys; sys.path.remove(''); from deepytorch.comm.group import native; native.compile_here()"
-    command = [sys.executable, "-c", code, str(scratch)]
+    code = "from deepytorch.comm.group import native; native.compile_here()"
+    command = [sys.executable, "-c", NOT_FROM_HERE + code, str(scratch)]
     environment = {**process_environment(), "TORCH_EXTENSIONS_DIR": str(scratch)}
     environment["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)  # this very package
     scripts = sysconfig.get_path("scripts")  # where pip put ninja, also for an environment that was not activated

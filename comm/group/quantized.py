@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from deepytorch.comm.group import quantized_on_device as on_device
 from deepytorch.comm.group.backend import group_of
 from deepytorch.errors import ConfigError
 
@@ -36,8 +37,9 @@ def quantize(model: nn.Module, wire: Wire = "int8") -> int:
             "quantize() found no module that fully_shard was applied to; expected an FSDP2 model. Others take "
             "deepytorch.comm.Options(quantize=...): see docs/comm.md"
         )
+    teams: _TeamsOf = {}
     for number, module in enumerate(found):
-        scatter: Any = _ReduceScatter(wire, f"module {number}")  # FSDP2's interfaces for both have private homes
+        scatter: Any = _ReduceScatter(wire, f"module {number}", teams)  # FSDP2's interfaces for both have private homes
         gather: Any = _AllGather(wire)
         module.set_custom_reduce_scatter(scatter)
         module.set_custom_all_gather(gather)
@@ -47,6 +49,9 @@ def quantize(model: nn.Module, wire: Wire = "int8") -> int:
 def _check_wire(wire: str) -> None:
     if wire not in get_args(Wire):
         raise ConfigError(f"quantize to {wire!r}; expected 'int8' or 'fp8'")
+
+
+_TeamsOf = dict[dist.ProcessGroup, on_device.Teams]  # made for the first payload of a group on a GPU
 
 
 class _Comm:
@@ -70,9 +75,11 @@ class _Comm:
 
 
 class _ReduceScatter(_Comm):
-    def __init__(self, wire: Wire, key: str) -> None:
+    def __init__(self, wire: Wire, key: str, teams: _TeamsOf) -> None:
         super().__init__(wire)
         self._key = key
+        self._teams = teams
+        self._residual: torch.Tensor | None = None  # of payloads on a GPU; the backend keeps the others
 
     def __call__(
         self,
@@ -86,11 +93,23 @@ class _ReduceScatter(_Comm):
         reduce_op: Any = op if isinstance(op, dist.ReduceOp) else dist.ReduceOp(op)
         if backend is None or reduce_op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
+        if not _in_host_memory(output_tensor):
+            self._on_device(output_tensor, input_tensor, group, reduce_op == dist.ReduceOp.AVG)
+            return None
 
         def run(output: torch.Tensor, given: torch.Tensor, is_async: bool) -> Any:
             return backend.reduce_scatter_quantized(output, given, reduce_op, self._wire, self._key, is_async)
 
         return _run(run, output_tensor, input_tensor, async_op)
+
+    def _on_device(self, output: torch.Tensor, given: torch.Tensor, group: dist.ProcessGroup, average: bool) -> None:
+        if group not in self._teams:
+            self._teams[group] = on_device.teams_of(group)
+        teams = self._teams[group]
+        shape = (teams.num_hosts, output.numel())
+        if self._residual is None or self._residual.shape != shape or self._residual.device != output.device:
+            self._residual = torch.zeros(shape, device=output.device)
+        on_device.reduce_scatter(output, given, teams, self._wire, average, self._residual)
 
 
 class _AllGather(_Comm):
@@ -100,6 +119,9 @@ class _AllGather(_Comm):
         backend = self._backend(group, output_tensor, input_tensor)
         if backend is None:
             return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+        if not _in_host_memory(output_tensor):
+            on_device.all_gather(output_tensor, input_tensor, group, self._wire)
+            return None
 
         def run(output: torch.Tensor, given: torch.Tensor, is_async: bool) -> Any:
             return backend.all_gather_quantized(output, given, self._wire, is_async)
@@ -107,15 +129,19 @@ class _AllGather(_Comm):
         return _run(run, output_tensor, input_tensor, async_op)
 
 
+def _in_host_memory(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
 def _run(call: Any, output: torch.Tensor, given: torch.Tensor, async_op: bool) -> Any | None:
-    """Call it on CPU tensors; a GPU's go through the host's memory, and are there when this returns."""
-    if output.device.type == "cpu" and output.is_contiguous() and given.is_contiguous():
+    """Call it on tensors in the host's memory, or on copies whose values follow each other."""
+    if output.is_contiguous() and given.is_contiguous():
         work = call(output, given, async_op)
         if async_op:
             return work
         work.wait()
         return None
-    on_host = torch.empty(output.shape, dtype=output.dtype)
-    call(on_host, given.contiguous().cpu(), False).wait()
-    output.copy_(on_host)
+    whole = torch.empty(output.shape, dtype=output.dtype)
+    call(whole, given.contiguous(), False).wait()
+    output.copy_(whole)
     return None

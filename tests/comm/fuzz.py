@@ -46,6 +46,7 @@ KINDS = (
     "all_to_all",
     "all_to_all_list",
     "barrier",
+    "chain",
 )
 
 
@@ -121,6 +122,8 @@ def start(
     peers = range(size)
     if kind == "barrier":
         return dist.barrier(**options), []
+    if kind == "chain":
+        return start_chain(call, group, me)
     if kind in ("all_reduce", "reduce"):
         mine = placed(call, values(call, me, count))
         wanted = reduced(call, [values(call, peer, count) for peer in peers])
@@ -176,6 +179,38 @@ def start(
     given = [placed(call, values(call, me, count + to, to)) for to in peers]
     work = dist.all_to_all(outs, given, **options)
     return work, [(out, values(call, peer, count + me, me)) for peer, out in enumerate(outs)]
+
+
+class Works:
+    """Several works, waited for from the last to the first."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for each in reversed(self._works):
+            each.wait()
+
+
+def start_chain(call: dict[str, Any], group: Any, me: int) -> tuple[Any, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Calls on one tensor, each of which needs what the one before it leaves; nobody waits in between."""
+    size, count, dtype = dist.get_world_size(group), call["count"], call["dtype"]
+    call = {**call, "op": call["op"] if call["op"] in (MIN, MAX) else SUM}
+    mine = placed(call, values(call, me, count))
+    first = reduced(call, [values(call, peer, count) for peer in range(size)])
+    multiplies = dtype in (torch.float32, torch.float64, torch.int32, torch.int64)  # which hold the result
+    wanted = first.pow(size) if multiplies else first * size
+    outs = [placed(call, torch.zeros(count, dtype=dtype)) for _ in range(size)]
+    works = Works(
+        [
+            dist.all_reduce(mine, call["op"], group=group, async_op=True),
+            dist.all_reduce(mine, PRODUCT if multiplies else SUM, group=group, async_op=True),
+            dist.all_gather(outs, mine, group=group, async_op=True),
+        ]
+    )
+    if not call["async"]:
+        works.wait()
+    return works if call["async"] else None, [(each, wanted) for each in (mine, *outs)]
 
 
 def changed(rng: random.Random, call: dict[str, Any], what: str) -> dict[str, Any]:

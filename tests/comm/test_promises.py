@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from typer.testing import CliRunner
 
 from deepytorch.cli import app
+from deepytorch.comm.group import native
 from tests.comm.ranks import Ranks, run
 
 pytestmark = pytest.mark.timeout(240, func_only=True)
@@ -46,6 +49,97 @@ def test_what_is_handed_on_comes_after_what_was_started_before_it():
     dist.destroy_process_group()
     """
     run(script)
+
+
+IN_TURN = pytest.mark.parametrize(
+    "start",
+    [
+        "init(timeout=60)",
+        "init(timeout=60, pg_options=Options(algorithm='engine'))",
+        "pretend_hosts(1); init(timeout=60)",
+    ],
+    ids=["ours", "gloo", "hosts"],
+)
+
+
+@IN_TURN
+def test_whatever_is_called_comes_after_what_was_started_before_it(start):
+    """Lists, gathers, scatters and exchanges read what an asynchronous sum before them leaves."""
+    script = f"""
+    {start}
+    def parts(): return [torch.empty(1 << 20) for _ in range(size)]
+    one_host = {start!r}.startswith("init(timeout=60)")
+    for name in ("all_gather", "reduce_scatter", "gather", "scatter", "all_to_all", "all_to_all_single", "reduce"):
+        if name == "all_to_all" and not one_host:
+            continue  # gloo has none of lists
+        data, out, outs = torch.ones(1 << 20), torch.empty(1 << 20), parts()
+        first = dist.all_reduce(data, async_op=True)
+        call = dict(
+            all_gather=lambda: dist.all_gather(outs, data, async_op=True),
+            reduce_scatter=lambda: dist.reduce_scatter(out, [data] * size, async_op=True),
+            gather=lambda: dist.gather(data, outs if rank == 0 else None, 0, async_op=True),
+            scatter=lambda: dist.scatter(out, [data] * size if rank == 0 else None, 0, async_op=True),
+            all_to_all=lambda: dist.all_to_all(outs, [data] * size, async_op=True),
+            all_to_all_single=lambda: dist.all_to_all_single(out, data, async_op=True),
+            reduce=lambda: dist.reduce(data, 0, async_op=True),
+        )[name]
+        last = [call(), dist.all_reduce(data, async_op=True)][0]
+        last.wait()
+        found = dict(all_gather=outs, all_to_all=outs, gather=outs if rank == 0 else [], reduce=[]).get(name, [out])
+        wanted = size * size if name == "reduce_scatter" else size
+        assert all(torch.all(each == wanted) for each in found), (name, [each[:2] for each in found])
+        dist.barrier()
+    dist.destroy_process_group()
+    """
+    run(script, timeout=60)
+
+
+@IN_TURN
+def test_columns_are_read_and_written_in_their_turn(start):
+    """gloo works on copies of them: made after what came before, and taken back before what comes after."""
+    script = f"""
+    {start}
+    PRODUCT = dist.ReduceOp.PRODUCT  # gloo's, whatever is measured
+    for turn in range(3):
+        columns = torch.full((64, 1 << 14), 2.0)[:, ::2]
+        works = [dist.all_reduce(columns, async_op=True)]  # 4
+        works.append(dist.all_reduce(columns, PRODUCT, async_op=True))  # 16
+        works.append(dist.all_reduce(columns, dist.ReduceOp.AVG, async_op=True))  # 16
+        works.append(dist.all_reduce(columns, async_op=True))  # 32
+        share = torch.empty(columns.shape[1], 32).t()
+        works.append(dist.reduce_scatter_tensor(share, columns, PRODUCT, async_op=True))  # 1024
+        works.append(dist.all_reduce(share, async_op=True))  # 2048
+        works.append(dist.all_reduce_coalesced([share, columns], PRODUCT, async_op=True))
+        works[-1].wait()
+        assert torch.all(columns == 32 * 32) and torch.all(share == 2048 * 2048), (turn, columns[0, :3], share[0, :3])
+        values = torch.full((1 << 20,), 4.0)
+        first = dist.all_reduce(values, PRODUCT, async_op=True)  # 16
+        second = dist.all_reduce(values, dist.ReduceOp.AVG, async_op=True)  # divided by whom it is handed to, or by us
+        second.wait()
+        assert torch.all(values == 16), values[:3]
+        for work in works + [first]:
+            work.wait()
+        assert torch.all(columns == 32 * 32), "taken back once more, after what came later"
+    dist.destroy_process_group()
+    """
+    run(script, timeout=60)
+
+
+def test_a_monitored_barrier_names_who_is_missing_though_a_call_waits_for_him_too():
+    script = """
+    deepytorch.switch.SWITCH.enabled = True
+    init("gloo", timeout=40)
+    dist.barrier()
+    if rank == 0:
+        dist.all_reduce(torch.ones(1000), async_op=True)
+        error, seconds = told(lambda: dist.monitored_barrier(timeout=timedelta(seconds=1)))
+        assert "Rank 1 failed to pass monitoredBarrier" in error and seconds < 10, (error, seconds)
+        open(os.environ["RENDEZVOUS"] + "-over", "w").close()
+    while not os.path.exists(os.environ["RENDEZVOUS"] + "-over"):
+        time.sleep(0.05)
+    os._exit(0)
+    """
+    run(script, warm=False)
 
 
 def test_a_message_passes_a_collective_that_waits_for_it():
@@ -214,6 +308,7 @@ REFUSED = [
     "dist.all_to_all([torch.ones(3)] * 5, [torch.ones(3)] * 5)",
     "dist.all_reduce_coalesced([ones, ones.double()])",
     "dist.all_reduce(torch.ones(4), group=other)",
+    "dist.all_gather([torch.ones(4, device='meta') for _ in range(size)], ones)",
 ]
 
 
@@ -340,12 +435,16 @@ def test_calls_under_inference_mode_work_on_our_threads():
         wide = torch.ones(6, 4).t()
         dist.all_reduce(wide, async_op=True).wait()
         assert torch.all(wide == size)
-    seen = []
-    with torch.no_grad():
-        future = dist.all_reduce(torch.ones(2_000), async_op=True).get_future()
-        future.then(lambda done: seen.append(torch.is_grad_enabled())).wait()
-    dist.all_reduce(torch.ones(1))
-    assert len(seen) == 1
+    def look(done):
+        seen.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), threading.get_ident() != here))
+    seen, here = [], threading.get_ident()
+    if rank == 1:
+        time.sleep(0.5)  # rank 0 has hung its function on the future by then
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        end = dist.all_reduce(torch.ones(2_000), async_op=True).get_future().then(look)
+    assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
+    end.wait()
+    assert seen == [(False, True, rank == 0)] or rank == 1 and seen[0][:2] == (False, True), seen
     dist.destroy_process_group()
     """
     run(script)
@@ -421,6 +520,38 @@ def test_descriptors_and_threads_of_a_group_are_few(num_ranks):
     dist.destroy_process_group()
     """
     run(script, num_ranks=num_ranks, warm=False, timeout=100)
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ("algorithm='engine'", 1),
+        ("algorithm='streams', num_streams=4", 4),
+        ("links=Links(engine=Link(100.0, 1e-2), network={1: Link(100.0, 1e-2), 2: Link(100.0, 2e-3)})", 2),
+    ],
+)
+def test_hosts_are_connected_by_as_many_streams_as_the_table_names(options, wanted):
+    script = f"""
+    from deepytorch.comm.topology.cost import Link, Links
+    from deepytorch.comm.group import backend
+    asked = []
+    class Counted(backend.Streams):
+        def up_to(self, number):
+            made = super().up_to(number)
+            asked.append(len(made))
+            return made
+    backend.Streams = Counted
+    pretend_hosts(1)
+    init(timeout=60, pg_options=Options({options}))
+    for count in (10, 1 << 20):
+        data = torch.ones(count)
+        dist.all_reduce(data)
+        assert torch.all(data == size)
+    assert asked == [{wanted}], asked
+    dist.barrier()
+    dist.destroy_process_group()
+    """
+    run(script)
 
 
 def test_groups_are_used_from_several_threads():
@@ -547,6 +678,64 @@ def test_an_error_reaches_all_hosts_while_the_failing_one_stays_alive(per_host):
     run(script, num_ranks=2 * per_host, warm=False)
 
 
+def test_an_error_ends_a_call_that_waits_between_hosts_though_no_connection_closes():
+    """A host of one rank has no segment to look at, and whose call is stuck in gloo closes nothing."""
+    script = """
+    pretend_hosts(1)
+    init(timeout=60, pg_options=Options(algorithm="streams", num_streams=2))
+    from deepytorch.comm.group.backend import group_of
+    dist.all_reduce(torch.ones(100))
+    heard = os.environ["RENDEZVOUS"] + "-heard"
+    if rank == 0:
+        work = dist.all_reduce(torch.ones(100_000), async_op=True)
+        time.sleep(1)
+        group_of().backend.abort()
+    elif rank == 1:
+        error, seconds = told(lambda: dist.all_reduce(torch.ones(100_000)))
+        assert "aborted" in error and seconds < 4, (error, seconds)
+        open(heard, "w").close()
+    while not os.path.exists(heard):  # rank 2 is alive, and in none of their calls
+        time.sleep(0.05)
+    os._exit(0)
+    """
+    run(script, num_ranks=3, warm=False, timeout=40)
+
+
+def test_memory_outlives_a_failed_call_for_as_long_as_gloo_may_write_to_it():
+    script = """
+    pretend_hosts(1)
+    import gc
+    from torch.multiprocessing.reductions import StorageWeakRef
+    from deepytorch.comm.group import backend
+    held = []  # so that no connection closes
+    class Crossed(backend.Streams):  # what one rank sends of the second chunk the other one waits for elsewhere
+        def up_to(self, number):
+            held.extend(super().up_to(number))
+            return held if rank == 0 else [held[0], held[2], held[1]]
+    backend.Streams = Crossed
+    init(timeout=60, pg_options=Options(algorithm="streams", num_streams=3, chunk_bytes=1 << 16))
+    data = torch.ones(1 << 15)
+    memory = StorageWeakRef(data.untyped_storage())
+    work = dist.all_reduce(data, async_op=True)
+    over = os.environ["RENDEZVOUS"] + "-over"
+    if rank == 0:
+        time.sleep(1)
+        assert not work.is_completed()
+        backend.group_of().backend.abort()
+        error, seconds = told(work.wait)
+        assert "aborted" in error, error
+        del data, work
+        gc.collect()
+        time.sleep(0.3)
+        assert not memory.expired()
+        open(over, "w").close()
+    while not os.path.exists(over):
+        time.sleep(0.05)
+    os._exit(0)
+    """
+    run(script, warm=False, timeout=40)
+
+
 # ---------------------------------------------------------------------- the recorder
 
 
@@ -607,6 +796,21 @@ def test_deterministic_algorithms_take_the_choice_that_is_not_measured():
     """
     found = {output.split("bits", 1)[1].strip() for _ in range(2) for output in run(script, num_ranks=3)}
     assert len(found) == 1, found
+
+
+def test_each_rank_reserves_its_own_memory():
+    """So that its pages come from what is near to its processor; the first rank reserves none of the others'."""
+    module = native.load()
+    first = module.Segment.create(num_ranks=2, areas=3, area_bytes=1 << 20)
+
+    def reserved():
+        return os.stat(f"/proc/self/fd/{first.descriptor}").st_blocks * 512
+
+    alone = reserved()
+    second = module.Segment.attach(os.getpid(), first.descriptor, first.token, 1)
+    assert 3 << 20 <= alone < 4 << 20
+    assert reserved() - alone == 3 << 20
+    assert second.num_bytes == first.num_bytes == 6 << 20
 
 
 def test_who_waits_on_the_future_of_a_call_that_was_handed_on_hears_what_the_ranks_differed_in():

@@ -127,12 +127,13 @@ Backend::WorkPtr Backend::allreduce(Tensors& given_tensors, const c10d::Allreduc
     return reduce_all(tensor, wanted, row, "", options.asyncOp, tensors);
   }
   check_gloo_reduces(wanted.kind, tensor, wanted.reduce);
-  CopiedOutputs copied;
+  Copied copied;
   const Tensors outputs = tensors;
   tensors = each(tensors, copied);
   if (able && !wanted.on_cuda && wanted.reduce == RedOp::AVG) {  // gloo averages after the sum, which half types may not hold
     c10d::AllreduceOptions sum = options;
     sum.reduceOp = c10d::ReduceOp::SUM;
+    wanted.prepares = true;
     const auto call = [tensors, sum, size = getSize()](c10d::Backend& engine) mutable {
       tensors[0].div_(size);
       return engine.allreduce(tensors, sum);
@@ -176,7 +177,7 @@ Backend::WorkPtr Backend::allreduce_coalesced(Tensors& given_tensors, const c10d
       if (!wanted.on_cuda) check_same_kind(wanted.kind, tensor, tensors[0]);
       check_gloo_reduces(wanted.kind, tensor, wanted.reduce);
     }
-    CopiedOutputs copied;
+    Copied copied;
     const Tensors outputs = tensors;
     tensors = each(tensors, copied);
     const auto call = [tensors, options](c10d::Backend& engine) mutable { return engine.allreduce_coalesced(tensors, options); };
@@ -270,9 +271,11 @@ Backend::WorkPtr Backend::_allgather_base(at::Tensor& given_output, at::Tensor& 
   const Row row = row_to_move(wanted, input, output.nbytes());
   if (wanted.on_cuda || !in_memory(row)) {
     check_gloo_moves(wanted.kind, input);
-    CopiedOutputs copied;
-    at::Tensor target = copied(output), source = in_a_row(input);
-    const auto call = [target, source, options](c10d::Backend& engine) mutable {
+    Copied copied, brought;
+    at::Tensor target = copied(output), source = brought(input);
+    wanted.prepares = !brought.given.empty();
+    const auto call = [target, source, brought, options](c10d::Backend& engine) mutable {
+      brought.fill();
       return engine._allgather_base(target, source, options);
     };
     return delegate(wanted, call, {output}, std::move(copied));
@@ -353,7 +356,7 @@ Backend::WorkPtr Backend::broadcast(Tensors& given_tensors, const c10d::Broadcas
   check_root(wanted.kind, options.rootRank, getSize());
   if (wanted.on_cuda || row.algorithm != Algorithm::shared_memory || tensor.is_sparse()) {
     check_gloo_moves(wanted.kind, tensor);
-    CopiedOutputs copied;
+    Copied copied;
     const Tensors outputs = tensors;
     tensors = each(tensors, copied);
     const auto call = [tensors, options](c10d::Backend& engine) mutable { return engine.broadcast(tensors, options); };

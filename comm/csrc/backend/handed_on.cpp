@@ -47,12 +47,12 @@ Backend::WorkPtr Backend::reduce_scatter_on_gloo(Wanted wanted, const Tensors& g
                                                  const c10d::ReduceScatterOptions& options) {
   const Tensors outputs = each(given_outputs, alias_of);
   const TensorLists parts = each(given_parts, alias_of);
-  CopiedOutputs copied;
+  Copied copied;
   Tensors sums;
   for (const at::Tensor& output : outputs) {
     const int64_t count = output.numel();
     sums.push_back(at::empty({count * getSize()}, output.options()));
-    copied.given.push_back(output);
+    copied.given.push_back(output);  // `call` overwrites what is filled in of it
     copied.copies.push_back(sums.back().narrow(0, getRank() * count, count).view(output.sizes()));
   }
   c10d::AllreduceOptions adapted;
@@ -101,13 +101,16 @@ Backend::WorkPtr Backend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tens
   });
 }
 
+// It is asked which rank is missing, perhaps by one that has not come to a call before it either: so what was called before
+// is waited for no longer than for the ranks themselves, and gloo then names those that do not answer.
 void Backend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all) {
   guard();
   {
     const WithoutGil unlocked;
     std::unique_lock<std::mutex> lock(mutex_);
     ++num_await_idle_;
-    changed_.wait(lock, [this] { return idle(); });
+    (void)changed_.wait_for(lock, std::min<std::chrono::milliseconds>(options.timeout.count() > 0 ? options.timeout : timeout_, kLongest),
+                            [this] { return idle(); });
     --num_await_idle_;
   }
   inner(false)->monitoredBarrier(options, wait_all);

@@ -19,6 +19,8 @@ namespace deepytorch {
 
 using RedOp = c10d::ReduceOp::RedOpType;
 
+constexpr auto kLongest = std::chrono::hours(24 * 365);  // a deadline is a point in time, which has an end
+
 inline bool is_float(at::ScalarType type) { return at::isFloatingType(type); }
 inline bool somebody_profiles() { return at::hasCallbacks(); }
 inline size_t bytes_of(const at::Tensor& tensor) { return tensor.is_sparse() ? 0 : tensor.nbytes(); }
@@ -115,6 +117,7 @@ struct Backend::Wanted {
   Tensors inputs = {};  // for profilers, where they are not the outputs
   const void* data = nullptr;  // where the host may read it directly
   size_t bytes = 0;
+  bool prepares = false;  // whether its tensors are read or written here before an inner backend gets them
 };
 
 struct Backend::Worker {
@@ -154,12 +157,16 @@ inline std::vector<at::Tensor> flat(const std::vector<std::vector<at::Tensor>>& 
 // Hands a call on whole.
 template <class Outputs, class Inputs, class Run>
 Backend::WorkPtr Backend::hand_on(Wanted wanted, const Outputs& given_outputs, const Inputs& given_inputs, Run run) {
-  CopiedOutputs copied;
+  Copied copied, brought;
   const auto aliases = each(given_outputs, alias_of);
   auto outputs = each(aliases, copied);
-  auto inputs = each(each(given_inputs, alias_of), in_a_row);
-  return delegate(wanted, [outputs, inputs, run](c10d::Backend& engine) mutable { return run(engine, outputs, inputs); },
-                  flat(aliases), std::move(copied));
+  auto inputs = each(each(given_inputs, alias_of), brought);
+  wanted.prepares = !brought.given.empty();
+  const auto call = [outputs, inputs, brought, run](c10d::Backend& engine) mutable {
+    brought.fill();
+    return run(engine, outputs, inputs);
+  };
+  return delegate(wanted, call, flat(aliases), std::move(copied));
 }
 
 }  // namespace deepytorch

@@ -6,8 +6,6 @@ namespace deepytorch {
 
 namespace {
 
-constexpr auto kLongest = std::chrono::hours(24 * 365);  // a deadline is a point in time, which has an end
-
 Reduce reduction(RedOp op) { return op == RedOp::MIN ? Reduce::min : op == RedOp::MAX ? Reduce::max : Reduce::sum; }
 
 }  // namespace
@@ -56,16 +54,17 @@ Fingerprint Backend::announce(const Wanted& wanted, uint64_t plan, uint64_t shar
 
 // See [Note: order]. `call` may run on another thread later, and must hold what it works on.
 Backend::WorkPtr Backend::delegate(Wanted wanted, std::function<WorkPtr(c10d::Backend&)> call, Tensors outputs,
-                                   CopiedOutputs copied) {
+                                   Copied copied) {
   guard();
+  const bool at_once = copied.given.empty() && (!wanted.prepares || !inner_is_at_work());
   std::unique_lock<std::mutex> lock(mutex_);
-  if (wanted.on_cuda || idle()) {
+  if (wanted.on_cuda || (at_once && idle())) {
     const Fingerprint fingerprint = announce(wanted, 0, 0, lock);
     lock.unlock();
     auto work = call(*inner(wanted.on_cuda));
     if (wanted.on_cuda || !work) return work;
     remember(work);
-    return c10::make_intrusive<DelegatedWork>(getRank(), fingerprint, std::move(work), health_, std::move(copied));
+    return c10::make_intrusive<DelegatedWork>(getRank(), fingerprint, std::move(work), health_);
   }
   lock.unlock();
   auto job = std::make_shared<Job>();
@@ -76,8 +75,10 @@ Backend::WorkPtr Backend::delegate(Wanted wanted, std::function<WorkPtr(c10d::Ba
   job->work = c10::make_intrusive<OwnWork>(getRank(), wanted.kind, nullptr, Tensors(), std::move(outputs), nullptr);
   job->caller.emplace();
   job->body = [this, call = std::move(call), copied = std::move(copied)](Call&, const Fingerprint& mine) {
+    copied.fill();
     auto work = call(*inner(false));
-    if (work) DelegatedWork(getRank(), mine, std::move(work), health_, copied).wait(kNoTimeout);
+    if (work) DelegatedWork(getRank(), mine, std::move(work), health_).wait(kNoTimeout);
+    copied.give_back();
   };
   lock.lock();
   job->number(announce(wanted, 0, 0, lock));
@@ -150,7 +151,7 @@ void Backend::execute(Job& job) {
     if (poisoned()) throw CommError(poison_message());
     Call call{job.own ? setup_.segment.get() : nullptr, &stopped_, Clock::now() + job.timeout, job.fingerprint.sequence,
               job.fingerprint.kind, dtype_of(job.dtype), reduction(job.reduce),
-              job.reduce == RedOp::AVG ? static_cast<double>(getSize()) : 1.0, 0, job.kept};
+              job.reduce == RedOp::AVG ? static_cast<double>(getSize()) : 1.0, 0, job.kept, health_.get()};
     if (any_handed_on_) wait_for_inner(call);
     if (call.segment != nullptr) {
       call.segment->begin(job.fingerprint);
@@ -252,7 +253,21 @@ void Backend::remember(const WorkPtr& work) {
   any_handed_on_ = true;
 }
 
-// What was handed to the inner backend for CPU tensors and is still under way there.
+// Whether something that was handed to the inner backend for CPU tensors is still under way there.
+bool Backend::inner_is_at_work() const {
+  if (!any_handed_on_) return false;
+  std::vector<WorkPtr> works;  // dropped without the lock
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    works.reserve(handed_on_.size());
+    for (const auto& weak : handed_on_) {
+      if (auto work = weak.lock()) works.push_back(std::move(work));
+    }
+  }
+  return std::any_of(works.begin(), works.end(), [](const WorkPtr& work) { return !work->isCompleted(); });
+}
+
+// Waits for what was handed to the inner backend for CPU tensors and is still under way there.
 void Backend::wait_for_inner(const Call& call) {
   std::vector<WorkPtr> works;
   {
