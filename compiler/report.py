@@ -153,8 +153,8 @@ class Ledger:
 
 _COUNTED = (
     "steps_packed", "steps_padded", "steps_watched", "steps_meanwhile", "steps_replayed", "replay_seconds",
-    "steps_read_back",
-    "verified_steps", "verify_seconds", "padded_because", "steps_rounded", "own_sizes_because", "tokens_real", "tokens_padded", "labels", "compiles",
+    "steps_read_back", "steps_rounded", "own_sizes_because",
+    "verified_steps", "verify_seconds", "padded_because", "tokens_real", "tokens_padded", "labels", "compiles",
     "recompiles", "host_seconds", "compile_seconds", "fallbacks",
 )  # fmt: skip
 

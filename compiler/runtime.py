@@ -120,8 +120,8 @@ class Step:
         verify_every: int | None = None,
         round_sizes: bool = False,
     ) -> None:
-        """round_sizes: whether packed steps get a few sizes only. leaves_unused: whether weights of outputs that nobody used get no gradient, as in eager. verify_every: of so
-        many packed steps one is compared with eager; None compares none.
+        """leaves_unused: whether weights of outputs that nobody used get no gradient, as in eager. verify_every: of so
+        many packed steps one is compared with eager; None compares none. round_sizes: whether they get few sizes only.
         """
         self._program, self._record, self._eager, self._effects = program, record, eager, effects
         self._min_padding = min_padding

@@ -8,7 +8,7 @@ counts are rounded (`compiler/rounded_step`) it sees a few sizes only.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -48,8 +48,8 @@ class PackedBody:
 def cut(module: fx.GraphModule, padded_sizes: Collection[sympy.Symbol]) -> PackedBody:
     """Cut the graph of `module`, whose nodes have their values, and which is left as it is.
 
-    padded_sizes: the symbols of the spaces' positions. Raises `Declined` where the body would have a size that depends
-    on them, or would write into an input.
+    padded_sizes: the symbols of the spaces' positions. Raises `Declined` where the body would have a size besides the
+    batch's rows and those of the index inputs, or would write into an input.
     """
     return _Cut(module, frozenset(padded_sizes)).made()
 
@@ -59,12 +59,15 @@ class _Cut:
         graph = fx.Graph()
         graph.output(graph.graph_copy(module.graph, {}))
         _gather_ids_first(graph)
-        self._module, self._graph, self._padded_sizes = module, graph, padded_sizes
+        self._module, self._graph = module, graph
         self._slicer = Slicer(graph)
         if self._slicer.writes_inputs:
             raise Declined("the model writes into its inputs", "sizes")
         self._number = {node: i for i, node in enumerate(n for n in graph.nodes if n.op == "placeholder")}
         self._varies = self._of_the_batch()
+        # sizes that are rounded, and the batch's rows
+        given = [node.meta["val"] for node in self._number if node.meta["input"].role is Role.INDEX]
+        self._rounded = self._symbols_of(size for value in given for size in value.shape) - padded_sizes
         self._between: list[fx.Node] = []  # of the whole graph: what the prologue gives the body
         self._carriers: list[fx.Node] = []  # likewise sizes, which travel as tensors
         self._body = fx.Graph()
@@ -84,6 +87,8 @@ class _Cut:
             elif value.op == "call_function" and not self._slicer.from_batch(value):
                 outputs.append(("body", len(found)))
                 found.append(self._in_body[value])
+            elif value.op == "placeholder" and not self._slicer.from_batch(value):
+                raise Declined(f"an input is an output too ({value.name})", "sizes")
             else:
                 outputs.append(("prologue", len(early)))
                 early.append(value)
@@ -129,20 +134,23 @@ class _Cut:
         if node.op == "get_attr":
             with self._body.inserting_after(self._begin):
                 return self._body.node_copy(node)
+        if not isinstance(node.meta.get("val"), torch.Tensor):
+            return self._size(node)
         if node.op == "placeholder":
             return self._input(node, node.name)
-        if isinstance(node.meta.get("val"), torch.Tensor):
-            self._between.append(node)
-            return self._input(node, f"between_{len(self._between)}")
-        return self._size(node)
+        self._between.append(node)
+        return self._input(node, f"between_{len(self._between)}")
 
     def _size(self, node: fx.Node) -> fx.Node:
         """A size: read from an index input, computed from other sizes, or read from an empty tensor that carries it."""
-        source = node.args[0]
-        if node.target is aten.sym_size.int and isinstance(source, fx.Node):
+        if node.target is aten.sym_size.int:
+            source = node.args[0]
+            assert isinstance(source, fx.Node)
             if source.op == "placeholder" and source.meta["input"].role is Role.INDEX:
                 return self._body.node_copy(node, self._needed)
-        elif all(isinstance(each.meta.get("val"), torch.SymInt) for each in node.all_input_nodes):
+        elif node.op == "call_function" and all(
+            isinstance(each.meta.get("val"), torch.SymInt) for each in node.all_input_nodes
+        ):
             return self._body.node_copy(node, self._needed)
         self._carriers.append(node)
         carrier = self._input(node, f"size_{len(self._carriers)}")
@@ -151,7 +159,7 @@ class _Cut:
     def _input(self, node: fx.Node, name: str) -> fx.Node:
         value = node.meta["val"]
         sizes = list(value.shape) if isinstance(value, torch.Tensor) else [value, 0]
-        if any(isinstance(size, torch.SymInt) and self._is_padded(size) for size in sizes):
+        if not self._symbols_of(sizes) <= self._rounded:
             raise Declined(f"the packed step reads a value of the padded batch's size ({node.name})", "sizes")
         with self._body.inserting_before(self._begin):
             made = self._body.placeholder(name)
@@ -159,25 +167,22 @@ class _Cut:
         made.meta["sizes"] = sizes
         return made
 
-    def _is_padded(self, size: torch.SymInt) -> bool:
-        expression = size.node.shape_env.replace(size.node.expr)
-        return bool(expression.free_symbols & self._padded_sizes)
+    @staticmethod
+    def _symbols_of(sizes: Iterable[Any]) -> set[sympy.Symbol]:
+        nodes = [size.node for size in sizes if isinstance(size, torch.SymInt)]
+        return {symbol for node in nodes for symbol in node.shape_env.replace(node.expr).free_symbols}
 
     def _finish_body(self, outputs: list[fx.Node]) -> None:
         body = self._body
         body.output(tuple(outputs))
         body.erase_node(self._begin)
         body.eliminate_dead_code()
-        for node in list(body.nodes):
-            if node.op != "placeholder":
-                continue
+        for node in [node for node in body.nodes if node.op == "placeholder"]:
+            at_pads = node.meta["input"].role is Role.INDEX and node.name.startswith("flat")
+            if at_pads and any(user.target is not aten.sym_size.int for user in node.users):
+                raise Declined("padded values are gathered, or gathered ones scattered, in the packed step", "sizes")
             if not node.users:
                 body.erase_node(node)
-            elif node.meta["input"].role is Role.INDEX and node.name.startswith("flat"):
-                if any(user.target is not aten.sym_size.int for user in node.users):
-                    raise Declined(
-                        "padded values are gathered, or gathered ones scattered, in the packed step", "sizes"
-                    )
         body.lint()
 
     # ------------------------------------------------------------------ the prologue
@@ -186,7 +191,10 @@ class _Cut:
         self, between: list[fx.Node], carriers: list[fx.Node], outputs: list[fx.Node]
     ) -> tuple[fx.GraphModule, tuple[int, ...]]:
         """The graph that returns `between`, tensors that carry the sizes `carriers`, and `outputs`; and its inputs."""
-        part = set(self._slicer.slice([*between, *carriers, *outputs]))
+        acts = [
+            n for n in self._graph.nodes if n.op == "call_function" and self._slicer.from_batch(n) and n.is_impure()
+        ]
+        part = set(self._slicer.slice([*between, *carriers, *outputs, *acts]))
         graph = fx.Graph()
         made: dict[fx.Node, fx.Node] = {}
         taken = []
@@ -210,9 +218,7 @@ class _Cut:
             if node.op == "placeholder":
                 varies[node] = node.meta["input"].role in (Role.BATCH, Role.INDEX, Role.SIZE)
             else:
-                written = writes_in_place(node) or self._slicer.is_written(
-                    node
-                )  # copied with its writes, or not at all
+                written = writes_in_place(node) or self._slicer.is_written(node)  # stays together with its writes
                 varies[node] = written or any(varies[source] for source in node.all_input_nodes)
         return varies
 
