@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from deepytorch.compiler import lower_region
 from deepytorch.compiler.config import CompilerConfig
+from deepytorch.compiler.lower import lower
 from deepytorch.compiler.lower_region import RegionLowering
 from deepytorch.compiler.plan import Plan
 from deepytorch.compiler.report import Report
@@ -125,6 +127,27 @@ def test_a_rounded_step_that_fails_leaves_the_packed_one(monkeypatch: pytest.Mon
     report = pair.train(batches(masked_lm_batch, *LAYOUTS[:4]))
     assert report.total("steps_rounded") == 0 < report.total("steps_packed"), describe(report)
     assert any("no indices" in each for region in report.regions for each in region.fallbacks)
+
+
+def test_weights_are_static_inputs_of_what_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a replay would copy all of them: AOTAutograd reads from `tensor_dict` what stays where it is."""
+    static: list[set[bool]] = []
+
+    def look(module: Any, example_inputs: Any, **kwargs: Any) -> Any:
+        nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
+        static.append(
+            {
+                bool(node.meta["tensor_dict"].get("_dynamo_static_input_type"))
+                for node, value in zip(nodes, example_inputs, strict=True)
+                if isinstance(value, nn.Parameter)
+            }
+        )
+        return lower(module, example_inputs, **kwargs)
+
+    monkeypatch.setattr(lower_region, "lower", look)
+    pair = Pair(Plain(sdpa_bool, layers=1).train(), options=ROUNDED)
+    expect_rounded(pair.train(batches(masked_lm_batch, *LAYOUTS[:3])), 1)
+    assert static == [{True}]
 
 
 def test_only_the_step_with_few_sizes_is_recorded() -> None:
