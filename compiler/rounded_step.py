@@ -6,6 +6,7 @@ operator; the rest sees rounded sizes only, is compiled once, and recorded for e
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,6 +24,7 @@ from deepytorch.compiler.report import RegionRecord
 from deepytorch.compiler.rounded_sizes import MAX_SIZES, RoundedIndices, SizeLadder, why_not_rounded
 from deepytorch.compiler.second_backward import SecondBackward
 from deepytorch.compiler.unused_outputs import parts_in_outputs
+from deepytorch.log import logger, once
 from deepytorch.passes.unpad.packed_body import cut
 from deepytorch.passes.unpad.program import Program
 from deepytorch.passes.unpad.region import Declined
@@ -127,8 +129,41 @@ def _has_bias(graph: fx.Graph) -> bool:
     )
 
 
-def padded_sizes(program: Program, fakes: Sequence[Any]) -> frozenset[sympy.Symbol]:
-    """The symbols of the positions of a program's spaces. fakes: of the region's inputs."""
+def rounded_step(
+    packed: fx.GraphModule,
+    program: Program,
+    fakes: Sequence[Any],
+    lowering: RegionLowering,
+    record: RegionRecord,
+    asked_twice: Callable[[str], None],
+    zero_outputs: bool,
+    leaves_unused: bool,
+) -> RoundedStep | None:
+    """The step for few sizes, arguments as `RoundedStep` takes them; None, with the reason in the record, where there
+    can be none. fakes: of the region's inputs.
+    """
+    try:
+        return RoundedStep(
+            packed,
+            program,
+            _padded_sizes(program, fakes),
+            lowering,
+            record,
+            asked_twice,
+            zero_outputs=zero_outputs,
+            leaves_unused=leaves_unused,
+        )
+    except Declined as declined:
+        record.declined.append(f"{declined.where}: not rounded: {declined}")
+    except Exception as error:
+        record.declined.append(f"sizes: not rounded: {type(error).__name__}: {error}")
+        once(logging.WARNING, "sizes are not rounded (%s: %s)", type(error).__name__, error)
+        logger.debug("traceback of the failure", exc_info=True)
+    return None
+
+
+def _padded_sizes(program: Program, fakes: Sequence[Any]) -> frozenset[sympy.Symbol]:
+    """The symbols of the positions of a program's spaces."""
     sizes = [fakes[index].shape[positions] for index, _, positions in program.sizes]
     return frozenset(
         symbol

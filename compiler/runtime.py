@@ -25,7 +25,7 @@ from deepytorch.compiler.dynamic_sizes import symbolic_dims
 from deepytorch.compiler.lower_region import RegionLowering
 from deepytorch.compiler.outputs.usage import Level, Usage, WatchedCalls
 from deepytorch.compiler.report import RegionRecord
-from deepytorch.compiler.rounded_step import PackedCall, RoundedStep, padded_sizes, without_recording
+from deepytorch.compiler.rounded_step import PackedCall, RoundedStep, rounded_step, without_recording
 from deepytorch.compiler.second_backward import SecondBackward
 from deepytorch.compiler.step_outputs import Places, StepOutputs
 from deepytorch.compiler.unused_outputs import parts_in_outputs
@@ -33,7 +33,6 @@ from deepytorch.compiler.verification import Verification
 from deepytorch.log import logger, once
 from deepytorch.passes.base import GraphInput, Role
 from deepytorch.passes.unpad.program import Program
-from deepytorch.passes.unpad.region import Declined
 from deepytorch.torch_internals import current_graph_task_id, top_saved_tensors_default_hooks
 
 # A packed step that saves less than this share of the padded step's work is not worth its gathers.
@@ -138,19 +137,9 @@ class Step:
         varying = [symbolic_dims(fakes[index]) for index in program.packed_inputs] + [(0,)] * len(program.indices)
         self._rounded: RoundedStep | None = None
         if round_sizes:
-            try:
-                self._rounded = RoundedStep(
-                    packed,
-                    program,
-                    padded_sizes(program, fakes),
-                    lowering,
-                    record,
-                    self._usage.twice,
-                    zero_outputs=zero_outputs,
-                    leaves_unused=leaves_unused,
-                )
-            except Declined as declined:
-                record.declined.append(f"{declined.where}: not rounded: {declined}")
+            self._rounded = rounded_step(
+                packed, program, fakes, lowering, record, self._usage.twice, zero_outputs, leaves_unused
+            )
             lowering = without_recording(lowering)
         self._packed: CompiledStep | None = CompiledStep(packed, varying, lowering, record, seconds[1])
         batch = tuple(index for index, given in enumerate(inputs) if given.role is Role.BATCH)
