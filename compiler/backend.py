@@ -157,6 +157,9 @@ def _compile(
         )
         tell(outcome)
         return step
+    round_sizes = config.rounds_sizes(any(isinstance(each, torch.Tensor) and each.is_cuda for each in fakes))
+    if round_sizes:
+        give_values(captured.module)
     step = Step(
         padded=found.before,
         packed=captured.module,
@@ -171,6 +174,7 @@ def _compile(
         zero_outputs=config.outputs == "zeros",
         leaves_unused=leaves_unused,
         verify_every=environment.verify_every if environment.verify else None,
+        round_sizes=round_sizes,
     )
     tell(outcome)
     return step

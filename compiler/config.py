@@ -24,7 +24,7 @@ class CompilerConfig:
     """How one `torch.compile` call wants its regions compiled.
 
     `lowering`: what makes code of a graph; "aot_eager" runs it operator by operator, for debugging.
-    `mode`: one of `torch.compile`'s modes, with Inductor's meaning.
+    `mode`: one of `torch.compile`'s modes, with Inductor's meaning; it may stand among the options.
     `unpad`: strip padding. `fuse_loss`: compute a loss and the linear layer before it together, piece by piece, where
     nothing else reads the logits and they would take a gigabyte or more: a fraction of the memory, in the same time;
     a third more work where each row's loss is asked for.
@@ -33,6 +33,8 @@ class CompilerConfig:
     `outputs`: what a script finds at padded positions of outputs; "exact": what eager has there, "zeros": zeros, for
     scripts that look at real positions only and in ways that cannot be seen to.
     `min_padding`: the padded step runs for a batch whose fraction of padded positions, from 0 to 1, is below this.
+    `round_sizes`: fill packed batches up with pads to one of a few sizes, at most an eighth more tokens, so that a CUDA
+    graph is recorded for each size once; where None, on CUDA devices if CUDA graphs are asked for.
     `reduce_gradients`: average the gradients of a DistributedDataParallel module inside its compiled backward.
     `wait`: compile before a step runs, as `torch.compile` does; else steps run in eager until another process has
     compiled them. None: as `DEEPYTORCH_COMPILE` says.
@@ -48,6 +50,7 @@ class CompilerConfig:
     defer_outputs: bool = True
     outputs: Outputs = "exact"
     min_padding: float = 0.0
+    round_sizes: bool | None = None
     reduce_gradients: bool = True
     wait: bool | None = None
     dump_graphs: str | None = None
@@ -57,7 +60,9 @@ class CompilerConfig:
         _expect("lowering", self.lowering, self.lowering in LOWERINGS, f"one of {', '.join(LOWERINGS)}")
         _expect("mode", self.mode, self.mode is None or self.mode in MODES, f"one of {', '.join(MODES)}")
         _expect("outputs", self.outputs, self.outputs in OUTPUTS, f"one of {', '.join(OUTPUTS)}")
-        _expect("wait", self.wait, self.wait is None or isinstance(self.wait, bool), "True or False")
+        for name in ("wait", "round_sizes"):
+            value = getattr(self, name)
+            _expect(name, value, value is None or isinstance(value, bool), "True or False")
         for name in ("unpad", "fuse_loss", "loss_rows", "defer_outputs", "reduce_gradients"):
             value = getattr(self, name)
             _expect(name, value, isinstance(value, bool), "True or False")
@@ -99,7 +104,11 @@ class CompilerConfig:
             ours["dump_graphs"] = os.fspath(ours["dump_graphs"])
         nested = ours.pop("inductor", {})
         _expect("inductor", nested, isinstance(nested, Mapping), "a dict of Inductor's options")
-        return cls(mode=mode, inductor={**nested, **inductor}, **ours)
+        if mode is not None and ours.get("mode", mode) != mode:
+            raise ConfigError(
+                f"mode is {mode!r} and {ours['mode']!r} among the options; expected one of them: leave one out"
+            )
+        return cls(**{"mode": mode, **ours}, inductor={**nested, **inductor})
 
     def inductor_options(self) -> dict[str, Any]:
         """What Inductor is patched with: what the mode stands for, and over it the options."""
@@ -108,6 +117,19 @@ class CompilerConfig:
         from deepytorch.torch_internals import list_mode_options
 
         return {**list_mode_options(self.mode), **self.inductor}
+
+    @property
+    def records_graphs(self) -> bool:
+        """Whether Inductor is asked for CUDA graphs."""
+        from deepytorch.torch_internals import inductor_config
+
+        return bool(self.inductor_options().get("triton.cudagraphs", inductor_config.triton.cudagraphs))
+
+    def rounds_sizes(self, on_cuda: bool) -> bool:
+        """Whether packed steps get a few sizes only. on_cuda: whether their batches are on a CUDA device."""
+        if self.round_sizes is not None:
+            return self.round_sizes
+        return on_cuda and self.lowering == "inductor" and self.records_graphs
 
     @property
     def waits(self) -> bool:
@@ -126,7 +148,7 @@ class CompilerConfig:
         return hash(json.dumps(self.to_json(), sort_keys=True))
 
 
-_OPTIONS = frozenset(each.name for each in fields(CompilerConfig)) - {"mode"}
+_OPTIONS = frozenset(each.name for each in fields(CompilerConfig))
 
 
 def _expect(name: str, found: object, accepted: bool, expected: str) -> None:

@@ -48,6 +48,9 @@ class RegionRecord:
     largest_difference: float = 0.0
     outputs: dict[str, list[str]] = field(default_factory=dict)  # what was done with each
     padded_because: dict[str, int] = field(default_factory=dict)
+    steps_rounded: int = 0  # packed ones with dummy tokens, up to one of a few sizes
+    sizes_recorded: int = 0  # combinations of sizes so far, each a CUDA graph where these are asked for
+    own_sizes_because: dict[str, int] = field(default_factory=dict)  # packed ones without, where sizes are rounded
     tokens_real: int = 0
     tokens_padded: int = 0  # positions of the batches, pads among them
     labels: int = 0
@@ -150,7 +153,7 @@ class Ledger:
 
 _COUNTED = (
     "steps_packed", "steps_padded", "steps_watched", "steps_meanwhile", "steps_replayed", "replay_seconds",
-    "steps_read_back",
+    "steps_read_back", "steps_rounded", "own_sizes_because",
     "verified_steps", "verify_seconds", "padded_because", "tokens_real", "tokens_padded", "labels", "compiles",
     "recompiles", "host_seconds", "compile_seconds", "fallbacks",
 )  # fmt: skip

@@ -25,6 +25,7 @@ from deepytorch.compiler.dynamic_sizes import symbolic_dims
 from deepytorch.compiler.lower_region import RegionLowering
 from deepytorch.compiler.outputs.usage import Level, Usage, WatchedCalls
 from deepytorch.compiler.report import RegionRecord
+from deepytorch.compiler.rounded_step import PackedCall, RoundedStep, rounded_step, without_recording
 from deepytorch.compiler.second_backward import SecondBackward
 from deepytorch.compiler.step_outputs import Places, StepOutputs
 from deepytorch.compiler.unused_outputs import parts_in_outputs
@@ -116,9 +117,10 @@ class Step:
         zero_outputs: bool = False,
         leaves_unused: bool = True,
         verify_every: int | None = None,
+        round_sizes: bool = False,
     ) -> None:
         """leaves_unused: whether weights of outputs that nobody used get no gradient, as in eager. verify_every: of so
-        many packed steps one is compared with eager; None compares none.
+        many packed steps one is compared with eager; None compares none. round_sizes: whether they get few sizes only.
         """
         self._program, self._record, self._eager, self._effects = program, record, eager, effects
         self._min_padding = min_padding
@@ -133,6 +135,12 @@ class Step:
             padded, [symbolic_dims(fakes[index]) for index in self._padded_inputs], lowering, record, seconds[0]
         )
         varying = [symbolic_dims(fakes[index]) for index in program.packed_inputs] + [(0,)] * len(program.indices)
+        self._rounded: RoundedStep | None = None
+        if round_sizes:
+            self._rounded = rounded_step(
+                packed, program, fakes, lowering, record, self._usage.twice, zero_outputs, leaves_unused
+            )
+            lowering = without_recording(lowering)
         self._packed: CompiledStep | None = CompiledStep(packed, varying, lowering, record, seconds[1])
         batch = tuple(index for index, given in enumerate(inputs) if given.role is Role.BATCH)
         self._parameters = tuple(index for index, given in enumerate(inputs) if given.role is Role.PARAMETER)
@@ -163,29 +171,37 @@ class Step:
             if self._watched.goes_on:
                 return self._watch(inputs, places, self._watched)
             self._watched = None
-        arguments = [inputs[index] for index in self._program.packed_inputs]
-        arguments += [indices.get(index) for index in self._program.indices]
+        call = self._rounded_call(inputs, chosen) or self._call(inputs, indices)
         if self._verification is not None and self._verification.is_due() and torch.is_grad_enabled():
-            if not self._agrees(inputs, places, indices, arguments):
+            if not self._agrees(inputs, places, call):
                 self._usage.differs()
                 return self._run_padded(inputs, self._usage.reason)
             started = time.perf_counter()
-        step = self._packed
-        assert step is not None
-        if step.recomputes and not step.is_compiled(arguments):
+        return self._run_packed(inputs, indices, places, call, started)
+
+    def _run_packed(
+        self, inputs: Sequence[Any], indices: Indices, places: Places, call: PackedCall, started: float
+    ) -> tuple[Any, ...]:
+        """started: when the host began to work for this step, by `time.perf_counter`."""
+        step = call.step
+        if step.recomputes and not step.is_compiled(call.arguments):
             return self._run_eager(inputs, _MEANWHILE)
         begun = self._outputs.begin(inputs)
         host = time.perf_counter() - started
         compiles = step.compiles
         try:
-            values = step(arguments, partial(self._packed_again, inputs, indices))
+            values = call.run()
         except (torch.OutOfMemoryError, KeyboardInterrupt):
             raise
         except Exception as error:
-            return self._without_packed(inputs, error)
+            if step is self._packed:
+                return self._without_packed(inputs, error)
+            self._without_rounded(error)  # it writes to no input
+            return self._run_packed(inputs, indices, places, self._call(inputs, indices), time.perf_counter())
         started = time.perf_counter()
         outputs = self._outputs.packed(begun, values, indices, places)
         self._record.steps_packed += 1
+        self._record.steps_rounded += step is not self._packed
         host += time.perf_counter() - started
         if step.compiles > compiles:  # what is done for the first time loads code and is not a step's cost
             self._record.compile_seconds += host
@@ -193,11 +209,32 @@ class Step:
             self._record.host_seconds += host
         return outputs
 
-    def _agrees(self, inputs: Sequence[Any], places: Places, indices: Indices, arguments: Sequence[Any]) -> bool:
+    def _call(self, inputs: Sequence[Any], indices: Indices) -> PackedCall:
+        """The packed step with the batch's own sizes."""
+        assert self._packed is not None
+        arguments = [inputs[index] for index in self._program.packed_inputs]
+        arguments += [indices.get(index) for index in self._program.indices]
+        return PackedCall(self._packed, arguments, partial(self._packed_again, inputs, indices))
+
+    def _rounded_call(self, inputs: Sequence[Any], facts: Facts) -> PackedCall | None:
+        """The packed step with dummy tokens, where there is one for this batch."""
+        if self._rounded is None:
+            return None
+        try:
+            return self._rounded.call(inputs, facts)
+        except (torch.OutOfMemoryError, KeyboardInterrupt):
+            raise
+        except Exception as error:
+            self._without_rounded(error)
+            return None
+
+    def _without_rounded(self, error: Exception) -> None:
+        _fell_back(self._record, "rounded", error)
+        self._rounded = None
+
+    def _agrees(self, inputs: Sequence[Any], places: Places, call: PackedCall) -> bool:
         """Whether the packed step gives at tokens what eager gives, and weights the same gradients."""
         assert self._verification is not None
-        assert self._packed is not None
-        step = self._packed
         compared = [
             (number, output)
             for number, output in enumerate(self._program.outputs)
@@ -205,7 +242,7 @@ class Step:
         ]
 
         def packed() -> list[torch.Tensor]:
-            values = step(list(arguments), partial(self._packed_again, inputs, indices))
+            values = call.run()
             return [values[output.index] for _, output in compared if _is_float(values[output.index])]
 
         def eager() -> list[torch.Tensor]:

@@ -40,7 +40,7 @@ def sections() -> tuple[Section, ...]:
         Section(
             "Compiler options",
             '`torch.compile(model, backend="deepytorch", options={...})`, `deepytorch.optimize(model, options={...})`, '
-            "`deepytorch.configure(options={...})`. `mode` is an argument of its own.",
+            "`deepytorch.configure(options={...})`. torch takes `mode` or `options`; `mode` may stand among these.",
             settings(CompilerConfig),
         ),
         Section(

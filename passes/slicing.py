@@ -121,7 +121,7 @@ class Slicer:
         if node.op == "placeholder":
             role = node.meta["input"].role
             floats = isinstance(node.meta.get("val"), torch.Tensor) and node.meta["val"].requires_grad
-            return role in (Role.BATCH, Role.BUFFER, Role.SIZE) and not floats
+            return role in (Role.BATCH, Role.BUFFER, Role.SIZE, Role.INDEX) and not floats
         if node.op == "get_attr":
             return True
         if node.op != "call_function":

@@ -168,6 +168,7 @@ class Program:
     sizes: tuple[tuple[int, int, int], ...]  # of each space: the input, its rows' dim and its positions' dim
     buffers: tuple[BufferState, ...] = ()
     packed_inputs: tuple[int, ...] = ()
+    values: tuple[IndexSet | None, ...] = ()  # of each output of the packed graph the entries that it holds, if it does
     reference: Callable[..., Sequence[torch.Tensor]] | None = None  # gives the packed graph's outputs, computed padded
     reference_inputs: tuple[int, ...] = ()  # what it takes: these inputs of the region, and then
     reference_indices: tuple[IndexInput, ...] = ()

@@ -98,6 +98,7 @@ def write_program(module: fx.GraphModule, region: Region, *, zero_outputs: bool)
         sizes=tuple((number[s.size[0]], s.size[1], s.size[2]) for s in region.spaces.values()),
         buffers=_buffers(region, number),
         packed_inputs=kept,
+        values=tuple(home for _, home in sources),
         reference=reference,
         reference_inputs=reference_inputs,
         reference_indices=reference_indices,

@@ -87,6 +87,13 @@ def test_what_is_not_accepted_is_refused_with_advice(options, said):
         CompilerConfig.parse(options=options)
 
 
+def test_mode_may_stand_among_the_options():
+    assert CompilerConfig.parse(options={"mode": "reduce-overhead"}) == CompilerConfig.parse("reduce-overhead")
+    assert CompilerConfig.parse("reduce-overhead", {"mode": "reduce-overhead"}).mode == "reduce-overhead"
+    with pytest.raises(ConfigError, match="leave one out"):
+        CompilerConfig.parse("default", {"mode": "reduce-overhead"})
+
+
 @pytest.mark.parametrize("mode", ["fast", "lite", 3])
 def test_unknown_mode_is_refused(mode):
     with pytest.raises(ConfigError, match="one of default, reduce-overhead"):
