@@ -106,14 +106,14 @@ def marked_ahead(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
     Left alone are modules that do not attend by their names, batches of one row (as packed ones are), and tensors that
     the user has marked. The marks are gone after it.
     """
-    tensors = [each for each in tree_flatten((args, kwargs))[0] if type(each) is torch.Tensor and each.dim() >= 1]
+    tensors = [each for each in tree_flatten((args, kwargs))[0] if _has_plain_sizes(each)]
     if _sizes_are_fixed() or not _has_rows(tensors) or not _attends_by_name(module):
         yield
         return
     ahead = []
     for tensor in tensors:
         dims = {dim for dim, size in enumerate(tensor.shape) if size > 1}
-        if dims and not hasattr(tensor, _MARKED):
+        if dims and not any(name.startswith("_dynamo_") for name in vars(tensor)):
             setattr(tensor, _OURS, dims)
             maybe_mark_dynamic(tensor, list(dims))
             ahead.append(tensor)
@@ -189,6 +189,10 @@ def _drop_marks_ahead() -> None:
 def _sizes_are_fixed() -> bool:
     """Whether the user asked for fixed sizes: `dynamic=False`."""
     return not dynamo_config.automatic_dynamic_shapes and bool(dynamo_config.assume_static_by_default)
+
+
+def _has_plain_sizes(value: Any) -> bool:
+    return type(value) is torch.Tensor and value.layout is torch.strided and not value.is_nested and value.dim() >= 1
 
 
 def _has_rows(tensors: Sequence[torch.Tensor]) -> bool:

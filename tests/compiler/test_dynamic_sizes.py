@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -124,6 +125,7 @@ def test_a_region_that_cannot_be_packed_is_traced_as_stock_would(traces: _Traces
 
     model, batch = _Around(_SelfAttention()), _batch(4, 11)
     call = compiled_call(_Around, None, {"lowering": "aot_eager"})
+    backend.EXPLAINING.set(None)  # which does not ask for the trace that stock lowers
     with outcomes() as found:
         torch.testing.assert_close(call(model, *batch), model(*batch))
     assert traces.symbolic == [True, False]
@@ -148,6 +150,22 @@ def test_only_the_first_call_is_marked() -> None:
     assert seen == [["_deepytorch_marked", "_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking"], []]
 
 
+def test_what_would_cut_a_graph_is_left_out_before_the_first_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was noticed in the first trace, in time for the second one."""
+    seen = []
+
+    class _Warns(_Model):
+        def forward(self, ids: torch.Tensor, mask: torch.Tensor, unused: torch.Tensor | None = None) -> torch.Tensor:
+            seen.append(logging.Logger.warning_once in dynamo_config.ignore_logging_functions)  # type: ignore[attr-defined]
+            return ids.sum()
+
+    call = compiled_call(_Warns, None, {"lowering": "aot_eager"})
+    monkeypatch.setattr(logging.Logger, "warning_once", lambda *_: None, raising=False)  # transformers comes late
+    with dynamo_config.patch(ignore_logging_functions=set()), torch.compiler.set_stance("force_eager"):
+        call(_Warns(_SelfAttention()), *_batch(4, 11))
+    assert seen == [True]
+
+
 def _ahead(model: nn.Module, *tensors: torch.Tensor) -> list[str]:
     with marked_ahead(model, tensors[:1], {"rest": list(tensors[1:])}):
         return _marks(tensors)
@@ -158,7 +176,9 @@ def test_what_is_not_marked_ahead() -> None:
     assert _ahead(model, *_batch(4, 11)) != []
     assert _ahead(_Model(_Layer()), *_batch(4, 11)) == []  # nothing attends, as far as names tell
     assert _ahead(model, *_batch(1, 11)) == []  # one row, as of a packed batch
-    assert _ahead(model, nn.Parameter(torch.ones(4, 4))) == []
+    ragged = torch.nested.nested_tensor([torch.ones(3, 4), torch.ones(2, 4)])
+    for other in (nn.Parameter(torch.ones(4, 4)), torch.eye(4).to_sparse(), ragged, torch.tensor(4)):
+        assert _ahead(model, other) == []
     with dynamo_config.patch(automatic_dynamic_shapes=False, assume_static_by_default=True):  # dynamic=False
         assert _ahead(model, *_batch(4, 11)) == []
 
