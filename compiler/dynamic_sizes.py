@@ -37,6 +37,7 @@ from typing import Any, NoReturn
 import torch
 from torch import fx, nn
 
+from deepytorch.compiler.attends_by_name import attends_by_name
 from deepytorch.compiler.capture import is_batch_input
 from deepytorch.torch_internals import (
     TensorifyScalarRestartAnalysis,
@@ -107,7 +108,7 @@ def marked_ahead(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
     the user has marked. The marks are gone after it.
     """
     tensors = [each for each in tree_flatten((args, kwargs))[0] if _has_plain_sizes(each)]
-    if _sizes_are_fixed() or not _has_rows(tensors) or not _attends_by_name(module):
+    if _sizes_are_fixed() or not _has_rows(tensors) or not attends_by_name(module):
         yield
         return
     ahead = []
@@ -197,11 +198,6 @@ def _has_plain_sizes(value: Any) -> bool:
 
 def _has_rows(tensors: Sequence[torch.Tensor]) -> bool:
     return any(tensor.dim() >= 2 and tensor.shape[0] > 1 for tensor in tensors)
-
-
-def _attends_by_name(module: nn.Module) -> bool:
-    names = {type(each).__name__.lower() for each in module.modules()}
-    return any("attention" in name or "attn" in name for name in names)
 
 
 def _unmark(tensor: torch.Tensor) -> None:
