@@ -15,7 +15,8 @@ from torch import fx
 from deepytorch.compiler.attention_forms import attention_forms
 from deepytorch.compiler.capture import Untraceable, capture
 from deepytorch.compiler.config import CompilerConfig
-from deepytorch.compiler.dynamic_sizes import Trace, restart_as_stock, which_trace
+from deepytorch.compiler.dynamic_sizes import Trace, restart_as_stock, trace_as_it_comes, which_trace
+from deepytorch.compiler.dynamo_settings import prepare_dynamo
 from deepytorch.compiler.graph_values import give_values
 from deepytorch.compiler.lower_region import RegionLowering
 from deepytorch.compiler.manager import Rewritten, copied, run_passes
@@ -35,8 +36,7 @@ from deepytorch.passes.fuse_linear_loss import FuseLinearLoss
 from deepytorch.passes.slicing import Slicer
 from deepytorch.passes.unpad.program import Program
 from deepytorch.passes.unpad.rules import is_random
-from deepytorch.patches import patch
-from deepytorch.torch_internals import CompileContext, TensorifyScalarRestartAnalysis, dynamo_config
+from deepytorch.torch_internals import CompileContext, TensorifyScalarRestartAnalysis
 
 _OF_ANY_SIZES = ("FuseLinearLoss",)  # passes that stock's own trace will do for
 
@@ -57,21 +57,29 @@ def deepytorch_backend(
     Raises `ConfigError` for an option that is not known. Whatever else goes wrong while compiling leaves the region
     as stock would have compiled it, or in eager if that fails too, and is logged once.
     """
-    _keep_warnings_from_breaking_graphs()
-    _keep_data_parallel_models_whole()  # `disable()` has undone it, if it was called
+    prepare_dynamo()
     config = CompilerConfig.parse(mode, options, kwargs)
     if not Environment.read().enabled:
         config = replace(config, unpad=False, fuse_loss=False, reduce_gradients=False)
-    if not config.unpad or not _may_have_attention(module):
-        reason = "nothing to pack: no attention in this graph" if config.unpad else "stripping padding is switched off"
-        return _without_packing(module, example_inputs, config, reason)
-    if _is_packed(module):
-        reason = "nothing to pack: the model's batches are packed before they come here"
+    reason = _nothing_to_pack(module, config)
+    if reason is not None:
+        trace_as_it_comes(module, example_inputs)
         return _without_packing(module, example_inputs, config, reason)
     trace, reasons = which_trace(module, example_inputs)
     if trace is Trace.DECLINED:
         return _without_packing(module, example_inputs, config, *reasons)
     return _analysed(module, example_inputs, config, trace, Plan.initial("region", config))
+
+
+def _nothing_to_pack(module: fx.GraphModule, config: CompilerConfig) -> str | None:
+    """Why a look at a Dynamo graph is enough; None where it has to be analysed."""
+    if not config.unpad:
+        return "stripping padding is switched off"
+    if not _may_have_attention(module):
+        return "nothing to pack: no attention in this graph"
+    if _is_packed(module):
+        return "nothing to pack: the model's batches are packed before they come here"
+    return None
 
 
 def _without_packing(
@@ -326,54 +334,3 @@ def _is_packed(module: fx.GraphModule) -> bool:
         if isinstance(part, fx.GraphModule)
         for node in part.graph.nodes
     )
-
-
-def _keep_warnings_from_breaking_graphs() -> None:
-    """Transformers warns once through a logger method that Dynamo cannot trace, and that would cut a model in two at
-    its loss (GPT-2). Dynamo has a setting for such functions: the call is left out of compiled code. The method comes
-    with the import of transformers, which may follow ours; a trace that it has cut already is started over.
-    """
-    warning_once = getattr(logging.Logger, "warning_once", None)
-    if warning_once is None:
-        return
-
-    def ignored() -> set[Any]:
-        return dynamo_config.ignore_logging_functions
-
-    def leave_out() -> None:
-        ignored().add(warning_once)
-
-    patch(
-        "torch._dynamo.config.ignore_logging_functions",
-        "leave Logger.warning_once, which would cut graphs, out of compiled code",
-        leave_out,
-        lambda: ignored().discard(warning_once),
-        always=True,
-    )
-    leave_out()  # the user may have set it anew since
-
-
-def _keep_data_parallel_models_whole() -> None:
-    """By default Dynamo cuts a DistributedDataParallel model at the buckets of DDP's reducer, for the overlap that our
-    own reduction has in one graph. It looks at this before it calls a backend, so it is set once, here. What the user
-    chose otherwise ("python_reducer", "no_optimization") stays.
-    """
-    chosen = dynamo_config.optimize_ddp
-    if not Environment.read().enabled or chosen not in (True, "ddp_optimizer"):
-        return
-
-    def undo() -> None:
-        if dynamo_config.optimize_ddp is False:  # else the user has chosen anew
-            dynamo_config.optimize_ddp = chosen
-
-    patch(
-        "torch._dynamo.config.optimize_ddp",
-        "keep data-parallel models in one graph, in which their gradients are reduced",
-        lambda: setattr(dynamo_config, "optimize_ddp", False),
-        undo,
-        always=True,
-    )
-
-
-_keep_warnings_from_breaking_graphs()
-_keep_data_parallel_models_whole()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from functools import partial
@@ -17,6 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepytorch.compiler.config import CompilerConfig
+from deepytorch.compiler.dynamic_sizes import marked_ahead
+from deepytorch.compiler.dynamo_settings import prepare_dynamo
 from deepytorch.log import logger, once
 from deepytorch.patches import patch
 from deepytorch.torch_internals import dynamo_config
@@ -32,9 +36,10 @@ def compiled_call(kind: type, mode: str | None, options: dict[str, Any] | None) 
         torch.compile(_own_code(function, kind), backend="deepytorch", mode=mode, options=options)
         for function in (step, _inner_step)
     )
+    unpads = CompilerConfig.parse(mode, options).unpad
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with _forgiving():
+        with _forgiving(), _first_call(module, args, kwargs, unpads):
             forward = module.forward
             busy = isinstance(forward, partial) and forward.func is inner  # in another thread, or above on the stack
             if busy or not (module._forward_pre_hooks or module._forward_hooks or module._backward_hooks):
@@ -53,6 +58,18 @@ def step(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _inner_step(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """What is compiled of a module with hooks."""
     return forward(*args, **kwargs)
+
+
+def _first_call(module: nn.Module, args: Any, kwargs: Any, unpads: bool) -> contextlib.AbstractContextManager[None]:
+    """Around a call: where it is the first of its class, one trace will do for it, see `marked_ahead`. Marks on the
+    arguments of a later call would have Dynamo compile anew.
+    """
+    kind = type(module)
+    if not unpads or kind in _CALLED:
+        return contextlib.nullcontext()
+    _CALLED.add(kind)
+    prepare_dynamo()
+    return marked_ahead(module, args, kwargs)
 
 
 @contextlib.contextmanager
@@ -118,6 +135,9 @@ def _own_code(function: Callable[..., Any], kind: type) -> Callable[..., Any]:
         _STEPS[key] = FunctionType(code, function.__globals__, code.co_name)
     return _STEPS[key]
 
+
+# Classes of modules that were called, whose graphs may be there.
+_CALLED: weakref.WeakSet[type] = weakref.WeakSet()
 
 # Modules of one class share a code object, and with it their graphs.
 _STEPS: dict[tuple[Callable[..., Any], type], Callable[..., Any]] = {}

@@ -15,6 +15,10 @@ What the next trace has to know travels as attributes of the batch's tensors, wh
     2nd trace   sizes are symbols: analyse; if nothing can be packed, leave the reasons, throw (`restart_as_stock`)
     3rd trace   the reasons are there: stock compiles what it would have (`Trace.DECLINED`)
 
+Where we make the call ourselves, and the model has modules that attend by their names, its batch is marked before the
+first trace, which then is the second one already (`marked_ahead`). A graph that has nothing to pack after all is traced
+as it comes, once (`trace_as_it_comes`): marks that were made ahead are gone by then, so none asks for it twice.
+
 So it ends. `RestartTrace` is of two kinds of torch's: `TensorifyScalarRestartAnalysis` is the one that Dynamo lets out
 of a backend as it is, and not as the backend's failure; `UnspecializeRestartAnalysis` makes it forget where the trace
 before went, which is not where one with symbols goes. Stock's own lowering throws the first kind too. Therefore
@@ -24,19 +28,23 @@ errors (`compile_module`) does not stop a restart: Dynamo catches it before it l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from enum import Enum
 from typing import Any, NoReturn
 
 import torch
-from torch import fx
+from torch import fx, nn
 
+from deepytorch.compiler.attends_by_name import attends_by_name
 from deepytorch.compiler.capture import is_batch_input
 from deepytorch.torch_internals import (
     TensorifyScalarRestartAnalysis,
     UnspecializeRestartAnalysis,
     dynamo_config,
     maybe_mark_dynamic,
+    tree_flatten,
 )
 
 _MARK, _MARKED = "_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking"
@@ -67,8 +75,8 @@ def which_trace(module: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[
             tensor.__dict__.pop(_DECLINED, None)
         return Trace.DECLINED, reasons
     begun = any(hasattr(tensor, _OURS) for tensor, _ in batch)
-    if not begun and not dynamo_config.automatic_dynamic_shapes and dynamo_config.assume_static_by_default:
-        return Trace.AS_IT_COMES, []  # dynamic=False: the user asked for fixed sizes
+    if not begun and _sizes_are_fixed():
+        return Trace.AS_IT_COMES, []
     # A trace that was cut short did not see every input: those that came to light since are marked in turn.
     fixed = [(tensor, _unmarked_dims(fake)) for tensor, fake in batch if not hasattr(tensor, _OURS)]
     if any(dims for _, dims in fixed):
@@ -86,9 +94,51 @@ def restart_as_stock(module: fx.GraphModule, example_inputs: Sequence[Any], reas
     """After marking led to nothing: have Dynamo trace as if deepytorch were not there. `reasons` come with that
     trace.
     """
+    _drop_marks_ahead()
     for tensor, _ in _batch(module, example_inputs):
         setattr(tensor, _DECLINED, reasons)
     raise RestartTrace  # see [Note: Restarts]
+
+
+@contextlib.contextmanager
+def marked_ahead(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Around the first call of a module with these arguments: its batch is marked before Dynamo looks at it.
+
+    Left alone are modules that do not attend by their names, batches of one row (as packed ones are), and tensors that
+    the user has marked. The marks are gone after it.
+    """
+    tensors = [each for each in tree_flatten((args, kwargs))[0] if _has_plain_sizes(each)]
+    if _sizes_are_fixed() or not _has_rows(tensors) or not attends_by_name(module):
+        yield
+        return
+    ahead = []
+    for tensor in tensors:
+        dims = {dim for dim, size in enumerate(tensor.shape) if size > 1}
+        if dims and not any(name.startswith("_dynamo_") for name in vars(tensor)):
+            setattr(tensor, _OURS, dims)
+            maybe_mark_dynamic(tensor, list(dims))
+            ahead.append(tensor)
+    token = _AHEAD.set(ahead)
+    try:
+        yield
+    finally:
+        _drop_marks_ahead()
+        _AHEAD.reset(token)
+
+
+def trace_as_it_comes(module: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+    """A graph has nothing to pack: take our marks off its inputs. Where they were made ahead, Dynamo starts over, and
+    this does not return, see [Note: Restarts].
+    """
+    batch = [tensor for tensor, _ in _batch(module, example_inputs)]
+    ahead = {id(tensor) for tensor in _AHEAD.get([])}
+    restarts = any(id(tensor) in ahead and hasattr(tensor, _OURS) for tensor in batch)
+    _drop_marks_ahead()
+    for tensor in batch:
+        _unmark(tensor)
+        tensor.__dict__.pop(_DECLINED, None)
+    if restarts:
+        raise RestartTrace
 
 
 def mark_alias(tensor: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
@@ -125,6 +175,29 @@ def _unmarked_dims(fake: torch.Tensor) -> set[int]:
         for dim, size in enumerate(fake.shape)
         if not (isinstance(size, int) and size <= 1) and (shared or isinstance(size, int))
     }
+
+
+_AHEAD: ContextVar[list[torch.Tensor]] = ContextVar("deepytorch_marked_ahead")
+
+
+def _drop_marks_ahead() -> None:
+    ahead = _AHEAD.get([])
+    for tensor in ahead:
+        _unmark(tensor)
+    ahead.clear()
+
+
+def _sizes_are_fixed() -> bool:
+    """Whether the user asked for fixed sizes: `dynamic=False`."""
+    return not dynamo_config.automatic_dynamic_shapes and bool(dynamo_config.assume_static_by_default)
+
+
+def _has_plain_sizes(value: Any) -> bool:
+    return type(value) is torch.Tensor and value.layout is torch.strided and not value.is_nested and value.dim() >= 1
+
+
+def _has_rows(tensors: Sequence[torch.Tensor]) -> bool:
+    return any(tensor.dim() >= 2 and tensor.shape[0] > 1 for tensor in tensors)
 
 
 def _unmark(tensor: torch.Tensor) -> None:

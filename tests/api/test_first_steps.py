@@ -56,9 +56,13 @@ class Padded(nn.Module):
         return "padded"
 
 
-def steps(door: Door | None) -> tuple[FirstSteps, Any]:
+class SelfAttention(Padded):
+    """The same by a name that tells."""
+
+
+def steps(door: Door | None, kind: type[nn.Module] = Padded) -> tuple[FirstSteps, Any]:
     """Those of a module, and what makes one call."""
-    module = Padded()
+    module = kind()
     first = FirstSteps(module, lambda: door, lambda: (module, None))
     ids = torch.zeros(2, 4)
 
@@ -84,6 +88,15 @@ def test_without_a_door_steps_are_eager_until_a_trace_is_affordable(clock: Clock
     _, call = steps(None)
     clock.age = 1e6
     assert [call(), call(), call()] == ["padded", "padded", "traced"]
+
+
+def test_what_is_traced_once_is_traced_earlier(clock: Clock) -> None:
+    clock.age = 0.9 * first_steps._TRACE_SECONDS / first_steps.SHARE
+    found = {}
+    for kind in (Padded, SelfAttention):
+        _, call = steps(None, kind)
+        found[kind] = [call() for _ in range(3)][-1]
+    assert found == {Padded: "padded", SelfAttention: "traced"}
 
 
 def test_the_first_step_is_never_traced_and_asks_no_door(clock: Clock) -> None:

@@ -1,0 +1,207 @@
+"""How often Dynamo traces a region until the batch's sizes are symbols, and that no mark stays behind."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from deepytorch.compiler import backend
+from deepytorch.compiler.compile_module import compiled_call
+from deepytorch.compiler.dynamic_sizes import marked_ahead
+from deepytorch.compiler.outcome import Outcome, outcomes
+from deepytorch.torch_internals import dynamo_config
+
+DIM = 16
+
+
+class _Layer(nn.Module):
+    def __init__(self, attends: bool = True) -> None:
+        super().__init__()
+        self.attends, self.linear = attends, nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        if not self.attends:
+            return x * mask[..., None]
+        heads = x[:, None]
+        return F.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask[:, None, None, :].bool())[:, 0]
+
+
+class _SelfAttention(_Layer):
+    """The same by a name that tells."""
+
+
+class _Model(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.tokens, self.layer = nn.Embedding(32, DIM), layer
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor, unused: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.layer(self.tokens(ids), mask)
+        return (x.square().mean(-1) * mask).sum() / mask.sum()
+
+
+class _Traces:
+    """What the backend was called with: of every trace the sizes of the batch."""
+
+    def __init__(self) -> None:
+        self.sizes: list[list[tuple[Any, ...]]] = []
+
+    def __call__(self, module: Any, inputs: Any, **options: Any) -> Callable[..., Any]:
+        values = [node.meta.get("example_value") for node in module.graph.nodes if node.op == "placeholder"]
+        batch = [value for value in values if isinstance(value, torch.Tensor) and value.dtype is torch.int64]
+        self.sizes.append([tuple(value.shape) for value in batch])
+        return _BACKEND(module, inputs, **options)
+
+    @property
+    def symbolic(self) -> list[bool]:
+        """Of each trace, whether a size of the batch is a symbol."""
+        return [any(isinstance(size, torch.SymInt) for shape in sizes for size in shape) for sizes in self.sizes]
+
+
+_BACKEND = backend.deepytorch_backend
+
+
+@pytest.fixture
+def traces(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Traces]:
+    """Traces of models that are analysed and run in eager: nothing is lowered."""
+    from deepytorch.compiler import compile_module
+
+    found = _Traces()
+    plain = torch.compile
+    monkeypatch.setattr(compile_module, "_STEPS", {})
+    monkeypatch.setattr(compile_module, "_CALLED", set())
+    monkeypatch.setattr(torch, "compile", lambda function, backend, **rest: plain(function, backend=found, **rest))
+    token = backend.EXPLAINING.set([])
+    torch._dynamo.reset()
+    yield found
+    backend.EXPLAINING.reset(token)
+    torch._dynamo.reset()
+
+
+def _batch(rows: int, positions: int) -> tuple[torch.Tensor, ...]:
+    mask = (torch.arange(positions) < torch.randint(2, positions, (rows, 1))).long()
+    return torch.randint(0, 32, (rows, positions)), mask, torch.ones(rows, positions)
+
+
+def _marks(tensors: tuple[torch.Tensor, ...]) -> list[str]:
+    return [name for tensor in tensors for name in vars(tensor)]
+
+
+@pytest.mark.parametrize(("layer", "symbolic"), [(_SelfAttention, [True]), (_Layer, [False, True])])
+def test_a_model_that_attends_by_name_is_traced_once(
+    traces: _Traces, layer: type[_Layer], symbolic: list[bool]
+) -> None:
+    model, first, second = _Model(layer()), _batch(4, 11), _batch(3, 9)
+    call = compiled_call(_Model, None, {"lowering": "aot_eager"})
+    with outcomes() as found:
+        for batch in (first, second, first):
+            torch.testing.assert_close(call(model, *batch), model(*batch))
+            assert _marks(batch) == []
+    assert traces.symbolic == symbolic  # and the other sizes are the same graph's
+    assert found == [Outcome.PACKED]
+
+
+def test_a_graph_without_attention_is_traced_as_it_comes(traces: _Traces) -> None:
+    """In spite of its name: by fixed sizes, as stock would, after one trace for nothing."""
+    model, batch = _Model(_SelfAttention(attends=False)), _batch(4, 11)
+    call = compiled_call(_Model, None, {"lowering": "aot_eager"})
+    torch.testing.assert_close(call(model, *batch), model(*batch))
+    assert traces.symbolic == [True, False]
+    assert _marks(batch) == []
+
+
+def test_a_region_that_cannot_be_packed_is_traced_as_stock_would(traces: _Traces) -> None:
+    class _Around(_Model):
+        def forward(self, ids: torch.Tensor, mask: torch.Tensor, unused: torch.Tensor | None = None) -> torch.Tensor:
+            x = self.layer(self.tokens(ids), torch.ones_like(mask))  # no key is a pad
+            return x.square().mean()
+
+    model, batch = _Around(_SelfAttention()), _batch(4, 11)
+    call = compiled_call(_Around, None, {"lowering": "aot_eager"})
+    backend.EXPLAINING.set(None)  # which does not ask for the trace that stock lowers
+    with outcomes() as found:
+        torch.testing.assert_close(call(model, *batch), model(*batch))
+    assert traces.symbolic == [True, False]
+    assert found == [Outcome.DECLINED]
+    assert _marks(batch) == []
+
+
+def test_only_the_first_call_is_marked() -> None:
+    """Marks on a later call's arguments would not match the guards of what is compiled."""
+    seen = []
+
+    class _Looks(_Model):
+        def forward(self, ids: torch.Tensor, mask: torch.Tensor, unused: torch.Tensor | None = None) -> torch.Tensor:
+            seen.append(sorted(vars(ids)))
+            return ids.sum()
+
+    call = compiled_call(_Looks, None, {"lowering": "aot_eager"})
+    model = _Looks(_SelfAttention())
+    with torch.compiler.set_stance("force_eager"):
+        for _ in range(2):
+            call(model, *_batch(4, 11))
+    assert seen == [["_deepytorch_marked", "_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking"], []]
+
+
+def test_what_would_cut_a_graph_is_left_out_before_the_first_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was noticed in the first trace, in time for the second one."""
+    seen = []
+
+    class _Warns(_Model):
+        def forward(self, ids: torch.Tensor, mask: torch.Tensor, unused: torch.Tensor | None = None) -> torch.Tensor:
+            seen.append(logging.Logger.warning_once in dynamo_config.ignore_logging_functions)  # type: ignore[attr-defined]
+            return ids.sum()
+
+    call = compiled_call(_Warns, None, {"lowering": "aot_eager"})
+    monkeypatch.setattr(logging.Logger, "warning_once", lambda *_: None, raising=False)  # transformers comes late
+    with dynamo_config.patch(ignore_logging_functions=set()), torch.compiler.set_stance("force_eager"):
+        call(_Warns(_SelfAttention()), *_batch(4, 11))
+    assert seen == [True]
+
+
+def _ahead(model: nn.Module, *tensors: torch.Tensor) -> list[str]:
+    with marked_ahead(model, tensors[:1], {"rest": list(tensors[1:])}):
+        return _marks(tensors)
+
+
+def test_what_is_not_marked_ahead() -> None:
+    model = _Model(_SelfAttention())
+    assert _ahead(model, *_batch(4, 11)) != []
+    assert _ahead(_Model(_Layer()), *_batch(4, 11)) == []  # nothing attends, as far as names tell
+    assert _ahead(model, *_batch(1, 11)) == []  # one row, as of a packed batch
+    ragged = torch.nested.nested_tensor([torch.ones(3, 4), torch.ones(2, 4)])
+    for other in (nn.Parameter(torch.ones(4, 4)), torch.eye(4).to_sparse(), ragged, torch.tensor(4)):
+        assert _ahead(model, other) == []
+    with dynamo_config.patch(automatic_dynamic_shapes=False, assume_static_by_default=True):  # dynamic=False
+        assert _ahead(model, *_batch(4, 11)) == []
+
+
+def test_marks_of_the_users_own_stay_as_they_are() -> None:
+    model, (ids, mask, unused) = _Model(_SelfAttention()), _batch(4, 11)
+    torch._dynamo.mark_static(mask, 0)
+    theirs = dict(vars(mask))
+    with marked_ahead(model, (ids, mask, unused), {}):
+        assert vars(mask) == theirs
+        assert vars(ids)["_dynamo_weak_dynamic_indices"] == {0, 1}
+    assert vars(mask) == theirs
+    assert _marks((ids, unused)) == []
+
+
+def test_marks_are_gone_after_an_error() -> None:
+    batch = _batch(4, 11)
+
+    def fail() -> None:
+        with marked_ahead(_Model(_SelfAttention()), batch, {}):
+            assert _marks(batch)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert _marks(batch) == []
