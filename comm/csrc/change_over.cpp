@@ -14,7 +14,10 @@ constexpr size_t kHolders = 3;
 ChangeOver::ChangeOver(c10::intrusive_ptr<c10d::Backend> stock, c10::intrusive_ptr<deepytorch::Backend> ours,
                        c10::intrusive_ptr<c10d::Store> store, uint64_t begun)
     : c10d::Backend(ours->getRank(), ours->getSize()), stock_(std::move(stock)), ours_(std::move(ours)), store_(std::move(store)),
-      position_(stock_->getSequenceNumberForGroup() - begun), seen_(position_ + begun) {}
+      position_(stock_->getSequenceNumberForGroup() - begun), seen_(position_ + begun) {
+  setGroupUid(stock_->getGroupUid());  // where a process group looks for its own name
+  setGroupDesc(stock_->getGroupDesc());
+}
 
 ChangeOver::~ChangeOver() {
   if (num_forks_ != num_forks) (void)stock_.release();  // a forked child has none of its threads

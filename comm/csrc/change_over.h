@@ -9,7 +9,7 @@
 // received anything until then does not know how many were collectives: its group stays on gloo.
 //
 // Rank 0 proposes a number some way ahead. A rank that has not come so far is armed for it, and says so; one that has
-// gone past it decides in the store that it is not to be. When all have said so, rank 0 decides that it is. A decision is
+// gone past it decides in the store that it is not to be. The last one to be armed decides that it is. A decision is
 // written once, by whoever comes first (compareSet). A rank that comes to the collective undecided decides against it,
 // rather than wait; the next proposal is further ahead. So an armed rank knows what all know when it comes there, and one
 // that is not armed has decided already. A rank that is slow, has stopped, or has no compiled code keeps all on gloo.

@@ -90,7 +90,7 @@ def one_round():
     assert torch.stack(gathered).tolist() == [[float(other)] * 3 for other in range(size)]
 
 init()
-begun = 0
+begun, name = 0, dist.group.WORLD.group_name
 for number in range(3):
     one_round()
 if rank == 1:
@@ -102,13 +102,15 @@ for number in range(3):
     one_round()
 assert is_ours()
 deepytorch.comm.chosen()  # raises for a group that is not ours
-assert dist.get_backend() == "deepytorch"
+assert (dist.get_backend(), dist.group.WORLD.group_name) == ("deepytorch", name) and name
+summed = torch.distributed._functional_collectives.all_reduce(torch.ones(2), "sum", dist.group.WORLD)
+assert summed.tolist() == [float(size)] * 2
 say(state())
 dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_ranks_change_in_front_of_the_same_collective_while_others_are_under_way(num_ranks: int) -> None:
     outputs = run(SETUP + PLAIN, num_ranks, timeout=90, env=BESIDE)
     assert len({since(output) for output in outputs}) == 1
@@ -153,7 +155,7 @@ def test_ddp_trains_across_the_change_over_as_on_one_process() -> None:
     assert len({since(output) for output in outputs}) == 1
 
 
-@pytest.mark.parametrize("broken", [0, 1])
+@pytest.mark.parametrize("broken", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_where_one_rank_cannot_compile_all_stay_on_gloo_and_say_so(broken: int) -> None:
     script = f"""
 init()
@@ -169,6 +171,7 @@ dist.destroy_process_group()
         assert f"on gloo: rank {broken}: deepytorch's C++ was not compiled" in output
 
 
+@pytest.mark.slow
 def test_a_rank_that_takes_no_optimizer_step_keeps_all_on_gloo_and_nobody_waits() -> None:
     script = """
 init()
@@ -185,6 +188,7 @@ dist.destroy_process_group()
         assert "on gloo until the ranks have agreed on a collective" in output
 
 
+@pytest.mark.slow
 def test_groups_of_some_ranks_change_over_by_themselves() -> None:
     script = """
 init()
@@ -217,6 +221,7 @@ def message(tag):
 """
 
 
+@pytest.mark.slow
 def test_messages_from_before_the_moment_meet_those_from_after_it() -> None:
     script = """
 finish()
@@ -235,6 +240,7 @@ dist.destroy_process_group()
     assert len({since(output) for output in outputs}) == 1
 
 
+@pytest.mark.slow
 def test_a_group_that_was_used_for_messages_before_stays_on_gloo() -> None:
     script = """
 message(1)[0].wait()
@@ -248,6 +254,7 @@ dist.destroy_process_group()
         assert "it was used to send and receive before" in output
 
 
+@pytest.mark.slow
 def test_a_rank_killed_after_the_decision_ends_the_others_in_an_error_by_the_deadline() -> None:
     script = """
 init(timeout=15.0)
@@ -280,6 +287,7 @@ os._exit(0)
     assert "error True" in outcomes[0].output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["compiling", "made", "installed", "armed"])
 def test_a_group_may_be_destroyed_at_any_point_and_made_again(moment: str) -> None:
     script = f"""
