@@ -65,12 +65,12 @@ class ChangingGroup:
         self.sent_messages = False
         self._group, self._gloo, self._make = weakref.ref(group), gloo, make
         self._begun = gloo._get_sequence_number_for_group()
-        self._store = store.clone()  # a connection of its own: the training loop never waits for this thread
+        self._store: Any = store.clone()  # a connection of its own: the training loop never waits for this thread
         self._store.set_timeout(_STORE_TIMEOUT)
         self._module: Any = None
         self._ours: Any = None
         self._in_front: Any = None  # of gloo, once it is installed
-        self._is_armed = self._is_unfit = False
+        self._is_armed, self._unfit = False, ""
         self._installed, self._stopped = threading.Event(), threading.Event()
         self.thread = threading.Thread(target=self._run, name="deepytorch-change-over", daemon=True)
 
@@ -116,8 +116,8 @@ class ChangingGroup:
             _TO_INSTALL.append(self)
         self.state = "on gloo until the ranks have agreed on a collective"
         self._until(self._installed.is_set)
-        if self._is_unfit:
-            raise Stays("it was used to send and receive before, and gloo counts that as collectives")
+        if self._unfit:
+            raise Stays(self._unfit)
         self._meet("installed")
 
     def _agree(self) -> int:
@@ -186,29 +186,33 @@ class ChangingGroup:
         )
 
     def _let_go(self) -> None:
-        """What was made may end when the group has: its end shuts gloo down."""
-        while self._ours is not None and not self._installed.is_set():
+        """Drop what was made; where it is not in front of gloo, with the group, since its end would shut gloo down."""
+        while self._ours is not None and self._in_front is None:
             if self._group() is None or self._stopped.wait(_LOOK_SECONDS):
                 break
         with _LOCK:
             if self in _TO_INSTALL:
                 _TO_INSTALL.remove(self)
-        self._gloo = self._ours = self._in_front = None
+        self._gloo = self._ours = self._in_front = self._store = None
 
     # ------------------------------------------------------------------ the training loop's thread
 
     def install(self) -> None:
         """Put the backend in front of gloo. Calls from now on are counted there."""
-        group = self._group()
-        if group is None or self._ours is None:
+        group, gloo, ours = self._group(), self._gloo, self._ours
+        if group is None or ours is None:
             return
-        if not self.sent_messages:
-            in_front = self._module.ChangeOver(self._gloo, self._ours, self._store, self._begun)
-            group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, in_front)
-            if "deepytorch" not in str(dist.get_backend(group)):
-                self._ours.show_as_gloo()
-            self._in_front, self._gloo = in_front, None
-        self._is_unfit = self.sent_messages
+        try:
+            if not self.sent_messages:
+                in_front = self._module.ChangeOver(gloo, ours, self._store, self._begun)
+                group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, in_front)
+                self._in_front, self._gloo = in_front, None
+                if "deepytorch" not in str(dist.get_backend(group)):
+                    ours.show_as_gloo()
+            if self.sent_messages:  # looked at again: another thread may have come in between
+                self._unfit = "it was used to send and receive before, and gloo counts that as collectives"
+        except (RuntimeError, ValueError) as error:  # none of the optimizer's, whose step this stands behind
+            self._unfit = f"rank {self.rank}: {error}"
         self._installed.set()
 
 
