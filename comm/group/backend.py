@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -227,8 +227,11 @@ def _said_by_all(store: dist.Store, rank: int, size: int, mine: str, timeout: ti
 
 def _make_in_mid_life(
     name: str, rank: int, size: int, timeout: timedelta, module: Any, store: dist.Store, gloo: Any
-) -> Any:
-    """The native backend of a group that runs on `gloo` already, on which nothing is measured meanwhile."""
+) -> tuple[Any, Callable[[], None]]:
+    """The native backend of a group that runs on `gloo` already, on which nothing is measured meanwhile.
+
+    Also returns what makes it known, once it is in place.
+    """
     within = change_over.MAKE_TIMEOUT
     topology = gather_topology(dist.PrefixStore("topology", store), rank, size, discover_host(), within)
     if topology.num_hosts > 1:
@@ -239,8 +242,8 @@ def _make_in_mid_life(
     group = _compose(module, store, topology, gloo, None, name, rank, timeout, by_formula, within)
     if not group.shares:
         raise change_over.Stays("its ranks share no memory")
-    _GROUPS[name] = replace(group, backend=None, options=Options())
-    return group.backend
+    known = replace(group, backend=None, options=Options())
+    return group.backend, partial(_GROUPS.__setitem__, name, known)
 
 
 def _make(

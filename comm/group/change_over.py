@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import logging
 import math
 import os
 import threading
@@ -47,7 +46,7 @@ class ChangingGroup:
     """One group of `size` ranks, on one of them.
 
     group: runs on `gloo` for CPU tensors, by this name. store: of these ranks and this life of the group alone. make:
-    the native backend over `gloo`, agreed by all ranks; raises `Stays`.
+    the native backend over `gloo`, agreed by all ranks, and what is to be called when it is in place; raises `Stays`.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class ChangingGroup:
         store: dist.Store,
         rank: int,
         size: int,
-        make: Callable[[Any, dist.Store, Any], Any],
+        make: Callable[[Any, dist.Store, Any], tuple[Any, Callable[[], object]]],
     ) -> None:
         self.state = "on gloo while deepytorch's collectives are compiled"
         self.name, self.rank, self.size = name, rank, size
@@ -69,8 +68,9 @@ class ChangingGroup:
         self._store.set_timeout(_STORE_TIMEOUT)
         self._module: Any = None
         self._ours: Any = None
+        self._adopt: Callable[[], object]
         self._in_front: Any = None  # of gloo, once it is installed
-        self._is_armed, self._unfit = False, ""
+        self._armed_key, self._unfit = "", ""
         self._installed, self._stopped = threading.Event(), threading.Event()
         self.thread = threading.Thread(target=self._run, name="deepytorch-change-over", daemon=True)
 
@@ -110,7 +110,7 @@ class ChangingGroup:
         if self._store.compare_set("digest", "", native.digest()).decode() != native.digest():
             raise Stays("ranks have different builds of deepytorch")
         self._meet("ready")
-        self._ours = self._make(self._module, dist.PrefixStore("group", self._store), self._gloo)
+        self._ours, self._adopt = self._make(self._module, dist.PrefixStore("group", self._store), self._gloo)
         self._meet("made")
         with _LOCK:
             _TO_INSTALL.append(self)
@@ -127,7 +127,7 @@ class ChangingGroup:
             key = f"decision/{attempt}"
             at = self._proposal(attempt)
             mine = self._in_front.arm(at, key)
-            self._is_armed = not mine
+            self._armed_key = "" if mine else key
             if mine:
                 refusal = f" (rank {self.rank}: {mine})"
                 self._store.compare_set(key, "", "no")
@@ -138,7 +138,7 @@ class ChangingGroup:
             self._in_front.decide(key, go)
             if go:
                 return at
-            self._is_armed = False
+            self._armed_key = ""
         raise Stays(f"no collective was found that all ranks could change in front of{refusal}")
 
     def _proposal(self, attempt: int) -> int:
@@ -176,14 +176,15 @@ class ChangingGroup:
             self.state = "ended"
             return
         try:
-            if not self._is_armed:  # else the others may have decided already that all change
-                self._store.compare_set("stays", "", why)
+            key = self._armed_key
+            if key and self._store.compare_set(key, "", "no") != b"no":
+                self.state = f"deepytorch's soon: it is decided, but {why}"
+                return
+            self._store.compare_set("stays", "", why)
         except RuntimeError as error:
             logger.debug("the ranks of a process group cannot be told: %s", error)
         self.state = f"on gloo: {why}"
-        logger.log(
-            logging.INFO, "process group %s stays on gloo: %s. Later groups, and the next run, use ours", self.name, why
-        )
+        logger.info("process group %s stays on gloo: %s. Later groups, and the next run, use ours", self.name, why)
 
     def _let_go(self) -> None:
         """Drop what was made; where it is not in front of gloo, with the group, since its end would shut gloo down."""
@@ -207,6 +208,7 @@ class ChangingGroup:
                 in_front = self._module.ChangeOver(gloo, ours, self._store, self._begun)
                 group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, in_front)
                 self._in_front, self._gloo = in_front, None
+                self._adopt()
                 if "deepytorch" not in str(dist.get_backend(group)):
                     ours.show_as_gloo()
             if self.sent_messages:  # looked at again: another thread may have come in between

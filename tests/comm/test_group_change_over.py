@@ -267,7 +267,7 @@ if rank == 1:
     go = change_over.ChangingGroup._until
     def looked(self, ready, seconds=None):
         go(self, ready, seconds)
-        if self._is_armed:
+        if self._armed_key:
             then(self)
     change_over.ChangingGroup._until = looked
 def loop():
@@ -292,7 +292,7 @@ os._exit(0)
 def test_a_group_may_be_destroyed_at_any_point_and_made_again(moment: str) -> None:
     script = f"""
 reached = dict(compiling=lambda each: True, made=lambda each: each._ours is not None,
-               installed=lambda each: each._in_front is not None, armed=lambda each: each._is_armed)
+               installed=lambda each: each._in_front is not None, armed=lambda each: bool(each._armed_key))
 init()
 if "{moment}" != "compiling":
     finish()
