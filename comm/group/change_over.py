@@ -54,7 +54,7 @@ class ChangingGroup:
         group: dist.ProcessGroup,
         gloo: Any,
         name: str,
-        store: dist.Store,
+        store: Any,
         rank: int,
         size: int,
         make: Callable[[Any, dist.Store, Any], tuple[Any, Callable[[], object]]],
