@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from deepytorch.comm.gradients.reducer import REDUCERS
+from deepytorch.comm.group.change_over import standings
 
 
 @dataclass
@@ -113,6 +114,7 @@ class Report:
             "break_even_seconds": STARTS.break_even,
             "host_ms_per_step": 1e3 * self.total("host_seconds") / steps if steps else 0.0,
             "gradients": self.gradients,
+            "groups_meanwhile": standings(),
             "regions": [asdict(region) for region in self.regions],
         }
 

@@ -183,6 +183,8 @@ class Summary:
         compiled = f"compiling took {found['compile_seconds']:.1f} s"
         told = _rendered([table, *self._outputs(), *self._gradients()]) + f"\n{saved}; {compiled}."
         told += self._beside(found)
+        for group in found["groups_meanwhile"]:
+            told += f"\nProcess group {group['name']} began before its C++ was compiled: it is {group['state']}."
         if watched:
             told += f"\n{watched} first step{'s' * (watched > 1)} ran in eager to see how outputs are used"
             told += f"; {again} ran once more for their pads, in {seconds:.1f} s." if again else "."

@@ -242,6 +242,7 @@ ATTRIBUTES = (
     Attribute("process group", "_register_backend", "a stock group inside of ours"),
     Attribute("process group", "_set_default_backend", "the same"),
     Attribute("gloo", "_set_sequence_number_for_group", "the same"),
+    Attribute("gloo", "_get_sequence_number_for_group", "how many collectives a group has called"),
     Attribute("gloo", "_Options", "the same"),
     Attribute("gloo's options", "_threads", "the same"),
     Attribute("distributed_c10d", "_get_default_group", "whether the default group is bound to a device"),

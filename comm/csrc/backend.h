@@ -110,6 +110,10 @@ class Backend final : public c10d::Backend {
   std::string poison_message() const { return health_->message(); }
   c10::intrusive_ptr<c10d::Backend> engine_of(bool on_cuda) const;  // null where there is none
   void show_as_gloo() { as_gloo_ = true; }
+  // Keeps in mind what the inner backend for CPU tensors was given: what this group runs itself waits for it.
+  void remember(const c10::intrusive_ptr<c10d::Work>& work);
+  // The inner backend for CPU tensors ran calls that `remember` was not told of: the next barrier is its own, which waits.
+  void inherit() { inherits_ = true; }
   bool on_one_host() const { return setup_.num_hosts == 1; }
   std::shared_ptr<Segment> segment() const { return setup_.segment; }
 
@@ -182,7 +186,6 @@ class Backend final : public c10d::Backend {
   bool forked() const { return num_forks_ != num_forks.load(std::memory_order_relaxed); }
   bool idle() const { return !busy_ && queue_.empty(); }  // called with the lock
   void enqueue(const std::shared_ptr<Job>& job, std::unique_lock<std::mutex>& lock);
-  void remember(const WorkPtr& work);
   bool inner_is_at_work() const;
   bool moves_itself(const Wanted& wanted) const;
   Row row_to_move(const Wanted& wanted, const at::Tensor& tensor, uint64_t bytes) const;
@@ -217,6 +220,7 @@ class Backend final : public c10d::Backend {
   std::vector<Region> regions_;
   uint64_t num_regions_ = 0;
   std::map<std::string, Residual> residuals_;
+  std::atomic<bool> inherits_{false};
   bool as_gloo_ = false;  // whether the group goes by that name
   Wire quantize_ = Wire::exact;
   std::map<int64_t, uint64_t> scattered_;  // by size, since the last step

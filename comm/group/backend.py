@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from deepytorch.comm.algorithms import measured
 from deepytorch.comm.algorithms.base import KINDS, Choice, Compression, DeviceKind, OperationKind
 from deepytorch.comm.algorithms.select import COLLECTIVES, Range, collective, table
-from deepytorch.comm.group import native, nccl, symmetric
+from deepytorch.comm.group import change_over, native, nccl, symmetric
 from deepytorch.comm.group.areas import area_bytes, near_node, num_areas, room_bytes
 from deepytorch.comm.group.inner_backends import Streams, inner_backends, stock_group
 from deepytorch.comm.group.rendezvous import share_segment
@@ -123,6 +123,8 @@ def _native_backend(process_group: dist.ProcessGroup) -> Any | None:
     for device in process_group._device_types:
         found = process_group._get_backend(device)
         found = getattr(found, "wrapped_pg", found)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+        if module is not None and isinstance(found, module.ChangeOver) and found.is_over:
+            found = found.ours
         if module is not None and isinstance(found, module.Backend):
             return found
     return None
@@ -168,23 +170,33 @@ def create(options: Any, group_options: Any) -> Any:
         )
     if later:
         native.build_beside()
-        logger.info("collectives of this group run on gloo and nccl; deepytorch's are compiled for the next ones")
+        logger.info("collectives of this group run on gloo and nccl while deepytorch's are compiled")
     elif enabled and not native.is_built():
         store.set(f"compiles/{rank}", "")
     module = native.load() if enabled and not unbuilt else None
-    if not _all_have(store, rank, size, module is not None, timeout, _LATER if later else "none"):
-        return stock_group(store, rank, size, timeout)
-    group = _make(module, store, options.group_id, rank, size, timeout, wanted)
-    _GROUPS[options.group_id] = replace(group, backend=None)
-    return group.backend
+    mine = native.digest() if module is not None else _LATER if later else _NONE
+    found = _said_by_all(store, rank, size, mine, timeout)
+    if module is not None and set(found) == {mine}:
+        group = _make(module, store, options.group_id, rank, size, timeout, wanted)
+        _GROUPS[options.group_id] = replace(group, backend=None)
+        return group.backend
+    stock, gloo, has_nccl = stock_group(store, rank, size, timeout)
+    if _LATER in found and _NONE not in found and wanted == Options() and size > 1 and not has_nccl:
+        name, own = options.group_id, _of_this_life(dist.PrefixStore("change over", store), rank)
+        make = partial(_make_in_mid_life, name, rank, size, timeout)
+        change_over.begin(change_over.ChangingGroup(stock, gloo, name, own, rank, size, make))
+    return stock
 
 
-_LATER = "later"  # what a rank says whose native module is being compiled
+_LATER, _NONE = "later", "none"  # what a rank says that compiles its native module, and one that has and will have none
 
 
-def _all_have(store: dist.Store, rank: int, size: int, mine: bool, timeout: timedelta, otherwise: str = "none") -> bool:
-    """Whether every rank has the native module, and the same one: ranks that differ would wait for others in vain."""
-    store.set(f"native/{rank}", native.digest() if mine else otherwise)
+def _said_by_all(store: dist.Store, rank: int, size: int, mine: str, timeout: timedelta) -> list[str]:
+    """Which native module each rank has; one of the two words above where it has none.
+
+    Ranks that differ would wait for each other in vain.
+    """
+    store.set(f"native/{rank}", mine)
     keys = [f"native/{peer}" for peer in range(size)]
     try:
         store.wait(keys, timeout)
@@ -200,16 +212,38 @@ def _all_have(store: dist.Store, rank: int, size: int, mine: bool, timeout: time
             ) from None
         store.wait(keys, native.BUILD_TIMEOUT - timeout)
     found = [store.get(key).decode() for key in keys]
-    if len(set(found)) == 1:
-        return mine
-    if _LATER in found:
-        return False
-    without = [peer for peer, digest in enumerate(found) if digest == "none"]
-    if without:
-        once(logging.WARNING, "ranks %s lack deepytorch's native code: the group runs on stock gloo and nccl", without)
-    else:
-        once(logging.WARNING, "ranks have different builds of deepytorch: the group runs on stock gloo and nccl")
-    return False
+    without = [peer for peer, digest in enumerate(found) if digest == _NONE]
+    if len(set(found)) > 1 and _LATER not in found:
+        if without:
+            once(
+                logging.WARNING,
+                "ranks %s lack deepytorch's native code: the group runs on stock gloo and nccl",
+                without,
+            )
+        else:
+            once(logging.WARNING, "ranks have different builds of deepytorch: the group runs on stock gloo and nccl")
+    return found
+
+
+def _make_in_mid_life(
+    name: str, rank: int, size: int, timeout: timedelta, module: Any, store: dist.Store, gloo: Any
+) -> tuple[Any, Callable[[], None]]:
+    """The native backend of a group that runs on `gloo` already, on which nothing is measured meanwhile.
+
+    Also returns what makes it known, once it is in place.
+    """
+    within = change_over.MAKE_TIMEOUT
+    topology = gather_topology(dist.PrefixStore("topology", store), rank, size, discover_host(), within)
+    if topology.num_hosts > 1:
+        raise change_over.Stays(
+            "its ranks are on several hosts, where an error has to close connections that torch holds"
+        )
+    by_formula = Options(links=Links())
+    group = _compose(module, store, topology, gloo, None, name, rank, timeout, by_formula, within)
+    if not group.shares:
+        raise change_over.Stays("its ranks share no memory")
+    known = replace(group, backend=None, options=Options())
+    return group.backend, partial(_GROUPS.__setitem__, name, known)
 
 
 def _make(
@@ -217,15 +251,32 @@ def _make(
 ) -> Group:
     store = _of_this_life(store, rank)
     topology = gather_topology(dist.PrefixStore("topology", store), rank, size, discover_host(), timeout)
+    nccl.prepare(topology)
+    cpu, cuda = inner_backends(store, rank, size, timeout, topology.num_hosts == 1)
+    return _compose(module, store, topology, cpu, cuda, name, rank, timeout, options)
+
+
+def _compose(
+    module: Any,
+    store: dist.Store,
+    topology: Topology,
+    cpu: Any,
+    cuda: Any | None,
+    name: str,
+    rank: int,
+    timeout: timedelta,
+    options: Options,
+    within: timedelta | None = None,
+) -> Group:
+    """The native backend over these inner ones, with its choices. within: how long ranks wait for each other here."""
+    within = within or timeout
     host = topology.host_of[rank]
     local = topology.ranks_on(host)
     local_rank = local.index(rank)
-    nccl.prepare(topology)
     single = topology.num_hosts == 1
-    cpu, cuda = inner_backends(store, rank, size, timeout, single)
-    segment = _segment(module, store, topology, host, local_rank, cuda is not None, options, timeout)
-    shares = _same_everywhere(store, topology, rank, segment is not None or len(local) == 1, timeout)
-    streams = Streams(store, topology, rank, timeout, shares)
+    segment = _segment(module, store, topology, host, local_rank, cuda is not None, options, within)
+    shares = _same_everywhere(store, topology, rank, segment is not None or len(local) == 1, within)
+    streams = Streams(store, topology, rank, within, shares)
     group = Group(None, topology, Links(), options, dist.PrefixStore("group", store), rank, timeout, shares)
     group = replace(group, links=_links(group, module, cpu, streams))
     tables = _tables(group)
@@ -233,7 +284,7 @@ def _make(
     del streams  # and what was connected to measure alone
     backend = module.Backend(
         rank=rank,
-        size=size,
+        size=topology.num_ranks,
         timeout_ms=int(timeout.total_seconds() * 1000),
         cpu=cpu,
         cuda=cuda,

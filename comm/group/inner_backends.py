@@ -14,8 +14,8 @@ from deepytorch.comm.topology.topology import Topology
 from deepytorch.config import process_environment
 
 
-def stock_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    """A process group of torch's own backends, which c10d takes as it is.
+def stock_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> tuple[dist.ProcessGroup, Any, bool]:
+    """A process group of torch's own backends, which c10d takes as it is; its gloo, and whether there is an nccl too.
 
     A Python subclass of `ProcessGroup` could delegate each method as well, but every method that it leaves to the base
     deadlocks sooner or later, because the base is called with the interpreter's lock held.
@@ -29,7 +29,7 @@ def stock_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> 
     group._register_backend(torch.device("cpu"), kinds.GLOO, cpu)
     if cuda is not None:
         group._register_backend(torch.device("cuda"), kinds.NCCL, cuda)
-    return group
+    return group, cpu, cuda is not None
 
 
 def inner_backends(

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -38,9 +39,17 @@ BUILD_TIMEOUT = timedelta(minutes=15)
 _COMPLAINT = re.compile(r"\berror: |: not found$")  # of a compiler, or of the shell that was to start it
 
 
-@functools.cache
 def load() -> ModuleType | None:
     """The native module, built if need be; None, with one warning, where it cannot be built."""
+    with _LOADING:  # by one thread: its types can be registered once
+        return _load()
+
+
+_LOADING = threading.Lock()
+
+
+@functools.cache
+def _load() -> ModuleType | None:
     try:
         return _import(build())
     except BuildError as error:
@@ -54,7 +63,7 @@ def load() -> ModuleType | None:
 
 def loaded() -> ModuleType | None:
     """The native module if this process has loaded it, as it has for its first group that is ours."""
-    return load() if load.cache_info().currsize else None
+    return load() if _load.cache_info().currsize else None
 
 
 def build(scratch: Path | None = None) -> Path:
@@ -111,6 +120,11 @@ def build_beside() -> None:
 
 
 _BESIDE: subprocess.Popen[bytes] | None = None
+
+
+def builds_beside() -> bool:
+    """Whether the process that `build_beside` has started is still at it."""
+    return _BESIDE is not None and _BESIDE.poll() is None
 
 
 def build_for(parent: int) -> None:

@@ -236,7 +236,6 @@ void Backend::work_through(Worker& self) {
   }
 }
 
-// Keeps in mind what the inner backend for CPU tensors was given.
 void Backend::remember(const WorkPtr& work) {
   std::vector<WorkPtr> others;  // dropped without the lock: each may be the last reference
   const std::lock_guard<std::mutex> lock(mutex_);
