@@ -64,7 +64,7 @@ def _hf(name: str) -> nn.Module:
 def test_transformers_equal_eager(name: str) -> None:
     """Rotary and learned positions, and two token spaces; outputs are looked at before and after backward."""
     given = batches(causal_batch, *LAYOUTS[:5])
-    report = Pair(_hf(name).train(), options=ROUNDED).train(given, compare_at_tokens)
+    report = Pair(_hf(name).train(), options=ROUNDED).train(given, compare_at_tokens())
     expect_rounded(report, 4)
     assert 2 <= report.total("sizes_recorded") <= 5
 
@@ -186,7 +186,7 @@ def test_recorded_steps_equal_eager_on_a_gpu(name: str) -> None:
     model = _hf(name).cuda().train()
     pair = Pair(model, options={"lowering": "inductor", "mode": "reduce-overhead", "wait": True})
     given = [{key: value.cuda() for key, value in batch.items()} for batch in batches(causal_batch, *LAYOUTS[:5] * 3)]
-    report = pair.train(given, compare_at_tokens)
+    report = pair.train(given, compare_at_tokens())
     assert report.total("steps_rounded") >= 12, describe(report)
     assert report.total("compiles") <= 2, describe(report)
     counters = torch._dynamo.utils.counters["inductor"]
