@@ -14,8 +14,8 @@ from deepytorch.torch_internals import FakeTensorMode
 
 
 def attention_forms(graph: fx.Graph) -> dict[str, int]:
-    """How many attentions each form computes, by its name and why none before it does, such as
-    "triton (flash: dtype torch.float32)".
+    """How many attentions each form computes, by its name and why no other does, such as
+    "triton (flash: dtype torch.float32; efficient: slower where it was measured)".
 
     graph: every node has its value. A form is chosen again in every call, by what the call is given; here by the shapes
     that were traced.

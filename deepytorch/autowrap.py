@@ -59,6 +59,11 @@ class Door(FirstDoor, Protocol):
         """Whether it knows of some calls what becomes of them."""
         ...
 
+    @property
+    def is_the_only_way(self) -> bool:
+        """Whether no graph of the module could be packed, whatever Dynamo makes of it."""
+        ...
+
     def explain(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RegionRecord:
         """What would become of a training call with these arguments."""
         ...
@@ -68,8 +73,9 @@ class Handle:
     """One module that was armed.
 
     compiled: what its training calls run, given the module and the arguments. door: opened where Dynamo cuts the module
-    into several graphs and none of them can be packed; at once where `sharded` says that it will be so. first: what
-    becomes of the calls before, see `first_steps`.
+    into several graphs and none of them can be packed; at once where it is known that it will be so: of partitioned
+    weights, as `sharded` says, and where the door is the only way. first: what becomes of the calls before, see
+    `first_steps`.
     """
 
     def __init__(
@@ -82,7 +88,7 @@ class Handle:
     ) -> None:
         self._module = weakref.ref(module)
         self.compiled, self.door = compiled, door
-        self._looked, self._open = False, sharded
+        self._looked, self._open = False, sharded or _opens_at_once(module, door)
         self._first, self._begun = first, first is None
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -93,6 +99,7 @@ class Handle:
             assert self._first is not None
             self._first.restore()
             self.compiled, self.door, self._begun = *self._first.then(), True
+            self._open = _opens_at_once(module, self.door)
         if self._first is not None:
             return self._first.timed(partial(self._compiled_call, module), args, kwargs)
         return self._compiled_call(module, *args, **kwargs)
@@ -287,15 +294,14 @@ def explain_door(
 ) -> RegionRecord | None:
     """What a model's door would do with a training call whose graphs came to `found`; None where it stays shut."""
     module = _unwrapped(model)
-    if not (_wants_door(module, found) or _is_partitioned(module) or any(map(_is_sharded, module.modules()))):
+    door = _door_of(module, None)  # of its own: what training has armed learns in training
+    opens = _opens_at_once(module, door) or _wants_door(module, found) or _is_partitioned(module)
+    if door is None or not (opens or any(map(_is_sharded, module.modules()))):
         return None
     handle = _HANDLES.get(module)
-    door = None if handle is None else handle.door
-    if door is not None and door.asked:
-        return door.explain(args, kwargs)
-    door = _door_of(module, None)  # of its own: what training has armed learns in training
-    if door is None:
-        return None
+    armed_door = None if handle is None else handle.door
+    if armed_door is not None and armed_door.asked:
+        return armed_door.explain(args, kwargs)
     try:
         return door.explain(args, kwargs)
     finally:
@@ -321,6 +327,11 @@ def _wants_door(module: nn.Module, found: Sequence[Outcome]) -> bool:
     if Outcome.PACKED in found:
         return False
     return (len(found) > 1 or Outcome.UNTRACEABLE in found) and is_of_libraries(module)
+
+
+def _opens_at_once(module: nn.Module, door: Door | None) -> bool:
+    """Whether nothing is to be learned from the module's graphs before its door is opened."""
+    return door is not None and door.is_the_only_way and is_of_libraries(module)
 
 
 def is_of_libraries(module: nn.Module) -> bool:

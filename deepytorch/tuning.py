@@ -34,18 +34,35 @@ def fastest(kernel: str, shape_class: str, settings: Sequence[Setting], launch: 
         settings: the first one is taken where nothing can be measured. One that raises when launched is left out.
         launch: runs the kernel; it is called several times, so it must not depend on what it wrote before.
     """
-    if len(settings) == 1 or not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():
+    if len(settings) == 1 or not torch.cuda.is_available():
         return settings[0]
-    path = cache_directory() / "tuned" / f"{_device_name()}-{_VERSION}.json"
-    key = (str(path), f"{kernel} {shape_class} of {len(settings)}")
+    found = known(kernel, shape_class, settings)
+    if found is not None or torch.cuda.is_current_stream_capturing():
+        return settings[0] if found is None else found
+    path, name = _place_of(kernel, shape_class, settings)
+    _CHOSEN[str(path), name] = place = _measure(kernel, settings, launch)
+    _write(path, name, place)
+    return settings[place]
+
+
+def known(kernel: str, shape_class: str, settings: Sequence[Setting]) -> Setting | None:
+    """The setting that `fastest` has found on the current CUDA device, in this process or an earlier one; else None."""
+    if not torch.cuda.is_available():
+        return None
+    path, name = _place_of(kernel, shape_class, settings)
+    key = (str(path), name)
     if key not in _CHOSEN:
-        kept = _read(path).get(key[1])
-        if isinstance(kept, int) and 0 <= kept < len(settings):
-            _CHOSEN[key] = kept
-        else:
-            _CHOSEN[key] = _measure(kernel, settings, launch)
-            _write(path, key[1], _CHOSEN[key])
+        kept = _read(path).get(name)
+        if not isinstance(kept, int) or not 0 <= kept < len(settings):
+            return None
+        _CHOSEN[key] = kept
     return settings[_CHOSEN[key]]
+
+
+def _place_of(kernel: str, shape_class: str, settings: Sequence[Setting]) -> tuple[Path, str]:
+    """The file of this device's choices, and the name of one in it."""
+    path = cache_directory() / "tuned" / f"{_device_name()}-{_VERSION}.json"
+    return path, f"{kernel} {shape_class} of {len(settings)}"
 
 
 def _device_name() -> str:

@@ -12,7 +12,13 @@ import torch
 from torch import nn
 
 from deepytorch import autowrap
-from deepytorch.integrations.packed_attention import asks_for_every_attention, has_learned_bias
+from deepytorch.integrations.packed_attention import (
+    IN_GRAPHS,
+    OPAQUE,
+    asks_for_every_attention,
+    has_learned_bias,
+    implementations,
+)
 from deepytorch.integrations.packed_batch import Reading, RowKind, columns, counts, ids_counted
 from deepytorch.torch_internals import BatchNorm
 
@@ -33,6 +39,9 @@ def declined_beforehand(outer: nn.Module, model: Any) -> str | None:
     own = biased or getattr(model.config, "_attn_implementation", None) == "eager"
     if own and not asks_for_every_attention(import_module("transformers.modeling_utils")):
         return "attention of the model's own, which transformers gives no way into before version 5 (eager, T5's)"
+    strange = implementations(model) - {*IN_GRAPHS, *OPAQUE}
+    if strange:
+        return f"attention by {', '.join(sorted(map(str, strange)))}, of which only its author knows what it sees"
     if type(model).__name__.endswith(AMONG_POSITIONS):
         return "a head that chooses among positions, pads among them, or among rows"
     if getattr(config, "expert_capacity", None) is not None:

@@ -99,6 +99,11 @@ class Door:
         """Whether a call was proved or declined before."""
         return bool(self._found_out)
 
+    @property
+    def is_the_only_way(self) -> bool:
+        """Whether the model attends by kernels that no graph shows the inside of, so that none of it can be packed."""
+        return bool(packed_attention.implementations(self._model) & set(packed_attention.OPAQUE))
+
     def explain(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RegionRecord:
         """What would become of a training call with these arguments; the model is asked where it was not yet."""
         given = _bound(self._outer, args, kwargs)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +18,36 @@ from torch import Tensor, nn
 from deepytorch.passes.ops.varlen_attention import varlen_attention
 from deepytorch.patches import replace
 
-# What implementations add to the scores beyond mask, scale and softcap: no operator of ours knows it.
-UNSUPPORTED = ("s_aux", "learnable_sink", "head_mask", "block_mask", "alibi")
+# What models hand to their attention that changes no number of it. Of anything else nobody here knows what it does:
+# sinks, indices of blocks, lengths of rows that were packed already.
+WITHOUT_EFFECT = frozenset(
+    (
+        "position_ids",
+        "cache_position",
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+        "num_items_in_batch",
+        "logits_to_keep",
+        "deterministic",
+        "layer_idx",
+        "kernel_options",
+    )
+)
+# Implementations of transformers' own; what stands behind another name may have windows that no small probe shows.
+IN_GRAPHS = (None, "eager", "sdpa")
+FLASH_WITH_DROPOUT = ("flash_attention_2", "kernels-community/flash-attn2")
+FLASH = (
+    *FLASH_WITH_DROPOUT,
+    "flash_attention_3",
+    "kernels-community/flash-attn3",
+    "kernels-community/vllm-flash-attn3",
+    "flash_attention_4",
+    "kernels-community/flash-attn4",
+)
+OPAQUE = (*FLASH, "flex_attention")  # a graph breaks at them, or has one node whose inside it does not show
 
 
 class CannotPack(Exception):
@@ -78,6 +107,7 @@ def attend(
     softcap: float | None = None,
     position_bias: Tensor | None = None,
     is_causal: bool | None = None,
+    implementation: str | None = None,
     **other: Any,
 ) -> tuple[Tensor, None]:
     """An attention function as transformers calls it, on packed rows.
@@ -85,14 +115,15 @@ def attend(
     query, key, value: (1, heads, tokens, head_dim); attention_mask: what `encode_mask` made. Returns
     (1, tokens, heads, head_dim). What masks mean here is what they mean to transformers' FlashAttention: causal by
     `is_causal`, or the module's; the last `sliding_window` keys; softcap. position_bias: (1, heads or 1, extent or 1,
-    extent or 1), added to the scores. Raises `CannotPack` for anything else that changes scores.
+    extent or 1), added to the scores. implementation: the name of what this stands in for. Raises `CannotPack` for
+    anything else that may change scores.
     """
-    given = [name for name in UNSUPPORTED if other.get(name) is not None]
-    if given or query.shape[0] != 1:
-        raise CannotPack(f"{type(module).__name__} gives its attention {', '.join(given) or 'more than one row'}")
+    _refuse_unknown(module, query, dropout, implementation, other)
+    flash = implementation in FLASH
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if sliding_window is not None and not causal:
+    if sliding_window is not None and not causal and not flash:
         raise CannotPack(f"{type(module).__name__} has a window to both sides")
+    reach = -1 if sliding_window is None else sliding_window - 1  # flash: to both sides, where it is not causal
     queries, keys = decode_mask(attention_mask, query.shape[2], key.shape[2])
     if position_bias is not None and position_bias.shape[3] == 1:  # the same for every key: no softmax sees it
         position_bias = None
@@ -108,12 +139,26 @@ def attend(
         positions_q=None if position_bias is None else queries.positions.long(),
         positions_k=None if position_bias is None else keys.positions.long(),
         scale=scaling,
-        window_left=-1 if sliding_window is None else sliding_window - 1,
-        window_right=0 if causal else -1,
+        window_left=reach,
+        window_right=0 if causal else reach,
         dropout_p=dropout,
         softcap=softcap or 0.0,
     )
     return output[None], None
+
+
+def _refuse_unknown(
+    module: nn.Module, query: Tensor, dropout: float, implementation: str | None, other: dict[str, Any]
+) -> None:
+    """Raise `CannotPack` for what the padded attention may do and ours does not, whatever a probe shows of it."""
+    kind = type(module).__name__
+    strange = [name for name, value in other.items() if value is not None and name not in WITHOUT_EFFECT]
+    if strange:
+        raise CannotPack(f"{kind} gives its attention {', '.join(strange)}")
+    if query.shape[0] != 1:
+        raise CannotPack(f"{kind} gives its attention more than one row")
+    if dropout and implementation in OPAQUE and implementation not in FLASH_WITH_DROPOUT:
+        raise CannotPack(f"{implementation} has no dropout, and {kind} asks for it")
 
 
 def attach(modeling_utils: Any) -> None:
@@ -121,6 +166,9 @@ def attach(modeling_utils: Any) -> None:
 
     Masks of any other kind go to the function that would have been given, with its arguments untouched.
     """
+
+    flash_integration = import_module("transformers.integrations.flash_attention")
+    dtype_of_flash = getattr(flash_integration, "get_target_dtype", lambda *_: None)  # none in old versions of 4
 
     def knowing_packed_masks(original: Any) -> Any:
         def get_interface(self: Any, *asked: Any) -> Callable[..., Any]:
@@ -130,8 +178,13 @@ def attach(modeling_utils: Any) -> None:
             def either(
                 module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any
             ) -> Any:
-                chosen = attend if is_packed(attention_mask) else given
-                return chosen(module, query, key, value, attention_mask, *args, **kwargs)
+                if not is_packed(attention_mask):
+                    return given(module, query, key, value, attention_mask, *args, **kwargs)
+                dtype = dtype_of_flash(query, module) if asked[0] in FLASH else None
+                if dtype is not None:  # float32, of norms that PEFT keeps in it: transformers casts it for flash
+                    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+                kwargs["implementation"] = asked[0]
+                return attend(module, query, key, value, attention_mask, *args, **kwargs)
 
             return either
 
@@ -145,6 +198,12 @@ def attach(modeling_utils: Any) -> None:
 def asks_for_every_attention(modeling_utils: Any) -> bool:
     """Whether models ask `AttentionInterface` for "eager" too: up to transformers 4 they call their own for that."""
     return hasattr(modeling_utils.AttentionInterface, "get_interface")
+
+
+def implementations(model: Any) -> set[Any]:
+    """The names of the attention implementations that a Hugging Face model and its parts are set to."""
+    configs = {id(each.config): each.config for each in model.modules() if hasattr(each, "config")}
+    return {getattr(each, "_attn_implementation", None) for each in configs.values()}
 
 
 def has_learned_bias(module: nn.Module) -> bool:

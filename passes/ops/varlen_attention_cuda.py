@@ -1,12 +1,14 @@
-"""The CUDA form of `varlen_attention`: torch's flash kernels for packed rows, else ours in Triton, else the dense form.
+"""The CUDA form of `varlen_attention`: the fastest of the forms that take a call, measured once on the device.
 
-The flash kernels are those behind `torch.nn.attention.varlen.varlen_attn`, called below its own autograd; its signature
-moved between versions, theirs did not.
+Each form says of a call why it does not take it. Where several do, they are timed, forward and backward, at the first
+call of a class of shapes (`deepytorch.tuning`), and what was found is kept on disk. The dense form takes everything, is
+slow, and is never measured: it computes what no other form does.
 """
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from types import ModuleType
 from typing import NamedTuple
 
@@ -14,16 +16,18 @@ import torch
 from torch import Tensor
 
 from deepytorch.passes.ops import varlen_attention_dense as dense
+from deepytorch.passes.ops import varlen_attention_efficient as efficient
+from deepytorch.passes.ops import varlen_attention_flash as flash
 from deepytorch.passes.ops.attention_tile import Call
-from deepytorch.torch_internals import FakeTensor, flash_attention_backward, flash_attention_forward
+from deepytorch.tuning import fastest, known
 
-_FLASH_MAX_HEAD_DIM = 256
-_FLASH_CAPABILITY = (8, 0)
 _TRITON_CAPABILITY = (8, 0)  # what the Triton kernels are compiled for in the tests, and newer
+_KERNEL = "varlen_attention_form/1"
+_LONG = (256, 1024, 4096)  # keys of the longest row, between which the choice may differ
 
 
 class Choice(NamedTuple):
-    """The form that computes a call: "flash", "triton" or "dense", and why those before it in this list do not."""
+    """The form that computes a call: "flash", "triton", "efficient" or "dense", and why the others do not."""
 
     form: str
     reasons: tuple[str, ...] = ()
@@ -31,24 +35,7 @@ class Choice(NamedTuple):
 
 def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """Output (tokens_q, heads_q, head_dim_v) and logsumexp (heads_q, tokens_q)."""
-    form = choose_form(query, key, value, call).form
-    if form != "flash":
-        return _module(form).forward(query, key, value, call)
-    rule = call.rule
-    output, logsumexp, *_ = flash_attention_forward(
-        *(_inner_adjacent(x) for x in (query, key, value)),
-        call.cu_seqlens_q,
-        call.cu_seqlens_k,
-        call.max_q,
-        call.max_k,
-        0.0,
-        _is_causal(call),
-        return_debug_mask=False,
-        scale=rule.scale,
-        window_size_left=rule.window_left,
-        window_size_right=rule.window_right,
-    )
-    return output, logsumexp
+    return _form(query, key, value, call).forward(query, key, value, call)
 
 
 def backward(
@@ -61,47 +48,79 @@ def backward(
     call: Call,
     bias_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query, key, value and bias; the last is empty when it is not asked for."""
-    form = choose_form(query, key, value, call).form
-    if form != "flash":
-        return _module(form).backward(grad_output, query, key, value, output, logsumexp, call, bias_gradient)
-    rule = call.rule
-    grad_query, grad_key, grad_value = flash_attention_backward(
-        grad_output.contiguous(),
-        *(_inner_adjacent(x) for x in (query, key, value)),
-        output,
-        logsumexp,
-        call.cu_seqlens_q,
-        call.cu_seqlens_k,
-        call.max_q,
-        call.max_k,
-        0.0,
-        _is_causal(call),
-        torch.zeros(2, dtype=torch.uint64, device=query.device),  # the state of a dropout that there is not
-        torch.empty(0, device=query.device),
-        scale=rule.scale,
-        window_size_left=rule.window_left,
-        window_size_right=rule.window_right,
-    )
-    return grad_query.contiguous(), grad_key.contiguous(), grad_value.contiguous(), query.new_empty(0)
+    """Gradients of query, key, value and bias; the last is empty when it is not asked for.
+
+    All forms mean the same by logsumexp, so it does not matter which of them has made it.
+    """
+    form = _form(query, key, value, call)
+    return form.backward(grad_output, query, key, value, output, logsumexp, call, bias_gradient)
 
 
 def choose_form(query: Tensor, key: Tensor, value: Tensor, call: Call) -> Choice:
-    """Which form computes this call, forward and backward alike; it does not wait for the device."""
-    no_flash = why_not_flash(query, value, call)
-    if no_flash is None:
-        return Choice("flash")
-    no_triton = _why_not_triton(query, key, value, call)
-    if no_triton is None:
-        return Choice("triton", (f"flash: {no_flash}",))
-    return Choice("dense", (f"flash: {no_flash}", f"triton: {no_triton}"))
+    """Which form computes this call, forward and backward alike, as far as it was measured; and why no other does."""
+    taking, reasons = _ladder(query, key, value, call)
+    if len(taking) < 2:
+        return Choice(taking[0] if taking else "dense", reasons)
+    if torch.are_deterministic_algorithms_enabled():
+        chosen, why = taking[0], "not measured, as deterministic algorithms are asked for"
+    else:
+        measured = known(_KERNEL, _shape_class(query, key, value, call, taking), taking)
+        chosen = measured or taking[0]
+        why = "slower where it was measured" if measured else "not measured on this device yet"
+    return Choice(chosen, (*reasons, *(f"{form}: {why}" for form in taking if form != chosen)))
 
 
-def _why_not_triton(query: Tensor, key: Tensor, value: Tensor, call: Call) -> str | None:
-    if torch.version.cuda is None or _capability(query.device.index) < _TRITON_CAPABILITY:
-        return "a device older than Ampere, or not NVIDIA's"
+def _form(query: Tensor, key: Tensor, value: Tensor, call: Call) -> ModuleType:
+    """The form that computes this call; at the first of its class, several are measured."""
+    taking, _ = _ladder(query, key, value, call)
+    if not taking:
+        return dense
+    if len(taking) == 1 or torch.are_deterministic_algorithms_enabled():  # two processes may measure differently
+        return _module(taking[0])
+    shape_class = _shape_class(query, key, value, call, taking)
+    return _module(fastest(_KERNEL, shape_class, taking, partial(_run, query, key, value, call)))
+
+
+def _ladder(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The forms but the dense one that take a call, the likeliest first, and why the others do not."""
+    if torch.version.cuda is None:
+        return (), ("flash, triton, efficient: no device of NVIDIA's",)
+    capability = _capability(query.device.index)
+    refused: dict[str, Callable[[], str | None]] = {
+        "flash": lambda: flash.why_not_flash(query, value, call, capability),
+        "triton": lambda: _why_not_triton(query, key, value, call, capability),
+        "efficient": lambda: efficient.why_not_efficient(query, key, value, call, capability),
+    }
+    found = {form: why() for form, why in refused.items()}
+    taking = tuple(form for form, reason in found.items() if reason is None)
+    return taking, tuple(f"{form}: {reason}" for form, reason in found.items() if reason is not None)
+
+
+def _why_not_triton(query: Tensor, key: Tensor, value: Tensor, call: Call, capability: tuple[int, int]) -> str | None:
+    if capability < _TRITON_CAPABILITY:
+        return "a device older than Ampere"
     form = _triton()
     return "Triton cannot be imported" if form is None else form.why_not_triton(query, key, value, call)
+
+
+def _shape_class(query: Tensor, key: Tensor, value: Tensor, call: Call, taking: tuple[str, ...]) -> str:
+    """What the choice may depend on; few values, as each is measured."""
+    rule, longest = call.rule, call.max_k
+    windowed = rule.window_left >= 0 or rule.window_right > 0
+    seen = "window" if windowed else "causal" if rule.window_right == 0 else "whole"
+    size = sum(longest > each for each in _LONG)
+    group = "one head" if query.size(1) == key.size(1) else "some heads"
+    return (
+        f"{'+'.join(taking)} {flash.activated()} {query.dtype} {query.size(2)} {value.size(2)} {seen} {group} a key "
+        f"length {size}"
+    )
+
+
+def _run(query: Tensor, key: Tensor, value: Tensor, call: Call, form: str) -> None:
+    """A step of one form, to be timed."""
+    module = _module(form)
+    output, logsumexp = module.forward(query, key, value, call)
+    module.backward(output, query, key, value, output, logsumexp, call, False)
 
 
 @cache
@@ -115,43 +134,9 @@ def _triton() -> ModuleType | None:
 
 
 def _module(form: str) -> ModuleType:
-    found = _triton() if form == "triton" else dense
+    found = {"flash": flash, "triton": _triton(), "efficient": efficient, "dense": dense}[form]
     assert found is not None
     return found
-
-
-def why_not_flash(query: Tensor, value: Tensor, call: Call) -> str | None:
-    """The reason why the flash kernels cannot compute this call, or None when they can."""
-    head_dim, rule = query.size(2), call.rule
-    if query.dtype not in (torch.float16, torch.bfloat16):
-        return f"dtype {query.dtype}"
-    if torch.version.cuda is None or _capability(query.device.index) < _FLASH_CAPABILITY:
-        return "a device older than Ampere, or not NVIDIA's"
-    if head_dim != value.size(2) or head_dim > _FLASH_MAX_HEAD_DIM or head_dim % 8:
-        return f"head_dim {head_dim} of keys and {value.size(2)} of values"
-    if call.bias is not None or rule.dropout_p > 0 or rule.softcap > 0:
-        return "a bias, dropout or softcap"
-    if call.max_q == 0 or call.max_k == 0:
-        return "no tokens"
-    # The kernels align windows at a row's last query and key, we at its first: the same only where both are as many.
-    if (rule.window_left >= 0 or rule.window_right >= 0) and not _same(call.cu_seqlens_q, call.cu_seqlens_k):
-        return "a window between two token spaces"
-    return None
-
-
-def _is_causal(call: Call) -> bool:
-    return call.rule.window_left < 0 and call.rule.window_right == 0
-
-
-def _same(x: Tensor, y: Tensor) -> bool:
-    if x is y:
-        return True
-    has_memory = not isinstance(x, FakeTensor)
-    return has_memory and x.data_ptr() == y.data_ptr() and x.shape == y.shape and x.stride() == y.stride()
-
-
-def _inner_adjacent(x: Tensor) -> Tensor:
-    return x if x.stride(2) == 1 else x.contiguous()
 
 
 @cache

@@ -62,12 +62,28 @@ def test_each_attention_has_its_form_and_why_no_faster_one() -> None:
     attentions.add(torch.bfloat16, window_left=3, window_right=0)
     attentions.add(torch.bfloat16, window_left=3, window_right=0, cross=True)
     attentions.add(torch.bfloat16, head_dim=320)
+    attentions.add(torch.bfloat16, dropout_p=0.1)
+    yet = "not measured on this device yet"
+    redrawn = "dropout, which a recomputed forward would draw anew"
     assert attention_forms(attentions.graph) == {
-        "flash": 3,
-        "triton (flash: dtype torch.float32)": 1,
-        "triton (flash: a bias, dropout or softcap)": 1,
-        "triton (flash: a window between two token spaces)": 1,
-        "dense (flash: head_dim 320 of keys and 320 of values; triton: head_dim 320 of keys and 320 of values)": 1,
+        f"flash (triton: {yet}; efficient: {yet})": 2,
+        f"flash (efficient: a window; triton: {yet})": 1,
+        f"triton (flash: dtype torch.float32; efficient: {yet})": 1,
+        "triton (flash: a bias; efficient: a bias)": 1,
+        "triton (flash: a window between two token spaces; efficient: a window)": 1,
+        f"triton (flash: {redrawn}; efficient: {redrawn})": 1,
+        "efficient (flash: head_dim 320 of keys and 320 of values; triton: head_dim 320 of keys and 320 of values)": 1,
+    }
+
+
+@pytest.mark.usefixtures("hopper")
+def test_what_was_measured_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(cuda, "known", lambda _, __, forms: forms[-1])
+    attentions = Attentions("cuda")
+    attentions.add(torch.float32)
+    assert attention_forms(attentions.graph) == {
+        "efficient (flash: dtype torch.float32; triton: slower where it was measured)": 1
     }
 
 

@@ -243,18 +243,22 @@ def test_says_why_it_does_not_compute_a_call():
 
 
 def test_the_form_is_chosen_with_its_reasons(monkeypatch):
-    call = call_of([3], [3], Rule(0.25))
+    lengths = [3]
+    call = call_of(lengths, lengths, Rule(0.25))
     tensors = make([3], [3])
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(cuda, "_capability", lambda _: (9, 0))
-    assert cuda.choose_form(*tensors, call) == ("triton", ("flash: dtype torch.float32",))
-    assert cuda.choose_form(*(x.half() for x in tensors), call) == ("flash", ())
+    unmeasured = "efficient: not measured on this device yet"
+    assert cuda.choose_form(*tensors, call) == ("triton", ("flash: dtype torch.float32", unmeasured))
+    assert cuda.choose_form(*(x.half() for x in tensors), call).form == "flash"
     form_name, reasons = cuda.choose_form(*(x.double() for x in tensors), call)
     assert form_name == "dense"
-    assert reasons == ("flash: dtype torch.float64", "triton: dtype torch.float64")
+    assert reasons == tuple(f"{each}: dtype torch.float64" for each in ("flash", "triton", "efficient"))
     monkeypatch.setattr(cuda, "_triton", lambda: None)
     assert cuda.choose_form(*tensors, call).reasons[1] == "triton: Triton cannot be imported"
     monkeypatch.setattr(cuda, "_capability", lambda _: (7, 5))
+    assert cuda.choose_form(*tensors, call).form == "efficient"
+    monkeypatch.setattr(torch.version, "cuda", None)
     assert cuda.choose_form(*tensors, call).form == "dense"
 
 

@@ -1,0 +1,208 @@
+"""Models whose attention is a kernel that no graph shows the inside of are packed at their door, and train the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", minversion="5")
+import transformers as hf
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import deepytorch
+from deepytorch import autowrap
+from deepytorch.compiler.report import LEDGER
+from deepytorch.integrations import packed_attention
+from deepytorch.integrations.hf_door import Door, door_for
+from tests.compiler.parity import batches, causal_batch, compare_at_tokens, expect_packed, masked_lm_batch, mixture
+from tests.compiler.parity import padded_because as reasons_of
+from tests.compiler.test_parity_decoders import GROUPED, gemma2, llama, mistral
+from tests.integrations.opaque_attention import FlashCalls, install
+from tests.integrations.test_hf_door import DoorPair, declined, taken
+
+FLASH = ["flash_attention_2", "flash_attention_3"]
+IMPLEMENTATIONS = [*FLASH, "flex_attention"]
+
+
+def padded_because() -> dict[str, int]:
+    return reasons_of(LEDGER.report())
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_decoder_trains_packed_and_the_same_for_every_padding(
+    implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, implementation)
+    model = llama(implementation).train()
+    assert model.config._attn_implementation == implementation
+    pair = DoorPair(model)
+    given = batches(causal_batch, *mixture([(4, 8, "none"), (1, 7, "right"), (4, 10, "left")]))
+    at_pads = batches(causal_batch, (4, 9, "right"), seed=5)
+    at_pads[0]["labels"] = at_pads[0]["input_ids"].clone()
+    expect_packed(pair.train([*given, *at_pads], compare_at_tokens()), steps=6, padded=3)
+    assert padded_because() == {
+        "hardly any padding in the batch": 1,
+        "a batch of one row": 1,
+        "a label at a padded position is not ignored": 1,
+    }
+
+
+def test_packed_rows_do_not_go_through_the_kernels_and_what_stays_padded_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = install(monkeypatch, "flash_attention_2")
+    pair = DoorPair(llama("flash_attention_2").train())
+    packed, whole = batches(causal_batch, (4, 11, "right"), (4, 9, "none"))
+
+    def counted(batch: Any) -> int:
+        before = calls.count
+        pair.compiled(**batch)
+        return calls.count - before
+
+    counted(packed)  # the probe, and the call that is watched
+    assert counted(packed) == 0
+    assert counted(whole) == 2  # one for each layer
+
+
+@pytest.mark.parametrize("implementation", FLASH)
+@pytest.mark.parametrize("build", [mistral, gemma2], ids=lambda build: build.__name__)
+def test_windows_and_softcaps_are_those_of_the_kernels(
+    build: Callable[[str], Any], implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, implementation)
+    model = build(implementation).train()
+    model.config.use_cache = False
+    pair = DoorPair(model)
+    expect_packed(pair.train(batches(causal_batch, (4, 11, "right"), (4, 13, "left"), (3, 9, "mixed"))), steps=3)
+
+
+@pytest.mark.parametrize("implementation", FLASH)
+def test_a_window_to_both_sides_of_an_encoder(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, implementation)
+    sizes = {**GROUPED, "vocab_size": 96, "local_attention": 4, "global_attn_every_n_layers": 2, "pad_token_id": 1}
+    no_dropout = {"attention_dropout": 0.0, "embedding_dropout": 0.0, "mlp_dropout": 0.0}
+    config = hf.ModernBertConfig(attn_implementation=implementation, **sizes, **no_dropout)
+    pair = DoorPair(hf.ModernBertForMaskedLM(config).train())
+    expect_packed(pair.train(batches(masked_lm_batch, (4, 11, "right"), (4, 13, "right"))), steps=2)
+
+
+def test_the_dropout_of_flash_attention_2_is_drawn_in_packed_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, "flash_attention_2")
+    model = llama("flash_attention_2", attention_dropout=0.3).train()
+    door = door_for(model)
+    assert door is not None
+    [batch] = batches(causal_batch, (4, 11, "right"))
+    losses = [door.call(model._call_impl, (), batch).loss for _ in range(3)]
+    assert (door.record.steps_watched, door.record.steps_packed) == (1, 2)
+    assert losses[1] != losses[2]
+    model.eval()  # without it, packed and padded are the same
+    with torch.no_grad():
+        torch.testing.assert_close(door.call(model._call_impl, (), batch).loss, model(**batch).loss)
+
+
+def test_a_kernel_without_dropout_is_not_replaced_by_ours_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, "flash_attention_3")
+    model = llama("flash_attention_3", attention_dropout=0.3).train()
+    door = door_for(model)
+    assert door is not None
+    [batch] = batches(causal_batch, (4, 11, "right"))
+    losses = {door.call(model._call_impl, (), batch).loss.item() for _ in range(3)}
+    assert losses == {model(**batch).loss.item()}  # transformers leaves it out
+    assert door.record.steps_packed == 0
+    assert "flash_attention_3 has no dropout, and LlamaAttention asks for it" in door.record.declined
+
+
+def test_rows_in_float32_are_cast_as_transformers_casts_them_for_flash(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, "flash_attention_2")
+    model = llama("flash_attention_2").bfloat16().train()
+    for layer in model.model.layers:  # as norms that PEFT keeps in float32 leave what comes behind them
+        attend = layer.self_attn
+        for name in ("q_proj", "k_proj", "v_proj"):
+            getattr(attend, name).register_forward_hook(_in_float32)
+    door = door_for(model)
+    assert door is not None
+    [batch] = batches(causal_batch, (4, 11, "right"))
+    monkeypatch.setattr("deepytorch.integrations.padded_hooks.is_users", lambda _: False)
+    losses = [door.call(model._call_impl, (), batch).loss for _ in range(2)]
+    assert door.record.steps_packed == 1, door.record
+    torch.testing.assert_close(losses[1], losses[0].detach(), rtol=1e-2, atol=1e-2)
+
+
+def _in_float32(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
+    return output.float()
+
+
+@pytest.mark.parametrize("name", ["s_aux", "indices", "something_new"])
+def test_what_models_hand_to_their_attention_and_nobody_here_knows_is_declined(name: str) -> None:
+    module, rows = torch.nn.Linear(1, 1), packed_attention.Rows(torch.tensor([0, 3]).int(), torch.arange(3).int(), 3)
+    query = torch.randn(1, 2, 3, 8)
+    mask = packed_attention.encode_mask(rows)
+    known = dict.fromkeys(packed_attention.WITHOUT_EFFECT, True)
+    packed_attention.attend(module, query, query, query, mask, **{name: None}, **known)
+    with pytest.raises(packed_attention.CannotPack, match=f"gives its attention {name}"):
+        packed_attention.attend(module, query, query, query, mask, **{name: torch.ones(2)})
+
+
+def test_an_attention_of_the_scripts_own_is_declined(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "mine", ALL_ATTENTION_FUNCTIONS["sdpa"])
+    model = llama("sdpa").train()
+    model.config._attn_implementation = "mine"
+    door = door_for(model)
+    assert door is not None
+    [batch] = batches(causal_batch, (4, 11, "right"))
+    assert "attention by mine, of which only its author knows" in declined(door, model, batch)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_the_door_is_opened_without_a_look_at_graphs(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = install(monkeypatch, "flash_attention_2")
+    compiled: list[int] = []
+    for implementation, expected in (("flash_attention_2", True), ("sdpa", False)):
+        model = llama(implementation).train()
+
+        def runs(module: Any, *args: Any, **given: Any) -> Any:
+            compiled.append(calls.count)
+            return module._call_impl(*args, **given)
+
+        door = autowrap._door_of(model, None)
+        first = None if waits else _Over(runs, door)
+        handle = autowrap.Handle(model, runs, door if waits else None, first=first)
+        [batch] = batches(causal_batch, (4, 11, "right"))
+        handle(model, **batch)
+        assert isinstance(door, Door)
+        assert (taken(door) > 0) == expected
+    assert len(compiled) == 2  # the padded call that is watched, and the one of the other model
+
+
+class _Over:
+    """First steps that are over."""
+
+    def __init__(self, compiled: Callable[..., Any], door: Any) -> None:
+        self._then = (compiled, door)
+
+    def over(self) -> bool:
+        return True
+
+    def then(self) -> tuple[Callable[..., Any], Any]:
+        return self._then
+
+    def timed(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return run(*args, **kwargs)
+
+    def restore(self) -> None:
+        return None
+
+
+@pytest.mark.slow
+def test_a_packed_model_is_compiled_behind_its_door(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: FlashCalls = install(monkeypatch, "flash_attention_2")
+    pair = DoorPair(llama("flash_attention_2", num_hidden_layers=1).train())
+    handle = deepytorch.optimize(pair.model, options={"lowering": "aot_eager", "wait": True})
+    pair.compiled = pair.model
+    try:
+        pair.train(batches(causal_batch, (4, 11, "right"), (4, 9, "right"), (4, 10, "left")), compare_at_tokens())
+    finally:
+        handle.restore()
+    assert LEDGER.report().total("steps_packed") == 2
+    assert calls.count > 0
