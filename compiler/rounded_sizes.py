@@ -25,7 +25,8 @@ import torch
 from deepytorch.compiler.batch_facts import Facts, Indices, cumulative, places_of
 from deepytorch.passes.unpad.program import IndexInput, IndexSet, Program
 
-MAX_SIZES = 64  # combinations of sizes, each a recording: 500 random mixtures of 8 rows make 31 to 48, of labels too 104 to 140
+# combinations of sizes, each a recording: 500 random mixtures of 8 rows make 31 to 48, where labels vary too 104 to 140
+MAX_SIZES = 64
 _STEPS = 4  # 2 ** 3 sizes up to a power of two
 _ROWS = 8  # rows of the batch for a row of dummies
 
