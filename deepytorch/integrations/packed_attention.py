@@ -120,6 +120,8 @@ def attend(
     """
     _refuse_unknown(module, query, dropout, implementation, other)
     flash = implementation in FLASH
+    if flash and implementation not in FLASH_WITH_DROPOUT:
+        dropout = 0.0  # transformers hands it only to kernels that have it, and trains without it otherwise
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if sliding_window is not None and not causal and not flash:
         raise CannotPack(f"{type(module).__name__} has a window to both sides")
@@ -157,7 +159,7 @@ def _refuse_unknown(
         raise CannotPack(f"{kind} gives its attention {', '.join(strange)}")
     if query.shape[0] != 1:
         raise CannotPack(f"{kind} gives its attention more than one row")
-    if dropout and implementation in OPAQUE and implementation not in FLASH_WITH_DROPOUT:
+    if dropout and implementation == "flex_attention":  # where transformers raises as well
         raise CannotPack(f"{implementation} has no dropout, and {kind} asks for it")
 
 

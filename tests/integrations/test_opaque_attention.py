@@ -101,16 +101,32 @@ def test_the_dropout_of_flash_attention_2_is_drawn_in_packed_rows(monkeypatch: p
         torch.testing.assert_close(door.call(model._call_impl, (), batch).loss, model(**batch).loss)
 
 
-def test_a_kernel_without_dropout_is_not_replaced_by_ours_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_dropout_that_a_kernel_does_not_have_is_left_out_as_transformers_leaves_it_out(
+    sharded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     install(monkeypatch, "flash_attention_3")
     model = llama("flash_attention_3", attention_dropout=0.3).train()
+    if sharded:  # the probe evaluates then, without dropout, and what a step raises is the end of the training
+        for module in ("hf_door", "door_proof"):
+            monkeypatch.setattr(f"deepytorch.integrations.{module}.is_sharded", lambda _: True)
     door = door_for(model)
     assert door is not None
     [batch] = batches(causal_batch, (4, 11, "right"))
-    losses = {door.call(model._call_impl, (), batch).loss.item() for _ in range(3)}
-    assert losses == {model(**batch).loss.item()}  # transformers leaves it out
+    losses = torch.stack([door.call(model._call_impl, (), batch).loss for _ in range(3)])
+    torch.testing.assert_close(losses, model(**batch).loss.expand(3))
+    assert door.record.steps_packed == 2
+
+
+def test_flex_attention_says_itself_that_it_has_no_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, "flex_attention")
+    model = llama("flex_attention", attention_dropout=0.3).train()
+    door = door_for(model)
+    assert door is not None
+    [batch] = batches(causal_batch, (4, 11, "right"))
+    with pytest.raises(ValueError, match="does not support `dropout`"):
+        door.call(model._call_impl, (), batch)
     assert door.record.steps_packed == 0
-    assert "flash_attention_3 has no dropout, and LlamaAttention asks for it" in door.record.declined
 
 
 def test_rows_in_float32_are_cast_as_transformers_casts_them_for_flash(monkeypatch: pytest.MonkeyPatch) -> None:
