@@ -18,11 +18,16 @@ from torch import Tensor, nn
 from deepytorch.passes.ops.varlen_attention import varlen_attention
 from deepytorch.patches import replace
 
-# What models hand to their attention that changes no number of it. Of anything else nobody here knows what it does:
-# sinks, indices of blocks, lengths of rows that were packed already.
+# What models hand to their attention that changes no number of it: none of transformers' attention functions reads it
+# (paged ones a cache, which are declined). Of anything else nobody here knows what it does: sinks, indices of blocks,
+# lengths of rows that were packed already.
 WITHOUT_EFFECT = frozenset(
     (
         "position_ids",
+        "position_embeddings",
+        "token_type_ids",
+        "cache",
+        "past_key_values",
         "cache_position",
         "use_cache",
         "output_attentions",

@@ -160,6 +160,18 @@ def test_what_models_hand_to_their_attention_and_nobody_here_knows_is_declined(n
         packed_attention.attend(module, query, query, query, mask, **{name: torch.ones(2)})
 
 
+@pytest.mark.parametrize("implementation", ["sdpa", "flash_attention_2"])
+def test_what_a_tokenizer_gives_and_no_attention_reads_keeps_no_model_padded(
+    implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, "flash_attention_2")
+    pair = DoorPair(llama(implementation).train())
+    given = batches(causal_batch, (4, 11, "right"), (4, 9, "right"))
+    for batch in given:  # hands it on to its attention
+        batch["token_type_ids"] = torch.zeros_like(batch["input_ids"])
+    expect_packed(pair.train(given, compare_at_tokens()), steps=2, padded=0)
+
+
 def test_an_attention_of_the_scripts_own_is_declined(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "mine", ALL_ATTENTION_FUNCTIONS["sdpa"])
     model = llama("sdpa").train()
