@@ -43,7 +43,12 @@ WITHOUT_EFFECT = frozenset(
 )
 # Implementations of transformers' own; what stands behind another name may have windows that no small probe shows.
 IN_GRAPHS = (None, "eager", "sdpa")
-FLASH_WITH_DROPOUT = ("flash_attention_2", "kernels-community/flash-attn2")
+FLASH_WITH_DROPOUT = (
+    "flash_attention_2",
+    "kernels-community/flash-attn",
+    "kernels-community/flash-attn2",
+    "kernels-community/aiter-flash-attn",
+)
 FLASH = (
     *FLASH_WITH_DROPOUT,
     "flash_attention_3",
@@ -53,6 +58,15 @@ FLASH = (
     "kernels-community/flash-attn4",
 )
 OPAQUE = (*FLASH, "flex_attention")  # a graph breaks at them, or has one node whose inside it does not show
+
+
+def plain_name(implementation: Any) -> Any:
+    """The name of a flash implementation as `FLASH` has it: "paged|owner/kernel@revision:function" is "owner/kernel".
+
+    Any other name comes back as it is.
+    """
+    bare = str(implementation).removeprefix("paged|").partition(":")[0].partition("@")[0].strip()
+    return bare if bare in FLASH else implementation
 
 
 class CannotPack(Exception):
@@ -120,8 +134,8 @@ def attend(
     query, key, value: (1, heads, tokens, head_dim); attention_mask: what `encode_mask` made. Returns
     (1, tokens, heads, head_dim). What masks mean here is what they mean to transformers' FlashAttention: causal by
     `is_causal`, or the module's; the last `sliding_window` keys; softcap. position_bias: (1, heads or 1, extent or 1,
-    extent or 1), added to the scores. implementation: the name of what this stands in for. Raises `CannotPack` for
-    anything else that may change scores.
+    extent or 1), added to the scores. implementation: the plain name of what this stands in for. Raises `CannotPack`
+    for anything else that may change scores.
     """
     _refuse_unknown(module, query, dropout, implementation, other)
     flash = implementation in FLASH
@@ -179,7 +193,7 @@ def attach(modeling_utils: Any) -> None:
 
     def knowing_packed_masks(original: Any) -> Any:
         def get_interface(self: Any, *asked: Any) -> Callable[..., Any]:
-            given = original(self, *asked)
+            given, implementation = original(self, *asked), plain_name(asked[0])
 
             @functools.wraps(given)
             def either(
@@ -187,10 +201,10 @@ def attach(modeling_utils: Any) -> None:
             ) -> Any:
                 if not is_packed(attention_mask):
                     return given(module, query, key, value, attention_mask, *args, **kwargs)
-                dtype = dtype_of_flash(query, module) if asked[0] in FLASH else None
+                dtype = dtype_of_flash(query, module) if implementation in FLASH else None
                 if dtype is not None:  # float32, of norms that PEFT keeps in it: transformers casts it for flash
                     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-                kwargs["implementation"] = asked[0]
+                kwargs["implementation"] = implementation
                 return attend(module, query, key, value, attention_mask, *args, **kwargs)
 
             return either
@@ -208,9 +222,9 @@ def asks_for_every_attention(modeling_utils: Any) -> bool:
 
 
 def implementations(model: Any) -> set[Any]:
-    """The names of the attention implementations that a Hugging Face model and its parts are set to."""
+    """The plain names of the attention implementations that a Hugging Face model and its parts are set to."""
     configs = {id(each.config): each.config for each in model.modules() if hasattr(each, "config")}
-    return {getattr(each, "_attn_implementation", None) for each in configs.values()}
+    return {plain_name(getattr(each, "_attn_implementation", None)) for each in configs.values()}
 
 
 def has_learned_bias(module: nn.Module) -> bool:

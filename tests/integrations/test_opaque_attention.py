@@ -10,6 +10,8 @@ import torch
 
 pytest.importorskip("transformers", minversion="5")
 import transformers as hf
+from transformers import modeling_flash_attention_utils
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import deepytorch
@@ -170,6 +172,31 @@ def test_what_a_tokenizer_gives_and_no_attention_reads_keeps_no_model_padded(
     for batch in given:  # hands it on to its attention
         batch["token_type_ids"] = torch.zeros_like(batch["input_ids"])
     expect_packed(pair.train(given, compare_at_tokens()), steps=2, padded=0)
+
+
+def test_flash_kernels_are_known_by_every_name_that_transformers_gives_them() -> None:
+    fallback = getattr(modeling_flash_attention_utils, "FLASH_ATTN_KERNEL_FALLBACK", {})
+    taken = {"flash_attention_2", "kernels-community/aiter-flash-attn", *fallback, *fallback.values()}
+    assert taken <= set(packed_attention.FLASH)  # a new one may see something else: it has to be read first
+    for name in taken:
+        for written in (name, f"paged|{name}", f"{name}@v1.2", f"{name}:flash_attn_varlen_func", f"{name}@main:attend"):
+            assert packed_attention.plain_name(written) == name
+    for other in (None, "eager", "sdpa", "paged|eager", "mine", "someone/flash-attn2", "kernels-community/metal"):
+        assert packed_attention.plain_name(other) is other
+
+
+@pytest.mark.parametrize("suffix", ["", "@main", ":flash_attn_varlen_func"])
+def test_a_kernel_of_the_hub_is_packed_as_the_package_is(suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"kernels-community/flash-attn2{suffix}"
+    install(monkeypatch, "flash_attention_2")
+    for interface in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):  # as transformers registers it
+        monkeypatch.setitem(interface._global_mapping, name, interface["flash_attention_2"])
+    model = llama("flash_attention_2").train()
+    model.config._attn_implementation = name
+    pair = DoorPair(model)
+    assert pair.door is not None
+    assert pair.door.is_the_only_way
+    expect_packed(pair.train(batches(causal_batch, (4, 11, "right"), (4, 9, "left"))), steps=2, padded=0)
 
 
 def test_an_attention_of_the_scripts_own_is_declined(monkeypatch: pytest.MonkeyPatch) -> None:
