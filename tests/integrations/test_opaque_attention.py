@@ -16,6 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import deepytorch
 from deepytorch import autowrap
+from deepytorch.compiler.dynamic_sizes import marked_ahead
 from deepytorch.compiler.report import LEDGER
 from deepytorch.integrations import packed_attention
 from deepytorch.integrations.hf_door import Door, door_for
@@ -247,6 +248,25 @@ class _Over:
 
     def restore(self) -> None:
         return None
+
+
+def test_nothing_is_marked_for_a_compile_behind_a_door(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, "flash_attention_2")
+    model = llama("flash_attention_2", num_hidden_layers=1).train()
+    door = door_for(model)
+    assert door is not None
+    marked: list[bool] = []
+
+    def runs(*_: Any, **given: Any) -> Any:
+        with marked_ahead(model, (), given):
+            marked.append(hasattr(given["input_ids"], "_deepytorch_marked"))
+        return model._call_impl(**given)
+
+    [batch] = batches(causal_batch, (4, 11, "right"))
+    for _ in range(2):  # one padded and watched, one packed
+        door.call(runs, (), batch)
+    runs(**batch)
+    assert marked == [False, False, True]
 
 
 @pytest.mark.slow
