@@ -136,15 +136,15 @@ def unmarked() -> Iterator[None]:
         _UNMARKED.reset(token)
 
 
-def trace_as_it_comes(module: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+def trace_as_it_comes(example_inputs: Sequence[Any]) -> None:
     """A graph has nothing to pack: take our marks off its inputs. Where they were made ahead, Dynamo starts over, and
     this does not return, see [Note: Restarts].
     """
-    batch = [tensor for tensor, _ in _batch(module, example_inputs)]
+    tensors = [each for each in example_inputs if isinstance(each, torch.Tensor)]
     ahead = {id(tensor) for tensor in _AHEAD.get([])}
-    restarts = any(id(tensor) in ahead and hasattr(tensor, _OURS) for tensor in batch)
+    restarts = any(id(tensor) in ahead and hasattr(tensor, _OURS) for tensor in tensors)
     _drop_marks_ahead()
-    for tensor in batch:
+    for tensor in tensors:
         _unmark(tensor)
         tensor.__dict__.pop(_DECLINED, None)
     if restarts:

@@ -185,6 +185,14 @@ def test_what_is_not_marked_ahead() -> None:
         assert _ahead(model, *_batch(4, 11)) == []
 
 
+def test_a_graph_without_attention_needs_nothing_of_dynamos() -> None:
+    """Another front end's has no example values in its meta."""
+    graph = torch.fx.symbolic_trace(nn.Linear(DIM, DIM))
+    x = torch.randn(4, DIM)
+    found = backend.deepytorch_backend(graph, [x], options={"lowering": "aot_eager"})(x)
+    torch.testing.assert_close(found, graph(x))
+
+
 def test_a_call_from_a_door_is_not_marked_ahead() -> None:
     """Its mask has rows, by its sizes: as many as the longest row has columns."""
     rows = Rows(torch.tensor([0, 3, 8]).int(), torch.tensor([0, 1, 2, 0, 1, 2, 3, 4]).int(), 5)
