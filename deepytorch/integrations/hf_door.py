@@ -136,6 +136,7 @@ class Door:
             hash(tuple(modules)),
             loss,
             bool(getattr(self._model.config, "output_attentions", False)),
+            frozenset(packed_attention.implementations(self._model)),
         )
 
     def restore(self) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -188,9 +187,6 @@ def attach(modeling_utils: Any) -> None:
     Masks of any other kind go to the function that would have been given, with its arguments untouched.
     """
 
-    flash_integration = import_module("transformers.integrations.flash_attention")
-    dtype_of_flash = getattr(flash_integration, "get_target_dtype", lambda *_: None)  # none in old versions of 4
-
     def knowing_packed_masks(original: Any) -> Any:
         def get_interface(self: Any, *asked: Any) -> Callable[..., Any]:
             given, implementation = original(self, *asked), plain_name(asked[0])
@@ -201,7 +197,7 @@ def attach(modeling_utils: Any) -> None:
             ) -> Any:
                 if not is_packed(attention_mask):
                     return given(module, query, key, value, attention_mask, *args, **kwargs)
-                dtype = dtype_of_flash(query, module) if implementation in FLASH else None
+                dtype = _dtype_for_flash(query, module) if implementation in FLASH else None
                 if dtype is not None:  # float32, of norms that PEFT keeps in it: transformers casts it for flash
                     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
                 kwargs["implementation"] = implementation
@@ -216,6 +212,20 @@ def attach(modeling_utils: Any) -> None:
     replace(interface, way, knowing_packed_masks, "attend in packed rows", always=True)
 
 
+def _dtype_for_flash(query: Tensor, module: nn.Module) -> torch.dtype | None:
+    """What transformers 4 and 5 cast float32 rows to in front of a flash kernel; None where nothing says it."""
+    if query.dtype != torch.float32:
+        return None
+    if torch.is_autocast_enabled(query.device.type):
+        return torch.get_autocast_dtype(query.device.type)
+    config: Any = getattr(module, "config", None)
+    if hasattr(config, "_pre_quantization_dtype"):
+        return config._pre_quantization_dtype  # type: ignore[no-any-return]
+    if hasattr(config, "_is_quantized"):
+        return config.dtype  # type: ignore[no-any-return]
+    return next((each.weight.dtype for each in module.modules() if isinstance(each, nn.Linear)), None)
+
+
 def asks_for_every_attention(modeling_utils: Any) -> bool:
     """Whether models ask `AttentionInterface` for "eager" too: up to transformers 4 they call their own for that."""
     return hasattr(modeling_utils.AttentionInterface, "get_interface")
@@ -223,8 +233,9 @@ def asks_for_every_attention(modeling_utils: Any) -> bool:
 
 def implementations(model: Any) -> set[Any]:
     """The plain names of the attention implementations that a Hugging Face model and its parts are set to."""
-    configs = {id(each.config): each.config for each in model.modules() if hasattr(each, "config")}
-    return {plain_name(getattr(each, "_attn_implementation", None)) for each in configs.values()}
+    given = (vars(each).get("config") for each in model.modules())  # an attribute that is missing takes a module long
+    configs = {id(config): config for config in given if config is not None}
+    return {plain_name(getattr(config, "_attn_implementation", None)) for config in configs.values()}
 
 
 def has_learned_bias(module: nn.Module) -> bool:

@@ -210,6 +210,36 @@ def test_an_attention_of_the_scripts_own_is_declined(monkeypatch: pytest.MonkeyP
     assert "attention by mine, of which only its author knows" in declined(door, model, batch)
 
 
+def test_an_attention_that_is_set_in_the_middle_of_training_is_asked_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, "flash_attention_2")
+    for interface in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+        monkeypatch.setitem(interface._global_mapping, "mine", interface["sdpa"])
+    model = llama("sdpa").train()
+    door = door_for(model)
+    assert door is not None
+    [batch] = batches(causal_batch, (4, 11, "right"))
+    steps = []
+    for implementation in ("sdpa", "sdpa", "mine", "flash_attention_2", "sdpa"):
+        model.set_attn_implementation(implementation)
+        door.call(model._call_impl, (), batch)
+        steps.append((taken(door), door.record.steps_padded))
+    assert steps == [(1, 0), (2, 0), (2, 1), (3, 1), (4, 1)]
+
+
+def test_the_dtype_that_flash_kernels_are_given() -> None:
+    rows, half, convolution = torch.ones(2), torch.nn.Linear(1, 1).half(), torch.nn.Conv1d(1, 1, 1).half()
+    assert packed_attention._dtype_for_flash(rows.bfloat16(), half) is None
+    assert packed_attention._dtype_for_flash(rows, half) is torch.float16
+    assert packed_attention._dtype_for_flash(rows, convolution) is None  # GPT-2 has no linear layers
+    with torch.autocast("cpu", torch.bfloat16):
+        assert packed_attention._dtype_for_flash(rows, half) is torch.bfloat16
+    convolution.config = hf.LlamaConfig(dtype=torch.float16)  # type: ignore[assignment]
+    convolution.config._is_quantized = True  # type: ignore[union-attr]
+    assert packed_attention._dtype_for_flash(rows, convolution) is torch.float16
+    convolution.config._pre_quantization_dtype = torch.bfloat16  # type: ignore[union-attr]
+    assert packed_attention._dtype_for_flash(rows, convolution) is torch.bfloat16
+
+
 @pytest.mark.parametrize("waits", [True, False])
 def test_the_door_is_opened_without_a_look_at_graphs(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = install(monkeypatch, "flash_attention_2")
