@@ -16,8 +16,9 @@ What the next trace has to know travels as attributes of the batch's tensors, wh
     3rd trace   the reasons are there: stock compiles what it would have (`Trace.DECLINED`)
 
 Where we make the call ourselves, the model has modules that attend by their names, and no door packs for it, its batch
-is marked before the first trace, which then is the second one already (`marked_ahead`). A graph that has nothing to pack after all is traced
-as it comes, once (`trace_as_it_comes`): marks that were made ahead are gone by then, so none asks for it twice.
+is marked before the first trace, which then is the second one already (`marked_ahead`). A graph that has nothing to
+pack after all is traced as it comes, once (`trace_as_it_comes`): marks that were made ahead are gone by then, so none
+asks for it twice.
 
 So it ends. `RestartTrace` is of two kinds of torch's: `TensorifyScalarRestartAnalysis` is the one that Dynamo lets out
 of a backend as it is, and not as the backend's failure; `UnspecializeRestartAnalysis` makes it forget where the trace

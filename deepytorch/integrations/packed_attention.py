@@ -219,8 +219,9 @@ def _dtype_for_flash(query: Tensor, module: nn.Module) -> torch.dtype | None:
     if torch.is_autocast_enabled(query.device.type):
         return torch.get_autocast_dtype(query.device.type)
     config: Any = getattr(module, "config", None)
-    if hasattr(config, "_pre_quantization_dtype"):
-        return config._pre_quantization_dtype  # type: ignore[no-any-return]
+    before: torch.dtype | None = getattr(config, "_pre_quantization_dtype", None)
+    if before is not None:
+        return before
     if hasattr(config, "_is_quantized"):
         return config.dtype  # type: ignore[no-any-return]
     return next((each.weight.dtype for each in module.modules() if isinstance(each, nn.Linear)), None)
