@@ -37,7 +37,7 @@ class PackedCall(NamedTuple):
     """
 
     step: CompiledStep
-    arguments: Sequence[Any]
+    arguments: list[Any]
     again: Callable[..., Sequence[Any]]
     finish: Callable[[Sequence[Any]], Sequence[Any]] | None = None
 
