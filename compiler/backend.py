@@ -63,7 +63,7 @@ def deepytorch_backend(
         config = replace(config, unpad=False, fuse_loss=False, reduce_gradients=False)
     reason = _nothing_to_pack(module, config)
     if reason is not None:
-        trace_as_it_comes(module, example_inputs)
+        trace_as_it_comes(example_inputs)
         return _without_packing(module, example_inputs, config, reason)
     trace, reasons = which_trace(module, example_inputs)
     if trace is Trace.DECLINED:

@@ -15,8 +15,8 @@ What the next trace has to know travels as attributes of the batch's tensors, wh
     2nd trace   sizes are symbols: analyse; if nothing can be packed, leave the reasons, throw (`restart_as_stock`)
     3rd trace   the reasons are there: stock compiles what it would have (`Trace.DECLINED`)
 
-Where we make the call ourselves, and the model has modules that attend by their names, its batch is marked before the
-first trace, which then is the second one already (`marked_ahead`). A graph that has nothing to pack after all is traced
+Where we make the call ourselves, the model has modules that attend by their names, and no door packs for it, its batch
+is marked before the first trace, which then is the second one already (`marked_ahead`). A graph that has nothing to pack after all is traced
 as it comes, once (`trace_as_it_comes`): marks that were made ahead are gone by then, so none asks for it twice.
 
 So it ends. `RestartTrace` is of two kinds of torch's: `TensorifyScalarRestartAnalysis` is the one that Dynamo lets out
@@ -104,15 +104,15 @@ def restart_as_stock(module: fx.GraphModule, example_inputs: Sequence[Any], reas
 def marked_ahead(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
     """Around the first call of a module with these arguments: its batch is marked before Dynamo looks at it.
 
-    Left alone are modules that do not attend by their names, batches of one row (as packed ones are), and tensors that
-    the user has marked. The marks are gone after it.
+    Left alone are modules that do not attend by their names, batches of one row, what is inside of `unmarked`, and
+    tensors that the user has marked. The marks are gone after it.
     """
-    tensors = [each for each in tree_flatten((args, kwargs))[0] if _has_plain_sizes(each)]
-    if _sizes_are_fixed() or not _has_rows(tensors) or not attends_by_name(module):
+    if _UNMARKED.get() or _sizes_are_fixed() or not attends_by_name(module):
         yield
         return
-    ahead = []
-    for tensor in tensors:
+    tensors = _tensors_in(args, kwargs)
+    ahead: list[torch.Tensor] = []
+    for tensor in tensors if _has_rows(tensors) else ():
         dims = {dim for dim, size in enumerate(tensor.shape) if size > 1}
         if dims and not any(name.startswith("_dynamo_") for name in vars(tensor)):
             setattr(tensor, _OURS, dims)
@@ -126,15 +126,25 @@ def marked_ahead(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
         _AHEAD.reset(token)
 
 
-def trace_as_it_comes(module: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+@contextlib.contextmanager
+def unmarked() -> Iterator[None]:
+    """Inside, no batch is marked ahead: whoever calls packs it, so that one trace of its sizes as they come will do."""
+    token = _UNMARKED.set(True)
+    try:
+        yield
+    finally:
+        _UNMARKED.reset(token)
+
+
+def trace_as_it_comes(example_inputs: Sequence[Any]) -> None:
     """A graph has nothing to pack: take our marks off its inputs. Where they were made ahead, Dynamo starts over, and
     this does not return, see [Note: Restarts].
     """
-    batch = [tensor for tensor, _ in _batch(module, example_inputs)]
+    tensors = [each for each in example_inputs if isinstance(each, torch.Tensor)]
     ahead = {id(tensor) for tensor in _AHEAD.get([])}
-    restarts = any(id(tensor) in ahead and hasattr(tensor, _OURS) for tensor in batch)
+    restarts = any(id(tensor) in ahead and hasattr(tensor, _OURS) for tensor in tensors)
     _drop_marks_ahead()
-    for tensor in batch:
+    for tensor in tensors:
         _unmark(tensor)
         tensor.__dict__.pop(_DECLINED, None)
     if restarts:
@@ -178,6 +188,7 @@ def _unmarked_dims(fake: torch.Tensor) -> set[int]:
 
 
 _AHEAD: ContextVar[list[torch.Tensor]] = ContextVar("deepytorch_marked_ahead")
+_UNMARKED: ContextVar[bool] = ContextVar("deepytorch_unmarked", default=False)
 
 
 def _drop_marks_ahead() -> None:
@@ -190,6 +201,17 @@ def _drop_marks_ahead() -> None:
 def _sizes_are_fixed() -> bool:
     """Whether the user asked for fixed sizes: `dynamic=False`."""
     return not dynamo_config.automatic_dynamic_shapes and bool(dynamo_config.assume_static_by_default)
+
+
+def _tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors among arguments that may be marked; none where a container cannot be flattened.
+
+    A registered class's own code runs here, which may raise, and a container may hold itself.
+    """
+    try:
+        return [each for each in tree_flatten((args, kwargs))[0] if _has_plain_sizes(each)]
+    except Exception:
+        return []
 
 
 def _has_plain_sizes(value: Any) -> bool:

@@ -59,11 +59,6 @@ class Door(FirstDoor, Protocol):
         """Whether it knows of some calls what becomes of them."""
         ...
 
-    @property
-    def is_the_only_way(self) -> bool:
-        """Whether no graph of the module could be packed, whatever Dynamo makes of it."""
-        ...
-
     def explain(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RegionRecord:
         """What would become of a training call with these arguments."""
         ...

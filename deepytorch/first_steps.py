@@ -60,6 +60,11 @@ BUDGET = Budget()
 class Door(Protocol):
     """A way to strip padding from a module's batches without its graph, see `integrations.hf_door`."""
 
+    @property
+    def is_the_only_way(self) -> bool:
+        """Whether no graph of the module could be packed, whatever Dynamo makes of it."""
+        ...
+
     def call(self, run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """`run(*args, **kwargs)`, packed if that is possible."""
         ...
@@ -83,8 +88,6 @@ class FirstSteps:
         then: Callable[[], tuple[Callable[..., Any], Any]],
     ) -> None:
         self._cost = _TRACE_SECONDS + _TRACE_SECONDS_A_MODULE * sum(1 for _ in module.modules())
-        if attends_by_name(module):
-            self._cost *= _ONE_TRACE
         self._make_door, self.then = make_door, then
         self._door: Door | None = None
         self._calls = 0
@@ -108,6 +111,8 @@ class FirstSteps:
         """A call that is not traced."""
         if not self._asked and self._calls > 1 and BUDGET.affords(_ASK_SECONDS):
             self._asked, self._door = self._calls, self._make_door()
+            marked_ahead = self._door is None or not self._door.is_the_only_way
+            self._cost *= _ONE_TRACE if marked_ahead and attends_by_name(module) else 1.0
         if self._door is None:
             return module._call_impl(*args, **kwargs)
         if self._calls == self._asked + 1:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+from filelock import FileLock
 
 from deepytorch.log import logger
 from deepytorch.private_files import cache_directory, prepare_private, replace_file
@@ -25,7 +26,17 @@ _VERSION = 1
 _CHOSEN: dict[tuple[str, str], int] = {}  # of a device's file and a class of shapes: the place in the list
 
 
-def fastest(kernel: str, shape_class: str, settings: Sequence[Setting], launch: Callable[[Setting], object]) -> Setting:
+_FILES: dict[int, Path] = {}  # of devices, by their number
+_LOCK_SECONDS = 5.0
+
+
+def fastest(
+    kernel: str,
+    shape_class: str,
+    settings: Sequence[Setting],
+    launch: Callable[[Setting], object],
+    margin: float = 0.0,
+) -> Setting:
     """One of `settings`: the one that `launch` takes the least time with, on the current CUDA device.
 
     Args:
@@ -33,16 +44,27 @@ def fastest(kernel: str, shape_class: str, settings: Sequence[Setting], launch: 
         shape_class: what the choice depends on; few values, so that few are measured ("bf16 H4096 V131072").
         settings: the first one is taken where nothing can be measured. One that raises when launched is left out.
         launch: runs the kernel; it is called several times, so it must not depend on what it wrote before.
+        margin: the share of the first one's time that another has to save to be taken in its place, where ranks, which
+            measure apart, had better agree.
+
+    What was found while a launch had too little memory holds for this process only.
     """
     if len(settings) == 1 or not torch.cuda.is_available():
         return settings[0]
     found = known(kernel, shape_class, settings)
-    if found is not None or torch.cuda.is_current_stream_capturing():
+    if found is not None or records_a_graph():
         return settings[0] if found is None else found
     path, name = _place_of(kernel, shape_class, settings)
-    _CHOSEN[str(path), name] = place = _measure(kernel, settings, launch)
-    _write(path, name, place)
+    place, lasts = _measure(kernel, settings, launch, margin)
+    _CHOSEN[str(path), name] = place
+    if lasts:
+        _write(path, name, place)
     return settings[place]
+
+
+def records_a_graph() -> bool:
+    """Whether nothing can be measured now, and what `fastest` returns is not to be kept: a CUDA graph is recorded."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def known(kernel: str, shape_class: str, settings: Sequence[Setting]) -> Setting | None:
@@ -60,25 +82,35 @@ def known(kernel: str, shape_class: str, settings: Sequence[Setting]) -> Setting
 
 
 def _place_of(kernel: str, shape_class: str, settings: Sequence[Setting]) -> tuple[Path, str]:
-    """The file of this device's choices, and the name of one in it."""
-    path = cache_directory() / "tuned" / f"{_device_name()}-{_VERSION}.json"
-    return path, f"{kernel} {shape_class} of {len(settings)}"
+    """The file of the current device's choices, and the name of one in it."""
+    device = torch.cuda.current_device()
+    if device not in _FILES:
+        _FILES[device] = cache_directory() / "tuned" / f"{_device_name(device)}-{_VERSION}.json"
+    return _FILES[device], f"{kernel} {shape_class} of {len(settings)}"
 
 
-def _device_name() -> str:
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+def _device_name(device: int) -> str:
+    properties = torch.cuda.get_device_properties(device)
     name = "".join(each if each.isalnum() else "-" for each in properties.name)
     return f"{name}-sm{properties.major}{properties.minor}-torch{torch.__version__.replace('+', '-')}"
 
 
-def _measure(kernel: str, settings: Sequence[Setting], launch: Callable[[Setting], object]) -> int:
+def _measure(
+    kernel: str, settings: Sequence[Setting], launch: Callable[[Setting], object], margin: float
+) -> tuple[int, bool]:
+    """The place of the fastest in the list, and whether it would be found again: there was memory for every launch."""
     times: dict[int, float] = {}
+    lasts = True
     for place, setting in enumerate(settings):
         try:
             times[place] = _milliseconds(launch, setting)
         except Exception as error:  # too much shared memory for this device, as a rule
+            lasts = lasts and not isinstance(error, torch.OutOfMemoryError)
             logger.debug("%s with %s: %s", kernel, setting, error)
-    return min(times, key=lambda place: times[place]) if times else 0
+    if not times:
+        return 0, lasts
+    best = min(times, key=lambda place: times[place])
+    return (0 if 0 in times and times[best] > (1.0 - margin) * times[0] else best), lasts
 
 
 def _milliseconds(launch: Callable[[Setting], object], setting: Setting) -> float:
@@ -109,6 +141,7 @@ def _write(path: Path, name: str, place: int) -> None:
     if any(prepare_private(folder) is not None for folder in (path.parent.parent, path.parent)):
         return
     try:
-        replace_file(path, json.dumps({**_read(path), name: place}, indent=1))
-    except OSError as error:
+        with FileLock(path.with_suffix(".lock"), timeout=_LOCK_SECONDS, mode=0o600):  # ranks write at the same time
+            replace_file(path, json.dumps({**_read(path), name: place}, indent=1))
+    except (OSError, NotImplementedError) as error:  # a file system without locks among them
         logger.debug("%s is not kept: %s", path, error)

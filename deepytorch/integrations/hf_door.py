@@ -25,6 +25,7 @@ from torch import nn
 from deepytorch import autowrap
 from deepytorch.compiler.backend import EXPLAINING
 from deepytorch.compiler.batch_facts import Refusal
+from deepytorch.compiler.dynamic_sizes import unmarked
 from deepytorch.compiler.outputs.replay import Replay
 from deepytorch.compiler.outputs.usage import Level
 from deepytorch.compiler.report import LEDGER, RegionRecord
@@ -92,7 +93,8 @@ class Door:
         if given is not None and kind not in self._found_out:
             kind = self._ask(given)
         self._reading, self._kind_now = self._found_out.get(kind), kind
-        return self._through(run, args, kwargs)
+        with contextlib.nullcontext() if self._reading is None else unmarked():
+            return self._through(run, args, kwargs)
 
     @property
     def asked(self) -> bool:
@@ -134,6 +136,7 @@ class Door:
             hash(tuple(modules)),
             loss,
             bool(getattr(self._model.config, "output_attentions", False)),
+            frozenset(packed_attention.implementations(self._model)),
         )
 
     def restore(self) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -18,11 +17,16 @@ from torch import Tensor, nn
 from deepytorch.passes.ops.varlen_attention import varlen_attention
 from deepytorch.patches import replace
 
-# What models hand to their attention that changes no number of it. Of anything else nobody here knows what it does:
-# sinks, indices of blocks, lengths of rows that were packed already.
+# What models hand to their attention that changes no number of it: none of transformers' attention functions reads it
+# (paged ones a cache, which are declined). Of anything else nobody here knows what it does: sinks, indices of blocks,
+# lengths of rows that were packed already.
 WITHOUT_EFFECT = frozenset(
     (
         "position_ids",
+        "position_embeddings",
+        "token_type_ids",
+        "cache",
+        "past_key_values",
         "cache_position",
         "use_cache",
         "output_attentions",
@@ -38,7 +42,12 @@ WITHOUT_EFFECT = frozenset(
 )
 # Implementations of transformers' own; what stands behind another name may have windows that no small probe shows.
 IN_GRAPHS = (None, "eager", "sdpa")
-FLASH_WITH_DROPOUT = ("flash_attention_2", "kernels-community/flash-attn2")
+FLASH_WITH_DROPOUT = (
+    "flash_attention_2",
+    "kernels-community/flash-attn",
+    "kernels-community/flash-attn2",
+    "kernels-community/aiter-flash-attn",
+)
 FLASH = (
     *FLASH_WITH_DROPOUT,
     "flash_attention_3",
@@ -48,6 +57,15 @@ FLASH = (
     "kernels-community/flash-attn4",
 )
 OPAQUE = (*FLASH, "flex_attention")  # a graph breaks at them, or has one node whose inside it does not show
+
+
+def plain_name(implementation: Any) -> Any:
+    """The name of a flash implementation as `FLASH` has it: "paged|owner/kernel@revision:function" is "owner/kernel".
+
+    Any other name comes back as it is.
+    """
+    bare = str(implementation).removeprefix("paged|").partition(":")[0].partition("@")[0].strip()
+    return bare if bare in FLASH else implementation
 
 
 class CannotPack(Exception):
@@ -115,11 +133,13 @@ def attend(
     query, key, value: (1, heads, tokens, head_dim); attention_mask: what `encode_mask` made. Returns
     (1, tokens, heads, head_dim). What masks mean here is what they mean to transformers' FlashAttention: causal by
     `is_causal`, or the module's; the last `sliding_window` keys; softcap. position_bias: (1, heads or 1, extent or 1,
-    extent or 1), added to the scores. implementation: the name of what this stands in for. Raises `CannotPack` for
-    anything else that may change scores.
+    extent or 1), added to the scores. implementation: the plain name of what this stands in for. Raises `CannotPack`
+    for anything else that may change scores.
     """
     _refuse_unknown(module, query, dropout, implementation, other)
     flash = implementation in FLASH
+    if flash and implementation not in FLASH_WITH_DROPOUT:
+        dropout = 0.0  # transformers hands it only to kernels that have it, and trains without it otherwise
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if sliding_window is not None and not causal and not flash:
         raise CannotPack(f"{type(module).__name__} has a window to both sides")
@@ -157,7 +177,7 @@ def _refuse_unknown(
         raise CannotPack(f"{kind} gives its attention {', '.join(strange)}")
     if query.shape[0] != 1:
         raise CannotPack(f"{kind} gives its attention more than one row")
-    if dropout and implementation in OPAQUE and implementation not in FLASH_WITH_DROPOUT:
+    if dropout and implementation == "flex_attention":  # where transformers raises as well
         raise CannotPack(f"{implementation} has no dropout, and {kind} asks for it")
 
 
@@ -167,12 +187,9 @@ def attach(modeling_utils: Any) -> None:
     Masks of any other kind go to the function that would have been given, with its arguments untouched.
     """
 
-    flash_integration = import_module("transformers.integrations.flash_attention")
-    dtype_of_flash = getattr(flash_integration, "get_target_dtype", lambda *_: None)  # none in old versions of 4
-
     def knowing_packed_masks(original: Any) -> Any:
         def get_interface(self: Any, *asked: Any) -> Callable[..., Any]:
-            given = original(self, *asked)
+            given, implementation = original(self, *asked), plain_name(asked[0])
 
             @functools.wraps(given)
             def either(
@@ -180,10 +197,10 @@ def attach(modeling_utils: Any) -> None:
             ) -> Any:
                 if not is_packed(attention_mask):
                     return given(module, query, key, value, attention_mask, *args, **kwargs)
-                dtype = dtype_of_flash(query, module) if asked[0] in FLASH else None
+                dtype = _dtype_for_flash(query, module) if implementation in FLASH else None
                 if dtype is not None:  # float32, of norms that PEFT keeps in it: transformers casts it for flash
                     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-                kwargs["implementation"] = asked[0]
+                kwargs["implementation"] = implementation
                 return attend(module, query, key, value, attention_mask, *args, **kwargs)
 
             return either
@@ -195,15 +212,30 @@ def attach(modeling_utils: Any) -> None:
     replace(interface, way, knowing_packed_masks, "attend in packed rows", always=True)
 
 
+def _dtype_for_flash(query: Tensor, module: nn.Module) -> torch.dtype | None:
+    """What transformers 4 and 5 cast float32 rows to in front of a flash kernel; None where nothing says it."""
+    if query.dtype != torch.float32:
+        return None
+    if torch.is_autocast_enabled(query.device.type):
+        return torch.get_autocast_dtype(query.device.type)
+    config: Any = getattr(module, "config", None)
+    if hasattr(config, "_pre_quantization_dtype"):
+        return config._pre_quantization_dtype  # type: ignore[no-any-return]
+    if hasattr(config, "_is_quantized"):
+        return config.dtype  # type: ignore[no-any-return]
+    return next((each.weight.dtype for each in module.modules() if isinstance(each, nn.Linear)), None)
+
+
 def asks_for_every_attention(modeling_utils: Any) -> bool:
     """Whether models ask `AttentionInterface` for "eager" too: up to transformers 4 they call their own for that."""
     return hasattr(modeling_utils.AttentionInterface, "get_interface")
 
 
 def implementations(model: Any) -> set[Any]:
-    """The names of the attention implementations that a Hugging Face model and its parts are set to."""
-    configs = {id(each.config): each.config for each in model.modules() if hasattr(each, "config")}
-    return {getattr(each, "_attn_implementation", None) for each in configs.values()}
+    """The plain names of the attention implementations that a Hugging Face model and its parts are set to."""
+    given = (vars(each).get("config") for each in model.modules())  # an attribute that is missing takes a module long
+    configs = {id(config): config for config in given if config is not None}
+    return {plain_name(getattr(config, "_attn_implementation", None)) for config in configs.values()}
 
 
 def has_learned_bias(module: nn.Module) -> bool:

@@ -7,6 +7,7 @@ slow, and is never measured: it computes what no other form does.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from functools import cache, partial
 from types import ModuleType
@@ -19,11 +20,13 @@ from deepytorch.passes.ops import varlen_attention_dense as dense
 from deepytorch.passes.ops import varlen_attention_efficient as efficient
 from deepytorch.passes.ops import varlen_attention_flash as flash
 from deepytorch.passes.ops.attention_tile import Call
-from deepytorch.tuning import fastest, known
+from deepytorch.tuning import fastest, known, records_a_graph
 
 _TRITON_CAPABILITY = (8, 0)  # what the Triton kernels are compiled for in the tests, and newer
 _KERNEL = "varlen_attention_form/1"
 _LONG = (256, 1024, 4096)  # keys of the longest row, between which the choice may differ
+_MARGIN = 0.1  # of the likeliest form's time: less is noise, and ranks would differ
+_FORMS: dict[tuple[object, ...], ModuleType] = {}  # found in this process, by all that a choice depends on
 
 
 class Choice(NamedTuple):
@@ -72,13 +75,54 @@ def choose_form(query: Tensor, key: Tensor, value: Tensor, call: Call) -> Choice
 
 def _form(query: Tensor, key: Tensor, value: Tensor, call: Call) -> ModuleType:
     """The form that computes this call; at the first of its class, several are measured."""
+    if call.bias is not None:  # its strides count too, and are many
+        return _choose(query, key, value, call)
+    kind = _kind(query, key, value, call)
+    form = _FORMS.get(kind)
+    if form is None:
+        form = _choose(query, key, value, call)
+        if not records_a_graph():  # nothing is measured then
+            _FORMS[kind] = form
+    return form
+
+
+def _choose(query: Tensor, key: Tensor, value: Tensor, call: Call) -> ModuleType:
     taking, _ = _ladder(query, key, value, call)
     if not taking:
         return dense
     if len(taking) == 1 or torch.are_deterministic_algorithms_enabled():  # two processes may measure differently
         return _module(taking[0])
     shape_class = _shape_class(query, key, value, call, taking)
-    return _module(fastest(_KERNEL, shape_class, taking, partial(_run, query, key, value, call)))
+    return _module(fastest(_KERNEL, shape_class, taking, partial(_run, query, key, value, call), _MARGIN))
+
+
+def _kind(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[object, ...]:
+    """All that the ladder and the class of shapes of a call without a bias depend on; no string is made for it."""
+    rule = call.rule
+    return (
+        query.device.index,
+        query.dtype,
+        key.dtype,
+        value.dtype,
+        query.size(2),
+        value.size(2),
+        query.size(1) == key.size(1),
+        rule.window_left,
+        rule.window_right,
+        rule.dropout_p > 0,
+        rule.softcap > 0,
+        call.max_q == 0,
+        call.max_k == 0,
+        _length(call),
+        flash.one_token_space(call),
+        flash.activated(),
+        torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+def _length(call: Call) -> int:
+    """Between which of `_LONG` the longest row is."""
+    return bisect_left(_LONG, call.max_k)
 
 
 def _ladder(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -105,14 +149,13 @@ def _why_not_triton(query: Tensor, key: Tensor, value: Tensor, call: Call, capab
 
 def _shape_class(query: Tensor, key: Tensor, value: Tensor, call: Call, taking: tuple[str, ...]) -> str:
     """What the choice may depend on; few values, as each is measured."""
-    rule, longest = call.rule, call.max_k
+    rule = call.rule
     windowed = rule.window_left >= 0 or rule.window_right > 0
     seen = "window" if windowed else "causal" if rule.window_right == 0 else "whole"
-    size = sum(longest > each for each in _LONG)
     group = "one head" if query.size(1) == key.size(1) else "some heads"
     return (
         f"{'+'.join(taking)} {flash.activated()} {query.dtype} {query.size(2)} {value.size(2)} {seen} {group} a key "
-        f"length {size}"
+        f"length {_length(call)}"
     )
 
 

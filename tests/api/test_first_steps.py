@@ -32,6 +32,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 class Door:
     """Takes as long as it is told."""
 
+    is_the_only_way = False
+
     def __init__(self, seconds: float) -> None:
         self.seconds, self.calls, self.is_open = seconds, 0, True
 
@@ -97,6 +99,21 @@ def test_what_is_traced_once_is_traced_earlier(clock: Clock) -> None:
         _, call = steps(None, kind)
         found[kind] = [call() for _ in range(3)][-1]
     assert found == {Padded: "padded", SelfAttention: "traced"}
+
+
+def test_what_is_packed_at_its_door_alone_is_traced_as_its_batches_come(clock: Clock) -> None:
+    costs = {}
+    for only in (True, False):
+        door = Door(0.0)
+        door.is_the_only_way = only
+        first, call = steps(door, SelfAttention)
+        clock.age = 0.9 * first_steps._ASK_SECONDS / first_steps.SHARE
+        assert [call(), call()] == ["padded", "padded"]
+        assert not first._asked
+        clock.age = 1.1 * first_steps._ASK_SECONDS / first_steps.SHARE
+        assert call() == "packed"
+        costs[only] = first._cost
+    assert costs[False] == costs[True] * first_steps._ONE_TRACE
 
 
 def test_the_first_step_is_never_traced_and_asks_no_door(clock: Clock) -> None:

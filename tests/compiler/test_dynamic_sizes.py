@@ -10,11 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._pytree import _deregister_pytree_node, register_pytree_node
 
 from deepytorch.compiler import backend
 from deepytorch.compiler.compile_module import compiled_call
-from deepytorch.compiler.dynamic_sizes import marked_ahead
+from deepytorch.compiler.dynamic_sizes import marked_ahead, unmarked
 from deepytorch.compiler.outcome import Outcome, outcomes
+from deepytorch.integrations.packed_attention import Rows, encode_mask
 from deepytorch.torch_internals import dynamo_config
 
 DIM = 16
@@ -181,6 +183,47 @@ def test_what_is_not_marked_ahead() -> None:
         assert _ahead(model, other) == []
     with dynamo_config.patch(automatic_dynamic_shapes=False, assume_static_by_default=True):  # dynamic=False
         assert _ahead(model, *_batch(4, 11)) == []
+
+
+def test_a_graph_without_attention_needs_nothing_of_dynamos() -> None:
+    """Another front end's has no example values in its meta."""
+    graph = torch.fx.symbolic_trace(nn.Linear(DIM, DIM))
+    x = torch.randn(4, DIM)
+    found = backend.deepytorch_backend(graph, [x], options={"lowering": "aot_eager"})(x)
+    torch.testing.assert_close(found, graph(x))
+
+
+def test_a_call_from_a_door_is_not_marked_ahead() -> None:
+    """Its mask has rows, by its sizes: as many as the longest row has columns."""
+    rows = Rows(torch.tensor([0, 3, 8]).int(), torch.tensor([0, 1, 2, 0, 1, 2, 3, 4]).int(), 5)
+    packed = (torch.ones(1, 8, dtype=torch.int64), encode_mask(rows))
+    model = _Model(_SelfAttention())
+    with unmarked():
+        assert _ahead(model, *packed) == []
+        assert _ahead(model, *_batch(4, 11)) == []  # of a step that runs padded there
+    assert _ahead(model, *_batch(4, 11)) != []
+
+
+class _Cache:
+    """Of a class whose registered flatten refuses some."""
+
+
+def _refuse(_: _Cache) -> Any:
+    raise RuntimeError("a cache of windows cannot be exported")
+
+
+def test_arguments_that_cannot_be_flattened_are_left_unmarked() -> None:
+    model, (ids, mask, _) = _Model(_SelfAttention()), _batch(4, 11)
+    register_pytree_node(_Cache, _refuse, lambda leaves, _: _Cache())
+    try:
+        with marked_ahead(model, (ids, mask), {"past_key_values": _Cache()}):
+            assert _marks((ids, mask)) == []
+    finally:
+        _deregister_pytree_node(_Cache)
+    endless: list[Any] = [ids]
+    endless.append(endless)
+    with marked_ahead(model, (ids, mask), {"unused": endless}):
+        assert _marks((ids, mask)) == []
 
 
 def test_marks_of_the_users_own_stay_as_they_are() -> None:

@@ -10,10 +10,13 @@ import torch
 
 pytest.importorskip("transformers", minversion="5")
 import transformers as hf
+from transformers import modeling_flash_attention_utils
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import deepytorch
 from deepytorch import autowrap
+from deepytorch.compiler.dynamic_sizes import marked_ahead
 from deepytorch.compiler.report import LEDGER
 from deepytorch.integrations import packed_attention
 from deepytorch.integrations.hf_door import Door, door_for
@@ -101,16 +104,32 @@ def test_the_dropout_of_flash_attention_2_is_drawn_in_packed_rows(monkeypatch: p
         torch.testing.assert_close(door.call(model._call_impl, (), batch).loss, model(**batch).loss)
 
 
-def test_a_kernel_without_dropout_is_not_replaced_by_ours_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_dropout_that_a_kernel_does_not_have_is_left_out_as_transformers_leaves_it_out(
+    sharded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     install(monkeypatch, "flash_attention_3")
     model = llama("flash_attention_3", attention_dropout=0.3).train()
+    if sharded:  # the probe evaluates then, without dropout, and what a step raises is the end of the training
+        for module in ("hf_door", "door_proof"):
+            monkeypatch.setattr(f"deepytorch.integrations.{module}.is_sharded", lambda _: True)
     door = door_for(model)
     assert door is not None
     [batch] = batches(causal_batch, (4, 11, "right"))
-    losses = {door.call(model._call_impl, (), batch).loss.item() for _ in range(3)}
-    assert losses == {model(**batch).loss.item()}  # transformers leaves it out
+    losses = torch.stack([door.call(model._call_impl, (), batch).loss for _ in range(3)])
+    torch.testing.assert_close(losses, model(**batch).loss.expand(3))
+    assert door.record.steps_packed == 2
+
+
+def test_flex_attention_says_itself_that_it_has_no_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, "flex_attention")
+    model = llama("flex_attention", attention_dropout=0.3).train()
+    door = door_for(model)
+    assert door is not None
+    [batch] = batches(causal_batch, (4, 11, "right"))
+    with pytest.raises(ValueError, match="does not support `dropout`"):
+        door.call(model._call_impl, (), batch)
     assert door.record.steps_packed == 0
-    assert "flash_attention_3 has no dropout, and LlamaAttention asks for it" in door.record.declined
 
 
 def test_rows_in_float32_are_cast_as_transformers_casts_them_for_flash(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,6 +163,43 @@ def test_what_models_hand_to_their_attention_and_nobody_here_knows_is_declined(n
         packed_attention.attend(module, query, query, query, mask, **{name: torch.ones(2)})
 
 
+@pytest.mark.parametrize("implementation", ["sdpa", "flash_attention_2"])
+def test_what_a_tokenizer_gives_and_no_attention_reads_keeps_no_model_padded(
+    implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, "flash_attention_2")
+    pair = DoorPair(llama(implementation).train())
+    given = batches(causal_batch, (4, 11, "right"), (4, 9, "right"))
+    for batch in given:  # hands it on to its attention
+        batch["token_type_ids"] = torch.zeros_like(batch["input_ids"])
+    expect_packed(pair.train(given, compare_at_tokens()), steps=2, padded=0)
+
+
+def test_flash_kernels_are_known_by_every_name_that_transformers_gives_them() -> None:
+    fallback = getattr(modeling_flash_attention_utils, "FLASH_ATTN_KERNEL_FALLBACK", {})
+    taken = {"flash_attention_2", "kernels-community/aiter-flash-attn", *fallback, *fallback.values()}
+    assert taken <= set(packed_attention.FLASH)  # a new one may see something else: it has to be read first
+    for name in taken:
+        for written in (name, f"paged|{name}", f"{name}@v1.2", f"{name}:flash_attn_varlen_func", f"{name}@main:attend"):
+            assert packed_attention.plain_name(written) == name
+    for other in (None, "eager", "sdpa", "paged|eager", "mine", "someone/flash-attn2", "kernels-community/metal"):
+        assert packed_attention.plain_name(other) is other
+
+
+@pytest.mark.parametrize("suffix", ["", "@main", ":flash_attn_varlen_func"])
+def test_a_kernel_of_the_hub_is_packed_as_the_package_is(suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"kernels-community/flash-attn2{suffix}"
+    install(monkeypatch, "flash_attention_2")
+    for interface in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):  # as transformers registers it
+        monkeypatch.setitem(interface._global_mapping, name, interface["flash_attention_2"])
+    model = llama("flash_attention_2").train()
+    model.config._attn_implementation = name
+    pair = DoorPair(model)
+    assert pair.door is not None
+    assert pair.door.is_the_only_way
+    expect_packed(pair.train(batches(causal_batch, (4, 11, "right"), (4, 9, "left"))), steps=2, padded=0)
+
+
 def test_an_attention_of_the_scripts_own_is_declined(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "mine", ALL_ATTENTION_FUNCTIONS["sdpa"])
     model = llama("sdpa").train()
@@ -152,6 +208,36 @@ def test_an_attention_of_the_scripts_own_is_declined(monkeypatch: pytest.MonkeyP
     assert door is not None
     [batch] = batches(causal_batch, (4, 11, "right"))
     assert "attention by mine, of which only its author knows" in declined(door, model, batch)
+
+
+def test_an_attention_that_is_set_in_the_middle_of_training_is_asked_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, "flash_attention_2")
+    for interface in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+        monkeypatch.setitem(interface._global_mapping, "mine", interface["sdpa"])
+    model = llama("sdpa").train()
+    door = door_for(model)
+    assert door is not None
+    [batch] = batches(causal_batch, (4, 11, "right"))
+    steps = []
+    for implementation in ("sdpa", "sdpa", "mine", "flash_attention_2", "sdpa"):
+        model.set_attn_implementation(implementation)
+        door.call(model._call_impl, (), batch)
+        steps.append((taken(door), door.record.steps_padded))
+    assert steps == [(1, 0), (2, 0), (2, 1), (3, 1), (4, 1)]
+
+
+def test_the_dtype_that_flash_kernels_are_given() -> None:
+    rows, half, convolution = torch.ones(2), torch.nn.Linear(1, 1).half(), torch.nn.Conv1d(1, 1, 1).half()
+    assert packed_attention._dtype_for_flash(rows.bfloat16(), half) is None
+    assert packed_attention._dtype_for_flash(rows, half) is torch.float16
+    assert packed_attention._dtype_for_flash(rows, convolution) is None  # GPT-2 has no linear layers
+    with torch.autocast("cpu", torch.bfloat16):
+        assert packed_attention._dtype_for_flash(rows, half) is torch.bfloat16
+    convolution.config = hf.LlamaConfig(dtype=torch.float16)  # type: ignore[assignment]
+    convolution.config._is_quantized = True  # type: ignore[union-attr]
+    assert packed_attention._dtype_for_flash(rows, convolution) is torch.float16
+    convolution.config._pre_quantization_dtype = torch.bfloat16  # type: ignore[union-attr]
+    assert packed_attention._dtype_for_flash(rows, convolution) is torch.bfloat16
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -192,6 +278,25 @@ class _Over:
 
     def restore(self) -> None:
         return None
+
+
+def test_nothing_is_marked_for_a_compile_behind_a_door(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, "flash_attention_2")
+    model = llama("flash_attention_2", num_hidden_layers=1).train()
+    door = door_for(model)
+    assert door is not None
+    marked: list[bool] = []
+
+    def runs(*_: Any, **given: Any) -> Any:
+        with marked_ahead(model, (), given):
+            marked.append(hasattr(given["input_ids"], "_deepytorch_marked"))
+        return model._call_impl(**given)
+
+    [batch] = batches(causal_batch, (4, 11, "right"))
+    for _ in range(2):  # one padded and watched, one packed
+        door.call(runs, (), batch)
+    runs(**batch)
+    assert marked == [False, False, True]
 
 
 @pytest.mark.slow

@@ -276,8 +276,10 @@ class Device:
         monkeypatch.setattr(cuda, "_triton", lambda: None)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        monkeypatch.setattr(tuning, "_device_name", lambda: "stand-in")
-        monkeypatch.setattr(tuning, "_CHOSEN", {})
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(tuning, "_device_name", lambda _: "stand-in")
+        self._monkeypatch = monkeypatch
+        self.in_another_process()
 
         def milliseconds(launch: Callable[[str], object], setting: str) -> float:
             launch(setting)
@@ -285,6 +287,11 @@ class Device:
             return cost[setting]
 
         monkeypatch.setattr(tuning, "_milliseconds", milliseconds)
+
+    def in_another_process(self) -> None:
+        """Nothing but what is on disk is known."""
+        for module, name in ((tuning, "_FILES"), (tuning, "_CHOSEN"), (cuda, "_FORMS")):
+            self._monkeypatch.setattr(module, name, {})
 
 
 @pytest.mark.usefixtures("_stand_ins")
@@ -303,13 +310,53 @@ def test_the_faster_form_is_found_once_and_kept(faster: str, monkeypatch: pytest
     other = {"flash": "efficient", "efficient": "flash"}[faster]
     assert found.form == faster
     assert found.reasons[-1] == f"{other}: slower where it was measured"
-    monkeypatch.setattr(tuning, "_CHOSEN", {})  # another process
+    device.in_another_process()
     cuda.forward(query, key, value, call)
     assert device.ran == ["flash", "efficient"]
     kept = tuning.cache_directory() / "tuned" / "stand-in-1.json"
     assert kept.stat().st_mode & 0o777 == 0o600
     assert list(json.loads(kept.read_text()).values()).count(["flash", "efficient"].index(faster)) >= 1
     kept.unlink()
+
+
+@pytest.mark.usefixtures("_stand_ins")
+def test_a_form_that_was_found_is_not_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    Device(monkeypatch, {"flash": 2.0, "efficient": 1.0})
+    query, key, value = (each.detach().bfloat16() for each in make())
+    cuda.forward(query, key, value, call_of())
+    looked: list[Any] = []
+    ladder = cuda._ladder
+    monkeypatch.setattr(cuda, "_ladder", lambda *given: looked.append(given) or ladder(*given))
+    cuda.forward(query, key, value, call_of([20, 2, 40, 17]))  # lengths alone tell nothing
+    assert len(looked) == 0
+    cuda.forward(query, key, value, call_of(rule=Rule(0.25, 3, 0)))
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA3")
+    cuda.forward(query, key, value, call_of())
+    assert len(looked) == 2
+    (tuning.cache_directory() / "tuned" / "stand-in-1.json").unlink()
+
+
+@pytest.mark.usefixtures("_stand_ins")
+def test_what_is_taken_while_a_graph_is_recorded_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch, {"flash": 2.0, "efficient": 1.0})
+    query, key, value = (each.detach().bfloat16() for each in make())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert cuda._form(query, key, value, call_of()) is flash
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert cuda._form(query, key, value, call_of()) is efficient
+    assert device.ran == ["flash", "efficient"]
+    (tuning.cache_directory() / "tuned" / "stand-in-1.json").unlink()
+
+
+@pytest.mark.usefixtures("_stand_ins")
+@pytest.mark.parametrize(("efficient_takes", "chosen"), [(1.85, flash), (1.75, efficient)])
+def test_the_likeliest_form_stays_where_another_is_hardly_faster(
+    efficient_takes: float, chosen: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Device(monkeypatch, {"flash": 2.0, "efficient": efficient_takes})
+    query, key, value = (each.detach().bfloat16() for each in make())
+    assert cuda._form(query, key, value, call_of()) is chosen
+    (tuning.cache_directory() / "tuned" / "stand-in-1.json").unlink()
 
 
 @pytest.mark.usefixtures("_stand_ins")
