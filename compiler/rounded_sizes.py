@@ -17,7 +17,6 @@ longest row's eighth for each row of the batch are fewer than a longest row for 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -149,8 +148,9 @@ def why_not_rounded(program: Program, *, zero_outputs: bool, has_bias: bool) -> 
 
     has_bias: whether something is added to the scores of an attention.
     """
-    sets: Sequence[IndexSet] = [index.entries for index in program.indices]
-    sets = [*sets, *(entries for entries in program.values if entries is not None)]
+    asked = [*program.indices, *program.reference_indices]
+    sets = [index.entries for index in asked] + [index.among for index in asked if index.among is not None]
+    sets += [entries for entries in program.values if entries is not None]
     if zero_outputs:
         return "outputs are zeros at pads, where dummies stand"
     if has_bias:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import sympy
 import torch
@@ -31,14 +31,13 @@ from deepytorch.passes.unpad.region import Declined
 from deepytorch.torch_internals import inductor_config
 
 
-@dataclass(frozen=True)
-class PackedCall:
+class PackedCall(NamedTuple):
     """A packed step with its arguments. again: its outputs in eager, for a second backward. finish: what is made of
     its outputs before anybody gets them.
     """
 
     step: CompiledStep
-    arguments: Sequence[Any]
+    arguments: list[Any]
     again: Callable[..., Sequence[Any]]
     finish: Callable[[Sequence[Any]], Sequence[Any]] | None = None
 

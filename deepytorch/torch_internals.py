@@ -147,6 +147,7 @@ INTERNALS = (
     Internal("torch._inductor.compile_fx.compile_fx", "the lowering inductor", ((2, ("config_patches",)),)),
     Internal("torch._inductor.config.get_config_copy", "which options there are", ((0, ()),)),
     Internal("torch._inductor.config.get_type", "what type an option has", ((1, ()),)),
+    Internal("torch._inductor.config.triton.cudagraphs", "whether CUDA graphs are asked for"),
     Internal("torch._inductor.cpu_vec_isa.pick_vec_isa", "look at the CPU before compiled code is loaded", ((0, ()),)),
     Internal("torch._inductor.custom_graph_pass.CustomGraphPass", "passes in Inductor's slots, and in its cache keys"),
     Internal("torch._inductor.list_mode_options", "what mode= stands for", ((1, ()),)),

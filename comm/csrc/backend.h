@@ -113,7 +113,9 @@ class Backend final : public c10d::Backend {
   // Keeps in mind what the inner backend for CPU tensors was given: what this group runs itself waits for it.
   void remember(const c10::intrusive_ptr<c10d::Work>& work);
   // The inner backend for CPU tensors ran calls that `remember` was not told of: the next barrier is its own, which waits.
-  void inherit() { inherits_ = true; }
+  // It has two threads, which run two calls at a time.
+  void inherit() { inherits_ = shares_threads_ = true; }
+  std::chrono::milliseconds timeout() const { return timeout_; }
   bool on_one_host() const { return setup_.num_hosts == 1; }
   std::shared_ptr<Segment> segment() const { return setup_.segment; }
 
@@ -221,6 +223,7 @@ class Backend final : public c10d::Backend {
   uint64_t num_regions_ = 0;
   std::map<std::string, Residual> residuals_;
   std::atomic<bool> inherits_{false};
+  std::atomic<bool> shares_threads_{false};
   bool as_gloo_ = false;  // whether the group goes by that name
   Wire quantize_ = Wire::exact;
   std::map<int64_t, uint64_t> scattered_;  // by size, since the last step

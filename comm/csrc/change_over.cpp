@@ -1,5 +1,9 @@
 #include "change_over.h"
 
+#include <future>
+#include <thread>
+
+#include "delegated.h"
 #include "gil.h"
 
 namespace deepytorch {
@@ -32,7 +36,7 @@ std::string ChangeOver::arm(uint64_t at, const std::string& key) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (over_ || position_ >= at) return "the collective was called already";
   if (stock_.use_count() > kHolders) return "somebody holds the group's gloo backend, to call it past the group";
-  if (stock_->getSequenceNumberForGroup() != seen_) return "the group's gloo backend was called past the group";
+  if (passed_ || stock_->getSequenceNumberForGroup() != seen_) return "the group's gloo backend was called past the group";
   armed_at_ = at;
   key_ = key;
   go_ = false;
@@ -46,10 +50,39 @@ void ChangeOver::decide(const std::string& key, bool go) {
   else armed_at_.reset();
 }
 
+// Called with the lock: what the store says, after this rank has said no. A store may be gone, or hold its answer back for
+// ever; then nobody can tell on which side of the moment the others are, and no collective of the group can be right.
+bool ChangeOver::is_decided_for() {
+  auto answer = std::make_shared<std::promise<std::string>>();
+  auto told = answer->get_future();
+  std::thread([answer, store = store_, key = key_] {
+    try {
+      answer->set_value(store->compareSet(key, "", "no"));
+    } catch (...) {
+      answer->set_exception(std::current_exception());
+    }
+  }).detach();
+  std::string why = "it does not answer";
+  if (told.wait_for(ours_->timeout()) == std::future_status::ready) {
+    try {
+      return told.get() == "go";
+    } catch (const c10::Error& error) {
+      why = error.what_without_backtrace();
+    } catch (const std::exception& error) {
+      why = error.what();
+    }
+  }
+  lost_ = "the ranks of this group were about to change over from gloo, and their store is gone, so this rank cannot know whether the "
+          "others have changed (" + why + "). Keep the process that holds the store until all ranks have ended, or run `deepytorch build` "
+          "before training";
+  raise(lost_);
+}
+
 // Called with the lock, in front of a collective: whether it is the first one of ours.
 bool ChangeOver::reached() {
   if (!armed_at_ || position_ < *armed_at_) return false;
-  if (!go_) go_ = store_->compareSet(key_, "", "no") == "go";
+  if (!lost_.empty()) raise(lost_);
+  if (!go_) go_ = is_decided_for();
   armed_at_.reset();
   if (!go_) return false;
   stock_.reset();
@@ -71,11 +104,13 @@ auto ChangeOver::on_stock(Run run) {
   struct Counted {  // also where the call is refused after it was counted
     ChangeOver& self;
     ~Counted() { self.seen_ = self.stock_->getSequenceNumberForGroup(); }
-  } counted{*this};
+  };
+  if (stock_->getSequenceNumberForGroup() != seen_) passed_ = true;
+  const Counted counted{*this};
   return run(*stock_);
 }
 
-template <class Run>
+template <bool remembers, class Run>
 ChangeOver::WorkPtr ChangeOver::collective(Run run) {
   if (!is_over()) {
     const WithoutGil unlocked;
@@ -92,7 +127,7 @@ ChangeOver::WorkPtr ChangeOver::collective(Run run) {
         work = on_stock(run);
       }
       lock.unlock();
-      if (work) ours_->remember(work);
+      if (remembers && work) ours_->remember(work);
       return work;
     }
   }
@@ -157,17 +192,17 @@ ChangeOver::WorkPtr ChangeOver::scatter(Tensors& outputs, TensorLists& inputs, c
 }
 
 ChangeOver::WorkPtr ChangeOver::reduce_scatter(Tensors& outputs, TensorLists& inputs, const c10d::ReduceScatterOptions& options) {
-  return collective([&](auto& to) { return to.reduce_scatter(outputs, inputs, options); });
+  return collective<false>([&](auto& to) { return to.reduce_scatter(outputs, inputs, options); });
 }
 
 ChangeOver::WorkPtr ChangeOver::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                      const c10d::ReduceScatterOptions& options) {
-  return collective([&](auto& to) { return to._reduce_scatter_base(output, input, options); });
+  return collective<false>([&](auto& to) { return to._reduce_scatter_base(output, input, options); });
 }
 
 ChangeOver::WorkPtr ChangeOver::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                                 const c10d::ReduceScatterOptions& options) {
-  return collective([&](auto& to) { return to.reduce_scatter_tensor_coalesced(outputs, inputs, options); });
+  return collective<false>([&](auto& to) { return to.reduce_scatter_tensor_coalesced(outputs, inputs, options); });
 }
 
 ChangeOver::WorkPtr ChangeOver::alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes,
@@ -195,9 +230,26 @@ ChangeOver::WorkPtr ChangeOver::recvAnysource(Tensors& tensors, int tag) {
   return message([&](auto& to) { return to.recvAnysource(tensors, tag); });
 }
 
-// Made of messages, and waits for them; calls of other threads wait until then.
+// Made of messages, and waits for them, without the lock: others may have to call something before theirs come. A collective
+// of another thread's meanwhile finds that gloo has counted more than came through here, and the group stays on gloo.
 void ChangeOver::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all) {
-  message([&](auto& to) { to.monitoredBarrier(options, wait_all); });
+  c10::intrusive_ptr<c10d::Backend> stock;
+  const WithoutGil unlocked;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    stock = stock_;
+  }
+  if (!stock) return ours_->monitoredBarrier(options, wait_all);
+  struct Counted {
+    ChangeOver& self;
+    c10d::Backend& stock;
+    ~Counted() {
+      const std::lock_guard<std::mutex> lock(self.mutex_);
+      self.seen_ = stock.getSequenceNumberForGroup();
+    }
+  };
+  const Counted counted{*this, *stock};
+  stock->monitoredBarrier(options, wait_all);
 }
 
 }  // namespace deepytorch

@@ -15,7 +15,9 @@
 // that is not armed has decided already. A rank that is slow, has stopped, or has no compiled code keeps all on gloo.
 //
 // What gloo still runs at that moment goes on there: ours runs over the same gloo, waits for what was handed to it before it
-// runs anything itself, and messages between two ranks match whichever side of the moment they are on.
+// runs anything itself, and messages between two ranks match whichever side of the moment they are on. Its reduce_scatters
+// are not waited for: gloo works on copies of its own there, and whoever waits for their works has the outputs written once
+// more, as often as he waits.
 #pragma once
 
 #include "backend.h"
@@ -77,13 +79,14 @@ class ChangeOver final : public c10d::Backend {
   void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all) override;
 
  private:
-  template <class Run>
+  template <bool remembers = true, class Run>
   WorkPtr collective(Run run);
   template <class Run>
   auto message(Run run);
   template <class Run>
   auto on_stock(Run run);
   bool reached();
+  bool is_decided_for();
   c10::intrusive_ptr<c10d::Backend> current() const;
 
   c10::intrusive_ptr<c10d::Backend> stock_;  // null from the change-over on
@@ -94,9 +97,11 @@ class ChangeOver final : public c10d::Backend {
   mutable std::mutex mutex_;  // nobody waits for it with the interpreter's lock
   uint64_t position_;
   uint64_t seen_;  // what stock has counted, as far as calls came through here
+  bool passed_ = false;  // whether it has counted others, ever
   std::optional<uint64_t> armed_at_;
   std::string key_;
   bool go_ = false;
+  std::string lost_;  // why this rank cannot know whether the others have changed
   std::atomic<bool> over_{false};
 };
 

@@ -148,7 +148,8 @@ def chosen(
 
 def create(options: Any, group_options: Any) -> Any:
     """What c10d calls to make the backend of one group: a native backend, or a stock group where that cannot be."""
-    store, rank, size, timeout = options.store, options.group_rank, options.group_size, options.timeout
+    rank, size, timeout = options.group_rank, options.group_size, options.timeout
+    store = _of_this_life(options.store, rank)
     if not isinstance(timeout, timedelta):
         timeout = timedelta(seconds=float(timeout))
     if group_options is not None and not isinstance(group_options, Options):
@@ -182,9 +183,8 @@ def create(options: Any, group_options: Any) -> Any:
         return group.backend
     stock, gloo, has_nccl = stock_group(store, rank, size, timeout)
     if _LATER in found and _NONE not in found and wanted == Options() and size > 1 and not has_nccl:
-        name, own = options.group_id, _of_this_life(dist.PrefixStore("change over", store), rank)
-        make = partial(_make_in_mid_life, name, rank, size, timeout)
-        change_over.begin(change_over.ChangingGroup(stock, gloo, name, own, rank, size, make))
+        make = partial(_make_in_mid_life, options.group_id, rank, size, timeout)
+        change_over.begin(stock, gloo, options.group_id, dist.PrefixStore("change over", store), rank, size, make)
     return stock
 
 
@@ -249,7 +249,6 @@ def _make_in_mid_life(
 def _make(
     module: Any, store: dist.Store, name: str, rank: int, size: int, timeout: timedelta, options: Options
 ) -> Group:
-    store = _of_this_life(store, rank)
     topology = gather_topology(dist.PrefixStore("topology", store), rank, size, discover_host(), timeout)
     nccl.prepare(topology)
     cpu, cuda = inner_backends(store, rank, size, timeout, topology.num_hosts == 1)

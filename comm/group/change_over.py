@@ -34,6 +34,9 @@ _ATTEMPTS = 10  # each twice as far ahead
 _MESSAGES = ("send", "recv", "recv_anysource", "monitored_barrier")  # gloo counts them as if they were collectives
 
 
+_Make = Callable[[Any, dist.Store, Any], tuple[Any, Callable[[], object]]]
+
+
 class Stays(Exception):
     """Why a group stays on gloo."""
 
@@ -57,15 +60,16 @@ class ChangingGroup:
         store: Any,
         rank: int,
         size: int,
-        make: Callable[[Any, dist.Store, Any], tuple[Any, Callable[[], object]]],
+        make: _Make,
     ) -> None:
         self.state = "on gloo while deepytorch's collectives are compiled"
         self.name, self.rank, self.size = name, rank, size
         self.sent_messages = False
         self._group, self._gloo, self._make = weakref.ref(group), gloo, make
         self._begun = gloo._get_sequence_number_for_group()
-        self._store: Any = store.clone()  # a connection of its own: the training loop never waits for this thread
-        self._store.set_timeout(_STORE_TIMEOUT)
+        self._store: Any = store.clone()  # a connection of its own: the loop's own calls never wait for this thread
+        if _beneath(self._store) is not _beneath(store):  # else it is the script's own
+            self._store.set_timeout(_STORE_TIMEOUT)
         self._module: Any = None
         self._ours: Any = None
         self._adopt: Callable[[], object]
@@ -205,11 +209,12 @@ class ChangingGroup:
             return
         try:
             if not self.sent_messages:
+                known_as = str(dist.get_backend(group))  # raises where it was destroyed, and is merely held by somebody
                 in_front = self._module.ChangeOver(gloo, ours, self._store, self._begun)
                 group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, in_front)
                 self._in_front, self._gloo = in_front, None
                 self._adopt()
-                if "deepytorch" not in str(dist.get_backend(group)):
+                if "deepytorch" not in known_as:
                     ours.show_as_gloo()
             if self.sent_messages:  # looked at again: another thread may have come in between
                 self._unfit = "it was used to send and receive before, and gloo counts that as collectives"
@@ -218,14 +223,30 @@ class ChangingGroup:
         self._installed.set()
 
 
+def _beneath(store: Any) -> Any:
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
 _LOCK = threading.Lock()
 _CHANGING: list[ChangingGroup] = []
 _TO_INSTALL: list[ChangingGroup] = []
 _process = os.getpid()
 
 
-def begin(changing: ChangingGroup) -> None:
-    """Let a group change over as soon as all its ranks can."""
+def begin(group: dist.ProcessGroup, gloo: Any, name: str, store: dist.Store, rank: int, size: int, make: _Make) -> None:
+    """Let a group change over as soon as all its ranks can; its arguments are those of `ChangingGroup`.
+
+    Nobody has asked for it, so what is in its way is no error: a store without a second connection, no thread.
+    """
+    try:
+        _begin(ChangingGroup(group, gloo, name, store, rank, size, make))
+    except (RuntimeError, NotImplementedError, AttributeError) as error:
+        logger.info("process group %s stays on gloo: %s", name, error)
+
+
+def _begin(changing: ChangingGroup) -> None:
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     _watch_messages(changing)
@@ -233,8 +254,9 @@ def begin(changing: ChangingGroup) -> None:
     with _LOCK:
         if not _CHANGING:
             atexit.register(_stop)
-        _CHANGING.append(changing)
     changing.thread.start()
+    with _LOCK:
+        _CHANGING.append(changing)
 
 
 def standings() -> list[dict[str, str]]:
@@ -260,9 +282,10 @@ def _stepped(*_: Any) -> None:
 def _stop() -> None:
     for each in list(_CHANGING):
         each.stop()
+    deadline = time.monotonic() + MAKE_TIMEOUT.total_seconds()
     if os.getpid() == _process:
         for each in list(_CHANGING):
-            each.thread.join(2 * MAKE_TIMEOUT.total_seconds())
+            each.thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _watch_messages(changing: ChangingGroup) -> None:

@@ -50,8 +50,10 @@ _LOADING = threading.Lock()
 
 @functools.cache
 def _load() -> ModuleType | None:
+    global _LOADED
     try:
-        return _import(build())
+        _LOADED = _import(build())
+        return _LOADED
     except BuildError as error:
         once(
             logging.WARNING,
@@ -63,7 +65,10 @@ def _load() -> ModuleType | None:
 
 def loaded() -> ModuleType | None:
     """The native module if this process has loaded it, as it has for its first group that is ours."""
-    return load() if _load.cache_info().currsize else None
+    return _LOADED
+
+
+_LOADED: ModuleType | None = None
 
 
 def build(scratch: Path | None = None) -> Path:

@@ -43,7 +43,8 @@ def teams_of(group: dist.ProcessGroup) -> Teams:
 
     def team(ranks: list[int]) -> dist.ProcessGroup:
         members = [dist.get_global_rank(group, each) for each in ranks]
-        made: dist.ProcessGroup = dist.new_group(members, use_local_synchronization=True)
+        kind, timeout = dist.get_backend(group), group_of(group).timeout  # not those of the default group
+        made: dist.ProcessGroup = dist.new_group(members, timeout, kind, use_local_synchronization=True)
         return made
 
     inside = team(list(hosts[host])) if len(hosts[host]) > 1 else None

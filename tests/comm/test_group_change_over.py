@@ -315,7 +315,7 @@ dist.destroy_process_group()
 class Alone:
     """A group of one rank, with ours in front of its gloo."""
 
-    def __init__(self) -> None:
+    def __init__(self, store: dist.Store | None = None) -> None:
         self.module: Any = native.load()
         self.store = dist.HashStore()
         self.gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo", self.store), 0, 1, timedelta(seconds=10))
@@ -327,7 +327,8 @@ class Alone:
         one = {"rank": 0, "size": 1, "num_hosts": 1, "host": 0, "ranks": [0], "timeout_ms": 10_000}
         ours = self.module.Backend(cpu=self.gloo, **one, **nothing)
         begun = self.gloo._get_sequence_number_for_group()
-        self.front: Any = self.module.ChangeOver(stock=self.gloo, ours=ours, store=self.store, begun=begun)
+        asked = self.store if store is None else store
+        self.front: Any = self.module.ChangeOver(stock=self.gloo, ours=ours, store=asked, begun=begun)
         self.group._register_backend(torch.device("cpu"), kinds.CUSTOM, self.front)
 
     def collective(self) -> None:
@@ -376,6 +377,43 @@ def test_it_is_not_armed_for_what_is_over_nor_while_gloo_is_called_past_it() -> 
     del other.gloo
     other.collective()
     assert "was called already" in other.front.arm(1, "k")
+
+
+def test_a_call_past_the_group_is_not_forgotten_when_others_follow_it() -> None:
+    alone = Alone()
+    alone.gloo.allreduce([torch.ones(2)], dist.AllreduceOptions()).wait()
+    del alone.gloo
+    alone.collective()
+    assert "was called past the group" in alone.front.arm(5, "k")
+
+
+def test_what_an_earlier_reduce_scatter_has_written_is_not_written_again() -> None:
+    alone = Alone()
+    del alone.gloo
+    output = torch.zeros(3)
+    work = alone.group._reduce_scatter_base(output, torch.arange(3.0), dist.ReduceScatterOptions())
+    work.wait()
+    output.mul_(10)  # as an average, or an optimizer
+    at = alone.front.position()
+    assert alone.front.arm(at + 1, "k") == ""
+    alone.front.decide("k", True)
+    for _ in range(4):
+        alone.collective()
+    assert alone.front.is_over
+    assert output.tolist() == [0.0, 10.0, 20.0]
+    del work
+
+
+def test_a_store_that_is_gone_ends_in_an_error_that_says_so() -> None:
+    server: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    alone = Alone(dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=5)))
+    del alone.gloo
+    assert alone.front.arm(1, "k") == ""
+    alone.collective()
+    del server
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"their store is gone.*`deepytorch build`"):
+            alone.collective()
 
 
 def test_messages_are_not_counted_as_collectives() -> None:

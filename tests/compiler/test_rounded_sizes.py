@@ -165,4 +165,11 @@ def test_what_dummies_would_be_seen_in_declines() -> None:
     assert "zeros at pads" in str(why_not_rounded(program(), zero_outputs=True, has_bias=False))
     assert "bias" in str(why_not_rounded(program(), zero_outputs=False, has_bias=True))
     assert "parts of the positions" in str(why_not_rounded(program(indices=part), zero_outputs=False, has_bias=False))
+    for changed in (
+        {"reference_indices": part},
+        {"indices": (IndexInput("rank", LABELLED, IndexSet(0, offset=1, cut=1)),)},
+        {"values": (IndexSet(0, offset=1, cut=1),)},
+    ):
+        said = why_not_rounded(program(**changed), zero_outputs=False, has_bias=False)
+        assert "parts of the positions" in str(said)
     assert "slicing" in str(why_not_rounded(program(losses=sliced), zero_outputs=False, has_bias=False))

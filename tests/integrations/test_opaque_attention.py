@@ -34,7 +34,10 @@ def padded_because() -> dict[str, int]:
     return reasons_of(LEDGER.report())
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    "implementation",
+    ["flash_attention_2", *(pytest.param(name, marks=pytest.mark.slow) for name in IMPLEMENTATIONS[1:])],
+)
 def test_a_decoder_trains_packed_and_the_same_for_every_padding(
     implementation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,11 @@ namespace deepytorch {
 
 namespace {
 
+// An inner backend took a call not at all. That is no fault of the group's: nothing of it is under way.
+struct Refused {
+  std::exception_ptr why;
+};
+
 Reduce reduction(RedOp op) { return op == RedOp::MIN ? Reduce::min : op == RedOp::MAX ? Reduce::max : Reduce::sum; }
 
 }  // namespace
@@ -56,7 +61,8 @@ Fingerprint Backend::announce(const Wanted& wanted, uint64_t plan, uint64_t shar
 Backend::WorkPtr Backend::delegate(Wanted wanted, std::function<WorkPtr(c10d::Backend&)> call, Tensors outputs,
                                    Copied copied) {
   guard();
-  const bool at_once = copied.given.empty() && (!wanted.prepares || !inner_is_at_work());
+  const bool takes_turns = wanted.prepares || shares_threads_.load(std::memory_order_relaxed);
+  const bool at_once = copied.given.empty() && !(takes_turns && inner_is_at_work());
   std::unique_lock<std::mutex> lock(mutex_);
   if (wanted.on_cuda || (at_once && idle())) {
     const Fingerprint fingerprint = announce(wanted, 0, 0, lock);
@@ -76,7 +82,12 @@ Backend::WorkPtr Backend::delegate(Wanted wanted, std::function<WorkPtr(c10d::Ba
   job->caller.emplace();
   job->body = [this, call = std::move(call), copied = std::move(copied)](Call&, const Fingerprint& mine) {
     copied.fill();
-    auto work = call(*inner(false));
+    WorkPtr work;
+    try {
+      work = call(*inner(false));
+    } catch (...) {
+      throw Refused{std::current_exception()};
+    }
     if (work) DelegatedWork(getRank(), mine, std::move(work), health_).wait(kNoTimeout);
     copied.give_back();
   };
@@ -166,6 +177,8 @@ void Backend::execute(Job& job) {
       if (!call.checked) call.sync();
       call.segment->end(job.fingerprint.sequence);
     }
+  } catch (const Refused& refused) {
+    error = refused.why;
   } catch (const std::exception& failure) {
     if (dynamic_cast<const Timeout*>(&failure) != nullptr) health_->report();
     else health_->await_reason();
