@@ -166,7 +166,7 @@ def test_what_models_hand_to_their_attention_and_nobody_here_knows_is_declined(n
         packed_attention.attend(module, query, query, query, mask, **{name: torch.ones(2)})
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "flash_attention_2"])
+@pytest.mark.parametrize("implementation", ["sdpa", pytest.param("flash_attention_2", marks=pytest.mark.slow)])
 def test_what_a_tokenizer_gives_and_no_attention_reads_keeps_no_model_padded(
     implementation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,7 +189,9 @@ def test_flash_kernels_are_known_by_every_name_that_transformers_gives_them() ->
         assert packed_attention.plain_name(other) is other
 
 
-@pytest.mark.parametrize("suffix", ["", "@main", ":flash_attn_varlen_func"])
+@pytest.mark.parametrize(
+    "suffix", ["@main", *(pytest.param(each, marks=pytest.mark.slow) for each in ("", ":flash_attn_varlen_func"))]
+)
 def test_a_kernel_of_the_hub_is_packed_as_the_package_is(suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name = f"kernels-community/flash-attn2{suffix}"
     install(monkeypatch, "flash_attention_2")
