@@ -149,7 +149,6 @@ def chosen(
 def create(options: Any, group_options: Any) -> Any:
     """What c10d calls to make the backend of one group: a native backend, or a stock group where that cannot be."""
     rank, size, timeout = options.group_rank, options.group_size, options.timeout
-    store = _of_this_life(options.store, rank)
     if not isinstance(timeout, timedelta):
         timeout = timedelta(seconds=float(timeout))
     if group_options is not None and not isinstance(group_options, Options):
@@ -158,6 +157,9 @@ def create(options: Any, group_options: Any) -> Any:
             "deepytorch.comm.Options(...) or None"
         )
     wanted = group_options or Options()
+    # What was said of an earlier group of this name is not read. A life counts once all have come: whoever tries again,
+    # since others were late, meets them.
+    asked = dist.PrefixStore(f"asked/{options.store.add(f'lives/{rank}', 0)}", options.store)
     enabled = Environment.read().enabled
     # who asks for something of its own waits for it
     unbuilt = enabled and not native.is_built() and not Environment.read().wait and wanted == Options()
@@ -173,10 +175,11 @@ def create(options: Any, group_options: Any) -> Any:
         native.build_beside()
         logger.info("collectives of this group run on gloo and nccl while deepytorch's are compiled")
     elif enabled and not native.is_built():
-        store.set(f"compiles/{rank}", "")
+        asked.set(f"compiles/{rank}", "")
     module = native.load() if enabled and not unbuilt else None
     mine = native.digest() if module is not None else _LATER if later else _NONE
-    found = _said_by_all(store, rank, size, mine, timeout)
+    found = _said_by_all(asked, rank, size, mine, timeout)
+    store = _of_this_life(options.store, rank)
     if module is not None and set(found) == {mine}:
         group = _make(module, store, options.group_id, rank, size, timeout, wanted)
         _GROUPS[options.group_id] = replace(group, backend=None)
