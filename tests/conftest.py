@@ -42,6 +42,8 @@ os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", MPLBACKEND
 import torch  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
+from deepytorch.comm.group import native  # noqa: E402
+from deepytorch.private_files import cache_directory, prepare_private  # noqa: E402
 from deepytorch.switch import SWITCH  # noqa: E402
 
 SWITCH.enabled = False  # tests say themselves what is compiled; those of the import run in processes of their own
@@ -56,6 +58,37 @@ settings.register_profile(
     database=None,
 )
 settings.load_profile("deepytorch")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Take the native code from an earlier run of the same sources, by the same compiler and torch: it takes minutes."""
+    kept = _kept_native_code(config)
+    if kept is not None and kept.exists():
+        for folder in (cache_directory(), _native_code().parent.parent, _native_code().parent):
+            prepare_private(folder)
+        shutil.copyfile(kept, _native_code())
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Keep what was compiled for the next run."""
+    kept = _kept_native_code(session.config)
+    if kept is not None and _native_code().exists() and not kept.exists():
+        for older in kept.parent.glob("*.so"):
+            older.unlink()
+        shutil.copyfile(_native_code(), kept.with_suffix(".new"))
+        kept.with_suffix(".new").replace(kept)
+
+
+def _kept_native_code(config: pytest.Config) -> Path | None:
+    if (
+        hasattr(config, "workerinput") or getattr(config, "cache", None) is None
+    ):  # the first process alone; switched off
+        return None
+    return Path(config.cache.mkdir("deepytorch-native")) / f"{native.digest()}.so"  # type: ignore[union-attr]
+
+
+def _native_code() -> Path:
+    return cache_directory() / "native" / native.digest() / "deepytorch_comm.so"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

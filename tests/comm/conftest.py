@@ -12,7 +12,7 @@ from deepytorch.comm.group import native
 
 @pytest.fixture(scope="session", autouse=True)
 def _compiled() -> None:
-    """Compile here, where no deadline of a test runs: ranks then find it in the cache."""
+    """Compile here, where no deadline of a test runs: ranks then find it in the cache (tests/conftest.py keeps it)."""
     native.load()
 
 
