@@ -42,11 +42,12 @@ os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", MPLBACKEND
 import torch  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
-from deepytorch.comm.group import native  # noqa: E402
-from deepytorch.private_files import cache_directory, prepare_private  # noqa: E402
 from deepytorch.switch import SWITCH  # noqa: E402
 
 SWITCH.enabled = False  # tests say themselves what is compiled; those of the import run in processes of their own
+
+from deepytorch.comm.group import native  # noqa: E402
+from deepytorch.private_files import cache_directory, prepare_private  # noqa: E402
 
 # The same examples in every run: what a search finds elsewhere becomes a test of its own.
 settings.register_profile(
@@ -61,7 +62,7 @@ settings.load_profile("deepytorch")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Take the native code from an earlier run of the same sources, by the same compiler and torch: it takes minutes."""
+    """Take the native code from an earlier run of the same sources, compiler and torch: it takes minutes."""
     kept = _kept_native_code(config)
     if kept is not None and kept.exists():
         for folder in (cache_directory(), _native_code().parent.parent, _native_code().parent):
@@ -80,10 +81,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def _kept_native_code(config: pytest.Config) -> Path | None:
-    if (
-        hasattr(config, "workerinput") or getattr(config, "cache", None) is None
-    ):  # the first process alone; switched off
-        return None
+    if hasattr(config, "workerinput") or getattr(config, "cache", None) is None:
+        return None  # the first process does it for all; or pytest's cache is switched off
     return Path(config.cache.mkdir("deepytorch-native")) / f"{native.digest()}.so"  # type: ignore[union-attr]
 
 
