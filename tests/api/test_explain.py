@@ -75,6 +75,7 @@ def test_a_door_that_stays_shut_says_why() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.matrix
 def test_asking_in_the_middle_of_training_leaves_its_door_open() -> None:
     LEDGER.forget()
     model = cut_by_a_print(llama("sdpa").train())

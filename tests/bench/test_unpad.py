@@ -133,6 +133,7 @@ def test_options_that_cannot_be_run_are_refused(options, wrong):
 
 
 @pytest.mark.slow  # one Inductor compile
+@pytest.mark.matrix
 def test_the_backend_packs_every_batch_without_a_recompile(options, monkeypatch):
     monkeypatch.delitem(vars(deepytorch), "report")  # its own counters
     LEDGER.forget()

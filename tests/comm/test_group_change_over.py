@@ -110,7 +110,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.matrix)])
 def test_ranks_change_in_front_of_the_same_collective_while_others_are_under_way(num_ranks: int) -> None:
     outputs = run(SETUP + PLAIN, num_ranks, timeout=90, env=BESIDE)
     assert len({since(output) for output in outputs}) == 1
@@ -155,7 +155,7 @@ def test_ddp_trains_across_the_change_over_as_on_one_process() -> None:
     assert len({since(output) for output in outputs}) == 1
 
 
-@pytest.mark.parametrize("broken", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("broken", [pytest.param(0, marks=pytest.mark.matrix), 1])
 def test_where_one_rank_cannot_compile_all_stay_on_gloo_and_say_so(broken: int) -> None:
     script = f"""
 init()
