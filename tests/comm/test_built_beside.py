@@ -66,7 +66,7 @@ def script(tmp_path: Path, wait_seconds: float, **environment: str) -> subproces
     full = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "xdg"), "DEEPYTORCH_COMPILE": "beside", **environment}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     return subprocess.run(
-        [*command, str(path), str(wait_seconds)], env=full, capture_output=True, text=True, timeout=300, check=False
+        [*command, str(path), str(wait_seconds)], env=full, capture_output=True, text=True, timeout=570, check=False
     )
 
 
@@ -93,8 +93,9 @@ def compilers(folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
+# 62 s alone; the process that compiles has a low priority, beside tests that have not
 def test_the_group_goes_over_to_ours_and_later_ones_of_the_same_run_are_ours(tmp_path: Path) -> None:
-    assert run(tmp_path, 240.0) == ["0 quick 3.0 gloo both", "1 quick 3.0 gloo both"]
+    assert run(tmp_path, 480.0) == ["0 quick 3.0 gloo both", "1 quick 3.0 gloo both"]
 
 
 @pytest.mark.slow
