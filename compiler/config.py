@@ -12,10 +12,10 @@ from typing import Any, Literal
 from deepytorch.config import Environment
 from deepytorch.errors import ConfigError
 
-Lowering = Literal["inductor", "aot_eager"]
+Lowering = Literal["inductor", "aot_eager", "eager"]
 Outputs = Literal["exact", "zeros"]
 OUTPUTS = ("exact", "zeros")
-LOWERINGS = ("inductor", "aot_eager")
+LOWERINGS = ("inductor", "aot_eager", "eager")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
@@ -23,7 +23,8 @@ MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagrap
 class CompilerConfig:
     """How one `torch.compile` call wants its regions compiled.
 
-    `lowering`: what makes code of a graph; "aot_eager" runs it operator by operator, for debugging.
+    `lowering`: what makes code of a graph; for debugging, "aot_eager" runs what AOTAutograd makes of it operator by
+    operator, and "eager" the rewritten graph itself, under autograd; nothing reduces gradients in it.
     `mode`: one of `torch.compile`'s modes, with Inductor's meaning; it may stand among the options.
     `unpad`: strip padding. `fuse_loss`: compute a loss and the linear layer before it together, piece by piece, where
     nothing else reads the logits and they would take a gigabyte or more: a fraction of the memory, in the same time;
@@ -134,7 +135,7 @@ class CompilerConfig:
     @property
     def waits(self) -> bool:
         """Whether graphs are compiled in place. Operator by operator there is nothing to wait for."""
-        if self.lowering == "aot_eager":
+        if self.lowering != "inductor":
             return True
         return Environment.read().wait if self.wait is None else self.wait
 

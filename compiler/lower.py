@@ -68,6 +68,10 @@ def lower(
     cache keys. With gradients, the backward may be compiled only when it is first run.
     """
     passes = passes or GraphPasses()
+    if config.lowering == "eager":
+        if passes != GraphPasses():
+            raise ValueError("passes run on the graphs of AOTAutograd, which the lowering 'eager' has none of")
+        return module.forward
     if config.lowering == "aot_eager":
         return _lower_aot_eager(module, example_inputs, passes)
     from deepytorch.torch_internals import compile_fx

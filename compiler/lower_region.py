@@ -40,7 +40,7 @@ class RegionLowering:
     @classmethod
     def here(cls, config: CompilerConfig, plan: Plan) -> RegionLowering:
         """For a region in the data-parallel module whose forward runs now, if one does."""
-        ddp = active() if config.reduce_gradients else None
+        ddp = active() if config.reduce_gradients and config.lowering != "eager" else None
         if ddp is None or torch.distributed.get_world_size(ddp.process_group) == 1:
             return cls(config, plan)
         adopted = adopt(ddp) if config.waits else prospect(ddp)

@@ -52,6 +52,7 @@ class Lowering(str, Enum):
 
     inductor = "inductor"
     aot_eager = "aot_eager"
+    eager = "eager"
 
 
 class LabelsOf(str, Enum):

@@ -31,7 +31,7 @@ def verify(
     lowering: Annotated[
         Lowering | None,
         typer.Option(
-            help="What runs the compiled graphs; aot_eager leaves Inductor out, for debugging. Default: inductor."
+            help="What runs the compiled graphs; aot_eager leaves Inductor out and eager AOTAutograd too, for debugging. Default: inductor."
         ),
     ] = None,
     no_dropout: Annotated[

@@ -53,8 +53,8 @@ class VerifyOptions:
         for name in ("steps", "tolerance", "timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)!r}; expected more than 0")
-        if self.lowering not in (None, "inductor", "aot_eager"):
-            raise ConfigError(f"lowering={self.lowering!r}; expected inductor or aot_eager")
+        if self.lowering not in (None, "inductor", "aot_eager", "eager"):
+            raise ConfigError(f"lowering={self.lowering!r}; expected inductor, aot_eager or eager")
         ranks = process_environment().get("WORLD_SIZE", "1")
         if ranks != "1":
             raise ConfigError(

@@ -17,7 +17,7 @@ Batch = dict[str, torch.Tensor]
 Compare = Callable[[Any, Any, Batch], None]
 
 # What compiling means in these tests unless Inductor itself is tested.
-OPTIONS = {"lowering": "aot_eager"}
+OPTIONS = {"lowering": "eager"}
 PAD = 1
 VMAP = "lazy_load_decompositions is left to stock"  # what a graph with a vmap is declined for: its first call
 IGNORED = -100

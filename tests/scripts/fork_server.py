@@ -127,15 +127,16 @@ def _prepare(request: dict[str, Any]) -> Any:
             deepytorch.configure(options={"lowering": request["lowering"]})
         return deepytorch
     os.environ["DEEPYTORCH"] = "off"
-    if request["variant"] == "moved":
-        _move_weights(torch.finfo(getattr(torch, request["precision"])).eps)
+    if request["variant"].startswith("moved-"):
+        eps = torch.finfo(getattr(torch, request["precision"])).eps
+        _move_weights(eps, seed=int(request["variant"].removeprefix("moved-")))
     return None
 
 
-def _move_weights(eps: float) -> None:
+def _move_weights(eps: float, seed: int) -> None:
     """Every weight that is given to an optimizer is moved there, once, up or down by its last bit."""
     initialize, moved = torch.optim.Optimizer.__init__, torch.nn.ParameterList()
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
 
     def initialize_moved(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
         initialize(self, *args, **kwargs)

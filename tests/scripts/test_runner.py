@@ -135,7 +135,7 @@ def test_weights_are_moved_once_by_their_last_bit(runner: Runner, tmp_path: Path
             tmp_path,
             "import torch\ntorch.manual_seed(0)\n" + textwrap.dedent(text.replace("PRECISION_HERE", precision)),
         )
-        moved = runner.run(scenario, "moved", tmp_path / precision)
+        moved = runner.run(scenario, "moved-0", tmp_path / precision)
         off = runner.run(scenario, "off", tmp_path / precision)
         assert set(moved.history[0]) == steps
         assert set(off.history[0]) == {0.0}
@@ -151,9 +151,12 @@ def test_numbers_are_equal_within_the_tolerance() -> None:
 
 def test_the_tolerance_is_ten_times_what_a_last_bit_changes() -> None:
     reference, moved = outcome([1.0, 1.0], [1.0]), outcome([1.001, 1.0], [math.inf])
-    assert differences(reference, outcome([1.009, 1.0], [1.0]), moved) == []
-    assert len(differences(reference, outcome([1.011, 1.0], [1.0]), moved)) == 1
-    assert len(differences(reference, outcome([1.0, 1.009], [1.009]), moved)) == 2
+    assert differences(reference, outcome([1.009, 1.0], [1.0]), [moved]) == []
+    assert len(differences(reference, outcome([1.011, 1.0], [1.0]), [moved])) == 1
+    assert len(differences(reference, outcome([1.0, 1.009], [1.009]), [moved])) == 2
+    near = outcome([1.0, 1.0001], [1.0])
+    assert differences(reference, outcome([1.009, 1.0009], [1.0]), [near, moved]) == []
+    assert len(differences(reference, outcome([1.0, 1.0011], [1.0]), [near, moved])) == 1
 
 
 def test_other_counts_and_other_exceptions_are_differences() -> None:
