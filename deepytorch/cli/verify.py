@@ -31,7 +31,8 @@ def verify(
     lowering: Annotated[
         Lowering | None,
         typer.Option(
-            help="What runs the compiled graphs; aot_eager leaves Inductor out and eager AOTAutograd too, for debugging. Default: inductor."
+            help="What runs the compiled graphs: inductor; aot_eager, without Inductor; eager, "
+            "without AOTAutograd either: the last two for debugging. Default: inductor."
         ),
     ] = None,
     no_dropout: Annotated[

@@ -92,7 +92,7 @@ class Runner:
         return server
 
     def run(self, scenario: Scenario, variant: str, folder: Path, deadline_s: float = DEADLINE_S) -> Outcome:
-        """Run it as "off", "import" or "moved-N" (off, from weights that differ in their last bit); files go to `folder`.
+        """Run it as "off", "import" or "moved-N" (off, from weights moved in their last bit); files go to `folder`.
 
         Raises `TimeoutError` where it did not end by the deadline, `ChildProcessError` where it died.
         """
@@ -159,7 +159,7 @@ def compare(scenario: Scenario, runner: Runner, folder: Path) -> tuple[list[str]
 
 
 def differences(reference: Outcome, found: Outcome, moved: Sequence[Outcome] = ()) -> list[str]:
-    """Where `found` is not what `reference` is, beyond the tolerance: at least ten times what any of `moved` differs."""
+    """Where `found` is not what `reference` is, beyond the tolerance: at least ten times what `moved` differ."""
     if reference.raised != found.raised:
         return [f"raised {found.raised}, without the import {reference.raised}"]
     if shape(reference) != shape(found):
