@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import random
 import shutil
@@ -88,6 +89,13 @@ def _kept_native_code(config: pytest.Config) -> Path | None:
 
 def _native_code() -> Path:
     return cache_directory() / "native" / native.digest() / "deepytorch_comm.so"
+
+
+def pytest_collection_finish() -> None:
+    """Look for garbage less often: compilers make a million objects a test, and a tenth of the time went."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
