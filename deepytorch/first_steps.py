@@ -34,6 +34,7 @@ _TRACE_SECONDS, _TRACE_SECONDS_A_MODULE = 2.5, 0.05  # to trace and to prove a m
 # Of it, where one trace will do: a 4-layer Llama took 9.4 s of CPU time in place of 12.7 (one run each, busy machine).
 _ONE_TRACE = 0.8
 _ASK_SECONDS = 0.25  # to ask a door
+_DOES_NOT_PAY = "padded until it is compiled: packing these batches takes longer than it saves"
 
 
 class Budget:
@@ -71,6 +72,10 @@ class Door(Protocol):
 
     def restore(self) -> None:
         """Take everything back."""
+        ...
+
+    def leave(self, reason: str) -> None:
+        """Take everything back, and say why in the report."""
         ...
 
 
@@ -140,10 +145,10 @@ class FirstSteps:
             paused = seconds > STEP_IN_FORWARDS * padded  # by a trace: the backward goes on as ever
             BUDGET.account(saved if paused else _CAUTION * STEP_IN_FORWARDS * saved)
             self._saved += saved
-            if (
-                self._saved < 0 and self._calls > self._asked + _TRIED + 1 and not self._over
-            ):  # a small model: packing costs more
-                self.restore()
+            tried = self._calls > self._asked + _TRIED + 1 and not self._over
+            if tried and self._saved < 0 and self._door is not None:  # a small model: packing costs more
+                self._door.leave(_DOES_NOT_PAY)
+                self._door = None
 
     def restore(self) -> None:
         """Take everything back: the module has no door any more."""

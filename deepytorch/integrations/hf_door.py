@@ -143,6 +143,11 @@ class Door:
         """Take back what was set on the model."""
         restore_calls(self._model)
 
+    def leave(self, reason: str) -> None:
+        """Take back what was set on the model, and say why in the report."""
+        self.restore()
+        self.record.declined.append(reason)
+
     def _through(self, run: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if self.target is self._outer:
             return self._enter(run, args, kwargs)

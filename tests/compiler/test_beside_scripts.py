@@ -137,7 +137,7 @@ def test_nothing_is_left_behind(tmp_path: Path, how: str) -> None:
             time.sleep(3.0)  # it has begun
             process.send_signal(getattr(signal, how))
         process.wait(timeout=30)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60  # of the lowest priority, on a machine that others use
     while any(map(is_alive, ours)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not [each for each in ours if is_alive(each)]
