@@ -21,6 +21,7 @@ from deepytorch.cli import (
     bench_kernels,
     bench_roofline,
     bench_sharded,
+    bench_start,
     bench_unpad,
     build,
     cache,
@@ -62,6 +63,7 @@ bench.command("hosts")(bench_hosts.hosts)
 bench.command("ddp")(bench_ddp.ddp)
 bench.command("sharded")(bench_sharded.sharded)
 bench.command("comm")(bench_comm.comm)
+bench.command("start", context_settings=_BEFORE_A_COMMAND)(bench_start.start)
 bench.command("epoch")(bench_epoch.epoch)
 bench.command("kernels")(bench_kernels.kernels)
 bench.command("roofline")(bench_roofline.roofline)

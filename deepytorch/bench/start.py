@@ -1,0 +1,226 @@
+"""`deepytorch bench start`: how soon a run trains, and whether it is behind eager at any point.
+
+One script, in processes of its own: in eager, with the import from empty caches ("cold"), and once more from the caches
+that the run before has filled ("warm"). What counts is the time since the process began at which each step was over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepytorch.config import process_environment
+from deepytorch.errors import ConfigError, ScriptError
+
+EAGER, COLD, WARM = "eager", "cold", "warm"
+ARMS = (EAGER, COLD, WARM)
+_CACHES = ("XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+_WORKER = Path(__file__).with_name("start_worker.py")
+_LAST_LINES = 12
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StartOptions:
+    """What `deepytorch bench start` is asked for.
+
+    command: a script and its arguments; empty: a model of ours. ranks: processes of the script, on this host. threads:
+    of each; None leaves them as they are.
+    """
+
+    command: tuple[str, ...] = ()
+    steps: int = 120
+    rounds: int = 3
+    ranks: int = 1
+    threads: int | None = None
+    timeout_s: float = 900.0
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for a value that is not accepted."""
+        for name in ("steps", "rounds", "ranks"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; expected 1 or more.")
+        if self.command and not Path(self.command[0]).is_file():
+            raise ConfigError(f"The script {self.command[0]} is not there; expected the path of a Python file.")
+
+    @property
+    def script(self) -> tuple[str, ...]:
+        """What is run."""
+        return self.command or (str(Path(__file__).with_name("start_script.py")),)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arm:
+    """One way of running the script. Seconds are since the process began, medians over the rounds.
+
+    steps: when each step was over. first_packed: when the first step was over that ran without padding. compiles: of
+    the last round. change_over: when compiled code began to run; None: it never did, or was compiled in place.
+    """
+
+    name: str
+    steps: tuple[float, ...]
+    first_packed: float | None = None
+    compiles: int = 0
+    change_over: float | None = None
+
+    def ratios(self, eager: Arm) -> list[float]:
+        """How long it took until each step, in times of what eager took until then."""
+        return [mine / theirs for mine, theirs in zip(self.steps, eager.steps, strict=False)]
+
+    def ahead_from(self, eager: Arm) -> int | None:
+        """The step (from 1) from which on it is never behind eager; None where it is at the end."""
+        behind = [number for number, ratio in enumerate(self.ratios(eager), 1) if ratio > 1.0]
+        last = max(behind, default=0)
+        return None if last == len(self.steps) else last + 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StartResult:
+    """What `deepytorch bench start` found."""
+
+    options: StartOptions
+    machine: str
+    torch: str
+    arms: tuple[Arm, ...]
+
+    @property
+    def eager(self) -> Arm:
+        """What the others are compared with."""
+        return self.arms[0]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data. worst: the largest of `Arm.ratios`."""
+        options = asdict(self.options) | {"command": [Path(self.options.script[0]).name, *self.options.command[1:]]}
+        arms = [
+            asdict(arm)
+            | {
+                "worst": max(arm.ratios(self.eager)),
+                "ahead_from": arm.ahead_from(self.eager),
+                "first_step_later": arm.steps[0] - self.eager.steps[0],
+            }
+            for arm in self.arms
+        ]
+        return {"options": options, "machine": self.machine, "torch": self.torch, "arms": arms}
+
+
+def run_start(options: StartOptions, notify: Callable[[str], None] = lambda _: None) -> StartResult:
+    """Run every arm `rounds` times, in turns. Raises `ScriptError` where the script fails or is not over in time."""
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in ARMS}
+    notify("Once in eager, which is not counted: files are read from the disk")
+    with tempfile.TemporaryDirectory(prefix="deepytorch-bench-") as scratch:
+        _run(options, EAGER, Path(scratch), steps=2)
+    for number in range(options.rounds):
+        with tempfile.TemporaryDirectory(
+            prefix="deepytorch-bench-"
+        ) as scratch:  # warm runs read what the cold one left
+            for name in ARMS:
+                notify(f"Round {number + 1} of {options.rounds}: {name}")
+                found[name].append(_run(options, name, Path(scratch), options.steps))
+    return StartResult(
+        options=options,
+        machine=f"{platform.machine()}, {torch.get_num_threads()} cores",
+        torch=torch.__version__,
+        arms=tuple(_arm(name, runs) for name, runs in found.items()),
+    )
+
+
+def _arm(name: str, runs: list[dict[str, Any]]) -> Arm:
+    steps = [statistics.median(each) for each in zip(*(run["seconds"] for run in runs), strict=False)]
+    packed = [run["first_packed"] for run in runs if run["first_packed"] is not None]
+    report = runs[-1]["report"]
+    return Arm(
+        name=name,
+        steps=tuple(steps),
+        first_packed=statistics.median(packed) if packed else None,
+        compiles=report.get("compiles", 0),
+        change_over=report.get("change_over_seconds"),
+    )
+
+
+def _run(options: StartOptions, name: str, scratch: Path, steps: int) -> dict[str, Any]:
+    """One run; what its rank 0 has left."""
+    environment = dict(process_environment())
+    environment["DEEPYTORCH"] = "off" if name == EAGER else "on"
+    paths = [str(Path(__file__).parents[2]), environment.get("PYTHONPATH")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    for variable in _CACHES:
+        folder = scratch / variable.lower()
+        folder.mkdir(mode=0o700, exist_ok=True)
+        environment[variable] = str(folder)
+    if options.threads is not None:
+        environment["OMP_NUM_THREADS"] = str(options.threads)
+    if options.ranks > 1:
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(options.ranks)}
+        environment.setdefault("OMP_NUM_THREADS", "1")
+    record = scratch / f"{name}.json"
+    command = [sys.executable, str(_WORKER), str(record), str(steps), "" if name == EAGER else "import"]
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(options.ranks):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(options.ranks)}
+            with _log(scratch, rank).open("wb") as log:
+                processes.append(
+                    subprocess.Popen(
+                        [*command[:2], str(record if rank == 0 else f"{record}.{rank}"), *command[3:], *options.script],
+                        env=environment | (own if options.ranks > 1 else {}),
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,  # what it has started ends with it
+                    )
+                )
+        _wait(processes, options, scratch, name)
+    finally:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    found: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))
+    if not found["seconds"]:
+        raise ScriptError(f"{options.script[0]} made no step of an optimizer of torch.optim; expected one that trains.")
+    return found
+
+
+def _wait(processes: list[subprocess.Popen[bytes]], options: StartOptions, scratch: Path, name: str) -> None:
+    deadline = time.monotonic() + options.timeout_s
+    running = dict(enumerate(processes))
+    while running:
+        for rank, process in list(running.items()):
+            if process.poll() is None:
+                continue
+            del running[rank]
+            if process.returncode:
+                lines = _log(scratch, rank).read_text(encoding="utf-8", errors="replace").rstrip().splitlines()
+                said = "\n".join(lines[-_LAST_LINES:])
+                raise ScriptError(
+                    f"{options.script[0]} ({name}) ended with {process.returncode}. Its last lines:\n{said}"
+                )
+        if time.monotonic() > deadline:
+            raise ScriptError(
+                f"{options.script[0]} ({name}) was not over in {options.timeout_s:g} seconds; --timeout gives it more."
+            )
+        time.sleep(0.05)
+
+
+def _log(scratch: Path, rank: int) -> Path:
+    return scratch / f"rank{rank}.log"
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])

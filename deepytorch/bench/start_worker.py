@@ -1,0 +1,77 @@
+"""One run of a script for `deepytorch bench start`: `python start_worker.py RECORD STEPS IMPORT SCRIPT [ARGUMENTS]`.
+
+Run by its path: without the import nothing of deepytorch is loaded beside the script. RECORD takes the seconds since
+this process began at which each step of an optimizer was over. IMPORT is "import" or "".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+
+def main() -> None:
+    """Run the script, and leave it after its last step that counts."""
+    record, steps, imports, script, *arguments = sys.argv[1:]
+    sys.argv, sys.path[0] = [script, *arguments], str(Path(script).resolve().parent)
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    watch = _Watch(Path(record), int(steps))
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    register_optimizer_step_post_hook(watch)
+    if imports:
+        import deepytorch  # noqa: F401, what it does is what is measured
+    runpy.run_path(script, run_name="__main__")
+    watch.write()
+
+
+class _Watch:
+    """Notes when steps are over, and ends the process after the last one."""
+
+    def __init__(self, record: Path, steps: int) -> None:
+        self._record, self._steps, self._began = record, steps, _process_start()
+        self._seconds: list[float] = []
+        self._first_packed: float | None = None
+
+    def __call__(self, *_: Any) -> None:
+        self._seconds.append(time.time() - self._began)
+        if self._first_packed is None and self._report().get("steps_packed"):
+            self._first_packed = self._seconds[-1]
+        if len(self._seconds) == self._steps:
+            self.write()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
+
+    def write(self) -> None:
+        found = {"seconds": self._seconds, "first_packed": self._first_packed, "report": self._report()}
+        unfinished = self._record.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps(found), encoding="utf-8")
+        unfinished.replace(self._record)
+
+    @staticmethod
+    def _report() -> dict[str, Any]:
+        ours = sys.modules.get("deepytorch")
+        return {} if ours is None else dict(ours.report().to_json())
+
+
+def _process_start() -> float:
+    """As `deepytorch.process_age` finds it, which is not loaded here."""
+    ticks = int(Path("/proc/self/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[19])
+    return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+
+
+def _end_with_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()
