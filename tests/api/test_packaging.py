@@ -93,7 +93,7 @@ def test_wheel_holds_every_module_and_nothing_else(tmp_path):
     assert b"deepytorch.compiler.backend:deepytorch_backend" in scripts
 
 
-@pytest.mark.slow
+@pytest.mark.matrix  # compiles all of the C++
 def test_a_wheel_may_carry_the_compiled_collectives(tmp_path):
     """It works in an environment without a compiler, and makes a group of its own at once."""
     tree = tmp_path / "tree"  # setuptools writes beside what it builds

@@ -92,7 +92,7 @@ def compilers(folder: Path) -> list[str]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.matrix  # compiles all of the C++; test_group_change_over has what follows
 # 62 s alone; the process that compiles has a low priority, beside tests that have not
 def test_the_group_goes_over_to_ours_and_later_ones_of_the_same_run_are_ours(tmp_path: Path) -> None:
     assert run(tmp_path, 480.0) == ["0 quick 3.0 gloo both", "1 quick 3.0 gloo both"]

@@ -16,8 +16,10 @@ from deepytorch.compiler.report import LEDGER, Report
 Batch = dict[str, torch.Tensor]
 Compare = Callable[[Any, Any, Batch], None]
 
-# What compiling means in these tests unless Inductor itself is tested.
+# What compiling means in these tests: rewriting alone takes half the time. COMPILED is for those of what is compiled:
+# how often that is, under sizes that vary, with parts to be computed again. A few have Inductor.
 OPTIONS = {"lowering": "eager"}
+COMPILED = {"lowering": "aot_eager"}
 PAD = 1
 VMAP = "lazy_load_decompositions is left to stock"  # what a graph with a vmap is declined for: its first call
 IGNORED = -100

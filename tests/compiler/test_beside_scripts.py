@@ -364,7 +364,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_processes_that_are_spawned_have_each_their_own(tmp_path: Path) -> None:
     assert words(run(SPAWNS, tmp_path)) == {"codes": "0-0", "number": "0-1", "all": "compiled"}
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from deepytorch.compiler.report import LEDGER, Report
 from tests.compiler.parity import (
+    COMPILED,
     OPTIONS,
     Batch,
     Pair,
@@ -307,7 +308,7 @@ def test_a_gradient_penalty_from_any_step_on_is_eagers(first: int) -> None:
     def call(model: nn.Module, **batch: torch.Tensor) -> torch.Tensor:
         return (penalised if number >= first else ignoring_pads)(model, **batch)
 
-    pair = Pair(llama(attn_implementation="eager"), call=call)
+    pair = Pair(llama(attn_implementation="eager"), call=call, options=COMPILED)
     for number, batch in zip(steps, right_padded(), strict=True):  # noqa: B007, read by `call`
         pair.step(batch)
     assert_same_parameters(pair.reference, pair.model)

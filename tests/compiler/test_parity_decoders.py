@@ -14,6 +14,7 @@ import transformers as hf
 
 from deepytorch.compiler.report import LEDGER
 from tests.compiler.parity import (
+    COMPILED,
     IGNORED,
     Pair,
     assert_same_gradients,
@@ -111,7 +112,7 @@ WINDOWED = {
 
 @pytest.mark.parametrize("build, attention", WHOLE.values(), ids=WHOLE.keys())
 def test_training_equals_eager_for_every_padding(build: Callable[[str], Any], attention: str) -> None:
-    pair = Pair(build(attention).train())
+    pair = Pair(build(attention).train(), options=COMPILED)
     report = pair.train(batches(causal_batch, *mixture()), compare_at_tokens())
     expect_packed(report, steps=5, padded=0)
     assert report.total("recompiles") == 0, describe(report)

@@ -12,6 +12,7 @@ pytest.importorskip("transformers")
 import transformers as hf
 
 from tests.compiler.parity import (
+    COMPILED,
     IGNORED,
     Batch,
     Pair,
@@ -72,7 +73,7 @@ MASKED: dict[str, Any] = {
 
 @pytest.mark.parametrize("kind, config, attention", MASKED.values(), ids=MASKED.keys())
 def test_masked_language_models_train_as_eager_does(kind: Any, config: Callable[..., Any], attention: str) -> None:
-    pair = Pair(kind(config(attention)).train())
+    pair = Pair(kind(config(attention)).train(), options=COMPILED)
     report = pair.train(batches(masked_lm_batch, *mixture()), compare_at_tokens())
     expect_packed(report, steps=5, padded=0)
     assert report.total("recompiles") == 0, describe(report)

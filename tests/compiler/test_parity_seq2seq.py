@@ -14,6 +14,7 @@ from torch import nn
 
 from deepytorch.errors import DeferredError
 from tests.compiler.parity import (
+    COMPILED,
     IGNORED,
     PAD,
     Batch,
@@ -88,7 +89,7 @@ SIZES = ((4, 12, "right", 7), (3, 9, "left", 10), (5, 14, "holes", 6), (4, 11, "
     ids=["bart-sdpa", "bart-eager", "t5-sdpa", "t5-eager"],
 )  # fmt: skip
 def test_both_sides_are_packed_and_train_as_eager_does(build: Any, attention: str) -> None:
-    pair = Pair(build(attention).train())
+    pair = Pair(build(attention).train(), options=COMPILED)
     report = pair.train(pairs(*SIZES))
     expect_packed(report, steps=4, padded=0)
     assert report.total("recompiles") == 0, describe(report)

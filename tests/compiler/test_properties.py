@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from deepytorch.compiler.report import LEDGER
-from tests.compiler.parity import IGNORED, OPTIONS, PAD, Batch, assert_close, assert_same_gradients
+from tests.compiler.parity import COMPILED, IGNORED, PAD, Batch, assert_close, assert_same_gradients
 from tests.compiler.plain_models import VOCAB, Plain, keys, scaled
 
 EXAMPLES = 60
@@ -66,7 +66,7 @@ def twins(request: pytest.FixtureRequest) -> Iterator[tuple[nn.Module, nn.Module
     model = Plain(*KINDS[request.param]).train()
     reference = copy.deepcopy(model)
     LEDGER.forget()
-    yield reference, model, torch.compile(model, backend="deepytorch", options=OPTIONS)
+    yield reference, model, torch.compile(model, backend="deepytorch", options=COMPILED)
     report = LEDGER.report()
     assert report.total("steps_packed") >= EXAMPLES // 4, "hardly anything was packed: the properties held of eager"
     assert report.total("recompiles") <= 2

@@ -17,6 +17,7 @@ from deepytorch.compiler.plan import Plan
 from deepytorch.compiler.report import LEDGER, Report
 from deepytorch.compiler.rounded_step import recording, without_recording
 from tests.compiler.parity import (
+    COMPILED,
     PAD,
     Pair,
     assert_same_gradients,
@@ -29,7 +30,7 @@ from tests.compiler.parity import (
 from tests.compiler.plain_models import Plain, filled, sdpa_bool
 
 LAYOUTS = ((8, 31, "right"), (8, 40, "left"), (8, 37, "mixed"), (5, 60, "right"), (8, 33, "holes"), (3, 25, "one"))
-ROUNDED = {"round_sizes": True}
+ROUNDED = {**COMPILED, "round_sizes": True}
 
 
 def expect_rounded(report: Report, steps: int) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from deepytorch.compiler.report import LEDGER
 from tests.compiler.parity import (
+    COMPILED,
     IGNORED,
     Batch,
     Pair,
@@ -220,7 +221,7 @@ def test_a_window_wider_than_any_probe_is_not_trusted_beyond_it() -> None:
 
 @pytest.mark.slow
 def test_a_batch_of_one_row_first_then_larger_ones_and_back() -> None:
-    pair = Pair(Plain(sdpa_bool, layers=1).train())
+    pair = Pair(Plain(sdpa_bool, layers=1).train(), options=COMPILED)
     given = batches(
         masked_lm_batch,
         (1, 10, "none"),
@@ -245,14 +246,14 @@ def test_a_batch_of_one_row_first_then_larger_ones_and_back() -> None:
 )
 def test_sizes_that_collide_with_each_other_and_with_the_models(rows: int, positions: int) -> None:
     """The first batch has as many rows as positions, heads, channels or words."""
-    pair = Pair(Plain(sdpa_bool, places=96, layers=1).train())
+    pair = Pair(Plain(sdpa_bool, places=96, layers=1).train(), options=COMPILED)
     given = batches(masked_lm_batch, (rows, positions, "right"), (5, 9, "left"), (9, 5, "right"))
     expect_packed(pair.train(given), steps=3)
 
 
 @pytest.mark.slow
 def test_forty_random_mixtures_compile_at_most_twice_more() -> None:
-    pair = Pair(Plain(filled, layers=1).train())
+    pair = Pair(Plain(filled, layers=1).train(), options=COMPILED)
     draw = random.Random(1)
     generator = torch.Generator().manual_seed(1)
     for _ in range(40):

@@ -14,6 +14,7 @@ from torch import nn
 from deepytorch.compiler.report import LEDGER
 from deepytorch.errors import DeferredError
 from tests.compiler.parity import (
+    COMPILED,
     IGNORED,
     OPTIONS,
     Batch,
@@ -66,7 +67,7 @@ def with_gelu_dropout(p: float) -> nn.Module:
 def test_gradient_checkpointing_of_hugging_face_trains_as_eager_does() -> None:
     model = llama(layers=2)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    pair = Pair(model)
+    pair = Pair(model, options=COMPILED)
     expect_packed(pair.train(batches(causal_batch, *GIVEN), compare_at_tokens()), steps=3)
 
 
@@ -78,7 +79,7 @@ def test_checkpointed_blocks_of_a_plain_model_train_as_eager_does() -> None:
                 x = torch.utils.checkpoint.checkpoint(block, x, attention_mask, use_reentrant=False)
             return self.loss(self, self.norm(x), attention_mask, labels)
 
-    pair = Pair(Checkpointed(sdpa_bool).train())
+    pair = Pair(Checkpointed(sdpa_bool).train(), options=COMPILED)
     expect_packed(pair.train(batches(masked_lm_batch, *GIVEN)), steps=3)
 
 
@@ -241,7 +242,7 @@ def test_a_model_compiled_in_place_saves_under_its_own_names_and_resumes() -> No
 
 @pytest.mark.slow
 def test_weights_loaded_while_compiled_are_used() -> None:
-    pair = Pair(llama())
+    pair = Pair(llama(), options=COMPILED)
     given = batches(causal_batch, *GIVEN)
     pair.step(given[0])
     other = llama().state_dict()
