@@ -73,7 +73,7 @@ def test_modes_mean_what_they_mean_to_inductor(mode):
         ({"min_padding": 1.5}, "from 0 to 1"),
         ({"min_padding": True}, "from 0 to 1"),
         ({"min_padding": float("nan")}, "from 0 to 1"),
-        ({"lowering": "eager"}, "one of inductor, aot_eager"),
+        ({"lowering": "aot"}, "one of inductor, aot_eager, eager"),
         ({"dump_graphs": 3}, "a directory"),
         ({"dump_graphs": ""}, "a directory"),
         ({"triton.cudagraphs": "yes"}, "a value of type bool"),

@@ -70,6 +70,16 @@ def test_aot_eager_runs_the_graph_as_it_is():
     assert value_and_gradient(EAGER) == STOCK
 
 
+def test_eager_runs_the_graph_itself_and_has_no_place_for_passes():
+    config = CompilerConfig(lowering="eager")
+    assert config.waits
+    assert value_and_gradient(config) == STOCK
+    module = fx.symbolic_trace(torch.nn.Linear(2, 2))
+    assert lower(module, [torch.ones(1, 2)], config) == module.forward
+    with pytest.raises(ValueError, match="which the lowering 'eager' has none of"):
+        lower(module, [torch.ones(1, 2)], config, passes=GraphPasses(post_grad_pre=(swap,)))
+
+
 @pytest.mark.parametrize("slot", ["post_grad_pre", "post_grad_post"])
 def test_aot_eager_runs_post_grad_passes_on_both_graphs(slot):
     assert value_and_gradient(EAGER, GraphPasses(**{slot: (Swap(),)})) == SWAPPED
