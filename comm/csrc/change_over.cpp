@@ -25,6 +25,9 @@ ChangeOver::ChangeOver(c10::intrusive_ptr<c10d::Backend> stock, c10::intrusive_p
 
 ChangeOver::~ChangeOver() {
   if (num_forks_ != num_forks) (void)stock_.release();  // a forked child has none of its threads
+  const WithoutGil unlocked;  // both wait for their threads, and those drop tensors
+  stock_.reset();
+  ours_.reset();
 }
 
 uint64_t ChangeOver::position() const {

@@ -90,7 +90,7 @@ class ChangeOver final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Backend> current() const;
 
   c10::intrusive_ptr<c10d::Backend> stock_;  // null from the change-over on
-  const c10::intrusive_ptr<deepytorch::Backend> ours_;
+  c10::intrusive_ptr<deepytorch::Backend> ours_;  // null in the destructor only
   const c10::intrusive_ptr<c10d::Store> store_;
   const uint32_t num_forks_ = num_forks;
 

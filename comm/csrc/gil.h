@@ -5,7 +5,8 @@
 // easily done unseen. A tensor, a thread's state (at::ThreadLocalState: hooks of saved tensors, what a compiled backward
 // keeps there) and a work may hold Python objects, and copying or dropping them takes the interpreter's lock. So they are
 // made and copied before a lock is taken, and dropped after it is let go; the same holds for the last reference to a
-// segment, whose end may call Python.
+// segment, whose end may call Python. And whoever waits for the end of a thread that drops tensors, as the destructors of
+// groups do, lets go of the interpreter's lock before: Python calls them with it.
 #pragma once
 
 #include <pybind11/pybind11.h>

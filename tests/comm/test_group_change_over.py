@@ -17,6 +17,7 @@ import torch.distributed as dist
 from deepytorch import patches
 from deepytorch.comm.group import change_over, native
 from tests.comm.ranks import Ranks, run
+from tests.warm import run_script
 
 BESIDE = {"DEEPYTORCH_COMPILE": "beside"}
 
@@ -440,3 +441,34 @@ def test_what_is_sent_on_a_group_is_noticed_and_that_nobody_looks_any_more(monke
     entry.undo()
     patches.forget(entry.where)
     assert (mine.send(5), group.sent_messages) == (5, True)
+
+
+DROPPED = """
+import sys
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+from deepytorch.comm.group import native
+module = native.load()
+sys.setswitchinterval(10)  # this thread keeps the interpreter's lock wherever nobody lets go of it
+for _ in range(300):
+    store = dist.HashStore()
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), 0, 1, timedelta(seconds=10))
+    gloo._set_sequence_number_for_group()
+    one = {"rank": 0, "size": 1, "num_hosts": 1, "host": 0, "ranks": [0], "timeout_ms": 10_000}
+    last = module.Backend(cpu=gloo, cuda=None, segment=None, between=[], **one)
+    if "front" in sys.argv:
+        begun = gloo._get_sequence_number_for_group()
+        last = module.ChangeOver(stock=gloo, ours=last, store=store, begun=begun)
+    del gloo
+    last.allreduce([torch.ones(2)], dist.AllreduceOptions()).wait()
+    del last
+print("done")
+"""
+
+
+@pytest.mark.parametrize("which", ["front", "group"])
+def test_python_drops_the_last_reference_while_gloo_drops_a_tensor_of_python(which: str) -> None:
+    native.load()  # compiled here, where no deadline runs
+    done = run_script(DROPPED, which, timeout=60)
+    assert done.stdout.split() == ["done"], done.stderr

@@ -65,6 +65,10 @@ Backend::~Backend() {
   const bool on_worker = std::any_of(workers_.begin(), workers_.end(), [](const auto& worker) { return worker->is_this(); });
   shutdown();
   if (!on_worker) delete &changed_;
+  const WithoutGil unlocked;  // gloo waits for its threads, and those drop tensors
+  setup_.cpu.reset();
+  setup_.cuda.reset();
+  setup_.between.clear();
 }
 
 // ------------------------------------------------------------------ what to run
