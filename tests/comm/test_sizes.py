@@ -8,7 +8,7 @@ import pytest
 
 from tests.comm.ranks import run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400, func_only=True)]
+pytestmark = [pytest.mark.matrix, pytest.mark.timeout(400, func_only=True)]
 
 _GIB = 1 << 30
 

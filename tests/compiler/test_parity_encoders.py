@@ -172,7 +172,7 @@ def test_a_bare_encoder_pooled_outside_with_the_mask() -> None:
     expect_packed(pair.train(given), steps=3)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_inductor_trains_a_masked_language_model_as_eager_does() -> None:
     pair = Pair(hf.BertForMaskedLM(bert("sdpa")).train(), options={"lowering": "inductor"})
     given = batches(masked_lm_batch, (4, 11, "right"), (3, 13, "left"), (4, 9, "holes"))

@@ -525,7 +525,7 @@ def test_transformer_encoder_is_packed_in_training(kwargs: dict[str, Any]) -> No
     expect_packed(pair.train(batches(masked_lm_batch, *SIZES)), steps=4)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_transformer_encoder_of_inductor_trains_as_eager_does() -> None:
     pair = Pair(Encoder(batch_first=True).train(), options={"lowering": "inductor"})
     expect_packed(pair.train(batches(masked_lm_batch, *SIZES)), steps=4)

@@ -102,7 +102,7 @@ def test_a_mask_for_the_decoder_is_followed_as_well(build: Any) -> None:
     expect_packed(pair.train(pairs(*SIZES, decoder_mask=True)), steps=4, padded=0)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_gated_and_untied_t5() -> None:
     pair = Pair(t5("eager", feed_forward_proj="gated-gelu", tie_word_embeddings=False).train())
     expect_packed(pair.train(pairs(*SIZES[:2])), steps=2)

@@ -666,7 +666,7 @@ def test_inductor_reduces_as_stock_does() -> None:
     run(script, 2, 280)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_inductor_sends_rows() -> None:
     script = f"LOWERING = 'inductor'\n{HARNESS}\ninit('gloo', timeout=120)\n{ROWS[: ROWS.index('def accumulate')]}"
     run(f"{script}\ndist.destroy_process_group()", 2, 280)

@@ -73,7 +73,8 @@ def _train(stage: int, wire: str | None) -> tuple[str, float, float]:
     return output, float(first), float(last)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.matrix), 3])
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.matrix
 def test_zero_learns_as_well_with_a_byte_a_value(stage):
     # Stage 1 sums gradients by all_reduce, which stays exact, and gathers weights; stage 3 scatters gradients too.
     _, first, wanted = _train(stage, None)

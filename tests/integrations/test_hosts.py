@@ -29,6 +29,7 @@ CELLS = [
 RARE = {
     *(("plain", "t5"), ("accelerate", "bert"), ("zero1", "bert"), ("zero2-offload", "llama"), ("zero3", "t5")),
     *(("zero2", "t5"), ("peft", "bert"), ("ddp", "bert"), ("trainer", "llama")),
+    *(("fsdp2", "t5"), ("lightning", "llama")),  # test_fsdp2 and a script of Lightning too
     ("zero3-offload", "bert"),
 }
 

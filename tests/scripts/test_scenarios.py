@@ -17,10 +17,10 @@ SCENARIOS = [Scenario.read(path) for path in sorted(FOLDER.glob("*.py")) if path
 
 
 def _marks(number: int, scenario: Scenario) -> list[pytest.MarkDecorator]:
-    """The default suite runs the chosen ones, `.ci/run` every ninth of the others too, `-m "slow or matrix"` all."""
+    """The default suite runs the chosen ones, `.ci/run` every 18th of the others too, `-m "slow or matrix"` all."""
     if scenario.default:
         return []
-    return [pytest.mark.slow if number % 9 == 0 else pytest.mark.matrix]
+    return [pytest.mark.slow if number % 18 == 0 else pytest.mark.matrix]
 
 
 @pytest.mark.parametrize(
