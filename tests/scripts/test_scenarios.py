@@ -13,6 +13,7 @@ from tests.scripts.runner import Runner, Scenario, compare
 
 FOLDER = Path(__file__).with_name("scenarios")
 HELPERS = {"tiny.py"}
+ALWAYS = {"lightning_loop"}  # in `.ci/run`: the only one of its framework
 SCENARIOS = [Scenario.read(path) for path in sorted(FOLDER.glob("*.py")) if path.name not in HELPERS]
 
 
@@ -20,7 +21,7 @@ def _marks(number: int, scenario: Scenario) -> list[pytest.MarkDecorator]:
     """The default suite runs the chosen ones, `.ci/run` every 18th of the others too, `-m "slow or matrix"` all."""
     if scenario.default:
         return []
-    return [pytest.mark.slow if number % 18 == 0 else pytest.mark.matrix]
+    return [pytest.mark.slow if number % 18 == 0 or scenario.name in ALWAYS else pytest.mark.matrix]
 
 
 @pytest.mark.parametrize(
