@@ -13,8 +13,10 @@ from deepytorch.cli import app
 from deepytorch.errors import ConfigError, ScriptError
 
 SCRIPT = """
+import os
 import sys
 import torch
+assert os.environ["DEEPYTORCH_COMPILE"] == "beside"
 if "fail" in sys.argv:
     raise ValueError("as it was told")
 model = torch.nn.Linear(4, 1)
