@@ -203,6 +203,8 @@ def _wait(processes: list[subprocess.Popen[bytes]], options: StartOptions, scrat
         for rank, process in list(running.items()):
             if process.poll() is None:
                 continue
+            if rank == 0 and process.returncode == 0:
+                return  # it has told what is asked for, and others that are still in their last step miss it
             del running[rank]
             if process.returncode:
                 lines = _log(scratch, rank).read_text(encoding="utf-8", errors="replace").rstrip().splitlines()

@@ -15,6 +15,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+# Its file alone, without the package around it.
+seconds_since_start = runpy.run_path(str(Path(__file__).parents[1] / "process_age.py"))["seconds_since_start"]
+
 
 def main() -> None:
     """Run the script, and leave it after its last step that counts."""
@@ -35,12 +38,12 @@ class _Watch:
     """Notes when steps are over, and ends the process after the last one."""
 
     def __init__(self, record: Path, steps: int) -> None:
-        self._record, self._steps, self._began = record, steps, _process_start()
+        self._record, self._steps = record, steps
         self._seconds: list[float] = []
         self._first_packed: float | None = None
 
     def __call__(self, *_: Any) -> None:
-        self._seconds.append(time.time() - self._began)
+        self._seconds.append(seconds_since_start())
         if self._first_packed is None and self._report().get("steps_packed"):
             self._first_packed = self._seconds[-1]
         if len(self._seconds) == self._steps:
@@ -59,12 +62,6 @@ class _Watch:
     def _report() -> dict[str, Any]:
         ours = sys.modules.get("deepytorch")
         return {} if ours is None else dict(ours.report().to_json())
-
-
-def _process_start() -> float:
-    """As `deepytorch.process_age` finds it, which is not loaded here."""
-    ticks = int(Path("/proc/self/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[19])
-    return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
 
 
 def _end_with_parent(parent: int) -> None:

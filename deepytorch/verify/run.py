@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deepytorch.compiler.config import LOWERINGS
 from deepytorch.config import process_environment
 from deepytorch.errors import ConfigError, ScriptError
 from deepytorch.verify.compare import Compared, compare, plain
@@ -53,8 +54,8 @@ class VerifyOptions:
         for name in ("steps", "tolerance", "timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)!r}; expected more than 0")
-        if self.lowering not in (None, "inductor", "aot_eager", "eager"):
-            raise ConfigError(f"lowering={self.lowering!r}; expected inductor, aot_eager or eager")
+        if self.lowering not in (None, *LOWERINGS):
+            raise ConfigError(f"lowering={self.lowering!r}; expected one of {', '.join(LOWERINGS)}")
         ranks = process_environment().get("WORLD_SIZE", "1")
         if ranks != "1":
             raise ConfigError(
