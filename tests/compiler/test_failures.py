@@ -17,7 +17,16 @@ from deepytorch.compiler import compiled_step, lower_region
 from deepytorch.compiler.report import LEDGER
 from deepytorch.errors import ConfigError
 from deepytorch.passes.unpad.strip_padding import StripPadding
-from tests.compiler.parity import OPTIONS, Pair, batches, describe, expect_packed, masked_lm_batch, padded_because
+from tests.compiler.parity import (
+    COMPILED,
+    OPTIONS,
+    Pair,
+    batches,
+    describe,
+    expect_packed,
+    masked_lm_batch,
+    padded_because,
+)
 from tests.compiler.plain_models import Plain, sdpa_bool
 
 GIVEN = ((4, 11, "right"), (3, 13, "left"), (5, 9, "holes"), (4, 12, "right"))
@@ -87,7 +96,7 @@ def test_lowering_that_raises_runs_eager_and_is_counted(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(lower_region, "lower", fail)
-    report = Pair(model()).train(batches(masked_lm_batch, *GIVEN))
+    report = Pair(model(), options=COMPILED).train(batches(masked_lm_batch, *GIVEN))
     fallbacks = [line for region in report.regions for line in region.fallbacks]
     assert any("on purpose" in line for line in fallbacks), describe(report)
     assert report.total("steps_packed") == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import resource
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +17,7 @@ from torch import nn
 from deepytorch.compiler.report import LEDGER, RegionRecord
 from deepytorch.compiler.second_backward import TwiceDifferentiable
 from deepytorch.compiler.unread_statistics import unread_statistics
+from tests.calls import Calls
 
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
 
@@ -500,8 +500,8 @@ def test_a_region_without_gradients_is_not_watched() -> None:
     assert region._second.begin([torch.ones(2)], lambda x: (x,)) is None
 
 
-@pytest.mark.parametrize("count, limit_us", [(40, 20), (300, 100)])
-def test_an_ordinary_call_costs_the_host_little(count: int, limit_us: float) -> None:
+@pytest.mark.parametrize("count", [40, 300])
+def test_an_ordinary_call_costs_the_host_little(count: int) -> None:
     class Wide(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -522,17 +522,14 @@ def test_an_ordinary_call_costs_the_host_little(count: int, limit_us: float) -> 
         compiled(Wide())(torch.ones(1))
     [(region, inputs)] = regions
     assert len(inputs) == count
-    costs = []
-    for _ in range(200):
-        started = time.perf_counter()
+    region(*inputs)  # the first call looks at its inputs
+    with Calls() as before:
         call = region._second.begin(inputs, region._eager)
-        between = time.perf_counter()
-        outputs = region._compiled(*inputs)
-        behind = time.perf_counter()
+    outputs = region._compiled(*inputs)
+    with Calls() as behind:
         region._second.watch(call, outputs)
-        costs.append(between - started + time.perf_counter() - behind)
     assert outputs[0].grad_fn.apply.__self__ is not outputs[0].grad_fn
-    assert 1e6 * min(costs) < limit_us
+    assert 0 < before.count + behind.count < 50  # however many inputs there are
 
 
 # ---------------------------------------------------------------------- which writes do not matter
