@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import logging
 import os
 import random
 import shutil
@@ -41,6 +42,10 @@ os.environ["DEEPYTORCH_COMPILE"] = "wait"  # but for the tests of what runs mean
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", MPLBACKEND="Agg", PYTHONHASHSEED="0")
 
 import torch  # noqa: E402
+
+# pytest listens to loggers that do not propagate, and torch writes every graph and guard down for who listens to this one.
+logging.getLogger("torch.__trace").propagate = True
+
 from hypothesis import HealthCheck, settings  # noqa: E402
 
 from deepytorch.switch import SWITCH  # noqa: E402
