@@ -43,7 +43,7 @@ os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", MPLBACKEND
 
 import torch  # noqa: E402
 
-# pytest listens to loggers that do not propagate, and torch writes every graph and guard down for who listens to this one.
+# pytest listens to loggers that do not propagate, and torch writes every graph and guard down for who listens here.
 logging.getLogger("torch.__trace").propagate = True
 
 from hypothesis import HealthCheck, settings  # noqa: E402
