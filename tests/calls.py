@@ -6,6 +6,10 @@ import sys
 from types import FrameType, TracebackType
 from typing import Any
 
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
 
 class Calls:
     """Counts the calls of functions, Python's and C's, that this thread makes inside the `with` statement."""
@@ -22,3 +26,16 @@ class Calls:
 
     def _seen(self, frame: FrameType, event: str, argument: Any) -> None:
         self.count += event in ("call", "c_call")
+
+
+class Elements(TorchDispatchMode):
+    """Counts the elements that operators read inside the `with` statement; views read none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.count += sum(each.numel() for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor))
+        return func(*args, **(kwargs or {}))

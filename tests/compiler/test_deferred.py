@@ -16,7 +16,7 @@ from torch.nn import functional
 from deepytorch.compiler.outputs import kept_weights
 from deepytorch.compiler.outputs.deferred import computed, defer, is_deferred
 from deepytorch.errors import DeferredError
-from tests.calls import Calls
+from tests.calls import Calls, Elements
 
 VOCAB, HIDDEN = 11, 6
 
@@ -641,6 +641,9 @@ def test_creation_is_cheap(head):
     with Calls() as made:
         head.defer()
     assert 0 < made.count < 120  # 25 us on an idle machine
+    with Elements() as read:
+        head.defer()
+    assert 0 < read.count < head.weight.numel() / 100  # of 4 million
 
 
 @pytest.mark.parametrize("place", range(4))
