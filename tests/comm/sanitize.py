@@ -44,9 +44,7 @@ def main(kind: str, command: list[str]) -> int:
                 map(_library, ({"address": "libasan.so", "thread": "libtsan.so"}[kind], "libstdc++.so.6"))
             ),
             "ASAN_OPTIONS": f"detect_leaks=0:{options}",  # Python keeps what it has to the end
-            # A `std::thread` that goes without being joined ends the process: what would be reported as leaked is one
-            # whose group was alive when its process left by `os._exit`, as tests do in which gloo is stuck.
-            "TSAN_OPTIONS": "report_signal_unsafe=0:report_thread_leaks=0:ignore_noninstrumented_modules=1:"
+            "TSAN_OPTIONS": "report_signal_unsafe=0:ignore_noninstrumented_modules=1:"
             f"suppressions={suppressions}:{options}",
         }
         # ThreadSanitizer wants addresses as they are without randomisation.
