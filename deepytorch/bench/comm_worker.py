@@ -27,7 +27,7 @@ from deepytorch.bench.comm_schema import NO_REDOP, PREDICTED_OPS, REDUCING_OPS, 
 from deepytorch.bench.rank_process import Seat, run_rank
 from deepytorch.bench.training_step import rotated
 from deepytorch.comm.algorithms.base import Compression
-from deepytorch.comm.group.backend import group_of
+from deepytorch.comm.group.groups import group_of
 from deepytorch.errors import ConfigError
 
 AUTO = "auto"

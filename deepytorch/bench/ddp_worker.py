@@ -27,7 +27,7 @@ from deepytorch.bench.rank_process import Seat, run_rank
 from deepytorch.bench.timeline import Span
 from deepytorch.bench.training_step import rotated
 from deepytorch.comm.gradients.reducer import REDUCERS, GradientReducer
-from deepytorch.comm.group.backend import Options
+from deepytorch.comm.group.options import Options
 from deepytorch.torch_internals import dynamo_config
 
 ARMS = ("ddp", "ddp_compile", "ddp_python_reducer", "deepytorch")

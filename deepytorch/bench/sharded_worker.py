@@ -22,7 +22,7 @@ from deepytorch.bench.comm_worker import init_default_group
 from deepytorch.bench.models import MAX_POSITIONS, build_model
 from deepytorch.bench.rank_process import Seat, run_rank
 from deepytorch.bench.training_step import rotated
-from deepytorch.comm.group.backend import Options
+from deepytorch.comm.group.options import Options
 from deepytorch.comm.group.quantized import Wire, quantize
 from deepytorch.data import batches, load_rows, train_tokenizer
 

@@ -2,6 +2,7 @@
 
 One script, in processes of its own: in eager, with the import from empty caches ("cold"), and once more from the caches
 that the run before has filled ("warm"). What counts is the time since the process began at which each step was over.
+Cold runs wait behind the last of these until all that they compile beside is kept.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from deepytorch.errors import ConfigError, ScriptError
 
 EAGER, COLD, WARM = "eager", "cold", "warm"
 ARMS = (EAGER, COLD, WARM)
+_IMPORTS = {EAGER: "", COLD: "fill", WARM: "import"}  # see start_worker
+_REST_SECONDS = 2.0  # after a run: what it had started ends within a second, and is not to be in the next one's way
 _CACHES = ("XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 _WORKER = Path(__file__).with_name("start_worker.py")
 _LAST_LINES = 12
@@ -168,7 +171,7 @@ def _run(options: StartOptions, name: str, scratch: Path, steps: int) -> dict[st
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(options.ranks)}
         environment.setdefault("OMP_NUM_THREADS", "1")
     record = scratch / f"{name}.json"
-    command = [sys.executable, str(_WORKER), str(record), str(steps), "" if name == EAGER else "import"]
+    command = [sys.executable, str(_WORKER), str(record), str(steps), _IMPORTS[name]]
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(options.ranks):
@@ -190,6 +193,7 @@ def _run(options: StartOptions, name: str, scratch: Path, steps: int) -> dict[st
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        time.sleep(_REST_SECONDS)
     found: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))
     if not found["seconds"]:
         raise ScriptError(f"{options.script[0]} made no step of an optimizer of torch.optim; expected one that trains.")

@@ -1,7 +1,8 @@
 """One run of a script for `deepytorch bench start`: `python start_worker.py RECORD STEPS IMPORT SCRIPT [ARGUMENTS]`.
 
 Run by its path: without the import nothing of deepytorch is loaded beside the script. RECORD takes the seconds since
-this process began at which each step of an optimizer was over. IMPORT is "import" or "".
+this process began at which each step of an optimizer was over. IMPORT is "import", "fill" or "". With "fill" the run
+waits, behind the steps that count, until all that is being compiled beside is kept.
 """
 
 from __future__ import annotations
@@ -24,39 +25,50 @@ def main() -> None:
     record, steps, imports, script, *arguments = sys.argv[1:]
     sys.argv, sys.path[0] = [script, *arguments], str(Path(script).resolve().parent)
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
-    watch = _Watch(Path(record), int(steps))
+    watch = _Watch(Path(record), int(steps), fills=imports == "fill")
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     register_optimizer_step_post_hook(watch)
     if imports:
         import deepytorch  # noqa: F401, what it does is what is measured
     runpy.run_path(script, run_name="__main__")
-    watch.write()
+    watch.finish()
 
 
 class _Watch:
     """Notes when steps are over, and ends the process after the last one."""
 
-    def __init__(self, record: Path, steps: int) -> None:
-        self._record, self._steps = record, steps
+    def __init__(self, record: Path, steps: int, fills: bool) -> None:
+        self._record, self._steps, self._fills = record, steps, fills
         self._seconds: list[float] = []
         self._first_packed: float | None = None
 
     def __call__(self, *_: Any) -> None:
-        self._seconds.append(seconds_since_start())
-        if self._first_packed is None and self._report().get("steps_packed"):
-            self._first_packed = self._seconds[-1]
+        if len(self._seconds) < self._steps:
+            self._seconds.append(seconds_since_start())
+            if self._first_packed is None and self._report().get("steps_packed"):
+                self._first_packed = self._seconds[-1]
         if len(self._seconds) == self._steps:
-            self.write()
+            self.finish()
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)
 
-    def write(self) -> None:
+    def finish(self) -> None:
+        """Write the record; where caches are to be filled, wait for that."""
         found = {"seconds": self._seconds, "first_packed": self._first_packed, "report": self._report()}
         unfinished = self._record.with_suffix(".unfinished")
         unfinished.write_text(json.dumps(found), encoding="utf-8")
         unfinished.replace(self._record)
+        while self._fills and self._compiles_beside():
+            time.sleep(0.2)
+
+    def _compiles_beside(self) -> bool:
+        """Whether more is to be kept; rank 0 says when it is over, the others are ended with it."""
+        if os.environ.get("RANK", "0") != "0":
+            return True
+        beside = sys.modules.get("deepytorch.background")
+        return beside is not None and beside.is_working()
 
     @staticmethod
     def _report() -> dict[str, Any]:

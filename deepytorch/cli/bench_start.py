@@ -29,7 +29,8 @@ def start(
     """Time a script from its process's first moment on: in eager, with the import, and with it a second time.
 
     Says how much later the first step is over, by how much the run was behind eager at most, and from which step on it
-    is ahead. Cold runs begin with empty caches, warm ones with what the run before has left.
+    is ahead. Cold runs begin with empty caches, and wait at their end until these are filled;
+    warm ones begin with what they have left.
     """
     from deepytorch.bench.json_results import write_json
     from deepytorch.bench.start import StartOptions, run_start

@@ -74,3 +74,31 @@ def test_a_script_that_fails_is_quoted_and_one_that_does_not_train_is_refused(sc
         run_start(StartOptions(command=(script, "fail"), steps=5, rounds=1))
     with pytest.raises(ScriptError, match="made no step of an optimizer"):
         run_start(StartOptions(command=(script,), steps=5, rounds=1))
+
+
+BUILDS = """
+import os
+import sys
+import torch
+made = os.path.join(os.environ["XDG_CACHE_HOME"], "made")
+with open(sys.argv[1], "a") as found:
+    found.write(f"{os.path.exists(made)} ")
+if "deepytorch" in sys.modules:
+    from deepytorch import background
+    wait = "from deepytorch.background import end_with_parent; end_with_parent({parent}); import time; time.sleep(4); "
+    background.start(wait + f"open({made!r}, 'w').close()")
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(int(sys.argv[2])):
+    model(torch.rand(2, 4)).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [3, 9], ids=["a script that ends by itself", "a script that is ended"])
+def test_a_warm_run_finds_what_the_cold_one_was_still_making(tmp_path: Path, steps: int) -> None:
+    script, found = tmp_path / "builds.py", tmp_path / "found"
+    script.write_text(BUILDS)
+    run_start(StartOptions(command=(str(script), str(found), str(steps)), steps=5, rounds=1))
+    assert found.read_text().split() == ["False", "False", "False", "True"]  # uncounted, eager, cold, warm
