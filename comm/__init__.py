@@ -16,14 +16,15 @@ if __name__ != "deepytorch.comm":
     )
 
 if TYPE_CHECKING:
-    from deepytorch.comm.group.backend import Options, chosen
     from deepytorch.comm.group.bf16_wire import all_reduce_bf16, reduce_scatter_bf16, send_bf16
     from deepytorch.comm.group.buffers import allocate
     from deepytorch.comm.group.compress import all_reduce, overflows
     from deepytorch.comm.group.measuring import measure
+    from deepytorch.comm.group.options import Options
     from deepytorch.comm.group.quantized import quantize
     from deepytorch.comm.group.registration import register
     from deepytorch.comm.group.survivors import shrink
+    from deepytorch.comm.group.tables import chosen
 
 __all__ = [
     "Options", "all_reduce", "all_reduce_bf16", "allocate", "chosen", "measure", "overflows", "quantize",
@@ -32,8 +33,8 @@ __all__ = [
 
 # No module goes by the name of what it holds: importing it would put the module there.
 _HOMES = {
-    "Options": "group.backend",
-    "chosen": "group.backend",
+    "Options": "group.options",
+    "chosen": "group.tables",
     "register": "group.registration",
     "allocate": "group.buffers",
     "all_reduce": "group.compress",

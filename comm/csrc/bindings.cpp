@@ -142,7 +142,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
            }),
            py::arg("stock"), py::arg("ours"), py::arg("store"), py::arg("begun"))
       .def("position", &ChangeOver::position, py::call_guard<py::gil_scoped_release>())
-      .def("arm", &ChangeOver::arm, py::arg("at"), py::arg("key"), py::call_guard<py::gil_scoped_release>())
+      .def("arm", &ChangeOver::arm, py::arg("at"), py::arg("key"), py::arg("kept"), py::call_guard<py::gil_scoped_release>())
       .def("decide", &ChangeOver::decide, py::arg("key"), py::arg("go"), py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("is_over", &ChangeOver::is_over)
       .def_property_readonly("ours", &ChangeOver::ours);

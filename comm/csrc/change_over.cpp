@@ -35,10 +35,10 @@ uint64_t ChangeOver::position() const {
   return position_;
 }
 
-std::string ChangeOver::arm(uint64_t at, const std::string& key) {
+std::string ChangeOver::arm(uint64_t at, const std::string& key, bool kept) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (over_ || position_ >= at) return "the collective was called already";
-  if (stock_.use_count() > kHolders) return "somebody holds the group's gloo backend, to call it past the group";
+  if (stock_.use_count() > kHolders + kept) return "somebody holds the group's gloo backend, to call it past the group";
   if (passed_ || stock_->getSequenceNumberForGroup() != seen_) return "the group's gloo backend was called past the group";
   armed_at_ = at;
   key_ = key;

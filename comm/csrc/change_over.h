@@ -35,7 +35,8 @@ class ChangeOver final : public c10d::Backend {
   // Collectives that this rank has called, counted as gloo does.
   uint64_t position() const;
   // Change in front of collective number `at`, if the store says so under `key` by then. Returns why not, or nothing.
-  std::string arm(uint64_t at, const std::string& key);
+  // kept: the process group keeps the Python object of stock alive, which holds it, too.
+  std::string arm(uint64_t at, const std::string& key, bool kept);
   // What the store says under `key`.
   void decide(const std::string& key, bool go);
   bool is_over() const { return over_.load(std::memory_order_acquire); }

@@ -15,7 +15,7 @@ from deepytorch.comm.gradients.arrival_times import finish
 from deepytorch.comm.gradients.bucket_memory import BucketMemory, Transfer, new_buffer
 from deepytorch.comm.gradients.buckets import Bucket, BucketPlan
 from deepytorch.comm.gradients.comm_hooks import CommHook
-from deepytorch.comm.group.backend import averages
+from deepytorch.comm.group.groups import averages
 from deepytorch.comm.kernels.buckets import Slots, pack
 
 _MOST_SLOTS = 256  # sets of gradients that came together; graphs hand over about 48

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from deepytorch.comm.algorithms.base import DeviceKind, Operation
 from deepytorch.comm.algorithms.select import predict_us, select
-from deepytorch.comm.group.backend import group_of
+from deepytorch.comm.group.groups import group_of
 from deepytorch.comm.topology.cost import Link, fit_link
 from deepytorch.errors import ConfigError
 

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from deepytorch.comm.group import native
-from deepytorch.comm.group.backend import group_of
+from deepytorch.comm.group.groups import group_of
 from deepytorch.comm.group.rendezvous import share_segment
 from deepytorch.errors import ConfigError
 

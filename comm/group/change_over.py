@@ -11,6 +11,7 @@ import atexit
 import functools
 import math
 import os
+import sys
 import threading
 import time
 import weakref
@@ -43,6 +44,37 @@ class Stays(Exception):
 
 class _Ended(Exception):
     """The group, or the process, ends."""
+
+
+class InFront:
+    """The native `ChangeOver`, put in front of `gloo` in a group's backends for CPU tensors.
+
+    Who holds gloo could call it past the group. In C++ its references are counted. From torch 2.14 on a group keeps the
+    Python object of each of its backends, which whoever asks for one is given: of that one, too.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, gloo: Any, change_over: Any) -> None:
+        before = sys.getrefcount(change_over)
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, change_over)
+        self._kept = weakref.ref(gloo) if sys.getrefcount(change_over) > before else None
+        self.native = change_over
+
+    def arm(self, at: int, key: str) -> str:
+        """Change in front of collective `at`, if the store says so under `key` by then; why not, or nothing."""
+        gloo = None if self._kept is None else self._kept()
+        if gloo is not None and sys.getrefcount(gloo) > _OF_ONE_KEPT:
+            return "somebody holds the group's gloo backend, to call it past the group"
+        return str(self.native.arm(at, key, gloo is not None))
+
+
+def _references_of_one_kept() -> int:
+    """What `getrefcount` says of an object that one other holds, and a local name: 3, or 2 from Python 3.14 on."""
+    others = [object()]
+    kept = others[0]
+    return sys.getrefcount(kept)
+
+
+_OF_ONE_KEPT = _references_of_one_kept()
 
 
 class ChangingGroup:
@@ -92,7 +124,7 @@ class ChangingGroup:
         try:
             self._prepare()
             at = self._agree()
-            self._until(lambda: bool(self._in_front.is_over))
+            self._until(lambda: bool(self._in_front.native.is_over))
             self.state = f"deepytorch's since collective {at}"
             logger.info("the collectives of process group %s are deepytorch's now", self.name)
         except _Ended:
@@ -139,7 +171,7 @@ class ChangingGroup:
                 self._store.compare_set(key, "", "go")
             self._until(functools.partial(self._store.check, [key]), _AGREE_SECONDS)
             go = self._store.get(key) == b"go"
-            self._in_front.decide(key, go)
+            self._in_front.native.decide(key, go)
             if go:
                 return at
             self._armed_key = ""
@@ -149,9 +181,9 @@ class ChangingGroup:
         """Which collective it is to be: rank 0 says so."""
         key = f"at/{attempt}"
         if self.rank == 0:
-            before, since = self._in_front.position(), time.monotonic()
+            before, since = self._in_front.native.position(), time.monotonic()
             self._until(lambda: time.monotonic() - since > _RATE_SECONDS, _AGREE_SECONDS)
-            now = self._in_front.position()
+            now = self._in_front.native.position()
             rate = (now - before) / (time.monotonic() - since)
             ahead = max(2, math.ceil(rate * _AHEAD_SECONDS)) << attempt
             self._store.set(key, str(now + ahead))
@@ -210,9 +242,8 @@ class ChangingGroup:
         try:
             if not self.sent_messages:
                 known_as = str(dist.get_backend(group))  # raises where it was destroyed, and is merely held by somebody
-                in_front = self._module.ChangeOver(gloo, ours, self._store, self._begun)
-                group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, in_front)
-                self._in_front, self._gloo = in_front, None
+                change_over = self._module.ChangeOver(gloo, ours, self._store, self._begun)
+                self._in_front, self._gloo = InFront(group, gloo, change_over), None
                 self._adopt()
                 if "deepytorch" not in known_as:
                     ours.show_as_gloo()

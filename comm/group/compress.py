@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from deepytorch.comm.algorithms.base import Compression
-from deepytorch.comm.group.backend import group_of
+from deepytorch.comm.group.groups import group_of
 from deepytorch.errors import ConfigError
 from deepytorch.log import once
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.torch_version import TorchVersion
 
 from deepytorch.comm.topology.topology import Topology
 from deepytorch.config import process_environment
@@ -23,7 +24,7 @@ def stock_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> 
     group = dist.ProcessGroup(store, rank, size)
     kinds = dist.ProcessGroup.BackendType
     cpu: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
-    cpu._set_sequence_number_for_group()
+    _count_from_one_number(cpu)
     cuda = _nccl(store, rank, size, timeout)
     group._set_default_backend(kinds.NCCL if cuda is not None else kinds.GLOO)
     group._register_backend(torch.device("cpu"), kinds.GLOO, cpu)
@@ -47,8 +48,14 @@ def inner_backends(
     options._threads, options._timeout = 1, timeout
     cpu = gloo(prefix, rank, size, options)
     options._threads = 2  # what is told of the group: gloo's one and ours
-    cpu._set_sequence_number_for_group()
+    _count_from_one_number(cpu)
     return cpu, _nccl(store, rank, size, timeout)
+
+
+def _count_from_one_number(backend: Any) -> None:
+    """Have all ranks count the calls of a backend from one number. torch 2.14 begins at 0, and warns who asks."""
+    if TorchVersion(torch.__version__) < "2.14":
+        backend._set_sequence_number_for_group()
 
 
 def _nccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any | None:
@@ -57,7 +64,7 @@ def _nccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any | 
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     cuda = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
-    cuda._set_sequence_number_for_group()
+    _count_from_one_number(cuda)
     return cuda
 
 

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from deepytorch.comm.algorithms import measured
 from deepytorch.comm.algorithms.base import KINDS, Choice, DeviceKind, Operation, OperationKind
 from deepytorch.comm.algorithms.select import ENGINE, Range, collective, explain
-from deepytorch.comm.group.backend import Group, group_of, set_measured, shares_memory
+from deepytorch.comm.group.groups import Group, group_of
+from deepytorch.comm.group.tables import set_measured
 from deepytorch.errors import ConfigError
 
 _SIZES = tuple(1 << power for power in range(10, 29, 2))  # 1 KB .. 256 MB
@@ -89,7 +90,7 @@ def _times(
 
 def _runs(known: Group, choice: Choice, operation: Operation) -> bool:
     algorithm = collective(choice.algorithm)
-    shares = shares_memory(known) or not algorithm.in_memory
+    shares = known.shares or not algorithm.in_memory
     return shares and algorithm.unsupported(operation, known.topology) is None
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from deepytorch.comm.group import quantized_on_device as on_device
-from deepytorch.comm.group.backend import group_of
+from deepytorch.comm.group.groups import group_of
 from deepytorch.errors import ConfigError
 
 Wire = Literal["int8", "fp8"]

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from deepytorch.comm.group.backend import group_of
+from deepytorch.comm.group.groups import group_of
 
 _BLOCK = 256  # values that share a scale, as in quantized.cpp
 _SCALE_BYTES = 4

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from deepytorch.comm.topology.topology import Topology
 from deepytorch.log import once
 
 
@@ -73,3 +74,11 @@ def _report(outcomes: Sequence[str]) -> bool:
     if troubles:
         once(logging.WARNING, "the ranks of this host go without shared memory (%s)", "; ".join(troubles[:3]))
     return bool(troubles)
+
+
+def same_everywhere(store: dist.Store, topology: Topology, rank: int, mine: bool, timeout: timedelta) -> bool:
+    """Whether the ranks of every host share memory: an algorithm of all hosts needs it on each."""
+    store.set(f"shares/{rank}", "yes" if mine else "no")
+    keys = [f"shares/{peer}" for peer in range(topology.num_ranks)]
+    store.wait(keys, timeout)
+    return all(store.get(key) == b"yes" for key in keys)

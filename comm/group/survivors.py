@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from deepytorch.comm.group.backend import group_of
+from deepytorch.comm.group.groups import group_of
 from deepytorch.errors import CommunicationError, ConfigError
 from deepytorch.torch_internals import get_default_store
 

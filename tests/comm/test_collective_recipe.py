@@ -71,7 +71,8 @@ EDITS = (
 
 SCRIPT = """
 from deepytorch.comm.algorithms.select import explain
-from deepytorch.comm.group.backend import chosen, group_of
+from deepytorch.comm.group.groups import group_of
+from deepytorch.comm.group.tables import chosen
 init(timeout=500, pg_options=Options(algorithm="through_areas"))
 for size in (1, 1000, 3_000_001):
     mine = torch.arange(size, dtype=torch.float32) * (rank + 1)

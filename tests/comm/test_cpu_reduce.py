@@ -48,7 +48,7 @@ def test_areas_grow_when_they_are_needed_and_are_one_copy_each_way():
     script = """
     import os
     init(pg_options=Options(algorithm="cpu_reduce"))
-    from deepytorch.comm.group.backend import group_of
+    from deepytorch.comm.group.groups import group_of
     segment = group_of().backend.segment
     taken = lambda: os.stat(f"/proc/self/fd/{segment.descriptor}").st_blocks * 512
     assert segment.num_bytes == size * 6 * (4 << 20)

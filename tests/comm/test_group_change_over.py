@@ -22,7 +22,8 @@ from tests.warm import run_script
 BESIDE = {"DEEPYTORCH_COMPILE": "beside"}
 
 SETUP = """
-from deepytorch.comm.group import backend, change_over, native
+from deepytorch.comm.group import change_over, native
+from deepytorch.comm.group.groups import native_backend
 compiling, tried = [True], []
 native.build_beside = lambda: None
 native.is_built = lambda: not compiling[0]
@@ -35,7 +36,7 @@ def fail():
     tried.append(True)
 
 def is_ours(group=None):
-    return backend._native_backend(group or dist.group.WORLD) is not None
+    return native_backend(group or dist.group.WORLD) is not None
 
 def state(number=0):
     return change_over.standings()[number]["state"]
@@ -330,7 +331,7 @@ class Alone:
         begun = self.gloo._get_sequence_number_for_group()
         asked = self.store if store is None else store
         self.front: Any = self.module.ChangeOver(stock=self.gloo, ours=ours, store=asked, begun=begun)
-        self.group._register_backend(torch.device("cpu"), kinds.CUSTOM, self.front)
+        self.in_front = change_over.InFront(self.group, self.gloo, self.front)
 
     def collective(self) -> None:
         tensor = torch.ones(2)
@@ -341,7 +342,7 @@ class Alone:
 def test_it_changes_in_front_of_the_very_collective_that_was_decided_on() -> None:
     alone = Alone()
     del alone.gloo
-    assert alone.front.arm(3, "k") == ""
+    assert alone.in_front.arm(3, "k") == ""
     alone.front.decide("k", True)
     for number in range(3):
         assert not alone.front.is_over
@@ -354,13 +355,13 @@ def test_it_changes_in_front_of_the_very_collective_that_was_decided_on() -> Non
 def test_who_comes_there_undecided_decides_against_it_and_may_be_armed_again() -> None:
     alone = Alone()
     del alone.gloo
-    assert alone.front.arm(1, "k") == ""
+    assert alone.in_front.arm(1, "k") == ""
     alone.collective()
     alone.collective()
     assert not alone.front.is_over
     assert alone.store.compare_set("k", "", "go") == b"no"
     alone.front.decide("k", False)
-    assert alone.front.arm(3, "next") == ""
+    assert alone.in_front.arm(3, "next") == ""
     assert alone.store.compare_set("next", "", "go") == b"go"  # nobody has told it yet: it asks
     alone.collective()
     assert not alone.front.is_over
@@ -370,14 +371,14 @@ def test_who_comes_there_undecided_decides_against_it_and_may_be_armed_again() -
 
 def test_it_is_not_armed_for_what_is_over_nor_while_gloo_is_called_past_it() -> None:
     alone = Alone()
-    assert "somebody holds the group's gloo backend" in alone.front.arm(5, "k")
+    assert "somebody holds the group's gloo backend" in alone.in_front.arm(5, "k")
     alone.gloo.allreduce([torch.ones(2)], dist.AllreduceOptions()).wait()
     del alone.gloo
-    assert "was called past the group" in alone.front.arm(5, "k")
+    assert "was called past the group" in alone.in_front.arm(5, "k")
     other = Alone()
     del other.gloo
     other.collective()
-    assert "was called already" in other.front.arm(1, "k")
+    assert "was called already" in other.in_front.arm(1, "k")
 
 
 def test_a_call_past_the_group_is_not_forgotten_when_others_follow_it() -> None:
@@ -385,7 +386,7 @@ def test_a_call_past_the_group_is_not_forgotten_when_others_follow_it() -> None:
     alone.gloo.allreduce([torch.ones(2)], dist.AllreduceOptions()).wait()
     del alone.gloo
     alone.collective()
-    assert "was called past the group" in alone.front.arm(5, "k")
+    assert "was called past the group" in alone.in_front.arm(5, "k")
 
 
 def test_what_an_earlier_reduce_scatter_has_written_is_not_written_again() -> None:
@@ -396,7 +397,7 @@ def test_what_an_earlier_reduce_scatter_has_written_is_not_written_again() -> No
     work.wait()
     output.mul_(10)  # as an average, or an optimizer
     at = alone.front.position()
-    assert alone.front.arm(at + 1, "k") == ""
+    assert alone.in_front.arm(at + 1, "k") == ""
     alone.front.decide("k", True)
     for _ in range(4):
         alone.collective()
@@ -409,7 +410,7 @@ def test_a_store_that_is_gone_ends_in_an_error_that_says_so() -> None:
     server: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     alone = Alone(dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=5)))
     del alone.gloo
-    assert alone.front.arm(1, "k") == ""
+    assert alone.in_front.arm(1, "k") == ""
     alone.collective()
     del server
     for _ in range(2):

@@ -224,7 +224,7 @@ def test_all_instruction_sets_agree_to_the_bit(module):
             inputs = [numbers(dtype, size, seed) for seed in range(4)]
             if dtype.is_floating_point:
                 for place, part in enumerate(inputs):
-                    part[place::11] = special[(size + place) % len(special)]
+                    part[place::11] = torch.tensor(special[(size + place) % len(special)]).to(dtype)
             results = []
             for name in names:
                 results.append(fresh(dtype, size))

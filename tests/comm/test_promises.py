@@ -659,7 +659,7 @@ def test_an_error_reaches_all_hosts_while_the_failing_one_stays_alive(per_host):
     pretend_hosts({per_host})
     init(timeout=60)
     dist.all_reduce(torch.ones(100))
-    from deepytorch.comm.group.backend import group_of
+    from deepytorch.comm.group.groups import group_of
     found = group_of()
     if rank == 0:
         started = time.monotonic()
@@ -683,7 +683,7 @@ def test_an_error_ends_a_call_that_waits_between_hosts_though_no_connection_clos
     script = """
     pretend_hosts(1)
     init(timeout=60, pg_options=Options(algorithm="streams", num_streams=2))
-    from deepytorch.comm.group.backend import group_of
+    from deepytorch.comm.group.groups import group_of
     dist.all_reduce(torch.ones(100))
     heard = os.environ["RENDEZVOUS"] + "-heard"
     if rank == 0:
@@ -706,7 +706,7 @@ def test_memory_outlives_a_failed_call_for_as_long_as_gloo_may_write_to_it():
     pretend_hosts(1)
     import gc
     from torch.multiprocessing.reductions import StorageWeakRef
-    from deepytorch.comm.group import backend
+    from deepytorch.comm.group import backend, groups
     held = []  # so that no connection closes
     class Crossed(backend.Streams):  # what one rank sends of the second chunk the other one waits for elsewhere
         def up_to(self, number):
@@ -721,7 +721,7 @@ def test_memory_outlives_a_failed_call_for_as_long_as_gloo_may_write_to_it():
     if rank == 0:
         time.sleep(1)
         assert not work.is_completed()
-        backend.group_of().backend.abort()
+        groups.group_of().backend.abort()
         error, seconds = told(work.wait)
         assert "aborted" in error, error
         del data, work

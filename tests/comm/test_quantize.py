@@ -9,7 +9,7 @@ from tests.comm.ranks import run
 pytestmark = pytest.mark.timeout(240, func_only=True)
 
 VALUES = """
-from deepytorch.comm.group.backend import group_of
+from deepytorch.comm.group.groups import group_of
 backend = group_of().backend
 
 def mine(peer, step=0):
@@ -66,7 +66,7 @@ def test_ranks_that_quantise_differently_are_told():
     script = """
     pretend_hosts(1)
     init(timeout=20)
-    from deepytorch.comm.group.backend import group_of
+    from deepytorch.comm.group.groups import group_of
     out = torch.empty(8)
     wire = "int8" if rank == 0 else "fp8"
     error, _ = told(lambda: group_of().backend.all_gather_quantized(out, torch.ones(4), wire, False).wait())
@@ -77,7 +77,7 @@ def test_ranks_that_quantise_differently_are_told():
 
 ON_DEVICE = """
 from deepytorch.comm.group import quantized_on_device as on_device
-from deepytorch.comm.group.backend import group_of
+from deepytorch.comm.group.groups import group_of
 backend, world = group_of().backend, dist.group.WORLD
 teams = on_device.teams_of(world)
 count = 1_003

@@ -15,8 +15,9 @@ from deepytorch import background
 from deepytorch.comm.algorithms import measured
 from deepytorch.comm.algorithms.base import KINDS, Choice
 from deepytorch.comm.algorithms.select import Range
-from deepytorch.comm.group import backend, native
-from deepytorch.comm.group.backend import Group, Options
+from deepytorch.comm.group import native, tables
+from deepytorch.comm.group.groups import Group
+from deepytorch.comm.group.options import Options
 from deepytorch.comm.topology.cost import Links
 from deepytorch.comm.topology.topology import read_topology
 from deepytorch.errors import BuildError
@@ -126,13 +127,13 @@ def gpu_group(store, rank, options=None):
 
 def test_tensors_on_gpus_go_to_nccl_whatever_is_predicted():
     group = gpu_group(dist.HashStore(), 0)
-    tables = backend._tables(group)
+    found = tables.tables_of(group)
     for kind in KINDS:
         for fixed in (False, True):
-            assert tables[kind, "cuda", fixed] == []  # no row: the engine
-            assert tables[kind, "cpu", fixed]
+            assert found[kind, "cuda", fixed] == []  # no row: the engine
+            assert found[kind, "cpu", fixed]
     asked_for = gpu_group(dist.HashStore(), 0, Options(algorithm="cpu_reduce", chunk_bytes=1 << 20))
-    assert [row[1] for row in backend._tables(asked_for)["all_reduce", "cuda", False]] == ["cpu_reduce"]
+    assert [row[1] for row in tables.tables_of(asked_for)["all_reduce", "cuda", False]] == ["cpu_reduce"]
 
 
 def test_what_was_measured_beside_nccl_is_what_all_ranks_run(monkeypatch, tmp_path):
@@ -142,7 +143,7 @@ def test_what_was_measured_beside_nccl_is_what_all_ranks_run(monkeypatch, tmp_pa
     found = {"all_reduce": (Range(0, Choice("engine")), Range(1 << 22, Choice("cpu_reduce", 1 << 20, 2)))}
     measured.remember(groups[0].topology, groups[0].gpus, found)
     for group in groups:
-        backend._set_remembered(group)
+        tables.set_remembered(group)
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))  # the other rank's: rank 0's holds
         assert [row[:3] for row in group.backend.rows["all_reduce", True, False]] == [
             ((1 << 22) - 1, "engine", 0),

@@ -51,7 +51,7 @@ try:
 except deepytorch.errors.ConfigError:
     ours = False
 assert ours == {ours}
-from deepytorch.comm.group.backend import averages
+from deepytorch.comm.group.groups import averages
 assert averages(dist.group.WORLD) == ours  # gradients are averaged in one pass, whatever name the group goes by
 mine = torch.ones(3)
 dist.all_reduce(mine)

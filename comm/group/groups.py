@@ -1,0 +1,77 @@
+"""The groups of this process that run on deepytorch's backend, and what is known of each."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from deepytorch.comm.group import native
+from deepytorch.comm.group.options import Options
+from deepytorch.comm.topology.cost import Links
+from deepytorch.comm.topology.topology import Topology
+from deepytorch.config import Environment
+from deepytorch.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Group:
+    """What is known of one group of this process: its native backend, and what the choice was made by.
+
+    `backend` is None in what is remembered: a group's memory goes with its `ProcessGroup`.
+    """
+
+    backend: Any
+    topology: Topology
+    links: Links
+    options: Options
+    store: dist.Store
+    rank: int
+    timeout: timedelta
+    shares: bool = False  # whether the ranks of each host share memory
+    gpus: tuple[str, ...] = ()  # their names, all ranks' where there are any
+    allocations: Iterator[int] = field(default_factory=itertools.count)
+
+
+_GROUPS: dict[str, Group] = {}  # by the name of the process group
+
+
+def remember(name: str, group: Group) -> None:
+    """What is known of the process group of this name; its memory is its own, so the backend is left out."""
+    _GROUPS[name] = replace(group, backend=None)
+
+
+def group_of(group: dist.ProcessGroup | None = None) -> Group:
+    """What deepytorch knows of a process group (None: the default one). `ConfigError` where it is another backend's."""
+    process_group = dist.group.WORLD if group is None else group
+    name = None if process_group is None else process_group.group_name
+    backend = None if process_group is None else native_backend(process_group)
+    if name is None or name not in _GROUPS or backend is None:
+        raise ConfigError(
+            'this is not a process group of the "deepytorch" backend; expected one made by '
+            'init_process_group("deepytorch") or new_group(backend="deepytorch"), with its C++ compiled: that is done '
+            "beside a first run, and `deepytorch build` does it ahead"
+        )
+    return replace(_GROUPS[name], backend=backend)
+
+
+def native_backend(process_group: dist.ProcessGroup) -> Any | None:
+    """The native backend of a process group, which may have another one for some device, and may be wrapped."""
+    module = native.loaded() if Environment.read().enabled else None
+    for device in process_group._device_types:
+        found = process_group._get_backend(device)
+        found = getattr(found, "wrapped_pg", found)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+        if module is not None and isinstance(found, module.ChangeOver) and found.is_over:
+            found = found.ours
+        if module is not None and isinstance(found, module.Backend):
+            return found
+    return None
+
+
+def averages(group: dist.ProcessGroup) -> bool:
+    """Whether the group's all_reduce averages by itself, whatever name the group goes by: ours and nccl's do."""
+    return native_backend(group) is not None or "nccl" in str(dist.get_backend(group))

@@ -1,0 +1,87 @@
+"""What the links of a group cost, measured on its own connections and shared memory before it chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from deepytorch.comm.algorithms.base import Choice
+from deepytorch.comm.group.areas import area_bytes
+from deepytorch.comm.group.groups import Group
+from deepytorch.comm.group.inner_backends import Streams
+from deepytorch.comm.group.rendezvous import same_everywhere, share_segment
+from deepytorch.comm.group.tables import for_every_size
+from deepytorch.comm.topology.calibrate import STREAMS, Bench, calibrated
+from deepytorch.comm.topology.cost import Links
+
+
+def links_of(group: Group, module: Any, cpu: Any, streams: Streams) -> Links:
+    """Measured, or remembered; no costs where nothing is chosen by them. The ranks call it together."""
+    if group.options.links is not None:
+        return group.options.links
+    if group.topology.num_ranks == 1 or group.options.algorithm is not None:
+        return Links()
+
+    def prepare() -> Bench:
+        local = _local_backend(group, module) if group.shares and group.topology.ranks_per_host > 1 else None
+        store = dist.PrefixStore("measuring", group.store)
+        if not same_everywhere(store, group.topology, group.rank, local is not None, group.timeout):
+            local = None  # what one host cannot measure, none does
+        return _bench(group, cpu, streams.up_to(max(STREAMS)), local)
+
+    return calibrated(prepare, group.topology, group.store, group.rank, group.timeout)
+
+
+def _local_backend(group: Group, module: Any) -> Any | None:
+    """A native backend among the ranks of this host, to measure shared memory with."""
+    host = group.topology.host_of[group.rank]
+    local_rank, num_ranks = group.topology.local_rank(group.rank), len(group.topology.ranks_on(host))
+    store = dist.PrefixStore(f"calibration/{host}", group.store)
+    size = area_bytes(group.topology, 3, num_ranks)
+    segment = share_segment(module, store, local_rank, num_ranks, 3, size, group.timeout)
+    if segment is None:
+        return None
+    local = module.Backend(
+        rank=local_rank,
+        size=num_ranks,
+        timeout_ms=int(group.timeout.total_seconds() * 1000),
+        cpu=None,
+        cuda=None,
+        segment=segment,
+        between=[],
+        num_hosts=1,
+        host=0,
+        ranks=list(range(num_ranks)),
+    )
+    for fixed in (False, True):
+        local.set_table("all_reduce", False, for_every_size(Choice("shared_memory")), fixed)
+    return local
+
+
+def _bench(group: Group, cpu: Any, between: Sequence[Any], local: Any | None) -> Bench:
+    def engine(tensor: torch.Tensor) -> None:
+        cpu.allreduce([tensor], dist.AllreduceOptions()).wait()
+
+    def memory(tensor: torch.Tensor) -> None:
+        assert local is not None
+        local.allreduce([tensor], dist.AllreduceOptions()).wait()
+
+    def across(tensor: torch.Tensor, connections: int) -> None:
+        parts = tensor.chunk(2 * connections if connections > 1 else 1)
+        works = [
+            between[index % connections].allreduce([part], dist.AllreduceOptions()) for index, part in enumerate(parts)
+        ]
+        for work in works:
+            work.wait()
+
+    def agree(numbers: Sequence[float]) -> list[float]:
+        tensor = torch.tensor(numbers, dtype=torch.float64)
+        largest = dist.AllreduceOptions()
+        largest.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+        cpu.allreduce([tensor], largest).wait()
+        return [float(number) for number in tensor]
+
+    return Bench(group.topology, engine, memory if local is not None else None, across if between else None, agree)

@@ -1,0 +1,56 @@
+"""What a group may be told when it is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deepytorch.comm.algorithms.base import Compression
+from deepytorch.comm.algorithms.select import COLLECTIVES
+from deepytorch.comm.topology.cost import Links
+from deepytorch.errors import ConfigError
+
+_NATIVE = tuple(found.name for found in COLLECTIVES)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a group may be told: `init_process_group("deepytorch", pg_options=Options(...))`, likewise `new_group`.
+
+    algorithm: one for every size, in place of the choice by measurement ("engine" leaves all to gloo and nccl).
+    compress: "bf16" or "fp16": sums and averages of float32 may be cast to it between hosts, where that is faster.
+    quantize: "int8" or "fp8": reduce_scatter_tensor and all_gather_into_tensor of floats on the CPU, of 16,384 values
+        or more, take a byte for each value between hosts, with error feedback from step to step (a step ends with
+        `optimizer.step()`); for ZeRO. For FSDP2 see `deepytorch.comm.quantize`.
+    links: measured costs to choose by; None measures them, or takes what was remembered for this topology.
+    chunk_bytes, num_streams: settings of a forced `algorithm`; 0 leaves them to it.
+    area_bytes: shared memory of each rank for a chunk on its way; 0 fits it to the caches, or for CPU-Reduce to PCIe.
+    one_shot_bytes: payloads up to this are read by every rank as a whole.
+    """
+
+    algorithm: str | None = None
+    compress: Compression | None = None
+    quantize: str | None = None
+    links: Links | None = None
+    chunk_bytes: int = 0
+    num_streams: int = 0
+    area_bytes: int = 0
+    one_shot_bytes: int = 1 << 15
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for a value that makes no sense."""
+        if self.algorithm is not None and self.algorithm not in _NATIVE:
+            raise ConfigError(f"algorithm={self.algorithm!r}; expected None or one of {', '.join(_NATIVE)}")
+        if self.compress not in (None, "bf16", "fp16"):
+            raise ConfigError(
+                f"compress={self.compress!r}; expected None, 'bf16' or 'fp16' (fp8 needs error feedback: "
+                "deepytorch.comm.all_reduce(tensor, compress='fp8', key=...))"
+            )
+        if self.quantize not in (None, "int8", "fp8"):
+            raise ConfigError(f"quantize={self.quantize!r}; expected None, 'int8' or 'fp8'")
+        for name in ("num_streams", "one_shot_bytes"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}={getattr(self, name)}; expected 0 or more")
+        if 0 < self.chunk_bytes < 64 or self.chunk_bytes < 0:
+            raise ConfigError(f"chunk_bytes={self.chunk_bytes}; expected 0, or 64 or more")
+        if self.area_bytes < 0 or self.area_bytes % 4096:
+            raise ConfigError(f"area_bytes={self.area_bytes}; expected 0 or a multiple of 4096")
