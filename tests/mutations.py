@@ -31,8 +31,8 @@ TESTS = ("test_layout", "test_origins", "test_demand", "test_masks", "test_emit"
 # The tests that look at a module most closely; all others follow.
 FIRST = {
     "rules": "test_rules", "layout": "test_layout", "demand": "test_demand", "origins": "test_origins",
-    "masks": "test_masks", "attentions": "test_masks", "emit": "test_emit", "analysis": "test_emit",
-    "write_program": "test_emit", "strip_padding": "test_demand", "batch_facts": "test_emit",
+    "masks": "test_masks", "probes": "test_masks", "attentions": "test_masks", "emit": "test_emit",
+    "analysis": "test_emit", "write_program": "test_emit", "strip_padding": "test_demand", "batch_facts": "test_emit",
 }  # fmt: skip
 
 
@@ -270,6 +270,12 @@ MUTATIONS = (
         "the first head's mask is taken for all",
     ),
     Mutation(
+        UNPAD + "probes.py",
+        "if not tables and only_linear and total",
+        "if not tables and total",
+        "a mask of any arithmetic is proved for any length",
+    ),
+    Mutation(
         UNPAD + "attentions.py",
         "return number is not None and number <= MASKED",
         "return number is not None and number < 0",
@@ -341,7 +347,10 @@ MUTATIONS = (
         "the longest row is one too short",
     ),
     Mutation(
-        "compiler/batch_facts.py", "entries > masks[loss.space]))", "entries > entries))", "a label at a pad is kept"
+        "compiler/batch_facts.py",
+        "labelled[number] > masks[loss.space]",
+        "labelled[number] > labelled[number]",
+        "a label at a pad is kept",
     ),
     Mutation(
         "compiler/batch_facts.py",
@@ -351,14 +360,14 @@ MUTATIONS = (
     ),
     Mutation(
         "compiler/batch_facts.py",
-        "stop = mask.shape[1] - entries.cut + entries.offset\n        narrowed",
-        "stop = mask.shape[1] - entries.cut\n        narrowed",
+        "stop = mask.shape[1] - entries.cut + entries.offset",
+        "stop = mask.shape[1] - entries.cut",
         "the last entries of a slice are left out",
     ),
     Mutation(
         "compiler/batch_facts.py",
-        "starts.sum(1) + mask[:, 0] > 1)",
-        "starts.sum(1) + mask[:, 0] > 2)",
+        "starts.sum(1) + mask[:, 0] > 1",
+        "starts.sum(1) + mask[:, 0] > 2",
         "a window counts distances across a hole",
     ),
     Mutation(

@@ -37,11 +37,11 @@ def spread_rows(x_ptr, inverse_ptr, out_ptr, width, BLOCK: tl.constexpr):
     """Out (rows, width): the row of x (tokens, width) that inverse names, zeros at -1. A program a row and block."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
     token = tl.load(inverse_ptr + row)
     place = x_ptr + token.to(tl.int64) * width + column
-    value = tl.load(place, mask=inside & (token >= 0), other=0)
-    tl.store(out_ptr + row * width + column, value, mask=inside)
+    end = tl.where(token >= 0, width, 0)
+    value = tl.load(place, mask=column < end, other=0)
+    tl.store(out_ptr + row * width + column, value, mask=column < width)
 
 
 def spread(x: Tensor, indices: Tensor, num_rows: int, block: int = BLOCK) -> Tensor:

@@ -7,10 +7,8 @@ matching how a mask was written is not. What stands beside the mask (a learned b
 
 from __future__ import annotations
 
-import math
-import operator
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -21,12 +19,9 @@ from deepytorch.passes.base import Role
 from deepytorch.passes.slicing import Slicer
 from deepytorch.passes.unpad.attentions import MASKED, Attention, Term
 from deepytorch.passes.unpad.layout import Symbols
-from deepytorch.torch_internals import OpOverload, tree_flatten
+from deepytorch.passes.unpad.probes import Probe, probe_lengths, random_values, role_of, whole_numbers
 
 aten = torch.ops.aten
-
-# Probes are (rows, positions, positions); above this many positions a constant of the mask is left to a run-time check.
-MAX_PROBE_POSITIONS = 2048
 
 
 @dataclass(frozen=True)
@@ -69,17 +64,6 @@ class Meaning:
         return self.window_left > 0 or self.window_right > 0
 
 
-@dataclass
-class Probe:
-    """One small batch on which masks are evaluated: sizes by symbol, values by placeholder."""
-
-    sizes: dict[sympy.Symbol, int]
-    domain: str
-    generator: torch.Generator
-    constants: list[int]
-    values: dict[fx.Node, Any] = field(default_factory=dict)
-
-
 class Undecided(Exception):
     """The mask's meaning was not found; the message says why."""
 
@@ -118,11 +102,11 @@ class Prober:
         nodes = [term.node for term in terms]
         subgraph = self._slicer.slice(nodes)
         constants = self._telling_numbers(subgraph)
-        lengths, max_positions = _probe_lengths(subgraph, self._symbols)
+        lengths, max_positions = probe_lengths(subgraph, self._symbols)
         read = frozenset(self._slicer.inputs_read(nodes))
         candidates = self._candidates(subgraph, read, keys)
-        buffers = tuple(node for node in subgraph if _role(node) is Role.BUFFER)
-        batch = tuple(node for node in subgraph if node in read and _role(node) is Role.BATCH)
+        buffers = tuple(node for node in subgraph if role_of(node) is Role.BUFFER)
+        batch = tuple(node for node in subgraph if node in read and role_of(node) is Role.BATCH)
         floats = any(node.meta["val"].is_floating_point() for node in batch)
         reason = ""
         with_bias: Meaning | None = None
@@ -183,7 +167,7 @@ class Prober:
         has_bias = any(bias for _, _, bias in runs)
         added = tuple(term.node for term in terms if term.kind == "added") if has_bias else ()
         readings: list[Any] = [(node, reading) for node in candidates for reading in READINGS]
-        if not any(_role(node) is Role.BATCH for node in read):
+        if not any(role_of(node) is Role.BATCH for node in read):
             readings = [None]  # nothing of the batch is looked at, so no key can be told from another
         for choice in readings:
             window = _window(runs, choice, queries == keys, max(lengths))
@@ -217,7 +201,7 @@ class Prober:
         """Whole numbers that a batch may hold and a mask may tell apart: those that it is written with, such as a pad
         id, and their neighbours; what small tables hold; and places in a table, in case ids are looked up there.
         """
-        exact, places = set(_whole_numbers(subgraph)), set[int]()
+        exact, places = set(whole_numbers(subgraph)), set[int]()
         for table in self._tables(subgraph):
             if not table.is_floating_point():
                 numbers = table.flatten().tolist()
@@ -232,7 +216,7 @@ class Prober:
             value = None
             if node.op == "get_attr":
                 value = getattr(self._graph.owning_module, str(node.target))
-            elif _role(node) is Role.BUFFER:
+            elif role_of(node) is Role.BUFFER:
                 value = node.meta["input"].value
             if isinstance(value, torch.Tensor):
                 yield value
@@ -242,7 +226,7 @@ class Prober:
         subgraph = self._slicer.slice(nodes)
         read = frozenset(self._slicer.inputs_read(nodes))
         constants = self._telling_numbers(subgraph)
-        for length in _probe_lengths(subgraph, self._symbols)[0]:
+        for length in probe_lengths(subgraph, self._symbols)[0]:
             for seed in range(3 if length < 64 else 1):
                 sizes = {self._symbols.rows: 3, **dict.fromkeys(self._symbols.positions, length)}
                 for domain in ("any", "binary"):
@@ -281,7 +265,7 @@ class Prober:
             return self._size(fake, probe)
         if not read:  # nothing but its sizes is looked at, each by itself
             return None
-        return _random([self._size(size, probe) for size in fake.shape], fake.dtype, probe)
+        return random_values([self._size(size, probe) for size in fake.shape], fake.dtype, probe)
 
     def _size(self, size: Any, probe: Probe) -> int:
         if isinstance(size, int):
@@ -321,122 +305,6 @@ def _places(table: torch.Tensor) -> list[int]:
         for number in range(min(len(values), 8)):
             places += (which == number).nonzero().flatten()[:8].tolist()
     return places
-
-
-def _role(node: fx.Node) -> Role | None:
-    return node.meta["input"].role if node.op == "placeholder" else None
-
-
-def _random(shape: list[int], dtype: torch.dtype, probe: Probe) -> torch.Tensor:
-    """Values that a batch may hold: token masks of every kind among them."""
-    choose = torch.randint(0, 2, shape, generator=probe.generator).bool()
-    if len(shape) >= 2:  # one row starts with holes, one ends with them, so that left and right padding both occur
-        choose[0, ..., : shape[-1] // 2] = True
-        choose[-1, ..., shape[-1] // 2 :] = True
-        choose[..., shape[-1] // 3] = True  # no row without a token
-    if dtype is torch.bool:
-        return choose
-    if dtype.is_floating_point:
-        if probe.domain == "additive":
-            return torch.zeros(shape, dtype=dtype).masked_fill(~choose, -math.inf)
-        return choose.to(dtype)
-    if probe.domain == "binary":
-        return choose.to(dtype)
-    pool = {0, 1, 2, 7, *probe.constants}
-    limits = torch.iinfo(dtype)
-    chosen = torch.tensor(
-        [c for c in sorted(pool) if max(limits.min, -(2**31)) <= c <= min(limits.max, 2**31)], dtype=dtype
-    )
-    other = chosen[torch.randint(0, len(chosen), shape, generator=probe.generator)]
-    zero_or_one = choose.to(dtype)
-    mixed = torch.rand(shape, generator=probe.generator) < 0.4
-    return torch.where(mixed, other, zero_or_one)
-
-
-def _whole_numbers(subgraph: list[fx.Node]) -> list[int]:
-    """The whole numbers that a mask is written with, one for each use: windows, pad ids.
-
-    Open ends of slices and very low scores are none of them.
-    """
-    found = []
-    for node in subgraph:
-        if node.op != "call_function" or node.target is operator.getitem:
-            continue
-        flat, _ = tree_flatten((node.args, node.kwargs))
-        for value in flat:
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-            if is_number and value == int(value) and MASKED < value < 2**31:
-                found.append(int(value))
-    return found
-
-
-def _probe_lengths(subgraph: list[fx.Node], symbols: Symbols) -> tuple[list[int], int | None]:
-    """How long the probes are, and up to which length they prove anything (None: any).
-
-    Where positions are only added, subtracted and compared, a mask can change its form at sums of its whole numbers and
-    nowhere else, so probes that reach past their total settle it. Where a mask does anything else with positions, or
-    reads a buffer, only lengths up to the longest probe are proved.
-    """
-    positional, only_linear = _positional(subgraph)
-    touched = [node for node in subgraph if node in positional or positional.intersection(node.all_input_nodes)]
-    numbers = [abs(number) for number in _whole_numbers(touched)]
-    total = sum(number for number in numbers if number > 3)
-    lengths = {5, 9, *(number + 4 for number in numbers if number + 4 <= MAX_PROBE_POSITIONS)}
-    tables = [node for node in subgraph if _role(node) is Role.BUFFER and node.meta["val"].numel() > 1]
-    if not tables and only_linear and total + 4 <= MAX_PROBE_POSITIONS:
-        return sorted({*lengths, total + 4}), None
-    longest = MAX_PROBE_POSITIONS
-    for table in tables:
-        longest = min(longest, max(size for size in table.meta["val"].shape if isinstance(size, int)))
-    return sorted({length for length in lengths if length < longest} | {longest}), longest
-
-
-_POSITION_SOURCES = frozenset({
-    aten.arange.default, aten.arange.start, aten.arange.start_step, aten.cumsum.default, aten.sym_size.int,
-})  # fmt: skip
-_COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "isin"})
-_LOGICAL = frozenset({
-    "__and__", "__or__", "__xor__", "bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "logical_and",
-    "logical_or", "logical_xor", "logical_not",
-})  # fmt: skip
-_LINEAR = frozenset({
-    "add", "sub", "rsub", "neg", "abs", "minimum", "maximum", "min", "max", "clamp", "where", "masked_fill", "to",
-    "_to_copy", "clone", "contiguous", "detach", "alias", "view", "reshape", "expand", "unsqueeze", "squeeze",
-    "permute", "transpose", "t", "slice", "select", "cat", "stack", "index", "arange", "ones", "zeros", "full",
-    "new_ones", "new_zeros", "new_full", "full_like", "ones_like", "zeros_like", "tril", "triu", "sym_size", "pad",
-    "constant_pad_nd", "expand_as", "type_as", "lift_fresh_copy", "empty", "new_empty", "flatten", "gather",
-})  # fmt: skip
-
-
-def _positional(subgraph: list[fx.Node]) -> tuple[set[fx.Node], bool]:
-    """The values that hold positions, and whether nothing but sums, differences and comparisons with whole numbers is
-    done to them.
-    """
-    positional: set[fx.Node] = set()
-    only_linear = True
-    for node in subgraph:
-        name = _operator_name(node)
-        if node.target in _POSITION_SOURCES:
-            positional.add(node)
-            only_linear = only_linear and node.target is not aten.arange.start_step
-            continue
-        if not positional.intersection(node.all_input_nodes):
-            continue
-        flat, _ = tree_flatten((node.args, node.kwargs))
-        fraction = any(isinstance(value, float) and math.isfinite(value) and value != int(value) for value in flat)
-        is_bool = node.meta["val"].dtype is torch.bool if isinstance(node.meta["val"], torch.Tensor) else False
-        known = name in _COMPARISONS or name in _LINEAR or (is_bool and name in _LOGICAL)
-        only_linear = only_linear and not fraction and known
-        found_there = name in ("index", "gather", "index_select") and node.args[0] not in positional
-        if not is_bool and not found_there:  # what is found at a position is no position, nor is what is true of one
-            positional.add(node)
-    return positional, only_linear
-
-
-def _operator_name(node: fx.Node) -> str:
-    if isinstance(node.target, OpOverload):
-        return node.target._schema.name.split("::")[-1]
-    return getattr(node.target, "__name__", str(node.target))
 
 
 def _combine(terms: list[Term], values: dict[fx.Node, Any], sizes: tuple[int, int, int]) -> tuple[torch.Tensor, bool]:

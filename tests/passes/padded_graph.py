@@ -14,6 +14,7 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
@@ -103,7 +104,7 @@ class PaddedGraph:
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """One operator; its value's sizes are found by running it on fake tensors."""
         node = self.graph.call_function(target, args, kwargs)
-        with self._fake, torch.no_grad():
+        with self._fake, torch.no_grad(), enable_python_dispatcher():  # symbols stay symbols in torch 2.11, too
             args, kwargs = fx.node.map_arg((args, kwargs), lambda source: source.meta["val"])
             node.meta["val"] = target(*args, **kwargs)
         return node

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from deepytorch.passes.slicing import Slicer
-from deepytorch.passes.unpad import masks
+from deepytorch.passes.unpad import probes
 from deepytorch.passes.unpad.attentions import MASKED, Attention, Term, find_attentions
 from deepytorch.passes.unpad.masks import READINGS, Meaning, Prober, Undecided, _window
 from tests.passes.padded_graph import PaddedGraph, key_mask
@@ -23,7 +23,9 @@ def meaning(write: Write, causal: bool = False, keys: str = "p") -> tuple[Padded
     """What the mask of an attention of (rows, 2, positions, 4) says."""
     g = PaddedGraph()
     q, k, v = g.x("r", 2, "p", 4), g.x("r", 2, keys, 4), g.x("r", 2, keys, 4)
-    g.output(g.call(aten.scaled_dot_product_attention.default, q, k, v, write(g), 0.0, causal))
+    written = g.call(aten.scaled_dot_product_attention.default, q, k, v, write(g), 0.0, False)
+    written.args = (*written.args[:-1], causal)  # torch 2.14 would refuse to run both, of which older graphs may be
+    g.output(written)
     [attention] = find_attentions(g.graph)
     prober = Prober(g.graph, g.symbols, Slicer(g.graph))
     return g, prober.meaning(attention, g.symbol("r"), g.symbol("p"), g.symbol(keys))
@@ -230,7 +232,7 @@ NO_KNOWN_MEANING: dict[str, Write] = {
 
 @pytest.mark.parametrize("name", NO_KNOWN_MEANING)
 def test_what_has_no_known_meaning(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masks, "MAX_PROBE_POSITIONS", 64)  # enough for what is written here, and sooner done
+    monkeypatch.setattr(probes, "MAX_PROBE_POSITIONS", 64)  # enough for what is written here, and sooner done
     with pytest.raises(Undecided, match=r"no known meaning|differs between heads"):
         meaning(NO_KNOWN_MEANING[name])
 
@@ -287,7 +289,7 @@ def test_a_learned_bias_stands_beside_the_mask() -> None:
 
 
 def test_a_bias_of_the_batch_is_kept_beside_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masks, "MAX_PROBE_POSITIONS", 64)
+    monkeypatch.setattr(probes, "MAX_PROBE_POSITIONS", 64)
 
     def write(g: PaddedGraph) -> fx.Node:
         distance = grid(g, lambda g, i, j: g.call(aten.sub.Tensor, j, i))
@@ -321,12 +323,25 @@ def test_a_buffer_proves_no_more_positions_than_it_has() -> None:
 
 
 def test_a_mask_that_changes_beyond_the_probes_is_proved_up_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masks, "MAX_PROBE_POSITIONS", 64)
+    monkeypatch.setattr(probes, "MAX_PROBE_POSITIONS", 64)
     _, far = meaning(both(key_mask, band(192, 0)))
     assert (far.window_left, far.max_positions) == (-1, 64)
     _, chunked = meaning(both(key_mask, lambda g: grid(g, lambda g, i, j: g.call(aten.eq.Tensor, *(
         g.call(aten.div.Scalar_mode, each, 5000, rounding_mode="floor") for each in (i, j))))))  # fmt: skip
     assert chunked.max_positions == 64
+
+
+def test_a_mask_that_divides_positions_is_proved_up_to_the_longest_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By 20 and by 20 again: chunks of 400, of which the sum of its numbers, 80, tells nothing."""
+    monkeypatch.setattr(probes, "MAX_PROBE_POSITIONS", 128)
+
+    def chunk(g: PaddedGraph, each: fx.Node) -> fx.Node:
+        once = g.call(aten.div.Scalar_mode, each, 20, rounding_mode="floor")
+        return g.call(aten.div.Scalar_mode, once, 20, rounding_mode="floor")
+
+    _, found = meaning(both(key_mask, lambda g: grid(g, lambda g, *pair: g.call(
+        aten.eq.Tensor, *(chunk(g, each) for each in pair)))))  # fmt: skip
+    assert (found.window_left, found.window_right, found.max_positions) == (-1, -1, 128)
 
 
 def test_pad_ids_are_told_from_their_neighbours() -> None:
