@@ -21,7 +21,7 @@ from deepytorch.comm.gradients.bucket_memory import strides
 from deepytorch.comm.gradients.buckets import BucketPlan, Member, expected_arrivals, group_link, plan_buckets
 from deepytorch.comm.gradients.comm_hooks import CommHook
 from deepytorch.comm.gradients.reducer import REDUCERS, GradientReducer
-from deepytorch.comm.group.backend import group_of
+from deepytorch.comm.group.groups import group_of
 from deepytorch.compiler.change_over import ChangeOver
 from deepytorch.errors import ConfigError, GradientError
 from deepytorch.log import logger, once

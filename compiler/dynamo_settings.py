@@ -1,13 +1,14 @@
-"""What Dynamo is set to so that models stay in one graph; `deepytorch.disable()` undoes it."""
+"""What Dynamo is set to so that models stay in one graph and are traced soon; `deepytorch.disable()` undoes it."""
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any
 
 from deepytorch.config import Environment
 from deepytorch.patches import patch
-from deepytorch.torch_internals import dynamo_config
+from deepytorch.torch_internals import dynamo_config, dynamo_metrics, dynamo_tracer
 
 
 def prepare_dynamo() -> None:
@@ -15,7 +16,9 @@ def prepare_dynamo() -> None:
     undone or set anew.
     """
     _keep_warnings_from_breaking_graphs()
+    _keep_functions_out_of_metrics()
     _keep_data_parallel_models_whole()
+    _read_sources_for_logs_that_are_on()
 
 
 def _keep_warnings_from_breaking_graphs() -> None:
@@ -43,6 +46,37 @@ def _keep_warnings_from_breaking_graphs() -> None:
     leave_out()  # the user may have set it anew since
 
 
+def _keep_functions_out_of_metrics() -> None:
+    """Dynamo writes its settings into the metrics of a compile, as JSON, which has no functions; torch 2.11 tries, and
+    logs an error for each compile. Such metrics go without settings.
+    """
+    try:
+        original = dynamo_metrics._get_dynamo_config_for_logging
+    except AttributeError:  # a torch that does it in another way is left as it is
+        return
+
+    @functools.wraps(original)
+    def settings() -> str | None:
+        try:
+            return original()
+        except TypeError:
+            return None
+
+    def undo() -> bool:
+        if dynamo_metrics._get_dynamo_config_for_logging is not settings:
+            return False
+        dynamo_metrics._get_dynamo_config_for_logging = original
+        return True
+
+    patch(
+        "torch._dynamo.utils._get_dynamo_config_for_logging",
+        "log no error for functions that settings name",
+        lambda: setattr(dynamo_metrics, "_get_dynamo_config_for_logging", settings),
+        undo,
+        always=True,
+    )
+
+
 def _keep_data_parallel_models_whole() -> None:
     """By default Dynamo cuts a DistributedDataParallel model at the buckets of DDP's reducer, for the overlap that our
     own reduction has in one graph. It looks at this before it calls a backend. What the user
@@ -60,6 +94,36 @@ def _keep_data_parallel_models_whole() -> None:
         "torch._dynamo.config.optimize_ddp",
         "keep data-parallel models in one graph, in which their gradients are reduced",
         lambda: setattr(dynamo_config, "optimize_ddp", False),
+        undo,
+        always=True,
+    )
+
+
+def _read_sources_for_logs_that_are_on() -> None:
+    """From Python 3.11 on Dynamo looks up in which function each line stands that it traces, and takes every source
+    file apart for it, token by token: a sixth of the pause for a Llama of four layers. Two logs show what it finds,
+    and both are off unless somebody asks for them.
+    """
+    try:
+        original = dynamo_tracer.get_funcname
+        logs = (dynamo_tracer.trace_call_log, dynamo_tracer.trace_source_log)
+    except AttributeError:  # a torch that names functions in another way is left as it is
+        return
+
+    @functools.wraps(original)
+    def get_funcname(*line: Any) -> Any:
+        return original(*line) if any(log.isEnabledFor(logging.DEBUG) for log in logs) else None
+
+    def undo() -> bool:
+        if dynamo_tracer.get_funcname is not get_funcname:
+            return False
+        dynamo_tracer.get_funcname = original
+        return True
+
+    patch(
+        "torch._dynamo.symbolic_convert.get_funcname",
+        "read no source files for logs that are off",
+        lambda: setattr(dynamo_tracer, "get_funcname", get_funcname),
         undo,
         always=True,
     )

@@ -197,7 +197,7 @@ def compare_whole(name: str = "logits") -> Compare:
 def expect_packed(report: Report, *, steps: int | None = None, padded: int | None = None) -> None:
     """That packing really fired: at least once, or exactly as often as said, the watched first step among them."""
     story = describe(report)
-    _skip_masks_by_vmap(report)
+    skip_masks_by_vmap(report)
     assert report.total("steps_packed") > 0, f"nothing was packed: {story}"
     if steps is not None:
         assert report.total("steps_packed") + report.total("steps_watched") == steps, story
@@ -206,7 +206,7 @@ def expect_packed(report: Report, *, steps: int | None = None, padded: int | Non
     assert not [fallback for region in report.regions for fallback in region.fallbacks], story
 
 
-def _skip_masks_by_vmap(report: Report) -> None:
+def skip_masks_by_vmap(report: Report) -> None:
     """Skip where transformers 4 makes its masks by `vmap`, and nothing else kept a graph from being packed.
 
     docs/compatibility.md says so. What was trained before has been compared with eager.

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import fx, nn
 
+from deepytorch import background
 from deepytorch.compiler.beside import store
 from deepytorch.compiler.beside.graph_data import CannotSend, GraphData, to_bytes
 from deepytorch.compiler.beside.job import Argument, Job
@@ -270,3 +271,12 @@ def test_a_file_that_is_none_of_ours_is_refused(kept: Path, tmp_path: Path) -> N
     with pytest.raises(DataError, match="others can write"):
         store.take_in(path)
     assert [each.name for each in kept.iterdir()] == []
+
+
+def test_it_is_known_whether_a_process_still_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "_STARTED", [])  # of tests before this one
+    assert not background.is_working()
+    with background.start("sys.stdin.read()") as process:
+        assert background.is_working()
+        process.communicate(timeout=60)
+    assert not background.is_working()

@@ -149,7 +149,8 @@ def test_only_the_first_call_is_marked() -> None:
     with torch.compiler.set_stance("force_eager"):
         for _ in range(2):
             call(model, *_batch(4, 11))
-    assert seen == [["_deepytorch_marked", "_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking"], []]
+    assert {"_deepytorch_marked", "_dynamo_weak_dynamic_indices"} <= set(seen[0])
+    assert seen[1] == []
 
 
 def test_what_would_cut_a_graph_is_left_out_before_the_first_trace(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from tests.compiler.parity import (
     batches,
     causal_batch,
     describe,
+    skip_masks_by_vmap,
 )
 
 hf = pytest.importorskip("transformers")
@@ -339,7 +340,8 @@ def test_weights_behind_outputs_that_nobody_uses_have_no_gradient() -> None:
     for number, batch in enumerate(right_padded()):
         for each in (reference, compiled):
             found = without_labels(each, batch)
-            loss = found.last_hidden_state[batch["attention_mask"].bool()].square().mean()
+            # Not a sum of squares: behind a normalisation it has no gradient but rounding, which AdamW makes steps of.
+            loss = found.last_hidden_state[batch["attention_mask"].bool()].sin().mean()
             (loss + found.pooler_output.square().mean() if number == 1 else loss).backward()
         for name, weight in model.named_parameters():
             assert (weight.grad is None) == (reference.get_parameter(name).grad is None), (number, name)
@@ -348,6 +350,7 @@ def test_weights_behind_outputs_that_nobody_uses_have_no_gradient() -> None:
             optimizer.step()
             optimizer.zero_grad()
     assert_same_parameters(reference, model)
+    skip_masks_by_vmap(LEDGER.report())
     assert LEDGER.report().regions[-1].steps_packed == len(SIZES) - 1
 
 
