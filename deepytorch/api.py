@@ -12,6 +12,7 @@ from rich.table import Table
 from deepytorch import autowrap
 from deepytorch.compiler import data_parallel
 from deepytorch.compiler.backend import EXPLAINING, deepytorch_backend
+from deepytorch.compiler.compile_module import step
 from deepytorch.compiler.config import CompilerConfig
 from deepytorch.compiler.outcome import outcomes
 from deepytorch.compiler.report import LEDGER, RegionRecord, Report
@@ -115,9 +116,21 @@ def explain(model: Callable[..., Any], *args: Any, options: dict[str, Any] | Non
         target = model._orig_mod
     try:
         reset_dynamo()  # a region that was compiled before would not be looked at again
-        compiled = torch.compile(target, backend=_explaining(options))
+        backbone = autowrap.backbone_of(target) if isinstance(target, torch.nn.Module) else None
         with outcomes() as came_to:
-            compiled(*args, **kwargs)
+            if backbone is None:
+                torch.compile(target, backend=_explaining(options))(*args, **kwargs)
+            else:
+                explained = torch.compile(step, backend=_explaining(options))
+                given: list[tuple[Any, Any]] = []  # to the backbone, whose door is asked below
+
+                def call(*args: Any, **kwargs: Any) -> Any:
+                    given.append((args, kwargs))
+                    return explained(backbone, *args, **kwargs)
+
+                with autowrap.paused(), autowrap.calls_go_to(backbone, call):
+                    target(*args, **kwargs)
+                args, kwargs = given[0] if given else (args, kwargs)
         unpads = CompilerConfig.parse(None, options).unpad
         if unpads and isinstance(target, torch.nn.Module) and target.training and torch.is_grad_enabled():
             with autowrap.paused():  # asking runs the model, which is not a training step to be armed

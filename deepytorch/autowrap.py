@@ -47,6 +47,8 @@ _SETTINGS: dict[str, Any] = {"mode": None, "options": None}  # of what the impor
 # Handed up by integrations: makes the door of a module, if it has one, given the least share of pads worth packing.
 DOORS: list[Callable[[nn.Module, float], Door | None]] = []
 LOOPS: list[Callable[[nn.Module], bool]] = []  # likewise: whether this call of a module is a loop's step, not a model's
+# Likewise: the backbone of a module under a head that no graph can hold, which is compiled in the module's place.
+BACKBONES: list[Callable[[nn.Module], nn.Module | None]] = []
 LIBRARIES = ("torch", "transformers", "peft")  # whose modules look at other tokens by attention alone
 LEFT_ALONE: dict[str, str] = {}  # likewise: package -> what is said of its modules, which are not armed
 
@@ -128,13 +130,14 @@ def optimize(model: nn.Module, *, mode: str | None = None, options: dict[str, An
     """Compile `model` in place for training, now: the explicit form of what the import does at its first training call.
 
     mode, options: as `torch.compile(model, backend="deepytorch", ...)` takes them. Of a DistributedDataParallel or
-    another module that wraps one, the inner one is compiled; of FSDP2 modules, each block. Returns a handle whose
-    `restore()` undoes it. Raises `ConfigError` for an option that is not known, or a model that is compiled already.
+    another module that wraps one, the inner one is compiled; of FSDP2 modules, each block; under TRL's fused head, what
+    lies below it. Returns a handle whose `restore()` undoes it. Raises `ConfigError` for an option that is not known,
+    or a model that is compiled already.
     """
     from deepytorch.compiler.config import CompilerConfig
 
     CompilerConfig.parse(mode, options)
-    if _is_compiled(model):
+    if _is_compiled(model) or _is_compiled(_compiled_part(model)):
         raise ConfigError(f"{type(model).__name__} is compiled already; expected a module that is not, or one of ours")
     handles = _arm_all(model, mode, options)
     return handles[0] if len(handles) == 1 else _Several(handles)
@@ -239,6 +242,19 @@ def _is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None and module not in _PROBED and module not in _HANDLES
 
 
+@contextlib.contextmanager
+def calls_go_to(module: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
+    """Inside, calls of `module` run this."""
+    before = vars(module).get("_compiled_call_impl")
+    module._compiled_call_impl = call
+    try:
+        yield
+    finally:
+        _take_out(module)
+        if before is not None:
+            module._compiled_call_impl = before
+
+
 def _take_out(module: nn.Module) -> None:
     module.__dict__.pop("_compiled_call_impl", None)
 
@@ -288,7 +304,7 @@ def explain_door(
     model: nn.Module, found: Sequence[Outcome], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> RegionRecord | None:
     """What a model's door would do with a training call whose graphs came to `found`; None where it stays shut."""
-    module = _unwrapped(model)
+    module = _compiled_part(model)
     door = _door_of(module, None)  # of its own: what training has armed learns in training
     opens = _opens_at_once(module, door) or _wants_door(module, found) or _is_partitioned(module)
     if door is None or not (opens or any(map(_is_sharded, module.modules()))):
@@ -345,9 +361,23 @@ def _unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
+def backbone_of(model: nn.Module) -> nn.Module | None:
+    """What is compiled of a model under a head that no graph can hold. None: the model itself, or, of sharded or
+    partitioned weights, its blocks.
+    """
+    if _is_partitioned(model) or any(map(_is_sharded, model.modules())):
+        return None
+    return next((part for find in BACKBONES if (part := find(model)) is not None), None)
+
+
+def _compiled_part(model: nn.Module) -> nn.Module:
+    module = _unwrapped(model)
+    return backbone_of(module) or module
+
+
 def _arm_all(module: nn.Module, mode: str | None, options: dict[str, Any] | None) -> list[Handle]:
     """Arm a module: what a data-parallel wrapper holds, and the blocks of a sharded one by one."""
-    module = _unwrapped(module)
+    module = _compiled_part(module)
     sharded = [each for each in module.modules() if _is_sharded(each)]
     blocks = [each for each in sharded if each is not module]
     blocks = [each for each in blocks if not any(other is not each and _is_sharded(other) for other in each.modules())]

@@ -34,13 +34,23 @@ def start(code: str, **variables: str) -> subprocess.Popen[bytes]:
     # A group of processes of its own, which Ctrl-C does not reach. Not a session: the scheduler of Linux shares the CPU
     # out among sessions first (autogroup), and being nice would count for nothing.
     setup = f"{NOT_FROM_HERE}import os; os.setpgid(0, 0); os.nice({_NICE}); "
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-c", setup + code.replace("{parent}", str(os.getpid()))],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=None if logger.isEnabledFor(logging.DEBUG) else subprocess.DEVNULL,
         env=environment,
     )
+    _STARTED[:] = [each for each in _STARTED if each.poll() is None] + [process]
+    return process
+
+
+_STARTED: list[subprocess.Popen[bytes]] = []
+
+
+def is_working() -> bool:
+    """Whether a process that `start` has started is still at it."""
+    return any(each.poll() is None for each in list(_STARTED))
 
 
 def end_with_parent(parent: int, scratch: Path | None = None) -> None:

@@ -4,21 +4,28 @@
 Dynamo's trace and the proof run in the training process and stop it for some seconds. (Code is generated beside, see
 `compiler.beside`.) No run is to be slower than eager at any point, so the trace waits until the run is old enough for
 that pause to be a small share of it, or until steps that were packed at the door have saved as much. What they saved is
-measured: one of the first steps runs padded, and tells what a position costs.
+measured: two of the first steps run padded, and the faster one tells what a position costs. (By a slow one alone
+packing would seem to save what it does not.)
 
-    first calls    eager: nothing of ours is even imported
-    one of them    as soon as that can be afforded, the door is asked, and watches how outputs are used
-    the next one   eager, timed
-    later          packed at the door, timed; without a door, eager
+    first calls     eager: nothing of ours is even imported
+    one of them     as soon as that can be afforded, the door is asked, and watches how outputs are used
+    the next three  eager, packed at the door, eager; timed
+    later           packed at the door, timed; without a door, eager
+
+Ranks of a DistributedDataParallel module wait for each other in every backward, so that pauses in different steps add
+up. Rank 0 decides for all (`SameStep`).
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from deepytorch.compiler.attends_by_name import attends_by_name
@@ -26,7 +33,9 @@ from deepytorch.compiler.report import STARTS
 from deepytorch.process_age import seconds_since_start
 
 SHARE = 0.06  # of the seconds that eager would have taken so far
+_PADDED = (1, 3)  # which calls after the one in which the door was asked run padded
 _TRIED = 3  # packed calls before a door that does not pay is shut
+_PATIENCE = 20  # calls in which a rank could afford its trace, before it waits for rank 0's word no longer
 _CAUTION = 0.85
 STEP_IN_FORWARDS = 3  # with its backward
 PAUSE_SECONDS = 7.0  # to trace, to prove and to load a model of some layers
@@ -56,6 +65,51 @@ class Budget:
 
 
 BUDGET = Budget()
+
+
+class SameStep:
+    """On which call the ranks of a DistributedDataParallel module trace it: rank 0 says so in the group's store, one
+    call ahead. Whoever comes to that call has been through the backward before it, which rank 0 was in as well, and so
+    sees the word. (With gradient accumulation a rank may be further ahead, and traces when it sees it.) Nobody waits.
+    """
+
+    def __init__(self, name: str, store: Any, rank: int) -> None:
+        self._store, self._rank, self._at, self._could = store, rank, 0, 0
+        self._key = f"deepytorch/first-trace/{name}"
+
+    def now(self, call: int, mine: bool) -> bool:
+        """Whether this call, counted from 1, is the one or lies behind it. mine: this rank could afford it."""
+        self._could += mine
+        if not self._at and self._rank == 0 and mine:
+            self._at = call + 1
+            self._store.set(self._key, str(self._at))
+            self._store.get(self._key)  # it has arrived
+        elif not self._at and self._rank != 0:
+            self._at = self._word() or (call if self._could > _PATIENCE else 0)
+        return 0 < self._at <= call
+
+    def _word(self) -> int:
+        """Which call rank 0 has named; 0 if none so far."""
+        try:
+            return int(self._store.get(self._key)) if self._store.check([self._key]) else 0
+        except RuntimeError:  # the store has gone: what that means for the run is not ours to say
+            return 0
+
+
+def _same_step() -> SameStep | None:
+    """Of the DistributedDataParallel module in whose forward this is; None elsewhere, or where a rank is alone."""
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    from deepytorch.compiler.data_parallel import active
+    from deepytorch.torch_internals import get_process_group_store
+
+    ddp = active()
+    if ddp is None or ddp.process_group.size() == 1:
+        return None
+    return SameStep(next(_NAMES), get_process_group_store(ddp.process_group), ddp.process_group.rank())
+
+
+_NAMES = map(str, itertools.count(1))  # alike on all ranks, whose modules have their first forwards in one order
 
 
 class Door(Protocol):
@@ -99,17 +153,21 @@ class FirstSteps:
         self._asked = 0  # in which call the door was asked
         self._seconds_a_position: float | None = None  # of a padded forward
         self._saved = 0.0
+        self._together: SameStep | None = None
         self._over = False
 
     def over(self) -> bool:
         """A call begins: whether it, and all after it, may be traced and proved."""
         self._calls += 1
+        if self._calls == 1:
+            self._together = _same_step()
         if self._calls == 2 and STARTS.first_step is None:
             STARTS.first_step = seconds_since_start()
         if not self._over:
             since = self._calls - self._asked
-            measured = self._asked > 0 and (self._door is None or since > 1)
-            self._over = measured and BUDGET.affords(self._cost)
+            measured = self._asked > 0 and (self._door is None or since > _PADDED[-1])
+            affordable = measured and BUDGET.affords(self._cost)
+            self._over = affordable if self._together is None else self._together.now(self._calls, affordable)
         return self._over
 
     def call(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -120,7 +178,7 @@ class FirstSteps:
             self._cost *= _ONE_TRACE if marked_ahead and attends_by_name(module) else 1.0
         if self._door is None:
             return module._call_impl(*args, **kwargs)
-        if self._calls == self._asked + 1:
+        if self._is_padded():
             return self.timed(module._call_impl, args, kwargs)
         door = self._door
         return self.timed(lambda *args, **kwargs: door.call(module._call_impl, args, kwargs), args, kwargs)
@@ -137,18 +195,23 @@ class FirstSteps:
         if batch is None or batch.device.type != "cpu":  # elsewhere a call returns before it is computed
             return
         positions = batch.shape[0] * batch.shape[1]
-        if self._calls == self._asked + 1:
-            self._seconds_a_position = seconds / max(1, positions)
-        elif self._seconds_a_position is not None:
+        if self._is_padded():
+            fastest = self._seconds_a_position or math.inf
+            self._seconds_a_position = min(fastest, seconds / max(1, positions))
+        elif self._seconds_a_position is not None and self._calls > self._asked + _PADDED[-1]:
             padded = self._seconds_a_position * positions
             saved = padded - seconds
             paused = seconds > STEP_IN_FORWARDS * padded  # by a trace: the backward goes on as ever
             BUDGET.account(saved if paused else _CAUTION * STEP_IN_FORWARDS * saved)
             self._saved += saved
-            tried = self._calls > self._asked + _TRIED + 1 and not self._over
+            tried = self._calls > self._asked + _PADDED[-1] + _TRIED and not self._over
             if tried and self._saved < 0 and self._door is not None:  # a small model: packing costs more
                 self._door.leave(_DOES_NOT_PAY)
                 self._door = None
+
+    def _is_padded(self) -> bool:
+        """Whether this call is one of those that tell what a position costs."""
+        return not self._over and self._asked > 0 and self._calls - self._asked in _PADDED
 
     def restore(self) -> None:
         """Take everything back: the module has no door any more."""

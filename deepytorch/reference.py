@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
-from deepytorch.comm.group.backend import Options
+from deepytorch.comm.group.options import Options
 from deepytorch.compiler.config import CompilerConfig
 from deepytorch.config import Environment
 

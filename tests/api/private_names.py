@@ -45,6 +45,7 @@ def attributes_used() -> set[str]:
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in sources() if path.name != HOME]
     reached: set[str] = set()
     ours: set[str] = set()
+    modules = {"torch", "aten", *ALIASES}  # whose names `names_used` sees
     for node in (node for tree in trees for node in ast.walk(tree)):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             ours.add(node.name)
@@ -55,7 +56,7 @@ def attributes_used() -> set[str]:
             ]
             ours |= {part.id for part in parts if isinstance(part, ast.Name)}
             ours |= {part.attr for part in parts if isinstance(part, ast.Attribute) and _is_self(part.value)}
-        elif isinstance(node, ast.Attribute) and not ast.unparse(node).startswith(("torch.", "aten.")):
+        elif isinstance(node, ast.Attribute) and ast.unparse(node).partition(".")[0] not in modules:
             reached.add(node.attr)
     return {name for name in reached - ours - OTHERS if is_private(name)}
 

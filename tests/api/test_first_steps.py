@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from deepytorch import first_steps
-from deepytorch.first_steps import Budget, FirstSteps
+from deepytorch.first_steps import Budget, FirstSteps, SameStep
 
 
 class Clock:
@@ -133,9 +138,9 @@ def test_a_door_that_pays_packs_and_buys_the_trace(clock: Clock) -> None:
     door = Door(0.001)
     _, call = steps(door)
     found = [call() for _ in range(120)]
-    assert found[:4] == ["padded", "packed", "padded", "packed"]  # as it comes, watched, timed, packed
+    assert found[:6] == ["padded", "packed", "padded", "packed", "padded", "packed"]  # as it comes, watched, timed
     assert "traced" in found
-    packed = found.index("traced") - 3
+    packed = found.index("traced") - 5
     saved = packed * (Padded.longest + 0.002) * first_steps.STEP_IN_FORWARDS * first_steps._CAUTION
     assert saved > 2.0  # what the trace is thought to cost, less the share
     assert door.is_open is True  # shut by whoever traces
@@ -148,5 +153,118 @@ def test_a_door_that_does_not_pay_is_shut(clock: Clock) -> None:
     found = [call() for _ in range(12)]
     assert not door.is_open
     assert found[-1] == "padded"
-    assert found.count("packed") <= first_steps._TRIED + 2
+    assert found.count("packed") <= first_steps._TRIED + 3
     assert "takes longer than it saves" in door.reason
+
+
+def test_one_slow_padded_call_does_not_make_packing_seem_to_save_more(clock: Clock) -> None:
+    class Uneven(Padded):
+        calls = 0
+
+        def forward(self, ids: torch.Tensor) -> str:
+            Uneven.calls += 1
+            time.sleep(0.3 if Uneven.calls == 2 else 0.0)  # the first of those that are timed
+            return super().forward(ids)
+
+    clock.age = 5.0
+    _, call = steps(Door(0.0), Uneven)
+    before = first_steps.BUDGET.balance
+    assert [call() for _ in range(5)][3:] == ["packed", "padded"]
+    assert first_steps.BUDGET.balance == before  # not before both have been timed
+    assert call() == "packed"
+    saved = first_steps.BUDGET.balance - before
+    assert 0 < saved < 0.2 * first_steps.STEP_IN_FORWARDS * first_steps._CAUTION
+
+
+def words(count: int) -> list[SameStep]:
+    """Those of a group's ranks."""
+    store = dist.HashStore()
+    return [SameStep("1", store, rank) for rank in range(count)]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
+def test_all_ranks_trace_in_the_same_step_which_rank_0_names(order: tuple[int, ...]) -> None:
+    ranks, traced = words(3), {}
+    for call in range(1, 20):
+        for rank in order:
+            if ranks[rank].now(call, mine=call >= 5 - rank):  # the others could have done so earlier
+                traced.setdefault(rank, call)
+    assert traced == {0: 6, 1: 6, 2: 6}
+
+
+def test_a_rank_that_is_further_ahead_traces_as_soon_as_it_hears_of_it() -> None:
+    first, second = words(2)
+    assert not any(second.now(call, mine=False) for call in range(1, 9))
+    assert not first.now(4, mine=True)
+    assert second.now(9, mine=False)
+    assert first.now(5, mine=True)
+
+
+def test_a_rank_that_hears_nothing_goes_by_itself_in_the_end() -> None:
+    _, second = words(2)
+    found = [second.now(call, mine=call > 3) for call in range(1, 40)]
+    assert found.index(True) == 3 + first_steps._PATIENCE
+    assert all(found[found.index(True) :])
+
+
+def test_a_store_that_has_gone_is_as_one_that_says_nothing() -> None:
+    class Gone:
+        def check(self, keys: list[str]) -> bool:
+            raise dist.DistNetworkError("it was closed")
+
+    rank = SameStep("1", Gone(), 1)
+    found = [rank.now(call, mine=True) for call in range(1, 40)]
+    assert found.index(True) == first_steps._PATIENCE
+
+
+TWO_RANKS = """
+import sys
+from pathlib import Path
+import torch
+import deepytorch
+import torch.distributed as dist
+from deepytorch import first_steps
+
+deepytorch.configure(options={"wait": False}, process_groups=False)
+dist.init_process_group("gloo")
+rank, number, traced = dist.get_rank(), 0, []
+first_steps.BUDGET.affords = lambda seconds: rank == 1 or number >= 10  # the other one could have traced long before
+over = first_steps.FirstSteps.over
+
+def noted(self):
+    found = over(self)
+    if found:
+        traced.append(number)
+    return found
+
+first_steps.FirstSteps.over = noted
+torch.manual_seed(0)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for number in range(1, 19):
+    model(torch.full((2, 4), float(rank))).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+Path(sys.argv[1], str(rank)).write_text(str(traced[0]))
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_two_ranks_under_ddp_trace_in_the_step_that_rank_0_names(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(TWO_RANKS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    done = subprocess.run(
+        [*command, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "DEEPYTORCH_COMPILE": "beside"},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    first, second = (int((tmp_path / rank).read_text()) for rank in "01")
+    assert first == second
+    assert 10 < first < 10 + first_steps._PATIENCE

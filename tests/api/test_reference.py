@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from pathlib import Path
 
-from deepytorch.comm.group.backend import Options
+from deepytorch.comm.group.options import Options
 from deepytorch.compiler.config import CompilerConfig
 from deepytorch.config import Environment
 from deepytorch.reference import markdown, sections

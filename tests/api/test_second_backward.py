@@ -365,7 +365,7 @@ def step(model, number):
     real = torch.arange(int(lengths.max())) < lengths
     ids = torch.randint(0, 64, real.shape, generator=generator)
     loss = model(input_ids=ids * real, attention_mask=real.long(), labels=torch.where(real, ids, -100)).loss
-    if number >= 5:
+    if number >= 8:
         gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
         loss = loss + 0.1 * sum(each.square().sum() for each in gradients)
     loss.backward()
@@ -375,7 +375,7 @@ def trained():
     torch.manual_seed(0)
     model = LlamaForCausalLM(config).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for number in range(9):
+    for number in range(13):
         optimizer.zero_grad()
         step(model, number)
         optimizer.step()

@@ -22,7 +22,7 @@ CELLS = [
     ("zero3", "t5", DOOR),
     ("lightning", "llama", GRAPH),
     ("peft", "bert", GRAPH),
-    ("trl", "llama", DOOR),
+    ("trl", "llama", GRAPH),
 ]
 
 # What others of these go through as well: run with `-m "slow or matrix"`.
@@ -44,15 +44,15 @@ RARE = {
 def test_losses_agree_and_checkpoints_are_interchangeable(host: str, model: str, how: str) -> None:
     for package in PACKAGES.get(host, ()):
         pytest.importorskip(package)
+    # Rows are cut so late that no batch has hardly any padding, whichever of them a rank is dealt.
     options = HostsOptions(
-        hosts=(host,), models=(model,), size="tiny", batch_size=4, max_length=200, steps=6, lowering="aot_eager"
+        hosts=(host,), models=(model,), size="tiny", batch_size=4, max_length=400, steps=6, lowering="aot_eager"
     )
     [found] = run_hosts(options, notify=lambda _: None)
     [cell] = found.cells
     assert cell.named == ""
     assert cell.green, cell
     assert cell.how == how
-    # Of 6 steps, and 2 more where a second training runs in the same process, the first is watched; TRL's first call in
-    # each shows that its graph is cut.
-    assert cell.steps_packed >= (4 if host == "trl" else 5), cell
+    # Of 6 steps, and 2 more where a second training runs in the same process, the first is watched.
+    assert cell.steps_packed >= 5, cell
     assert cell.steps_padded <= 1, cell
