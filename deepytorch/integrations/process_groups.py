@@ -8,7 +8,9 @@ what comes after `deepytorch.configure(process_groups=False)`.
 
 from __future__ import annotations
 
+import atexit
 import inspect
+import time
 from typing import Any
 
 from deepytorch.log import logger
@@ -18,6 +20,9 @@ from deepytorch.torch_internals import is_usable
 
 ROUTED = ("undefined", "gloo", "nccl", "cpu:gloo,cuda:nccl")
 _HELPER = "_new_process_group_helper"  # makes every group, the default one too
+# gloo's threads hold Python objects (the context of the backward that a collective was begun in) and drop them when it
+# is over. One that comes to it while Python shuts down aborts the process, which torchrun reports as a failed rank.
+_LAST_OBJECTS_SECONDS = 0.05
 
 
 def attach(torch_module: Any) -> None:
@@ -31,6 +36,8 @@ def attach(torch_module: Any) -> None:
         signature = inspect.signature(original)
 
         def new_process_group(*args: Any, **kwargs: Any) -> Any:
+            atexit.unregister(_let_threads_finish)
+            atexit.register(_let_threads_finish)
             given = signature.bind(*args, **kwargs)
             asked = given.arguments["backend"]
             if not _is_routed(c10d, asked, given.arguments):
@@ -46,6 +53,11 @@ def attach(torch_module: Any) -> None:
         return new_process_group
 
     replace(c10d, _HELPER, routing, "give the deepytorch backend where gloo or nccl is asked for")
+
+
+def _let_threads_finish() -> None:
+    """Leave Python to gloo's threads for a moment."""
+    time.sleep(_LAST_OBJECTS_SECONDS)
 
 
 def _is_routed(c10d: Any, asked: Any, arguments: dict[str, Any]) -> bool:

@@ -105,3 +105,28 @@ dist.destroy_process_group()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_threads_of_a_group_get_python_once_more_before_it_ends(tmp_path: Path) -> None:
+    """One of gloo's that drops an object of Python's later aborts the process: here a thread stands for it."""
+    script = f"""
+import sys, threading
+import torch
+import deepytorch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+dist.destroy_process_group()
+over = threading.Event()
+
+def drop():
+    over.wait()
+    open({str(tmp_path / "dropped")!r}, "w").close()
+
+thread = threading.Thread(target=drop, daemon=True)
+thread.start()
+sys.setswitchinterval(100)  # nobody takes Python away from who has it
+over.set()
+"""
+    subprocess.run([sys.executable, "-c", script], timeout=120, check=True)
+    assert (tmp_path / "dropped").exists()
