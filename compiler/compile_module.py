@@ -9,7 +9,7 @@ import contextlib
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from types import FunctionType
@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepytorch.compiler.beside.queue import dynamo_is_busy
 from deepytorch.compiler.config import CompilerConfig
 from deepytorch.compiler.dynamic_sizes import marked_ahead
 from deepytorch.compiler.dynamo_settings import prepare_dynamo
 from deepytorch.log import logger, once
 from deepytorch.patches import patch
-from deepytorch.torch_internals import dynamo_config
+from deepytorch.torch_internals import dynamo_config, run_only
 
 
 def compiled_call(kind: type, mode: str | None, options: dict[str, Any] | None) -> Callable[..., Any]:
@@ -36,17 +37,25 @@ def compiled_call(kind: type, mode: str | None, options: dict[str, Any] | None) 
         torch.compile(_own_code(function, kind), backend="deepytorch", mode=mode, options=options)
         for function in (step, _inner_step)
     )
+    known_whole, known_inner = map(run_only, (whole, inner))
     unpads = CompilerConfig.parse(mode, options).unpad
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if dynamo_is_busy():
+            once(logging.INFO, "until a thread has compiled a graph, batches that need another one run in eager")
+            return run(known_whole, known_inner, module, args, kwargs)
         with _forgiving(), _first_call(module, args, kwargs, unpads):
-            forward = module.forward
-            busy = isinstance(forward, partial) and forward.func is inner  # in another thread, or above on the stack
-            if busy or not (module._forward_pre_hooks or module._forward_hooks or module._backward_hooks):
-                return whole(module, *args, **kwargs)
-            with _set_forward(module, partial(inner, forward)):
-                return module._call_impl(*args, **kwargs)
+            return run(whole, inner, module, args, kwargs)
 
+    def run(whole: Any, inner: Any, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        forward = module.forward
+        busy = isinstance(forward, partial) and forward.func in inners  # in another thread, or above on the stack
+        if busy or not (module._forward_pre_hooks or module._forward_hooks or module._backward_hooks):
+            return whole(module, *args, **kwargs)
+        with _set_forward(module, partial(inner, forward)):
+            return module._call_impl(*args, **kwargs)
+
+    inners = (inner, known_inner)
     return call
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from deepytorch.compiler.beside.queue import Pending, compile_beside
+from deepytorch.compiler.beside.queue import Pending, compile_beside, dynamo_is_busy
 from deepytorch.compiler.lower_region import RegionLowering
 from deepytorch.compiler.nested import compile_nested
 from deepytorch.compiler.report import RegionRecord
@@ -47,7 +47,7 @@ class CompiledStep:
         self._compiled: Callable[..., Any] | None = None
         self._pending: Pending | None = None
         self._border, self._calls = Border(), 0  # of the script's steps; calls since it was compiled beside
-        self._begun = self._failed = False
+        self._loads = self._begun = self._failed = False
         # what eager would keep of a graph whose parts are to be computed again: all of it
         self.recomputes = any("recompute" in node.meta for node in module.graph.nodes)
 
@@ -76,8 +76,9 @@ class CompiledStep:
             return False
         if self._pending is None:
             self._pending = compile_beside(self._record.name, self._module, arguments, self._varying, self._lowering)
-        if not self._pending.done.is_set():
+        if not self._loads and (not self._pending.done.is_set() or dynamo_is_busy()):
             return False
+        self._loads = True  # whatever begins meanwhile: ranks may have agreed on a step
         if self._pending.error is not None:
             self._give_up(self._pending.error)
         elif self._is_at_border() and self._lowering.may_begin():

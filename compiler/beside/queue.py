@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import ctypes
 import json
 import logging
 import os
@@ -10,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -64,6 +67,7 @@ def compile_beside(
     except CannotSend as reason:
         logger.info("%s is compiled by a thread, not by a process: %s", name, reason)
         pending.where = "a thread"
+        _BY_THREADS[:] = [each for each in _BY_THREADS if not each.done.is_set()] + [pending]
         _Thread(pending, Settings.here(), copied(module), arguments, varying, lowering).start()
         return pending
     logger.info("%s is compiled beside; training goes on in eager meanwhile", name)
@@ -78,6 +82,14 @@ def compile_beside(
             _WORKER.take(pending, digest, job)
             _WORKER.start()
     return pending
+
+
+def dynamo_is_busy() -> bool:
+    """Whether a thread of this process compiles a graph, all the while in possession of Dynamo's lock.
+
+    A call that Dynamo would have to compile waits for it as long as that takes.
+    """
+    return any(not each.done.is_set() for each in _BY_THREADS)
 
 
 def _load(pending: Pending, digest: str, seconds: float = 0.0, peak_mb: float = 0.0) -> None:
@@ -103,6 +115,14 @@ class _Thread(threading.Thread):
         self._pending, self._settings, self._work = pending, settings, (module, arguments, *rest)
         devices = [each.device for each in arguments if isinstance(each, torch.Tensor) and each.is_cuda]
         self._device = torch.cuda.device(devices[0]) if devices else contextlib.nullcontext()
+        atexit.unregister(_end_threads)
+        atexit.register(_end_threads)
+        _THREADS.add(self)
+
+    def end(self) -> None:
+        """Have it give up as soon as it runs Python."""
+        if self.ident is not None:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.ident), ctypes.py_object(SystemExit))
 
     def run(self) -> None:
         started = time.perf_counter()
@@ -117,6 +137,16 @@ class _Thread(threading.Thread):
             self._pending.finish(seconds=time.perf_counter() - started)
         finally:
             self._work = ()
+
+
+def _end_threads() -> None:
+    """Before Python ends: a thread that comes back from an operator of torch's later aborts the process."""
+    left = [each for each in _THREADS if each.is_alive()]
+    for each in left:
+        each.end()
+    deadline = time.monotonic() + _ENDS_WITHIN
+    for each in left:
+        each.join(max(0.0, deadline - time.monotonic()))
 
 
 class _Worker(threading.Thread):
@@ -212,12 +242,17 @@ _MAIN = "from deepytorch.compiler.beside.worker import main; main({parent})"
 _LOCK = threading.RLock()
 _ONE_AT_A_TIME = threading.Lock()
 _WORKER: _Worker | None = None
+_BY_THREADS: list[Pending] = []
+_THREADS: weakref.WeakSet[_Thread] = weakref.WeakSet()
+_ENDS_WITHIN = 5.0  # seconds; it may wait for a C++ compiler
 
 
 def _begin_anew() -> None:
     """In a child made by `fork`: the worker is its parent's, and whoever held a lock is not here."""
     global _WORKER, _LOCK, _ONE_AT_A_TIME
     _WORKER, _LOCK, _ONE_AT_A_TIME = None, threading.RLock(), threading.Lock()
+    _BY_THREADS.clear()
+    _THREADS.clear()
 
 
 os.register_at_fork(after_in_child=_begin_anew)

@@ -188,19 +188,78 @@ def test_a_cache_folder_that_cannot_be_used_costs_only_the_next_start(tmp_path: 
 
 @pytest.mark.slow
 def test_a_graph_that_cannot_be_sent_is_compiled_by_a_thread(tmp_path: Path) -> None:
-    script = """
-        @torch.library.custom_op("of_a_script::twice", mutates_args=())
-        def twice(x: torch.Tensor) -> torch.Tensor:
-            return 2 * x
-        twice.register_fake(lambda x: torch.empty_like(x))
-        twice.register_autograd(lambda context, gradient: 2 * gradient)
-        class Twice(nn.Module):
-            def forward(self, x): return twice(x)
-        model.append(Twice())
-    """
-    found = words(run(textwrap.dedent(script) + UNTIL_COMPILED, tmp_path))
+    found = words(run(TWICE + UNTIL_COMPILED, tmp_path))
     assert (found["by"], found["compiles"], found["fell"]) == ("a-thread", "0", "0")
 
+
+@pytest.mark.slow
+def test_a_batch_that_needs_another_graph_does_not_wait_for_the_thread(tmp_path: Path) -> None:
+    """It has Dynamo's lock as long as it compiles."""
+    script = """
+import threading
+from deepytorch.compiler.beside import queue
+from torch._dynamo import convert_frame
+fill_caches, passed = queue.fill_caches, threading.Event()
+found = []
+def slow(*work):
+    with convert_frame.compile_lock:
+        found.append(passed.wait(60))
+        fill_caches(*work)
+queue.fill_caches = slow
+deadline = time.time() + 60
+while not queue.dynamo_is_busy() and time.time() < deadline:
+    step()
+x = torch.randn(2, 3, 8, generator=data)
+for _ in range(2):
+    with deepytorch.paused():
+        expected = model(x).square().mean()
+        expected = torch.autograd.grad(expected, list(model.parameters()))
+    model(x).square().mean().backward()
+    for each, wanted in zip(model.parameters(), expected):
+        torch.testing.assert_close(each.grad, wanted)
+    optimizer.step(); optimizer.zero_grad()
+assert not any(region.compiled_by for region in LEDGER.report().regions)
+passed.set()
+"""
+    last = """
+for _ in range(5):
+    model(x).square().mean().backward()
+print("waited", not all(found), "regions", len(LEDGER.report().regions))
+"""
+    found = words(run(TWICE + script + UNTIL_COMPILED + last, tmp_path))
+    assert (found["by"], found["fell"], found["waited"]) == ("a-thread", "0", "False")
+    assert int(found["regions"]) > 1  # the other graph came once it could
+
+
+@pytest.mark.slow
+def test_a_script_may_end_while_a_thread_compiles(tmp_path: Path) -> None:
+    """A thread in an operator of torch's when Python ends aborts the process."""
+    script = """
+from deepytorch.compiler.beside import queue
+def endless(*_):
+    while True:
+        torch.ones(8) + 1
+queue.fill_caches = endless
+deadline = time.time() + 60
+while not queue.dynamo_is_busy() and time.time() < deadline:
+    step()
+print("busy", queue.dynamo_is_busy())
+"""
+    done = run(TWICE + script, tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert words(done) == {"busy": "True"}
+
+
+TWICE = """
+@torch.library.custom_op("of_a_script::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+twice.register_fake(lambda x: torch.empty_like(x))
+twice.register_autograd(lambda context, gradient: 2 * gradient)
+class Twice(nn.Module):
+    def forward(self, x): return twice(x)
+model.append(Twice())
+"""
 
 OTHER_DOINGS = """
 import copy
