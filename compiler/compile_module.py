@@ -37,7 +37,7 @@ def compiled_call(kind: type, mode: str | None, options: dict[str, Any] | None) 
         torch.compile(_own_code(function, kind), backend="deepytorch", mode=mode, options=options)
         for function in (step, _inner_step)
     )
-    known_whole, known_inner = map(run_only, (whole, inner))
+    known_whole, known_inner = run_only(whole), run_only(inner)
     unpads = CompilerConfig.parse(mode, options).unpad
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
