@@ -175,7 +175,8 @@ class Job:
     ) -> Job:
         """Raises `CannotSend` where another process could not compile the same."""
         given = tuple(Argument.of(value) for value in arguments)
-        memory = [value.untyped_storage().data_ptr() for value in arguments if isinstance(value, torch.Tensor)]
+        storages = [value.untyped_storage() for value in arguments if isinstance(value, torch.Tensor)]
+        memory = [each.data_ptr() for each in storages if each.nbytes()]  # those of size 0 all stand at 0
         if len(set(memory)) != len(memory):
             raise CannotSend("arguments share memory")
         graph = GraphData(module)

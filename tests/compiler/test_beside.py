@@ -125,6 +125,7 @@ def test_arguments_that_another_process_cannot_make_up_are_refused() -> None:
         Argument.of(torch.randn(2).as_subclass(Mine))
     with pytest.raises(CannotSend, match="share memory"):
         job(None, base, base.t())
+    job(None, torch.empty(3, 0), torch.empty(0, 5))  # neither has memory
     with pytest.raises(CannotSend, match="meta"):
         Argument.of(torch.empty(2, device="meta"))
 
