@@ -170,7 +170,7 @@ class _Worker(threading.Thread):
         error = "its process ended"
         pending = None
         try:
-            process = start(_MAIN, TORCHINDUCTOR_COMPILE_THREADS="1")
+            process = start(_MAIN)
         except OSError as failure:
             process, error = None, f"no process could be started to compile in: {failure}"
         while process is not None:
