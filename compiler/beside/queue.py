@@ -67,7 +67,6 @@ def compile_beside(
     except CannotSend as reason:
         logger.info("%s is compiled by a thread, not by a process: %s", name, reason)
         pending.where = "a thread"
-        _BY_THREADS[:] = [each for each in _BY_THREADS if not each.done.is_set()] + [pending]
         _Thread(pending, Settings.here(), copied(module), arguments, varying, lowering).start()
         return pending
     logger.info("%s is compiled beside; training goes on in eager meanwhile", name)
@@ -89,7 +88,7 @@ def dynamo_is_busy() -> bool:
 
     A call that Dynamo would have to compile waits for it as long as that takes.
     """
-    return any(not each.done.is_set() for each in _BY_THREADS)
+    return any(each.is_alive() for each in _THREADS)
 
 
 def _load(pending: Pending, digest: str, seconds: float = 0.0, peak_mb: float = 0.0) -> None:
@@ -242,7 +241,6 @@ _MAIN = "from deepytorch.compiler.beside.worker import main; main({parent})"
 _LOCK = threading.RLock()
 _ONE_AT_A_TIME = threading.Lock()
 _WORKER: _Worker | None = None
-_BY_THREADS: list[Pending] = []
 _THREADS: weakref.WeakSet[_Thread] = weakref.WeakSet()
 _ENDS_WITHIN = 5.0  # seconds; it may wait for a C++ compiler
 
@@ -251,7 +249,6 @@ def _begin_anew() -> None:
     """In a child made by `fork`: the worker is its parent's, and whoever held a lock is not here."""
     global _WORKER, _LOCK, _ONE_AT_A_TIME
     _WORKER, _LOCK, _ONE_AT_A_TIME = None, threading.RLock(), threading.Lock()
-    _BY_THREADS.clear()
     _THREADS.clear()
 
 
