@@ -9,7 +9,7 @@ import contextlib
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from functools import partial
 from types import FunctionType
@@ -23,8 +23,14 @@ from deepytorch.compiler.config import CompilerConfig
 from deepytorch.compiler.dynamic_sizes import marked_ahead
 from deepytorch.compiler.dynamo_settings import prepare_dynamo
 from deepytorch.log import logger, once
-from deepytorch.patches import patch
-from deepytorch.torch_internals import dynamo_config, run_only
+from deepytorch.patches import patch, replace
+from deepytorch.torch_internals import (
+    CatchErrorsWrapper,
+    ConvertFrameReturn,
+    FrameAction,
+    FrameExecStrategy,
+    dynamo_config,
+)
 
 
 def compiled_call(kind: type, mode: str | None, options: dict[str, Any] | None) -> Callable[..., Any]:
@@ -37,25 +43,17 @@ def compiled_call(kind: type, mode: str | None, options: dict[str, Any] | None) 
         torch.compile(_own_code(function, kind), backend="deepytorch", mode=mode, options=options)
         for function in (step, _inner_step)
     )
-    known_whole, known_inner = run_only(whole), run_only(inner)
     unpads = CompilerConfig.parse(mode, options).unpad
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if dynamo_is_busy():
-            once(logging.INFO, "until a thread has compiled a graph, batches that need another one run in eager")
-            return run(known_whole, known_inner, module, args, kwargs)
         with _forgiving(), _first_call(module, args, kwargs, unpads):
-            return run(whole, inner, module, args, kwargs)
+            forward = module.forward
+            busy = isinstance(forward, partial) and forward.func is inner  # in another thread, or above on the stack
+            if busy or not (module._forward_pre_hooks or module._forward_hooks or module._backward_hooks):
+                return whole(module, *args, **kwargs)
+            with _set_forward(module, partial(inner, forward)):
+                return module._call_impl(*args, **kwargs)
 
-    def run(whole: Any, inner: Any, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        forward = module.forward
-        busy = isinstance(forward, partial) and forward.func in inners  # in another thread, or above on the stack
-        if busy or not (module._forward_pre_hooks or module._forward_hooks or module._backward_hooks):
-            return whole(module, *args, **kwargs)
-        with _set_forward(module, partial(inner, forward)):
-            return module._call_impl(*args, **kwargs)
-
-    inners = (inner, known_inner)
     return call
 
 
@@ -74,7 +72,7 @@ def _first_call(module: nn.Module, args: Any, kwargs: Any, unpads: bool) -> cont
     arguments of a later call would have Dynamo compile anew.
     """
     kind = type(module)
-    if not unpads or kind in _CALLED:
+    if not unpads or kind in _CALLED or dynamo_is_busy():
         return contextlib.nullcontext()
     _CALLED.add(kind)
     prepare_dynamo()
@@ -83,8 +81,11 @@ def _first_call(module: nn.Module, args: Any, kwargs: Any, unpads: bool) -> cont
 
 @contextlib.contextmanager
 def _forgiving() -> Iterator[None]:
-    """Nobody asked for a compiler: where Dynamo itself fails, the frame runs in eager, and it says so."""
+    """Nobody asked for a compiler: where Dynamo itself fails, the frame runs in eager, and it says so. Nobody waits for
+    it where a thread has it.
+    """
     _quieten_dynamo()
+    _never_wait_for_dynamo()
     token = _FORGIVING.set(True)
     try:
         with dynamo_config.patch(suppress_errors=True):  # restarts pass: see [Note: Restarts]
@@ -119,6 +120,23 @@ def _quieten_dynamo() -> None:
         lambda: dynamo.addFilter(keep),
         lambda: dynamo.removeFilter(keep),
     )
+
+
+@functools.cache
+def _never_wait_for_dynamo() -> None:
+    """While a thread compiles, which takes Dynamo's lock, frames without a graph that fits run in eager: this once."""
+
+    def unless_busy(original: Callable[..., Any]) -> Callable[..., Any]:
+        def __call__(self: Any, *frame: Any, **rest: Any) -> Any:
+            if not _FORGIVING.get() or not dynamo_is_busy():
+                return original(self, *frame, **rest)
+            once(logging.INFO, "until a thread has compiled a graph, batches that need another one run in eager")
+            return ConvertFrameReturn(frame_exec_strategy=this_once, apply_to_code=False)
+
+        return __call__
+
+    this_once = FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT)
+    replace(CatchErrorsWrapper, "__call__", unless_busy, "wait for no thread that compiles", always=True)
 
 
 @contextlib.contextmanager
