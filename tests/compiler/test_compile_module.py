@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -79,3 +83,56 @@ def test_a_door_is_not_judged_by_a_call_that_was_not_traced(monkeypatch: pytest.
     assert [handle(module) for _ in range(2)] == ["padded", "padded"]
     monkeypatch.setattr(queue, "dynamo_is_busy", lambda: False)
     assert [handle(module) for _ in range(3)] == ["padded", "packed", "packed"]
+
+
+ONE_RANK_IS_BUSY = """
+import os
+import deepytorch
+deepytorch.configure(options={"lowering": "aot_eager", "wait": True})
+import copy
+import torch
+import torch.distributed as dist
+from deepytorch.compiler import compile_module
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+rank, step = dist.get_rank(), 0
+compile_module.dynamo_is_busy = lambda: rank == 0 and 3 <= step < 7
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+same = copy.deepcopy(net)
+model = DistributedDataParallel(net)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+with deepytorch.paused():
+    stock = DistributedDataParallel(same)
+    reference = torch.optim.AdamW(stock.parameters(), lr=0.01)
+for step in range(10):
+    shape = (2, 3, 8) if step >= 3 and step % 2 else (4 + step, 8)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(10 * step + rank))
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with deepytorch.paused():
+        stock(x).square().mean().backward()
+        reference.step()
+        reference.zero_grad()
+    for one, other in zip(model.parameters(), stock.parameters()):
+        torch.testing.assert_close(one, other)
+[entry] = deepytorch.report().to_json()["gradients"]
+assert (entry["from_eager_frames"] > 0) == (rank == 0), entry
+dist.barrier()
+dist.destroy_process_group()
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_whose_dynamo_is_busy_trains_as_one_that_traces(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(ONE_RANK_IS_BUSY)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=200, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
