@@ -169,9 +169,7 @@ def compile(model: Any = None, **kwargs: Any) -> Any:  # noqa: A001, the name th
 def disable() -> None:
     """Undo what the import has armed and changed of other people's (`patches`), and arm nothing from now on."""
     SWITCH.enabled = False
-    for module in list(_PROBED):
-        _take_out(module)
-    _PROBED.clear()
+    _leave_alone(*_PROBED)
     for handle in list(_HANDLES.values()):
         handle.restore()
     undo_all()
@@ -266,15 +264,20 @@ def _probe(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return module._call_impl(*args, **kwargs)
     with _LOCK:
         if module in _PROBED:
-            for each in [module, *module.modules(), *(each for each in _PROBED if _holds(each, module))]:
-                if each in _PROBED:
-                    _PROBED.discard(each)
-                    _take_out(each)
+            _leave_alone(module, *module.modules(), *(each for each in _PROBED if _holds(each, module)))
             if not armed(module):  # or else by the user's own `optimize` of a part
                 _arm_all(module, _SETTINGS["mode"], _SETTINGS["options"])
     # not `module(...)`: a class may have a `__call__` of its own, which is running already
     call = module._compiled_call_impl or module._call_impl
     return call(*args, **kwargs)
+
+
+def _leave_alone(*modules: nn.Module) -> None:
+    """Take their probes back."""
+    for each in modules:
+        if each in _PROBED:
+            _PROBED.discard(each)
+            _take_out(each)
 
 
 def _holds(outer: nn.Module, inner: nn.Module) -> bool:
@@ -463,6 +466,6 @@ def _compiled(
 
 def _keep(module: nn.Module, handle: Handle) -> Handle:
     _HANDLES[module] = handle
-    _PROBED.discard(module)
+    _leave_alone(*module.modules())
     module._compiled_call_impl = MethodType(_training_call, module)
     return handle

@@ -214,6 +214,24 @@ assert deepytorch.compile(Net(), options={"lowering": "aot_eager"})(torch.ones(2
 """)
 
 
+def test_what_is_optimized_after_its_optimizer_was_made_is_armed_as_a_whole() -> None:
+    run("""
+model = Net()
+optimizer = optimizer_of(model)
+assert len(autowrap._PROBED) == 3
+handle = deepytorch.optimize(model)
+assert len(autowrap._PROBED) == 0 and "_compiled_call_impl" not in vars(model.body)
+train(model, optimizer)
+assert list(autowrap._HANDLES) == [model]
+handle.restore()
+part = Net()
+optimizer = optimizer_of(part)
+deepytorch.optimize(part.body)
+train(part, optimizer)
+assert list(autowrap._HANDLES) == [part.body]
+""")
+
+
 def test_an_error_in_forward_is_the_users_and_training_goes_on() -> None:
     run("""
 class Picky(Net):
