@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepytorch.compiler.beside.queue import dynamo_is_busy
+from deepytorch.compiler.beside.queue import dynamo_is_busy, expect, graphs_of
 from deepytorch.compiler.config import CompilerConfig
 from deepytorch.compiler.dynamic_sizes import marked_ahead
 from deepytorch.compiler.dynamo_settings import prepare_dynamo
@@ -43,10 +43,10 @@ def compiled_call(kind: type, mode: str | None, options: dict[str, Any] | None) 
         torch.compile(_own_code(function, kind), backend="deepytorch", mode=mode, options=options)
         for function in (step, _inner_step)
     )
-    unpads = CompilerConfig.parse(mode, options).unpad
+    config = CompilerConfig.parse(mode, options)
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with _forgiving(), _first_call(module, args, kwargs, unpads):
+        with _forgiving(), graphs_of(kind.__name__), _first_call(module, args, kwargs, config):
             forward = module.forward
             busy = isinstance(forward, partial) and forward.func is inner  # in another thread, or above on the stack
             if busy or not (module._forward_pre_hooks or module._forward_hooks or module._backward_hooks):
@@ -67,16 +67,21 @@ def _inner_step(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return forward(*args, **kwargs)
 
 
-def _first_call(module: nn.Module, args: Any, kwargs: Any, unpads: bool) -> contextlib.AbstractContextManager[None]:
-    """Around a call: where it is the first of its class, one trace will do for it, see `marked_ahead`. Marks on the
-    arguments of a later call would have Dynamo compile anew.
+@contextlib.contextmanager
+def _first_call(module: nn.Module, args: Any, kwargs: Any, config: CompilerConfig) -> Iterator[None]:
+    """Around a call: where it is the first of its class, one trace will do for it, see `marked_ahead`, and the process
+    that compiles starts beside. Marks on the arguments of a later call would have Dynamo compile anew.
     """
     kind = type(module)
-    if not unpads or kind in _CALLED or dynamo_is_busy():
-        return contextlib.nullcontext()
+    if kind in _CALLED or dynamo_is_busy():
+        yield
+        return
     _CALLED.add(kind)
     prepare_dynamo()
-    return marked_ahead(module, args, kwargs)
+    if not config.waits and all(each.device.type == "cpu" for each in module.parameters()):
+        expect(kind.__name__)
+    with marked_ahead(module, args, kwargs) if config.unpad else contextlib.nullcontext():
+        yield
 
 
 @contextlib.contextmanager

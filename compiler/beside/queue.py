@@ -15,6 +15,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,6 +61,7 @@ def compile_beside(
     lowering: RegionLowering,
 ) -> Pending:
     """Have a graph compiled that is to run with arguments like these; return at once."""
+    global _WORKER
     pending = Pending(name)
     try:
         described = Job.of(module, arguments, varying, lowering)
@@ -72,15 +74,41 @@ def compile_beside(
     logger.info("%s is compiled beside; training goes on in eager meanwhile", name)
     if store.find(digest) is not None:
         pending.where = "an earlier run"
+        with _LOCK:
+            if _WORKER is not None:
+                _WORKER.is_enough()
         threading.Thread(target=_load, args=(pending, digest), name="deepytorch-load", daemon=True).start()
         return pending
     with _LOCK:
-        global _WORKER
-        if _WORKER is None or not _WORKER.take(pending, digest, job):
+        asked = _Asked(pending, digest, _MODEL.get(), job)
+        if _WORKER is None or not _WORKER.take(asked):
             _WORKER = _Worker()
-            _WORKER.take(pending, digest, job)
+            _WORKER.take(asked)
             _WORKER.start()
     return pending
+
+
+@contextlib.contextmanager
+def graphs_of(model: str) -> Iterator[None]:
+    """Inside, what is compiled belongs to this model: what is kept of it is listed by the name."""
+    token = _MODEL.set(model)
+    try:
+        yield
+    finally:
+        _MODEL.reset(token)
+
+
+def expect(model: str) -> None:
+    """A first graph of this model will be traced and proved now, on one core. Unless an earlier run has kept one of it,
+    the process that is to compile it starts meanwhile, which takes as long.
+    """
+    global _WORKER
+    if any(entry.about.get("model") == model for entry in store.entries()):
+        return
+    with _LOCK:
+        if _WORKER is None or not _WORKER.is_alive():
+            _WORKER = _Worker(patience=_EXPECTED_WITHIN)
+            _WORKER.start()
 
 
 def dynamo_is_busy() -> bool:
@@ -148,50 +176,77 @@ def _end_threads() -> None:
         each.join(max(0.0, deadline - time.monotonic()))
 
 
+@dataclass(frozen=True, eq=False)
+class _Asked:
+    """One job of a worker's."""
+
+    pending: Pending
+    digest: str
+    model: str
+    job: bytes
+
+
 class _Worker(threading.Thread):
-    """A process that compiles, as long as there is something to compile, and the thread that talks with it."""
+    """A process that compiles, as long as there is something to compile, and the thread that talks with it.
 
-    def __init__(self) -> None:
+    patience: seconds for which it waits for a first job.
+    """
+
+    def __init__(self, patience: float = 0.0) -> None:
         super().__init__(name="deepytorch-compile", daemon=True)
-        self._waiting: deque[tuple[Pending, str, bytes]] = deque()
-        self._ended = False
+        self._waiting: deque[_Asked] = deque()
+        self._patience, self._ended = patience, False
+        self._changed = threading.Condition(_LOCK)
 
-    def take(self, pending: Pending, digest: str, job: bytes) -> bool:
+    def take(self, asked: _Asked) -> bool:
         """Give it one more job; False where it has ended."""
-        with _LOCK:
+        with self._changed:
             if self._ended:
                 return False
-            self._waiting.append((pending, digest, job))
+            self._waiting.append(asked)
+            self._changed.notify()
             return True
+
+    def is_enough(self) -> None:
+        """No job will come that it was started for."""
+        with self._changed:
+            self._patience = 0.0
+            self._changed.notify()
+
+    def _next(self) -> _Asked | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or not self._patience, timeout=self._patience)
+            self._patience = 0.0
+            if self._waiting:
+                return self._waiting.popleft()
+            self._ended = True
+            return None
 
     def run(self) -> None:
         """Start the process, hand it one job after the other."""
-        error = "its process ended"
-        pending = None
+        error, worked = "its process ended", False
         try:
             process = start(_MAIN)
         except OSError as failure:
             process, error = None, f"no process could be started to compile in: {failure}"
-        while process is not None:
-            with _LOCK:
-                if not self._waiting:
-                    self._ended = True
-                    break
-                pending, digest, job = self._waiting.popleft()
-            with _progress(pending):
-                answer = _answer(process, digest, job)
+        while process is not None and (asked := self._next()) is not None:
+            worked = True
+            with _progress(asked.pending):
+                answer = _answer(process, asked)
             if answer is None:
-                pending.finish(error=f"the process that compiled it ended with {process.wait()}")
+                asked.pending.finish(error=f"the process that compiled it ended with {process.wait()}")
                 break
             if "error" in answer:
-                pending.finish(answer["error"])
+                asked.pending.finish(answer["error"])
             else:
-                _load(pending, digest, seconds=answer["seconds"], peak_mb=answer["peak_mb"])
+                _load(asked.pending, asked.digest, seconds=answer["seconds"], peak_mb=answer["peak_mb"])
         with _LOCK:
             self._ended = True
-        for pending, _, _ in self._waiting:
-            pending.finish(error=error)
+        for asked in self._waiting:
+            asked.pending.finish(error=error)
         if process is not None:
+            if not worked:  # it may be importing still
+                process.terminate()
             process.communicate()  # which ends it, and the memory that it holds
 
 
@@ -227,21 +282,23 @@ def _progress(pending: Pending) -> Iterator[None]:
         thread.join(timeout=1.0)
 
 
-def _answer(process: subprocess.Popen[bytes], digest: str, job: bytes) -> dict[str, Any] | None:
+def _answer(process: subprocess.Popen[bytes], asked: _Asked) -> dict[str, Any] | None:
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        send(process.stdin, digest, job)
+        send(process.stdin, asked.digest, asked.model, asked.job)
         return dict(json.loads(process.stdout.readline()))
     except (OSError, ValueError):
         return None
 
 
 _MAIN = "from deepytorch.compiler.beside.worker import main; main({parent})"
+_MODEL: ContextVar[str] = ContextVar("deepytorch_model", default="")
 _LOCK = threading.RLock()
 _ONE_AT_A_TIME = threading.Lock()
 _WORKER: _Worker | None = None
 _THREADS: weakref.WeakSet[_Thread] = weakref.WeakSet()
+_EXPECTED_WITHIN = 60.0  # seconds; a trace and the step that sees how outputs are used
 _ENDS_WITHIN = 5.0  # seconds; it may wait for a C++ compiler
 
 

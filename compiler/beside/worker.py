@@ -28,9 +28,9 @@ from deepytorch.config import process_environment
 _LENGTH = struct.Struct("!Q")
 
 
-def send(stream: IO[bytes], digest: str, job: bytes) -> None:
-    """Hand a job to the worker that reads from `stream`. digest: what its entry is kept by."""
-    for part in (digest.encode(), job):
+def send(stream: IO[bytes], digest: str, model: str, job: bytes) -> None:
+    """Hand a job to the worker that reads from `stream`. digest: what its entry is kept by. model: a name to tell."""
+    for part in (digest.encode(), model.encode(), job):
         stream.write(_LENGTH.pack(len(part)))
         stream.write(part)
     stream.flush()
@@ -44,26 +44,33 @@ def main(parent: int) -> None:
         Path("/proc/self/oom_score_adj").write_text("1000")  # where memory is short, this is what is given up
     place = store.folder()
     with tempfile.TemporaryDirectory(prefix=".compiling-", dir=place) as scratch:
-        tempfile.tempdir = process_environment()["TMPDIR"] = scratch
-        queue: SimpleQueue[tuple[str, bytes] | None] = SimpleQueue()
+        queue: SimpleQueue[tuple[str, str, bytes] | None] = SimpleQueue()
         threading.Thread(target=_read, args=(jobs, queue), daemon=True).start()
         end_with_parent(parent, Path(scratch))
+        _import_compilers()  # before files go to a place of their own: headers that are compiled once are of all
+        tempfile.tempdir = process_environment()["TMPDIR"] = scratch
         while (found := queue.get()) is not None:
             answers.write(json.dumps(_compile(*found, place, Path(scratch))) + "\n")
             answers.flush()
 
 
-def _read(jobs: IO[bytes], queue: SimpleQueue[tuple[str, bytes] | None]) -> None:
+def _import_compilers() -> None:
+    """What takes seconds: there may be no job yet."""
+    from deepytorch.compiler.beside import job  # noqa: F401
+    from deepytorch.torch_internals import compile_fx  # noqa: F401
+
+
+def _read(jobs: IO[bytes], queue: SimpleQueue[tuple[str, str, bytes] | None]) -> None:
     parts: list[bytes] = []
     while len(head := jobs.read(_LENGTH.size)) == _LENGTH.size:
         parts.append(jobs.read(_LENGTH.unpack(head)[0]))
-        if len(parts) == 2:
-            queue.put((parts[0].decode(), parts[1]))
+        if len(parts) == 3:
+            queue.put((parts[0].decode(), parts[1].decode(), parts[2]))
             parts = []
     queue.put(None)
 
 
-def _compile(digest: str, job: bytes, place: Path | None, scratch: Path) -> dict[str, object]:
+def _compile(digest: str, model: str, job: bytes, place: Path | None, scratch: Path) -> dict[str, object]:
     started, used = time.perf_counter(), _cpu_seconds()
     try:
         if place is None:  # nothing may be kept: torch's own folder has to do
@@ -76,7 +83,8 @@ def _compile(digest: str, job: bytes, place: Path | None, scratch: Path) -> dict
                     made = scratch / "entry"
                     process_environment()["TORCHINDUCTOR_CACHE_DIR"] = str(store.files_of(made))
                     _run(job)
-                    store.keep(made, place / digest, {"seconds": time.perf_counter() - started, "torch": _torch()})
+                    seconds = time.perf_counter() - started
+                    store.keep(made, place / digest, {"model": model, "seconds": seconds, "torch": _torch()})
                     store.trim()
                     store.remove_stale(place)
     except Exception as error:

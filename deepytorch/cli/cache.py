@@ -19,13 +19,14 @@ def list_entries() -> None:
     from deepytorch.compiler.beside.store import entries, folder
 
     table = Table(title=f"compiled graphs in {folder()}", title_justify="left")
-    for name in ("graph", "MB", "compiled in s", "torch", "used"):
+    for name in ("model", "graph", "MB", "compiled in s", "torch", "used"):
         table.add_column(name)
     found = entries()
     for entry in found:
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
         seconds, torch = entry.about.get("seconds"), entry.about.get("torch", "")
         table.add_row(
+            str(entry.about.get("model", "")),
             entry.digest[:12],
             f"{entry.num_bytes / 2**20:.1f}",
             f"{seconds:.1f}" if isinstance(seconds, (int, float)) else "",

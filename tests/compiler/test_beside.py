@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import fx, nn
 
 from deepytorch import background
-from deepytorch.compiler.beside import store
+from deepytorch.compiler.beside import queue, store
 from deepytorch.compiler.beside.graph_data import CannotSend, GraphData, to_bytes
 from deepytorch.compiler.beside.job import Argument, Job
 from deepytorch.compiler.config import CompilerConfig
@@ -208,7 +209,7 @@ def entry(place: Path, name: str, num_bytes: int = 100, used: float | None = Non
     files = store.files_of(made)
     (files / "ab").mkdir()
     (files / "ab" / f"{name}.so").write_bytes(b"x" * num_bytes)
-    store.keep(made, place / name, {"seconds": 1.0, "torch": "2.13"})
+    store.keep(made, place / name, {"model": "Net", "seconds": 1.0, "torch": "2.13"})
     if used is not None:
         os.utime(place / name / "entry.json", (used, used))
 
@@ -272,6 +273,73 @@ def test_a_file_that_is_none_of_ours_is_refused(kept: Path, tmp_path: Path) -> N
     with pytest.raises(DataError, match="others can write"):
         store.take_in(path)
     assert [each.name for each in kept.iterdir()] == []
+
+
+# ---------------------------------------------------------------- the process
+
+
+@pytest.fixture
+def processes(kept: Path, monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
+    """The processes that are started in a test, none of which compiles."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(_: str) -> subprocess.Popen[bytes]:
+        started.append(background.start("sys.stdin.buffer.raw.read(1)"))
+        return started[-1]
+
+    monkeypatch.setattr(queue, "start", start)
+    monkeypatch.setattr(queue, "_WORKER", None)
+    return started
+
+
+def ends(process: subprocess.Popen[bytes]) -> bool:
+    """Whether it is gone soon, as is the thread that talks with it."""
+    process.wait(timeout=30)
+    queue._WORKER.join(timeout=30)
+    return not queue._WORKER.is_alive()
+
+
+def started_one(processes: list[subprocess.Popen[bytes]]) -> bool:
+    """Whether a thread has started one by now, or will in a moment."""
+    deadline = time.monotonic() + 30
+    while not processes and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return len(processes) == 1
+
+
+def test_the_process_is_there_before_its_first_job(processes: list[subprocess.Popen[bytes]]) -> None:
+    queue.expect("Net")
+    queue.expect("Net")  # on another thread, say
+    worker = queue._WORKER
+    assert started_one(processes)
+    assert worker.is_alive()
+    with queue.graphs_of("Net"):
+        pending = queue.compile_beside("a graph", graph(), [torch.ones(2, 2), torch.ones(2, 2)], [(), ()], lowering())
+    assert queue._WORKER is worker
+    assert pending.done.wait(timeout=30)  # which ends as soon as it has one
+    assert pending.error is not None
+    assert len(processes) == 1
+
+
+def test_it_is_not_there_for_long_where_no_job_comes(
+    processes: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue, "_EXPECTED_WITHIN", 0.1)
+    queue.expect("Net")
+    assert started_one(processes)
+    assert ends(processes[0])
+
+
+def test_it_does_not_start_for_a_model_of_which_something_is_kept(
+    kept: Path, processes: list[subprocess.Popen[bytes]]
+) -> None:
+    entry(kept, "one")
+    queue.expect("Net")
+    assert queue._WORKER is None
+    queue.expect("Other")
+    assert started_one(processes)
+    queue._WORKER.is_enough()  # of the other one something was kept without its name
+    assert ends(processes[0])
 
 
 def test_it_is_known_whether_a_process_still_works(monkeypatch: pytest.MonkeyPatch) -> None:
