@@ -69,14 +69,13 @@ def compile_beside(
     except CannotSend as reason:
         logger.info("%s is compiled by a thread, not by a process: %s", name, reason)
         pending.where = "a thread"
+        _expect_no_longer()
         _Thread(pending, Settings.here(), copied(module), arguments, varying, lowering).start()
         return pending
     logger.info("%s is compiled beside; training goes on in eager meanwhile", name)
     if store.find(digest) is not None:
         pending.where = "an earlier run"
-        with _LOCK:
-            if _WORKER is not None:
-                _WORKER.is_enough()
+        _expect_no_longer()
         threading.Thread(target=_load, args=(pending, digest), name="deepytorch-load", daemon=True).start()
         return pending
     with _LOCK:
@@ -109,6 +108,13 @@ def expect(model: str) -> None:
         if _WORKER is None or not _WORKER.is_alive():
             _WORKER = _Worker(patience=_EXPECTED_WITHIN)
             _WORKER.start()
+
+
+def _expect_no_longer() -> None:
+    """A process that was started for a job is not needed."""
+    with _LOCK:
+        if _WORKER is not None:
+            _WORKER.is_enough()
 
 
 def dynamo_is_busy() -> bool:
