@@ -342,6 +342,15 @@ def test_it_does_not_start_for_a_model_of_which_something_is_kept(
     assert ends(processes[0])
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="as Linux counts")
+def test_the_memory_that_is_reported_is_the_process_s_own() -> None:
+    ballast = torch.ones(100 << 20)  # 400 MB here
+    code = "from deepytorch.compiler.beside.worker import _peak_mb; print(_peak_mb())"
+    with background.start(code) as process:
+        said, _ = process.communicate(timeout=120)
+    assert 5 < float(said) < ballast.nbytes / 2**20
+
+
 def test_it_is_known_whether_a_process_still_works(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background, "_STARTED", [])  # of tests before this one
     assert not background.is_working()
