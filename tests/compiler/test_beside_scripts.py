@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -77,7 +78,9 @@ def test_a_script_goes_over_to_compiled_code_and_a_later_run_finds_it(tmp_path: 
     (tmp_path / "temporary").mkdir()
     cold = words(run(UNTIL_COMPILED, tmp_path, TMPDIR=str(tmp_path / "temporary")))
     assert (cold["by"], cold["compiles"], cold["fell"]) == ("a-process", "0", "0")
-    assert list((tmp_path / "temporary").rglob("*.gch"))  # torch's header, compiled once for all processes
+    (header,) = (tmp_path / "temporary").rglob("*.gch")  # torch's: the process beside has left it for this one
+    (entry,) = (tmp_path / "xdg").rglob("entry.json")
+    assert header.stat().st_mtime < json.loads(entry.read_text())["made"]
     eager = f"for _ in range({cold['steps']}): step()\n" + UNTIL_COMPILED.splitlines()[-1]
     reference = words(run(eager, tmp_path, DEEPYTORCH="off"))
     assert float(cold["sum"]) == pytest.approx(float(reference["sum"]), rel=1e-6)
