@@ -112,9 +112,9 @@ class Backend final : public c10d::Backend {
   void show_as_gloo() { as_gloo_ = true; }
   // Keeps in mind what the inner backend for CPU tensors was given: what this group runs itself waits for it.
   void remember(const c10::intrusive_ptr<c10d::Work>& work);
-  // The inner backend for CPU tensors ran calls that `remember` was not told of: the next barrier is its own, which waits.
-  // It has two threads, which run two calls at a time.
-  void inherit() { inherits_ = shares_threads_ = true; }
+  // The group ran on `gloo`, which has two threads and so runs two calls at a time, some of which `remember` was not told
+  // of: the next barrier is gloo's own, which waits for them. Messages between two ranks stay with it.
+  void inherit(c10::intrusive_ptr<c10d::Backend> gloo);
   std::chrono::milliseconds timeout() const { return timeout_; }
   bool on_one_host() const { return setup_.num_hosts == 1; }
   std::shared_ptr<Segment> segment() const { return setup_.segment; }
@@ -177,6 +177,7 @@ class Backend final : public c10d::Backend {
   };
 
   c10::intrusive_ptr<c10d::Backend> inner(bool on_cuda) const;
+  c10::intrusive_ptr<c10d::Backend> inner_for_messages(bool on_cuda) const;
   Backends between(int streams);
   void guard() const;
   uint64_t shared_at(const void* data, size_t bytes) const;
@@ -222,6 +223,7 @@ class Backend final : public c10d::Backend {
   std::vector<Region> regions_;
   uint64_t num_regions_ = 0;
   std::map<std::string, Residual> residuals_;
+  c10::intrusive_ptr<c10d::Backend> before_;  // what this group ran on, before it changed over in mid-life
   std::atomic<bool> inherits_{false};
   std::atomic<bool> shares_threads_{false};
   bool as_gloo_ = false;  // whether the group goes by that name

@@ -8,16 +8,10 @@
 
 namespace deepytorch {
 
-namespace {
-
-// Of the stock backend: by the process group under its name, by `ours`, and here.
-constexpr size_t kHolders = 3;
-
-}  // namespace
-
 ChangeOver::ChangeOver(c10::intrusive_ptr<c10d::Backend> stock, c10::intrusive_ptr<deepytorch::Backend> ours,
                        c10::intrusive_ptr<c10d::Store> store, uint64_t begun)
-    : c10d::Backend(ours->getRank(), ours->getSize()), stock_(std::move(stock)), ours_(std::move(ours)), store_(std::move(store)),
+    : c10d::Backend(ours->getRank(), ours->getSize()), stock_(std::move(stock)), ours_(std::move(ours)),
+      holders_(ours_->engine_of(false) == stock_ ? 3 : 2), store_(std::move(store)),
       position_(stock_->getSequenceNumberForGroup() - begun), seen_(position_ + begun) {
   setGroupUid(stock_->getGroupUid());  // where a process group looks for its own name
   setGroupDesc(stock_->getGroupDesc());
@@ -38,7 +32,7 @@ uint64_t ChangeOver::position() const {
 std::string ChangeOver::arm(uint64_t at, const std::string& key, bool kept) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (over_ || position_ >= at) return "the collective was called already";
-  if (stock_.use_count() > kHolders + kept) return "somebody holds the group's gloo backend, to call it past the group";
+  if (stock_.use_count() > holders_ + kept) return "somebody holds the group's gloo backend, to call it past the group";
   if (passed_ || stock_->getSequenceNumberForGroup() != seen_) return "the group's gloo backend was called past the group";
   armed_at_ = at;
   key_ = key;
@@ -88,8 +82,7 @@ bool ChangeOver::reached() {
   if (!go_) go_ = is_decided_for();
   armed_at_.reset();
   if (!go_) return false;
-  stock_.reset();
-  ours_->inherit();
+  ours_->inherit(std::move(stock_));
   over_.store(true, std::memory_order_release);
   return true;
 }

@@ -14,10 +14,13 @@
 // rather than wait; the next proposal is further ahead. So an armed rank knows what all know when it comes there, and one
 // that is not armed has decided already. A rank that is slow, has stopped, or has no compiled code keeps all on gloo.
 //
-// What gloo still runs at that moment goes on there: ours runs over the same gloo, waits for what was handed to it before it
-// runs anything itself, and messages between two ranks match whichever side of the moment they are on. Its reduce_scatters
-// are not waited for: gloo works on copies of its own there, and whoever waits for their works has the outputs written once
-// more, as often as he waits.
+// What gloo still runs at that moment goes on there: ours waits for what was handed to it before it runs anything itself. Its
+// reduce_scatters are not waited for: gloo works on copies of its own there, and whoever waits for their works has the
+// outputs written once more, as often as he waits.
+//
+// On one host ours runs over the same gloo. Between hosts an error has to close connections, and torch holds those of that
+// gloo for good: ours runs over one of its own, and messages between two ranks stay with the old one, so that they match
+// whichever side of the moment they are on.
 #pragma once
 
 #include "backend.h"
@@ -26,8 +29,8 @@ namespace deepytorch {
 
 class ChangeOver final : public c10d::Backend {
  public:
-  // stock: of CPU tensors, in use. ours: over the same one. store: of these ranks and this purpose alone. begun: what stock
-  // had counted when it was made.
+  // stock: of CPU tensors, in use. ours: over the same one, or one of its own. store: of these ranks and this purpose alone.
+  // begun: what stock had counted when it was made.
   ChangeOver(c10::intrusive_ptr<c10d::Backend> stock, c10::intrusive_ptr<deepytorch::Backend> ours, c10::intrusive_ptr<c10d::Store> store,
              uint64_t begun);
   ~ChangeOver() override;
@@ -92,6 +95,7 @@ class ChangeOver final : public c10d::Backend {
 
   c10::intrusive_ptr<c10d::Backend> stock_;  // null from the change-over on
   c10::intrusive_ptr<deepytorch::Backend> ours_;  // null in the destructor only
+  const size_t holders_;  // of stock: by the process group under its name, here, and perhaps by ours
   const c10::intrusive_ptr<c10d::Store> store_;
   const uint32_t num_forks_ = num_forks;
 

@@ -21,11 +21,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from deepytorch.comm.group import change_over, native, nccl, symmetric
 from deepytorch.comm.group.areas import area_bytes, near_node, num_areas, room_bytes
 from deepytorch.comm.group.groups import Group, remember
-from deepytorch.comm.group.inner_backends import Streams, inner_backends, stock_group
+from deepytorch.comm.group.inner_backends import Streams, gloo_in_order, inner_backends, stock_group
 from deepytorch.comm.group.link_costs import links_of
 from deepytorch.comm.group.options import Options
 from deepytorch.comm.group.rendezvous import same_everywhere, share_segment
 from deepytorch.comm.group.tables import num_streams_of, set_remembered, tables_of
+from deepytorch.comm.topology.calibrate import known_links
 from deepytorch.comm.topology.cost import Links
 from deepytorch.comm.topology.topology import Topology, discover_host, gather_topology
 from deepytorch.config import Environment, process_environment
@@ -118,18 +119,17 @@ def _said_by_all(store: dist.Store, rank: int, size: int, mine: str, timeout: ti
 def _make_in_mid_life(
     name: str, rank: int, size: int, timeout: timedelta, module: Any, store: dist.Store, gloo: Any
 ) -> tuple[Any, Callable[[], None]]:
-    """The native backend of a group that runs on `gloo` already, on which nothing is measured meanwhile.
+    """The native backend of a group that runs on `gloo` already, while which nothing can be measured.
 
-    Also returns what makes it known, once it is in place.
+    Between hosts it has connections of its own, since an error closes them, and torch holds gloo's for good. Also
+    returns what makes it known, once it is in place.
     """
     within = change_over.MAKE_TIMEOUT
     topology = gather_topology(dist.PrefixStore("topology", store), rank, size, discover_host(), within)
+    options = Options(links=known_links(topology, dist.PrefixStore("links", store), rank, within) or Links())
     if topology.num_hosts > 1:
-        raise change_over.Stays(
-            "its ranks are on several hosts, where an error has to close connections that torch holds"
-        )
-    by_formula = Options(links=Links())
-    group = _compose(module, store, topology, gloo, None, name, rank, timeout, by_formula, within)
+        gloo = gloo_in_order(store, rank, size, timeout, within)
+    group = _compose(module, store, topology, gloo, None, name, rank, timeout, options, within)
     if not group.shares:
         raise change_over.Stays("its ranks share no memory")
     return group.backend, partial(remember, name, replace(group, backend=None, options=Options()))
@@ -164,8 +164,8 @@ def _compose(
     single = topology.num_hosts == 1
     segment = _segment(module, store, topology, host, local_rank, cuda is not None, options, within)
     shares = same_everywhere(store, topology, rank, segment is not None or len(local) == 1, within)
-    streams = Streams(store, topology, rank, within, shares)
-    group = Group(None, topology, Links(), options, dist.PrefixStore("group", store), rank, timeout, shares)
+    streams = Streams(store, topology, rank, timeout, shares, within)
+    group = Group(None, topology, Links(), options, dist.PrefixStore("group", store), rank, within, shares)
     group = replace(group, links=links_of(group, module, cpu, streams))
     tables = tables_of(group)
     between = streams.up_to(num_streams_of(group, tables, cuda is not None))
@@ -192,7 +192,7 @@ def _compose(
         backend.set_symmetric(symmetric.SymmetricAllReduce(name))
         if segment is not None:
             backend.set_pin(partial(pin, segment))
-    group = replace(group, backend=backend, gpus=_gpus(group) if cuda is not None else ())
+    group = replace(group, backend=backend, timeout=timeout, gpus=_gpus(group) if cuda is not None else ())
     for (kind, device, fixed), rows in tables.items():
         backend.set_table(kind, device == "cuda", rows, fixed)
     if cuda is not None and options.algorithm is None:

@@ -38,18 +38,27 @@ def inner_backends(
 ) -> tuple[Any, Any | None]:
     """Gloo with one thread, and stock nccl where there is a GPU for it (else None).
 
-    Stock gloo's two threads run two calls at a time, so that a second one may read what the first has yet to write.
     single_host: gloo then shares its listener with the other groups of this process.
     """
-    prefix = dist.PrefixStore("gloo", store)
+    return gloo_in_order(store, rank, size, timeout, timeout, single_host), _nccl(store, rank, size, timeout)
+
+
+def gloo_in_order(
+    store: dist.Store, rank: int, size: int, timeout: timedelta, within: timedelta, single_host: bool = False
+) -> Any:
+    """Gloo with one thread. Its ranks connect `within` so long, its calls have `timeout`.
+
+    Stock gloo's two threads run two calls at a time, so that a second one may read what the first has yet to write.
+    """
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._devices = _listeners(os.getpid()) if single_host else _listen()
-    options._threads, options._timeout = 1, timeout
-    cpu = gloo(prefix, rank, size, options)
+    options._threads, options._timeout = 1, within
+    cpu = gloo(dist.PrefixStore("gloo", store), rank, size, options)
+    cpu._set_default_timeout(timeout)
     options._threads = 2  # what is told of the group: gloo's one and ours
     _count_from_one_number(cpu)
-    return cpu, _nccl(store, rank, size, timeout)
+    return cpu
 
 
 def _count_from_one_number(backend: Any) -> None:
@@ -71,13 +80,20 @@ def _nccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any | 
 class Streams:
     """Gloo over the same local rank of every host, each with connections of its own; made as they are asked for.
 
-    They may be asked for where every host has as many ranks, by all ranks alike.
+    They may be asked for where every host has as many ranks, by all ranks alike. within: how long connecting may take,
+    else as long as a call.
     """
 
     def __init__(
-        self, store: dist.Store, topology: Topology, rank: int, timeout: timedelta, usable: bool = True
+        self,
+        store: dist.Store,
+        topology: Topology,
+        rank: int,
+        timeout: timedelta,
+        usable: bool = True,
+        within: timedelta | None = None,
     ) -> None:
-        self._store, self._timeout = store, timeout
+        self._store, self._timeout, self._within = store, timeout, within or timeout
         self._num_hosts, self._host = topology.num_hosts, topology.host_of[rank]
         self._place = topology.local_rank(rank)
         self._usable = usable and topology.num_hosts > 1 and topology.is_regular
@@ -87,7 +103,9 @@ class Streams:
         """So many, none where there is nothing to connect."""
         for stream in range(len(self._made), number if self._usable else 0):
             prefix = dist.PrefixStore(f"between/{self._place}/{stream}", self._store)
-            self._made.append(dist.ProcessGroupGloo(prefix, self._host, self._num_hosts, self._timeout))
+            gloo: Any = dist.ProcessGroupGloo(prefix, self._host, self._num_hosts, self._within)
+            gloo._set_default_timeout(self._timeout)
+            self._made.append(gloo)
         return self._made[:number]
 
 

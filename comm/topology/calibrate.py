@@ -55,31 +55,40 @@ _MEASURED: list[tuple[Topology, Links]] = []  # by this process: parts of a grou
 def calibrated(
     prepare: Callable[[], Bench], topology: Topology, store: dist.Store, rank: int, timeout: timedelta
 ) -> Links:
-    """The links of `topology`, the same on all ranks: what rank 0 knows of them, else measured with `prepare()`.
-
-    Rank 0 knows what this process measured, on these hosts or on more of them, and what its cache holds.
-    """
-    path = cache_directory() / "links" / f"{topology.shape_digest}-{_VERSION}.json"
-    if rank == 0:
-        known = _known(topology, path)
-        store.set("links", json.dumps(None if known is None else known.to_json()))
-    store.wait(["links"], timeout)
-    content = json.loads(store.get("links"))
-    links = measure(prepare()) if content is None else Links.from_json(content)
+    """The links of `topology`, the same on all ranks: as `known_links`, else measured with `prepare()`."""
+    known = known_links(topology, store, rank, timeout)
+    links = measure(prepare()) if known is None else known
     _MEASURED.append((topology, links))
-    if rank == 0 and content is None:
-        _remember(path, links)
+    if rank == 0 and known is None:
+        _remember(_path(topology), links)
     return links
 
 
-def _known(topology: Topology, path: Path) -> Links | None:
+def known_links(topology: Topology, store: dist.Store, rank: int, timeout: timedelta) -> Links | None:
+    """What rank 0 knows of the links of `topology`, the same on all ranks.
+
+    It knows what this process measured, on these hosts or on more of them, and what its cache holds.
+    """
+    if rank == 0:
+        known = _known(topology)
+        store.set("links", json.dumps(None if known is None else known.to_json()))
+    store.wait(["links"], timeout)
+    content = json.loads(store.get("links"))
+    return None if content is None else Links.from_json(content)
+
+
+def _path(topology: Topology) -> Path:
+    return cache_directory() / "links" / f"{topology.shape_digest}-{_VERSION}.json"
+
+
+def _known(topology: Topology) -> Links | None:
     for measured_on, links in _MEASURED:
         if measured_on.shape_digest == topology.shape_digest:
             return links
     for measured_on, links in _MEASURED:
         if {host.id for host in topology.hosts} <= {host.id for host in measured_on.hosts}:
             return scaled_links(links, measured_on, topology, "cpu")
-    return _remembered(path) if Environment.read().remember_links else None
+    return _remembered(_path(topology)) if Environment.read().remember_links else None
 
 
 def measure(bench: Bench) -> Links:

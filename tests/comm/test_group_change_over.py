@@ -118,6 +118,59 @@ def test_ranks_change_in_front_of_the_same_collective_while_others_are_under_way
     assert len({since(output) for output in outputs}) == 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_ranks", "per_host"), [(2, 1), (4, 2), (3, 2)])
+def test_ranks_of_several_hosts_change_over_too(num_ranks: int, per_host: int) -> None:
+    outputs = run(SETUP + f"pretend_hosts({per_host})" + PLAIN, num_ranks, timeout=120, env=BESIDE)
+    assert len({since(output) for output in outputs}) == 1
+
+
+@pytest.mark.slow
+def test_after_the_change_over_an_error_on_one_host_reaches_the_others_within_two_seconds() -> None:
+    script = """
+pretend_hosts(1)
+init()
+finish()
+until(lambda: state().startswith("deepytorch's"))
+dist.barrier()
+if rank == 0:
+    time.sleep(1)
+    native_backend(dist.group.WORLD).abort()
+    error, seconds = told(lambda: dist.all_reduce(torch.ones(100_000)))
+else:  # waits for a call that rank 0 never makes
+    error, seconds = told(lambda: dist.all_reduce(torch.ones(100_000)))
+assert "aborted by this rank (0)" in error and seconds < 3.0, (error, seconds)
+error, seconds = told(lambda: dist.send(torch.ones(3), 1 - rank))
+assert "aborted by this rank (0)" in error and seconds < 0.5, (error, seconds)
+say("told")
+time.sleep(1)  # rank 0 holds the store, and no connection closes by its end
+os._exit(0)
+"""
+    for output in run(SETUP + script, 2, timeout=60, env=BESIDE):
+        assert "told" in output
+
+
+@pytest.mark.slow
+def test_connecting_in_mid_life_has_a_deadline_of_its_own_that_calls_do_not_have() -> None:
+    script = """
+change_over.MAKE_TIMEOUT = timedelta(seconds=4)
+pretend_hosts(1)
+init()
+finish()
+until(lambda: state().startswith("deepytorch's"))
+for size_of in (3, 4_000_000):
+    total = torch.full((size_of,), rank + 1.0)
+    if rank == 1:
+        time.sleep(6)  # as while a checkpoint is written
+    dist.all_reduce(total)
+    assert total.unique().tolist() == [3.0]
+say("over")
+dist.destroy_process_group()
+"""
+    for output in run(SETUP + script, 2, timeout=90, env=BESIDE):
+        assert "over" in output
+
+
 DDP = """
 init("gloo")
 torch.manual_seed(0)
@@ -224,7 +277,8 @@ def message(tag):
 
 
 @pytest.mark.slow
-def test_messages_from_before_the_moment_meet_those_from_after_it() -> None:
+@pytest.mark.parametrize("hosts", ["", "pretend_hosts(1)"])
+def test_messages_from_before_the_moment_meet_those_from_after_it(hosts: str) -> None:
     script = """
 finish()
 until(lambda: change_over._CHANGING[0]._in_front is not None)
@@ -235,10 +289,12 @@ work, tensor = early[0]
 work.wait()
 assert tensor.tolist() == [7.0] * 4
 assert is_ours()
+message(8)[0].wait()
+dist.group.WORLD.monitored_barrier(timedelta(seconds=10))
 say(state())
 dist.destroy_process_group()
 """
-    outputs = run(SETUP + MESSAGES + script, 2, timeout=60, env=BESIDE)
+    outputs = run(SETUP + hosts + MESSAGES + script, 2, timeout=60, env=BESIDE)
     assert len({since(output) for output in outputs}) == 1
 
 

@@ -57,6 +57,7 @@ Backend::~Backend() {
   if (forked()) {  // a forked child has none of the threads: what they hold is left as it is
     (void)setup_.cpu.release();
     (void)setup_.cuda.release();
+    (void)before_.release();
     for (auto& backend : setup_.between) (void)backend.release();
     (void)new auto(std::move(workers_));
     (void)listener_.release();
@@ -68,6 +69,7 @@ Backend::~Backend() {
   const WithoutGil unlocked;  // gloo waits for its threads, and those drop tensors
   setup_.cpu.reset();
   setup_.cuda.reset();
+  before_.reset();
   setup_.between.clear();
 }
 
@@ -113,6 +115,22 @@ c10::intrusive_ptr<c10d::Backend> Backend::inner(bool on_cuda) const {
   raise(on_cuda ? "this process group has no inner backend for CUDA tensors: it was made where none is available; expected "
                   "CPU tensors, or a machine with NCCL and a GPU for every rank"
                 : "this process group has no inner backend for CPU tensors");
+}
+
+c10::intrusive_ptr<c10d::Backend> Backend::inner_for_messages(bool on_cuda) const {
+  if (!on_cuda) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (before_) return before_;
+  }
+  return inner(on_cuda);
+}
+
+void Backend::inherit(c10::intrusive_ptr<c10d::Backend> gloo) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!poisoned()) before_ = std::move(gloo);
+  }
+  inherits_ = shares_threads_ = true;
 }
 
 Backends Backend::between(int streams) {
@@ -214,8 +232,10 @@ void Backend::abort() {
 
 void Backend::let_go() {
   auto held = std::make_unique<Setup>();
+  c10::intrusive_ptr<c10d::Backend> before;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
+    before = std::move(before_);
     held->cpu = std::move(setup_.cpu);
     held->cuda = std::move(setup_.cuda);
     held->between = std::move(setup_.between);
@@ -224,8 +244,9 @@ void Backend::let_go() {
   if (!held->cpu && !held->cuda && held->between.empty()) return;
   try {
     if (poisoned()) {  // something may be stuck in them
-      // torch holds this one too, on one host, and would wait for what is stuck in it: it is never ended.
+      // torch holds these too, the first one on one host, and would wait for what is stuck in them: they are never ended.
       if (on_one_host()) (void)held->cpu.release();
+      (void)before.release();
       Setup* const rest = held.release();
       std::thread([rest] { delete rest; }).detach();
     } else {
@@ -233,6 +254,7 @@ void Backend::let_go() {
       if (held->cpu) held->cpu->shutdown();
       if (held->cuda) held->cuda->shutdown();
       held.reset();
+      before.reset();
     }
   } catch (const std::exception& error) {
     TORCH_WARN("an inner backend did not shut down: ", error.what());
