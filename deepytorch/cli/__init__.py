@@ -19,6 +19,7 @@ from deepytorch.cli import (
     bench_epoch,
     bench_hosts,
     bench_kernels,
+    bench_loss,
     bench_roofline,
     bench_sharded,
     bench_start,
@@ -65,6 +66,7 @@ bench.command("sharded")(bench_sharded.sharded)
 bench.command("comm")(bench_comm.comm)
 bench.command("start", context_settings=_BEFORE_A_COMMAND)(bench_start.start)
 bench.command("epoch")(bench_epoch.epoch)
+bench.command("loss")(bench_loss.loss)
 bench.command("kernels")(bench_kernels.kernels)
 bench.command("roofline")(bench_roofline.roofline)
 app.command("lab", context_settings=_BEFORE_A_COMMAND)(lab.lab)

@@ -1,0 +1,187 @@
+"""`deepytorch bench loss`: a linear layer and its cross-entropy, forward and backward: time and memory.
+
+In eager, compiled by Inductor, and in one operator that never holds all logits (`deepytorch.passes.ops`).
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, linear
+
+from deepytorch.bench.training_step import Precision, rotated
+from deepytorch.errors import ConfigError, ParityError
+from deepytorch.passes.ops.linear_cross_entropy import linear_cross_entropy
+
+_IGNORED = -100
+_PEAK_RESET = "5"  # to /proc/PID/clear_refs: proc(5)
+_LARGEST_DIFFERENCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}  # of losses near log(classes)
+
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossOptions:
+    """What is measured. rows: tokens. ignored: the fraction of them without a label."""
+
+    rows: int = 4096
+    hidden_size: int = 256
+    vocab_size: int = 128_256
+    ignored: float = 0.0
+    dtype: str = "fp32"
+    device: str = "cpu"
+    rounds: int = 3
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for numbers that cannot be run with."""
+        for name in ("rows", "hidden_size", "vocab_size", "rounds"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}, expected at least 1.")
+        if not 0.0 <= self.ignored < 1.0:
+            raise ConfigError(f"ignored is {self.ignored:g}, expected a fraction from 0 to below 1.")
+
+
+@dataclass(frozen=True, slots=True)
+class LossArm:
+    """One way to compute it.
+
+    Attributes:
+        seconds: of forward and backward, the median of the rounds.
+        time_ratio: against eager, below 1 is faster.
+        peak_mb: memory at its highest beyond the inputs, MiB; the gradients are in it. None where it cannot be told.
+        memory_ratio: against eager.
+    """
+
+    name: str
+    seconds: float
+    time_ratio: float
+    peak_mb: float | None
+    memory_ratio: float | None
+    loss: float
+
+
+@dataclass(frozen=True, slots=True)
+class LossResult:
+    """What was found. gradients_mb: of the hidden states and of the weight, MiB."""
+
+    options: LossOptions
+    arms: list[LossArm]
+    gradients_mb: float
+    device: str
+    torch_version: str
+    machine: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+
+def run_loss(options: LossOptions, notify: Callable[[str], None] = lambda text: None) -> LossResult:
+    """Measure every arm on the same tensors, in turns. Raises `ParityError` where their losses differ."""
+    precision = Precision.parse(options.device, options.dtype, options.dtype)
+    inputs = _inputs(options, precision)
+    arms: dict[str, Loss] = {"eager": _plain, "inductor": torch.compile(_plain), "deepytorch": _fused}
+    losses, peaks = {}, {}
+    seconds: dict[str, list[float]] = {name: [] for name in arms}
+    for name, loss in arms.items():
+        notify(f"Once, which is not timed: {name}")
+        losses[name] = _step(loss, inputs, precision)
+        peaks[name] = _peak_bytes(partial(_step, loss, inputs, precision), precision)
+    _compare(losses, precision.dtype)
+    for turn in range(options.rounds):
+        for name, loss in rotated(list(arms.items()), turn):
+            notify(f"Measuring: round {turn + 1} of {options.rounds}, {name}")
+            begin = time.perf_counter()
+            _step(loss, inputs, precision)
+            seconds[name].append(time.perf_counter() - begin)
+    medians = {name: statistics.median(each) for name, each in seconds.items()}
+    found = []
+    for name in arms:
+        peak, eager = peaks[name], peaks["eager"]
+        found.append(
+            LossArm(
+                name,
+                medians[name],
+                medians[name] / medians["eager"],
+                None if peak is None else peak / 2**20,
+                None if peak is None or not eager else peak / eager,
+                losses[name],
+            )
+        )
+    on_cuda = precision.device.type == "cuda"
+    return LossResult(
+        options,
+        found,
+        sum(each.nbytes for each in inputs[:2]) / 2**20,
+        torch.cuda.get_device_name(precision.device) if on_cuda else "cpu",
+        torch.__version__,
+        f"{platform.machine()}, {os.cpu_count()} CPUs, {torch.get_num_threads()} threads",
+    )
+
+
+def _inputs(options: LossOptions, precision: Precision) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states (rows, hidden), weight (classes, hidden) and targets (rows,)."""
+    generator = torch.Generator().manual_seed(options.seed)
+    hidden = torch.randn(options.rows, options.hidden_size, generator=generator)
+    weight = torch.randn(options.vocab_size, options.hidden_size, generator=generator) / options.hidden_size**0.5
+    target = torch.randint(options.vocab_size, (options.rows,), generator=generator)
+    target[torch.randperm(options.rows, generator=generator)[: round(options.ignored * options.rows)]] = _IGNORED
+    hidden, weight = (each.to(precision.device, precision.dtype).requires_grad_() for each in (hidden, weight))
+    return hidden, weight, target.to(precision.device)
+
+
+def _plain(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return cross_entropy(linear(hidden, weight), target, ignore_index=_IGNORED)
+
+
+def _fused(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return linear_cross_entropy(hidden, weight, target, ignore_index=_IGNORED)
+
+
+def _step(loss: Loss, inputs: tuple[Tensor, Tensor, Tensor], precision: Precision) -> float:
+    """Forward and backward, from no gradients; the loss."""
+    for each in inputs[:2]:
+        each.grad = None
+    found = loss(*inputs)
+    found.backward()
+    precision.synchronize()
+    return float(found.detach())
+
+
+def _compare(losses: dict[str, float], dtype: torch.dtype) -> None:
+    for name, loss in losses.items():
+        if not abs(loss - losses["eager"]) <= _LARGEST_DIFFERENCE[dtype] * abs(losses["eager"]):
+            raise ParityError(f"The loss of {name} is {loss}, eager's {losses['eager']}; expected the same.")
+
+
+def _peak_bytes(run: Callable[[], object], precision: Precision) -> int | None:
+    """How much memory `run` takes at its highest beyond what is there before it, which holds no gradients."""
+    if precision.device.type == "cuda":
+        before = torch.cuda.memory_allocated(precision.device)
+        torch.cuda.reset_peak_memory_stats(precision.device)
+        run()
+        return torch.cuda.max_memory_allocated(precision.device) - before
+    process = Path("/proc/self")
+    try:
+        (process / "clear_refs").write_text(_PEAK_RESET, encoding="ascii")
+        before = _status_bytes(process, "VmRSS")
+        run()
+        return _status_bytes(process, "VmHWM") - before
+    except OSError:  # Linux alone tells a peak that can be reset
+        return None
+
+
+def _status_bytes(process: Path, name: str) -> int:
+    lines = (process / "status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))
