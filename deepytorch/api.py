@@ -195,6 +195,9 @@ class Summary:
         saved = f"{found['tokens_saved']:,} padded positions left out of {found['tokens_padded']:,}"
         compiled = f"compiling took {found['compile_seconds']:.1f} s"
         told = _rendered([table, *self._outputs(), *self._gradients()]) + f"\n{saved}; {compiled}."
+        if not self._report.regions and found["first_step_seconds"] is not None:
+            told += "\nSo far steps ran as in eager: a model is traced once the run is long enough for the pause"
+            told += " (docs/starting.md). DEEPYTORCH_COMPILE=wait compiles at the first step."
         told += self._beside(found)
         for group in found["groups_meanwhile"]:
             told += f"\nProcess group {group['name']} began before its C++ was compiled: it is {group['state']}."

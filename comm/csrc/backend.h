@@ -178,6 +178,7 @@ class Backend final : public c10d::Backend {
 
   c10::intrusive_ptr<c10d::Backend> inner(bool on_cuda) const;
   c10::intrusive_ptr<c10d::Backend> inner_for_messages(bool on_cuda) const;
+  c10::intrusive_ptr<c10d::Backend> before_change_over() const;  // null where there was none
   Backends between(int streams);
   void guard() const;
   uint64_t shared_at(const void* data, size_t bytes) const;

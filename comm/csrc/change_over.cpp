@@ -94,6 +94,13 @@ c10::intrusive_ptr<c10d::Backend> ChangeOver::current() const {
   return ours_;
 }
 
+void ChangeOver::setTimeout(std::chrono::milliseconds timeout) {
+  const WithoutGil unlocked;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (stock_) stock_->setTimeout(timeout);
+  ours_->setTimeout(timeout);
+}
+
 // Called with the lock. gloo only takes calls in here, and runs them on threads of its own.
 template <class Run>
 auto ChangeOver::on_stock(Run run) {

@@ -47,7 +47,7 @@ class ChangeOver final : public c10d::Backend {
 
   const std::string getBackendName() const override { return current()->getBackendName(); }
   c10::intrusive_ptr<Options> getBackendOptions() override { return current()->getBackendOptions(); }
-  void setTimeout(std::chrono::milliseconds timeout) override { ours_->setTimeout(timeout); }
+  void setTimeout(std::chrono::milliseconds timeout) override;
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return current()->getSequenceNumberForGroup(); }
   void abort() override { ours_->abort(); }

@@ -74,7 +74,7 @@ def create(options: Any, group_options: Any) -> Any:
         return group.backend
     stock, gloo, has_nccl = stock_group(store, rank, size, timeout)
     if _LATER in found and _NONE not in found and wanted == Options() and size > 1 and not has_nccl:
-        make = partial(_make_in_mid_life, options.group_id, rank, size, timeout)
+        make = partial(_make_in_mid_life, options.group_id, rank, size)
         change_over.begin(stock, gloo, options.group_id, dist.PrefixStore("change over", store), rank, size, make)
     return stock
 
@@ -117,14 +117,14 @@ def _said_by_all(store: dist.Store, rank: int, size: int, mine: str, timeout: ti
 
 
 def _make_in_mid_life(
-    name: str, rank: int, size: int, timeout: timedelta, module: Any, store: dist.Store, gloo: Any
+    name: str, rank: int, size: int, module: Any, store: dist.Store, gloo: Any
 ) -> tuple[Any, Callable[[], None]]:
     """The native backend of a group that runs on `gloo` already, while which nothing can be measured.
 
     Between hosts it has connections of its own, since an error closes them, and torch holds gloo's for good. Also
     returns what makes it known, once it is in place.
     """
-    within = change_over.MAKE_TIMEOUT
+    within, timeout = change_over.MAKE_TIMEOUT, gloo.options._timeout  # which may have been changed meanwhile
     topology = gather_topology(dist.PrefixStore("topology", store), rank, size, discover_host(), within)
     options = Options(links=known_links(topology, dist.PrefixStore("links", store), rank, within) or Links())
     if topology.num_hosts > 1:

@@ -49,12 +49,17 @@ def gloo_in_order(
     """Gloo with one thread. Its ranks connect `within` so long, its calls have `timeout`.
 
     Stock gloo's two threads run two calls at a time, so that a second one may read what the first has yet to write.
+    Raises RuntimeError where a rank does not come.
     """
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._devices = _listeners(os.getpid()) if single_host else _listen()
-    options._threads, options._timeout = 1, within
-    cpu = gloo(dist.PrefixStore("gloo", store), rank, size, options)
+    options._threads, options._timeout = 1, _to_connect(within, timeout)
+    try:
+        cpu = gloo(dist.PrefixStore("gloo", store), rank, size, options)
+    except RuntimeError:
+        options._devices = []  # nobody may connect any more: what a connection would go to is gone
+        raise
     cpu._set_default_timeout(timeout)
     options._threads = 2  # what is told of the group: gloo's one and ours
     _count_from_one_number(cpu)
@@ -93,7 +98,7 @@ class Streams:
         usable: bool = True,
         within: timedelta | None = None,
     ) -> None:
-        self._store, self._timeout, self._within = store, timeout, within or timeout
+        self._store, self._timeout, self._within = store, timeout, _to_connect(within or timeout, timeout)
         self._num_hosts, self._host = topology.num_hosts, topology.host_of[rank]
         self._place = topology.local_rank(rank)
         self._usable = usable and topology.num_hosts > 1 and topology.is_regular
@@ -107,6 +112,12 @@ class Streams:
             gloo._set_default_timeout(self._timeout)
             self._made.append(gloo)
         return self._made[:number]
+
+
+def _to_connect(within: timedelta, timeout: timedelta) -> timedelta:
+    """How long connecting may take. gloo that connects in the first calls keeps that as their deadline."""
+    lazily = process_environment().get("TORCH_GLOO_LAZY_INIT", "0") not in ("", "0")
+    return timeout if lazily else within
 
 
 @functools.cache

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 from deepytorch import first_steps
+from deepytorch.api import Summary
+from deepytorch.compiler.report import STARTS, RegionRecord, Report
 from deepytorch.first_steps import Budget, FirstSteps, SameStep
 
 
@@ -124,6 +126,18 @@ def test_what_is_packed_at_its_door_alone_is_traced_as_its_batches_come(clock: C
     assert costs[False] == costs[True] * first_steps._ONE_TRACE
 
 
+@pytest.mark.usefixtures("clock")
+def test_a_run_too_short_to_be_traced_is_told_so_in_its_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(STARTS, "first_step", None)
+    told = "So far steps ran as in eager"
+    assert told not in str(Summary(Report([])))
+    first = FirstSteps(nn.Linear(2, 2), lambda: None, lambda: (lambda: None, None))
+    for _ in range(2):
+        assert not first.over()
+    assert told in str(Summary(Report([])))
+    assert told not in str(Summary(Report([RegionRecord("region 0/0", "packed", "inductor")])))
+
+
 def test_the_first_step_is_never_traced_and_asks_no_door(clock: Clock) -> None:
     clock.age = 1e6
     door = Door(0.0)
@@ -224,6 +238,8 @@ import torch
 import deepytorch
 import torch.distributed as dist
 from deepytorch import first_steps
+from deepytorch.api import Summary
+from deepytorch.compiler.report import STARTS, RegionRecord, Report
 
 deepytorch.configure(options={"wait": False}, process_groups=False)
 dist.init_process_group("gloo")

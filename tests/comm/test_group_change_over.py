@@ -155,7 +155,8 @@ def test_connecting_in_mid_life_has_a_deadline_of_its_own_that_calls_do_not_have
     script = """
 change_over.MAKE_TIMEOUT = timedelta(seconds=4)
 pretend_hosts(1)
-init()
+init(timeout=5.0)
+dist.distributed_c10d._set_pg_timeout(timedelta(seconds=60))  # it is the one that counts from here on
 finish()
 until(lambda: state().startswith("deepytorch's"))
 for size_of in (3, 4_000_000):

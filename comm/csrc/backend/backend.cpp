@@ -118,11 +118,13 @@ c10::intrusive_ptr<c10d::Backend> Backend::inner(bool on_cuda) const {
 }
 
 c10::intrusive_ptr<c10d::Backend> Backend::inner_for_messages(bool on_cuda) const {
-  if (!on_cuda) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (before_) return before_;
-  }
-  return inner(on_cuda);
+  auto before = on_cuda ? nullptr : before_change_over();
+  return before ? before : inner(on_cuda);
+}
+
+c10::intrusive_ptr<c10d::Backend> Backend::before_change_over() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return before_;
 }
 
 void Backend::inherit(c10::intrusive_ptr<c10d::Backend> gloo) {
@@ -286,6 +288,7 @@ void Backend::setTimeout(std::chrono::milliseconds timeout) {
   for (const bool on_cuda : {false, true}) {
     if (const auto engine = engine_of(on_cuda)) engine->setTimeout(timeout);
   }
+  if (const auto before = before_change_over()) before->setTimeout(timeout);
 }
 
 void Backend::eagerConnectSingleDevice(at::Device device) {
