@@ -27,8 +27,8 @@ class CompilerConfig:
     operator, and "eager" the rewritten graph itself, under autograd; nothing reduces gradients in it.
     `mode`: one of `torch.compile`'s modes, with Inductor's meaning; it may stand among the options.
     `unpad`: strip padding. `fuse_loss`: compute a loss and the linear layer before it together, piece by piece, where
-    nothing else reads the logits and they would take a gigabyte or more: a fraction of the memory, in the same time;
-    a third more work where each row's loss is asked for.
+    nothing else reads the logits and they would take a gigabyte or more: a fraction of the memory, in the same time
+    (`deepytorch bench loss`); a third more work where each row's loss is asked for.
     `loss_rows`: leave out rows of the loss whose label is ignored.
     `defer_outputs`: compute an output that the loss does not need, such as logits, at its first use.
     `outputs`: what a script finds at padded positions of outputs; "exact": what eager has there, "zeros": zeros, for

@@ -262,6 +262,7 @@ ATTRIBUTES = (
     Attribute("gloo", "_set_sequence_number_for_group", "the same"),
     Attribute("gloo", "_get_sequence_number_for_group", "how many collectives a group has called"),
     Attribute("gloo", "_Options", "the same"),
+    Attribute("gloo", "_set_default_timeout", "let calls have another deadline than connecting"),
     Attribute("gloo's options", "_threads", "the same"),
     Attribute("distributed_c10d", "_get_default_group", "whether the default group is bound to a device"),
     Attribute("distributed_c10d", "_world", "let a group answer with the name that it was asked for by"),
