@@ -238,8 +238,6 @@ import torch
 import deepytorch
 import torch.distributed as dist
 from deepytorch import first_steps
-from deepytorch.api import Summary
-from deepytorch.compiler.report import STARTS, RegionRecord, Report
 
 deepytorch.configure(options={"wait": False}, process_groups=False)
 dist.init_process_group("gloo")

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from deepytorch import patches
-from deepytorch.comm.group import change_over, native
+from deepytorch.comm.group import change_over, inner_backends, native
 from tests.comm.ranks import Ranks, run
 from tests.warm import run_script
 
@@ -372,19 +372,21 @@ dist.destroy_process_group()
 
 
 class Alone:
-    """A group of one rank, with ours in front of its gloo."""
+    """A group of one rank, with ours in front of its gloo. own: ours runs over another gloo, as between hosts."""
 
-    def __init__(self, store: dist.Store | None = None) -> None:
+    def __init__(self, store: dist.Store | None = None, own: bool = False) -> None:
         self.module: Any = native.load()
         self.store = dist.HashStore()
-        self.gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo", self.store), 0, 1, timedelta(seconds=10))
+        self.gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("stock", self.store), 0, 1, timedelta(seconds=10))
         self.gloo._set_sequence_number_for_group()
         self.group = dist.ProcessGroup(self.store, 0, 1)
         kinds = dist.ProcessGroup.BackendType
         self.group._register_backend(torch.device("cpu"), kinds.GLOO, self.gloo)
         nothing: dict[str, Any] = {"cuda": None, "segment": None, "between": []}
         one = {"rank": 0, "size": 1, "num_hosts": 1, "host": 0, "ranks": [0], "timeout_ms": 10_000}
-        ours = self.module.Backend(cpu=self.gloo, **one, **nothing)
+        ten = timedelta(seconds=10)
+        self.inner: Any = inner_backends.gloo_in_order(self.store, 0, 1, ten, ten) if own else None
+        ours = self.module.Backend(cpu=self.inner if own else self.gloo, **one, **nothing)
         begun = self.gloo._get_sequence_number_for_group()
         asked = self.store if store is None else store
         self.front: Any = self.module.ChangeOver(stock=self.gloo, ours=ours, store=asked, begun=begun)
@@ -444,6 +446,25 @@ def test_a_call_past_the_group_is_not_forgotten_when_others_follow_it() -> None:
     del alone.gloo
     alone.collective()
     assert "was called past the group" in alone.in_front.arm(5, "k")
+
+
+def test_a_timeout_that_is_set_while_gloo_runs_is_that_of_both() -> None:
+    alone = Alone(own=True)
+    alone.front.set_timeout(timedelta(seconds=7))
+    assert alone.gloo.options._timeout == alone.inner.options._timeout == timedelta(seconds=7)
+    del alone.gloo
+    assert alone.in_front.arm(1, "k") == ""
+    alone.front.decide("k", True)
+    alone.collective()
+    alone.collective()
+    assert alone.front.is_over
+
+
+@pytest.mark.parametrize(("lazy", "seconds"), [("", 4), ("0", 4), ("1", 60)])
+def test_lazy_connections_have_the_deadline_of_calls(lazy: str, seconds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", lazy)
+    asked = inner_backends._to_connect(timedelta(seconds=4), timedelta(seconds=60))
+    assert asked == timedelta(seconds=seconds)
 
 
 def test_what_an_earlier_reduce_scatter_has_written_is_not_written_again() -> None:
