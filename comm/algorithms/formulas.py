@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 from deepytorch.comm.algorithms.cpu_reduce import TURN_US, cpu_reduce_us, reduce_us_per_byte
 from deepytorch.comm.algorithms.hierarchical import hierarchical_us
-from deepytorch.comm.algorithms.nvlink import ONE_SHOT_STEPS, TWO_SHOT_STEPS, Multimem, OneShot, TwoShot, symmetric_us
+from deepytorch.comm.algorithms.nvlink import (
+    ONE_SHOT_STEPS,
+    TWO_SHOT_STEPS,
+    CopyEngines,
+    Multimem,
+    OneShot,
+    TwoShot,
+    copy_steps,
+    symmetric_us,
+)
 from deepytorch.comm.algorithms.streams import streams_us
 from deepytorch.comm.topology.cost import Link, all_reduce_link, cast_us_per_byte
 
@@ -50,6 +59,7 @@ def formulas() -> Mapping[str, sympy.Expr]:
         "cpu_reduce, several hosts": cpu_reduce_us(s, waves, pcie, reduce, between, 1),
         "nvlink_one_shot": symmetric_us(s, nvlink, ONE_SHOT_STEPS, OneShot().share(n)),
         "nvlink_two_shot": symmetric_us(s, nvlink, TWO_SHOT_STEPS, TwoShot().share(n)),
+        "nvlink_copies": symmetric_us(s, nvlink, copy_steps(n), CopyEngines().share(n)),
         "nvlink_multimem": symmetric_us(s, nvlink, TWO_SHOT_STEPS, Multimem().share(n)),
     }
     return found

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,8 +23,31 @@ from deepytorch.private_files import cache_directory, prepare_private, replace_f
 
 Tables = Mapping[OperationKind, tuple[Range, ...]]
 
-_VERSION = 1
+_VERSION = 2
 _NAMES = tuple(found.name for found in COLLECTIVES)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What was found: for each kind of collective what runs at which size, and from how many bytes on all-reduces by
+    NCCL are faster in memory that it was told of (None: at none).
+    """
+
+    tables: Tables
+    registered_from: int | None = None
+
+
+def faster_from(times_us: Mapping[int, tuple[float, float]]) -> int | None:
+    """From which size on the second way was over 1.10 times as fast at every size; None where not at the largest.
+
+    times_us: by payload bytes, ascending, what the first way took and what the second did.
+    """
+    found = None
+    for size, (first, second) in reversed(times_us.items()):
+        if second * ENGINE_MARGIN >= first:
+            break
+        found = size
+    return found
 
 
 def table_of(times_us: Mapping[int, Mapping[Choice, float]]) -> tuple[Range, ...]:
@@ -42,9 +66,9 @@ def table_of(times_us: Mapping[int, Mapping[Choice, float]]) -> tuple[Range, ...
     return tuple(found)
 
 
-def to_json(tables: Tables) -> dict[str, Any]:
-    """`tables` as JSON holds them."""
-    return {
+def to_json(found: Measured) -> dict[str, Any]:
+    """What was found as JSON holds it."""
+    tables = {
         kind: [
             {
                 "from_bytes": each.from_bytes,
@@ -55,14 +79,20 @@ def to_json(tables: Tables) -> dict[str, Any]:
             }
             for each in ranges
         ]
-        for kind, ranges in tables.items()
+        for kind, ranges in found.tables.items()
     }
+    return {"tables": tables, "registered_from_bytes": found.registered_from}
 
 
-def from_json(content: Any) -> Tables:
+def from_json(content: Any) -> Measured:
     """What `to_json` wrote. Raises `DataError` for another layout."""
-    values = as_object(content, "the measured tables", (), KINDS)
-    return {cast(OperationKind, kind): _ranges(kind, given) for kind, given in values.items()}
+    values = as_object(content, "what was measured", ("tables", "registered_from_bytes"))
+    tables = as_object(values["tables"], "the measured tables", (), KINDS)
+    registered = values["registered_from_bytes"]
+    return Measured(
+        {cast(OperationKind, kind): _ranges(kind, given) for kind, given in tables.items()},
+        None if registered is None else as_count(registered, "registered_from_bytes", 1),
+    )
 
 
 def _ranges(kind: str, given: Any) -> tuple[Range, ...]:
@@ -86,7 +116,7 @@ def _ranges(kind: str, given: Any) -> tuple[Range, ...]:
     return tuple(ranges)
 
 
-def remembered(topology: Topology, gpus: Sequence[str]) -> Tables | None:
+def remembered(topology: Topology, gpus: Sequence[str]) -> Measured | None:
     """What was measured on these hosts with these GPUs, None where nothing was, or may not be remembered."""
     path = _path(topology, gpus)
     if not Environment.read().remember_links or not path.exists() or _unfit(path):
@@ -97,13 +127,13 @@ def remembered(topology: Topology, gpus: Sequence[str]) -> Tables | None:
         return None
 
 
-def remember(topology: Topology, gpus: Sequence[str], tables: Tables) -> None:
-    """Keep `tables` for later groups on these hosts; nothing where the folder is not this user's alone."""
+def remember(topology: Topology, gpus: Sequence[str], found: Measured) -> None:
+    """Keep what was found for later groups on these hosts; nothing where the folder is not this user's alone."""
     path = _path(topology, gpus)
     if _unfit(path):
         return
     try:
-        replace_file(path, json.dumps(to_json(tables), indent=1))
+        replace_file(path, json.dumps(to_json(found), indent=1))
     except OSError:
         return
 

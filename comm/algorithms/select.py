@@ -21,7 +21,7 @@ from deepytorch.comm.algorithms.base import (
 )
 from deepytorch.comm.algorithms.cpu_reduce import CpuReduce
 from deepytorch.comm.algorithms.hierarchical import Hierarchical
-from deepytorch.comm.algorithms.nvlink import Multimem, OneShot, TwoShot
+from deepytorch.comm.algorithms.nvlink import CopyEngines, Multimem, OneShot, TwoShot
 from deepytorch.comm.algorithms.shared_memory import SharedMemory
 from deepytorch.comm.algorithms.stock_engine import Engine
 from deepytorch.comm.algorithms.streams import Streams
@@ -31,7 +31,8 @@ from deepytorch.comm.topology.topology import Topology
 
 ENGINE = Engine()
 COLLECTIVES: tuple[Collective, ...] = (
-    ENGINE, SharedMemory(), Hierarchical(), Streams(), CpuReduce(), OneShot(), TwoShot(), Multimem(),
+    ENGINE, SharedMemory(), Hierarchical(), Streams(), CpuReduce(), OneShot(), TwoShot(),
+    CopyEngines(), Multimem(),
 )  # fmt: skip
 
 # The engine stays unless it takes this many times the best prediction: predictions err, and the engine is well tried.

@@ -40,7 +40,8 @@ namespace deepytorch {
 
 // Every algorithm that a row of the table can name, by its class's `name` in comm/algorithms.
 #define DEEPYTORCH_ALGORITHMS(_) \
-  _(engine) _(shared_memory) _(hierarchical) _(streams) _(cpu_reduce) _(nvlink_one_shot) _(nvlink_two_shot) _(nvlink_multimem)
+  _(engine) _(shared_memory) _(hierarchical) _(streams) _(cpu_reduce) _(nvlink_one_shot) _(nvlink_two_shot) \
+  _(nvlink_copies) _(nvlink_multimem)
 
 enum class Algorithm : uint8_t {
 #define DEEPYTORCH_VALUE(name) name,
@@ -83,9 +84,11 @@ class Backend final : public c10d::Backend {
   void set_one_shot_bytes(uint64_t bytes);
   // Called before the first CPU-Reduce of a CUDA tensor.
   void set_pin(std::function<void()> pin) { pin_ = std::move(pin); }
-  // What adds up a CUDA tensor in place through symmetric memory, or averages it; it is torch's Python that knows how to
-  // set that up. Returns the stream that it runs on, or none where it has ended.
-  using Symmetric = std::function<std::optional<c10::Stream>(const std::string&, at::Tensor&, bool average)>;
+  // What runs a collective of CUDA tensors through symmetric memory: by which algorithm, of which kind, and whether sums
+  // are averages; an all-reduce's output is its input. It is torch's Python that knows how to set that up. Returns the
+  // stream that it runs on, or none where it has ended.
+  using Symmetric = std::function<std::optional<c10::Stream>(const std::string& algorithm, const std::string& kind,
+                                                             at::Tensor& output, at::Tensor& input, bool average)>;
   void set_symmetric(Symmetric call) { symmetric_ = std::move(call); }
   Row row(Kind kind, bool on_cuda, uint64_t bytes) const;
   // Whether this group could run the call itself.
@@ -197,7 +200,7 @@ class Backend final : public c10d::Backend {
   WorkPtr exchange_parts(Wanted wanted, Tensors sent, Tensors received, Tensors outputs, bool async);
   void wait_for_inner(const Call& call);
   WorkPtr reduce_all(at::Tensor& tensor, Wanted wanted, Row row, const std::string& key, bool async, Tensors outputs);
-  WorkPtr symmetric(at::Tensor& tensor, Wanted wanted, Row row);
+  WorkPtr symmetric(at::Tensor& output, at::Tensor& input, Wanted wanted, Row row);
   WorkPtr reduce_scatter_on_gloo(Wanted wanted, const Tensors& given_outputs, const TensorLists& given_parts,
                                  const c10d::ReduceScatterOptions& options);
   template <class Outputs, class Inputs, class Run>

@@ -92,11 +92,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
         return PyRow{row.max_bytes, name_of(row.algorithm), row.chunk_bytes, row.streams,
                      kWires[static_cast<int>(row.wire)]};
       })
+      .def("engine", &Backend::engine_of, py::arg("on_cuda"))
       .def("set_symmetric",
            [](Backend& self, py::function call) {
-             self.set_symmetric([function = held(std::move(call))](const std::string& name, at::Tensor& tensor, bool average) {
+             self.set_symmetric([function = held(std::move(call))](const std::string& algorithm, const std::string& kind,
+                                                                  at::Tensor& output, at::Tensor& input, bool average) {
                const py::gil_scoped_acquire locked;
-               return (*function)(name, tensor, average).template cast<std::optional<c10::Stream>>();
+               return (*function)(algorithm, kind, output, input, average).template cast<std::optional<c10::Stream>>();
              });
            })
       .def("set_pin", [](Backend& self, py::function call) { self.set_pin(callable(std::move(call))); })

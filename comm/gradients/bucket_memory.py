@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from deepytorch.comm.gradients.buckets import Bucket
 from deepytorch.comm.group.buffers import allocate
+from deepytorch.comm.group.groups import registered_from
+from deepytorch.comm.group.registered import RegisteredMemory, allocate_together, registered_memory
 from deepytorch.errors import ConfigError
 from deepytorch.torch_internals import storage_use_count
 
@@ -77,12 +79,46 @@ class BucketMemory:
         return storage_use_count(self.buffer.untyped_storage()._cdata) > own + 1
 
 
-def new_buffer(num_bytes: int, device: torch.device, group: dist.ProcessGroup, together: bool) -> Tensor:
-    """Memory of zeros. `together`: all ranks of the group make theirs at this point, so that it may be shared."""
-    if device.type == "cpu" and together:
-        with contextlib.suppress(ConfigError):  # of another backend
-            return allocate(num_bytes, group)
-    return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+class Buffers:
+    """Where the memory of one plan's buckets comes from: zeros, of uint8.
+
+    What NCCL was told of is given to it by all ranks or by none. So all make theirs together, and a buffer that takes
+    the place of one on a single rank is of the same kind.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self._from_bytes = registered_from(group)
+        self._registered: RegisteredMemory | None = None
+
+    def for_all(self, sizes: Sequence[int]) -> list[Tensor]:
+        """Buffers of so many bytes each. All ranks of the group make theirs at this point, so that it may be shared."""
+        large = [size for size in sizes if self._is_large(size)]
+        if large:
+            memory = registered_memory(self._group, self._device)
+            made = allocate_together(memory, large, self._group, self._device)
+            if made is not None:
+                self._registered = memory
+                return [made.pop(0) if self._is_large(size) else self._shared(size) for size in sizes]
+        return [self._shared(size) for size in sizes]
+
+    def another(self, num_bytes: int) -> Tensor:
+        """One for this rank alone, in place of one of `for_all` of that size."""
+        if self._registered is not None and self._is_large(num_bytes):
+            return self._registered.allocate(num_bytes)
+        return self._plain(num_bytes)
+
+    def _is_large(self, num_bytes: int) -> bool:
+        return self._from_bytes is not None and num_bytes >= self._from_bytes
+
+    def _shared(self, num_bytes: int) -> Tensor:
+        if self._device.type == "cpu":
+            with contextlib.suppress(ConfigError):  # of another backend
+                return allocate(num_bytes, self._group)
+        return self._plain(num_bytes)
+
+    def _plain(self, num_bytes: int) -> Tensor:
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
 
 
 def strides(parameter: Tensor) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepytorch.comm.gradients.arrival_times import finish
-from deepytorch.comm.gradients.bucket_memory import BucketMemory, Transfer, new_buffer
+from deepytorch.comm.gradients.bucket_memory import BucketMemory, Buffers, Transfer
 from deepytorch.comm.gradients.buckets import Bucket, BucketPlan
 from deepytorch.comm.gradients.comm_hooks import CommHook
 from deepytorch.comm.group.groups import averages
@@ -54,6 +54,7 @@ class BucketSender:
         self._bucket_of = plan.bucket_of()
         self._place = {member: place for bucket in plan.buckets for place, member in enumerate(bucket.members)}
         self._averages = averages(group)
+        self._buffers = Buffers(group, parameters[0].device)
         self._memory: list[BucketMemory] = []
         self._slots: dict[tuple[int, ...], Slots] = {}  # of gradients that came together, in this memory
         self._next = 0  # the bucket that leaves next
@@ -66,10 +67,12 @@ class BucketSender:
     def begin(self) -> None:
         """A backward begins: nothing has come."""
         if not self._memory:
-            self._memory = [self._make(number, together=True) for number in range(len(self.plan.buckets))]
+            buffers = self._buffers.for_all([bucket.num_bytes for bucket in self.plan.buckets])
+            self._memory = [self._make(number, buffer) for number, buffer in enumerate(buffers)]
         for number, bucket in enumerate(self._memory):
             if bucket.is_held():  # somebody kept a gradient of an earlier step: it stays what it is
-                self._memory[number] = bucket = self._make(number, together=False)
+                bucket = self._make(number, self._buffers.another(self.plan.buckets[number].num_bytes))
+                self._memory[number] = bucket
                 self._slots.clear()
             bucket.begin()
         self._next = 0
@@ -165,8 +168,6 @@ class BucketSender:
         self.counts.collectives += 1
         self.counts.num_bytes += num_bytes
 
-    def _make(self, number: int, together: bool) -> BucketMemory:
+    def _make(self, number: int, buffer: Tensor) -> BucketMemory:
         planned = self.plan.buckets[number]
-        parameters = [self._parameters[member] for member in planned.members]
-        buffer = new_buffer(planned.num_bytes, parameters[0].device, self._group, together)
-        return BucketMemory(planned, parameters, buffer)
+        return BucketMemory(planned, [self._parameters[member] for member in planned.members], buffer)

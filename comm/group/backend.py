@@ -25,7 +25,7 @@ from deepytorch.comm.group.inner_backends import Streams, gloo_in_order, inner_b
 from deepytorch.comm.group.link_costs import links_of
 from deepytorch.comm.group.options import Options
 from deepytorch.comm.group.rendezvous import same_everywhere, share_segment
-from deepytorch.comm.group.tables import num_streams_of, set_remembered, tables_of
+from deepytorch.comm.group.tables import num_streams_of, tables_of, with_remembered
 from deepytorch.comm.topology.calibrate import known_links
 from deepytorch.comm.topology.cost import Links
 from deepytorch.comm.topology.topology import Topology, discover_host, gather_topology
@@ -189,14 +189,14 @@ def _compose(
         backend.set_quantize(options.quantize)
         _tell_of_steps(backend)
     if cuda is not None:
-        backend.set_symmetric(symmetric.SymmetricAllReduce(name))
+        backend.set_symmetric(symmetric.SymmetricCollectives(name))
         if segment is not None:
             backend.set_pin(partial(pin, segment))
     group = replace(group, backend=backend, timeout=timeout, gpus=_gpus(group) if cuda is not None else ())
     for (kind, device, fixed), rows in tables.items():
         backend.set_table(kind, device == "cuda", rows, fixed)
     if cuda is not None and options.algorithm is None:
-        set_remembered(group)
+        group = with_remembered(group)
     return group
 
 

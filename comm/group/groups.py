@@ -34,6 +34,7 @@ class Group:
     timeout: timedelta
     shares: bool = False  # whether the ranks of each host share memory
     gpus: tuple[str, ...] = ()  # their names, all ranks' where there are any
+    registered_from: int | None = None  # bytes from which memory that NCCL was told of was measured to be faster
     allocations: Iterator[int] = field(default_factory=itertools.count)
 
 
@@ -57,6 +58,22 @@ def group_of(group: dist.ProcessGroup | None = None) -> Group:
             "beside a first run, and `deepytorch build` does it ahead"
         )
     return replace(_GROUPS[name], backend=backend)
+
+
+def set_registered_from(group: dist.ProcessGroup | None, num_bytes: int | None) -> None:
+    """What was measured of a group of ours, alike on all ranks."""
+    process_group = dist.group.WORLD if group is None else group
+    assert process_group is not None
+    name = process_group.group_name
+    _GROUPS[name] = replace(_GROUPS[name], registered_from=num_bytes)
+
+
+def registered_from(group: dist.ProcessGroup) -> int | None:
+    """From how many bytes on buffers of this group are to be such that NCCL was told of; None: never."""
+    try:
+        return group_of(group).registered_from
+    except ConfigError:  # of another backend
+        return None
 
 
 def native_backend(process_group: dist.ProcessGroup) -> Any | None:

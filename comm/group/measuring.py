@@ -1,4 +1,8 @@
-"""`deepytorch.comm.measure`: every algorithm timed on the group's own tensors, and the fastest taken from then on."""
+"""`deepytorch.comm.measure`: every algorithm timed on the group's own tensors, and the fastest taken from then on.
+
+On GPUs, what training moves while it computes (1 MB and more) is timed beside a matrix multiplication that takes about
+as long: collectives slow it down, each as much as it takes of the processors, and what counts is when both are done.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,8 @@ import torch.distributed as dist
 from deepytorch.comm.algorithms import measured
 from deepytorch.comm.algorithms.base import KINDS, Choice, DeviceKind, Operation, OperationKind
 from deepytorch.comm.algorithms.select import ENGINE, Range, collective, explain
-from deepytorch.comm.group.groups import Group, group_of
+from deepytorch.comm.group.groups import Group, group_of, set_registered_from
+from deepytorch.comm.group.registered import RegisteredMemory, allocate_together, registered_memory
 from deepytorch.comm.group.tables import set_measured
 from deepytorch.errors import ConfigError
 
@@ -19,6 +24,8 @@ _SIZES = tuple(1 << power for power in range(10, 29, 2))  # 1 KB .. 256 MB
 _ROUNDS, _WARM_UP = 5, 2
 _LEAST_SECONDS = 0.002  # of one round: short collectives run several times in it
 _MOST_TIMES = 32
+_BESIDE_FROM_BYTES = 1 << 20  # what is smaller is waited for as often as not
+_MATRIX = 4096  # of the computation's rows and columns
 
 
 def measure(
@@ -26,10 +33,12 @@ def measure(
 ) -> measured.Tables:
     """Time each algorithm that can run in `group`, and use the fastest of each size from now on.
 
-    On GPUs this is what makes a group take anything but NCCL: predictions do not. Every rank calls it, at a time when
-    nothing else runs; it takes seconds to a minute. What is found of GPUs is kept on disk, so that groups made later on
-    the same hosts, GPUs and versions begin with it. Timed is the sum (or move) of float32 values; an algorithm that
-    does not take a dtype or a reduction leaves such a call to NCCL or gloo as ever.
+    On GPUs this is what makes a group take anything but NCCL: predictions do not. There 1 MB and more are timed beside a
+    matrix multiplication that takes about as long, until both are done. Where NCCL offers memory that it is told of,
+    its all-reduces are timed in that, too: gradients lie in it from the size on from which it is faster. Every rank
+    calls it, at a time when nothing else runs; it takes seconds to a minute. What is found of GPUs is kept on disk, so
+    that groups made later on the same hosts, GPUs and versions begin with it. Timed is the sum (or move) of float32
+    values; an algorithm that does not take a dtype or a reduction leaves such a call to NCCL or gloo as ever.
 
     Args:
         group: one of the deepytorch backend; None is the default group.
@@ -54,13 +63,18 @@ def measure(
     if most_bytes < _SIZES[0]:
         raise ConfigError(f"most_bytes={most_bytes}; expected {_SIZES[0]} or more")
     kind_of_device: DeviceKind = "cuda" if place.type == "cuda" else "cpu"
-    tables = {}
+    sizes = [size for size in _SIZES if size <= most_bytes]
+    tables, registered = {}, None
     for kind in KINDS:
-        times = _times(known, group, kind, place, kind_of_device, [size for size in _SIZES if size <= most_bytes])
+        times = _times(known, group, kind, place, kind_of_device, sizes)
         tables[kind] = measured.table_of(times)
+        if kind == "all_reduce" and kind_of_device == "cuda":  # while NCCL runs them all
+            registered = measured.faster_from(_times_registered(times, group, place))
     set_measured(known, kind_of_device, tables)
-    if known.rank == 0 and kind_of_device == "cuda":
-        measured.remember(known.topology, known.gpus, tables)
+    if kind_of_device == "cuda":
+        set_registered_from(group, registered)
+        if known.rank == 0:
+            measured.remember(known.topology, known.gpus, measured.Measured(tables, registered))
     return tables
 
 
@@ -74,9 +88,11 @@ def _times(
 ) -> dict[int, dict[Choice, float]]:
     found: dict[int, dict[Choice, float]] = {}
     before = Choice(ENGINE.name)
+    set_measured(known, device, {kind: (Range(0, before),)})
     for row in explain(known.topology, known.links, kind=kind, device=device, sizes=sizes):
         size = row.operation.num_bytes
         run = _call(kind, size, place, known.topology.num_ranks, group)
+        run = _beside(run, size, place, group)
         found[size] = {}
         for prediction in row.predictions:
             choice = prediction.choice
@@ -88,29 +104,83 @@ def _times(
     return found
 
 
+def _times_registered(
+    times: dict[int, dict[Choice, float]], group: dist.ProcessGroup | None, place: torch.device
+) -> dict[int, tuple[float, float]]:
+    """What NCCL's all-reduces take, by `times`, and what they take in memory that it was told of, where there is any."""
+    process_group = dist.group.WORLD if group is None else group
+    assert process_group is not None
+    memory: RegisteredMemory | None = registered_memory(process_group, place)
+    found = {}
+    for size, taken in times.items():
+        if size < _BESIDE_FROM_BYTES:
+            continue
+        made = allocate_together(memory, [size], process_group, place)
+        if made is None:
+            return {}
+        run = _beside(_all_reduce(made[0].view(torch.float32), group), size, place, group)
+        found[size] = (taken[Choice(ENGINE.name)], _time_us(run, place, group))
+    return found
+
+
 def _runs(known: Group, choice: Choice, operation: Operation) -> bool:
     algorithm = collective(choice.algorithm)
     shares = known.shares or not algorithm.in_memory
     return shares and algorithm.unsupported(operation, known.topology) is None
 
 
+_Run = Callable[[], "dist.Work | None"]  # begins one collective
+
+
 def _call(
     kind: OperationKind, num_bytes: int, place: torch.device, num_ranks: int, group: dist.ProcessGroup | None
-) -> Callable[[], object]:
+) -> _Run:
     share = max(1, num_bytes // 4 // num_ranks)
     whole = torch.zeros(share * num_ranks, device=place)
     part = torch.zeros(share, device=place)
     if kind == "all_reduce":
-        return lambda: dist.all_reduce(whole, group=group)
+        return _all_reduce(whole, group)
     if kind == "reduce_scatter":
-        return lambda: dist.reduce_scatter_tensor(part, whole, group=group)
+        return lambda: dist.reduce_scatter_tensor(part, whole, group=group, async_op=True)
     if kind == "all_gather":
-        return lambda: dist.all_gather_into_tensor(whole, part, group=group)
+        return lambda: dist.all_gather_into_tensor(whole, part, group=group, async_op=True)
     source = dist.get_global_rank(group, 0) if group is not None else 0
-    return lambda: dist.broadcast(whole, source, group=group)
+    return lambda: dist.broadcast(whole, source, group=group, async_op=True)
 
 
-def _time_us(run: Callable[[], object], place: torch.device, group: dist.ProcessGroup | None) -> float:
+def _all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> _Run:
+    return lambda: dist.all_reduce(tensor, group=group, async_op=True)
+
+
+def _beside(run: _Run, num_bytes: int, place: torch.device, group: dist.ProcessGroup | None) -> _Run:
+    """`run`, on GPUs with a computation that begins behind it and takes as long as it alone, as now chosen, does."""
+    if place.type != "cuda" or num_bytes < _BESIDE_FROM_BYTES:
+        return run
+    compute = _computation(place)
+    times = max(1, round(_time_us(run, place, group) / _time_us(compute, place, group)))
+
+    def both() -> dist.Work | None:
+        work = run()
+        for _ in range(times):
+            compute()
+        return work
+
+    return both
+
+
+def _computation(place: torch.device) -> _Run:
+    """A matrix multiplication, on the current stream."""
+    dtype = torch.bfloat16 if place.type == "cpu" or torch.cuda.is_bf16_supported() else torch.float16
+    matrix = torch.randn(_MATRIX, _MATRIX, device=place).to(dtype)
+    product = torch.empty_like(matrix)
+
+    def multiply() -> None:
+        torch.mm(matrix, matrix, out=product)
+
+    return multiply
+
+
+def _time_us(run: _Run, place: torch.device, group: dist.ProcessGroup | None) -> float:
     """The fastest round of the slowest rank: noise only adds."""
     for _ in range(_WARM_UP):
         _seconds(run, 1, place)
@@ -119,12 +189,14 @@ def _time_us(run: Callable[[], object], place: torch.device, group: dist.Process
     return 1e6 * min(_slowest([_seconds(run, times, place) / times for _ in range(_ROUNDS)], group))
 
 
-def _seconds(run: Callable[[], object], times: int, place: torch.device) -> float:
+def _seconds(run: _Run, times: int, place: torch.device) -> float:
     if place.type == "cuda":
         torch.cuda.synchronize(place)
     begin = time.perf_counter()
     for _ in range(times):
-        run()
+        work = run()
+        if work is not None:
+            work.wait()
     if place.type == "cuda":
         torch.cuda.synchronize(place)
     return time.perf_counter() - begin

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch.distributed as dist
 
@@ -87,15 +88,18 @@ def set_measured(group: Group, device: DeviceKind, tables: Mapping[OperationKind
         group.backend.set_table(kind, device == "cuda", _rows(group, kind, device, ranges), False)
 
 
-def set_remembered(group: Group) -> None:
-    """What rank 0 remembers to have been measured on these GPUs (`deepytorch.comm.measure`), for all ranks."""
+def with_remembered(group: Group) -> Group:
+    """`group`, set to what rank 0 remembers to have been measured on these GPUs (`deepytorch.comm.measure`)."""
     if group.rank == 0:
         found = measured.remembered(group.topology, group.gpus)
         group.store.set("measured", json.dumps(None if found is None else measured.to_json(found)))
     group.store.wait(["measured"], group.timeout)
     content = json.loads(group.store.get("measured"))
-    if content is not None:
-        set_measured(group, "cuda", measured.from_json(content))
+    if content is None:
+        return group
+    found = measured.from_json(content)
+    set_measured(group, "cuda", found.tables)
+    return replace(group, registered_from=found.registered_from)
 
 
 def chosen(

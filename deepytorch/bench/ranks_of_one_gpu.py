@@ -21,10 +21,10 @@ from torch import Tensor
 
 from deepytorch.bench.comm_launch import found_by_ranks
 from deepytorch.bench.rank_process import Seat, run_rank
-from deepytorch.comm.algorithms.nvlink import OneShot, TwoShot
+from deepytorch.comm.algorithms.nvlink import CopyEngines, OneShot, TwoShot
 from deepytorch.config import process_environment
 
-NAMES = (OneShot.name, TwoShot.name)
+NAMES = (OneShot.name, TwoShot.name, CopyEngines.name)
 WORKER = (sys.executable, "-m", "deepytorch.bench.ranks_of_one_gpu")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SIZES = (8, 40, 4096, 1 << 18, (1 << 20) + 8)  # in elements: of one vector, of few, of one tile a program, of more
@@ -138,14 +138,14 @@ def _drawn(peer: int, size: int, dtype: torch.dtype) -> Tensor:
 
 def _on_gpu(device: torch.device) -> AllReduce:
     """The kernels that GPUs joined by NVLink run."""
-    from deepytorch.comm.group.symmetric import SymmetricAllReduce
+    from deepytorch.comm.group.symmetric import SymmetricCollectives
 
     group = dist.group.WORLD
     assert group is not None
-    run = SymmetricAllReduce(group.group_name)
+    run = SymmetricCollectives(group.group_name)
 
     def all_reduce(name: str, tensor: Tensor, average: bool) -> None:
-        torch.cuda.current_stream(device).wait_stream(run(name, tensor, average))
+        torch.cuda.current_stream(device).wait_stream(run(name, "all_reduce", tensor, tensor, average))
 
     return all_reduce
 

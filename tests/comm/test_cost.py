@@ -328,7 +328,7 @@ def test_formulas_are_what_is_computed():
     assert shown["cpu_reduce"] == pytest.approx(
         cpu_reduce_us(num_bytes, 4, links.link("pcie"), Link(TURN_US, reduce_us_per_byte(values["c"], 2)), Link(0, 0))
     )
-    for name in ("nvlink_one_shot", "nvlink_two_shot", "nvlink_multimem"):
+    for name in ("nvlink_one_shot", "nvlink_two_shot", "nvlink_copies", "nvlink_multimem"):
         assert shown[name] == pytest.approx(predicted(name, "cuda", one_host))
 
 

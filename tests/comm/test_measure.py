@@ -24,13 +24,15 @@ def test_the_engine_stays_unless_it_takes_a_tenth_longer():
     assert measured.table_of(times) == (Range(0, ENGINE), Range(4096, OURS), Range(65536, ENGINE))
 
 
-def test_what_is_kept_comes_back(monkeypatch, tmp_path):
+@pytest.mark.parametrize("registered", [None, 1 << 20])
+def test_what_is_kept_comes_back(monkeypatch, tmp_path, registered):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     topology = hosts(1, 2)
     tables = {"all_reduce": (Range(0, ENGINE), Range(4096, Choice("cpu_reduce", 1 << 20, 2, "bf16")))}
+    found = measured.Measured(tables, registered)
     assert measured.remembered(topology, ["H200"]) is None
-    measured.remember(topology, ["H200"], tables)
-    assert measured.remembered(topology, ["H200"]) == tables
+    measured.remember(topology, ["H200"], found)
+    assert measured.remembered(topology, ["H200"]) == found
     assert measured.remembered(topology, ["A100"]) is None
     assert measured.remembered(hosts(1, 4), ["H200"]) is None
 
@@ -45,10 +47,25 @@ def test_what_is_kept_comes_back(monkeypatch, tmp_path):
     ],
 )
 def test_other_layouts_are_refused(change, words):
-    content = measured.to_json({"all_reduce": (Range(0, ENGINE),)})
-    content["all_reduce"][0].update(change)
+    content = measured.to_json(measured.Measured({"all_reduce": (Range(0, ENGINE),)}))
+    content["tables"]["all_reduce"][0].update(change)
     with pytest.raises(DataError, match=words):
         measured.from_json(content)
+
+
+@pytest.mark.parametrize("registered", [0, -1, "all", 1.5])
+def test_other_sizes_of_registered_memory_are_refused(registered):
+    content = measured.to_json(measured.Measured({})) | {"registered_from_bytes": registered}
+    with pytest.raises(DataError, match="registered_from_bytes"):
+        measured.from_json(content)
+
+
+def test_a_second_way_is_taken_from_where_on_it_is_always_faster():
+    times = {1: (10.0, 5.0), 2: (10.0, 9.5), 4: (10.0, 9.0), 8: (10.0, 8.0)}
+    assert measured.faster_from(times) == 4
+    assert measured.faster_from(times | {16: (10.0, 9.5)}) is None
+    assert measured.faster_from({1: (10.0, 5.0)}) == 1
+    assert measured.faster_from({}) is None
 
 
 def test_measured_tables_are_alike_on_all_ranks_and_used():
@@ -60,7 +77,7 @@ def test_measured_tables_are_alike_on_all_ranks_and_used():
     init()
     tables = measure(device="cpu", most_bytes=1 << 16)
     content = [None] * size
-    dist.all_gather_object(content, json.dumps(measured.to_json(tables)))
+    dist.all_gather_object(content, json.dumps(measured.to_json(measured.Measured(tables))))
     assert len(set(content)) == 1, content
     for kind, ranges in tables.items():
         assert chosen(kind=kind, num_bytes=1 << 16).algorithm == ranges[-1].choice.algorithm, (kind, ranges)

@@ -7,8 +7,8 @@ import contextlib
 import pytest
 import torch
 
-from deepytorch.comm.group import symmetric
-from deepytorch.comm.group.symmetric import SymmetricAllReduce
+from deepytorch.comm.group import copies, symmetric
+from deepytorch.comm.group.symmetric import SymmetricCollectives
 from deepytorch.errors import ConfigError
 from tests.comm.ranks import run
 
@@ -67,6 +67,11 @@ def memory(monkeypatch):
     return made
 
 
+def in_place(run):
+    """The all-reduce of these collectives."""
+    return lambda name, tensor, average: run(name, "all_reduce", tensor, tensor, average)
+
+
 OPERATORS = {
     "nvlink_one_shot": "one_shot_all_reduce",
     "nvlink_two_shot": "two_shot_all_reduce_",
@@ -76,7 +81,7 @@ OPERATORS = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("average", [False, True])
-@pytest.mark.parametrize("name", symmetric.NAMES)
+@pytest.mark.parametrize("name", OPERATORS)
 def test_torchs_operators_where_there_is_no_kernel(monkeypatch, memory, name, average, dtype):
     asked = []
 
@@ -86,7 +91,7 @@ def test_torchs_operators_where_there_is_no_kernel(monkeypatch, memory, name, av
 
     monkeypatch.setattr(torch.ops.symm_mem, OPERATORS[name], operator, raising=False)
     monkeypatch.setattr(symmetric, "has_triton_package", lambda: False)
-    all_reduce = SymmetricAllReduce("0")
+    all_reduce = in_place(SymmetricCollectives("0"))
     tensor = torch.arange(12.0).reshape(3, 4).to(dtype)
     stream = all_reduce(name, tensor, average)
     assert torch.equal(tensor, torch.arange(12.0).reshape(3, 4).to(dtype) * (1 if average else 2))
@@ -104,7 +109,7 @@ def test_kernels_where_triton_is(monkeypatch, memory, name):
     calls = []
     monkeypatch.setattr(symmetric, "has_triton_package", lambda: True)
     monkeypatch.setattr(kernels, "all_reduce", lambda *given, **named: calls.append((given, named)))
-    all_reduce = SymmetricAllReduce("0")
+    all_reduce = in_place(SymmetricCollectives("0"))
     tensor = torch.ones(8)
     all_reduce(name, tensor, True)
     all_reduce(name, tensor, False)
@@ -122,7 +127,7 @@ def test_kernels_where_triton_is(monkeypatch, memory, name):
 def test_memory_is_not_set_up_inside_of_a_recording(monkeypatch, memory):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(ConfigError, match="expected one as large to have run before"):
-        SymmetricAllReduce("0")("nvlink_multimem", torch.ones(4), False)
+        in_place(SymmetricCollectives("0"))("nvlink_multimem", torch.ones(4), False)
 
 
 def test_the_group_asks_for_sums_and_averages_of_floats():
@@ -130,7 +135,11 @@ def test_the_group_asks_for_sums_and_averages_of_floats():
     init()
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
     asked = []
-    backend.set_symmetric(lambda name, tensor, average: asked.append((name, tensor.dtype, average)))
+    def run(name, kind, output, given, average):
+        assert kind == "all_reduce" and output.data_ptr() == given.data_ptr()
+        asked.append((name, output.dtype, average))
+
+    backend.set_symmetric(run)
     for fixed in (False, True):
         backend.set_table("all_reduce", False, [(1 << 40, "nvlink_two_shot", 0, 1, "exact")], fixed)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -148,6 +157,63 @@ def test_the_group_asks_for_sums_and_averages_of_floats():
     ):
         dist.all_reduce(tensor, op)
         assert asked == [], (tensor.shape, op)
+    dist.destroy_process_group()
+    """
+    run(script, 2, timeout=60)
+
+
+def test_copies_take_memory_as_large_as_what_a_rank_gives(monkeypatch, memory):
+    calls = []
+    for kind in ("all_gather", "reduce_scatter", "all_reduce"):
+        monkeypatch.setattr(copies, kind, lambda *given, kind=kind: calls.append((kind, given)))
+    run = SymmetricCollectives("0")
+    given, output = torch.ones(12), torch.ones(24)
+    stream = run("nvlink_copies", "all_gather", output, given, False)
+    run("nvlink_copies", "reduce_scatter", given, output, True)
+    run("nvlink_copies", "all_reduce", given, given, True)
+    assert [kind for kind, _ in calls] == ["all_gather", "reduce_scatter", "all_reduce"]
+    assert calls[0][1][1:] == (output, given)
+    assert calls[1][1][1:] == (given, output, True)
+    assert calls[2][1][1:] == (given, True)
+    assert memory.sizes == [64, 128]
+    assert stream.waited == 3
+
+
+def test_the_group_asks_copies_for_gathers_and_scatters_too():
+    script = """
+    init()
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    asked = []
+    backend.set_symmetric(lambda name, kind, output, given, average: asked.append((name, kind, output, given, average)))
+    for fixed in (False, True):
+        for kind in ("all_gather", "reduce_scatter"):
+            backend.set_table(kind, False, [(1 << 40, "nvlink_copies", 0, 1, "exact")], fixed)
+    whole, part = torch.zeros(10), torch.ones(5)
+    work = dist.all_gather_into_tensor(whole, part, async_op=True)
+    work.wait()
+    [(name, kind, output, given, average)] = asked
+    assert (name, kind, average) == ("nvlink_copies", "all_gather", False)
+    assert (output.data_ptr(), given.data_ptr()) == (whole.data_ptr(), part.data_ptr())
+    assert work.get_future().wait()[0].data_ptr() == whole.data_ptr()
+    asked.clear()
+    dist.all_gather_into_tensor(torch.zeros(10, dtype=torch.bool), torch.ones(5, dtype=torch.bool))
+    assert asked.pop()[1] == "all_gather"
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            dist.reduce_scatter_tensor(part.to(dtype), whole.to(dtype), op)
+            name, kind, output, given, average = asked.pop()
+            assert (name, kind, average) == ("nvlink_copies", "reduce_scatter", op == dist.ReduceOp.AVG)
+            assert (output.numel(), given.numel()) == (5, 10)
+    dist.reduce_scatter_tensor(part, torch.ones(10), dist.ReduceOp.MAX)
+    dist.reduce_scatter_tensor(part.int(), torch.ones(10).int())
+    dist.reduce_scatter_tensor(part[:0], whole[:0])
+    dist.all_gather_into_tensor(whole[:0], part[:0])
+    for kind in ("all_gather", "reduce_scatter"):  # kernels only all-reduce
+        backend.set_table(kind, False, [(1 << 40, "nvlink_two_shot", 0, 1, "exact")], False)
+    dist.all_gather_into_tensor(whole, part)
+    dist.reduce_scatter_tensor(part, torch.ones(10))
+    assert asked == []
+    assert part.tolist() == [2.0] * 5
     dist.destroy_process_group()
     """
     run(script, 2, timeout=60)

@@ -115,8 +115,11 @@ def test_machine_code_for_every_gpu_is_sound(tmp_path):
 RANKS_OF_ONE_GPU = """
 torch.cuda.set_device(0)
 init("gloo", timeout=300.0)
-from deepytorch.comm.group.symmetric import SymmetricAllReduce
-all_reduce = SymmetricAllReduce(dist.group.WORLD.group_name)
+from deepytorch.comm.group.symmetric import SymmetricCollectives
+collective = SymmetricCollectives(dist.group.WORLD.group_name)
+
+def all_reduce(name, tensor, average):
+    return collective(name, "all_reduce", tensor, tensor, average)
 """
 OVERLAPPING = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
 
@@ -126,7 +129,7 @@ def test_ranks_of_one_gpu_get_the_bits_of_the_sum():
     script = (
         RANKS_OF_ONE_GPU
         + """
-for name in ("nvlink_one_shot", "nvlink_two_shot"):
+for name in ("nvlink_one_shot", "nvlink_two_shot", "nvlink_copies"):
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for average in (False, True):
             for size in (8, 40, 4096, 1 << 18, (1 << 20) + 8):
@@ -157,7 +160,7 @@ import random
 drawn = random.Random(0)
 wrong = torch.zeros((), dtype=torch.int64, device="cuda")
 for number in range(10_000):
-    name = drawn.choice(("nvlink_one_shot", "nvlink_two_shot"))
+    name = drawn.choice(("nvlink_one_shot", "nvlink_two_shot", "nvlink_copies"))
     tensor = torch.full((4 * drawn.choice((1, 7, 1000, 20_000)),), float(rank + number % 50), device="cuda")
     torch.cuda.current_stream().wait_stream(all_reduce(name, tensor, number % 2 == 0))
     total = 6.0 + 4 * (number % 50)
@@ -169,6 +172,32 @@ dist.destroy_process_group()
 """
     )
     run(script, 4, timeout=550, env=OVERLAPPING, warm=False)
+
+
+@pytest.mark.gpu
+def test_ranks_of_one_gpu_gather_and_scatter_by_copies():
+    script = (
+        RANKS_OF_ONE_GPU
+        + """
+world = dist.get_world_size()
+for size in (1, 40, 4096, (1 << 18) + 3):
+    parts = [torch.arange(size, device="cuda", dtype=torch.int64) + 1000 * each for each in range(world)]
+    whole = torch.zeros(world * size, device="cuda", dtype=torch.int64)
+    stream = collective("nvlink_copies", "all_gather", whole, parts[rank], False)
+    torch.cuda.current_stream().wait_stream(stream)
+    assert torch.equal(whole, torch.cat(parts)), size
+    for average in (False, True):
+        given = torch.cat([part.float() for part in parts]) + rank
+        output = torch.zeros(size, device="cuda")
+        stream = collective("nvlink_copies", "reduce_scatter", output, given, average)
+        torch.cuda.current_stream().wait_stream(stream)
+        total = world * parts[rank].float() + sum(range(world))
+        assert torch.equal(output, total / world if average else total), (size, average)
+dist.barrier()
+dist.destroy_process_group()
+"""
+    )
+    run(script, 4, timeout=300, env=OVERLAPPING, warm=False)
 
 
 @pytest.mark.gpu

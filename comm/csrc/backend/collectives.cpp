@@ -14,10 +14,21 @@ bool in_memory(const Row& row) { return row.algorithm == Algorithm::shared_memor
 // On this group's own threads, from where the caller's tensor lies in the host's memory.
 bool reads_host_tensors(const Row& row) { return in_memory(row) || row.algorithm == Algorithm::streams; }
 
-// By kernels over memory that GPUs map for each other.
+// By memory that GPUs map for each other.
 bool through_symmetric_memory(const Row& row) {
   return row.algorithm == Algorithm::nvlink_one_shot || row.algorithm == Algorithm::nvlink_two_shot ||
-         row.algorithm == Algorithm::nvlink_multimem;
+         row.algorithm == Algorithm::nvlink_copies || row.algorithm == Algorithm::nvlink_multimem;
+}
+
+// What of it there is for this kind: kernels all-reduce.
+bool through_symmetric_memory(const Row& row, Kind kind) {
+  return through_symmetric_memory(row) && (kind == Kind::all_reduce || row.algorithm == Algorithm::nvlink_copies);
+}
+
+// Whether values can be added up there.
+bool adds_up_on_gpus(at::ScalarType dtype, RedOp reduce) {
+  const bool has_kernel = dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
+  return has_kernel && (reduce == RedOp::SUM || reduce == RedOp::AVG);
 }
 
 }  // namespace
@@ -89,17 +100,17 @@ Backend::WorkPtr Backend::reduce_all(at::Tensor& tensor, Wanted wanted, Row row,
       std::move(outputs), async);
 }
 
-// By symmetric-memory kernels, on a stream of theirs: nothing is left to wait for but that stream.
-Backend::WorkPtr Backend::symmetric(at::Tensor& tensor, Wanted wanted, Row row) {
+// Through symmetric memory, on a stream of its own: nothing is left to wait for but that stream.
+Backend::WorkPtr Backend::symmetric(at::Tensor& output, at::Tensor& input, Wanted wanted, Row row) {
   guard();
   Fingerprint fingerprint;
   {
     std::unique_lock<std::mutex> lock(mutex_);
     fingerprint = announce(wanted, plan_, 0, lock);
   }
-  const auto stream = symmetric_(name_of(row.algorithm), tensor, wanted.reduce == RedOp::AVG);
-  auto work = c10::make_intrusive<OwnWork>(getRank(), wanted.kind, title_of(wanted.kind, as_gloo_), Tensors{tensor},
-                                           Tensors{tensor}, nullptr);
+  const auto stream = symmetric_(name_of(row.algorithm), name_of(wanted.kind), output, input, wanted.reduce == RedOp::AVG);
+  auto work = c10::make_intrusive<OwnWork>(getRank(), wanted.kind, title_of(wanted.kind, as_gloo_), Tensors{input},
+                                           Tensors{output}, nullptr);
   work->set_sequence(fingerprint.sequence);
   if (stream) work->runs_on(*stream);
   (void)work->end(nullptr);
@@ -116,11 +127,9 @@ Backend::WorkPtr Backend::allreduce(Tensors& given_tensors, const c10d::Allreduc
   }
   const Row row = this->row(Kind::all_reduce, wanted.on_cuda, tensor.nbytes());
   const bool able = accelerates(wanted.kind, wanted.dtype, wanted.reduce);
-  const bool adds_up = wanted.reduce == RedOp::SUM || wanted.reduce == RedOp::AVG;
-  const bool has_kernel = wanted.dtype == at::kFloat || wanted.dtype == at::kBFloat16 || wanted.dtype == at::kHalf;
-  if (through_symmetric_memory(row) && symmetric_ && tensor.is_contiguous() && adds_up && has_kernel &&
+  if (through_symmetric_memory(row, wanted.kind) && symmetric_ && tensor.is_contiguous() && adds_up_on_gpus(wanted.dtype, wanted.reduce) &&
       tensor.numel() > 0 && tensor.nbytes() % 16 == 0) {
-    return symmetric(tensor, wanted, row);
+    return symmetric(tensor, tensor, wanted, row);
   }
   const bool through_host = row.algorithm == Algorithm::cpu_reduce && tensor.is_contiguous();
   if (able && (through_host || (!wanted.on_cuda && reads_host_tensors(row)))) {
@@ -227,6 +236,10 @@ Backend::WorkPtr Backend::_reduce_scatter_base(at::Tensor& given_output, at::Ten
   }
   Wanted wanted{Kind::reduce_scatter, input.scalar_type(), input.numel(), options.reduceOp, -1, input.is_cuda(), options.timeout};
   const Row row = this->row(wanted.kind, wanted.on_cuda, input.nbytes());
+  if (through_symmetric_memory(row, wanted.kind) && symmetric_ && input.is_contiguous() && output.is_contiguous() &&
+      adds_up_on_gpus(wanted.dtype, wanted.reduce) && output.numel() > 0) {
+    return symmetric(output, input, wanted, row);
+  }
   if (wanted.on_cuda || !in_memory(row) || !accelerates(wanted.kind, wanted.dtype, wanted.reduce)) {
     check_gloo_reduces(wanted.kind, input, wanted.reduce);
     if (!wanted.on_cuda) return reduce_scatter_on_gloo(wanted, {output}, {{input}}, options);
@@ -269,6 +282,10 @@ Backend::WorkPtr Backend::_allgather_base(at::Tensor& given_output, at::Tensor& 
   if (quantizes(output) && input.is_contiguous()) return all_gather_quantized(output, input, quantize_, options.asyncOp);
   Wanted wanted{Kind::all_gather, input.scalar_type(), input.numel(), RedOp::UNUSED, -1, input.is_cuda(), options.timeout};
   const Row row = row_to_move(wanted, input, output.nbytes());
+  if (through_symmetric_memory(row, wanted.kind) && symmetric_ && input.is_contiguous() && output.is_contiguous() &&
+      input.numel() > 0) {
+    return symmetric(output, input, wanted, row);
+  }
   if (wanted.on_cuda || !in_memory(row)) {
     check_gloo_moves(wanted.kind, input);
     Copied copied, brought;
