@@ -43,7 +43,7 @@ def faster_from(times_us: Mapping[int, tuple[float, float]]) -> int | None:
     times_us: by payload bytes, ascending, what the first way took and what the second did.
     """
     found = None
-    for size, (first, second) in reversed(times_us.items()):
+    for size, (first, second) in reversed(list(times_us.items())):
         if second * ENGINE_MARGIN >= first:
             break
         found = size

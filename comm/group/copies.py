@@ -64,7 +64,9 @@ def all_reduce(handle: Handle, tensor: Tensor, average: bool) -> None:
     flat = tensor.view(-1)
     step = _VECTOR_BYTES // flat.element_size()
     size = -(-flat.numel() // (handle.world_size * step)) * step
-    bounds = [(min(rank * size, flat.numel()), min((rank + 1) * size, flat.numel())) for rank in range(handle.world_size)]
+    bounds = [
+        (min(rank * size, flat.numel()), min((rank + 1) * size, flat.numel())) for rank in range(handle.world_size)
+    ]
     _put(handle, flat)
     handle.barrier()
     begin, end = bounds[handle.rank]

@@ -33,8 +33,8 @@ def measure(
 ) -> measured.Tables:
     """Time each algorithm that can run in `group`, and use the fastest of each size from now on.
 
-    On GPUs this is what makes a group take anything but NCCL: predictions do not. There 1 MB and more are timed beside a
-    matrix multiplication that takes about as long, until both are done. Where NCCL offers memory that it is told of,
+    On GPUs this is what makes a group take anything but NCCL: predictions do not. There 1 MB and more are timed beside
+    a matrix multiplication that takes about as long, until both are done. Where NCCL offers memory that it is told of,
     its all-reduces are timed in that, too: gradients lie in it from the size on from which it is faster. Every rank
     calls it, at a time when nothing else runs; it takes seconds to a minute. What is found of GPUs is kept on disk, so
     that groups made later on the same hosts, GPUs and versions begin with it. Timed is the sum (or move) of float32
@@ -107,7 +107,7 @@ def _times(
 def _times_registered(
     times: dict[int, dict[Choice, float]], group: dist.ProcessGroup | None, place: torch.device
 ) -> dict[int, tuple[float, float]]:
-    """What NCCL's all-reduces take, by `times`, and what they take in memory that it was told of, where there is any."""
+    """What NCCL's all-reduces take, by `times`, and in memory that it was told of; nothing where there is none."""
     process_group = dist.group.WORLD if group is None else group
     assert process_group is not None
     memory: RegisteredMemory | None = registered_memory(process_group, place)

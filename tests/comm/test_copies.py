@@ -1,4 +1,4 @@
-"""Collectives by copies between GPUs, on memory of the CPU that threads share: sums to the bit, and no rank too early."""
+"""Collectives by copies between GPUs, on memory of the CPU that threads share: exact sums, and no rank too early."""
 
 from __future__ import annotations
 
@@ -89,7 +89,9 @@ def test_a_reduce_scatter_adds_up_each_rank_s_part(in_place, dtype, average):
         copies.reduce_scatter(handle, output, own, average)
         return output
 
-    for found, expected in zip(on_ranks(ranks, call, ranks * part * dtype.itemsize), summed(given, average), strict=True):
+    for found, expected in zip(
+        on_ranks(ranks, call, ranks * part * dtype.itemsize), summed(given, average), strict=True
+    ):
         assert torch.equal(found, expected)
 
 

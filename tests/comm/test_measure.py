@@ -98,3 +98,60 @@ def test_measured_tables_are_alike_on_all_ranks_and_used():
     dist.destroy_process_group()
     """
     run(script, 2, 90)
+
+
+def test_on_gpus_it_is_beside_a_computation_that_all_is_timed():
+    script = """
+    from deepytorch.comm.group import measuring
+    from deepytorch.comm.algorithms.base import Choice
+    init()
+    place = torch.device("meta")  # neither a CPU nor there: what is timed is told by the clock below
+    cuda = type("Place", (), {"type": "cuda"})()
+    took = {"collective": 900.0, "product": 200.0}
+    began = []
+    def collective():
+        began.append("collective")
+    measuring._computation = lambda place: lambda: began.append("product")
+    measuring._time_us = lambda run, place, group: took["collective" if run is collective else "product"]
+    assert measuring._beside(collective, (1 << 20) - 1, cuda, None) is collective
+    assert measuring._beside(collective, 1 << 20, torch.device("cpu"), None) is collective
+    measuring._beside(collective, 1 << 20, cuda, None)()
+    assert began == ["collective"] + ["product"] * 4, began  # 900 / 200, rounded
+    began.clear()
+    took["collective"] = 10.0
+    measuring._beside(collective, 1 << 20, cuda, None)()
+    assert began == ["collective", "product"], began
+    dist.destroy_process_group()
+    """
+    run(script, 1, 60)
+
+
+def test_all_reduces_in_registered_memory_are_timed_beside_the_engine_s():
+    script = """
+    from deepytorch.comm.group import measuring
+    from deepytorch.comm.algorithms.base import Choice
+    init()
+    class Memory:
+        def connect(self):
+            pass
+        def allocate(self, num_bytes):
+            if num_bytes > 8 << 20 and rank == 1:
+                raise RuntimeError("no more of it")
+            return torch.zeros(num_bytes, dtype=torch.uint8)
+    measuring.registered_memory = lambda group, device: Memory()
+    engine = {Choice("engine"): 50.0, Choice("nvlink_copies"): 40.0}
+    cpu = torch.device("cpu")
+    found = measuring._times_registered({1 << 16: engine, 1 << 20: engine, 4 << 20: engine}, None, cpu)
+    assert sorted(found) == [1 << 20, 4 << 20], found
+    assert all(plain == 50.0 and 0 < registered < 1e6 for plain, registered in found.values()), found
+    assert measuring._times_registered({1 << 20: engine, 16 << 20: engine}, None, cpu) == {}
+    measuring.registered_memory = lambda group, device: None if rank == 0 else Memory()
+    assert measuring._times_registered({1 << 20: engine}, None, cpu) == {}
+    measuring.set_registered_from(None, 1 << 20)
+    from deepytorch.comm.group.groups import registered_from
+    assert registered_from(dist.group.WORLD) == 1 << 20
+    assert registered_from(dist.new_group(backend="gloo")) is None
+    dist.barrier()
+    dist.destroy_process_group()
+    """
+    run(script, 2, 60)

@@ -613,7 +613,61 @@ assert adopted(model).reducer.counts.late == len(list(model.parameters()))
 """
 
 
+REGISTERED = """
+from deepytorch.comm.gradients import bucket_memory
+FROM = 20_000
+
+class Registered:
+    '''What stands for memory that NCCL was told of: it can be told from other memory, and may come to an end.'''
+    def __init__(self, gives=100):
+        self.made, self.gives, self.connected = 0, gives, 0
+    def connect(self):
+        self.connected += 1
+    def allocate(self, num_bytes):
+        if self.made >= self.gives:
+            raise RuntimeError("no more of it")
+        self.made += 1
+        return torch.zeros(num_bytes, dtype=torch.uint8).share_memory_()
+
+def buffers_of(reducer):
+    '''Each bucket: its size, and whether it lies in such memory.'''
+    buffers = [(bucket.buffer.nbytes, bucket.buffer.is_shared()) for bucket in reducer._sender._memory]
+    assert len(buffers) > 2 and any(size < FROM for size, _ in buffers), buffers
+    return buffers
+
+def with_memory(memory, **given):
+    bucket_memory.registered_memory = lambda group, device: memory
+    model = train(lambda: Net(600), ours={"bucket_cap_mb": 0.1}, **given)
+    return adopted(model).reducer
+
+bucket_memory.registered_from = lambda group: FROM
+memory = Registered()
+for size, registered in buffers_of(with_memory(memory, what="registered")):
+    assert registered == (size >= FROM), size
+assert memory.connected
+
+# somebody keeps gradients on one rank alone: what takes their place there is of the same kind
+held = []
+def keep(model, call, optimizer, number):
+    optimizer.zero_grad()
+    call(*data(number)).backward()
+    if rank == 1:
+        held.append([p.grad for p in model.parameters()])
+memory = Registered()
+for size, registered in buffers_of(with_memory(memory, what="held on one rank", step=keep)):
+    assert registered == (size >= FROM), size
+made = [None, None]
+dist.all_gather_object(made, memory.made)
+assert made[1] > made[0], made
+
+# one rank is offered none, or cannot make all of it: then none takes it, on any rank
+for memory in (None if rank == 1 else Registered(), Registered(gives=1 if rank == 0 else 100)):
+    assert not any(registered for _, registered in buffers_of(with_memory(memory, what="one rank without")))
+"""
+
+
 PARTS = {
+    "registered": REGISTERED,
     "steps": PLAIN + ACCUMULATION + DETERMINISTIC,
     "models": MODELS,
     "pieces": PIECES,
