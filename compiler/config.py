@@ -26,9 +26,11 @@ class CompilerConfig:
     `lowering`: what makes code of a graph; for debugging, "aot_eager" runs what AOTAutograd makes of it operator by
     operator, and "eager" the rewritten graph itself, under autograd; nothing reduces gradients in it.
     `mode`: one of `torch.compile`'s modes, with Inductor's meaning; it may stand among the options.
-    `unpad`: strip padding. `fuse_loss`: compute a loss and the linear layer before it together, piece by piece, where
-    nothing else reads the logits and they would take a gigabyte or more: a fraction of the memory, in the same time
-    (`deepytorch bench loss`); a third more work where each row's loss is asked for.
+    `unpad`: strip padding.
+    `fuse_loss`: compute a loss and the linear layer before it together, piece by piece, where nothing else reads the
+    logits and they would take a gigabyte or more: a fraction of the memory, in the same time (`deepytorch bench loss`);
+    a third more work where each row's loss is asked for; where None, only where it is faster: logits in float32 on a
+    CPU, from 8 MB on.
     `loss_rows`: leave out rows of the loss whose label is ignored.
     `defer_outputs`: compute an output that the loss does not need, such as logits, at its first use.
     `outputs`: what a script finds at padded positions of outputs; "exact": what eager has there, "zeros": zeros, for
@@ -46,7 +48,7 @@ class CompilerConfig:
     lowering: Lowering = "inductor"
     mode: str | None = None
     unpad: bool = True
-    fuse_loss: bool = False
+    fuse_loss: bool | None = None
     loss_rows: bool = True
     defer_outputs: bool = True
     outputs: Outputs = "exact"
@@ -61,10 +63,10 @@ class CompilerConfig:
         _expect("lowering", self.lowering, self.lowering in LOWERINGS, f"one of {', '.join(LOWERINGS)}")
         _expect("mode", self.mode, self.mode is None or self.mode in MODES, f"one of {', '.join(MODES)}")
         _expect("outputs", self.outputs, self.outputs in OUTPUTS, f"one of {', '.join(OUTPUTS)}")
-        for name in ("wait", "round_sizes"):
+        for name in ("wait", "round_sizes", "fuse_loss"):
             value = getattr(self, name)
             _expect(name, value, value is None or isinstance(value, bool), "True or False")
-        for name in ("unpad", "fuse_loss", "loss_rows", "defer_outputs", "reduce_gradients"):
+        for name in ("unpad", "loss_rows", "defer_outputs", "reduce_gradients"):
             value = getattr(self, name)
             _expect(name, value, isinstance(value, bool), "True or False")
         fraction = self.min_padding

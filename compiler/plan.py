@@ -25,7 +25,7 @@ class Plan:
     @classmethod
     def initial(cls, region: str, config: CompilerConfig) -> Plan:
         """What is tried on a region that nothing is known of yet."""
-        chosen = {"StripPadding": config.unpad, "FuseLinearLoss": config.fuse_loss}
+        chosen = {"StripPadding": config.unpad, "FuseLinearLoss": config.fuse_loss is not False}
         return cls(region, config, passes=tuple(name for name, wanted in chosen.items() if wanted))
 
     def without(self, name: str) -> Plan:

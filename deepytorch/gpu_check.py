@@ -142,6 +142,7 @@ def _checks(device: torch.device) -> Iterator[_Check]:
             yield _Check("parity", f"{model}, {dtype}, Inductor", _bound(_trains_as_eager, device, model, dtype))
     yield _Check("synchronisations", "a packed step", lambda: _synchronisations(device))
     yield _Check("ranks of one GPU", "4 ranks, all-reduces", lambda: _ranks_of_one_gpu(device))
+    yield _Check("registered memory", "NCCL with one rank", lambda: _registered_memory(device))
     yield _Check("speed", "linear + cross-entropy, 4096 x 4096 x 128256, bf16", lambda: _loss_speed(device), False)
     yield _Check("speed", "attention, 8 rows of 1024, 32 heads of 128, bf16", lambda: _attention_speed(device), False)
     yield _Check("speed", "bench unpad, llama base, bf16", lambda: _unpad_speed(device), False)
@@ -350,6 +351,33 @@ def _ranks_of_one_gpu(device: torch.device) -> str:
         raise Failed(str(error)) from None
     us = 1e6 * found.seconds / found.calls
     return f"{found.compared} kinds and {found.calls} calls have the right bits, {us:.0f} us a call on one GPU"
+
+
+def _registered_memory(device: torch.device) -> str:
+    """Memory that NCCL is told of: made, summed in, dropped while a part of it is held, made anew."""
+    import torch.distributed as dist
+
+    from deepytorch.comm.group.registered import RegisteredMemory
+
+    if device.type != "cuda" or not dist.is_nccl_available():
+        raise Skipped("no CUDA device, or a torch without NCCL")
+    place = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+    nccl: Any = dist.ProcessGroupNCCL(dist.HashStore(), 0, 1, dist.ProcessGroupNCCL.Options())
+    if not nccl.supports_tensor_alloc(place):
+        raise Skipped("NCCL offers none on this device")
+    memory = RegisteredMemory(nccl, place)
+    memory.connect()
+    held = []
+    for size in (5, 12 << 20, 40 << 20, 5, 12 << 20):
+        made = memory.allocate(size)
+        nccl.allreduce([made.fill_(3)], dist.AllreduceOptions()).wait()
+        if not bool((made == 3).all()):
+            raise Failed(f"the sum of one rank's {size} bytes is not what they were")
+        held.append(made[: size // 2])
+        del made
+    if not all(bool((part == 3).all()) for part in held):
+        raise Failed("memory that was still held has changed")
+    return f"{len(held)} pieces"
 
 
 # ------------------------------------------------------------------ figures

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 NONE, MEAN, SUM = 0, 1, 2
-# Of a piece's logits in the dtype of the loss; their softmax takes as much. Each piece reads the weight twice and adds
-# to its gradient: on two CPU cores 4,096 rows x 256 x 128,256 take 6.6, 5.9, 5.35, 5.5 s with 60, 120, 256, 400 MiB.
+# Of a piece's logits in the dtype of the loss; on GPUs their softmax takes as much. Each piece reads the weight twice
+# and adds to its gradient: on two CPU cores 4,096 rows x 256 x 128,256 took 6.6, 5.9, 5.35, 5.5 s with 60, 120, 256,
+# 400 MiB.
 _CHUNK_BYTES, _CHUNK_BYTES_CPU = 120 << 20, 256 << 20
+_LEAST_ROWS, _MOST_ROWS_CPU = 64, 512  # more stay in caches for shorter
 _NEXT_TO_NOTHING = 1e-20  # a probability whose logarithm is not sure of all its digits
-_LEAST_ROWS = 64  # a piece reads the whole weight three times
 
 
 class LossRule(NamedTuple):
@@ -177,22 +178,18 @@ def _sweep(
     if wants_weight and hidden.size(0) == 0:
         grad_weight.zero_()
     grad_bias = weight.new_zeros(weight.size(0), dtype=dtype) if wants_bias else weight.new_empty(0)
-    chunk_bytes = _CHUNK_BYTES_CPU if hidden.device.type == "cpu" else _CHUNK_BYTES
-    step = chunk_rows or max(_LEAST_ROWS, chunk_bytes // (weight.size(0) * dtype.itemsize))
-    probabilities = None
+    step = chunk_rows or _rows_of_a_piece(weight, dtype)
+    make = _Logits(weight, bias, rule.softcap, dtype, min(step, hidden.size(0)))
     for start in range(0, hidden.size(0), step):
         piece = slice(start, min(start + step, hidden.size(0)))
         h, wanted, factor = hidden[piece], target[piece].unsqueeze(1), share[piece].unsqueeze(1)
-        logits = torch.nn.functional.linear(h, weight, bias).to(dtype)
-        if rule.softcap > 0:
-            logits = logits.div_(rule.softcap).tanh_().mul_(rule.softcap)
-        if probabilities is None or probabilities.size(0) != logits.size(0):
-            probabilities = torch.empty_like(logits)
-        torch.softmax(logits, -1, out=probabilities)
-        found = _logsumexp(logits, probabilities, wanted)
-        losses = found - (1.0 - rule.label_smoothing) * logits.gather(1, wanted)
+        logits = make(h)
+        at_target = logits.gather(1, wanted)
+        losses = (rule.label_smoothing - 1.0) * at_target
         if rule.label_smoothing > 0:
             losses = losses - rule.label_smoothing * logits.mean(-1, keepdim=True)
+        probabilities, found = make.softmax(logits, h, wanted, at_target)
+        losses = losses + found
         logsumexp[piece], cross_entropy[piece] = found.squeeze(1), losses.squeeze(1)
         if not any(gradients):
             continue
@@ -229,13 +226,50 @@ def _sweep(
     return cross_entropy, logsumexp, Gradients(grad_hidden, grad_weight.to(weight.dtype), grad_bias.to(weight.dtype))
 
 
-def _logsumexp(logits: Tensor, probabilities: Tensor, wanted: Tensor) -> Tensor:
-    """(rows, 1), from the softmax that is there: a class's probability is exp(logit - logsumexp)."""
-    if logits.device.type != "cpu":
-        wanted = logits.argmax(-1, keepdim=True)
-    found = logits.gather(1, wanted) - probabilities.gather(1, wanted).log_()
-    if logits.device.type == "cpu":  # the target's is at hand without a search, but where it is next to nothing
-        lost = probabilities.gather(1, wanted).squeeze(1) < _NEXT_TO_NOTHING
-        if lost.any():
-            found[lost] = torch.logsumexp(logits[lost], -1, keepdim=True)
-    return found
+def _rows_of_a_piece(weight: Tensor, dtype: torch.dtype) -> int:
+    on_cpu = weight.device.type == "cpu"
+    rows = (_CHUNK_BYTES_CPU if on_cpu else _CHUNK_BYTES) // (weight.size(0) * dtype.itemsize)
+    return max(_LEAST_ROWS, min(rows, _MOST_ROWS_CPU) if on_cpu else rows)
+
+
+class _Logits:
+    """Logits of one piece after the other, and their softmax, in the same memory: fresh memory costs a CPU its time."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, softcap: float, dtype: torch.dtype, most_rows: int) -> None:
+        """`dtype`: of what is handed out. softcap: 0 for none."""
+        self._weight, self._bias, self._softcap = weight, bias, softcap
+        shape = (most_rows, weight.size(0))
+        self._product = weight.new_empty(shape)
+        self._logits = self._product if dtype == weight.dtype else weight.new_empty(shape, dtype=dtype)
+        # in place on the CPU, whose kernel writes a row behind the last look at it; a softcap's slope needs the logits
+        in_place = weight.device.type == "cpu" and softcap == 0
+        self._probabilities = self._logits if in_place else torch.empty_like(self._logits)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """(rows, classes) for hidden states (rows, hidden size); they last until the next call."""
+        product, logits = self._product[: hidden.size(0)], self._logits[: hidden.size(0)]
+        if self._bias is None:
+            torch.mm(hidden, self._weight.t(), out=product)
+        else:
+            torch.addmm(self._bias, hidden, self._weight.t(), out=product)
+        return self._capped(product if logits.dtype == product.dtype else logits.copy_(product))
+
+    def softmax(self, logits: Tensor, hidden: Tensor, target: Tensor, at_target: Tensor) -> tuple[Tensor, Tensor]:
+        """Of `logits`, which it may overwrite; and (rows, 1) logsumexp: a probability is exp(logit - logsumexp)."""
+        on_cpu = logits.device.type == "cpu"
+        if not on_cpu:
+            target = logits.argmax(-1, keepdim=True)
+            at_target = logits.gather(1, target)
+        probabilities = self._probabilities[: logits.size(0)]
+        torch.softmax(logits, -1, out=probabilities)
+        probability = probabilities.gather(1, target)
+        logsumexp = at_target - probability.log()
+        if on_cpu:  # the target's is at hand without a search, but where it is next to nothing
+            lost = probability.squeeze(1) < _NEXT_TO_NOTHING
+            if lost.any():
+                again = torch.nn.functional.linear(hidden[lost], self._weight, self._bias).to(logits.dtype)
+                logsumexp[lost] = torch.logsumexp(self._capped(again), -1, keepdim=True)
+        return probabilities, logsumexp
+
+    def _capped(self, logits: Tensor) -> Tensor:
+        return logits.div_(self._softcap).tanh_().mul_(self._softcap) if self._softcap > 0 else logits

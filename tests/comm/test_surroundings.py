@@ -141,9 +141,10 @@ def test_what_was_measured_beside_nccl_is_what_all_ranks_run(monkeypatch, tmp_pa
     store = dist.HashStore()
     groups = [gpu_group(store, rank) for rank in range(2)]
     found = {"all_reduce": (Range(0, Choice("engine")), Range(1 << 22, Choice("cpu_reduce", 1 << 20, 2)))}
-    measured.remember(groups[0].topology, groups[0].gpus, found)
+    measured.remember(groups[0].topology, groups[0].gpus, measured.Measured(found, 1 << 24))
     for group in groups:
-        tables.set_remembered(group)
+        assert group.registered_from is None
+        assert tables.with_remembered(group).registered_from == 1 << 24
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))  # the other rank's: rank 0's holds
         assert [row[:3] for row in group.backend.rows["all_reduce", True, False]] == [
             ((1 << 22) - 1, "engine", 0),

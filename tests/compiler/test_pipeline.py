@@ -16,6 +16,7 @@ from deepytorch.compiler.compiled_step import CompiledStep
 from deepytorch.compiler.manager import copied
 from deepytorch.compiler.report import LEDGER
 from deepytorch.passes.base import Context, Decline, Pass, Rewrite, Role
+from deepytorch.passes.fuse_linear_loss import FuseLinearLoss
 from deepytorch.passes.unpad.strip_padding import StripPadding
 from tests.compiler.plain_models import VOCAB, Plain, sdpa_bool
 
@@ -91,7 +92,8 @@ def test_a_pass_that_fired_is_lowered_whatever_becomes_of_padding(monkeypatch, m
     monkeypatch.setattr(lower_region, "lower", spying)
     monkeypatch.setattr(backend, "passes_for", lambda plan: list(passes))
     assert {type(each) for each in pipeline.passes_for(pipeline.Plan.initial("r", backend.CompilerConfig.parse()))} == {
-        StripPadding
+        StripPadding,
+        FuseLinearLoss,
     }
     torch.manual_seed(0)
     model = Plain(sdpa_bool, _squared_loss) if masked else Plain(_looks_everywhere, _mean_loss)

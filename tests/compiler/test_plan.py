@@ -32,7 +32,7 @@ def test_json_holds_every_decision():
     assert json.loads(json.dumps(plan.to_json())) == {
         "region": "forward",
         "config": plan.config.to_json(),
-        "passes": ["StripPadding"],
+        "passes": ["StripPadding", "FuseLinearLoss"],
     }
 
 
@@ -63,12 +63,13 @@ def test_digest_is_the_same_in_another_process():
 
 
 def test_pipeline_makes_the_passes_of_the_plan():
-    assert passes_for(make()) == [StripPadding()]
+    assert passes_for(make()) == [StripPadding(), FuseLinearLoss(least_bytes=None)]
+    assert passes_for(make(fuse_loss=False)) == [StripPadding()]
     assert passes_for(make(loss_rows=False, defer_outputs=False, fuse_loss=True)) == [
         StripPadding(loss_rows=False, defer_outputs=False),
         FuseLinearLoss(),
     ]
-    assert passes_for(make(unpad=False)) == []
+    assert passes_for(make(unpad=False, fuse_loss=False)) == []
 
 
 def test_pipeline_refuses_a_plan_that_it_cannot_carry_out():

@@ -283,15 +283,33 @@ def test_a_model_without_attention_gains_by_its_loss_alone(monkeypatch, lowering
     assert not any(region.fallbacks for region in regions)
 
 
-def test_it_is_done_on_request(monkeypatch):
+@pytest.mark.parametrize(
+    ("fuse_loss", "dtype", "rows", "outcome"),
+    [
+        (None, torch.float32, 130, "rewritten"),  # of 16,384 classes: 8 MiB of logits, and some more
+        (None, torch.float32, 120, "declined"),
+        (None, torch.float64, 130, "declined"),
+        (False, torch.float32, 130, "declined"),
+        (True, torch.float64, 130, "declined"),
+    ],
+)
+def test_it_is_done_where_it_is_faster(fuse_loss, dtype, rows, outcome):
     torch._dynamo.reset()
-    fuse_all(monkeypatch)
     before = len(LEDGER.report().regions)
-    model = Recurrent(64)
-    options = {"lowering": "aot_eager"}
-    train(model, torch.compile(model, backend="deepytorch", options=options), ((4, 6),))
+    model = Recurrent(1 << 14).to(dtype)
+    options = {"lowering": "aot_eager", "wait": True, "fuse_loss": fuse_loss}
+    train(model, torch.compile(model, backend="deepytorch", options=options), ((1, rows),))
     [region] = LEDGER.report().regions[before:]
-    assert region.outcome == "declined"
+    assert region.outcome == outcome
+
+
+def test_losses_of_rows_are_not_fused_for_speed():
+    def of_rows(x, w, b, t):
+        return F.cross_entropy(F.linear(x, w, b).view(-1, CLASSES), t.view(-1), reduction="none").sum()
+
+    for call, number in ((flat, 1), (of_rows, 0)):
+        module, _ = rewritten(call, given(), least_bytes=None, faster_bytes=0)
+        assert calls(module, FUSED) == number
 
 
 def test_the_head_of_a_packed_model_is_fused_and_its_logits_can_still_be_read(monkeypatch):
@@ -337,4 +355,4 @@ def test_the_head_of_a_packed_model_is_fused_and_its_logits_can_still_be_read(mo
 
 def fuse_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the size of the logits."""
-    monkeypatch.setattr(FuseLinearLoss, "_is_much", lambda self, places: True)
+    monkeypatch.setattr(FuseLinearLoss, "_is_much", lambda self, places, fast: True)
