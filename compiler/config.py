@@ -30,7 +30,7 @@ class CompilerConfig:
     `fuse_loss`: compute a loss and the linear layer before it together, piece by piece, where nothing else reads the
     logits and they would take a gigabyte or more: a fraction of the memory, in the same time (`deepytorch bench loss`);
     a third more work where each row's loss is asked for; where None, only where it is faster: logits in float32 on a
-    CPU, from 8 MB on.
+    CPU, from 1 MB on.
     `loss_rows`: leave out rows of the loss whose label is ignored.
     `defer_outputs`: compute an output that the loss does not need, such as logits, at its first use.
     `outputs`: what a script finds at padded positions of outputs; "exact": what eager has there, "zeros": zeros, for
