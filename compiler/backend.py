@@ -21,7 +21,7 @@ from deepytorch.compiler.graph_values import give_values
 from deepytorch.compiler.lower_region import RegionLowering
 from deepytorch.compiler.manager import Rewritten, copied, run_passes
 from deepytorch.compiler.outcome import Outcome, tell
-from deepytorch.compiler.pipeline import fuse_linear_loss, passes_for
+from deepytorch.compiler.pipeline import passes_for
 from deepytorch.compiler.plan import Plan
 from deepytorch.compiler.report import LEDGER, RegionRecord
 from deepytorch.compiler.runtime import Effects, RewrittenStep, Step
@@ -32,6 +32,7 @@ from deepytorch.compiler.whole_step import WholeStep, can_be_compiled_later
 from deepytorch.config import Environment
 from deepytorch.log import logger, once
 from deepytorch.passes.base import Context
+from deepytorch.passes.fuse_linear_loss import FuseLinearLoss
 from deepytorch.passes.slicing import Slicer
 from deepytorch.passes.unpad.program import Program
 from deepytorch.passes.unpad.rules import is_random
@@ -86,7 +87,7 @@ def _without_packing(
 ) -> Callable[..., Any]:
     """What else may be rewritten in a region, of which `reasons` say why it is not packed; as stock if nothing."""
     plan = Plan.initial("region", config).without("StripPadding")
-    if not plan.passes or not _may_have_large_loss(module, config):
+    if not config.fuse_loss or not plan.passes or not _may_have_large_loss(module):
         return _lower_whole(module, example_inputs, config, _record(config, *reasons))
     return _analysed(module, example_inputs, config, Trace.DECLINED, plan, reasons)
 
@@ -313,14 +314,13 @@ def _may_have_attention(module: fx.GraphModule) -> bool:
     return False
 
 
-def _may_have_large_loss(module: fx.GraphModule, config: CompilerConfig) -> bool:
+def _may_have_large_loss(module: fx.GraphModule) -> bool:
     """A cheap look at a Dynamo graph: a cross-entropy of large logits."""
-    fuse = fuse_linear_loss(config)
     for node in module.graph.nodes:
         if node.op == "call_function" and getattr(node.target, "__name__", "").startswith("cross_entropy"):
             given = node.args[0] if node.args else node.kwargs.get("input")
             logits = given.meta.get("example_value") if isinstance(given, fx.Node) else None
-            if isinstance(logits, torch.Tensor) and logits.dim() == 2 and fuse.is_large(logits):
+            if isinstance(logits, torch.Tensor) and logits.dim() == 2 and FuseLinearLoss().is_large(logits):
                 return True
     return False
 

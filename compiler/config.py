@@ -29,8 +29,8 @@ class CompilerConfig:
     `unpad`: strip padding.
     `fuse_loss`: compute a loss and the linear layer before it together, piece by piece, where nothing else reads the
     logits and they would take a gigabyte or more: a fraction of the memory, in the same time (`deepytorch bench loss`);
-    a third more work where each row's loss is asked for; where None, only where it is faster: logits in float32 on a
-    CPU, from 1 MB on.
+    a third more work where each row's loss is asked for; in float32 on a CPU from 1 MB of logits on, since it is faster
+    there; where None, in packed regions for that reason alone.
     `loss_rows`: leave out rows of the loss whose label is ignored.
     `defer_outputs`: compute an output that the loss does not need, such as logits, at its first use.
     `outputs`: what a script finds at padded positions of outputs; "exact": what eager has there, "zeros": zeros, for
@@ -65,7 +65,7 @@ class CompilerConfig:
         _expect("outputs", self.outputs, self.outputs in OUTPUTS, f"one of {', '.join(OUTPUTS)}")
         for name in ("wait", "round_sizes", "fuse_loss"):
             value = getattr(self, name)
-            _expect(name, value, value is None or isinstance(value, bool), "True or False")
+            _expect(name, value, value is None or isinstance(value, bool), "True, False or None")
         for name in ("unpad", "loss_rows", "defer_outputs", "reduce_gradients"):
             value = getattr(self, name)
             _expect(name, value, isinstance(value, bool), "True or False")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from deepytorch.compiler.config import CompilerConfig
 from deepytorch.compiler.plan import Plan
 from deepytorch.passes.base import Pass
 from deepytorch.passes.fuse_linear_loss import FuseLinearLoss
@@ -16,13 +15,9 @@ def passes_for(plan: Plan) -> list[Pass]:
         StripPadding(
             loss_rows=config.loss_rows, defer_outputs=config.defer_outputs, zero_outputs=config.outputs == "zeros"
         ),
-        fuse_linear_loss(config),  # behind it: there the loss alone reads the logits of a Hugging Face model
+        # behind it: there the loss alone reads the logits of a Hugging Face model
+        FuseLinearLoss() if config.fuse_loss else FuseLinearLoss(least_bytes=None),
     ]
     unknown = set(plan.passes) - {type(each).__name__ for each in passes}
     assert not unknown, f"a plan asks for {sorted(unknown)}, which no pass is called"
     return [each for each in passes if type(each).__name__ in plan.passes]
-
-
-def fuse_linear_loss(config: CompilerConfig) -> FuseLinearLoss:
-    """The pass, for what was asked of it."""
-    return FuseLinearLoss() if config.fuse_loss else FuseLinearLoss(least_bytes=None)

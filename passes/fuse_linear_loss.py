@@ -21,6 +21,7 @@ _FLATTEN = aten.flatten.using_ints
 _SAME = (aten.contiguous.default, aten.clone.default, aten.alias.default)
 _CASTS = (aten._to_copy.default, aten.to.dtype)
 _PRODUCTS = (aten.mul.Tensor, aten.mul.Scalar)
+_LEAST_CLASSES = 1024  # from which a piece's operators are too long to count
 _QUOTIENTS = (aten.div.Tensor, aten.div.Scalar)
 
 
@@ -37,13 +38,13 @@ class _Way(NamedTuple):
 class FuseLinearLoss(Pass):
     """Fuses `cross_entropy(linear(x))` where nothing else reads the logits.
 
-    `least_bytes`: of the first batch's logits in float32, from which memory is worth it (None: nothing is). Where each
-    row's loss is asked for, the backward computes logits again: a third more work.
+    `least_bytes`: of the first batch's logits in float32, from which memory is worth it. Where each row's loss is asked
+    for, the backward computes logits again: a third more work. None: only time counts, in packed graphs alone.
 
-    `faster_bytes`: from which time is gained as well, of logits in float32 on a CPU whose losses become one number.
-    Measured on two cores, forward and backward beside Inductor's (rows x hidden size x classes): 32 x 512 x 8192 in 0.94
-    of its time, 128 x 256 x 2048 0.83, 1366 x 256 x 2048 0.93, 500 x 512 x 8192 0.81, 1366 x 512 x 8192 0.89,
-    1366 x 512 x 32000 0.97, 1000 x 768 x 50257 1.02.
+    `faster_bytes`: from which time is gained as well, or not lost, where a layer in float32 on a CPU has 1,024 classes
+    or more and its losses become one number. Measured on two cores, forward and backward beside Inductor's (rows x
+    hidden size x classes): 32 x 512 x 8192 in 0.94 of its time, 128 x 256 x 2048 0.83, 1366 x 256 x 2048 0.93,
+    500 x 512 x 8192 0.81, 1366 x 512 x 8192 0.89, 1366 x 512 x 32000 0.97, 1000 x 768 x 50257 1.02.
     """
 
     least_bytes: int | None = 1 << 30
@@ -51,6 +52,8 @@ class FuseLinearLoss(Pass):
 
     def concerns(self, module: fx.GraphModule) -> bool:
         """Whether there is a loss, and some weight has so many rows, and the batch so many places."""
+        if self.least_bytes is None and not _is_packed(module):
+            return False
         rows, classes, fast = 0, 0, False
         for node in module.graph.nodes:
             value, given = node.meta.get("val"), node.meta.get("input")
@@ -74,7 +77,8 @@ class FuseLinearLoss(Pass):
     def is_large(self, logits: torch.Tensor, reduced: bool = True) -> bool:
         """Whether logits are better not held at once, by the sizes of the first batch. reduced: to one loss."""
         sizes = _sizes(logits)
-        return None not in sizes and self._is_much(math.prod(sizes), reduced and _is_fast(logits))
+        fast = reduced and _is_fast(logits) and sizes[-1] is not None and sizes[-1] >= _LEAST_CLASSES
+        return None not in sizes and self._is_much(math.prod(sizes), fast)
 
     def rewrite(self, module: fx.GraphModule, context: Context) -> Rewrite:
         """One operator for each loss that allows it; `declined` says why the others do not."""
@@ -88,6 +92,9 @@ class FuseLinearLoss(Pass):
             found = self._way(node)
             if isinstance(found, str):
                 rewrite.declined.append(Decline(node.name, found))
+                continue
+            logits = _value(found.linear)  # which may have been cast on their way to the loss
+            if not _is_fast(logits) and not self.is_large(_value(given["self"]), reduced=False):
                 continue
             rewrite.changes.append(f"{node.name} and {found.linear.name} are one operator")
             _fuse(module.graph, node, found)
@@ -195,6 +202,11 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
 def _value(node: Any) -> torch.Tensor:
     value: torch.Tensor = node.meta["val"]
     return value
+
+
+def _is_packed(module: fx.GraphModule) -> bool:
+    packed = torch.ops.deepytorch.varlen_attention.default
+    return any(node.target is packed for node in module.graph.nodes)
 
 
 def _is_fast(value: torch.Tensor) -> bool:

@@ -31,6 +31,7 @@ ONE_SHOT_STEPS, TWO_SHOT_STEPS = 3, 4
 # Of copies, besides one for each peer whose values are fetched: values are put down, added up, and three barriers.
 COPY_STEPS = 5
 COPIES_FROM_BYTES = 1 << 20  # below, starting each copy takes longer than it takes. Not measured.
+COPIES_BELOW_BYTES = 1 << 30  # which memory is kept for, as much as the largest payload
 
 
 class SymmetricMemory(Collective):
@@ -107,7 +108,7 @@ class CopyEngines(SymmetricMemory):
 
     name = "nvlink_copies"
     kinds = ("all_reduce", "reduce_scatter", "all_gather")
-    from_bytes = COPIES_FROM_BYTES
+    from_bytes, below_bytes = COPIES_FROM_BYTES, COPIES_BELOW_BYTES
 
     def cost_us(self, operation: Operation, topology: Topology, links: Links, choice: Choice) -> float:
         """Predicted time: see `symmetric_us`; a reduce-scatter and an all-gather are about a half each."""

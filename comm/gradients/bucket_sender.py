@@ -67,8 +67,7 @@ class BucketSender:
     def begin(self) -> None:
         """A backward begins: nothing has come."""
         if not self._memory:
-            buffers = self._buffers.for_all([bucket.num_bytes for bucket in self.plan.buckets])
-            self._memory = [self._make(number, buffer) for number, buffer in enumerate(buffers)]
+            self._memory = self._make_all()
         for number, bucket in enumerate(self._memory):
             if bucket.is_held():  # somebody kept a gradient of an earlier step: it stays what it is
                 bucket = self._make(number, self._buffers.another(self.plan.buckets[number].num_bytes))
@@ -167,6 +166,11 @@ class BucketSender:
     def _count(self, num_bytes: int) -> None:
         self.counts.collectives += 1
         self.counts.num_bytes += num_bytes
+
+    def _make_all(self) -> list[BucketMemory]:
+        """By all ranks at this point. Nothing else may hold on to the memory: see `BucketMemory.is_held`."""
+        buffers = self._buffers.for_all([bucket.num_bytes for bucket in self.plan.buckets])
+        return [self._make(number, buffers.pop(0)) for number in range(len(self.plan.buckets))]
 
     def _make(self, number: int, buffer: Tensor) -> BucketMemory:
         planned = self.plan.buckets[number]

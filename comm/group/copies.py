@@ -1,9 +1,10 @@
-"""Collectives by plain copies between GPUs that map each other's memory: their copy engines do them.
+"""Collectives by plain copies between GPUs that map each other's memory: their copy engines fetch what others have.
 
-The processors are left to what is computed meanwhile; what NCCL's kernels take of them slows matrix multiplications
-down. Each rank puts its values where the others read them, and fetches theirs; sums are made in float32 by the rank
-whose part they are, in the order of the ranks, and rounded once, so that every rank gets the same bits. As torch's own
-low-contention collectives do it, but with a float32 sum, for all-reduce too, and without an output of their own.
+The processors are left to what is computed meanwhile, but for sums and barriers; what NCCL's kernels take of them slows
+matrix multiplications down. Each rank puts its values where the others read them, and fetches theirs; sums are made in
+float32 by the rank whose part they are, in the order of the ranks, and rounded once, so that every rank gets the same
+bits. As torch's own low-contention collectives do it, but with a float32 sum, for all-reduce too, and without an output
+of their own.
 
 A call ends when all ranks have read what they need, so that the next one may write. All of it is asynchronous, on the
 current stream. Not yet run on several GPUs.

@@ -69,9 +69,10 @@ def measure(
         times = _times(known, group, kind, place, kind_of_device, sizes)
         tables[kind] = measured.table_of(times)
         if kind == "all_reduce" and kind_of_device == "cuda":  # while NCCL runs them all
-            registered = measured.faster_from(_times_registered(times, group, place))
+            registered = measured.faster_from(_times_registered(sizes, group, place))
     set_measured(known, kind_of_device, tables)
     if kind_of_device == "cuda":
+        torch.cuda.empty_cache()  # registered memory that was tried goes back
         set_registered_from(group, registered)
         if known.rank == 0:
             measured.remember(known.topology, known.gpus, measured.Measured(tables, registered))
@@ -105,21 +106,24 @@ def _times(
 
 
 def _times_registered(
-    times: dict[int, dict[Choice, float]], group: dist.ProcessGroup | None, place: torch.device
+    sizes: list[int], group: dist.ProcessGroup | None, place: torch.device
 ) -> dict[int, tuple[float, float]]:
-    """What NCCL's all-reduces take, by `times`, and in memory that it was told of; nothing where there is none."""
+    """What NCCL's all-reduces take, and in memory that it was told of; nothing where there is none."""
     process_group = dist.group.WORLD if group is None else group
     assert process_group is not None
     memory: RegisteredMemory | None = registered_memory(process_group, place)
     found = {}
-    for size, taken in times.items():
+    for size in sizes:
         if size < _BESIDE_FROM_BYTES:
             continue
         made = allocate_together(memory, [size], process_group, place)
         if made is None:
             return {}
-        run = _beside(_all_reduce(made[0].view(torch.float32), group), size, place, group)
-        found[size] = (taken[Choice(ENGINE.name)], _time_us(run, place, group))
+        plain = torch.zeros_like(made[0]).view(torch.float32)
+        ways = [_all_reduce(tensor, group) for tensor in (plain, made[0].view(torch.float32))]
+        times = _times_of_computation(ways[0], size, place, group)  # for both
+        first, second = (_time_us(_with_computation(run, times, place), place, group) for run in ways)
+        found[size] = first, second
     return found
 
 
@@ -154,10 +158,20 @@ def _all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> _Run:
 
 def _beside(run: _Run, num_bytes: int, place: torch.device, group: dist.ProcessGroup | None) -> _Run:
     """`run`, on GPUs with a computation that begins behind it and takes as long as it alone, as now chosen, does."""
+    return _with_computation(run, _times_of_computation(run, num_bytes, place, group), place)
+
+
+def _times_of_computation(run: _Run, num_bytes: int, place: torch.device, group: dist.ProcessGroup | None) -> int:
+    """How often a computation takes as long as `run` does alone; 0 where nothing is computed beside."""
     if place.type != "cuda" or num_bytes < _BESIDE_FROM_BYTES:
+        return 0
+    return max(1, round(_time_us(run, place, group) / _time_us(_computation(place), place, group)))
+
+
+def _with_computation(run: _Run, times: int, place: torch.device) -> _Run:
+    if not times:
         return run
     compute = _computation(place)
-    times = max(1, round(_time_us(run, place, group) / _time_us(compute, place, group)))
 
     def both() -> dist.Work | None:
         work = run()

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepytorch.comm.group.groups import native_backend
+from deepytorch.torch_internals import StorageWeakRef
 
 _OWN_SEGMENT_BYTES = 10 << 20  # of less, torch's allocator makes a segment of 20 MiB
 
@@ -28,6 +29,7 @@ class RegisteredMemory:
     def __init__(self, nccl: Any, device: torch.device) -> None:
         """`nccl`: the group's `ProcessGroupNCCL`."""
         self._nccl, self._device = nccl, device
+        self._pools: list[tuple[int, Any, StorageWeakRef]] = []  # what each is of, and whether somebody holds it
 
     def connect(self) -> None:
         """Have NCCL make its communicator, which it does in its first call; on all ranks."""
@@ -35,11 +37,22 @@ class RegisteredMemory:
 
     def allocate(self, num_bytes: int) -> Tensor:
         """(num_bytes,) uint8 zeros. Raises what torch or NCCL raise, a RuntimeError, where there is none to be had."""
-        pool = torch.cuda.MemPool(self._nccl.mem_allocator)  # which may go: memory that is in use stays
-        with torch.cuda.use_mem_pool(pool, self._device):
-            whole = torch.zeros(max(num_bytes, _OWN_SEGMENT_BYTES), dtype=torch.uint8, device=self._device)
+        size = max(num_bytes, _OWN_SEGMENT_BYTES)
+        for place, (earlier, pool, piece) in enumerate(self._pools):
+            if earlier == size and piece.expired():  # NCCL knows its segment, which stays the pool's
+                del self._pools[place]
+                return self._from(pool, size)[:num_bytes]
+        with torch.cuda.device(self._device):
+            pool = torch.cuda.MemPool(self._nccl.mem_allocator)
+        whole = self._from(pool, size)
         self._nccl.register_mem_pool(pool)
         return whole[:num_bytes]
+
+    def _from(self, pool: Any, size: int) -> Tensor:
+        with torch.cuda.use_mem_pool(pool, self._device):
+            whole = torch.zeros(size, dtype=torch.uint8, device=self._device)
+        self._pools.append((size, pool, StorageWeakRef(whole.untyped_storage())))
+        return whole
 
 
 def registered_memory(group: dist.ProcessGroup, device: torch.device) -> RegisteredMemory | None:

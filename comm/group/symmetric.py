@@ -1,7 +1,7 @@
 """Collectives of CUDA tensors through torch's symmetric memory: what the algorithms of `nvlink` run.
 
 One-shot and two-shot are kernels of our own where Triton is installed; else, and for the switch's own reduction, they
-are torch's operators; `copies` moves values without kernels. All run on a stream of the group's own, beside what the
+are torch's operators; `copies` moves values by plain copies. All run on a stream of the group's own, beside what the
 caller computes, and in memory that no other stream uses: torch's shared workspace is not safe across streams. Not yet
 run on several GPUs.
 """

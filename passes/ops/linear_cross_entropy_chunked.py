@@ -13,7 +13,8 @@ NONE, MEAN, SUM = 0, 1, 2
 # and adds to its gradient: on two CPU cores 4,096 rows x 256 x 128,256 took 6.6, 5.9, 5.35, 5.5 s with 60, 120, 256,
 # 400 MiB.
 _CHUNK_BYTES, _CHUNK_BYTES_CPU = 120 << 20, 256 << 20
-_LEAST_ROWS, _MOST_ROWS_CPU = 64, 512  # more stay in caches for shorter
+_LEAST_ROWS = 64
+_ENOUGH_ROWS_CPU, _ENOUGH_BYTES_CPU = 512, 4 << 20  # more of both leave the caches sooner
 _NEXT_TO_NOTHING = 1e-20  # a probability whose logarithm is not sure of all its digits
 
 
@@ -227,9 +228,11 @@ def _sweep(
 
 
 def _rows_of_a_piece(weight: Tensor, dtype: torch.dtype) -> int:
-    on_cpu = weight.device.type == "cpu"
-    rows = (_CHUNK_BYTES_CPU if on_cpu else _CHUNK_BYTES) // (weight.size(0) * dtype.itemsize)
-    return max(_LEAST_ROWS, min(rows, _MOST_ROWS_CPU) if on_cpu else rows)
+    row_bytes = weight.size(0) * dtype.itemsize
+    if weight.device.type != "cpu":
+        return max(_LEAST_ROWS, _CHUNK_BYTES // row_bytes)
+    enough = max(_ENOUGH_ROWS_CPU, _ENOUGH_BYTES_CPU // row_bytes)
+    return max(_LEAST_ROWS, min(_CHUNK_BYTES_CPU // row_bytes, enough))
 
 
 class _Logits:

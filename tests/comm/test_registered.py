@@ -51,12 +51,27 @@ def pools(monkeypatch):
     def counted(*size, **options):
         made = zeros(*size, **options)
         if current:
-            current[-1].pieces.append(made)
+            current[-1].pieces.append((made.data_ptr(), made.nbytes))
         return made
 
     monkeypatch.setattr(torch.cuda, "MemPool", Pool)
     monkeypatch.setattr(torch.cuda, "use_mem_pool", use)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch, "zeros", counted)
+
+
+def test_a_piece_that_nobody_holds_is_given_again(pools):
+    nccl = Nccl()
+    memory = RegisteredMemory(nccl, torch.device("cpu"))
+    held = memory.allocate(12 * MIB)[5:6]  # a part is enough
+    memory.allocate(12 * MIB)  # dropped
+    third = memory.allocate(12 * MIB)
+    assert len(nccl.pools) == 2  # NCCL is told of a segment once
+    del held
+    for size, number in ((12 * MIB, 2), (13 * MIB, 3)):  # each of its size
+        memory.allocate(size)
+        assert len(nccl.pools) == number
+    assert not third.any()
 
 
 def test_each_piece_has_a_segment_of_its_own(pools):
@@ -67,8 +82,7 @@ def test_each_piece_has_a_segment_of_its_own(pools):
         assert (made.shape, made.dtype) == ((size,), torch.uint8)
         assert not made.any()
         [piece] = nccl.pools[-1].pieces
-        assert piece.data_ptr() == made.data_ptr()
-        assert piece.nbytes == max(size, 10 * MIB)  # of less several would share a segment
+        assert piece == (made.data_ptr(), max(size, 10 * MIB))  # of less several would share a segment
     assert nccl.pools[0] is not nccl.pools[1]
 
 

@@ -73,7 +73,12 @@ def train(make, steps=5, what="", step=None, batch=data, ours=None, theirs=None,
 """
 
 PLAIN = """
+from deepytorch.comm.gradients.bucket_memory import BucketMemory
+is_held, held_before = BucketMemory.is_held, []
+BucketMemory.is_held = lambda self: held_before.append(is_held(self)) or held_before[-1]
 model = train(Net, steps=10, what="plain")
+assert held_before and not any(held_before), "memory that all ranks made together was given up"
+BucketMemory.is_held = is_held
 counts = adopted(model).reducer.counts
 buckets = adopted(model).reducer.plan.buckets
 assert len(buckets) > 2 and counts.syncs == 10 and counts.collectives == 10 * len(buckets), counts
@@ -641,10 +646,14 @@ def with_memory(memory, **given):
     return adopted(model).reducer
 
 bucket_memory.registered_from = lambda group: FROM
+held_before = []
+is_held = bucket_memory.BucketMemory.is_held
+bucket_memory.BucketMemory.is_held = lambda self: held_before.append(is_held(self)) or held_before[-1]
 memory = Registered()
 for size, registered in buffers_of(with_memory(memory, what="registered")):
     assert registered == (size >= FROM), size
 assert memory.connected
+assert held_before and not any(held_before), "what was made by all is what is used"
 
 # somebody keeps gradients on one rank alone: what takes their place there is of the same kind
 held = []

@@ -284,26 +284,57 @@ def test_a_model_without_attention_gains_by_its_loss_alone(monkeypatch, lowering
 
 
 @pytest.mark.parametrize(
-    ("fuse_loss", "dtype", "rows", "outcome"),
+    ("dtype", "rows", "outcome"),
     [
-        (None, torch.float32, 17, "rewritten"),  # of 16,384 classes: 1 MiB of logits, and some more
-        (None, torch.float32, 15, "declined"),
-        (None, torch.float64, 17, "declined"),
-        (False, torch.float32, 17, "declined"),
-        (True, torch.float64, 17, "declined"),
+        (torch.float32, 17, "rewritten"),  # of 16,384 classes: 1 MiB of logits, and some more
+        (torch.float32, 15, "declined"),
+        (torch.float64, 17, "declined"),
     ],
 )
-def test_it_is_done_where_it_is_faster(fuse_loss, dtype, rows, outcome):
+def test_smaller_logits_are_fused_where_that_is_faster(dtype, rows, outcome):
     torch._dynamo.reset()
     before = len(LEDGER.report().regions)
     model = Recurrent(1 << 14).to(dtype)
-    options = {"lowering": "aot_eager", "wait": True, "fuse_loss": fuse_loss}
+    options = {"lowering": "aot_eager", "wait": True, "fuse_loss": True}
     train(model, torch.compile(model, backend="deepytorch", options=options), ((1, rows),))
     [region] = LEDGER.report().regions[before:]
     assert region.outcome == outcome
 
 
-def test_losses_of_rows_are_not_fused_for_speed():
+@pytest.mark.parametrize("fuse_loss", [None, False])
+def test_a_model_that_is_not_packed_is_left_alone_unless_it_is_asked_for(monkeypatch, fuse_loss):
+    torch._dynamo.reset()
+    fuse_all(monkeypatch)
+    before = len(LEDGER.report().regions)
+    model = Recurrent(64)
+    options = {"lowering": "aot_eager", "fuse_loss": fuse_loss}
+    train(model, torch.compile(model, backend="deepytorch", options=options), ((4, 6),))
+    [region] = LEDGER.report().regions[before:]
+    assert region.outcome == "declined"
+
+
+def test_few_classes_are_not_fused_for_speed():
+    x, w = torch.randn(600, 4, requires_grad=True), torch.randn(512, 4, requires_grad=True)
+    target = torch.randint(0, 512, (600,))
+
+    def call(x, w, target):
+        return F.cross_entropy(F.linear(x, w), target)
+
+    assert FuseLinearLoss.faster_bytes < 600 * 512 * 4
+    module, _ = rewritten(call, [x, w, target], least_bytes=None)
+    assert calls(module, FUSED) == 0
+
+
+def test_logits_that_are_cast_on_their_way_to_the_loss_are_not_fused_for_speed(monkeypatch):
+    monkeypatch.setattr("deepytorch.passes.fuse_linear_loss._LEAST_CLASSES", 1)
+    for dtype, number in ((torch.bfloat16, 0), (torch.float32, 1)):
+        module, _ = rewritten(shifted, given(dtype), least_bytes=None, faster_bytes=0)
+        assert calls(module, FUSED) == number
+
+
+def test_losses_of_rows_are_not_fused_for_speed(monkeypatch):
+    monkeypatch.setattr("deepytorch.passes.fuse_linear_loss._LEAST_CLASSES", 1)
+
     def of_rows(x, w, b, t):
         return F.cross_entropy(F.linear(x, w, b).view(-1, CLASSES), t.view(-1), reduction="none").sum()
 
@@ -312,7 +343,8 @@ def test_losses_of_rows_are_not_fused_for_speed():
         assert calls(module, FUSED) == number
 
 
-def test_the_head_of_a_packed_model_is_fused_and_its_logits_can_still_be_read(monkeypatch):
+@pytest.mark.parametrize("fuse_loss", [True, None])
+def test_the_head_of_a_packed_model_is_fused_and_its_logits_can_still_be_read(monkeypatch, fuse_loss):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch._dynamo.reset()
@@ -325,7 +357,7 @@ def test_the_head_of_a_packed_model_is_fused_and_its_logits_can_still_be_read(mo
     model = LlamaForCausalLM(config).train()
     reference = copy.deepcopy(model)
     before = len(LEDGER.report().regions)
-    compiled = torch.compile(model, backend="deepytorch", options={"lowering": "aot_eager", "fuse_loss": True})
+    compiled = torch.compile(model, backend="deepytorch", options={"lowering": "aot_eager", "fuse_loss": fuse_loss})
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-3) for each in (model, reference)]
     for number in range(5):
         generator = torch.Generator().manual_seed(number)
