@@ -188,11 +188,6 @@ INTERNALS = (
         "what a group's ranks tell each other",
         ((1, ()),),
     ),
-    Internal(
-        "torch.multiprocessing.reductions.StorageWeakRef",
-        "whether somebody holds memory that NCCL was told of",
-        ((1, ()),),
-    ),
     Internal("torch.nn.modules.batchnorm._BatchNorm", "models with statistics over rows"),
     Internal(
         "torch.nn.parallel.DistributedDataParallel._get_active_ddp_module",
@@ -342,7 +337,6 @@ ALIASES = {
     "OpOverload": "torch._ops.OpOverload",
     "OptimizedModule": "torch._dynamo.eval_frame.OptimizedModule",
     "PlainAOTInput": "torch._functorch._aot_autograd.descriptors.PlainAOTInput",
-    "StorageWeakRef": "torch.multiprocessing.reductions.StorageWeakRef",
     "SymmetricMemory": "torch._C._distributed_c10d._SymmetricMemory",
     "TensorifyScalarRestartAnalysis": "torch._dynamo.exc.TensorifyScalarRestartAnalysis",
     "TracingContext": "torch._guards.TracingContext",

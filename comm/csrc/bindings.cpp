@@ -93,6 +93,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
                      kWires[static_cast<int>(row.wire)]};
       })
       .def("engine", &Backend::engine_of, py::arg("on_cuda"))
+      .def("__getattr__",  // what nccl alone has, such as register_mem_pool
+           [](const Backend& self, const std::string& name) -> py::object {
+             const auto cuda = self.engine_of(true);
+             if (!cuda || name.rfind("__", 0) == 0) throw py::attribute_error("'Backend' object has no attribute '" + name + "'");
+             return py::cast(cuda).attr(name.c_str());
+           })
       .def("set_symmetric",
            [](Backend& self, py::function call) {
              self.set_symmetric([function = held(std::move(call))](const std::string& algorithm, const std::string& kind,

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from deepytorch.comm.group.groups import native_backend
-from deepytorch.torch_internals import StorageWeakRef
 
 _OWN_SEGMENT_BYTES = 10 << 20  # of less, torch's allocator makes a segment of 20 MiB
 

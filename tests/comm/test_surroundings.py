@@ -153,6 +153,25 @@ def test_what_was_measured_beside_nccl_is_what_all_ranks_run(monkeypatch, tmp_pa
         assert list(group.backend.rows) == [("all_reduce", True, False)]  # deterministic sums stay with nccl
 
 
+def test_what_nccl_alone_has_can_be_asked_of_a_group_with_gpus():
+    module = native.load()
+    store = dist.HashStore()
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), 0, 1, timedelta(seconds=10))  # stands for nccl
+    one = {"rank": 0, "size": 1, "num_hosts": 1, "host": 0, "ranks": [0], "timeout_ms": 10_000}
+    ours = module.Backend(cpu=gloo, cuda=gloo, segment=None, between=[], **one)
+    assert "create_device" not in dir(module.Backend)
+    assert ours.create_device is not None  # gloo's own
+    assert ours.engine(True) is gloo
+    assert ours.name() == "deepytorch"  # what ours has is ours
+    for name in ("register_mem_pools", "__fspath__"):
+        with pytest.raises(AttributeError, match=name):
+            getattr(ours, name)
+    without = module.Backend(cpu=gloo, cuda=None, segment=None, between=[], **one)
+    with pytest.raises(AttributeError, match="'Backend' object has no attribute 'create_device'"):
+        without.create_device  # noqa: B018
+    assert without.engine(True) is None
+
+
 # ---------------------------------------------------------------------- meshes
 
 
