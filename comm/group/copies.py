@@ -6,8 +6,9 @@ float32 by the rank whose part they are, in the order of the ranks, and rounded 
 bits. As torch's own low-contention collectives do it, but with a float32 sum, for all-reduce too, and without an output
 of their own.
 
-A call ends when all ranks have read what they need, so that the next one may write. All of it is asynchronous, on the
-current stream. Not yet run on several GPUs.
+A call ends when all ranks have read what they need, so that the next one may write. A rank whose others do not come
+waits without an end, as with the kernels and NCCL's. All of it is asynchronous, on the current stream. Not yet run on
+several GPUs.
 
 Bytes of each rank, of n with w ranks: an all-gather copies n / w, fetches n (w - 1) / w; a reduce-scatter copies n,
 fetches n (w - 1) / w, and adds up n; an all-reduce does both, and copies its part once more.

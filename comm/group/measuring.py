@@ -184,7 +184,7 @@ def _with_computation(run: _Run, times: int, place: torch.device) -> _Run:
 
 def _computation(place: torch.device) -> _Run:
     """A matrix multiplication, on the current stream."""
-    dtype = torch.bfloat16 if place.type == "cpu" or torch.cuda.is_bf16_supported() else torch.float16
+    dtype = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
     matrix = torch.randn(_MATRIX, _MATRIX, device=place).to(dtype)
     product = torch.empty_like(matrix)
 
