@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: with DEEPYTORCH_NATIVE=1 a wheel carries the process group's C++, compiled.
+"""What pyproject.toml cannot say: with DEEPYTORCH_NATIVE=1 a wheel carries our C++, compiled.
 
     DEEPYTORCH_NATIVE=1 pip wheel --no-build-isolation --no-deps .
 
@@ -18,9 +18,15 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 CARRIES = os.environ.get("DEEPYTORCH_NATIVE", "0") == "1"
-CODE = (
-    "import sys; sys.path.insert(0, sys.argv[1]); from deepytorch.comm.group import native; native.carry(sys.argv[2])"
-)
+CODE = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from deepytorch.comm.group.native import native as collectives
+from deepytorch.passes.ops.native import native as operators
+collectives.carry(Path(sys.argv[2]) / "comm" / "built")
+operators.carry(Path(sys.argv[2]) / "passes" / "ops" / "built")
+"""
 
 
 class BuildPython(build_py):
@@ -30,7 +36,7 @@ class BuildPython(build_py):
         """What setuptools calls."""
         super().run()
         if CARRIES and not self.editable_mode:
-            folder = Path(self.build_lib).resolve() / "deepytorch" / "comm" / "built"
+            folder = Path(self.build_lib).resolve() / "deepytorch"
             environment = {**os.environ, "DEEPYTORCH": "off"}
             subprocess.run([sys.executable, "-c", CODE, str(ROOT), str(folder)], env=environment, check=True)
 

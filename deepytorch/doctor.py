@@ -19,7 +19,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from deepytorch.comm.group import native
+from deepytorch.comm.group.native import native as collectives
+from deepytorch.extension import Extension
+from deepytorch.passes.ops.native import can_run
+from deepytorch.passes.ops.native import native as operators
 from deepytorch.patches import ledger
 from deepytorch.supported_versions import PYTHON, TORCH, TRANSFORMERS, TRITON_OF_TORCH, Tested
 from deepytorch.torch_internals import INTERNALS, troubles
@@ -49,7 +52,8 @@ def collect() -> dict[str, Any]:
         "cuda": _cuda(),
         "distributed": _distributed(),
         "compilers": {"cpp": _cpp(), "triton": _triton()},
-        "collectives": _collectives(),
+        "collectives": _compiled(collectives, "a first run of several processes"),
+        "cpu_attention": _cpu_attention(),
         "attention": _attention(),
         "backend": _backend(),
         "cache": _cache(Path(platformdirs.user_cache_dir("deepytorch"))),
@@ -186,8 +190,8 @@ def render(found: dict[str, Any]) -> RenderableType:
     row(
         "distributed", ", ".join(name for name in ("gloo", "nccl", "mpi") if distributed[name]) or distributed["reason"]
     )
-    collectives = found["collectives"]
-    row("collectives", collectives["state"], collectives["compiled"])
+    for name in ("collectives", "cpu_attention"):
+        row(name.replace("cpu_", "CPU "), found[name]["state"], found[name]["compiled"])
     row("C++ compiler", cpp["reason"] or cpp["version"], cpp["usable"])
     row("triton", triton["reason"] or triton["version"], triton["usable"])
     row("varlen_attn", found["attention"]["reason"], found["attention"]["varlen_attn"])
@@ -230,20 +234,26 @@ def render(found: dict[str, Any]) -> RenderableType:
     return Group(*parts, wants)
 
 
-def _collectives() -> dict[str, Any]:
-    """Whether the process group's C++ is compiled for this torch; `state` in words."""
-    failure = native.failed()
-    if native.carried() is not None:
-        state = f"compiled, carried by the package: {native.carried()}"
-    elif native.is_built():
+def _compiled(extension: Extension, when: str) -> dict[str, Any]:
+    """Whether C++ of ours is compiled for this torch; `state` in words. when: who compiles it if nobody has yet."""
+    failure = extension.failed()
+    if extension.carried() is not None:
+        state = f"compiled, carried by the package: {extension.carried()}"
+    elif extension.is_built():
         state = "compiled, in the cache"
-    elif native.is_being_built():
+    elif extension.is_being_built():
         state = "being compiled"
     elif failure is not None:
-        state = f"{failure.splitlines()[0] if failure else 'they did not compile'}; `deepytorch build` tries again"
+        state = f"{failure.splitlines()[0] if failure else 'it did not compile'}; `deepytorch build` tries again"
     else:
-        state = "not compiled yet: a first run of several processes does it beside, `deepytorch build` ahead"
-    return {"compiled": native.is_built(), "state": state}
+        state = f"not compiled yet: {when} does it beside, `deepytorch build` ahead"
+    return {"compiled": extension.is_built(), "state": state}
+
+
+def _cpu_attention() -> dict[str, Any]:
+    if can_run():
+        return _compiled(operators, "a run of more than a minute that packs")
+    return {"compiled": False, "state": "torch's own kernel: ours needs x86-64 with AVX2, on Linux"}
 
 
 def _version_of(distribution: str) -> str | None:

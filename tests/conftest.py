@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import logging
 import os
@@ -52,7 +53,11 @@ from deepytorch.switch import SWITCH  # noqa: E402
 
 SWITCH.enabled = False  # tests say themselves what is compiled; those of the import run in processes of their own
 
-from deepytorch.comm.group import native  # noqa: E402
+from deepytorch.comm.group.native import native as collectives  # noqa: E402
+from deepytorch.errors import BuildError  # noqa: E402
+from deepytorch.extension import Extension  # noqa: E402
+from deepytorch.passes.ops.native import can_run  # noqa: E402
+from deepytorch.passes.ops.native import native as operators  # noqa: E402
 from deepytorch.private_files import cache_directory, prepare_private  # noqa: E402
 
 # The same examples in every run: what a search finds elsewhere becomes a test of its own.
@@ -68,32 +73,41 @@ settings.load_profile("deepytorch")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Take the native code from an earlier run of the same sources, compiler and torch: it takes minutes."""
-    kept = _kept_native_code(config)
-    if kept is not None and kept.exists():
-        for folder in (cache_directory(), _native_code().parent.parent, _native_code().parent):
-            prepare_private(folder)
-        shutil.copyfile(kept, _native_code())
+    """Take the native code from an earlier run of the same sources, compiler and torch, or compile attention: tests
+    have deadlines, and the first that packs would wait for it."""
+    if hasattr(config, "workerinput"):
+        return  # the first process does it for all
+    for extension in (collectives, operators):
+        kept = _kept(config, extension)
+        if kept is not None and kept.exists():
+            for folder in (cache_directory(), _file(extension).parent.parent, _file(extension).parent):
+                prepare_private(folder)
+            shutil.copyfile(kept, _file(extension))
+    if can_run():
+        with contextlib.suppress(BuildError):  # tests that need it will say so
+            operators.build()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Keep what was compiled for the next run."""
-    kept = _kept_native_code(session.config)
-    if kept is not None and _native_code().exists() and not kept.exists():
-        for older in kept.parent.glob("*.so"):
-            older.unlink()
-        shutil.copyfile(_native_code(), kept.with_suffix(".new"))
-        kept.with_suffix(".new").replace(kept)
+    for extension in (collectives, operators):
+        kept = _kept(session.config, extension)
+        if kept is not None and _file(extension).exists() and not kept.exists():
+            for older in kept.parent.glob(f"{extension.name}-*.so"):
+                older.unlink()
+            shutil.copyfile(_file(extension), kept.with_suffix(".new"))
+            kept.with_suffix(".new").replace(kept)
 
 
-def _kept_native_code(config: pytest.Config) -> Path | None:
+def _kept(config: pytest.Config, extension: Extension) -> Path | None:
     if hasattr(config, "workerinput") or getattr(config, "cache", None) is None:
         return None  # the first process does it for all; or pytest's cache is switched off
-    return Path(config.cache.mkdir("deepytorch-native")) / f"{native.digest()}.so"  # type: ignore[union-attr]
+    folder = Path(config.cache.mkdir("deepytorch-native"))  # type: ignore[union-attr]
+    return folder / f"{extension.name}-{extension.digest()}.so"
 
 
-def _native_code() -> Path:
-    return cache_directory() / "native" / native.digest() / "deepytorch_comm.so"
+def _file(extension: Extension) -> Path:
+    return cache_directory() / "native" / extension.digest() / f"{extension.name}.so"
 
 
 def pytest_collection_finish() -> None:

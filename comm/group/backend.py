@@ -18,11 +18,12 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from deepytorch.comm.group import change_over, native, nccl, symmetric
+from deepytorch.comm.group import change_over, nccl, symmetric
 from deepytorch.comm.group.areas import area_bytes, near_node, num_areas, room_bytes
 from deepytorch.comm.group.groups import Group, remember
 from deepytorch.comm.group.inner_backends import Streams, gloo_in_order, inner_backends, stock_group
 from deepytorch.comm.group.link_costs import links_of
+from deepytorch.comm.group.native import native
 from deepytorch.comm.group.options import Options
 from deepytorch.comm.group.rendezvous import same_everywhere, share_segment
 from deepytorch.comm.group.tables import num_streams_of, tables_of, with_remembered
@@ -31,6 +32,7 @@ from deepytorch.comm.topology.cost import Links
 from deepytorch.comm.topology.topology import Topology, discover_host, gather_topology
 from deepytorch.config import Environment, process_environment
 from deepytorch.errors import ConfigError
+from deepytorch.extension import BUILD_TIMEOUT
 from deepytorch.log import logger, once
 
 
@@ -96,12 +98,12 @@ def _said_by_all(store: dist.Store, rank: int, size: int, mine: str, timeout: ti
         if not late:
             raise
         gone = [peer for peer in late if not store.check([f"compiles/{peer}"])]
-        if gone or timeout >= native.BUILD_TIMEOUT:
+        if gone or timeout >= BUILD_TIMEOUT:
             raise dist.DistStoreError(
                 f"ranks {gone or late} did not come to make the group within {timeout.total_seconds():g} s; expected "
                 f"all {size} ranks: look at what they print, or give a longer timeout"
             ) from None
-        store.wait(keys, native.BUILD_TIMEOUT - timeout)
+        store.wait(keys, BUILD_TIMEOUT - timeout)
     found = [store.get(key).decode() for key in keys]
     without = [peer for peer, digest in enumerate(found) if digest == _NONE]
     if len(set(found)) > 1 and _LATER not in found:

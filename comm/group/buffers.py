@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from deepytorch.comm.group import native
 from deepytorch.comm.group.groups import group_of
+from deepytorch.comm.group.native import native
 from deepytorch.comm.group.rendezvous import share_segment
 from deepytorch.errors import ConfigError
 

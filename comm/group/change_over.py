@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deepytorch.comm.group import native
+from deepytorch.comm.group.native import native
 from deepytorch.log import logger
 from deepytorch.patches import listen, patch
 

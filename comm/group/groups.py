@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from deepytorch.comm.group import native
+from deepytorch.comm.group.native import native
 from deepytorch.comm.group.options import Options
 from deepytorch.comm.topology.cost import Links
 from deepytorch.comm.topology.topology import Topology

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from deepytorch.comm.group import native
+from deepytorch.comm.group.native import native
 from deepytorch.errors import ConfigError, DataError
 
 _SEGMENT = "/memfd:deepytorch"

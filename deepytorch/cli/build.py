@@ -6,10 +6,13 @@ from rich.console import Console
 
 
 def build() -> None:
-    """Compile the C++ code of the deepytorch process group now, not in the first script that uses it.
+    """Compile the C++ code of the deepytorch process group and of attention on a CPU now, not beside a first script.
 
-    Takes half a minute on two cores, once for each version of torch. What was compiled is kept in the cache folder.
+    Takes most of a minute on two cores, once for each version of torch. What was compiled is kept in the cache folder.
     """
-    from deepytorch.comm.group.native import build as build_native
+    from deepytorch.comm.group.native import native as collectives
+    from deepytorch.passes.ops.native import can_run
+    from deepytorch.passes.ops.native import native as operators
 
-    Console().print(f"compiled: {build_native()}", soft_wrap=True)
+    for extension in (collectives, operators) if can_run() else (collectives,):
+        Console().print(f"compiled: {extension.build()}", soft_wrap=True)

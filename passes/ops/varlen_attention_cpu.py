@@ -1,13 +1,15 @@
-"""The CPU form of `varlen_attention`: a loop over the rows inside the operator.
+"""The CPU form of `varlen_attention`: kernels of ours over all rows, or a loop over the rows inside the operator.
 
-Rows without features go to torch's own CPU flash kernel, forward and backward; all others are computed by
-`attention_tile`. A row under a window is cut into pieces of queries, each with the keys that it can see.
+Calls without features go to the kernels of `native` where they are compiled, else row by row to torch's own CPU flash
+kernel, forward and backward; all others are computed by `attention_tile`. A row under a window is cut into pieces of
+queries, each with the keys that it can see.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -25,9 +27,12 @@ from deepytorch.passes.ops.attention_tile import (
     tile_backward,
     tile_forward,
 )
+from deepytorch.passes.ops.native import KERNELS
 from deepytorch.torch_internals import cpu_flash_attention, cpu_flash_attention_backward
 
 _TILE_QUERIES = 64  # 64 to 128 were the fastest of 32 to 256 (8 heads of 64, rows of 32 to 1024, fp32): a tile in cache
+
+_MOST_KEYS = 4096  # of a row for our kernels: the scores of 64 queries take half of a large second cache
 
 
 class Tile(NamedTuple):
@@ -56,6 +61,10 @@ class Tile(NamedTuple):
 
 def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """Output (tokens_q, heads_q, head_dim_v) and logsumexp (heads_q, tokens_q)."""
+    if (kernels := _kernels(query, value, call)) is not None:
+        q, k, v = (_in_float32(x) for x in (query, key, value))
+        output, logsumexp = kernels.varlen_attention(q, k, v, *_rows(call), call.rule.scale, _is_causal(call))
+        return output.to(query.dtype), logsumexp
     dtype, heads, dim_v = query.dtype, query.size(1), value.size(2)
     q_all, k_all, v_all = (_heads_first(x) for x in (query, key, value))
     overlay = _Overlay(call, heads, statistics_dtype(query.dtype))
@@ -91,6 +100,12 @@ def backward(
     bias_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value and bias; the last is empty when it is not asked for."""
+    if (kernels := _kernels(query, value, call)) is not None:
+        tensors = (_in_float32(x) for x in (grad_output, query, key, value, output))
+        rows, scale, causal = _rows(call), call.rule.scale, _is_causal(call)
+        found = kernels.varlen_attention_backward(*tensors, logsumexp.contiguous(), *rows, scale, causal)
+        grads = [grad.to(x.dtype) for grad, x in zip(found, (query, key, value), strict=True)]
+        return grads[0], grads[1], grads[2], query.new_empty(0)
     g_all, q_all, k_all, v_all, o_all = (_heads_first(x) for x in (grad_output, query, key, value, output))
     lse_all = logsumexp.unsqueeze(0)
     heads, head_dim, dim_v = query.size(1), query.size(2), value.size(2)
@@ -126,6 +141,32 @@ def backward(
         grad_value.joined(value.dtype),
         query.new_empty(0) if grad_bias is None else grad_bias.result(),
     )
+
+
+def _kernels(query: Tensor, value: Tensor, call: Call) -> ModuleType | None:
+    """Our kernels, if they are there and can compute this call: float32, causal or full, and nothing else."""
+    rule = call.rule
+    in_float32 = query.dtype == torch.float32 or _casts(query.dtype)
+    plain = call.bias is None and rule.softcap == 0 and rule.dropout_p == 0
+    sees_all_left = rule.window_left < 0 or rule.window_left >= call.max_q - 1
+    sees_all_right = rule.window_right < 0 or rule.window_right >= call.max_k - 1
+    some = query.size(2) > 0 and value.size(2) > 0
+    if not (in_float32 and plain and some and sees_all_left and call.max_k <= _MOST_KEYS):
+        return None
+    return KERNELS.get() if sees_all_right or _is_causal(call) else None
+
+
+def _is_causal(call: Call) -> bool:
+    return call.rule.window_right == 0
+
+
+def _rows(call: Call) -> tuple[Tensor, Tensor]:
+    return call.cu_seqlens_q.contiguous(), call.cu_seqlens_k.contiguous()
+
+
+def _in_float32(x: Tensor) -> Tensor:
+    x = x.float()
+    return x if x.stride(2) == 1 else x.contiguous()
 
 
 def _tiles(call: Call, same_head_dim: bool) -> Iterator[Tile]:
@@ -218,9 +259,14 @@ class _Summed:
             self._end = end
 
 
+def _casts(dtype: torch.dtype) -> bool:
+    """Whether the work is done in float32 for tensors of a narrower dtype."""
+    return dtype in _HALF_UNITS and not _HALF_UNITS[dtype]()
+
+
 def _heads_first(x: Tensor) -> Tensor:
     """(tokens, heads, dim) -> (1, heads, tokens, dim) in the dtype that the work is done in."""
-    if x.dtype in _HALF_UNITS and not _HALF_UNITS[x.dtype]():
+    if _casts(x.dtype):
         x = x.float()
     # The flash kernel reads head elements as if they were adjacent, and does not check it.
     x = x if x.stride(2) == 1 else x.contiguous()

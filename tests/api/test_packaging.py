@@ -94,8 +94,8 @@ def test_wheel_holds_every_module_and_nothing_else(tmp_path):
 
 
 @pytest.mark.matrix  # compiles all of the C++
-def test_a_wheel_may_carry_the_compiled_collectives(tmp_path):
-    """It works in an environment without a compiler, and makes a group of its own at once."""
+def test_a_wheel_may_carry_the_compiled_code(tmp_path):
+    """It works in an environment without a compiler: a group of its own at once, and our attention."""
     tree = tmp_path / "tree"  # setuptools writes beside what it builds
     shutil.copytree(ROOT, tree, symlinks=True, ignore=shutil.ignore_patterns(".*", "build", "*.egg-info", "docs"))
     environment = {**os.environ, "DEEPYTORCH_NATIVE": "1", "PYTHONPATH": ""}
@@ -138,7 +138,8 @@ total = torch.ones(4)
 dist.all_reduce(total)
 assert total.tolist() == [2.0] * 4
 deepytorch.comm.chosen()  # raises for a group that is not ours
-assert "carried by the package" in collect()["collectives"]["state"]
+found = collect()
+assert all("carried by the package" in found[name]["state"] for name in ("collectives", "cpu_attention"))
 sys.stdout.write("ours\\n")
 dist.destroy_process_group()
 """
@@ -148,7 +149,12 @@ def data_files() -> list[Path]:
     """What a package reads at run time and is no Python: has to be declared as package data."""
     return sorted(
         file
-        for folder in (*source_packages().values(), ROOT / "comm/csrc", ROOT / "comm/csrc/backend")
+        for folder in (
+            *source_packages().values(),
+            ROOT / "comm/csrc",
+            ROOT / "comm/csrc/backend",
+            ROOT / "passes/ops/csrc",
+        )
         for file in folder.iterdir()
         if file.is_file() and not file.name.startswith(".") and file.suffix not in {".py", ".pyc", ".typed"}
     )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepytorch.comm.group import native
+from deepytorch.comm.group.native import native
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -14,7 +14,8 @@ SCRIPT = """
 import os, sys, time
 import torch, torch.distributed as dist
 import deepytorch
-from deepytorch.comm.group import change_over, native
+from deepytorch.comm.group import change_over
+from deepytorch.comm.group.native import native
 begun = time.monotonic()
 dist.init_process_group("gloo")
 rank = dist.get_rank()

@@ -15,14 +15,16 @@ import torch
 import torch.distributed as dist
 
 from deepytorch import patches
-from deepytorch.comm.group import change_over, inner_backends, native
+from deepytorch.comm.group import change_over, inner_backends
+from deepytorch.comm.group.native import native
 from tests.comm.ranks import Ranks, run
 from tests.warm import run_script
 
 BESIDE = {"DEEPYTORCH_COMPILE": "beside"}
 
 SETUP = """
-from deepytorch.comm.group import change_over, native
+from deepytorch.comm.group import change_over
+from deepytorch.comm.group.native import native
 from deepytorch.comm.group.groups import native_backend
 compiling, tried = [True], []
 native.build_beside = lambda: None
@@ -527,7 +529,7 @@ import sys
 from datetime import timedelta
 import torch
 import torch.distributed as dist
-from deepytorch.comm.group import native
+from deepytorch.comm.group.native import native
 module = native.load()
 sys.setswitchinterval(10)  # this thread keeps the interpreter's lock wherever nobody lets go of it
 for _ in range(300):

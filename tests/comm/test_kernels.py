@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 
-from deepytorch.comm.group import native
+from deepytorch.comm.group.native import native
 
 pytestmark = pytest.mark.timeout(120, func_only=True)
 

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from deepytorch.comm.group import native
+from deepytorch.comm.group.native import native
 from tests.comm.ranks import run
 
 pytestmark = pytest.mark.timeout(240, func_only=True)

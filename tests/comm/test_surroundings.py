@@ -15,8 +15,9 @@ from deepytorch import background
 from deepytorch.comm.algorithms import measured
 from deepytorch.comm.algorithms.base import KINDS, Choice
 from deepytorch.comm.algorithms.select import Range
-from deepytorch.comm.group import native, tables
+from deepytorch.comm.group import tables
 from deepytorch.comm.group.groups import Group
+from deepytorch.comm.group.native import native
 from deepytorch.comm.group.options import Options
 from deepytorch.comm.topology.cost import Links
 from deepytorch.comm.topology.topology import read_topology

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deepytorch.comm.group import native
+from deepytorch.comm.group.native import native
 from tests.warm import run_script
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deepytorch.comm.group import native
+from deepytorch.comm.group.native import native
 from tests.scripts.runner import Runner, Scenario, compare
 
 FOLDER = Path(__file__).with_name("scenarios")

@@ -34,7 +34,7 @@ class TestDistributed(TestDistBackend, DistributedTest._DistTestBase):  # type: 
 def main(names: list[str]) -> int:
     """Run the named tests, or all."""
     if os.environ.get("SUITE_IMPORT"):
-        from deepytorch.comm.group import native
+        from deepytorch.comm.group.native import native
 
         native.load()
     loader = unittest.TestLoader()

@@ -1,0 +1,279 @@
+"""C++ of ours that torch loads: carried compiled by a wheel, or compiled at its first use and kept in the user's cache.
+
+Each of the two belongs to who uses it: collectives to `deepytorch.comm`, attention on a CPU to `deepytorch.passes.ops`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.machinery
+import importlib.util
+import json
+import logging
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from filelock import FileLock
+
+from deepytorch.background import NOT_FROM_HERE, end_with_parent, is_ending, start
+from deepytorch.config import process_environment
+from deepytorch.errors import BuildError
+from deepytorch.log import logger, once
+from deepytorch.private_files import cache_directory, prepare_private
+
+BUILD_TIMEOUT = timedelta(minutes=15)
+_FLAGS = ("-O3", "-std=c++20", "-fvisibility=hidden")  # torch 2.11 would ask for C++17
+_COMPLAINT = re.compile(r"\berror: |: not found$")  # of a compiler, or of the shell that was to start it
+
+
+class Extension:
+    """One native module: the C++ in `csrc` of a folder, for this torch, this Python and this machine.
+
+    name: of the module.
+    home: the folder that holds `csrc`, and `built` where a wheel carries it compiled.
+    what: what it does, for what is said of it: "collectives".
+    without: what becomes of a run that has to do without it, a clause.
+    flags: for the compiler, besides those that all have.
+    alone: how the names of sources begin that are compiled by themselves. All others are read as one, since most of a
+        compiler's time goes into torch's headers.
+    """
+
+    def __init__(
+        self, name: str, home: Path, *, what: str, without: str, flags: tuple[str, ...] = (), alone: tuple[str, ...]
+    ) -> None:
+        self.name = name
+        self.home = home
+        self.what = what
+        self.without = without
+        self.flags = (*_FLAGS, *flags)
+        self._alone = alone
+        self._sources = home / "csrc"
+        self._loading = threading.Lock()  # by one thread: its types can be registered once
+        self._tried = False
+        self._loaded: ModuleType | None = None
+        self._beside: subprocess.Popen[bytes] | None = None
+
+    def load(self) -> ModuleType | None:
+        """The native module, built if need be; None, with one warning, where it cannot be built."""
+        with self._loading:
+            if not self._tried:
+                try:
+                    self._loaded = self._import(self.build())
+                except BuildError as error:
+                    text = "%s: %s. `deepytorch doctor` says what is missing"
+                    once(logging.WARNING, text, self.without, error)
+                self._tried = True
+            return self._loaded
+
+    def loaded(self) -> ModuleType | None:
+        """The native module if this process has loaded it, as it does before its first use."""
+        return self._loaded
+
+    def build(self, scratch: Path | None = None) -> Path:
+        """Compile the native module unless the wheel or the cache holds it; return its file.
+
+        Takes up to half a minute on two cores, once.
+
+        scratch: a folder to work in; in the cache if none is given. Several processes may call it at a time: one
+            compiles.
+        Raises `BuildError` where it cannot be compiled.
+        """
+        found = self.carried()
+        if found is not None:
+            return found
+        folder = self._folder()
+        for directory in (cache_directory(), folder.parent, folder):
+            refusal = prepare_private(directory)
+            if refusal is not None:
+                raise BuildError(f"the cache directory {directory} is not used: {refusal}")
+        target = folder / f"{self.name}.so"
+        if target.exists():
+            return target
+        asked, failure = time.time(), folder / "failure"
+        try:
+            with FileLock(folder / "build.lock", mode=0o600):
+                if target.exists():
+                    return target
+                if failure.exists() and failure.stat().st_mtime > asked:  # of a process that this one has waited for
+                    raise BuildError(failure.read_text(encoding="utf-8"))
+                logger.info("compiling deepytorch's %s (up to half a minute, once)", self.what)
+                with tempfile.TemporaryDirectory(dir=scratch or folder) as inside:
+                    try:
+                        made = target.with_suffix(".new")  # beside it: a whole file or none
+                        shutil.move(self._compile(Path(inside)), made)
+                        made.replace(target)
+                        failure.unlink(missing_ok=True)
+                    except BuildError as error:
+                        if not is_ending():  # else it was ended, and the next one may do better
+                            failure.write_text(str(error), encoding="utf-8")
+                        raise
+        except OSError as error:
+            raise BuildError(f"its C++ cannot be compiled into {folder}: {error}") from error
+        return target
+
+    def build_beside(self) -> None:
+        """Have another process compile it, at low priority, unless one of this process's does already."""
+        if self.builds_beside():
+            return
+        try:
+            code = f"from deepytorch.extension import build_for; build_for({self._description()!r}, {{parent}})"
+            self._beside = start(code)
+        except OSError as error:
+            once(logging.WARNING, "%s: no process could be started to compile its C++ (%s)", self.without, error)
+
+    def builds_beside(self) -> bool:
+        """Whether the process that `build_beside` has started is still at it."""
+        return self._beside is not None and self._beside.poll() is None
+
+    def failed(self) -> str | None:
+        """Why it could not be compiled, if that was tried before. `deepytorch build` tries again."""
+        try:
+            return (self._folder() / "failure").read_text(encoding="utf-8")
+        except OSError:
+            return None
+
+    def is_built(self) -> bool:
+        """Whether the installed package or the cache holds the native module."""
+        return self.carried() is not None or (self._folder() / f"{self.name}.so").exists()
+
+    def is_being_built(self) -> bool:
+        """Whether some process of this user compiles it now."""
+        lock = self._folder() / "build.lock"
+        if not lock.exists():
+            return False
+        try:
+            with FileLock(lock, timeout=0):
+                return False
+        except OSError:  # a timeout is one
+            return True
+
+    def carried(self) -> Path | None:
+        """The native module that the installed package brought, if it fits this torch, Python and machine."""
+        file = self.home / "built" / self.digest() / f"{self.name}.so"
+        return file if file.exists() else None
+
+    def carry(self, folder: Path) -> None:
+        """Compile the native module into a package that is being built, for `carried` to find it; for `setup.py`."""
+        target = folder / self.digest() / f"{self.name}.so"
+        with tempfile.TemporaryDirectory() as scratch:
+            made = self._compile(Path(scratch))
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.move(made, target)
+
+    @functools.cache  # noqa: B019 (there are two of them, for as long as the process lasts)
+    def digest(self) -> str:
+        """A digest of everything that the binary depends on."""
+        found = hashlib.sha256()
+        for path in sorted(path for path in self._sources.rglob("*") if path.is_file()):
+            found.update(path.relative_to(self._sources).as_posix().encode() + b"\0" + path.read_bytes())
+        compiler = process_environment().get("CXX", "")
+        for part in (torch.__version__, sys.version, platform.machine(), *self.flags, compiler):
+            found.update(part.encode() + b"\0")
+        return found.hexdigest()[:16]
+
+    def compile_here(self, folder: Path) -> None:
+        """Compile into `folder`, in this process; for `build`, which does it in one of its own."""
+        from torch.utils import cpp_extension
+
+        cpp_extension.load(
+            name=self.name,
+            sources=[str(path) for path in self._translation_units(folder)],
+            extra_cflags=list(self.flags),
+            extra_include_paths=[str(self._sources)],
+            build_directory=str(folder),
+            is_python_module=False,
+        )
+
+    def _folder(self) -> Path:
+        return cache_directory() / "native" / self.digest()
+
+    def _description(self) -> str:
+        """What another process makes the same extension of."""
+        flags = self.flags[len(_FLAGS) :]
+        described = {
+            "name": self.name,
+            "what": self.what,
+            "without": self.without,
+            "flags": flags,
+            "alone": self._alone,
+        }
+        return json.dumps(described | {"home": str(self.home)})
+
+    def _compile(self, scratch: Path) -> Path:
+        """Compile in a process of its own, so that nothing of a half-made module stays in this one."""
+        code = "import sys; from deepytorch.extension import compile_for; compile_for(*sys.argv[1:])"
+        command = [sys.executable, "-c", NOT_FROM_HERE + code, self._description(), str(scratch)]
+        environment = {**process_environment(), "TORCH_EXTENSIONS_DIR": str(scratch)}
+        environment["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)  # this very package
+        scripts = sysconfig.get_path("scripts")  # where pip put ninja, also for an environment that was not activated
+        environment["PATH"] = os.pathsep.join([scripts, environment.get("PATH", os.defpath)])
+        try:
+            done = subprocess.run(
+                command,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=BUILD_TIMEOUT.total_seconds(),
+                check=False,
+                stdin=subprocess.DEVNULL,
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise BuildError(f"its C++ was not compiled: {error}") from error
+        made = scratch / f"{self.name}.so"
+        if done.returncode != 0 or not made.exists():
+            lines = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
+            wrong = next((line for line in lines if _COMPLAINT.search(line)), lines[-1] if lines else "no message")
+            logger.debug("output of the compiler:\n%s", "\n".join(lines))
+            raise BuildError(f"its C++ does not compile here: {wrong.strip()[:300]}")
+        return made
+
+    def _translation_units(self, folder: Path) -> list[Path]:
+        """What the compiler is given: the files of `alone`, and one that includes all others."""
+        alone = [path for path in sorted(self._sources.glob("*.cpp")) if path.name.startswith(self._alone)]
+        rest = [path.relative_to(self._sources) for path in sorted(self._sources.rglob("*.cpp")) if path not in alone]
+        together = folder / "together.cpp"
+        together.write_text("".join(f'#include "{path.as_posix()}"\n' for path in rest), encoding="utf-8")
+        return [together, *alone]
+
+    def _import(self, path: Path) -> ModuleType:
+        loader = importlib.machinery.ExtensionFileLoader(self.name, str(path))
+        spec = importlib.util.spec_from_file_location(self.name, path, loader=loader)
+        assert spec is not None
+        try:
+            module = importlib.util.module_from_spec(spec)
+            loader.exec_module(module)
+        except ImportError as error:
+            raise BuildError(f"its compiled C++ {path} does not load: {error}. Remove that file") from error
+        return module
+
+
+def build_for(description: str, parent: int) -> None:
+    """In the process that `build_beside` starts: compile, unless `parent` ends before."""
+    with contextlib.suppress(BuildError, OSError), tempfile.TemporaryDirectory(prefix="deepytorch-") as scratch:
+        end_with_parent(parent, Path(scratch))
+        _described(description).build(Path(scratch))  # who uses it will say what is wrong
+
+
+def compile_for(description: str, folder: str) -> None:
+    """In the process that `build` starts: compile into `folder`."""
+    _described(description).compile_here(Path(folder))
+
+
+def _described(description: str) -> Extension:
+    kept = json.loads(description)
+    name, home, flags, alone = kept["name"], Path(kept["home"]), tuple(kept["flags"]), tuple(kept["alone"])
+    return Extension(name, home, what=kept["what"], without=kept["without"], flags=flags, alone=alone)
