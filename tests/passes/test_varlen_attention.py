@@ -1,3 +1,4 @@
+import contextlib
 import itertools
 import math
 
@@ -8,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
+from deepytorch.passes.ops import varlen_attention_cpu as cpu
 from deepytorch.passes.ops import varlen_attention_dense as dense
 from deepytorch.passes.ops.attention_tile import Call, Rule, dropout_factor
 from deepytorch.passes.ops.reference import varlen_attention_reference
@@ -49,6 +51,14 @@ def attend(q, k, v, cu_q, cu_k, rule, **extras):
     return varlen_attention(q, k, v, cu_q, cu_k, *longest, **rule._asdict(), **extras)
 
 
+@contextlib.contextmanager
+def without_kernels():
+    """Where our C++ is not compiled: plain calls go to torch."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu.KERNELS, "get", lambda: None)
+        yield
+
+
 def gradients(output, inputs, grad):
     return torch.autograd.grad(output, inputs, grad, allow_unused=True, materialize_grads=True)
 
@@ -64,14 +74,17 @@ def check(arguments, rule, tolerance=1e-5, **extras):
     if expected.requires_grad:
         expected_grads = gradients(expected, inputs, grad)
 
-    output = attend(*arguments, rule, **extras)
-    assert output.is_contiguous()
-    assert output.dtype == q.dtype
     close = {"rtol": tolerance, "atol": tolerance}
-    torch.testing.assert_close(output, expected, **close)
-    for ours, theirs in zip(gradients(output, inputs, grad), expected_grads, strict=True):
-        assert ours.is_contiguous()
-        torch.testing.assert_close(ours, theirs, **close)
+    for form in (contextlib.nullcontext, without_kernels):
+        with form():
+            output = attend(*arguments, rule, **extras)
+            found = gradients(output, inputs, grad)
+        assert output.is_contiguous()
+        assert output.dtype == q.dtype
+        torch.testing.assert_close(output, expected, **close)
+        for ours, theirs in zip(found, expected_grads, strict=True):
+            assert ours.is_contiguous()
+            torch.testing.assert_close(ours, theirs, **close)
 
     longest = (max([0, *cu.diff().tolist()]) for cu in (cu_q, cu_k))
     extra = (extras.get(name) for name in ("bias", "positions_q", "positions_k", "seed"))
