@@ -18,6 +18,7 @@ from deepytorch.compiler.lower_region import RegionLowering
 from deepytorch.compiler.nested import compile_nested
 from deepytorch.compiler.report import RegionRecord
 from deepytorch.compiler.second_backward import SecondBackward
+from deepytorch.fused_adam import fuse_for
 from deepytorch.log import logger, once
 from deepytorch.optimizer_steps import Border
 from deepytorch.process_age import seconds_since_start
@@ -47,7 +48,7 @@ class CompiledStep:
         self._compiled: Callable[..., Any] | None = None
         self._pending: Pending | None = None
         self._border, self._calls = Border(), 0  # of the script's steps; calls since it was compiled beside
-        self._loads = self._begun = self._failed = False
+        self._loads = self._begun = self._failed = self._trains = False
         # what eager would keep of a graph whose parts are to be computed again: all of it
         self.recomputes = any("recompute" in node.meta for node in module.graph.nodes)
 
@@ -113,6 +114,9 @@ class CompiledStep:
         self._lowering.failed()
 
     def _run(self, arguments: list[Any]) -> Sequence[Any]:
+        if not self._trains and torch.is_grad_enabled():
+            self._trains = True
+            fuse_for(arguments)
         if self._compiled is None and self._lowering.config.lowering == "eager":
             self._compiled = self._module.forward
             self.compiles, self._record.compiles = self.compiles + 1, self._record.compiles + 1
