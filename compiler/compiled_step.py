@@ -48,7 +48,7 @@ class CompiledStep:
         self._compiled: Callable[..., Any] | None = None
         self._pending: Pending | None = None
         self._border, self._calls = Border(), 0  # of the script's steps; calls since it was compiled beside
-        self._loads = self._begun = self._failed = self._trains = False
+        self._loads = self._begun = self._failed = False
         # what eager would keep of a graph whose parts are to be computed again: all of it
         self.recomputes = any("recompute" in node.meta for node in module.graph.nodes)
 
@@ -114,8 +114,7 @@ class CompiledStep:
         self._lowering.failed()
 
     def _run(self, arguments: list[Any]) -> Sequence[Any]:
-        if not self._trains and torch.is_grad_enabled():
-            self._trains = True
+        if torch.is_grad_enabled():
             fuse_for(arguments)
         if self._compiled is None and self._lowering.config.lowering == "eager":
             self._compiled = self._module.forward

@@ -25,12 +25,17 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)  # and no other class of tensors
 
 
 def fuse_for(tensors: Iterable[Any]) -> None:
-    """Fuse the optimizer's step for the parameters among `tensors` from now on."""
-    found = [each for each in tensors if type(each) is torch.nn.Parameter and each.device.type == "cpu"]
-    for each in found:
+    """Fuse the optimizer's step for the parameters among `tensors` from now on.
+
+    To be called in every step, as models of one kind share a graph: all are known where the first one is.
+    """
+    found = (each for each in tensors if type(each) is torch.nn.Parameter and each.device.type == "cpu")
+    first = next(found, None)
+    if first is None or first in _COMPILED:
+        return
+    for each in (first, *found):
         _COMPILED[each] = True
-    if found:
-        replace(adam_module, "adam", _choosing, "take Adam's fused form on a CPU", always=True)
+    replace(adam_module, "adam", _choosing, "take Adam's fused form on a CPU", always=True)
 
 
 def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -198,22 +198,24 @@ def test_a_model_that_is_packed_has_it_and_another_has_not(taken: list[int]) -> 
         sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_hidden_layers": 1}
         return LlamaForCausalLM(LlamaConfig(vocab_size=50, max_position_embeddings=32, **sizes))
 
-    ours, theirs = model(), model()
-    step = torch.compile(ours, backend="deepytorch", options={"lowering": "aot_eager"})
-    one, two = (torch.optim.AdamW(each.parameters(), lr=1e-3) for each in (ours, theirs))
+    ours, twin, theirs = model(), model(), model()
+    step, again = (
+        torch.compile(each, backend="deepytorch", options={"lowering": "aot_eager"}) for each in (ours, twin)
+    )
+    one, other, two = (torch.optim.AdamW(each.parameters(), lr=1e-3) for each in (ours, twin, theirs))
     for index in range(4):
         generator = torch.Generator().manual_seed(index)
         tokens = torch.randint(0, 50, (4, 16), generator=generator)
         real = torch.arange(16) < torch.tensor([16, 3, 9, 1]).unsqueeze(1)
         batch = {"input_ids": tokens, "attention_mask": real.long(), "labels": tokens.where(real, -100)}
         losses = []
-        for run, optimizer in ((step, one), (theirs, two)):
+        for run, optimizer in ((step, one), (again, other), (theirs, two)):  # the twin has the first one's graph
             loss = run(**batch).loss
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             losses.append(loss.detach())
-        torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
-    assert taken == [len(list(ours.parameters()))] * 3  # in the first step the graph is only being made
+        torch.testing.assert_close(losses[0], losses[2], rtol=1e-5, atol=1e-6)
+    assert taken == [len(list(ours.parameters()))] * 7  # in the first step the graph is only being made
     for mine, right in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-5)
