@@ -23,9 +23,11 @@ import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from deepytorch.comm.group.native import native as collectives
+from deepytorch.passes.ops.native import can_build
 from deepytorch.passes.ops.native import native as operators
 collectives.carry(Path(sys.argv[2]) / "comm" / "built")
-operators.carry(Path(sys.argv[2]) / "passes" / "ops" / "built")
+if can_build():
+    operators.carry(Path(sys.argv[2]) / "passes" / "ops" / "built")
 """
 
 

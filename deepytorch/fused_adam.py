@@ -9,6 +9,7 @@ and not beside other ranks, whose replicas have to stay alike while one of them 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -20,8 +21,10 @@ from deepytorch.patches import replace
 from deepytorch.switch import SWITCH
 
 _COMPILED = WeakIdKeyDictionary()  # parameters
-_LISTS = 5  # of tensors like the parameters: themselves, gradients, averages, those of squares, their maxima
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # and no other class of tensors
+_NUMBERS = ("lr", "beta1", "beta2", "eps", "weight_decay")
+_OFF = ("capturable", "differentiable", "has_complex", "amsgrad")
+_RANKS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # how many there are, by torchrun and by MPI
 
 
 def fuse_for(tensors: Iterable[Any]) -> None:
@@ -43,31 +46,56 @@ def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
         if torch.compiler.is_compiling() or not _is_fused(lists, options):
             return original(*lists, **options)
         done = original(*lists, **{**options, "fused": True})
-        # The fused form tells autograd nothing: a backward of what was computed before would take the new weights.
-        torch.autograd.graph.increment_version(lists[0])
+        # The fused form tells autograd nothing: a backward of what was computed before would take the new values.
+        parameters, _, averages, squares, *_ = lists
+        torch.autograd.graph.increment_version([*parameters, *averages, *squares])
         return done
 
     return adam
 
 
 def _is_fused(lists: tuple[Any, ...], options: dict[str, Any]) -> bool:
-    """Whether torch's fused form can stand for the one that it would take by itself."""
-    if SWITCH.paused or len(lists) != _LISTS + 1 or _other_ranks():  # the last list counts steps
+    """Whether torch's fused form can stand for the one that it would take by itself.
+
+    The fused form goes through memory without a look at shapes and layouts, and is particular about kinds of numbers:
+    whatever is not as in nearly all scripts stays with the loop, which is right or raises.
+    """
+    if SWITCH.paused or len(lists) != 6 or _other_ranks():
         return False
-    if not all(options.get(name) in (None, False) for name in ("capturable", "differentiable", "has_complex")):
+    if any(options.get(name) is not None for name in ("foreach", "fused", "grad_scale", "found_inf")):
         return False
-    if options.get("foreach") is not None or options.get("fused") is not None:
+    if any(
+        options.get(name, False) is not False for name in ("capturable", "differentiable", "has_complex", "amsgrad")
+    ):
         return False
-    if any(isinstance(options.get(name), torch.Tensor) for name in ("lr", "beta1", "beta2")):
+    if any(type(options.get(name, False)) is not bool for name in ("maximize", "decoupled_weight_decay")):
         return False
-    parameters, *_ = lists
-    return all(each in _COMPILED for each in parameters) and all(
-        type(each) in _PLAIN and each.dtype == torch.float32 and each.device.type == "cpu" and each.is_contiguous()
-        for tensors in lists[:_LISTS]
-        for each in tensors
+    if any(type(options.get(name)) not in (int, float) for name in _NUMBERS):
+        return False
+    parameters, gradients, averages, squares, _, steps = lists
+    return (
+        all(each in _COMPILED for each in parameters)
+        and all(map(_is_like, gradients, parameters))
+        and all(map(_is_like, averages, parameters))
+        and all(map(_is_like, squares, parameters))
+        and all(map(_is_like, parameters, parameters))
+        and all(each.device.type == "cpu" and each.dtype == torch.float32 for each in steps)
+        and len({id(each) for each in steps}) == len(parameters) == len(gradients) == len(averages) == len(squares)
+    )
+
+
+def _is_like(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
+    return (
+        type(tensor) in _PLAIN
+        and tensor.dtype == torch.float32
+        and tensor.device.type == "cpu"
+        and tensor.shape == parameter.shape
+        and tensor.is_contiguous()
     )
 
 
 def _other_ranks() -> bool:
     distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_world_size() > 1
+    return any(os.environ.get(name, "1") != "1" for name in _RANKS)

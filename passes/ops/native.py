@@ -29,10 +29,14 @@ _PATIENCE_SECONDS = 60.0  # a compiler takes 15 s of a core, which a shorter run
 _LOOK_SECONDS = 1.0
 
 
+def can_build() -> bool:
+    """Whether the C++ is for machines of this kind."""
+    return sys.platform == "linux" and platform.machine() == "x86_64"
+
+
 def can_run() -> bool:
     """Whether this CPU has the instructions that the kernels and the products of oneDNN below them are made of."""
-    x86 = sys.platform == "linux" and platform.machine() == "x86_64"
-    return x86 and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+    return can_build() and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 
 
 class Kernels:
@@ -46,6 +50,7 @@ class Kernels:
         self._settled = not can_run()
         self._module: ModuleType | None = None
         self._since: float | None = None
+        self._started = False
         self._next_look = 0.0
 
     def get(self) -> ModuleType | None:
@@ -65,9 +70,10 @@ class Kernels:
             module = native.load()
             self._module = module if module is not None and module.varlen_attention_is_supported() else None
             self._settled = True
-        elif native.failed() is not None:
-            self._settled = True  # `deepytorch doctor` says it
-        elif seconds >= _PATIENCE_SECONDS and not background.is_working():
+        elif native.failed() is not None or (self._started and not native.builds_beside()):
+            self._settled = True  # `deepytorch doctor` says why, or that it is not compiled: once is enough
+        elif not self._started and seconds >= _PATIENCE_SECONDS and not background.is_working():
+            self._started = True
             native.build_beside()
 
 

@@ -144,14 +144,18 @@ def backward(
 
 
 def _kernels(query: Tensor, value: Tensor, call: Call) -> ModuleType | None:
-    """Our kernels, if they are there and can compute this call: float32, causal or full, and nothing else."""
+    """Our kernels, if they are there and can compute this call: float32, causal or full, and nothing else.
+
+    Where float32 may be computed in less, torch does that: a backward of ours would not fit its forward.
+    """
     rule = call.rule
     in_float32 = query.dtype == torch.float32 or _casts(query.dtype)
     plain = call.bias is None and rule.softcap == 0 and rule.dropout_p == 0
     sees_all_left = rule.window_left < 0 or rule.window_left >= call.max_q - 1
     sees_all_right = rule.window_right < 0 or rule.window_right >= call.max_k - 1
-    some = query.size(2) > 0 and value.size(2) > 0
-    if not (in_float32 and plain and some and sees_all_left and call.max_k <= _MOST_KEYS):
+    some = query.numel() > 0 and value.numel() > 0
+    in_full = torch.get_float32_matmul_precision() != "medium"
+    if not (in_float32 and in_full and plain and some and sees_all_left and call.max_k <= _MOST_KEYS):
         return None
     return KERNELS.get() if sees_all_right or _is_causal(call) else None
 
@@ -165,8 +169,7 @@ def _rows(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def _in_float32(x: Tensor) -> Tensor:
-    x = x.float()
-    return x if x.stride(2) == 1 else x.contiguous()
+    return x.float().contiguous() if x.stride(2) != 1 else x.float()
 
 
 def _tiles(call: Call, same_head_dim: bool) -> Iterator[Tile]:

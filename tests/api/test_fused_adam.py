@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -44,7 +46,7 @@ def train(given: list[nn.Parameter], optimizer: torch.optim.Optimizer, steps: in
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"weight_decay": 0.3, "lr": 0.1}, {"amsgrad": True, "maximize": True}, {"betas": (0.5, 0.7), "eps": 1e-3}],
+    [{}, {"weight_decay": 0.3, "lr": 0.1}, {"lr": 1, "maximize": True}, {"betas": (0.5, 0.7), "eps": 1e-3}],
     ids=str,
 )
 def test_the_same_numbers_as_the_form_that_torch_takes(kind: Any, options: dict[str, Any], taken: list[int]) -> None:
@@ -68,6 +70,11 @@ CASES: dict[str, dict[str, Any]] = {
     "no foreach": {"foreach": False},
     "not fused": {"fused": False},
     "lr in a tensor": {"lr": torch.tensor(1e-3)},
+    "lr of numpy": {"lr": np.array(1e-3)},
+    "lr as a fraction": {"lr": Fraction(1, 1000)},
+    "maximize as a number": {"maximize": 1},
+    "amsgrad": {"amsgrad": True},
+    "weight decay in a tensor": {"weight_decay": torch.tensor(0.1)},
     "differentiable": {"differentiable": True},
 }
 
@@ -92,6 +99,33 @@ def test_what_we_do_not_compile_stays_to_the_last_bit(taken: list[int]) -> None:
     mixed = [*known, *unknown]
     train(mixed, torch.optim.Adam(mixed))
     assert taken == []
+
+
+def test_state_of_another_kind_stays(taken: list[int]) -> None:
+    for step in (torch.tensor(7), torch.tensor(7.0, dtype=torch.float64), torch.tensor(7.0, dtype=torch.float16)):
+        ours = parameters()
+        fused_adam.fuse_for(ours)
+        optimizer = torch.optim.Adam(ours)
+        train(ours, optimizer)
+        optimizer.state[ours[0]]["step"] = step.clone()
+        train(ours, optimizer)
+        assert optimizer.state[ours[0]]["step"] == 8
+    optimizer.state[ours[1]]["step"] = optimizer.state[ours[2]]["step"]  # both count
+    train(ours, optimizer)
+    assert optimizer.state[ours[1]]["step"] == 4
+    assert taken == [3, 3, 3]
+
+
+def test_a_parameter_of_another_shape_than_its_state_raises_as_in_eager(taken: list[int]) -> None:
+    for shape in ((132,), (10, 10)):  # more of it, or as much
+        weight = nn.Parameter(torch.ones(100))
+        fused_adam.fuse_for([weight])
+        optimizer = torch.optim.AdamW([weight])
+        train([weight], optimizer)
+        weight.data = torch.ones(shape)
+        with pytest.raises(RuntimeError, match=r"size|shape"):
+            train([weight], optimizer)
+    assert taken == [1, 1]
 
 
 class Sub(torch.Tensor):
@@ -129,6 +163,10 @@ def test_neither_in_a_pause_nor_beside_other_ranks(taken: list[int], monkeypatch
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
     train(ours, optimizer)
     assert taken == [3]
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    train(ours, optimizer)
+    assert taken == [3]
 
 
 def test_is_taken_back_with_the_rest(taken: list[int]) -> None:
@@ -158,6 +196,11 @@ def test_a_backward_through_old_weights_raises_as_in_eager(taken: list[int]) -> 
     assert taken == [1]
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+    # and through the optimizer's own state
+    norm = (weight * optimizer.state[weight]["exp_avg"]).square().sum()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        norm.backward()
 
 
 def test_under_a_gradient_scaler_and_with_gradients_that_are_not_finite(taken: list[int]) -> None:

@@ -224,6 +224,39 @@ def test_what_is_not_finite_stays_so_and_in_its_row(value: float, window: tuple[
             assert not finite[list(tokens)].any(), (name, which)
 
 
+def test_keys_that_cannot_be_seen_count_nothing(counted: Counted) -> None:
+    call = call_of([3], window=FULL)
+    given = tensors(call)
+    given[0][:], given[1][:2], given[1][2:] = 10.0, 1.0, -1.0  # the last key lies 2 * 16 * 10 * 0.3 lower
+    given[2][2] = 1e38
+    torch.testing.assert_close(run(given, call)[0], given[2][:2].mean(0).expand(3, -1, -1))
+
+
+def test_no_tokens_and_dimensions_of_one(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+    odd = {
+        "no row": (call_of([]), tensors(call_of([]))),
+        "no token": (call_of([0, 0]), [x.expand(0, 2, 16) for x in torch.ones(4, 1, 2, 16)]),
+        "one of each": (call_of([1]), [x.expand(1, 1, 1) for x in torch.randn(4, 1, 1, 1)]),
+        "dim of one": (call_of([9]), [torch.randn(9, 1, 2).transpose(1, 2) for _ in range(4)]),
+    }
+    for name, (call, given) in odd.items():
+        found = run(given, call)
+        with monkeypatch.context() as patch:
+            patch.setattr(cpu, "KERNELS", Counted(None))
+            for mine, right in zip(found, run(given, call), strict=True):
+                torch.testing.assert_close(mine, right, msg=name)
+
+
+def test_where_less_than_float32_will_do_torch_computes(counted: Counted) -> None:
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        run(tensors(call_of([40])), call_of([40]))
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert counted.taken == 0
+
+
 def test_scores_far_from_zero(counted: Counted) -> None:
     call = call_of([70, 3])
     given = tensors(call)
@@ -294,6 +327,10 @@ class Stand:
     def __init__(self, built: bool = False, failure: str | None = None, supported: bool = True) -> None:
         self.built, self.failure, self.supported = built, failure, supported
         self.asked: list[str] = []
+        self.compiles = True
+
+    def builds_beside(self) -> bool:
+        return self.compiles
 
     def is_built(self) -> bool:
         return self.built
@@ -361,6 +398,18 @@ def test_graphs_are_compiled_first(clock: list[float], monkeypatch: pytest.Monke
     monkeypatch.setattr(background, "is_working", lambda: False)
     clock[0] = 1102.0
     kernels.get()
+    assert there.asked == ["build"]
+
+
+def test_a_process_that_leaves_nothing_behind_is_not_started_again(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there, kernels = stand(monkeypatch), Kernels()
+    for clock[0] in (1000.0, 1100.0, 1200.0):
+        kernels.get()
+    there.compiles = False  # it was killed, or may not write
+    for clock[0] in (1300.0, 1400.0, 1500.0):
+        assert kernels.get() is None
     assert there.asked == ["build"]
 
 

@@ -30,7 +30,8 @@ FOR_EACH_CPU void exponentials(Tile tile, float* scores, const float* from) {
     float* const line = scores + key * tile.queries;
     for (int64_t query = 0; query < tile.queries; ++query) {
       float x = line[query] - from[query];
-      x = x < -87.0f ? -87.0f : x;
+      const bool hidden = x < -87.0f;
+      x = hidden ? -87.0f : x;
       constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: a sum with it has no place for fractions
       const float sum = x * 1.44269504088896341f + kRounder;
       const float n = sum - kRounder;
@@ -43,7 +44,8 @@ FOR_EACH_CPU void exponentials(Tile tile, float* scores, const float* from) {
       power = power * rest + 5.0000001201e-1f;
       power = power * rest * rest + rest + 1.0f;
       const uint32_t exponent = (std::bit_cast<uint32_t>(sum) << 23) + 0x3f800000u;  // its low bits are n
-      line[query] = power * std::bit_cast<float>(exponent);
+      const float result = power * std::bit_cast<float>(exponent);
+      line[query] = hidden ? 0.0f : result;
     }
   }
 }

@@ -17,8 +17,8 @@ struct Tile {
 // largest[query] = the largest of itself and the query's scores. NaN is passed over: it shows in the sums.
 void raise_to_largest(Tile tile, const float* scores, float* largest);
 
-// scores[key][query] = exp(scores[key][query] - from[query]), within two roundings. A difference is about 0 at most; what
-// is under -87 counts as that.
+// scores[key][query] = exp(scores[key][query] - from[query]), within two roundings, 0 for a difference under -87. It is
+// about 0 at most.
 void exponentials(Tile tile, float* scores, const float* from);
 
 // sums[query] += the query's probabilities

@@ -37,6 +37,8 @@ int64_t num_tiles(int64_t tokens) { return (tokens + kTile - 1) / kTile; }
 int64_t in_tile(int64_t first, int64_t tokens) { return std::min(kTile, tokens - first); }
 int64_t length_of_tile(int64_t first, int64_t tokens) { return (in_tile(first, tokens) + kStep - 1) / kStep * kStep; }
 
+bool is_dense(const at::Tensor& x) { return x.stride(2) == 1 || x.size(2) == 1; }
+
 // One head of a tensor (tokens, heads, dim), from some token on.
 struct Head {
   float* data;
@@ -141,8 +143,10 @@ struct Shapes {
       : starts_q(starts_q.data_ptr<int32_t>()), starts_k(starts_k.data_ptr<int32_t>()), rows(starts_q.size(0) - 1),
         tokens_q(query.size(0)), heads_q(query.size(1)), heads_k(key.size(1)), dim(query.size(2)), dim_v(value.size(2)),
         group(heads_q / heads_k), causal(causal), scale(static_cast<float>(scale)) {
-    TORCH_CHECK(query.stride(2) == 1 && key.stride(2) == 1 && value.stride(2) == 1 && starts_q.is_contiguous() &&
-                starts_k.is_contiguous(), "varlen_attention: the last dimension has to be dense");
+    TORCH_CHECK(is_dense(query) && is_dense(key) && is_dense(value) && starts_q.is_contiguous() && starts_k.is_contiguous(),
+                "varlen_attention: the last dimension has to be dense");
+    TORCH_CHECK(starts_k.size(0) == starts_q.size(0) && value.size(0) == key.size(0) && value.size(1) == heads_k,
+                "varlen_attention: found keys and values, or rows of queries and keys, that do not belong together");
     int64_t end_q = 0, end_k = 0;
     for (int64_t row = 0; row < rows; ++row) {
       TORCH_CHECK(num_q(row) >= 0 && num_k(row) >= 0 && first_q(row) >= end_q && first_k(row) >= end_k,
@@ -363,7 +367,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(const at::Tensor& grad_o
                                                         const at::Tensor& starts_q, const at::Tensor& starts_k,
                                                         double scale, bool causal) {
   const Shapes shapes(query, key, value, starts_q, starts_k, scale, causal);
-  TORCH_CHECK(grad_output.stride(2) == 1 && output.stride(2) == 1 && logsumexp.is_contiguous(),
+  TORCH_CHECK(is_dense(grad_output) && is_dense(output) && logsumexp.is_contiguous(),
               "varlen_attention: the last dimension has to be dense");
   const at::Tensor grad_query = at::empty(query.sizes(), query.options());
   const at::Tensor grad_key = at::empty(key.sizes(), key.options()), grad_value = at::empty(value.sizes(), value.options());
