@@ -151,7 +151,8 @@ def take_in(path: Path) -> int:
             for member in members:
                 if not (member.isfile() or member.isdir()) or ".." in Path(member.name).parts or member.name[:1] == "/":
                     raise DataError(f"{path} holds {member.name!r}; expected compiled entries only")
-            archive.extractall(scratch, members, filter="data")
+                member.uid, member.gid, member.uname, member.gname = *_owner(), "", ""
+            archive.extractall(scratch, members, **_EXTRACTS)
         for each in scratch.rglob("*"):
             each.chmod(0o700 if each.is_dir() else 0o600)
         for made in sorted(scratch.iterdir()):
@@ -163,6 +164,14 @@ def take_in(path: Path) -> int:
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return new
+
+
+# Python before 3.10.12 and 3.11.4 has no filters: names, kinds and owners are looked at above, modes below.
+_EXTRACTS: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+
+
+def _owner() -> tuple[int, int]:
+    return (os.getuid(), os.getgid()) if hasattr(os, "getuid") else (0, 0)
 
 
 def remove_stale(place: Path, older_than_seconds: float = 86400.0) -> None:
