@@ -24,6 +24,7 @@ def attach(dataclasses: Any) -> None:
         member = str.__new__(cls, NAME)
         member._name_ = member._value_ = NAME
         cls._value2member_map_[NAME] = member
+        cls._member_map_[NAME] = member  # where copies of a member look for it, before Python 3.11.4
         return member
 
     def apply() -> None:
@@ -31,6 +32,7 @@ def attach(dataclasses: Any) -> None:
 
     def undo() -> None:
         backends._value2member_map_.pop(NAME, None)
+        backends._member_map_.pop(NAME, None)
         if own is None:
             del backends._missing_
         else:
