@@ -64,9 +64,7 @@ def _is_fused(lists: tuple[Any, ...], options: dict[str, Any]) -> bool:
         return False
     if any(options.get(name) is not None for name in ("foreach", "fused", "grad_scale", "found_inf")):
         return False
-    if any(
-        options.get(name, False) is not False for name in ("capturable", "differentiable", "has_complex", "amsgrad")
-    ):
+    if any(options.get(name, False) is not False for name in _OFF):
         return False
     if any(type(options.get(name, False)) is not bool for name in ("maximize", "decoupled_weight_decay")):
         return False
