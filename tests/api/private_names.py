@@ -13,7 +13,7 @@ FOLDERS = (ROOT / "comm", ROOT / "compiler", ROOT / "passes", ROOT / "deepytorch
 HOME = "torch_internals.py"  # where they may be used by their own names
 # none of torch's: Python's, and transformers'
 OTHERS = frozenset({
-    "_asdict", "_exit", "_getframe", "_missing_", "_name_", "_replace", "_value2member_map_", "_value_",
+    "_asdict", "_exit", "_getframe", "_member_map_", "_missing_", "_name_", "_replace", "_value2member_map_", "_value_",
     "_attn_implementation",
 })  # fmt: skip
 Call = tuple[int, tuple[str, ...]]  # how many arguments by place, and which by name
