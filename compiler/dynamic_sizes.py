@@ -153,8 +153,12 @@ def trace_as_it_comes(example_inputs: Sequence[Any]) -> None:
 
 
 def mark_alias(tensor: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
-    """An alias of `tensor` with these dimensions marked; the user's tensor stays unmarked."""
-    alias = tensor.view_as(tensor)
+    """An alias of `tensor` with these dimensions marked; the user's tensor stays unmarked.
+
+    No view of it, unless gradients need that: of a view whose base was marked Dynamo guards the base's sizes as well,
+    and a later call, which brings a tensor without a base, would be compiled once more.
+    """
+    alias = tensor.view_as(tensor) if tensor.requires_grad else tensor.detach()
     maybe_mark_dynamic(alias, list(dims))
     return alias
 

@@ -15,6 +15,7 @@ from torch.utils._pytree import _deregister_pytree_node, register_pytree_node
 from deepytorch.compiler import backend
 from deepytorch.compiler.compile_module import compiled_call
 from deepytorch.compiler.dynamic_sizes import marked_ahead, unmarked
+from deepytorch.compiler.nested import compile_nested
 from deepytorch.compiler.outcome import Outcome, outcomes
 from deepytorch.integrations.packed_attention import Rows, encode_mask
 from deepytorch.torch_internals import dynamo_config
@@ -167,6 +168,39 @@ def test_what_would_cut_a_graph_is_left_out_before_the_first_trace(monkeypatch: 
     with dynamo_config.patch(ignore_logging_functions=set()), torch.compiler.set_stance("force_eager"):
         call(_Warns(_SelfAttention()), *_batch(4, 11))
     assert seen == [True]
+
+
+@pytest.mark.parametrize("stamp", ["_dynamo_propagated_dynamic_indices", "_dynamo_dynamic_indices"])
+def test_a_batch_that_was_marked_before_compiles_once(stamp: str) -> None:
+    """By the script, or by a graph of another model: later batches, with marks or without, are the same graph's."""
+    compiled = []
+
+    def count(module: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        compiled.append(module)
+        return module.forward
+
+    graph = torch.fx.symbolic_trace(lambda x: (x * 2,))
+    marked, varying = torch.ones(3, 4, dtype=torch.int64), [(0, 1)]
+    if stamp == "_dynamo_dynamic_indices":
+        torch._dynamo.mark_dynamic(marked, 1)
+    setattr(marked, stamp, {1})
+    stamped = dict(vars(marked))
+    torch._dynamo.reset()
+    call, outputs = compile_nested(graph, count, [marked], varying)
+    torch.testing.assert_close(outputs[0], marked * 2)
+    for shape in ((3, 5), (2, 7), (6, 2)):
+        x = torch.ones(shape, dtype=torch.int64)
+        torch.testing.assert_close(call(x)[0], x * 2)
+    assert len(compiled) == 1
+    assert vars(marked) == stamped
+
+
+def test_gradients_flow_through_what_is_marked() -> None:
+    graph = torch.fx.symbolic_trace(lambda x: (x * 2,))
+    x = torch.ones(3, 4, requires_grad=True)
+    _, outputs = compile_nested(graph, lambda module, _: module.forward, [x], [(0, 1)])
+    outputs[0].sum().backward()
+    torch.testing.assert_close(x.grad, torch.full((3, 4), 2.0))
 
 
 def _ahead(model: nn.Module, *tensors: torch.Tensor) -> list[str]:
