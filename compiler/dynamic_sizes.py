@@ -115,7 +115,7 @@ def marked_ahead(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
     ahead: list[torch.Tensor] = []
     for tensor in tensors if _has_rows(tensors) else ():
         dims = {dim for dim, size in enumerate(tensor.shape) if size > 1}
-        if dims and not any(name.startswith("_dynamo_") for name in vars(tensor)):
+        if dims and not is_marked(tensor):
             setattr(tensor, _OURS, dims)
             maybe_mark_dynamic(tensor, list(dims))
             ahead.append(tensor)
@@ -150,6 +150,11 @@ def trace_as_it_comes(example_inputs: Sequence[Any]) -> None:
         tensor.__dict__.pop(_DECLINED, None)
     if restarts:
         raise RestartTrace
+
+
+def is_marked(tensor: torch.Tensor) -> bool:
+    """Whether Dynamo finds marks on it: the user's, or of another compiled graph that had it."""
+    return any(name.startswith("_dynamo_") for name in vars(tensor))
 
 
 def mark_alias(tensor: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:

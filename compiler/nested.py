@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from deepytorch.compiler.dynamic_sizes import mark_alias
+from deepytorch.compiler.dynamic_sizes import is_marked, mark_alias
 from deepytorch.torch_internals import functorch_config
 
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -32,4 +32,10 @@ def compile_nested(
 
     compiled = torch.compile(module.forward, backend=both, fullgraph=True)
     marked = [mark_alias(value, dims) if dims else value for value, dims in zip(arguments, varying, strict=True)]
-    return compiled, compiled(*marked)
+
+    def call(*arguments: Any) -> Sequence[Any]:
+        # Dynamo guards marks, too: those that a batch comes with make no difference to this graph.
+        given = zip(arguments, varying, strict=True)
+        return compiled(*[mark_alias(value, dims) if dims and is_marked(value) else value for value, dims in given])
+
+    return call, compiled(*marked)
