@@ -18,19 +18,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepytorch.compiler.beside.queue import dynamo_is_busy, expect, graphs_of
+from deepytorch.compiler.beside.queue import expect, graphs_of
 from deepytorch.compiler.config import CompilerConfig
 from deepytorch.compiler.dynamic_sizes import marked_ahead
 from deepytorch.compiler.dynamo_settings import prepare_dynamo
 from deepytorch.log import logger, once
-from deepytorch.patches import patch, replace
-from deepytorch.torch_internals import (
-    CatchErrorsWrapper,
-    ConvertFrameReturn,
-    FrameAction,
-    FrameExecStrategy,
-    dynamo_config,
-)
+from deepytorch.patches import patch
+from deepytorch.torch_internals import dynamo_config
 
 
 def compiled_call(kind: type, mode: str | None, options: dict[str, Any] | None) -> Callable[..., Any]:
@@ -73,7 +67,7 @@ def _first_call(module: nn.Module, args: Any, kwargs: Any, config: CompilerConfi
     that compiles starts beside. Marks on the arguments of a later call would have Dynamo compile anew.
     """
     kind = type(module)
-    if kind in _CALLED or dynamo_is_busy():
+    if kind in _CALLED:
         yield
         return
     _CALLED.add(kind)
@@ -86,11 +80,8 @@ def _first_call(module: nn.Module, args: Any, kwargs: Any, config: CompilerConfi
 
 @contextlib.contextmanager
 def _forgiving() -> Iterator[None]:
-    """Nobody asked for a compiler: where Dynamo itself fails, the frame runs in eager, and it says so. Nobody waits for
-    it where a thread has it.
-    """
+    """Nobody asked for a compiler: where Dynamo itself fails, the frame runs in eager, and it says so."""
     _quieten_dynamo()
-    _never_wait_for_dynamo()
     token = _FORGIVING.set(True)
     try:
         with dynamo_config.patch(suppress_errors=True):  # restarts pass: see [Note: Restarts]
@@ -125,23 +116,6 @@ def _quieten_dynamo() -> None:
         lambda: dynamo.addFilter(keep),
         lambda: dynamo.removeFilter(keep),
     )
-
-
-@functools.cache
-def _never_wait_for_dynamo() -> None:
-    """While a thread compiles, which takes Dynamo's lock, frames without a graph that fits run in eager: this once."""
-
-    def unless_busy(original: Callable[..., Any]) -> Callable[..., Any]:
-        def __call__(self: Any, *frame: Any, **rest: Any) -> Any:
-            if not _FORGIVING.get() or not dynamo_is_busy():
-                return original(self, *frame, **rest)
-            once(logging.INFO, "until a thread has compiled a graph, batches that need another one run in eager")
-            return ConvertFrameReturn(frame_exec_strategy=this_once, apply_to_code=False)
-
-        return __call__
-
-    this_once = FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT)
-    replace(CatchErrorsWrapper, "__call__", unless_busy, "wait for no thread that compiles", always=True)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from deepytorch.compiler.beside.queue import Pending, compile_beside, dynamo_is_busy
+from deepytorch.compiler.beside.queue import HERE, Pending, compile_beside
 from deepytorch.compiler.lower_region import RegionLowering
 from deepytorch.compiler.nested import compile_nested
 from deepytorch.compiler.report import RegionRecord
@@ -77,7 +77,7 @@ class CompiledStep:
             return False
         if self._pending is None:
             self._pending = compile_beside(self._record.name, self._module, arguments, self._varying, self._lowering)
-        if not self._loads and (not self._pending.done.is_set() or dynamo_is_busy()):
+        if not self._loads and not self._pending.done.is_set():
             return False
         self._loads = True  # whatever begins meanwhile: ranks may have agreed on a step
         if self._pending.error is not None:
@@ -89,7 +89,10 @@ class CompiledStep:
     def _begin(self, pending: Pending) -> None:
         self._begun, record = True, self._record
         record.change_over_seconds = seconds_since_start()
-        record.compile_seconds_beside += pending.seconds
+        if pending.where == HERE:
+            record.compile_seconds += pending.seconds
+        else:
+            record.compile_seconds_beside += pending.seconds
         record.compile_peak_mb_beside = max(record.compile_peak_mb_beside, pending.peak_mb)
         record.compiled_by = pending.where
         logger.info(

@@ -59,7 +59,7 @@ class RegionRecord:
     recompiles: int = 0
     host_seconds: float = 0.0
     compile_seconds: float = 0.0
-    compiled_by: str = ""  # "a process", "a thread", "an earlier run"; empty: in place, or not yet
+    compiled_by: str = ""  # "a process", "this process", "an earlier run"; empty: not yet, or at the first call
     compile_seconds_beside: float = 0.0
     compile_peak_mb_beside: float = 0.0
     change_over_seconds: float = 0.0  # since the process began; 0: not yet, or compiled in place

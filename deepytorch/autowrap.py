@@ -108,10 +108,9 @@ class Handle:
             return self.door.call(partial(self.compiled, module), args, kwargs)
         if self._looked:
             return self.compiled(module, *args, **kwargs)
-        from deepytorch.compiler.beside.queue import dynamo_is_busy
         from deepytorch.compiler.outcome import outcomes
 
-        self._looked = not dynamo_is_busy()  # else there is nothing to be seen: this call is not traced
+        self._looked = True
         with outcomes() as found:
             outputs = self.compiled(module, *args, **kwargs)
         self._open = _wants_door(module, found)

@@ -130,19 +130,15 @@ class Settings:
             {name: dict(config.save_config_portable()) for name, config in _CONFIGS.items()},
         )
 
-    def apply_to_thread(self) -> None:
-        """Make those of them that each thread has of its own this thread's."""
-        torch.set_grad_enabled(self.grad)
-        for kind, enabled, dtype in self.autocast:
-            torch.set_autocast_enabled(kind, enabled)
-            torch.set_autocast_dtype(kind, dtype)
-        torch.set_autocast_cache_enabled(self.autocast_cache)
-
     def apply(self) -> None:
         """Make them this process's own."""
         torch.set_num_threads(self.threads)
         torch.set_default_dtype(self.default_dtype)
-        self.apply_to_thread()
+        torch.set_grad_enabled(self.grad)
+        for kind, on, dtype in self.autocast:
+            torch.set_autocast_enabled(kind, on)
+            torch.set_autocast_dtype(kind, dtype)
+        torch.set_autocast_cache_enabled(self.autocast_cache)
         enabled, warn_only, fill = self.deterministic
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
         torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
@@ -223,14 +219,15 @@ def fill_caches(
     varying: Sequence[tuple[int, ...]],
     lowering: RegionLowering,
 ) -> None:
-    """Compile as `compiled_step.CompiledStep` does, and run nothing."""
+    """Compile as `compiled_step.CompiledStep` does, and run nothing: not either where compiling fails, which raises."""
 
     def backend(traced: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         lowering.lower(traced, example_inputs)
         return _stop
 
     try:
-        compile_nested(module, backend, arguments, varying)
+        with dynamo_config.patch(suppress_errors=False):
+            compile_nested(module, backend, arguments, varying)
     except _Compiled:
         return
     raise RuntimeError("the graph was not compiled: Dynamo ran it in eager")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import ctypes
 import json
 import logging
 import os
@@ -12,31 +10,31 @@ import subprocess
 import sys
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import fx
 
 from deepytorch.background import start
 from deepytorch.compiler.beside import store
 from deepytorch.compiler.beside.graph_data import CannotSend, to_bytes
-from deepytorch.compiler.beside.job import Job, Settings, fill_caches
+from deepytorch.compiler.beside.job import Job, fill_caches
 from deepytorch.compiler.beside.worker import send
 from deepytorch.compiler.lower_region import RegionLowering
-from deepytorch.compiler.manager import copied
 from deepytorch.log import logger
+
+HERE = "this process"
 
 
 @dataclass(eq=False)
 class Pending:
     """One graph that is compiled beside. Set by another thread; `done` last.
 
-    error: why it came to nothing. seconds: of compiling. peak_mb: memory of the process that compiled.
+    error: why it came to nothing. seconds: of compiling. peak_mb: memory of the process that compiled. where: who
+    compiled it; `HERE` where training waited for it.
     """
 
     name: str
@@ -60,17 +58,17 @@ def compile_beside(
     varying: Sequence[tuple[int, ...]],
     lowering: RegionLowering,
 ) -> Pending:
-    """Have a graph compiled that is to run with arguments like these; return at once."""
+    """Have a graph compiled that is to run with arguments like these; return at once, unless it cannot be sent."""
     global _WORKER
     pending = Pending(name)
     try:
         described = Job.of(module, arguments, varying, lowering)
         digest, job = described.digest(), to_bytes(described)
     except CannotSend as reason:
-        logger.info("%s is compiled by a thread, not by a process: %s", name, reason)
-        pending.where = "a thread"
+        logger.info("%s is compiled now, and training waits: %s", name, reason)
+        pending.where = HERE
         _expect_no_longer()
-        _Thread(pending, Settings.here(), copied(module), arguments, varying, lowering).start()
+        _compile_here(pending, module, arguments, varying, lowering)
         return pending
     logger.info("%s is compiled beside; training goes on in eager meanwhile", name)
     if store.find(digest) is not None:
@@ -117,14 +115,6 @@ def _expect_no_longer() -> None:
             _WORKER.is_enough()
 
 
-def dynamo_is_busy() -> bool:
-    """Whether a thread of this process compiles a graph, all the while in possession of Dynamo's lock.
-
-    A call that Dynamo would have to compile waits for it as long as that takes.
-    """
-    return any(each.is_alive() for each in _THREADS)
-
-
 def _load(pending: Pending, digest: str, seconds: float = 0.0, peak_mb: float = 0.0) -> None:
     """Have torch find what is kept under `digest`."""
     try:
@@ -138,48 +128,20 @@ def _load(pending: Pending, digest: str, seconds: float = 0.0, peak_mb: float = 
         pending.finish(None, seconds, peak_mb)
 
 
-class _Thread(threading.Thread):
-    """Compiles in this process what no other can."""
+def _compile_here(pending: Pending, *work: Any) -> None:
+    """Compile in this process what no other can, while the step waits, as `torch.compile` has it.
 
-    def __init__(
-        self, pending: Pending, settings: Settings, module: fx.GraphModule, arguments: Sequence[Any], *rest: Any
-    ) -> None:
-        super().__init__(name="deepytorch-compile", daemon=True)
-        self._pending, self._settings, self._work = pending, settings, (module, arguments, *rest)
-        devices = [each.device for each in arguments if isinstance(each, torch.Tensor) and each.is_cuda]
-        self._device = torch.cuda.device(devices[0]) if devices else contextlib.nullcontext()
-        atexit.unregister(_end_threads)
-        atexit.register(_end_threads)
-        _THREADS.add(self)
-
-    def end(self) -> None:
-        """Have it give up as soon as it runs Python."""
-        if self.ident is not None:
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.ident), ctypes.py_object(SystemExit))
-
-    def run(self) -> None:
-        started = time.perf_counter()
-        try:
-            self._settings.apply_to_thread()
-            with _ONE_AT_A_TIME, self._device:
-                fill_caches(*self._work)
-        except Exception as error:
-            logger.debug("traceback of the failure", exc_info=True)
-            self._pending.finish(error=f"{type(error).__name__}: {str(error)[:500]}")
-        else:
-            self._pending.finish(seconds=time.perf_counter() - started)
-        finally:
-            self._work = ()
-
-
-def _end_threads() -> None:
-    """Before Python ends: a thread that comes back from an operator of torch's later aborts the process."""
-    left = [each for each in _THREADS if each.is_alive()]
-    for each in left:
-        each.end()
-    deadline = time.monotonic() + _ENDS_WITHIN
-    for each in left:
-        each.join(max(0.0, deadline - time.monotonic()))
+    Not in a thread: torch replaces `nn.Module.__call__` for all threads while it traces, and gives random generators
+    back the state from before it compiled, so that dropout of the steps meanwhile would come once more.
+    """
+    started = time.perf_counter()
+    try:
+        fill_caches(*work)
+    except Exception as error:
+        logger.debug("traceback of the failure", exc_info=True)
+        pending.finish(error=f"{type(error).__name__}: {str(error)[:500]}")
+    else:
+        pending.finish(seconds=time.perf_counter() - started)
 
 
 @dataclass(frozen=True, eq=False)
@@ -301,18 +263,14 @@ def _answer(process: subprocess.Popen[bytes], asked: _Asked) -> dict[str, Any] |
 _MAIN = "from deepytorch.compiler.beside.worker import main; main({parent})"
 _MODEL: ContextVar[str] = ContextVar("deepytorch_model", default="")
 _LOCK = threading.RLock()
-_ONE_AT_A_TIME = threading.Lock()
 _WORKER: _Worker | None = None
-_THREADS: weakref.WeakSet[_Thread] = weakref.WeakSet()
 _EXPECTED_WITHIN = 60.0  # seconds; a trace and the step that sees how outputs are used
-_ENDS_WITHIN = 5.0  # seconds; it may wait for a C++ compiler
 
 
 def _begin_anew() -> None:
     """In a child made by `fork`: the worker is its parent's, and whoever held a lock is not here."""
-    global _WORKER, _LOCK, _ONE_AT_A_TIME
-    _WORKER, _LOCK, _ONE_AT_A_TIME = None, threading.RLock(), threading.Lock()
-    _THREADS.clear()
+    global _WORKER, _LOCK
+    _WORKER, _LOCK = None, threading.RLock()
 
 
 os.register_at_fork(after_in_child=_begin_anew)

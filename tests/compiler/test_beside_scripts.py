@@ -192,67 +192,88 @@ def test_a_cache_folder_that_cannot_be_used_costs_only_the_next_start(tmp_path: 
 
 
 @pytest.mark.slow
-def test_a_graph_that_cannot_be_sent_is_compiled_by_a_thread(tmp_path: Path) -> None:
-    found = words(run(TWICE + UNTIL_COMPILED, tmp_path))
-    assert (found["by"], found["compiles"], found["fell"]) == ("a-thread", "0", "0")
+def test_a_graph_that_cannot_be_sent_is_compiled_while_training_waits(tmp_path: Path) -> None:
+    found = words(run(TWICE + NOISY + UNTIL_COMPILED + NOISE, tmp_path))
+    assert (found["by"], found["compiles"], found["fell"]) == ("this-process", "0", "0")
+    assert_same_in_eager(found, TWICE, tmp_path)
 
 
 @pytest.mark.slow
-def test_a_batch_that_needs_another_graph_does_not_wait_for_the_thread(tmp_path: Path) -> None:
-    """It has Dynamo's lock as long as it compiles."""
+def test_where_it_cannot_be_compiled_either_training_goes_on_in_eager_and_says_why(tmp_path: Path) -> None:
     script = """
-import threading
-from deepytorch.compiler.beside import queue
-from torch._dynamo import convert_frame
-fill_caches, passed = queue.fill_caches, threading.Event()
-found = []
-def slow(*work):
-    with convert_frame.compile_lock:
-        found.append(passed.wait(60))
-        fill_caches(*work)
-queue.fill_caches = slow
-deadline = time.time() + 60
-while not queue.dynamo_is_busy() and time.time() < deadline:
-    step()
-x = torch.randn(2, 3, 8, generator=data)
-for _ in range(2):
-    with deepytorch.paused():
-        expected = model(x).square().mean()
-        expected = torch.autograd.grad(expected, list(model.parameters()))
-    model(x).square().mean().backward()
-    for each, wanted in zip(model.parameters(), expected):
-        torch.testing.assert_close(each.grad, wanted)
-    optimizer.step(); optimizer.zero_grad()
-assert not any(region.compiled_by for region in LEDGER.report().regions)
-passed.set()
-"""
-    last = """
-for _ in range(5):
-    model(x).square().mean().backward()
-print("waited", not all(found), "regions", len(LEDGER.report().regions))
-"""
-    found = words(run(TWICE + script + UNTIL_COMPILED + last, tmp_path))
-    assert (found["by"], found["fell"], found["waited"]) == ("a-thread", "0", "False")
-    assert int(found["regions"]) > 1  # the other graph came once it could
+        from deepytorch.compiler import lower_region
+        def lower(*_, **__):
+            raise NotImplementedError("nothing that this compiler knows")
+        lower_region.lower = lower
+        step()
+        while not LEDGER.report().regions or not LEDGER.report().regions[0].fallbacks:
+            step()
+        for _ in range(3):
+            step()
+        region = LEDGER.report().regions[0]
+        print("why", "said" if "nothing that this compiler knows" in region.fallbacks[0] else region.fallbacks)
+        print("by", region.compiled_by or "nobody")
+    """
+    found = words(run(TWICE + NOISY + textwrap.dedent(script) + NOISE, tmp_path))
+    assert (found["why"], found["by"]) == ("said", "nobody")
+    assert_same_in_eager(found, TWICE, tmp_path)
 
 
 @pytest.mark.slow
-def test_a_script_may_end_while_a_thread_compiles(tmp_path: Path) -> None:
-    """A thread in an operator of torch's when Python ends aborts the process."""
-    script = """
-from deepytorch.compiler.beside import queue
-def endless(*_):
-    while True:
-        torch.ones(8) + 1
-queue.fill_caches = endless
-deadline = time.time() + 60
-while not queue.dynamo_is_busy() and time.time() < deadline:
-    step()
-print("busy", queue.dynamo_is_busy())
+def test_ranks_whose_graphs_cannot_be_sent_change_over_together(tmp_path: Path) -> None:
+    found = words(run(TWICE + RANKS, tmp_path, RANKED))
+    assert (found["by"], found["ours"]) == ("this-process", "True")
+    expected = words(run(TWICE + RANKS, tmp_path, RANKED, DEEPYTORCH="off", STEPS=found["steps"]))
+    assert float(found["sum"]) == pytest.approx(float(expected["sum"]), rel=1e-6)
+
+
+def assert_same_in_eager(found: dict[str, str], before: str, tmp_path: Path) -> None:
+    """As many steps without the import draw the same random numbers, and end with the same weights."""
+    steps = f"for _ in range({found['steps']}): step()\n"
+    expected = words(run(before + NOISY + steps + NOISE, tmp_path, DEEPYTORCH="off"))
+    assert found["noise"] == expected["noise"]
+    assert float(found["sum"]) == pytest.approx(float(expected["sum"]), rel=1e-6)
+
+
+# A script that draws random numbers, as dropout does, besides.
+NOISY = """
+ordinary, drawn = step, []
+def step():
+    drawn.append(torch.rand(()).item())
+    return ordinary()
 """
-    done = run(TWICE + script, tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert words(done) == {"busy": "True"}
+
+NOISE = """
+print("noise", repr(sum(drawn)))
+if "steps" not in globals():
+    print("steps", len(drawn))
+    print("sum", repr(sum(p.double().sum().item() for p in model.parameters())))
+"""
+
+RANKED = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+RANKS = """
+import torch.distributed as dist
+dist.init_process_group("gloo")
+data.manual_seed(dist.get_rank())
+plain, model = model, nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+number, extra, over, deadline = 0, int(os.environ.get("STEPS", "0")), 0, time.time() + 120
+while number < extra if extra else (over < 5 and time.time() < deadline):
+    step(); number += 1
+    if not extra:
+        everywhere = torch.tensor(float(compiled()))
+        dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
+        over += int(everywhere)
+if dist.get_rank() == 0:
+    print("steps", number)
+    print("sum", repr(sum(p.double().sum().item() for p in plain.parameters())))
+    if not extra:
+        print("by", LEDGER.report().regions[0].compiled_by.replace(" ", "-"))
+        [entry] = deepytorch.report().to_json()["gradients"]
+        print("ours", entry["syncs"] > 0)
+dist.destroy_process_group()
+"""
 
 
 TWICE = """
