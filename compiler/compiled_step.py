@@ -22,7 +22,7 @@ from deepytorch.fused_adam import fuse_for
 from deepytorch.log import logger, once
 from deepytorch.optimizer_steps import Border
 from deepytorch.process_age import seconds_since_start
-from deepytorch.torch_internals import OpOverload, compiler_counters
+from deepytorch.torch_internals import OpOverload, TorchDynamoException, compiler_counters
 
 _CALLS_A_STEP = 256  # whoever takes more has an optimizer that torch does not know
 
@@ -89,12 +89,12 @@ class CompiledStep:
     def _begin(self, pending: Pending) -> None:
         self._begun, record = True, self._record
         record.change_over_seconds = seconds_since_start()
-        if pending.where == HERE:
-            record.compile_seconds += pending.seconds
-        else:
-            record.compile_seconds_beside += pending.seconds
+        record.compile_seconds_beside += pending.seconds
         record.compile_peak_mb_beside = max(record.compile_peak_mb_beside, pending.peak_mb)
         record.compiled_by = pending.where
+        if pending.where == HERE:
+            logger.info("%s is compiled now, and training waits for it", record.name)
+            return
         logger.info(
             "%s runs compiled from now on, %.1f s after the process began (compiled by %s in %.1f s)",
             record.name,
@@ -122,12 +122,23 @@ class CompiledStep:
         if self._compiled is None and self._lowering.config.lowering == "eager":
             self._compiled = self._module.forward
             self.compiles, self._record.compiles = self.compiles + 1, self._record.compiles + 1
-        if self._compiled is None:
-            started = time.perf_counter()
+        return self._run_first(arguments) if self._compiled is None else self._compiled(*arguments)
+
+    def _run_first(self, arguments: list[Any]) -> Sequence[Any]:
+        """Compile it, or find it compiled, and run it. Who did not ask to wait for it has eager where that fails."""
+        started, record = time.perf_counter(), self._record
+        try:
             self._compiled, outputs = compile_nested(self._module, self._backend, arguments, self._varying)
-            self._record.compile_seconds += time.perf_counter() - started
-            return outputs
-        return self._compiled(*arguments)
+        except TorchDynamoException as error:  # before anything has run
+            if self._lowering.config.waits:
+                raise
+            self._begun, record.compiled_by, record.change_over_seconds = False, "", 0.0
+            self._give_up(f"{type(error).__name__}: {str(error)[:500]}")
+            outputs = self._module.forward(*arguments)
+        record.compile_seconds += time.perf_counter() - started
+        if record.compiled_by == HERE:
+            record.change_over_seconds = seconds_since_start()
+        return outputs
 
     def _backend(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         _carry_tags(self._module.graph, module.graph)

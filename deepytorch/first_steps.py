@@ -3,10 +3,11 @@
 [Note: What a compile may cost]
 Dynamo's trace and the proof run in the training process and stop it for some seconds. (Code is generated beside, see
 `compiler.beside`; what cannot be, a graph on a GPU, makes the pause longer by its compile, which is not foreseen here.
-Who compiles from the first step on, as `torch.compile` does, sets `DEEPYTORCH_COMPILE=wait`.) No run is to be slower than eager at any point, so the trace waits until the run is old enough for
-that pause to be a small share of it, or until steps that were packed at the door have saved as much. What they saved is
-measured: two of the first steps run padded, and the faster one tells what a position costs. (By a slow one alone
-packing would seem to save what it does not.)
+Who compiles from the first step on, as `torch.compile` does, sets `DEEPYTORCH_COMPILE=wait`.) No run is to be slower
+than eager at any point, so the trace waits until the run is old enough for that pause to be a small share of it, or
+until steps that were packed at the door have saved as much. What they saved is measured: two of the first steps run
+padded, and the faster one tells what a position costs. (By a slow one alone packing would seem to save what it does
+not.)
 
     first calls     eager: nothing of ours is even imported
     one of them     as soon as that can be afforded, the door is asked, and watches how outputs are used

@@ -219,15 +219,14 @@ def fill_caches(
     varying: Sequence[tuple[int, ...]],
     lowering: RegionLowering,
 ) -> None:
-    """Compile as `compiled_step.CompiledStep` does, and run nothing: not either where compiling fails, which raises."""
+    """Compile as `compiled_step.CompiledStep` does, and run nothing."""
 
     def backend(traced: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         lowering.lower(traced, example_inputs)
         return _stop
 
     try:
-        with dynamo_config.patch(suppress_errors=False):
-            compile_nested(module, backend, arguments, varying)
+        compile_nested(module, backend, arguments, varying)
     except _Compiled:
         return
     raise RuntimeError("the graph was not compiled: Dynamo ran it in eager")

@@ -21,11 +21,14 @@ from torch import fx
 from deepytorch.background import start
 from deepytorch.compiler.beside import store
 from deepytorch.compiler.beside.graph_data import CannotSend, to_bytes
-from deepytorch.compiler.beside.job import Job, fill_caches
+from deepytorch.compiler.beside.job import Job
 from deepytorch.compiler.beside.worker import send
 from deepytorch.compiler.lower_region import RegionLowering
 from deepytorch.log import logger
 
+# Where training waits for a graph to be compiled, as under `torch.compile`. A thread would not make it wait; but while
+# torch compiles it replaces `nn.Module.__call__` for all threads, and in the end gives random generators back the state
+# from before, so that dropout of the steps meanwhile would come once more.
 HERE = "this process"
 
 
@@ -34,7 +37,7 @@ class Pending:
     """One graph that is compiled beside. Set by another thread; `done` last.
 
     error: why it came to nothing. seconds: of compiling. peak_mb: memory of the process that compiled. where: who
-    compiled it; `HERE` where training waited for it.
+    compiled it; `HERE` where this process is to do so.
     """
 
     name: str
@@ -58,17 +61,20 @@ def compile_beside(
     varying: Sequence[tuple[int, ...]],
     lowering: RegionLowering,
 ) -> Pending:
-    """Have a graph compiled that is to run with arguments like these; return at once, unless it cannot be sent."""
+    """Have a graph compiled that is to run with arguments like these; return at once.
+
+    One that cannot be sent is left to whoever runs it first, see `HERE`.
+    """
     global _WORKER
     pending = Pending(name)
     try:
         described = Job.of(module, arguments, varying, lowering)
         digest, job = described.digest(), to_bytes(described)
     except CannotSend as reason:
-        logger.info("%s is compiled now, and training waits: %s", name, reason)
+        logger.info("%s is not compiled beside: %s", name, reason)
         pending.where = HERE
         _expect_no_longer()
-        _compile_here(pending, module, arguments, varying, lowering)
+        pending.finish()
         return pending
     logger.info("%s is compiled beside; training goes on in eager meanwhile", name)
     if store.find(digest) is not None:
@@ -126,22 +132,6 @@ def _load(pending: Pending, digest: str, seconds: float = 0.0, peak_mb: float = 
         pending.finish(error=f"{type(error).__name__}: {error}")
     else:
         pending.finish(None, seconds, peak_mb)
-
-
-def _compile_here(pending: Pending, *work: Any) -> None:
-    """Compile in this process what no other can, while the step waits, as `torch.compile` has it.
-
-    Not in a thread: torch replaces `nn.Module.__call__` for all threads while it traces, and gives random generators
-    back the state from before it compiled, so that dropout of the steps meanwhile would come once more.
-    """
-    started = time.perf_counter()
-    try:
-        fill_caches(*work)
-    except Exception as error:
-        logger.debug("traceback of the failure", exc_info=True)
-        pending.finish(error=f"{type(error).__name__}: {str(error)[:500]}")
-    else:
-        pending.finish(seconds=time.perf_counter() - started)
 
 
 @dataclass(frozen=True, eq=False)
