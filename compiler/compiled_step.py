@@ -15,14 +15,14 @@ from torch import fx
 
 from deepytorch.compiler.beside.queue import HERE, Pending, compile_beside
 from deepytorch.compiler.lower_region import RegionLowering
-from deepytorch.compiler.nested import compile_nested
+from deepytorch.compiler.nested import compile_nested, prepare_nested
 from deepytorch.compiler.report import RegionRecord
 from deepytorch.compiler.second_backward import SecondBackward
 from deepytorch.fused_adam import fuse_for
 from deepytorch.log import logger, once
 from deepytorch.optimizer_steps import Border
 from deepytorch.process_age import seconds_since_start
-from deepytorch.torch_internals import OpOverload, TorchDynamoException, compiler_counters
+from deepytorch.torch_internals import OpOverload, compiler_counters
 
 _CALLS_A_STEP = 256  # whoever takes more has an optimizer that torch does not know
 
@@ -69,14 +69,17 @@ class CompiledStep:
     def is_compiled(self, arguments: list[Any]) -> bool:
         """Whether a call with these arguments would run compiled code, or compile it in place where that is asked for.
 
-        Asks for it to be compiled beside, see [Note: Compiled beside].
+        Has it compiled: beside, see [Note: Compiled beside], or here and now where that cannot be.
         """
         if self._begun or self._lowering.config.waits:
             return True
         if self._failed:
             return False
         if self._pending is None:
-            self._pending = compile_beside(self._record.name, self._module, arguments, self._varying, self._lowering)
+            pending = compile_beside(self._record.name, self._module, arguments, self._varying, self._lowering)
+            if pending.where == HERE:
+                self._compile_here(pending, arguments)
+            self._pending = pending
         if not self._loads and not self._pending.done.is_set():
             return False
         self._loads = True  # whatever begins meanwhile: ranks may have agreed on a step
@@ -86,15 +89,25 @@ class CompiledStep:
             self._begin(self._pending)
         return self._begun
 
+    def _compile_here(self, pending: Pending, arguments: list[Any]) -> None:
+        """Compile it while training waits, as `torch.compile` has it, and run nothing."""
+        started = time.perf_counter()
+        logger.info("%s is compiled now, and training waits for it", self._record.name)
+        try:
+            self._compiled = prepare_nested(self._module, self._backend, arguments, self._varying)
+        except Exception as error:
+            logger.debug("traceback of the failure", exc_info=True)
+            pending.finish(f"{type(error).__name__}: {str(error)[:500]}")
+        else:
+            pending.finish(seconds=time.perf_counter() - started)
+        self._record.compile_seconds += time.perf_counter() - started
+
     def _begin(self, pending: Pending) -> None:
         self._begun, record = True, self._record
         record.change_over_seconds = seconds_since_start()
-        record.compile_seconds_beside += pending.seconds
+        record.compile_seconds_beside += 0.0 if pending.where == HERE else pending.seconds
         record.compile_peak_mb_beside = max(record.compile_peak_mb_beside, pending.peak_mb)
         record.compiled_by = pending.where
-        if pending.where == HERE:
-            logger.info("%s is compiled now, and training waits for it", record.name)
-            return
         logger.info(
             "%s runs compiled from now on, %.1f s after the process began (compiled by %s in %.1f s)",
             record.name,
@@ -122,23 +135,12 @@ class CompiledStep:
         if self._compiled is None and self._lowering.config.lowering == "eager":
             self._compiled = self._module.forward
             self.compiles, self._record.compiles = self.compiles + 1, self._record.compiles + 1
-        return self._run_first(arguments) if self._compiled is None else self._compiled(*arguments)
-
-    def _run_first(self, arguments: list[Any]) -> Sequence[Any]:
-        """Compile it, or find it compiled, and run it. Who did not ask to wait for it has eager where that fails."""
-        started, record = time.perf_counter(), self._record
-        try:
+        if self._compiled is None:
+            started = time.perf_counter()
             self._compiled, outputs = compile_nested(self._module, self._backend, arguments, self._varying)
-        except TorchDynamoException as error:  # before anything has run
-            if self._lowering.config.waits:
-                raise
-            self._begun, record.compiled_by, record.change_over_seconds = False, "", 0.0
-            self._give_up(f"{type(error).__name__}: {str(error)[:500]}")
-            outputs = self._module.forward(*arguments)
-        record.compile_seconds += time.perf_counter() - started
-        if record.compiled_by == HERE:
-            record.change_over_seconds = seconds_since_start()
-        return outputs
+            self._record.compile_seconds += time.perf_counter() - started
+            return outputs
+        return self._compiled(*arguments)
 
     def _backend(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         _carry_tags(self._module.graph, module.graph)

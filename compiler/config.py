@@ -39,8 +39,8 @@ class CompilerConfig:
     `round_sizes`: fill packed batches up with pads to one of a few sizes, at most an eighth more tokens, so that a CUDA
     graph is recorded for each size once; where None, on CUDA devices if CUDA graphs are asked for.
     `reduce_gradients`: average the gradients of a DistributedDataParallel module inside its compiled backward.
-    `wait`: compile before a step runs, as `torch.compile` does; else steps run in eager until another process has
-    compiled them. None: as `DEEPYTORCH_COMPILE` says.
+    `wait`: compile before a step runs, as `torch.compile` does; else steps run in eager until another process, or for
+    a GPU this one, has compiled them. None: as `DEEPYTORCH_COMPILE` says.
     `dump_graphs`: a directory that gets every graph before and after each pass.
     `inductor`: Inductor's own options, by the names of `torch._inductor.config`; they may stand among the others.
     """

@@ -22,6 +22,45 @@ def compile_nested(
 
     varying: for every argument the dimensions that vary from call to call.
     """
+    call, first = _nested(module, backend, arguments, varying)
+    return call, first()
+
+
+def prepare_nested(
+    module: fx.GraphModule, backend: Backend, arguments: Sequence[Any], varying: Sequence[tuple[int, ...]]
+) -> Compiled:
+    """What calls the compiled graph from now on, compiled for such arguments. Nothing has run, not either where this
+    raises what compiling raises.
+    """
+    only_compiles = True
+
+    def backend_that_stops(traced: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
+        run = backend(traced, example_inputs)
+
+        def run_later(*arguments: Any) -> Sequence[Any]:
+            if only_compiles:
+                raise _Compiled
+            return run(*arguments)
+
+        return run_later
+
+    call, first = _nested(module, backend_that_stops, arguments, varying)
+    try:
+        first()
+    except _Compiled:
+        only_compiles = False
+        return call
+    raise RuntimeError("the graph was not compiled: Dynamo ran it in eager")
+
+
+class _Compiled(Exception):
+    """The graph is compiled, and not to be run."""
+
+
+def _nested(
+    module: fx.GraphModule, backend: Backend, arguments: Sequence[Any], varying: Sequence[tuple[int, ...]]
+) -> tuple[Compiled, Callable[[], Sequence[Any]]]:
+    """What calls the graph from now on; and the first call, which compiles it."""
     # Dynamo never enters code that was generated while it was compiling, so it is generated again.
     module.recompile()
 
@@ -38,4 +77,4 @@ def compile_nested(
         given = zip(arguments, varying, strict=True)
         return compiled(*[mark_alias(value, dims) if dims and is_marked(value) else value for value, dims in given])
 
-    return call, compiled(*marked)
+    return call, lambda: compiled(*marked)

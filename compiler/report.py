@@ -62,7 +62,7 @@ class RegionRecord:
     compiled_by: str = ""  # "a process", "this process", "an earlier run"; empty: not yet, or at the first call
     compile_seconds_beside: float = 0.0
     compile_peak_mb_beside: float = 0.0
-    change_over_seconds: float = 0.0  # since the process began; 0: not yet, or compiled in place
+    change_over_seconds: float = 0.0  # since the process began; 0: not yet, or at the first call
     fallbacks: list[str] = field(default_factory=list)
     relative_cost: float | None = None  # matrix work left by packing, of the batch that was explained
     forward_seconds: float = 0.0  # in eager, of that batch

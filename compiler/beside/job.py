@@ -9,7 +9,7 @@ import json
 import platform
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import fx
 from deepytorch.compiler.beside.graph_data import CannotSend, GraphData
 from deepytorch.compiler.data_parallel import Members, layout
 from deepytorch.compiler.lower_region import RegionLowering
-from deepytorch.compiler.nested import compile_nested
+from deepytorch.compiler.nested import prepare_nested
 from deepytorch.passes.ops import reduce
 from deepytorch.torch_internals import dynamo_config, functorch_config, inductor_config
 from deepytorch.version import __version__
@@ -202,7 +202,8 @@ class Job:
             name, members = self.gradients
             gradients = Members(name, {id(arguments[place]): member for place, member in members})
             reduce.EXPECTED[name] = {member: layout(arguments[place]) for place, member in members}
-        fill_caches(self.graph.module(), arguments, self.varying, self.lowering.with_gradients(gradients))
+        lowering = self.lowering.with_gradients(gradients)
+        prepare_nested(self.graph.module(), lowering.lower, arguments, self.varying)
 
 
 @functools.cache
@@ -211,33 +212,6 @@ def _cpu() -> str:
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
         return next((line for line in file if line.startswith(("flags", "Features"))), "")
     return platform.processor()
-
-
-def fill_caches(
-    module: fx.GraphModule,
-    arguments: Sequence[Any],
-    varying: Sequence[tuple[int, ...]],
-    lowering: RegionLowering,
-) -> None:
-    """Compile as `compiled_step.CompiledStep` does, and run nothing."""
-
-    def backend(traced: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        lowering.lower(traced, example_inputs)
-        return _stop
-
-    try:
-        compile_nested(module, backend, arguments, varying)
-    except _Compiled:
-        return
-    raise RuntimeError("the graph was not compiled: Dynamo ran it in eager")
-
-
-class _Compiled(Exception):
-    """The graph is compiled, and not to be run."""
-
-
-def _stop(*_: Any) -> Any:
-    raise _Compiled
 
 
 def _plain(value: Any) -> Any:

@@ -63,7 +63,7 @@ def compile_beside(
 ) -> Pending:
     """Have a graph compiled that is to run with arguments like these; return at once.
 
-    One that cannot be sent is left to whoever runs it first, see `HERE`.
+    One that cannot be sent is left to the caller, see `HERE`.
     """
     global _WORKER
     pending = Pending(name)
@@ -74,7 +74,6 @@ def compile_beside(
         logger.info("%s is not compiled beside: %s", name, reason)
         pending.where = HERE
         _expect_no_longer()
-        pending.finish()
         return pending
     logger.info("%s is compiled beside; training goes on in eager meanwhile", name)
     if store.find(digest) is not None:

@@ -71,7 +71,7 @@ class Arm:
     """One way of running the script. Seconds are since the process began, medians over the rounds.
 
     steps: when each step was over. first_packed: when the first step was over that ran without padding. compiles: of
-    the last round. change_over: when compiled code began to run; None: it never did, or was compiled in place.
+    the last round. change_over: when compiled code began to run; None: it never did, or at the first call.
     """
 
     name: str
