@@ -29,8 +29,8 @@ def compile_nested(
 def prepare_nested(
     module: fx.GraphModule, backend: Backend, arguments: Sequence[Any], varying: Sequence[tuple[int, ...]]
 ) -> Compiled:
-    """What calls the compiled graph from now on, compiled for such arguments. Nothing has run, not either where this
-    raises what compiling raises.
+    """What calls the compiled graph from now on, compiled for such arguments, whatever stance the script has told
+    `torch.compile` to take. Nothing has run, not either where this raises what compiling raises.
     """
     only_compiles = True
 
@@ -46,7 +46,8 @@ def prepare_nested(
 
     call, first = _nested(module, backend_that_stops, arguments, varying)
     try:
-        first()
+        with torch.compiler.set_stance("default"):  # under others it may be run in eager
+            first()
     except _Compiled:
         only_compiles = False
         return call

@@ -8,5 +8,5 @@ the graph the ordinary way and finds all of it there. If it does not, because so
 same after all, it compiles in place: slow, and right.
 
 The process has low priority, no terminal, and ends when its parent does. A graph that cannot be sent, on a GPU or with
-operators that only this process knows, is compiled by this process when it changes over, and training waits.
+operators that only this process knows, is compiled by this process, and training waits.
 """
