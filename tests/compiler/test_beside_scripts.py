@@ -7,70 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from pathlib import Path
 
 import pytest
 
-SCRIPT = """
-import os, signal, sys, time
-import torch
-from torch import nn
-torch.set_num_threads(1)
-if os.environ.get("DEEPYTORCH") != "off":
-    import deepytorch, deepytorch.first_steps as first
-    from deepytorch.compiler.report import LEDGER
-    first._TRACE_SECONDS = first._TRACE_SECONDS_A_MODULE = 0.0
-torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4)).train()
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-data = torch.Generator().manual_seed(0)
-def compiled():
-    return os.environ.get("DEEPYTORCH") != "off" and any(r.compiled_by for r in LEDGER.report().regions)
-def step():
-    loss = model(torch.randn(5, 8, generator=data)).square().mean()
-    loss.backward(); optimizer.step(); optimizer.zero_grad()
-    return loss.item()
-"""
-
-UNTIL_COMPILED = """
-deadline, steps = time.time() + 150, 0
-while not compiled() and time.time() < deadline:
-    step(); steps += 1; time.sleep(0.05)
-for _ in range(5):
-    step(); steps += 1
-region = LEDGER.report().regions[0]
-print("steps", steps, "by", region.compiled_by.replace(" ", "-"), "compiles", region.compiles)
-print("fell", len(region.fallbacks))
-print("sum", repr(sum(p.double().sum().item() for p in model.parameters())))
-"""
-
-
-def run(
-    script: str, tmp_path: Path, launcher: tuple[str, ...] = (), **environment: str
-) -> subprocess.CompletedProcess[str]:
-    """A script of a user's, compiled beside, with caches in `tmp_path`."""
-    (tmp_path / "xdg").mkdir(mode=0o700, exist_ok=True)
-    full = {
-        **os.environ,
-        "XDG_CACHE_HOME": str(tmp_path / "xdg"),
-        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "torch"),
-        "DEEPYTORCH_COMPILE": "beside",
-        **environment,
-    }
-    path = tmp_path / "script.py"
-    path.write_text(SCRIPT + textwrap.dedent(script))
-    return subprocess.run(
-        [sys.executable, *launcher, path], env=full, capture_output=True, text=True, timeout=500, check=False
-    )
-
-
-def words(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
-    """What such a script has printed."""
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = done.stdout.split()
-    return dict(zip(found[::2], found[1::2], strict=True))
+from tests.compiler.beside_scripts import SCRIPT, UNTIL_COMPILED, run, words
 
 
 @pytest.mark.slow
@@ -190,103 +132,6 @@ def test_a_cache_folder_that_cannot_be_used_costs_only_the_next_start(tmp_path: 
     found = words(run(UNTIL_COMPILED, tmp_path))
     assert (found["by"], found["fell"]) == ("a-process", "0")
 
-
-@pytest.mark.slow
-def test_a_graph_that_cannot_be_sent_is_compiled_while_training_waits(tmp_path: Path) -> None:
-    found = words(run(TWICE + NOISY + UNTIL_COMPILED + NOISE, tmp_path))
-    assert (found["by"], found["compiles"], found["fell"]) == ("this-process", "1", "0")
-    assert_same_in_eager(found, TWICE, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("error", ["NotImplementedError", "IndexError"])  # Dynamo wraps the one, not the other
-def test_where_it_cannot_be_compiled_either_training_goes_on_in_eager_and_says_why(tmp_path: Path, error: str) -> None:
-    script = f"""
-        from deepytorch.compiler import lower_region
-        def lower(*_, **__):
-            raise {error}("nothing that this compiler knows")
-        lower_region.lower = lower
-        step()
-        while not LEDGER.report().regions or not LEDGER.report().regions[0].fallbacks:
-            step()
-        for _ in range(3):
-            step()
-        region = LEDGER.report().regions[0]
-        print("why", "said" if "nothing that this compiler knows" in region.fallbacks[0] else region.fallbacks)
-        print("by", region.compiled_by or "nobody")
-    """
-    found = words(run(TWICE + NOISY + textwrap.dedent(script) + NOISE, tmp_path))
-    assert (found["why"], found["by"]) == ("said", "nobody")
-    assert_same_in_eager(found, TWICE, tmp_path)
-
-
-@pytest.mark.slow
-def test_ranks_whose_graphs_cannot_be_sent_change_over_together(tmp_path: Path) -> None:
-    found = words(run(TWICE + RANKS, tmp_path, RANKED))
-    assert (found["by"], found["ours"]) == ("this-process", "True")
-    expected = words(run(TWICE + RANKS, tmp_path, RANKED, DEEPYTORCH="off", STEPS=found["steps"]))
-    assert float(found["sum"]) == pytest.approx(float(expected["sum"]), rel=1e-6)
-
-
-def assert_same_in_eager(found: dict[str, str], before: str, tmp_path: Path) -> None:
-    """As many steps without the import draw the same random numbers, and end with the same weights."""
-    steps = f"for _ in range({found['steps']}): step()\n"
-    expected = words(run(before + NOISY + steps + NOISE, tmp_path, DEEPYTORCH="off"))
-    assert found["noise"] == expected["noise"]
-    assert float(found["sum"]) == pytest.approx(float(expected["sum"]), rel=1e-6)
-
-
-# A script that draws random numbers, as dropout does, besides.
-NOISY = """
-ordinary, drawn = step, []
-def step():
-    drawn.append(torch.rand(()).item())
-    return ordinary()
-"""
-
-NOISE = """
-print("noise", repr(sum(drawn)))
-if "steps" not in globals():
-    print("steps", len(drawn))
-    print("sum", repr(sum(p.double().sum().item() for p in model.parameters())))
-"""
-
-RANKED = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-
-RANKS = """
-import torch.distributed as dist
-dist.init_process_group("gloo")
-data.manual_seed(dist.get_rank())
-plain, model = model, nn.parallel.DistributedDataParallel(model)
-optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-number, extra, over, deadline = 0, int(os.environ.get("STEPS", "0")), 0, time.time() + 120
-while number < extra if extra else (over < 5 and time.time() < deadline):
-    step(); number += 1
-    if not extra:
-        everywhere = torch.tensor(float(compiled()))
-        dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
-        over += int(everywhere)
-if dist.get_rank() == 0:
-    print("steps", number)
-    print("sum", repr(sum(p.double().sum().item() for p in plain.parameters())))
-    if not extra:
-        print("by", LEDGER.report().regions[0].compiled_by.replace(" ", "-"))
-        [entry] = deepytorch.report().to_json()["gradients"]
-        print("ours", entry["syncs"] > 0)
-dist.destroy_process_group()
-"""
-
-
-TWICE = """
-@torch.library.custom_op("of_a_script::twice", mutates_args=())
-def twice(x: torch.Tensor) -> torch.Tensor:
-    return 2 * x
-twice.register_fake(lambda x: torch.empty_like(x))
-twice.register_autograd(lambda context, gradient: 2 * gradient)
-class Twice(nn.Module):
-    def forward(self, x): return twice(x)
-model.append(Twice())
-"""
 
 OTHER_DOINGS = """
 import copy
