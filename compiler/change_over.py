@@ -1,104 +1,139 @@
-"""When the gradients of a DistributedDataParallel module become ours: on all ranks in front of the same step.
+"""When the gradients of a DistributedDataParallel module become ours: on all ranks in front of the same backward.
 
 [Note: Change-over]
-Until a rank has compiled its step beside, the step runs in eager and DDP's own reducer reduces. A rank that is ready
-says so in the group's store. Rank 0, when all are, publishes the step from which on gradients are ours. Steps are
-counted by what all ranks have in common: forwards of this module that an optimizer step lies in front of. A rank may be
-ahead of rank 0 by what lies between two reductions, one step as a rule, so the step is a few ahead: whoever comes to it
-has seen the word of rank 0, and nobody waits. If a rank's compile failed, rank 0 publishes that too, and DDP goes on.
-From that step on, it does not matter who runs compiled code and who eager: our reducer takes gradients from both.
+Until then DDP's own reducer reduces, also what compiled backwards hand over. Ranks have one clock in common without
+asking each other: how many backwards of the module they have reduced since its first forward. Nobody is through such a
+backward before all others have come to it. So what a rank writes into the group's store in front of one is seen by all
+behind it. A rank that is willing counts itself there at the end of a forward. The one that is the last of all says that
+gradients are ours behind the backward that follows, and there each rank finds its word.
+
+A rank that cannot compile, or that did not see the module's first forward, says "never". One that never comes here, as
+Dynamo gave its frame up, is not counted. In both cases DDP goes on on every rank, and nobody waits or raises.
+From the change-over on, it does not matter who runs compiled code and who eager: our reducer takes gradients from both.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import torch.distributed as dist
 
-from deepytorch.errors import GradientError
 from deepytorch.log import logger, once
-from deepytorch.optimizer_steps import Border
 
-_AHEAD = 4  # steps
 _NEVER = "never"
 
 
 class ChangeOver:
-    """Of one module, on one rank of `size`. name: the same on all ranks. store: of the group that reduces. take_over:
-    makes its gradients ours.
+    """Of one module, on one rank of `size`. name: the same on all ranks. store: of the group that reduces.
+
+    take_over: makes its gradients ours. settle: returns when all that this rank had reduced so far is reduced, where a
+    backward returns before (on GPUs).
     """
 
-    def __init__(self, name: str, store: dist.Store, rank: int, size: int, take_over: Callable[[], object]) -> None:
-        self._store = dist.PrefixStore(f"deepytorch/change-over/{name}", store)
+    def __init__(
+        self,
+        name: str,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        take_over: Callable[[], object],
+        settle: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.name = name
+        self.settings = ""  # of this rank: ranks that were told different things do not agree
+        self.store, self._store = store, dist.PrefixStore(f"deepytorch/change-over/{name}", store)
         self._rank, self._size = rank, size
-        self._name, self._take_over = name, take_over
-        self._border, self._steps = Border(), 0
-        self._said = False
+        self._take_over, self._settle = take_over, settle
+        self._reduced = 0  # backwards
+        self._armed = False  # whether the backward that comes is to be reduced
+        self._looked = -1  # behind how many
+        self._willing = self._said = self._never = False
         self._at: int | None = None
         self.is_over = False  # gradients are ours
-        self._never = False
+
+    # ------------------------------------------------------------------ what this rank wants
+
+    def ready(self) -> None:
+        """This rank is to go on with gradients that are ours."""
+        self._willing = True
+
+    def failed(self, why: str = "could not compile its step") -> None:
+        """This rank cannot: then no rank does."""
+        if not (self._said or self._never):
+            self._never = True
+            self._publish(f"{_NEVER}: rank {self._rank} {why}")
+
+    def stop(self) -> None:
+        """Gradients stay with DDP on this rank, and for the same reason on all others."""
+        self._never = True
+
+    @property
+    def lasts(self) -> bool:
+        """Whether gradients are ours, or may be."""
+        return not self._never
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # a copy of the module agrees anew
+
+    # ------------------------------------------------------------------ what DDP does
 
     def forward(self) -> None:
-        """The module's forward begins; every rank calls this in every forward, from the same one on."""
-        if self.is_over or not self._border.passed():
+        """A forward begins whose gradients are wanted."""
+        if self.is_over or self._never or not self._said or self._looked == self._reduced:
             return
-        self._steps += 1
-        if self._never or not self._said:
-            return
+        self._looked = self._reduced
         if self._at is None:
-            self._at = self._decide() if self._rank == 0 else self._look()
-        if self._at is not None and self._steps >= self._at:
-            if self._steps > self._at:
-                raise GradientError(
-                    f"rank {self._rank} is in step {self._steps} and was to take over in step {self._at}; "
-                    "expected every rank to run as many forwards and optimizer steps as the others. Compile with "
-                    "options={'wait': True}, or reduce_gradients=False"
-                )
+            self._settle()
+            self._look()
+        if self._at is not None and self._reduced >= self._at:
             self.is_over = True
             self._take_over()
 
-    def ready(self) -> None:
-        """This rank has compiled what is to run."""
-        self._say("ready")
-
-    def failed(self) -> None:
-        """This rank cannot compile."""
-        self._say("failed")
-
-    def _say(self, word: str) -> None:
-        if not self._said and not self.is_over:
+    def armed(self) -> None:
+        """A forward has ended whose backward DDP is to reduce."""
+        self._armed = True
+        if self._willing and not (self._said or self._never):
+            self._settle()
             self._said = True
-            self._store.add(word, 1)
+            if self._count() == self._size:
+                self._publish(str(self._reduced + 1))
 
-    def _decide(self) -> int | None:
-        if self._store.add("failed", 0):
-            self._publish(_NEVER)
-            return None
-        if self._store.add("ready", 0) < self._size:
-            return None
-        self._publish(str(self._steps + _AHEAD))
-        return self._steps + _AHEAD
+    def accumulated(self) -> None:
+        """A backward has come to a parameter."""
+        self._reduced += self._armed
+        self._armed = False
+
+    # ------------------------------------------------------------------ the store
+
+    def _count(self) -> int:
+        try:
+            return self._store.add(f"ready {self.settings}", 1)
+        except RuntimeError:  # the store has gone: what that means for the run is not ours to say
+            return 0
 
     def _publish(self, word: str) -> None:
-        self._store.set("at", word)
-        self._store.get("at")  # it has arrived
+        try:
+            self._store.set("at", word)
+            self._store.get("at")  # it has arrived
+        except RuntimeError:  # likewise
+            self._never = True
         self._heard(word)
 
-    def _look(self) -> int | None:
-        if not self._store.check(["at"]):
-            return None
-        word = self._store.get("at").decode()
-        self._heard(word)
-        return None if word == _NEVER else int(word)
+    def _look(self) -> None:
+        try:
+            word = self._store.get("at").decode() if self._store.check(["at"]) else None
+        except RuntimeError:  # likewise
+            word = None
+        if word is not None:
+            self._heard(word)
 
     def _heard(self, word: str) -> None:
-        if word == _NEVER:
+        if word.startswith(_NEVER):
             self._never = True
-            once(
-                logging.WARNING,
-                "%s: a rank could not compile its step, so every rank goes on with DistributedDataParallel's reducer",
-                self._name,
-            )
+            reason = word.removeprefix(f"{_NEVER}: ")
+            once(logging.WARNING, "%s: %s, so gradients stay with DistributedDataParallel", self.name, reason)
         else:
-            logger.debug("%s: gradients are ours from step %s on", self._name, word)
+            self._at = int(word)
+            logger.debug("%s: gradients are ours behind %s backwards", self.name, word)

@@ -1,39 +1,38 @@
 """A DistributedDataParallel module around what is compiled: its gradients are reduced by us, and it is told so.
 
-DDP keeps everything else: its flags (`no_sync`), the broadcast of buffers, the names of its parameters. Its reducer is
-replaced by one that does nothing but say when a backward is to reduce, so that DDP's own hooks send nothing.
+DDP keeps everything else: its flags (`no_sync`), the broadcast of buffers, the names of its parameters, and what it
+decided when it was made: which parameters it reduces, frozen or not. Something of ours stands before its reducer, from
+the first forward on, and sees which backwards are to be reduced. Once all ranks have agreed on it (see [Note:
+Change-over]) DDP's reducer is told nothing more, so that its own hooks send nothing.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from deepytorch.comm.gradients.arrival_times import finish
+from deepytorch.comm.gradients.autograd_leaves import on_accumulated
 from deepytorch.comm.gradients.bucket_memory import strides
 from deepytorch.comm.gradients.buckets import BucketPlan, Member, expected_arrivals, group_link, plan_buckets
-from deepytorch.comm.gradients.comm_hooks import CommHook
+from deepytorch.comm.gradients.comm_hooks import CommHook, only_averages
 from deepytorch.comm.gradients.reducer import REDUCERS, GradientReducer
-from deepytorch.comm.group.groups import group_of
 from deepytorch.compiler.change_over import ChangeOver
-from deepytorch.errors import ConfigError, GradientError
+from deepytorch.ddp_modules import place_of
 from deepytorch.log import logger, once
-from deepytorch.passes.ops.reduce import EXPECTED
-from deepytorch.patches import forget, patch
+from deepytorch.patches import forget, patch, replace
 from deepytorch.torch_internals import disable_dynamo, get_active_ddp_module, get_process_group_store
 
-_NAMES = (f"ddp{number}" for number in itertools.count(1))  # alike on all ranks, which wrap their modules in one order
+_CHANGE_OVER = "_deepytorch_change_over"
 _ATTRIBUTE = "_deepytorch_gradients"
-_PROSPECT = "_deepytorch_prospect"
-# What compiled backwards still know by name, after DDP has got its gradients back.
-_RELEASED: weakref.WeakKeyDictionary[nn.Module, list[GradientReducer]] = weakref.WeakKeyDictionary()
+_FLAGS = ("find_unused_parameters", "_static_graph_delay_allreduce_enqueued")
 
 
 @dataclass
@@ -51,36 +50,96 @@ class Members:
 
 
 @dataclass
-class Adopted(Members):
-    """One DDP module whose gradients we reduce."""
+class Prospect(Members):
+    """One DDP module whose gradients are ours, or are to be once all ranks are ready, see [Note: Change-over].
+
+    declined: why they are DDP's again.
+    """
 
     reducer: GradientReducer
+    change_over: ChangeOver
+    declined: str | None = None
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # a copy of the module has gradients of its own
 
 
-class _Silent:
-    """Stands in for DDP's reducer: gradients are not its business any more, everything else is as before."""
+class _Between:
+    """Stands before DDP's reducer: sees what it is told, and keeps that from it once gradients are ours."""
 
-    def __init__(self, ddp: Any, ours: GradientReducer) -> None:
-        self.theirs, self._ddp, self._ours = ddp.reducer, weakref.ref(ddp), ours
+    def __init__(self, ddp: Any, change_over: ChangeOver) -> None:
+        self.theirs, self._ddp, self.change_over = ddp.reducer, weakref.ref(ddp), change_over
+        self.ours: GradientReducer | None = None
+        self._before: dict[str, Any] = {}
+        # in every backward the first of these calls counts
+        self._hooks = [on_accumulated(each, lambda _: change_over.accumulated()) for _, each in _parameters(ddp)]
 
+    @disable_dynamo
     def prepare_for_forward(self) -> None:
-        """Nothing to prepare."""
+        """What DDP calls in every forward whose backward is to be reduced."""
+        if self._joins():
+            self._leave()
+        if self.ours is None:
+            self.theirs.prepare_for_forward()
 
-    def prepare_for_backward(self, outputs: Any) -> None:
-        """DDP says so after a forward whose backward is to be reduced."""
-        ddp = self._ddp()
-        if ddp is not None and ddp._join_config.enable:
-            raise GradientError(
-                "DistributedDataParallel.join was entered after deepytorch had taken over the gradients; expected "
-                "batches on every rank: compile with options={'reduce_gradients': False} to use join"
-            )
-        self._ours.arm()
-
+    @disable_dynamo
     def _rebuild_buckets(self) -> bool:
-        return False
+        """What DDP calls in every forward whose backward may follow, and a rank that has joined in its place."""
+        if self._joins():
+            self._leave()
+        self.change_over.forward()
+        return False if self.ours is not None else bool(self.theirs._rebuild_buckets())
 
+    @disable_dynamo
+    def prepare_for_backward(self, outputs: Any) -> None:
+        """What DDP calls behind every forward whose backward is to be reduced."""
+        if self.ours is not None:
+            self.ours.arm()
+        else:
+            self.change_over.armed()
+            self.theirs.prepare_for_backward(outputs)
+
+    @disable_dynamo
     def _delay_all_reduce(self) -> None:
-        """A static graph's first backward: nothing is delayed."""
+        """What DDP has called behind a static graph's first backward."""
+        if self.ours is None:
+            self.theirs._delay_all_reduce()
+
+    def take_over(self, ddp: Any, ours: GradientReducer) -> None:
+        """Gradients are ours from this forward on."""
+        self._stop_counting()
+        self.ours = ours
+        ours.take_over()
+        # DDP would pass every output through a node of its own, which copies it: deferred logits would be computed.
+        self._before = {each: getattr(ddp, each, None) for each in _FLAGS}
+        ddp.find_unused_parameters, ddp._static_graph_delay_allreduce_enqueued = False, True
+
+    def give_back(self) -> None:
+        """Gradients are DDP's again, but for a backward that is awaited, and stay so."""
+        self.change_over.stop()
+        self._stop_counting()
+        if self.ours is not None:
+            self.ours.release()
+        ddp = self._ddp()
+        if ddp is not None:
+            ddp.reducer = self.theirs
+            for name, value in self._before.items():
+                setattr(ddp, name, value)
+
+    def _joins(self) -> bool:
+        ddp = self._ddp()
+        return ddp is not None and self.change_over.lasts and bool(ddp._join_config.enable)
+
+    def _leave(self) -> None:
+        if self.ours is not None:
+            self.ours.disarm()  # a forward begins, and DDP's reducer is told of it
+        _give_back(self._ddp(), "DistributedDataParallel.join is in use")
+        self.ours = None  # the call that is under way is DDP's, too
+
+    def _stop_counting(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.theirs, name)
@@ -91,108 +150,138 @@ def active() -> Any | None:
     return get_active_ddp_module()  # type: ignore[attr-defined]
 
 
-def adopt(ddp: Any) -> Adopted | str:
-    """Take over the gradients of a DDP module, once; or the reason why they stay with DDP."""
-    known = getattr(ddp, _ATTRIBUTE, None)
+def change_over_of(ddp: Any) -> ChangeOver:
+    """When the gradients of a DDP module become ours. To be called first in its first forward."""
+    found = vars(ddp).get(_CHANGE_OVER)
+    if found is None:
+        found = _watch(ddp)
+        object.__setattr__(ddp, _CHANGE_OVER, found)
+    return found  # type: ignore[no-any-return]
+
+
+def adopt(ddp: Any) -> Prospect | str:
+    """As `prospect`, and this rank is ready."""
+    found = prospect(ddp)
+    if isinstance(found, Prospect):
+        found.change_over.ready()
+    return found
+
+
+def prospect(ddp: Any) -> Prospect | str:
+    """What takes over the gradients of a DDP module, once all ranks are ready; or why they stay with DDP."""
+    change_over = change_over_of(ddp)
+    known = vars(ddp).get(_ATTRIBUTE)
     if known is None:
-        known = _why_not(ddp) or _adopted(ddp)
+        known = _prospect(ddp, change_over)
         object.__setattr__(ddp, _ATTRIBUTE, known)
-        if isinstance(known, str):
-            once(logging.WARNING, "gradients are reduced by DistributedDataParallel itself: %s", known)
-    return known
+    return known if isinstance(known, str) else known.declined or known
+
+
+def delays_some(ddp: Any) -> bool:
+    """Whether DDP reduces gradients in the backward of another one, which has to come later, as it does in eager."""
+    return bool(getattr(ddp, "_delay_all_reduce_all_params", False) or getattr(ddp, "_delay_all_reduce_params", None))
 
 
 def _why_not(ddp: Any) -> str | None:
+    if delays_some(ddp):
+        return "some gradients are delayed (delay_all_reduce_named_params)"
     hooks = getattr(ddp, "_comm_hooks", None) or []
-    if len(hooks) > 1:
-        return "several communication hooks were registered, which are DDP's to call"
+    if any(not only_averages(hook, state, ddp.process_group) for hook, state in hooks) or len(hooks) > 1:
+        return "a communication hook was registered, which goes by DDP's buckets"
     if not hooks and ddp._get_ddp_logging_data().get("comm_hook"):
         return "a built-in communication hook was registered, which is DDP's to call"
     if ddp._join_config.enable:
         return "DistributedDataParallel.join is in use"
     if getattr(ddp, "_use_python_reducer", False):
         return "optimize_ddp='python_reducer' was asked for"
-    if getattr(ddp, "_delay_all_reduce_all_params", False) or getattr(ddp, "_delay_all_reduce_params", None):
-        return "some gradients are delayed (delay_all_reduce_named_params)"
     if getattr(ddp, "mixed_precision", None) is not None:
         return "DDP's own mixed precision is in use"
-    if any(parameter.requires_grad and parameter.layout != torch.strided for parameter in ddp.module.parameters()):
+    parameters = [parameter for _, parameter in _parameters(ddp)]
+    if any(parameter.layout != torch.strided for parameter in parameters):
         return "a parameter is not dense"
+    if len({parameter.device for parameter in parameters}) > 1:
+        return "its parameters lie on several devices"
     if any(isinstance(each, (nn.Embedding, nn.EmbeddingBag)) and each.sparse for each in ddp.module.modules()):
         return "an embedding has sparse gradients"
     return None
 
 
-@dataclass
-class Prospect(Members):
-    """One DDP module whose gradients are to be ours once all ranks are ready, see [Note: Change-over]."""
-
-    change_over: ChangeOver
-
-
-def prospect(ddp: Any) -> Members | str:
-    """Prepare to take over the gradients of a DDP module; or the reason why they stay with DDP.
-
-    To be called in the same forward on all ranks, the first one.
-    """
-    known = getattr(ddp, _ATTRIBUTE, None) or getattr(ddp, _PROSPECT, None)
-    if known is None:
-        reason = _why_not(ddp)
-        if reason is not None:
-            return adopt(ddp)
-        known = _prospect(ddp)
-        object.__setattr__(ddp, _PROSPECT, known)
-    return known
-
-
-def _prospect(ddp: Any) -> Prospect:
-    this, name = weakref.ref(ddp), next(_NAMES)
-    group = ddp.process_group
-    rank, size = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
-    change_over = ChangeOver(name, get_process_group_store(group), rank, size, lambda: adopt(this()))
-    parameters = [parameter for _, parameter in _parameters(ddp)]
-    numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
-    EXPECTED[name] = {number: layout(parameter) for number, parameter in enumerate(parameters)}
-    weakref.finalize(ddp, EXPECTED.pop, name, None).atexit = False
+def _watch(ddp: Any) -> ChangeOver:
+    this, group, place = weakref.ref(ddp), ddp.process_group, place_of(ddp)
+    device = next(ddp.module.parameters()).device
+    change_over = ChangeOver(
+        place or f"a copy at {id(ddp)}",
+        get_process_group_store(group),
+        dist.get_rank(group),
+        dist.get_world_size(group),
+        lambda: _take_over(this()),
+        lambda: finish(device),
+    )
+    reason = _why_not(ddp) or (None if place else "it is a copy of another module, which other ranks may not have")
+    if reason is not None:
+        change_over.stop()
+        object.__setattr__(ddp, _ATTRIBUTE, reason)
+        _say_why(reason)
+        return change_over
+    if ddp._get_ddp_logging_data().get("iteration"):  # forwards so far: ranks would not count alike
+        change_over.failed("did not compile its DistributedDataParallel module in the first forward")
 
     def apply() -> None:
         found = this()
         if found is not None:
-            found.reducer = _Watched(found.reducer, change_over)
+            found.reducer = _Between(found, change_over)
 
-    def undo() -> None:
-        found = this()
-        forget(where)
-        if found is not None:
-            object.__delattr__(found, _PROSPECT)
-            if isinstance(found.reducer, _Watched):
-                found.reducer = found.reducer.theirs
-
-    where = f"DistributedDataParallel.reducer of {name} (watched)"
+    where = _where(change_over)
     weakref.finalize(ddp, forget, where).atexit = False
-    patch(where, "take its gradients over in the same step on all ranks", apply, undo, always=True)
-    return Prospect(name, numbers, change_over)
+    patch(where, "take its gradients over on all ranks together", apply, lambda: _give_back(this()), always=True)
+    for method in ("register_comm_hook", "_register_builtin_comm_hook"):
+        replace(
+            nn.parallel.DistributedDataParallel, method, _registers, "give gradients back to DDP's hooks", always=True
+        )
+    return change_over
+
+
+def _where(change_over: ChangeOver) -> str:
+    return f"DistributedDataParallel.reducer of {change_over.name}"
+
+
+def _take_over(ddp: Any) -> None:
+    ddp.reducer.take_over(ddp, vars(ddp)[_ATTRIBUTE].reducer)
+
+
+def _give_back(ddp: Any, reason: str | None = None) -> None:
+    """Everything is DDP's again. reason: why, None where it was asked for."""
+    if ddp is None or not isinstance(ddp.reducer, _Between):
+        return
+    between, known = ddp.reducer, vars(ddp).get(_ATTRIBUTE)
+    forget(_where(between.change_over))
+    between.give_back()
+    declined = reason or "they were given back"
+    if isinstance(known, Prospect):
+        known.declined = declined
+    else:
+        object.__setattr__(ddp, _ATTRIBUTE, declined)
+    if reason is not None:
+        _say_why(reason)
+
+
+def _say_why(reason: str) -> None:
+    once(logging.WARNING, "gradients are reduced by DistributedDataParallel itself: %s", reason)
+
+
+def _registers(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`original` registers a communication hook with DDP's reducer, which takes no other for its own."""
+
+    def register(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _give_back(self, "a communication hook was registered after the first forward")
+        return original(self, *args, **kwargs)
+
+    return register
 
 
 def layout(parameter: torch.Tensor) -> tuple[Any, Any, torch.dtype, torch.device]:
     """Shape, stride, type and device of a parameter's gradient."""
     return parameter.shape, strides(parameter), parameter.dtype, parameter.device
-
-
-class _Watched:
-    """Stands before DDP's reducer until its gradients are ours: sees every forward."""
-
-    def __init__(self, theirs: Any, change_over: ChangeOver) -> None:
-        self.theirs, self._change_over = theirs, change_over
-
-    @disable_dynamo
-    def _rebuild_buckets(self) -> bool:
-        """What DDP calls in every forward whose backward may follow."""
-        self._change_over.forward()
-        return False if self._change_over.is_over else bool(self.theirs._rebuild_buckets())
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.theirs, name)
 
 
 def preview(ddp: Any) -> dict[str, Any]:
@@ -202,23 +291,21 @@ def preview(ddp: Any) -> dict[str, Any]:
 
 
 def _parameters(ddp: Any) -> list[tuple[str, nn.Parameter]]:
-    ignored = set(getattr(ddp, "parameters_to_ignore", ()))
-    return [
-        (name, parameter)
-        for name, parameter in ddp.module.named_parameters()
-        if parameter.requires_grad and name not in ignored
-    ]
+    """Those that DDP reduces: it decided when it was made, whatever is frozen, ignored, added or shared since then."""
+    reduced = [each for bucket in ddp.reducer._get_zeros_like_grad_buckets() for each in bucket.parameters()]
+    names = {id(each): name for name, each in reversed(list(ddp.module.named_parameters()))}
+    order = {number: place for place, number in enumerate(reversed(names))}
+    reduced.sort(key=lambda each: order.get(id(each), len(order)))
+    return [(names.get(id(each), "one that has left the module"), each) for each in reduced]
 
 
-def _adopted(ddp: Any) -> Adopted:
+def _prospect(ddp: Any, change_over: ChangeOver) -> Prospect:
     found = _parameters(ddp)
     plan = _plan(found, ddp)
-    prepared = getattr(ddp, _PROSPECT, None)
-    name = next(_NAMES) if prepared is None else prepared.name
     may_be_unused = bool(ddp.find_unused_parameters or ddp.static_graph)
     hooks = getattr(ddp, "_comm_hooks", None) or []
     reducer = GradientReducer(
-        name,
+        change_over.name,
         found,
         plan,
         ddp.process_group,
@@ -226,61 +313,12 @@ def _adopted(ddp: Any) -> Adopted:
         bucket_bytes=_bucket_bytes(ddp),
         may_be_unused=may_be_unused,
         hook=CommHook(*hooks[0]) if hooks else None,
-        timeout=_timeout(ddp.process_group),
     )
-    reducer.attach()
-    REDUCERS[name] = reducer
-    where, this = f"DistributedDataParallel.reducer of {name}", weakref.ref(ddp)
-    weakref.finalize(ddp, forget, where).atexit = False
-    patch(where, "reduce its gradients in the compiled backward", *_take_over(this, reducer, where), always=True)
-    logger.info("%s: %d gradients leave in %d buckets", name, len(plan.members), len(plan.buckets))
-    return Adopted(name, {id(parameter): number for number, (_, parameter) in enumerate(found)}, reducer)
-
-
-def _take_over(
-    this: Callable[[], Any], ours: GradientReducer, where: str
-) -> tuple[Callable[[], None], Callable[[], None]]:
-    """What puts our reducer into a DDP module, and what takes it out again."""
-    before: dict[str, Any] = {}
-    names = ("find_unused_parameters", "_static_graph_delay_allreduce_enqueued")
-
-    def apply() -> None:
-        ddp = this()
-        before.update({name: getattr(ddp, name, None) for name in ("reducer", *names)})
-        ddp.reducer = _Silent(ddp, ours)
-        ddp._check_comm_hook = _too_late
-        # DDP would pass every output through a node of its own, which copies it: deferred logits would be computed.
-        ddp.find_unused_parameters, ddp._static_graph_delay_allreduce_enqueued = False, True
-
-    def undo() -> None:
-        ddp = this()
-        forget(where)  # the next region that is compiled in it takes its gradients over anew
-        ours.release()
-        if ddp is None:
-            return
-        _RELEASED.setdefault(ddp, []).append(ours)
-        for name, value in before.items():
-            setattr(ddp, name, value)
-        del ddp._check_comm_hook
-        object.__delattr__(ddp, _ATTRIBUTE)
-
-    return apply, undo
-
-
-def _too_late(hook: Any) -> None:
-    """What DDP calls when a communication hook is registered."""
-    raise GradientError(
-        "register_comm_hook was called after deepytorch had taken over the gradients; expected it before the first step"
-    )
-
-
-def _timeout(group: Any) -> timedelta:
-    """How long ranks wait for each other in this group."""
-    try:
-        return group_of(group).timeout
-    except ConfigError:
-        options = getattr(group._get_backend(group._device_types[0]), "options", None)
-        return getattr(options, "_timeout", timedelta(minutes=30))
+    REDUCERS[reducer.name] = reducer
+    change_over.settings = f"{plan.digest()} {may_be_unused}"
+    logger.info("%s: %d gradients are to leave in %d buckets", reducer.name, len(plan.members), len(plan.buckets))
+    numbers = {id(parameter): number for number, (_, parameter) in enumerate(found)}
+    return Prospect(reducer.name, numbers, reducer, change_over)
 
 
 def _plan(parameters: list[tuple[str, nn.Parameter]], ddp: Any) -> BucketPlan:

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from deepytorch.compiler.config import CompilerConfig
-from deepytorch.compiler.data_parallel import Members, Prospect, active, adopt, prospect
+from deepytorch.compiler.data_parallel import Members, Prospect, active, adopt, delays_some, prospect
 from deepytorch.compiler.graph_per_parameters import GraphPerParameters
 from deepytorch.compiler.lower import GraphPasses, lower
 from deepytorch.compiler.manager import copied
@@ -40,7 +40,11 @@ class RegionLowering:
     @classmethod
     def here(cls, config: CompilerConfig, plan: Plan) -> RegionLowering:
         """For a region in the data-parallel module whose forward runs now, if one does."""
-        ddp = active() if config.reduce_gradients and config.lowering != "eager" else None
+        ddp = active()
+        if ddp is not None and delays_some(ddp):  # in the order in which eager's backward comes to them
+            return cls(replace(config, lowering="eager"), plan, declined="some are delayed, which takes eager's order")
+        if not config.reduce_gradients or config.lowering == "eager":
+            ddp = None
         if ddp is None or torch.distributed.get_world_size(ddp.process_group) == 1:
             return cls(config, plan)
         adopted = adopt(ddp) if config.waits else prospect(ddp)
@@ -66,8 +70,11 @@ class RegionLowering:
         return lower(module, example_inputs, config=config, plan=self.plan, passes=passes)
 
     def may_begin(self) -> bool:
-        """Whether compiled code, which is there, may run: not before gradients are ours on all ranks."""
-        if not isinstance(self.gradients, Prospect):
+        """Whether compiled code, which is there, may run: not before gradients are ours on all ranks, if they will be.
+
+        Where the user waits for it, it runs at once: DDP reduces what comes of it until then.
+        """
+        if self.config.waits or not isinstance(self.gradients, Prospect):
             return True
         self.gradients.change_over.ready()
         return self.gradients.change_over.is_over

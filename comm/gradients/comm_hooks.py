@@ -7,11 +7,25 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepytorch.comm.gradients.bucket_memory import BucketMemory
+from deepytorch.comm.group.bf16_wire import sends_bf16
 
 Hook = Callable[[Any, Any], Any]
+
+
+def only_averages(hook: Hook, state: Any, group: dist.ProcessGroup) -> bool:
+    """Whether a hook averages each bucket over the group's ranks and does nothing else, whatever the buckets are.
+
+    Others keep a state by the index of a bucket, average over fewer ranks, or take optimizer steps.
+    """
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as known
+
+    if hook in (known.allreduce_hook, known.fp16_compress_hook, known.bf16_compress_hook):
+        return (state or dist.group.WORLD) is group
+    return sends_bf16(hook)
 
 
 @dataclass(frozen=True)

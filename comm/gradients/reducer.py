@@ -10,6 +10,8 @@ What is handed back to autograd are views of the buckets, laid out as their para
 
 The first three backwards are watched, and the plan is made anew of them: see `replanning.Phase`.
 
+Before it takes over, and after it has given back, what compiled backwards hand over only passes through.
+
 [Note: rows] What a compiled graph knows to be rows of an embedding is sent as such, where the plan says that it is
 worth it (`sparse_rows`): after all buckets, when every rank has said how many it has. A rank that has such a gradient
 as a whole, from an eager frame or with earlier micro-batches in it, says so, and then all send it as a whole.
@@ -21,20 +23,19 @@ adds up before the parameter's hook sees the sum. Such parameters wait for their
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from deepytorch.comm.gradients.autograd_leaves import accumulator, has_hooks, is_accumulated
+from deepytorch.comm.gradients.autograd_leaves import accumulator, has_hooks, is_accumulated, on_accumulated
 from deepytorch.comm.gradients.bucket_memory import strides
 from deepytorch.comm.gradients.bucket_sender import BucketSender, Counts
 from deepytorch.comm.gradients.buckets import BucketPlan
 from deepytorch.comm.gradients.comm_hooks import CommHook
-from deepytorch.comm.gradients.messages import check_same
 from deepytorch.comm.gradients.replanning import Replanner
 from deepytorch.comm.gradients.sparse_rows import Rows, add_rows, reduce_rows, summed_rows
 from deepytorch.comm.topology.cost import Link
@@ -57,24 +58,23 @@ class GradientReducer:
         bucket_bytes: int | None = None,
         may_be_unused: bool = False,
         hook: CommHook | None = None,
-        timeout: timedelta = timedelta(minutes=30),
     ) -> None:
-        """`parameters`: those that need gradients, in the order of the plan's members, alike on all ranks.
+        """`parameters`: in the order of the plan's members, alike on all ranks. Some may be frozen, now or later.
 
-        name: the same on every rank, and no other module's. plan: for the backwards that are watched. link: what an
+        name: no other module's. plan: for the backwards that are watched. link: what an
         all-reduce is thought to take. bucket_bytes: as the user wants the buckets, None to have them chosen. hook:
         called with each bucket in place of an all-reduce.
 
         may_be_unused: a parameter that no rank used keeps its gradient as it was, as DDP's `find_unused_parameters`
         has it; otherwise one that is not used is an error.
         """
-        self._name = name
+        self.name = name
         self.counts = Counts()
         self._names = [name for name, _ in parameters]
         self._parameters = [parameter for _, parameter in parameters]
         self._accumulators = [accumulator(each) for each in self._parameters]
         self._layouts = [(each.shape, strides(each), each.dtype, each.device) for each in self._parameters]
-        self._group, self._may_be_unused, self._timeout = group, may_be_unused, timeout
+        self._group, self._may_be_unused = group, may_be_unused
         self._comm_hook = hook
         self._replanner = Replanner(group, self._parameters[0].device, link, bucket_bytes, may_send_rows=hook is None)
         self._arrived: set[int] = set()
@@ -86,8 +86,8 @@ class GradientReducer:
         self._armed = False  # whether the backward that comes reduces
         self._armed_anew = False  # whether a forward said so since the last backward began
         self._backward = -1  # the backward that is under way, as autograd numbers them; -1: none
-        self._agreed = False
-        self._released = False
+        self._absent: set[int] = set()  # gradients that the node that runs hands over as zeros, and that do not exist
+        self._is_ours = self._released = False
         self._hooks: list[Any] = []
 
     def _set_plan(self, plan: BucketPlan) -> None:
@@ -102,7 +102,7 @@ class GradientReducer:
     def to_json(self) -> dict[str, Any]:
         """Plan and counts as plain JSON values. Seconds are those that the backward stood still, over all its steps."""
         return {
-            "name": self._name,
+            "name": self.name,
             **self.plan.to_json(),
             "syncs": self.counts.syncs,
             "collectives": self.counts.collectives,
@@ -121,22 +121,24 @@ class GradientReducer:
         """The forward that has just ended is to be reduced in its backward."""
         self._armed = self._armed_anew = True
 
-    def attach(self) -> None:
-        """Listen to every parameter, for gradients that no compiled backward hands over."""
+    def disarm(self) -> None:
+        """It is not, after all."""
+        self._armed = self._armed_anew = False
+
+    def take_over(self) -> None:
+        """Gradients are ours from now on, on all ranks: listen, too, for those that no compiled backward hands over."""
+        self._is_ours = True
         for member, parameter in enumerate(self._parameters):
-            hook = parameter.register_post_accumulate_grad_hook(self._hook(member))
-            self._hooks.append(hook)
+            self._hooks.append(on_accumulated(parameter, self._hook(member)))
 
     def release(self) -> None:
-        """Nothing more is to be reduced: listen no more, behind the backward that is awaited if there is one.
-
-        A compiled backward that still hands gradients over gets them back as they are.
-        """
+        """Nothing more is to be reduced: listen no more, behind the backward that is awaited if there is one."""
         self._released = True
         if not self._armed:
             self._detach()
 
     def _detach(self) -> None:
+        self._is_ours = False
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -148,7 +150,7 @@ class GradientReducer:
 
         Those that autograd does not accumulate (`torch.autograd.grad`, `backward(inputs=...)`) only pass through.
         """
-        accumulated = [is_accumulated(self._accumulators[member]) for member in members]
+        accumulated = [self._is_taken(member) for member in members]
         if any(accumulated):
             self._begin()
         whole = zip(members, accumulated, strict=True)
@@ -210,9 +212,24 @@ class GradientReducer:
         self._count(member)
         self._send_full()
 
+    @contextmanager
+    def without(self, parameters: Sequence[Any]) -> Iterator[None]:
+        """Inside, an autograd node runs that none of these gets a gradient from, whatever it hands over."""
+        members = {number for number, each in enumerate(self._parameters) if any(each is one for one in parameters)}
+        if self._is_ours and any(is_accumulated(self._accumulators[member]) for member in members):
+            self._begin()  # this rank has to take part, if nothing comes at all
+        self._absent = members
+        try:
+            yield
+        finally:
+            self._absent = set()
+
+    def _is_taken(self, member: int) -> bool:
+        return self._is_ours and member not in self._absent and is_accumulated(self._accumulators[member])
+
     def _passes_through(self, member: int) -> bool:
         """Whether a gradient is not ours to reduce as it comes: autograd adds it up, or only hands it out."""
-        if not is_accumulated(self._accumulators[member]):
+        if not self._is_taken(member):
             return True
         self._begin()
         return member in self._arrived or member in self._in_parts
@@ -332,10 +349,6 @@ class GradientReducer:
         self._parts.clear()
         self._rest_of.clear()
         self._rows.clear()
-        if self._armed and not self._agreed:
-            mine = f"{self.plan.digest()} {int(self._may_be_unused)}"
-            check_same(self._group, f"gradients/{self._name}/plan0", mine, self._timeout)
-            self._agreed = True
         self._sender.begin()
         if self._armed:
             self._replanner.begin()
@@ -410,6 +423,15 @@ class GradientReducer:
         found = send(torch.tensor(touched, dtype=torch.int32), self._parameters[0].device)
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
         return found
+
+
+@contextmanager
+def without_gradients(parameters: Sequence[Any]) -> Iterator[None]:
+    """Inside, an autograd node runs that none of these parameters gets a gradient from, whatever it hands over."""
+    with ExitStack() as stack:
+        for each in REDUCERS.values():
+            stack.enter_context(each.without(parameters))
+        yield
 
 
 # By the name that compiled graphs know them by; each lives as long as its module.

@@ -172,6 +172,11 @@ def _bf16_hook(sender: _Sender, bucket: dist.GradBucket) -> torch.futures.Future
     return future.then(lambda done: done.value()[0])
 
 
+def sends_bf16(hook: Any) -> bool:
+    """Whether a communication hook is the one of `send_bf16`."""
+    return hook is _bf16_hook
+
+
 class _ReduceScatter:
     """What FSDP2 asks for in place of a reduce_scatter of its own; runs on the stream that FSDP2 has made current."""
 

@@ -223,7 +223,7 @@ def test_buckets_of_a_compiled_backward_go_by_it():
         assert ((found - sum(every) / size).abs() <= 2.0**-7 * sizes).all()
         assert not torch.equal(found, sum(every) / size), "nothing was cast"
     reducer = ddp.__dict__["_deepytorch_gradients"].reducer
-    assert len(sent) == reducer.counts.collectives >= 5, (sent, reducer.counts)
+    assert len(sent) - 1 == reducer.counts.collectives >= 4, (sent, reducer.counts)  # the first by DDP, in one bucket
     dist.barrier()
     dist.destroy_process_group()
     """
