@@ -91,6 +91,14 @@ class Backend final : public c10d::Backend {
                                                              at::Tensor& output, at::Tensor& input, bool average)>;
   void set_symmetric(Symmetric call) { symmetric_ = std::move(call); }
   Row row(Kind kind, bool on_cuda, uint64_t bytes) const;
+  // [Note: trials] What a group chooses by may have been measured in a slow moment. So on one host its two ways to all-reduce,
+  // through shared memory and by gloo, are timed again among a few of its collectives, after counts of them that all ranks
+  // share, and what comes of it is put in force in front of the collective at the next such count, four times as far: by then
+  // no rank has to wait for it. `tried` gets, alike on all ranks, what the slowest rank took for each of `sizes`, through memory
+  // and by gloo, and for a copy of `copy_bytes`, in us; it may set tables.
+  using Tried = std::function<void(Backend&, const std::vector<double>& times_us)>;
+  void set_trials(std::vector<uint64_t> sizes, uint64_t copy_bytes, uint64_t first, int number, Tried tried);
+  void end_trials();  // called by all ranks between the same two collectives
   // Whether this group could run the call itself.
   bool accelerates(Kind kind, at::ScalarType dtype, c10d::ReduceOp::RedOpType reduce) const;
 
@@ -195,7 +203,7 @@ class Backend final : public c10d::Backend {
   void enqueue(const std::shared_ptr<Job>& job, std::unique_lock<std::mutex>& lock);
   bool inner_is_at_work() const;
   bool moves_itself(const Wanted& wanted) const;
-  Row row_to_move(const Wanted& wanted, const at::Tensor& tensor, uint64_t bytes) const;
+  Row row_to_move(const Wanted& wanted, const at::Tensor& tensor, uint64_t bytes);
   bool quantizes(const at::Tensor& tensor) const;
   WorkPtr exchange_parts(Wanted wanted, Tensors sent, Tensors received, Tensors outputs, bool async);
   void wait_for_inner(const Call& call);
@@ -207,6 +215,9 @@ class Backend final : public c10d::Backend {
   WorkPtr hand_on(Wanted wanted, const Outputs& given_outputs, const Inputs& given_inputs, Run run);
   template <class Run>
   WorkPtr between_two(const Tensors& given, Run run);
+  Row next_row(Kind kind, bool on_cuda, uint64_t bytes);  // of a collective that is called now
+  void next_trial();
+  void run_trial(Call& call, const Fingerprint& mine);
   void run_all_reduce(Call& call, const Fingerprint& mine, char* data, Copies* copies, size_t count, const Row& row,
                       const std::string& key);
   void over_hosts(Call& call, const Fingerprint& mine, const Row& row, const at::Tensor& input, const at::Tensor& output);
@@ -245,6 +256,16 @@ class Backend final : public c10d::Backend {
   std::condition_variable& changed_;  // on the heap, so that a forked child can leave it alone
   std::deque<std::shared_ptr<Job>> queue_;
   uint64_t sequence_ = 0, history_ = 0;
+  struct Trials {
+    std::vector<uint64_t> sizes;
+    uint64_t copy_bytes, next;  // next: how many collectives go before
+    int left;
+    Tried tried;
+    bool pending = false;
+    std::vector<double> found = {};
+  };
+  std::unique_ptr<Trials> trials_;  // with the lock, but for what never changes
+  std::atomic<bool> trial_is_due_{false};
   std::vector<c10::weak_intrusive_ptr<c10d::Work>> handed_on_;  // to the inner backend for CPU tensors, lately
   std::atomic<bool> any_handed_on_{false};
   bool busy_ = false;

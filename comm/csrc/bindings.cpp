@@ -86,6 +86,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
              self.set_table(kind_of(kind), on_cuda, fixed, std::move(made));
            },
            py::arg("kind"), py::arg("on_cuda"), py::arg("rows"), py::arg("fixed"))
+      .def("set_trials",
+           [](Backend& self, std::vector<uint64_t> sizes, uint64_t copy_bytes, uint64_t first, int number, py::function call) {
+             self.set_trials(std::move(sizes), copy_bytes, first, number,
+                             [function = held(std::move(call))](Backend& backend, const std::vector<double>& times_us) {
+                               const py::gil_scoped_acquire locked;
+                               (*function)(c10::intrusive_ptr<Backend>::reclaim_copy(&backend), times_us);
+                             });
+           },
+           py::arg("sizes"), py::arg("copy_bytes"), py::arg("first"), py::arg("number"), py::arg("tried"))
+      .def("end_trials", &Backend::end_trials)
       .def("set_one_shot_bytes", &Backend::set_one_shot_bytes)
       .def("chosen", [](const Backend& self, const std::string& kind, bool on_cuda, uint64_t bytes) {
         const Row row = self.row(kind_of(kind), on_cuda, bytes);

@@ -24,8 +24,12 @@ void check_gloo_moves(Kind kind, const at::Tensor& tensor) {
               " for CPU tensors; expected a float of 16 to 64 bits, int8, uint8, int32, int64 or bool");
 }
 
+at::Tensor as_real(const at::Tensor& tensor) { return tensor.is_cpu() && tensor.is_complex() ? at::view_as_real(tensor) : tensor; }
+
 void check_gloo_reduces(Kind kind, const at::Tensor& tensor, RedOp reduce) {
-  check_gloo_moves(kind, tensor);
+  TORCH_CHECK(!tensor.is_cpu() || !tensor.is_complex() || reduce == RedOp::SUM || reduce == RedOp::AVG, name_of(kind),
+              " does not support this reduction on complex tensors; expected SUM or AVG");
+  check_gloo_moves(kind, as_real(tensor));
   if (!tensor.is_cpu()) return;
   const bool bits = reduce == RedOp::BAND || reduce == RedOp::BOR || reduce == RedOp::BXOR;
   TORCH_CHECK(!bits || at::isIntegralType(tensor.scalar_type(), true), name_of(kind), ": Cannot use ReduceOp.",
@@ -51,6 +55,19 @@ void check_parts(Kind kind, const std::vector<at::Tensor>& parts, const at::Tens
     TORCH_CHECK(parts[index].sizes() == whole.sizes(), name_of(kind), ": invalid tensor size at index ", index,
                 " (expected ", whole.sizes(), ", got ", parts[index].sizes(), ")");
   }
+}
+
+bool check_parts_to_reduce(const std::vector<at::Tensor>& parts, const at::Tensor& whole, int rank, int size) {
+  TORCH_CHECK(parts.size() == static_cast<size_t>(size), "reduce_scatter: invalid input tensor list: found ", parts.size(),
+              " tensors, expected ", size, ", one for each rank");
+  bool uneven = false;
+  for (const at::Tensor& part : parts) {
+    check_same_kind(Kind::reduce_scatter, part, whole);
+    uneven = uneven || part.sizes() != whole.sizes();
+  }
+  TORCH_CHECK(parts[rank].sizes() == whole.sizes(), "reduce_scatter: invalid tensor size at index ", rank, " (expected ",
+              whole.sizes(), ", got ", parts[rank].sizes(), ")");
+  return uneven;
 }
 
 void check_scattered(const char* called, const at::Tensor& input, const at::Tensor& output, int size) {

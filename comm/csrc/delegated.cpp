@@ -1,5 +1,6 @@
 #include "delegated.h"
 
+#include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -43,7 +44,12 @@ c10d::OpType op_type(Kind kind) {
   }
 }
 
-at::Tensor alias_of(const at::Tensor& tensor) { return tensor.is_sparse() ? tensor : tensor.detach(); }
+at::Tensor alias_of(const at::Tensor& tensor) {
+  if (tensor.is_sparse()) return tensor;
+  TORCH_CHECK(tensor.numel() == 0 || tensor.storage().nbytes() > 0,
+              "a collective was given a tensor of ", tensor.sizes(), " without memory; expected one whose storage is allocated");
+  return tensor.detach();
+}
 
 at::Tensor Copied::operator()(const at::Tensor& tensor) {
   if (tensor.is_sparse() || tensor.is_cuda() || tensor.is_contiguous()) return tensor;
@@ -57,9 +63,34 @@ void Copied::fill() const {
   for (size_t i = 0; i < given.size(); ++i) at::Tensor(copies[i]).copy_(given[i]);
 }
 
-void Copied::give_back() const {
+void Copied::give_back(Kind kind) const {
+  for (size_t i = 0; i < given.size(); ++i) put(kind, given[i], copies[i]);
+}
+
+void put(Kind kind, const at::Tensor& output, const at::Tensor& found) {
+  const bool lists_no_parts = kind == Kind::all_reduce || kind == Kind::reduce || kind == Kind::broadcast ||
+                              kind == Kind::scatter || kind == Kind::all_to_all;
+  const c10::InferenceMode as_it_was_made(output.is_inference());
   const at::NoGradGuard no_graph;
-  for (size_t i = 0; i < given.size(); ++i) at::Tensor(given[i]).copy_(copies[i]);
+  at::Tensor to = output, from = found;
+  for (int64_t dim = 0; lists_no_parts && dim < output.dim(); ++dim) {
+    if (output.stride(dim) != 0 || output.size(dim) < 2) continue;
+    to = to.narrow(dim, 0, 1);
+    from = from.narrow(dim, 0, 1);
+  }
+  try {
+    to.copy_(from);
+  } catch (...) {
+    throw Refused{std::current_exception()};
+  }
+}
+
+bool are_apart(const at::Tensor& part, const at::Tensor& whole, int own) {
+  if (!part.is_contiguous() || !whole.is_contiguous()) return true;
+  const auto* one = static_cast<const char*>(part.const_data_ptr());
+  const auto* other = static_cast<const char*>(whole.const_data_ptr());
+  const bool disjoint = one + part.nbytes() <= other || other + whole.nbytes() <= one;
+  return disjoint || (own >= 0 && one == other + own * part.nbytes());
 }
 
 const at::Tensor& first_of(const std::vector<at::Tensor>& tensors, Kind kind) {

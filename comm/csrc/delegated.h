@@ -18,7 +18,7 @@ c10d::OpType op_type(Kind kind);
 // [Note: tensors without their Python objects] A thread of ours or of an inner backend may drop the last reference to a
 // tensor; if it carried its Python object that would need the interpreter's lock, for which it would wait while training
 // runs, and die while the interpreter ends. So operations get aliases that Python has never seen.
-// (A sparse one is filled by replacing its parts, which an alias would not show.)
+// (A sparse one is filled by replacing its parts, which an alias would not show.) A tensor without memory is refused.
 at::Tensor alias_of(const at::Tensor& tensor);
 
 // [Note: in a row] gloo reads and writes storage from its first element on, whatever the strides are. A tensor that is not
@@ -29,8 +29,21 @@ struct Copied {
 
   at::Tensor operator()(const at::Tensor& tensor);  // memory for it, or itself where it is in a row
   void fill() const;
-  void give_back() const;
+  void give_back(Kind kind) const;  // as `put`
 };
+
+// What fails on this rank alone, with nothing of the group under way: its caller gets the error, and the group goes on.
+struct Refused {
+  std::exception_ptr why;
+};
+
+// Write what a call has found into its output, when the ranks are done with each other. Elements of an expanded tensor share
+// memory: where gloo takes such outputs, as if they lay in a row, the first element that lies there is written. Throws Refused.
+void put(Kind kind, const at::Tensor& output, const at::Tensor& found);
+
+// Whether one may be read while the other is written: they have no memory in common, or `part` is no. `own` of the parts that
+// `whole` is made of, in which nothing moves (-1: no such part). A tensor that is not contiguous is worked on in a copy.
+bool are_apart(const at::Tensor& part, const at::Tensor& whole, int own);
 
 template <typename Each>
 std::vector<at::Tensor> each(const std::vector<at::Tensor>& tensors, Each&& copy) {

@@ -22,7 +22,7 @@ from deepytorch.comm.group import change_over, nccl, symmetric
 from deepytorch.comm.group.areas import area_bytes, near_node, num_areas, room_bytes
 from deepytorch.comm.group.groups import Group, remember
 from deepytorch.comm.group.inner_backends import Streams, gloo_in_order, inner_backends, stock_group
-from deepytorch.comm.group.link_costs import links_of
+from deepytorch.comm.group.link_costs import links_of, try_again
 from deepytorch.comm.group.native import native
 from deepytorch.comm.group.options import Options
 from deepytorch.comm.group.rendezvous import same_everywhere, share_segment
@@ -159,6 +159,7 @@ def _compose(
     within: timedelta | None = None,
 ) -> Group:
     """The native backend over these inner ones, with its choices. within: how long ranks wait for each other here."""
+    measures = options.algorithm is None and (options.links is None or within is not None)
     within = within or timeout
     host = topology.host_of[rank]
     local = topology.ranks_on(host)
@@ -199,6 +200,8 @@ def _compose(
         backend.set_table(kind, device == "cuda", rows, fixed)
     if cuda is not None and options.algorithm is None:
         group = with_remembered(group)
+    if measures and single and shares and topology.num_ranks > 1:
+        try_again(group, name)
     return group
 
 

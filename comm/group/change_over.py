@@ -141,7 +141,7 @@ class ChangingGroup:
         self._until(lambda: native.is_built() or not native.builds_beside())
         self._module = native.load() if native.is_built() else None
         if self._module is None:
-            why = native.failed() or "deepytorch's C++ was not compiled"
+            why = native.failed(lately=True) or "deepytorch's C++ was not compiled"
             raise Stays(f"rank {self.rank}: {why.splitlines()[0]}")
         if self._store.compare_set("digest", "", native.digest()).decode() != native.digest():
             raise Stays("ranks have different builds of deepytorch")

@@ -60,6 +60,12 @@ def group_of(group: dist.ProcessGroup | None = None) -> Group:
     return replace(_GROUPS[name], backend=backend)
 
 
+def set_links(name: str, links: Links) -> None:
+    """What the process group of this name chooses by now, alike on all ranks."""
+    if name in _GROUPS:
+        _GROUPS[name] = replace(_GROUPS[name], links=links)
+
+
 def set_registered_from(group: dist.ProcessGroup | None, num_bytes: int | None) -> None:
     """What was measured of a group of ours, alike on all ranks."""
     process_group = dist.group.WORLD if group is None else group

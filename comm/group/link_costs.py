@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from deepytorch.comm.algorithms.base import Choice
+from deepytorch.comm.algorithms.select import table
 from deepytorch.comm.group.areas import area_bytes
-from deepytorch.comm.group.groups import Group
+from deepytorch.comm.group.groups import Group, set_links
 from deepytorch.comm.group.inner_backends import Streams
 from deepytorch.comm.group.rendezvous import same_everywhere, share_segment
-from deepytorch.comm.group.tables import for_every_size
+from deepytorch.comm.group.tables import for_every_size, set_measured
+from deepytorch.comm.topology import calibrate
 from deepytorch.comm.topology.calibrate import STREAMS, Bench, calibrated
 from deepytorch.comm.topology.cost import Links
 
@@ -33,6 +36,29 @@ def links_of(group: Group, module: Any, cpu: Any, streams: Streams) -> Links:
         return _bench(group, cpu, streams.up_to(max(STREAMS)), local)
 
     return calibrated(prepare, group.topology, group.store, group.rank, group.timeout)
+
+
+def try_again(group: Group, name: str) -> None:
+    """Have the native backend time again, among its collectives, what it chooses by: [Note: trials] in backend.h.
+
+    group: on one host, whose ranks share memory. name: of the process group.
+    """
+    backend, group = group.backend, replace(group, backend=None)  # which would hold what holds `tried`
+    known = group.links.times_us
+    found: calibrate.Times = {}
+    num_trials = 0
+
+    def tried(backend: Any, times_us: Sequence[float]) -> None:
+        nonlocal found, num_trials
+        found, num_trials = calibrate.fastest(found, calibrate.of_trial(times_us)), num_trials + 1
+        links = calibrate.fitted(calibrate.tried_again(known, found, num_trials), group.topology)
+        ranges = table(group.topology, links, allow_compress=group.options.compress)
+        set_measured(replace(group, backend=backend), "cpu", ranges)
+        set_links(name, links)
+        calibrate.remember(group.topology, links, group.rank)
+
+    sizes, first, number = calibrate.TRIAL_SIZES, calibrate.FIRST_TRIAL, calibrate.NUM_TRIALS
+    backend.set_trials(sizes, calibrate.TRIAL_COPY_BYTES, first, number, tried)
 
 
 def _local_backend(group: Group, module: Any) -> Any | None:

@@ -62,6 +62,7 @@ def measure(
         )
     if most_bytes < _SIZES[0]:
         raise ConfigError(f"most_bytes={most_bytes}; expected {_SIZES[0]} or more")
+    known.backend.end_trials()  # what is measured here is chosen by from now on
     kind_of_device: DeviceKind = "cuda" if place.type == "cuda" else "cpu"
     sizes = [size for size in _SIZES if size <= most_bytes]
     tables, registered = {}, None

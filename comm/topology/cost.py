@@ -56,6 +56,7 @@ class Links:
     pcie: one copy between a GPU and the host's memory, the other GPUs copying too; us over bytes of that GPU.
     nvlink: one step among the GPUs of a host (launch and barrier included); us over bytes that one GPU receives.
     nominal: names of the fields above that are assumed and not measured.
+    times_us: on one host, what "memory" and "engine" were fitted to, and a "copy": the fastest yet, by payload bytes.
     """
 
     engine: Link | None = None
@@ -66,6 +67,7 @@ class Links:
     pcie: Link | None = None
     nvlink: Link | None = None
     nominal: frozenset[str] = frozenset()
+    times_us: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
 
     def link(self, name: LinkName) -> Link:
         """The link of that name. Raises `ConfigError` where it is neither measured nor assumed."""
@@ -99,6 +101,9 @@ class Links:
         content["network"] = {str(streams): self.network[streams].to_json() for streams in sorted(self.network)}
         content["copy_bytes_per_s"] = self.copy_bytes_per_s
         content["nominal"] = sorted(self.nominal)
+        content["times_us"] = {
+            name: {str(size): times[size] for size in sorted(times)} for name, times in sorted(self.times_us.items())
+        }
         return content
 
     @staticmethod
@@ -118,6 +123,7 @@ class Links:
             network=_network_of_json(values.get("network", {})),
             copy_bytes_per_s=None if copy is None else as_number(copy, "copy_bytes_per_s", above_zero=True),
             nominal=frozenset(as_text(name, "a name in nominal", known) for name in nominal),
+            times_us=_times_of_json(values.get("times_us", {})),
         )
 
 
@@ -196,6 +202,16 @@ def largest(values: Sequence[float]) -> float:
 def cast_us_per_byte(copy_us_per_byte: float, ratio: float) -> float:
     """Time to cast a payload byte to `ratio` of it and back, at the speed of copies."""
     return (1 + ratio) * copy_us_per_byte
+
+
+def _times_of_json(content: Any) -> dict[str, dict[int, float]]:
+    found: dict[str, dict[int, float]] = {}
+    for name, times in as_object(content, "times_us of the links", (), ("memory", "engine", "copy")).items():
+        where = f"times_us of the links, {name}"
+        if not isinstance(times, dict) or not times or not all(key.isdigit() and int(key) > 0 for key in times):
+            raise DataError(f"{where}, is {times!r:.60}, expected times by the number of bytes, 1 or more.")
+        found[name] = {int(size): as_number(time, f"{where}[{size}]", above_zero=True) for size, time in times.items()}
+    return found
 
 
 def _network_of_json(content: Any) -> dict[int, Link]:

@@ -104,7 +104,7 @@ def scaled_links(links: Links, measured_on: Topology, topology: Topology, device
     if same_hosts and topology.num_hosts == measured_on.num_hosts:
         return links
     memory = None if not same_hosts or "memory" in links.nominal else links.memory
-    hops = replace(links, engine=None, memory=memory, nominal=links.nominal - {"engine", "memory"})
+    hops = replace(links, engine=None, memory=memory, times_us={}, nominal=links.nominal - {"engine", "memory"})
     if links.engine is None or measured_on.num_ranks == 1:
         return hops
     if not links.network and measured_on.num_hosts > 1:

@@ -588,6 +588,7 @@ def test_a_failing_rank_ends_all_and_is_named(worker, ranks_left):
     assert ranks_left() == []
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_all_and_is_named(worker, ranks_left):
     started = time.monotonic()
     with pytest.raises(RankError, match="Rank 1 of 2 was ended by SIGKILL"):

@@ -12,7 +12,9 @@ import torch
 from deepytorch.bench import comm_launch
 from deepytorch.bench.ddp import DdpOptions, DdpResult, line_of, read_ddp_result, run_ddp, write_ddp_result
 from deepytorch.bench.ddp_models import MODELS, build_workload
+from deepytorch.bench.ddp_worker import Arm
 from deepytorch.errors import ConfigError, DataError
+from deepytorch.torch_internals import inductor_config
 
 
 @pytest.mark.parametrize(
@@ -128,3 +130,15 @@ def test_a_small_run_finds_equal_gradients(tmp_path: Path) -> None:
     assert sum(ours.bucket_bytes) == pytest.approx(4 * weights, rel=0.01)
     assert ours.overlap_efficiency > 0
     json.dumps(result.to_json())
+
+
+@pytest.mark.parametrize(
+    ("name", "overlaps"), [("ddp_compile", True), ("ddp_python_reducer", True), ("deepytorch", False)]
+)
+def test_stock_arms_are_compiled_with_torchs_own_overlap(name: str, overlaps: bool) -> None:
+    arm = Arm.__new__(Arm)
+    arm.name, arm._mode, arm.device = name, False, torch.device("cpu")
+    before = inductor_config.aten_distributed_optimizations.enable_overlap_scheduling
+    with arm._dynamo():
+        assert inductor_config.aten_distributed_optimizations.enable_overlap_scheduling is overlaps
+    assert inductor_config.aten_distributed_optimizations.enable_overlap_scheduling is before

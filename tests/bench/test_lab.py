@@ -141,6 +141,7 @@ def shown(on: Console) -> str:
 
 
 @pytest.mark.lab
+@pytest.mark.slow
 def test_ranks_on_two_hosts_reduce_over_gloo(tmp_path):
     script = tmp_path / "reduce.py"
     script.write_text(

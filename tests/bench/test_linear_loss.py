@@ -19,6 +19,7 @@ def in_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda function: function)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_eager")
 def test_the_command_writes_time_memory_and_loss_of_every_arm(tmp_path: Path) -> None:
     path = tmp_path / "loss.json"

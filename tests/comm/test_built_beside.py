@@ -6,9 +6,14 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+
+from deepytorch import extension
+from deepytorch.errors import BuildError
+from deepytorch.extension import Extension
 
 SCRIPT = """
 import os, sys, time
@@ -91,6 +96,51 @@ def compilers(folder: Path) -> list[str]:
         except OSError:
             continue
     return found
+
+
+def of_few_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *endings: str) -> tuple[Extension, list[str]]:
+    """A module, and the compilers that were started for it, which end with these words."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    (tmp_path / "xdg").mkdir(mode=0o700)
+    (tmp_path / "csrc").mkdir()
+    started: list[str] = []
+
+    def compile_it(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        started.append(endings[len(started)])
+        time.sleep(1.0)  # long enough for another rank to wait for it
+        return subprocess.CompletedProcess(command, 1, stdout="", stderr=started[-1])
+
+    monkeypatch.setattr(extension.subprocess, "run", compile_it)
+    return Extension("few_lines", tmp_path, what="lines", without="nothing is lost", alone="alone"), started
+
+
+KILLED = "FAILED: [code=1] together.o\ng++: fatal error: Killed signal terminated program cc1plus\nninja: build stopped"
+WRONG = "csrc/few.cpp:1:1: error: expected unqualified-id\nninja: build stopped"
+
+
+def test_a_compiler_that_is_killed_is_tried_once_more_by_a_later_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, started = of_few_lines(tmp_path, monkeypatch, KILLED, KILLED)
+    with ThreadPoolExecutor() as ranks:
+        both = [ranks.submit(module.build) for _ in range(2)]
+    for each in both:
+        assert isinstance(each.exception(), BuildError)
+        assert "Killed signal terminated" in str(each.exception())
+    assert len(started) == 1  # by one for both
+    assert module.failed() is None
+    assert "memory is short" in str(module.failed(lately=True))
+    with pytest.raises(BuildError):
+        module.build()
+    assert len(started) == 2
+    assert "memory is short" in str(module.failed())
+
+
+def test_sources_that_do_not_compile_are_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, _ = of_few_lines(tmp_path, monkeypatch, WRONG)
+    with pytest.raises(BuildError, match=r"does not compile here: .* expected unqualified-id"):
+        module.build()
+    assert "expected unqualified-id" in str(module.failed())
 
 
 @pytest.mark.matrix  # compiles all of the C++; test_group_change_over has what follows

@@ -265,3 +265,131 @@ def test_pipelines_between_hosts_give_exact_sums(algorithm, chunk_bytes):
     dist.destroy_process_group()
     """
     run(script, num_ranks=4, timeout=60)
+
+
+@pytest.mark.parametrize("algorithm", ["engine", "shared_memory"])
+def test_outputs_whose_elements_share_memory(algorithm):
+    script = f"""
+    init(timeout=10, pg_options=Options(algorithm="{algorithm}"))
+    def wide(value=None):  # three elements, four times each
+        return torch.full((3,), rank + 1.0 if value is None else value).expand(4, 3)
+    def ranks(first):
+        return torch.cat([torch.full((2, 3), first), torch.full((2, 3), first + 1)])
+    def all_goes_on():
+        found = torch.ones(2)
+        dist.all_reduce(found)
+        assert found.tolist() == [2, 2], found
+    for async_op in (False, True):
+        def done(work):
+            if async_op:
+                work.wait()
+        found = wide()
+        done(dist.all_reduce(found, async_op=async_op))
+        assert torch.all(found == 3), found
+        done(dist.all_reduce(found, dist.ReduceOp.AVG, async_op=async_op))
+        assert torch.all(found == 3), found
+        found = wide()
+        done(dist.broadcast(found, 1, async_op=async_op))
+        assert torch.all(found == 2), found
+        found = wide()
+        done(dist.reduce(found, 0, async_op=async_op))
+        assert rank != 0 or torch.all(found == 3), found
+        found = wide()
+        given = [torch.full((4, 3), 5.0 + k) for k in range(2)] if rank == 0 else None
+        done(dist.scatter(found, given, async_op=async_op))
+        assert torch.all(found == 5 + rank), found
+        found = wide()  # of several values for one place the first
+        done(dist.all_to_all_single(found, ranks(5.0 + rank), async_op=async_op))
+        assert torch.all(found == 5 + rank), found
+        # what gloo itself refuses once the ranks are done with each other
+        other = torch.arange(12.0).view(4, 3) + rank
+        for call in (
+            lambda: dist.all_gather([wide(), wide()], other, async_op=async_op),
+            lambda: dist.all_reduce_coalesced([wide(), torch.ones(2)], async_op=async_op),
+            lambda: dist.reduce_scatter(wide(), [other, other], async_op=async_op),
+            lambda: dist.gather(other, [wide(), wide()] if rank == 0 else None, async_op=async_op),
+        ):
+            try:
+                done(call())
+                raised = False
+            except RuntimeError as error:
+                assert "refers to a single memory location" in str(error), error
+                raised = True
+            assert raised or rank == 1, call
+            all_goes_on()
+    read = torch.empty(8, 3)
+    dist.all_gather_into_tensor(read, wide())
+    assert read[:, 0].tolist() == [1] * 4 + [2] * 4
+    freed = torch.ones(4)
+    freed.untyped_storage().resize_(0)
+    for call in (dist.all_reduce, lambda tensor: dist.broadcast(tensor, 0)):
+        error, _ = told(lambda: call(freed))
+        assert "without memory" in error, error
+        all_goes_on()
+    with torch.inference_mode():
+        made_there = torch.zeros(3, 4).t()
+    dist.all_to_all_single(made_there, torch.arange(12.0).view(4, 3) + rank)
+    assert made_there[:2].tolist() == [[6.0 * rank + k for k in row] for row in ((0, 1, 2), (3, 4, 5))]
+    all_goes_on()
+    dist.destroy_process_group()
+    """
+    run(script)
+
+
+@pytest.mark.parametrize("count", [1000, 3_000_000])  # the second in several turns
+def test_inputs_that_lie_in_their_output(count):
+    script = f"""
+    init(timeout=20, pg_options=Options(algorithm="shared_memory"))
+    count = {count}
+    def block(begin, length, peer=rank):
+        return torch.arange(begin, begin + length, dtype=torch.float32) % 1021 + 1000 * peer
+    def memory():
+        return block(0, 2 * count + 10)
+    for shift in (0, 1, 7):  # 0 of rank 0, and `count` of rank 1, is where it belongs
+        for begin in (shift, count + shift):
+            both = torch.cat([block(begin, count, 0), block(begin, count, 1)])
+            base = memory()
+            dist.all_gather_into_tensor(base[: 2 * count], base[begin : begin + count])
+            assert torch.equal(base[: 2 * count], both), (shift, begin)
+            base = memory()
+            dist.all_gather([base[:count], base[count : 2 * count]], base[begin : begin + count])
+            assert torch.equal(base[: 2 * count], both), (shift, begin)
+            sums = block(rank * count, count, 0) + block(rank * count, count, 1)
+            base = memory()
+            dist.reduce_scatter_tensor(base[begin : begin + count], base[: 2 * count])
+            assert torch.equal(base[begin : begin + count], sums), (shift, begin)
+            base = memory()
+            dist.reduce_scatter(base[begin : begin + count], [base[:count], base[count : 2 * count]])
+            assert torch.equal(base[begin : begin + count], sums), (shift, begin)
+        base = memory()
+        dist.all_to_all_single(base[shift : 2 * count + shift], base[: 2 * count])
+        part = [block(rank * count, count, peer) for peer in range(2)]
+        assert torch.equal(base[shift : 2 * count + shift], torch.cat(part)), shift
+    dist.destroy_process_group()
+    """
+    run(script, timeout=60)
+
+
+@pytest.mark.parametrize("algorithm", ["engine", "shared_memory"])
+def test_complex_numbers_are_added_up_and_lists_to_reduce_may_be_uneven(algorithm):
+    script = f"""
+    init(timeout=10, pg_options=Options(algorithm="{algorithm}"))
+    numbers = torch.tensor([1 + 2j, 3 - 1j]) * (rank + 1)
+    for op, wanted in ((dist.ReduceOp.SUM, [3 + 6j, 9 - 3j]), (dist.ReduceOp.AVG, [1.5 + 3j, 4.5 - 1.5j])):
+        for call in (dist.all_reduce, lambda tensor, op: dist.reduce(tensor, 0, op)):
+            found = numbers.clone()
+            call(found, op)
+            assert found.tolist() == wanted or (rank == 1 and call is not dist.all_reduce), found
+        found = torch.zeros_like(numbers)
+        dist.reduce_scatter_tensor(found, torch.cat([numbers, numbers]), op)
+        assert found.tolist() == wanted, found
+    error, _ = told(lambda: dist.reduce(numbers, 0, dist.ReduceOp.MAX))
+    assert "complex" in error, error
+    dist.group.WORLD.broadcast(numbers, 1).wait()
+    assert numbers.tolist() == [2 + 4j, 6 - 2j], numbers
+    found = torch.zeros(2 + rank)
+    dist.reduce_scatter(found, [torch.full((2,), 1.0 + rank), torch.full((3,), 4.0 + rank)])
+    assert found.tolist() == [[3.0, 3.0], [9.0, 9.0, 9.0]][rank], found
+    dist.destroy_process_group()
+    """
+    run(script)

@@ -181,20 +181,24 @@ FEW = "for _ in range(40): dist.broadcast(torch.ones(4), 0)"
 @pytest.mark.parametrize(
     ("calls", "named"),
     [
-        (
+        pytest.param(
             "(lambda: dist.broadcast(torch.ones(8), 0), lambda: dist.broadcast(torch.ones(8, dtype=torch.int32), 0))",
             ("broadcast(float32, 8 elements", "broadcast(int32, 8 elements"),
+            id="dtype",
+            marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             "(lambda: dist.reduce(torch.ones(8), 0), lambda: dist.reduce(torch.ones(8), 0, op=dist.ReduceOp.MAX))",
             ("reduce(float32, 8 elements, SUM", "reduce(float32, 8 elements, MAX"),
+            id="reduction",
+            marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             "(lambda: dist.broadcast(torch.ones(8), 0), lambda: dist.reduce(torch.ones(8), 0))",
             ("broadcast(float32, 8 elements", "reduce(float32, 8 elements"),
+            id="collective",
         ),
     ],
-    ids=["dtype", "reduction", "collective"],
 )
 @pytest.mark.parametrize(("num_ranks", "per_host"), TWO_HOSTS)
 def test_calls_that_differ_between_hosts_are_named_on_all_of_them(calls, named, num_ranks, per_host):

@@ -90,7 +90,7 @@ def test_a_group_made_again_in_one_store_meets_no_stale_keys():
 # ---------------------------------------------------------------------- lifetimes, threads, descriptors
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_descriptors_and_threads_of_a_group_are_few(num_ranks):
     script = """
     init(timeout=60)

@@ -95,7 +95,7 @@ Backend::WorkPtr Backend::reduce_all(at::Tensor& tensor, Wanted wanted, Row row,
         const at::Tensor whole = tensor.contiguous();
         if (!whole.is_same(tensor)) call.keep({whole});
         run_all_reduce(call, mine, static_cast<char*>(whole.data_ptr()), nullptr, whole.numel(), row, key);
-        if (!whole.is_same(tensor)) at::Tensor(tensor).copy_(whole);
+        if (!whole.is_same(tensor)) put(Kind::all_reduce, tensor, whole);
       },
       std::move(outputs), async);
 }
@@ -125,7 +125,7 @@ Backend::WorkPtr Backend::allreduce(Tensors& given_tensors, const c10d::Allreduc
   if (tensor.is_sparse()) {
     return delegate(wanted, [tensors, options](c10d::Backend& engine) mutable { return engine.allreduce(tensors, options); }, tensors);
   }
-  const Row row = this->row(Kind::all_reduce, wanted.on_cuda, tensor.nbytes());
+  const Row row = next_row(Kind::all_reduce, wanted.on_cuda, tensor.nbytes());
   const bool able = accelerates(wanted.kind, wanted.dtype, wanted.reduce);
   if (through_symmetric_memory(row, wanted.kind) && symmetric_ && tensor.is_contiguous() && adds_up_on_gpus(wanted.dtype, wanted.reduce) &&
       tensor.numel() > 0 && tensor.nbytes() % 16 == 0) {
@@ -138,7 +138,7 @@ Backend::WorkPtr Backend::allreduce(Tensors& given_tensors, const c10d::Allreduc
   check_gloo_reduces(wanted.kind, tensor, wanted.reduce);
   Copied copied;
   const Tensors outputs = tensors;
-  tensors = each(tensors, copied);
+  tensors = each(each(tensors, as_real), copied);
   if (able && !wanted.on_cuda && wanted.reduce == RedOp::AVG) {  // gloo averages after the sum, which half types may not hold
     c10d::AllreduceOptions sum = options;
     sum.reduceOp = c10d::ReduceOp::SUM;
@@ -161,7 +161,7 @@ Backend::WorkPtr Backend::allreduce_compressed(at::Tensor& given_tensor, RedOp r
               "compression takes contiguous CPU tensors of float32, bfloat16 or float16 and the reductions SUM and AVG");
   if (setup_.num_hosts > 1 && !poisoned()) (void)between(1);  // the same answer on all ranks, before they are told
   Wanted wanted{Kind::all_reduce, tensor.scalar_type(), tensor.numel(), reduce, -1, false};
-  Row row = this->row(Kind::all_reduce, false, tensor.nbytes());
+  Row row = next_row(Kind::all_reduce, false, tensor.nbytes());
   if (row.algorithm == Algorithm::engine) row = {0, Algorithm::hierarchical, 1 << 20, 1, wire};
   row.wire = wire;
   wanted.root = static_cast<int>(wire);  // ranks that compress differently disagree
@@ -180,7 +180,7 @@ Backend::WorkPtr Backend::allreduce_coalesced(Tensors& given_tensors, const c10d
     bytes += bytes_of(tensor);
     alike = alike && tensor.scalar_type() == wanted.dtype && !tensor.is_sparse() && tensor.is_cuda() == wanted.on_cuda;
   }
-  const Row row = this->row(Kind::all_reduce, wanted.on_cuda, bytes);
+  const Row row = next_row(Kind::all_reduce, wanted.on_cuda, bytes);
   if (!alike || wanted.on_cuda || row.algorithm == Algorithm::engine || !accelerates(Kind::all_reduce, wanted.dtype, wanted.reduce)) {
     for (const at::Tensor& tensor : tensors) {
       if (!wanted.on_cuda) check_same_kind(wanted.kind, tensor, tensors[0]);
@@ -188,7 +188,7 @@ Backend::WorkPtr Backend::allreduce_coalesced(Tensors& given_tensors, const c10d
     }
     Copied copied;
     const Tensors outputs = tensors;
-    tensors = each(tensors, copied);
+    tensors = each(each(tensors, as_real), copied);
     const auto call = [tensors, options](c10d::Backend& engine) mutable { return engine.allreduce_coalesced(tensors, options); };
     return delegate(wanted, call, outputs, std::move(copied));
   }
@@ -200,8 +200,8 @@ Backend::WorkPtr Backend::allreduce_coalesced(Tensors& given_tensors, const c10d
         call.keep({whole});
         run_all_reduce(call, mine, static_cast<char*>(whole.data_ptr()), nullptr, whole.numel(), row, "");
         int64_t at = 0;
-        for (at::Tensor tensor : tensors) {
-          tensor.copy_(whole.narrow(0, at, tensor.numel()).view(tensor.sizes()));
+        for (const at::Tensor& tensor : tensors) {
+          put(Kind::all_reduce_coalesced, tensor, whole.narrow(0, at, tensor.numel()).view(tensor.sizes()));
           at += tensor.numel();
         }
       },
@@ -235,7 +235,7 @@ Backend::WorkPtr Backend::_reduce_scatter_base(at::Tensor& given_output, at::Ten
     return reduce_scatter_quantized(output, input, options.reduceOp, quantize_, key, options.asyncOp);
   }
   Wanted wanted{Kind::reduce_scatter, input.scalar_type(), input.numel(), options.reduceOp, -1, input.is_cuda(), options.timeout};
-  const Row row = this->row(wanted.kind, wanted.on_cuda, input.nbytes());
+  const Row row = next_row(wanted.kind, wanted.on_cuda, input.nbytes());
   if (through_symmetric_memory(row, wanted.kind) && symmetric_ && input.is_contiguous() && output.is_contiguous() &&
       adds_up_on_gpus(wanted.dtype, wanted.reduce) && output.numel() > 0) {
     return symmetric(output, input, wanted, row);
@@ -248,13 +248,14 @@ Backend::WorkPtr Backend::_reduce_scatter_base(at::Tensor& given_output, at::Ten
     };
     return delegate(wanted, call, {output});
   }
-  if (input.is_contiguous()) {
+  const bool apart = are_apart(output, input, getRank());
+  if (input.is_contiguous() && apart) {
     wanted.data = input.data_ptr();
     wanted.bytes = input.nbytes();
   }
   return submit(
-      wanted, [this, input, output, row](Call& call, const Fingerprint& mine) {
-        const at::Tensor from = input.contiguous(), to = output.contiguous();
+      wanted, [this, input, output, row, apart](Call& call, const Fingerprint& mine) {
+        const at::Tensor from = apart ? input.contiguous() : input.clone(), to = output.contiguous();
         call.keep({from, to});
         const size_t count = to.numel();
         call.chunk_bytes = row.chunk_bytes != 0 ? row.chunk_bytes : call.segment->area_bytes();
@@ -267,7 +268,7 @@ Backend::WorkPtr Backend::_reduce_scatter_base(at::Tensor& given_output, at::Ten
           for (int rank = 0; rank < getSize(); ++rank) inputs[rank] = static_cast<const char*>(from.data_ptr()) + rank * to.nbytes();
           deepytorch::reduce_scatter(call, inputs.data(), to.data_ptr(), count);
         }
-        if (!to.is_same(output)) at::Tensor(output).copy_(to);
+        if (!to.is_same(output)) put(call.kind, output, to);
       },
       {output}, options.asyncOp);
 }
@@ -297,13 +298,14 @@ Backend::WorkPtr Backend::_allgather_base(at::Tensor& given_output, at::Tensor& 
     };
     return delegate(wanted, call, {output}, std::move(copied));
   }
-  if (input.is_contiguous()) {
+  const bool apart = are_apart(input, output, getRank());
+  if (input.is_contiguous() && apart) {
     wanted.data = input.data_ptr();
     wanted.bytes = input.nbytes();
   }
   return submit(
-      wanted, [this, input, output, row](Call& call, const Fingerprint& mine) {
-        const at::Tensor from = input.contiguous(), to = output.contiguous();
+      wanted, [this, input, output, row, apart](Call& call, const Fingerprint& mine) {
+        const at::Tensor from = apart ? input.contiguous() : input.clone(), to = output.contiguous();
         call.keep({from, to});
         call.chunk_bytes = row.chunk_bytes != 0 ? row.chunk_bytes : call.segment->area_bytes() * call.segment->num_ranks();
         if (row.algorithm == Algorithm::hierarchical) {
@@ -315,7 +317,7 @@ Backend::WorkPtr Backend::_allgather_base(at::Tensor& given_output, at::Tensor& 
           for (int rank = 0; rank < getSize(); ++rank) outputs[rank] = static_cast<char*>(to.data_ptr()) + rank * from.nbytes();
           all_gather(call, from.data_ptr(), outputs.data(), from.nbytes());
         }
-        if (!to.is_same(output)) at::Tensor(output).copy_(to);
+        if (!to.is_same(output)) put(call.kind, output, to);
       },
       {output}, options.asyncOp);
 }
@@ -330,7 +332,7 @@ Backend::WorkPtr Backend::reduce_scatter_quantized(at::Tensor& given_output, at:
   auto output = alias_of(given_output), input = alias_of(given_input);
   if (!poisoned()) (void)between(1);  // the same answer on all ranks, before they are told
   Wanted wanted{Kind::reduce_scatter, input.scalar_type(), input.numel(), reduce, static_cast<int>(wire), false};
-  const Row row = this->row(wanted.kind, false, input.nbytes());
+  const Row row = next_row(wanted.kind, false, input.nbytes());
   return submit(
       wanted, [this, input, output, row, wire, key](Call& call, const Fingerprint& mine) {
         const size_t count = output.numel();
@@ -351,7 +353,7 @@ Backend::WorkPtr Backend::all_gather_quantized(at::Tensor& given_output, at::Ten
   auto output = alias_of(given_output), input = alias_of(given_input);
   if (!poisoned()) (void)between(1);
   Wanted wanted{Kind::all_gather, input.scalar_type(), input.numel(), RedOp::UNUSED, static_cast<int>(wire), false};
-  const Row row = this->row(wanted.kind, false, output.nbytes());
+  const Row row = next_row(wanted.kind, false, output.nbytes());
   return submit(
       wanted, [this, input, output, row, wire](Call& call, const Fingerprint& mine) {
         call.chunk_bytes = row.chunk_bytes != 0 || !call.segment ? row.chunk_bytes : call.segment->area_bytes() * setup_.ranks.size();
@@ -366,7 +368,7 @@ Backend::WorkPtr Backend::all_gather_quantized(at::Tensor& given_output, at::Ten
 Backend::WorkPtr Backend::broadcast(Tensors& given_tensors, const c10d::BroadcastOptions& options) {
   auto tensors = each(given_tensors, alias_of);
   TORCH_CHECK(tensors.size() == 1, "broadcast takes one tensor, found ", tensors.size());
-  at::Tensor tensor = tensors[0];
+  at::Tensor tensor = tensors[0] = as_real(tensors[0]);
   Wanted wanted{Kind::broadcast, tensor.scalar_type(), tensor.numel(), RedOp::UNUSED, static_cast<int>(options.rootRank),
                 tensor.is_cuda(), options.timeout};
   const Row row = row_to_move(wanted, tensor, bytes_of(tensor));
@@ -384,7 +386,7 @@ Backend::WorkPtr Backend::broadcast(Tensors& given_tensors, const c10d::Broadcas
         call.chunk_bytes = row.chunk_bytes != 0 ? row.chunk_bytes : call.segment->area_bytes();
         const at::Tensor whole = tensor.contiguous();
         deepytorch::broadcast(call, whole.data_ptr(), whole.nbytes(), root);
-        if (!whole.is_same(tensor) && call.segment->rank() != root) at::Tensor(tensor).copy_(whole);
+        if (!whole.is_same(tensor) && call.segment->rank() != root) put(call.kind, tensor, whole);
       },
       tensors, options.asyncOp);
 }

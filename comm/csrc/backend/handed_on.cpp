@@ -17,7 +17,7 @@ Backend::WorkPtr Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& op
   check_gloo_reduces(Kind::reduce, first, options.reduceOp);
   const Wanted wanted{Kind::reduce, first.scalar_type(), first.numel(), options.reduceOp, static_cast<int>(options.rootRank),
                       first.is_cuda(), options.timeout};
-  return hand_on(wanted, tensors, Tensors(), [options](auto& engine, auto& given, auto&) { return engine.reduce(given, options); });
+  return hand_on(wanted, each(tensors, as_real), Tensors(), [options](auto& engine, auto& given, auto&) { return engine.reduce(given, options); });
 }
 
 Backend::WorkPtr Backend::allgather_coalesced(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
@@ -49,18 +49,23 @@ Backend::WorkPtr Backend::reduce_scatter_on_gloo(Wanted wanted, const Tensors& g
   const TensorLists parts = each(given_parts, alias_of);
   Copied copied;
   Tensors sums;
-  for (const at::Tensor& output : outputs) {
-    const int64_t count = output.numel();
-    sums.push_back(at::empty({count * getSize()}, output.options()));
+  for (size_t index = 0; index < outputs.size(); ++index) {
+    const at::Tensor& output = outputs[index];
+    int64_t count = 0, before = getRank() * output.numel();
+    for (size_t part = 0; part < parts[index].size(); ++part) {
+      if (parts[index].size() > 1 && part == static_cast<size_t>(getRank())) before = count;  // one for each rank, maybe uneven
+      count += parts[index][part].numel();
+    }
+    sums.push_back(at::empty({count}, output.options()));
     copied.given.push_back(output);  // `call` overwrites what is filled in of it
-    copied.copies.push_back(sums.back().narrow(0, getRank() * count, count).view(output.sizes()));
+    copied.copies.push_back(sums.back().narrow(0, before, output.numel()).view(output.sizes()));
   }
   c10d::AllreduceOptions adapted;
   adapted.reduceOp = options.reduceOp;
   adapted.timeout = options.timeout;
   adapted.asyncOp = options.asyncOp;
   // gloo averages after the sum, which half types may not hold
-  const bool divide = wanted.reduce == RedOp::AVG && is_float(wanted.dtype);
+  const bool divide = wanted.reduce == RedOp::AVG && (is_float(wanted.dtype) || at::isComplexType(wanted.dtype));
   if (divide) adapted.reduceOp = c10d::ReduceOp::SUM;
   const auto call = [parts, sums, adapted, divide, size = getSize()](c10d::Backend& engine) -> WorkPtr {
     const at::NoGradGuard no_graph;
@@ -72,7 +77,7 @@ Backend::WorkPtr Backend::reduce_scatter_on_gloo(Wanted wanted, const Tensors& g
         filled += part.numel();
       }
       if (divide) at::Tensor(sums[index]).div_(size);
-      Tensors one{sums[index]};
+      Tensors one{as_real(sums[index])};
       works.push_back(engine.allreduce(one, adapted));
     }
     if (works.size() == 1) return works[0];

@@ -1,7 +1,24 @@
 // Collectives that only move data: through the segment where the ranks share one, else handed on.
+#include <numeric>
+
 #include "work.h"
 
 namespace deepytorch {
+
+namespace {
+
+// An input in a row, or a copy of it where a write to one of `outputs` would come before the last read of it. own: the one of
+// them that it may be itself, or -1.
+at::Tensor to_read(const at::Tensor& tensor, const std::vector<at::Tensor>& outputs, int own) {
+  if (!tensor.defined()) return tensor;
+  bool apart = true;
+  for (int index = 0; index < static_cast<int>(outputs.size()); ++index) {
+    apart = apart && (!outputs[index].defined() || are_apart(tensor, outputs[index], index == own ? 0 : -1));
+  }
+  return apart ? tensor.contiguous() : tensor.clone();
+}
+
+}  // namespace
 
 // Whether the ranks are of one host and move a call's bytes through the segment.
 bool Backend::moves_itself(const Wanted& wanted) const {
@@ -10,8 +27,8 @@ bool Backend::moves_itself(const Wanted& wanted) const {
 
 // Of a collective that only moves data. What gloo cannot take goes through the segment, whatever was measured: a call must
 // not work in one run and be refused in the next.
-Row Backend::row_to_move(const Wanted& wanted, const at::Tensor& tensor, uint64_t bytes) const {
-  Row found = row(wanted.kind, wanted.on_cuda, bytes);
+Row Backend::row_to_move(const Wanted& wanted, const at::Tensor& tensor, uint64_t bytes) {
+  Row found = next_row(wanted.kind, wanted.on_cuda, bytes);
   if (!gloo_takes(tensor) && moves_itself(wanted)) found.algorithm = Algorithm::shared_memory;
   return found;
 }
@@ -20,19 +37,21 @@ Row Backend::row_to_move(const Wanted& wanted, const at::Tensor& tensor, uint64_
 Backend::WorkPtr Backend::exchange_parts(Wanted wanted, Tensors sent, Tensors received, Tensors outputs, bool async) {
   return submit(
       wanted, [sent = std::move(sent), received = std::move(received)](Call& call, const Fingerprint&) {
-        const auto parts_of = [](const Tensors& tensors, Tensors& whole) {
+        const auto parts_of = [](const Tensors& tensors) {
           std::vector<Part> parts;
           for (const at::Tensor& tensor : tensors) {
-            whole.push_back(tensor.defined() ? tensor.contiguous() : tensor);
-            parts.push_back(tensor.defined() ? Part{static_cast<char*>(whole.back().data_ptr()), whole.back().nbytes()} : Part());
+            parts.push_back(tensor.defined() ? Part{static_cast<char*>(tensor.data_ptr()), tensor.nbytes()} : Part());
           }
           return parts;
         };
-        Tensors from, to;
-        const auto parts = parts_of(sent, from);
-        exchange(call, parts, parts_of(received, to));
-        for (size_t index = 0; index < to.size(); ++index) {
-          if (to[index].defined() && !to[index].is_same(received[index])) at::Tensor(received[index]).copy_(to[index]);
+        Tensors from;
+        for (int to = 0; to < static_cast<int>(sent.size()); ++to) {
+          from.push_back(to_read(sent[to], received, to == call.segment->rank() ? to : -1));
+        }
+        const Tensors into = each(received, [](const at::Tensor& tensor) { return tensor.defined() ? tensor.contiguous() : tensor; });
+        exchange(call, parts_of(from), parts_of(into));
+        for (size_t index = into.size(); index-- > 0;) {  // of parts of an expanded tensor the first one stays
+          if (into[index].defined() && !into[index].is_same(received[index])) put(call.kind, received[index], into[index]);
         }
       },
       std::move(outputs), async);
@@ -146,7 +165,7 @@ Backend::WorkPtr Backend::allgather(TensorLists& outputs, Tensors& inputs, const
   wanted.inputs = {alias_of(first)};
   return submit(
       wanted, [input = alias_of(first), targets, row](Call& call, const Fingerprint&) {
-        const at::Tensor from = input.contiguous();
+        const at::Tensor from = to_read(input, targets, call.segment->rank());
         Tensors whole;
         std::vector<char*> addresses;
         for (const at::Tensor& target : targets) {
@@ -156,7 +175,7 @@ Backend::WorkPtr Backend::allgather(TensorLists& outputs, Tensors& inputs, const
         call.chunk_bytes = row.chunk_bytes != 0 ? row.chunk_bytes : call.segment->area_bytes() * call.segment->num_ranks();
         all_gather(call, from.data_ptr(), addresses.data(), from.nbytes());
         for (size_t index = 0; index < whole.size(); ++index) {
-          if (!whole[index].is_same(targets[index])) at::Tensor(targets[index]).copy_(whole[index]);
+          if (!whole[index].is_same(targets[index])) put(call.kind, targets[index], whole[index]);
         }
       },
       targets, options.asyncOp);
@@ -165,11 +184,13 @@ Backend::WorkPtr Backend::allgather(TensorLists& outputs, Tensors& inputs, const
 Backend::WorkPtr Backend::reduce_scatter(Tensors& outputs, TensorLists& inputs, const c10d::ReduceScatterOptions& options) {
   const at::Tensor& first = first_of(outputs, Kind::reduce_scatter);
   TORCH_CHECK(inputs.size() == outputs.size(), "reduce_scatter: found ", inputs.size(), " lists of inputs for ", outputs.size(), " outputs");
-  if (first.is_cpu()) check_parts(Kind::reduce_scatter, inputs[0], first, getSize(), "input");
-  const int64_t count = first.is_cuda() ? -1 : first.numel() * getSize();
+  const bool uneven = first.is_cpu() && check_parts_to_reduce(inputs[0], first, getRank(), getSize());
+  int64_t count = -1;
+  if (!first.is_cuda()) count = std::accumulate(inputs[0].begin(), inputs[0].end(), int64_t{0}, [](int64_t sum, const auto& part) { return sum + part.numel(); });
   Wanted wanted{Kind::reduce_scatter, first.scalar_type(), count, options.reduceOp, -1, first.is_cuda(), options.timeout};
-  const Row row = this->row(wanted.kind, wanted.on_cuda, bytes_of(first) * getSize());
-  if (outputs.size() != 1 || first.is_sparse() || !moves_itself(wanted) || row.algorithm != Algorithm::shared_memory ||
+  if (uneven) wanted.sizes = sizes_of(inputs[0]);
+  const Row row = next_row(wanted.kind, wanted.on_cuda, bytes_of(first) * getSize());
+  if (uneven || outputs.size() != 1 || first.is_sparse() || !moves_itself(wanted) || row.algorithm != Algorithm::shared_memory ||
       !accelerates(wanted.kind, wanted.dtype, wanted.reduce)) {
     check_gloo_reduces(wanted.kind, first, wanted.reduce);
     if (first.is_cpu() && !first.is_sparse() && outputs.size() == 1) return reduce_scatter_on_gloo(wanted, outputs, inputs, options);
@@ -181,13 +202,13 @@ Backend::WorkPtr Backend::reduce_scatter(Tensors& outputs, TensorLists& inputs, 
         const at::Tensor to = output.contiguous();
         Tensors whole;
         std::vector<const char*> addresses;
-        for (const at::Tensor& source : sources) {
-          whole.push_back(source.contiguous());
+        for (int rank = 0; rank < static_cast<int>(sources.size()); ++rank) {
+          whole.push_back(to_read(sources[rank], {output}, rank == call.segment->rank() ? 0 : -1));
           addresses.push_back(static_cast<const char*>(whole.back().data_ptr()));
         }
         call.chunk_bytes = row.chunk_bytes != 0 ? row.chunk_bytes : call.segment->area_bytes();
         deepytorch::reduce_scatter(call, addresses.data(), to.data_ptr(), to.numel());
-        if (!to.is_same(output)) at::Tensor(output).copy_(to);
+        if (!to.is_same(output)) put(call.kind, output, to);
       },
       {first}, options.asyncOp);
 }

@@ -6,11 +6,6 @@ namespace deepytorch {
 
 namespace {
 
-// An inner backend took a call not at all. That is no fault of the group's: nothing of it is under way.
-struct Refused {
-  std::exception_ptr why;
-};
-
 Reduce reduction(RedOp op) { return op == RedOp::MIN ? Reduce::min : op == RedOp::MAX ? Reduce::max : Reduce::sum; }
 
 }  // namespace
@@ -33,6 +28,7 @@ const char* title_of(Kind kind, bool as_gloo) {
 Fingerprint Backend::announce(const Wanted& wanted, uint64_t plan, uint64_t shared, std::unique_lock<std::mutex>& lock) {
   Fingerprint made;
   made.sequence = ++sequence_;
+  if (trials_ && sequence_ >= trials_->next) trial_is_due_ = true;
   made.count = wanted.count;
   made.root = wanted.root;
   made.kind = wanted.kind;
@@ -89,7 +85,7 @@ Backend::WorkPtr Backend::delegate(Wanted wanted, std::function<WorkPtr(c10d::Ba
       throw Refused{std::current_exception()};
     }
     if (work) DelegatedWork(getRank(), mine, std::move(work), health_).wait(kNoTimeout);
-    copied.give_back();
+    copied.give_back(mine.kind);
   };
   lock.lock();
   job->number(announce(wanted, 0, 0, lock));
@@ -171,14 +167,16 @@ void Backend::execute(Job& job) {
     {
       std::optional<at::ThreadLocalStateGuard> as_the_caller;
       if (job.caller) as_the_caller.emplace(*job.caller);
-      job.body(call, job.fingerprint);
+      try {
+        job.body(call, job.fingerprint);
+      } catch (const Refused& refused) {
+        error = refused.why;
+      }
     }
     if (call.segment != nullptr) {
       if (!call.checked) call.sync();
       call.segment->end(job.fingerprint.sequence);
     }
-  } catch (const Refused& refused) {
-    error = refused.why;
   } catch (const std::exception& failure) {
     if (dynamic_cast<const Timeout*>(&failure) != nullptr) health_->report();
     else health_->await_reason();
