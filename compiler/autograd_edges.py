@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -22,3 +23,20 @@ def edge_behind(copy: torch.Tensor) -> Any:
 def comparable(node: Any, number: int) -> Any:
     """An edge of a node, as `edge_of` has it."""
     return (id(node.variable), 0) if type(node).__name__ == "AccumulateGrad" else (node, number)
+
+
+def edges_of(node: Any, known: Collection[Any]) -> list[Any]:
+    """Where the gradients that a node returns go. One that goes by an alias of a known edge's tensor, which was made to
+    carry marks for Dynamo, goes to that edge.
+    """
+    found = []
+    for each in node.next_functions:
+        if each[0] is None:
+            continue
+        edge = comparable(*each)
+        behind = each[0].next_functions
+        if edge not in known and len(behind) == 1 and behind[0][0] is not None:
+            beyond = comparable(*behind[0])
+            edge = beyond if beyond in known else edge
+        found.append(edge)
+    return found

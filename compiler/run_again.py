@@ -1,9 +1,11 @@
 """The forward of one call, kept so that it can be run again in eager and differentiated there.
 
-[Note: what is kept] The inputs of a call are kept until its backward, and not longer: weights live anyway, and what
-comes from regions before mostly is saved for the backward too. Inside of a checkpoint, which is there to have them
-gone, they are not kept: its own arguments are still alive, and where others are not the backward is what it was. What
-the region writes into is copied before, but for statistics that no output depends on (BatchNorm's).
+[Note: what is kept] The inputs of a call are kept until its backward: weights live anyway, and what comes from regions
+before mostly is saved for the backward too. Longer only where another backward may come as in eager, through an output
+that had no gradient for example: while the call's node lives, and what that output depends on is not changed. Inside
+of a checkpoint, which is there to have them gone, they are not kept: its own arguments are still alive, and where
+others are not the backward is what it was. What the region writes into is copied before, but for statistics that no
+output depends on (BatchNorm's).
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,11 +26,11 @@ from deepytorch.torch_internals import will_engine_execute_node
 class Call:
     """One call of a region as it began: what it takes to run it again.
 
-    copies: of inputs that the call wrote into, by their place, from before.
+    versions: of inputs that it did not write into, by their place. copies: of those that it did, from before.
     """
 
     inputs: Sequence[Any]
-    versions: list[int]
+    versions: dict[int, int]
     copies: dict[int, torch.Tensor]
     random: list[tuple[torch.Generator, torch.Tensor]]
     autocast: list[tuple[str, bool, torch.dtype]]
@@ -43,6 +45,25 @@ class Call:
         found = [each() if isinstance(each, weakref.ref) else each for each in self.inputs]
         gone = [isinstance(one, weakref.ref) and other is None for one, other in zip(self.inputs, found, strict=True)]
         return None if any(gone) else found
+
+    def edges(self) -> set[Any]:
+        """Where gradients of the inputs go, as they were before the call."""
+        found = {edge_of(each) for each in self.kept() or () if isinstance(each, torch.Tensor)}
+        return found | {edge_behind(copy) for copy in self.copies.values()}
+
+    def changed(self) -> list[int]:
+        """The places of inputs that were changed since, of those that are still there."""
+        inputs = self.kept()
+        return [] if inputs is None else [place for place, at in self.versions.items() if inputs[place]._version != at]
+
+
+class Passage(NamedTuple):
+    """What one backward went through: the outputs, by number, that had gradients, and the edges that wanted some (None:
+    all of them).
+    """
+
+    outputs: frozenset[int]
+    edges: frozenset[Any] | None
 
 
 @dataclass(slots=True)
@@ -59,19 +80,19 @@ def run_again(
     edges: Collection[Any],
     *,
     unread: Collection[int],
-    places: Sequence[int],
+    needed: Collection[int] | None,
     generators: Sequence[torch.Generator],
 ) -> Rerun | None:
     """Run the forward of a call in eager; None where one of its inputs is gone.
 
     edges: what gradients are wanted for. unread: places of inputs that are written, and that no output depends on.
-    places: of the inputs that `call.versions` are of. generators: all that the region could draw from. Raises
-    `RuntimeError`, as eager does, where an input has been changed since.
+    needed: places of inputs that what is wanted depends on; None: all. generators: all that the region could draw from.
+    Raises `RuntimeError`, as eager does, where a needed input has been changed since.
     """
     inputs = call.kept()
     if inputs is None:
         return None
-    _check(call, inputs, places)
+    _check(call, inputs, needed)
     found = Rerun((), list(inputs))
     aliases: dict[int, torch.Tensor] = {}
     with _as_it_was(call, generators), torch.enable_grad():
@@ -100,19 +121,19 @@ def _stand_in(
     return source if copy is None else source.clone()
 
 
-def _check(call: Call, inputs: Sequence[Any], places: Sequence[int]) -> None:
-    for place, version in zip(places, call.versions, strict=True):
-        given = inputs[place]
-        if given._version != version:
+def _check(call: Call, inputs: Sequence[Any], needed: Collection[int] | None) -> None:
+    for place in call.changed():
+        if needed is None or place in needed:
+            given = inputs[place]
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{given.type()} {list(given.shape)}] is at version {given._version}; expected version {version} "
-                "instead."
+                f"[{given.type()} {list(given.shape)}] is at version {given._version}; expected version "
+                f"{call.versions[place]} instead."
             )
 
 
 def differentiate(
-    node: Any, again: Rerun, edges: Sequence[Any], gradients: Sequence[Any], creates: bool
+    node: Any, again: Rerun, edges: Sequence[Any], gradients: Sequence[Any], *, creates: bool, keeps: bool
 ) -> tuple[Any, ...] | None:
     """What the node hands to its edges; None where they, or its outputs, cannot be told."""
     values = _values(node._forward_cls.metadata, again, len(gradients))
@@ -122,8 +143,7 @@ def differentiate(
     if any(not isinstance(value, torch.Tensor) or value.shape != each.shape for value, each in came):
         return None
     came = [(value, each) for value, each in came if value.requires_grad]
-    nodes = [edge[0] for edge in node.next_functions if edge[0] is not None]
-    wanted = [edge for place, edge in enumerate(edges) if edge not in edges[:place] and _is_wanted(nodes[place])]
+    wanted = wanted_edges(node, edges)
     if not came or not wanted:
         return (None,) * len(node.needs_input_grad)
     results = torch.autograd.grad(
@@ -131,7 +151,7 @@ def differentiate(
         [again.sources[edge] for edge in wanted],
         [each for _, each in came],
         create_graph=creates,
-        retain_graph=True,
+        retain_graph=keeps,
         allow_unused=True,
     )
     handed = dict(zip(wanted, results, strict=True))
@@ -139,8 +159,37 @@ def differentiate(
     return tuple(handed.pop(next(left), None) if needs else None for needs in node.needs_input_grad)
 
 
+def go_through(node: Any, again: Rerun, passage: Passage, count: int) -> None:
+    """Free what an earlier backward freed: autograd then says, as in eager, whether another one may come.
+
+    count: how many outputs the node has.
+    """
+    values = _values(node._forward_cls.metadata, again, count)
+    came = [] if values is None else [values[number] for number in sorted(passage.outputs)]
+    came = [value for value in came if isinstance(value, torch.Tensor) and value.requires_grad]
+    wanted = [source for edge, source in again.sources.items() if passage.edges is None or edge in passage.edges]
+    if came and wanted:
+        torch.autograd.grad(came, wanted, [torch.zeros_like(value) for value in came], allow_unused=True)
+
+
+def wanted_edges(node: Any, edges: Sequence[Any]) -> list[Any]:
+    """Those of a node's edges, each once, that the backward that runs now goes on to, or hands out what goes there."""
+    return list({edge: None for edge, each in zip(edges, _behind(node), strict=True) if _is_wanted(each)})
+
+
+def wants_all(node: Any) -> bool:
+    """Whether the backward that runs now goes on to all edges of a node."""
+    try:
+        return all(map(will_engine_execute_node, _behind(node)))
+    except RuntimeError:  # see `_is_wanted`
+        return False
+
+
+def _behind(node: Any) -> list[Any]:
+    return [each for each, _ in node.next_functions if each is not None]
+
+
 def _is_wanted(node: Any) -> bool:
-    """Whether autograd goes on to this node, or hands out what would go there."""
     try:
         return bool(will_engine_execute_node(node))
     except RuntimeError:  # it does not tell of a leaf where only some gradients are asked for

@@ -6,59 +6,158 @@ optimizer with weight decay or momentum then moves what eager leaves alone: the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
-from deepytorch.torch_internals import OpOverload
+from deepytorch.compiler.capture import without_grad
+from deepytorch.passes.slicing import returns_alias
+from deepytorch.torch_internals import OpOverload, tree_leaves
 
-Parts = tuple[frozenset[int], ...]
+
+class Parts(NamedTuple):
+    """For every input of a graph the outputs, by number, that it has a part in. `~place` stands for what becomes of the
+    input at that place, which the graph may write into.
+
+    gradients: where a gradient may come from. values: where the numbers may depend on it, detached or not. written:
+    places of inputs that gradients may go through, and that the graph writes into.
+    """
+
+    gradients: tuple[frozenset[int], ...]
+    values: tuple[frozenset[int], ...]
+    written: frozenset[int]
 
 
-def parts_in_outputs(graph: fx.Graph) -> Parts | None:
-    """For every input of a graph the outputs that may depend on it; None where writes in place hide that."""
-    outputs = list(next(iter(reversed(graph.nodes))).args[0])
-    parts: dict[fx.Node, frozenset[int]] = {}
-    for number, node in enumerate(outputs):
-        if isinstance(node, fx.Node):
-            parts[node] = parts.get(node, frozenset()) | {number}
+def parts_in_outputs(graph: fx.Graph) -> Parts:
+    """Follow each value to the outputs, through writes in place, and through memory that several nodes look into."""
+    memory = _Memory(graph)
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    written = frozenset(place for place, node in enumerate(inputs) if memory.is_written(node))
+    return Parts(_parts(graph, memory, without_grad(graph)), _parts(graph, memory, None), written)
+
+
+def _parts(graph: fx.Graph, memory: _Memory, untracked: Collection[fx.Node] | None) -> tuple[frozenset[int], ...]:
+    """untracked: nodes that run without gradients, if it is gradients that are followed."""
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    parts: dict[fx.Node, frozenset[int]] = {node: frozenset([~place]) for place, node in enumerate(inputs)}
     for node in reversed(graph.nodes):
         if node.op == "output":
+            for number, each in enumerate(node.args[0] if isinstance(node.args[0], (tuple, list)) else node.args):
+                if isinstance(each, fx.Node):
+                    parts[each] = parts.get(each, frozenset()) | {number}
             continue
-        if _writes(node):
-            return None
-        found = parts.get(node, frozenset())
-        if found:
+        found, written = parts.get(node, frozenset()), memory.written.get(node, ())
+        for each in written:  # whoever looks there later, by whichever name
+            found = found.union(*(parts.get(other, ()) for other in memory.names(each)))
+        sources: Collection[fx.Node] = node.all_input_nodes if found else ()
+        if untracked is not None and (node in untracked or _stops_gradients(node)):
+            sources = written
+        for source in sources:
+            parts[source] = parts.get(source, frozenset()) | found
+    return tuple(parts[node] for node in inputs)
+
+
+class _Memory:
+    """Which nodes of a graph may look into the same memory, and which write there.
+
+    written: for each node that writes, the nodes whose memory it writes into.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._names: dict[fx.Node, set[fx.Node]] = {}  # one set for all that share
+        self.written: dict[fx.Node, list[fx.Node]] = {}
+        for node in graph.nodes:
+            names = self._names.setdefault(node, {node})
             for source in node.all_input_nodes:
-                parts[source] = parts.get(source, frozenset()) | found
-    return tuple(parts.get(node, frozenset()) for node in graph.nodes if node.op == "placeholder")
+                if self._names[source] is not names and _may_share(node, source):
+                    names |= self._names[source]
+                    for each in self._names[source]:
+                        self._names[each] = names
+            written = _written(node)
+            if written:
+                self.written[node] = written
+
+    def is_written(self, node: fx.Node) -> bool:
+        """Whether anything writes into its memory."""
+        return any(node in self.names(each) for written in self.written.values() for each in written)
+
+    def names(self, node: fx.Node) -> set[fx.Node]:
+        """The nodes that may look into the memory of this one, itself among them."""
+        return self._names[node]
 
 
-def _writes(node: fx.Node) -> bool:
-    """Whether a call writes into a tensor that gradients may go through."""
-    if node.op == "call_method":
-        name = str(node.target)
-        writes = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
-    elif isinstance(node.target, OpOverload):
-        writes = node.target._schema.is_mutable
-    else:
-        name = getattr(node.target, "__name__", "")
-        writes = name in ("setitem", "copy_") or bool(node.kwargs.get("inplace")) or name.startswith("i")
-        writes = writes and name not in (
-            "is_",
-            "is_not",
-            "invert",
-            "index",
-            "isinstance",
-            "is_contiguous",
-            "interpolate",
-        )
-    if not writes or not node.args or not isinstance(node.args[0], fx.Node):
+def _may_share(node: fx.Node, source: fx.Node) -> bool:
+    """Whether what a call gives may look into the memory of what it was given."""
+    if node.op == "output":
         return False
-    written = node.args[0].meta.get("example_value", node.args[0].meta.get("val"))
-    return not (isinstance(written, torch.Tensor) and not written.is_floating_point() and not written.is_complex())
+    if isinstance(node.target, OpOverload):
+        return returns_alias(node)
+    one, other = _storages(node), _storages(source)
+    return one is None or other is None or bool(one & other)
+
+
+def _storages(node: fx.Node) -> set[int] | None:
+    """The memory that a node's value looks into; None where it is not known."""
+    value = node.meta.get("example_value", node.meta.get("val"))
+    if value is None:
+        return None
+    try:
+        return {each.untyped_storage()._cdata for each in tree_leaves(value) if isinstance(each, torch.Tensor)}
+    except (NotImplementedError, RuntimeError):  # sparse, nested, of a transform's
+        return None
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """What a call writes into, of tensors that gradients may go through."""
+    found: list[Any] = []
+    graphs = _graphs_called(node)
+    if graphs:
+        found = list(node.all_input_nodes) if any(parts_in_outputs(each.graph).written for each in graphs) else []
+    elif isinstance(node.target, OpOverload):
+        arguments = node.target._schema.arguments
+        given = {**{one.name: each for one, each in zip(arguments, node.args, strict=False)}, **node.kwargs}
+        found = [given.get(one.name) for one in arguments if one.alias_info is not None and one.alias_info.is_write]
+    elif node.op in ("call_method", "call_function") and _writes_by_name(node):
+        found = list(node.args[:1])
+    leaves = [each for every in found for each in (every if isinstance(every, (list, tuple)) else [every])]
+    return [each for each in leaves if isinstance(each, fx.Node) and not _is_without_gradient(each)]
+
+
+def _writes_by_name(node: fx.Node) -> bool:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if node.op == "call_method":
+        return (name.endswith("_") and not name.endswith("__")) or name.startswith(("__i", "__set"))
+    if name in ("setitem", "set_item") or bool(node.kwargs.get("inplace")):
+        return True
+    return (name.endswith("_") and name not in ("and_", "or_", "not_", "is_")) or name in _AUGMENTED
+
+
+# `operator.iadd` and its like: what `+=` becomes in a graph
+_AUGMENTED = frozenset({
+    "iadd", "iand", "iconcat", "ifloordiv", "ilshift", "imod", "imul", "imatmul", "ior", "ipow", "irshift", "isub",
+    "itruediv", "ixor",
+})  # fmt: skip
+
+
+def _graphs_called(node: fx.Node) -> list[fx.GraphModule]:
+    """The graphs that stand in this one, and that a call runs: a checkpointed part, for example."""
+    named = [each for each in (node, *node.all_input_nodes) if each.op in ("get_attr", "call_module")]
+    parts = [getattr(node.graph.owning_module, str(each.target), None) for each in named]
+    return [part for part in parts if isinstance(part, fx.GraphModule)]
+
+
+def _stops_gradients(node: fx.Node) -> bool:
+    """Whether no gradient goes through a call, whatever it is given."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    detaches = name in ("detach", "detach.default") and node.op in ("call_method", "call_function")
+    return detaches or _is_without_gradient(node)
+
+
+def _is_without_gradient(node: fx.Node) -> bool:
+    value = node.meta.get("example_value", node.meta.get("val"))
+    return isinstance(value, torch.Tensor) and not value.is_floating_point() and not value.is_complex()
 
 
 def with_zeros(node: Any, gradients: Sequence[Any], differentiable: Sequence[bool]) -> list[Any]:

@@ -13,10 +13,18 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from torch import nn
+from torch.nn import functional as F
 
+from deepytorch.compiler import second_backward
+from deepytorch.compiler.config import CompilerConfig
+from deepytorch.compiler.lower_region import RegionLowering
+from deepytorch.compiler.manager import copied
+from deepytorch.compiler.plan import Plan
 from deepytorch.compiler.report import LEDGER, RegionRecord
-from deepytorch.compiler.second_backward import TwiceDifferentiable
+from deepytorch.compiler.second_backward import SecondBackward, TwiceDifferentiable
 from deepytorch.compiler.unread_statistics import unread_statistics
+from deepytorch.compiler.unused_outputs import parts_in_outputs
+from deepytorch.compiler.whole_step import WholeStep, graph_for_later
 from tests.calls import Calls
 
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
@@ -236,6 +244,268 @@ def test_spectral_norm_iterates_once_a_step() -> None:
     assert asked()
 
 
+# ---------------------------------------------------------------------- what one backward leaves for another
+
+
+class Parts(nn.Module):
+    """A function of two weights and inputs: parts of a model that one region computes."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.one, self.two = nn.Parameter(torch.randn(6, 6)), nn.Parameter(torch.randn(6, 6))
+        self.register_buffer("seen", torch.zeros(()))
+        self.function = function
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        return self.function(self, *inputs)
+
+
+def towers(m: Any, x: torch.Tensor) -> Any:
+    m.seen += 1
+    return F.dropout((x @ m.one).tanh(), 0.3), F.dropout((x @ m.two).tanh(), 0.3)
+
+
+ANOTHER = "a backward with another one before it through the same call; the region runs in eager"
+
+
+def test_two_towers_with_a_backward_each() -> None:
+    def step(call: Any, number: int) -> torch.Tensor:
+        one, two = call(torch.randn(4, 6))
+        first = (one - two.detach()).square().mean()
+        first.backward()
+        second = (two - one.detach()).square().mean()
+        second.backward()
+        return first + 2 * second
+
+    assert_trains_as_eager(Parts(towers), step)
+    assert asked() == [ANOTHER]
+
+
+def test_the_optimizer_of_one_tower_steps_before_the_others_backward() -> None:
+    def trained(call: Any, model: nn.Module) -> list[torch.Tensor]:
+        optimizers = [torch.optim.SGD([each], lr=0.1) for each in (model.one, model.two)]
+        for number in range(4):
+            torch.manual_seed(number)
+            for each, optimizer in zip(call(torch.randn(4, 6)), optimizers, strict=True):
+                each.square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return list(model.parameters())
+
+    model = Parts(towers)
+    other = copy.deepcopy(model)
+    torch.testing.assert_close(trained(compiled(model), model), trained(other, other))
+    assert asked() == [ANOTHER]
+
+
+def test_backwards_through_parts_of_what_saves_nothing() -> None:
+    def step(call: Any, number: int) -> torch.Tensor:
+        rows = call(torch.randn(12, 6))
+        losses = [rows[:6].square().mean(), rows[6:].abs().mean(), rows[3:9].mean()]
+        for loss in losses:
+            loss.backward()
+        return sum(losses)
+
+    assert_trains_as_eager(Parts(lambda m, x: torch.cat([m.one, m.two]) + x), step)
+    assert asked() == [ANOTHER]
+
+
+def test_many_backwards_through_what_was_gathered_beside_a_loss() -> None:
+    """The first of them is of a loss that the region computes, as where a loss is taken part by part."""
+
+    def function(m: Any, x: torch.Tensor) -> Any:
+        rows = torch.cat([m.one, m.two])
+        return (x @ rows.t()).logsumexp(1).mean(), rows
+
+    def step(call: Any, number: int) -> torch.Tensor:
+        inputs = torch.randn(5, 4, 6)
+        loss, rows = call(inputs[0])
+        loss.backward()
+        for each in inputs[1:]:
+            part = (each @ rows.t()).logsumexp(1).mean()
+            part.backward()
+            loss = loss.detach() + part.detach()
+        return loss
+
+    assert_trains_as_eager(Parts(function), step)
+    assert asked() == [ANOTHER]
+
+
+def test_gradients_of_one_loss_for_parts_that_share_nothing() -> None:
+    def step(call: Any, number: int) -> torch.Tensor:
+        loss = call(torch.randn(4, 6))
+        model = model_of(call)
+        [model.one.grad] = torch.autograd.grad(loss, [model.one])
+        loss.backward(inputs=[model.two])
+        return loss
+
+    assert_trains_as_eager(Parts(lambda m, x: (x @ m.one).tanh().sum() + (x @ m.two).sigmoid().sum()), step)
+    assert asked() == [ANOTHER]
+
+
+def test_a_penalty_on_one_tower_after_the_others_backward() -> None:
+    def step(call: Any, number: int) -> torch.Tensor:
+        one, two = call(torch.randn(4, 6))
+        one.square().mean().backward()
+        loss = two.square().mean()
+        [slope] = torch.autograd.grad(loss, model_of(call).two, create_graph=True)
+        (loss + slope.square().sum()).backward()
+        return loss
+
+    assert_trains_as_eager(Parts(towers), step)
+    assert asked() == ["a backward with create_graph=True; the region runs in eager"]
+
+
+@pytest.mark.parametrize("kind", ["a part that both went through", "a weight that was changed"])
+def test_a_backward_that_eager_does_not_allow_after_another_one(kind: str) -> None:
+    def spoil(call: Any) -> str:
+        one, two = call(torch.randn(4, 6))
+        one.sum().backward()
+        if kind == "a weight that was changed":
+            with torch.no_grad():
+                model_of(call).two.add_(1)
+        with pytest.raises(RuntimeError) as raised:
+            two.sum().backward()
+        return str(raised.value).partition("(")[0].partition(":")[0]
+
+    def shares(m: Any, x: torch.Tensor) -> Any:
+        hidden = (x @ m.one).tanh()
+        return hidden @ m.two, hidden.exp() @ m.two
+
+    model = Parts(
+        shares if kind == "a part that both went through" else lambda m, x: (x @ m.one, (x @ m.two).exp() @ m.two)
+    )
+    assert spoil(compiled(model)) == spoil(model)
+    assert asked() == []
+
+
+def test_what_an_unused_output_may_still_ask_for_is_kept_until_its_weights_are_changed() -> None:
+    model = Parts(lambda m, x: ((x @ m.one).tanh(), (x @ m.two).tanh()))
+    call, losses, seen = compiled(model), [], []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in range(4):
+        inputs = torch.randn(4, 6)
+        seen.append(weakref.ref(inputs))
+        losses.append(call(inputs)[0].sum())  # kept with its graph, as by loops that sum up their losses
+        losses[-1].backward()
+        del inputs
+        assert [each() is None for each in seen] == [True] * number + [False]
+        model.two.grad = torch.ones(6, 6)
+        optimizer.step()
+    assert asked() == []
+
+
+def test_a_backward_that_compiled_code_fails_in_is_eagers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(call: Any, number: int) -> torch.Tensor:
+        loss = call(torch.randn(4, 6)).square().mean()
+        loss.backward()
+        return loss
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("view size is not compatible with input tensor's size and stride")
+
+    find = SecondBackward._find_node
+
+    def spoilt(self: SecondBackward, *arguments: Any) -> Any:
+        node = find(self, *arguments)
+        node._forward_cls.backward = staticmethod(fail)
+        return node
+
+    monkeypatch.setattr(SecondBackward, "_find_node", spoilt)
+    assert_trains_as_eager(mlp(middle=nn.Dropout(0.4)), step)
+    [said] = asked()
+    assert "an error in compiled code (RuntimeError: view size is not compatible" in said
+
+
+def compiled_later(model: Any) -> Any:
+    """As in the default mode: by a trace of its own, whose first call sees marked aliases of its inputs."""
+    LEDGER.forget()
+    config = CompilerConfig.parse(None, {"lowering": "aot_eager", "wait": True})
+
+    def backend(module: Any, inputs: Any) -> Any:
+        later = graph_for_later(module, inputs)
+        assert not isinstance(later, str), later
+        record = LEDGER.open(RegionRecord("region", "declined", "aot_eager"))
+        lowering, parts = RegionLowering(config, Plan.initial("region", config)), parts_in_outputs(module.graph)
+        return WholeStep(later, copied(module).forward, lowering, record, unread_statistics(module.graph), parts)
+
+    return torch.compile(model, backend=backend, dynamic=True)
+
+
+@pytest.mark.parametrize("is_leaf", [True, False], ids=["leaf", "computed"])
+@pytest.mark.parametrize("marked", [True, False], ids=["marked", "unmarked"])
+def test_an_input_that_requires_gradients_and_whose_sizes_vary(marked: bool, is_leaf: bool) -> None:
+    """Forces: what the energy's gradient is taken by is given to the region, and its sizes are symbols."""
+
+    def step(call: Any, number: int) -> torch.Tensor:
+        inputs = torch.randn(4 + number, 6, requires_grad=True)
+        given = inputs if is_leaf else inputs * 2
+        if marked:
+            torch._dynamo.mark_dynamic(given, 0)
+        energy = call(given).square().sum(1)
+        [forces] = torch.autograd.grad(energy.sum(), inputs, create_graph=True)
+        loss = energy.mean() + forces.square().mean()
+        loss.backward()
+        return loss
+
+    model = mlp(middle=nn.Dropout(0.2))
+    other = copy.deepcopy(model)
+
+    def ordinary_first(call: Any, number: int) -> torch.Tensor:
+        if number:
+            return step(call, number)
+        loss = call(torch.randn(4, 6, requires_grad=True)).sum()
+        loss.backward()
+        return loss
+
+    for steps in (step, ordinary_first):
+        expected, found = train(other, other, steps, 2), train(compiled_later(model), model, steps, 2)
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(model.state_dict(), other.state_dict())
+        assert steps is ordinary_first or asked() == ["a backward with create_graph=True; the region runs in eager"]
+
+
+def test_two_towers_whose_sizes_vary() -> None:
+    def step(call: Any, number: int) -> torch.Tensor:
+        inputs = torch.randn(4 + number, 6, requires_grad=True)
+        losses = [each.square().mean() for each in call(inputs)]
+        for each in losses:
+            each.backward()
+        return sum(losses) + inputs.grad.sum()
+
+    model = Parts(towers)
+    other = copy.deepcopy(model)
+    torch.testing.assert_close(train(compiled_later(model), model, step), train(other, other, step))
+    torch.testing.assert_close(model.state_dict(), other.state_dict())
+    assert asked() == [ANOTHER]
+
+
+def test_two_packed_towers_with_a_backward_each() -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = (nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True) for _ in range(2))
+
+        def forward(self, x: torch.Tensor, real: torch.Tensor) -> Any:
+            share = real[..., None] / real.sum(1, keepdim=True)[..., None]
+            return tuple((each(x, src_key_padding_mask=~real) * share).sum(1) for each in (self.one, self.two))
+
+    def step(call: Any, number: int) -> torch.Tensor:
+        lengths = torch.randint(2, 12, (6, 1))
+        real = torch.arange(int(lengths.max())) < lengths
+        one, two = call(torch.randn(*real.shape, 8), real)
+        losses = [(one - two.detach()).square().sum(), (two - one.detach()).abs().sum()]
+        for each in losses if number > 0 else [sum(losses)]:
+            each.backward()
+        return sum(losses)
+
+    assert_trains_as_eager(Pair(), step)
+    [region] = LEDGER.report().regions
+    assert region.outcome == "packed"
+    assert region.steps_packed > 0
+    assert "a backward with another one before it through the same call" in region.padded_because
+
+
 # ---------------------------------------------------------------------- shapes of regions
 
 
@@ -339,6 +609,52 @@ def test_an_expanded_input_is_not_copied() -> None:
     for _ in range(3):
         call(torch.randn(2, 4), carrier).sum().backward()
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 512 << 10  # KiB
+
+
+def test_inputs_that_share_memory_and_are_written_into() -> None:
+    """The node of such a region has other edges than its inputs, so that it cannot be watched: eager from the first."""
+
+    def second(call: Any, x: torch.Tensor) -> Any:
+        torch.manual_seed(0)
+        rows = x * 2
+        first = call(rows[:4], rows[2:])
+        [slope] = torch.autograd.grad(first.square().sum(), x, create_graph=True)
+        return first, slope, torch.autograd.grad(slope.square().sum(), x)[0], torch.rand(2)
+
+    def function(weight: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.dropout((x.clone() @ weight).tanh(), 0.4) * y.mul_(1.0)
+
+    model, x = Region(function), torch.randn(6, 6, requires_grad=True)
+    expected = second(model, x)
+    call = compiled(model)
+    torch.testing.assert_close(second(call, x), expected)
+    assert asked() == ["a backward with inputs that cannot be watched for what else it asks; the region runs in eager"]
+
+
+def test_a_node_that_is_not_known_leaves_its_region_to_eager_from_the_first_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(second_backward, "_is_of_call", lambda node, call: False)
+    assert_trains_as_eager(mlp(middle=nn.Dropout(0.4)), penalty_step((4, 6)))
+    assert set(asked()) == {
+        "a backward with a graph that cannot be watched for what else it asks; the region runs in eager"
+    }
+
+
+def test_a_teacher_that_its_own_region_moves() -> None:
+    class Teaching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.student, self.teacher = nn.Linear(6, 4), nn.Linear(6, 4).requires_grad_(False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                for one, other in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                    one.lerp_(other, 0.1)
+            return (self.student(x) - self.teacher(x)).square().mean(1)
+
+    assert_trains_as_eager(Teaching(), penalty_step((4, 6)))
+    assert asked()
 
 
 def test_outputs_may_be_changed_in_place() -> None:
