@@ -18,7 +18,8 @@ from deepytorch.compiler.outputs.deferred import defer
 from deepytorch.compiler.outputs.kept_weights import Kept
 from deepytorch.compiler.outputs.pending import Family
 from deepytorch.compiler.outputs.replay import Replay
-from deepytorch.compiler.outputs.tokens import UNKNOWN, ZERO, Memo, Once, Place, Tokens
+from deepytorch.compiler.outputs.rules.operands import pads_of
+from deepytorch.compiler.outputs.tokens import UNKNOWN, ZERO, Memo, Once, Pads, Place, Tokens
 from deepytorch.compiler.outputs.usage import Usage
 from deepytorch.compiler.report import RegionRecord
 from deepytorch.errors import DeferredError
@@ -288,7 +289,8 @@ class Places:
         def make() -> Tokens:
             place = self.of(output)
             features = tuple(value.shape[len(place.grid) :])
-            pads = ZERO if output.zero_at_pads else UNKNOWN
+            seen = pads_of(value, place)
+            pads = seen if output.zero_at_pads else Pads(finite=seen.finite)  # as later steps will be taken to be
             packed = Once(lambda: place.take(value), grad=value.requires_grad)
             return Tokens(place, features, value.dtype, value.device, packed, pads, requires_grad=value.requires_grad)
 

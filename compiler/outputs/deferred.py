@@ -25,7 +25,7 @@ from deepytorch.compiler.outputs.tokens import Tokens
 from deepytorch.compiler.outputs.usage import Usage, is_users
 from deepytorch.errors import DeferredError
 from deepytorch.log import once
-from deepytorch.torch_internals import DisableTorchFunctionSubclass, tree_map_only
+from deepytorch.torch_internals import DisableTorchFunctionSubclass, get_active_ddp_module, tree_map_only
 
 
 def defer(
@@ -65,7 +65,19 @@ def defer(
     pending = Pending(tuple(shape), dtype, device, requires_grad, name, compute, kept)
     pending.make_tokens, pending.usage, pending.watched, pending.whole = tokens, usage, watched, whole
     pending.family = family if family is not None else Family()
-    return _Deferred.of(pending, compute([]) if watched else None)
+    deferred = _Deferred.of(pending, compute([]) if watched else None)
+    return computed(deferred) if must_be_plain() else deferred
+
+
+def must_be_plain() -> bool:
+    """Whether DDP passes what the forward that runs here returns through a node of its own, which looks at its graph.
+
+    It does so to find unused parameters, and in a static graph's first step; not once gradients are ours.
+    """
+    ddp: Any = get_active_ddp_module()
+    if ddp is None or not (ddp.find_unused_parameters or ddp.static_graph):
+        return False
+    return not (ddp.static_graph and ddp._static_graph_delay_allreduce_enqueued)
 
 
 def is_deferred(tensor: object) -> bool:

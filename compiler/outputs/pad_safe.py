@@ -7,6 +7,11 @@ positions only, if these are tokens (indexing, a loss whose labels are ignored a
 zero at pads.
 
 What holds of values holds of gradients: where no pad has a part in a result, none gets a gradient from it.
+
+A pad that is multiplied by zero has a part in it if it is infinite or NaN. What a model gives is taken to be finite at
+pads (the first step, in eager, shows whether it is); what a script makes of it is followed: it may be infinite where a
+logarithm was taken, a division by who knows what, or infinity was filled in. Overflow is left out, of half precision
+alone it is not.
 """
 
 from __future__ import annotations
@@ -20,8 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deepytorch.compiler.outputs.rules import by_feature, by_position, layers, parts, sums, views
-from deepytorch.compiler.outputs.rules.operands import NotPacked
-from deepytorch.compiler.outputs.tokens import Tokens
+from deepytorch.compiler.outputs.rules.operands import NotPacked, finite
+from deepytorch.compiler.outputs.tokens import Pads, Tokens, all_of
 
 Rule = Callable[..., Any]
 
@@ -60,9 +65,10 @@ def row_by_row(rows: Sequence[int], function: Any, args: Sequence[Any], kwargs: 
         else:
             given[index] = place.take(each)
     made = function(*given)
+    pads = Pads(finite=all_of(*(finite(args[index], place, 1) for index in rows)))
     if isinstance(made, Tensor):
-        return Tokens.of(place, made)
-    return [Tokens.of(place, each) if isinstance(each, Tensor) else each for each in made]
+        return Tokens.of(place, made, pads)
+    return [Tokens.of(place, each, pads) if isinstance(each, Tensor) else each for each in made]
 
 
 def _named(*names: str) -> list[Any]:
@@ -77,19 +83,21 @@ def _named(*names: str) -> list[Any]:
 
 
 _KEEP_ZEROS = (
-    "neg", "negative", "abs", "absolute", "relu", "tanh", "square", "sign", "sin", "expm1", "log1p", "gelu",
-    "silu", "leaky_relu", "elu", "softsign", "nan_to_num", "erf", "arctan", "floor", "ceil", "round", "trunc",
-    "__neg__", "__abs__",
+    "neg", "negative", "abs", "absolute", "relu", "tanh", "square", "sign", "sin", "gelu", "silu", "leaky_relu", "elu",
+    "softsign", "erf", "arctan", "floor", "ceil", "round", "trunc", "__neg__", "__abs__",
 )  # fmt: skip
 
 
 _POINTWISE = (
-    "exp", "exp2", "log", "log2", "log10", "sigmoid", "logsigmoid", "softplus", "reciprocal", "rsqrt", "cos", "clamp",
-    "clip", "clamp_min", "clamp_max", "pow", "__pow__", "__rpow__", "logit", "logical_not", "__invert__",
+    "sigmoid", "logsigmoid", "softplus", "cos", "clamp", "clip", "clamp_min", "clamp_max", "logical_not", "__invert__",
     "bitwise_not", "isnan", "isinf", "isfinite", "eq", "ne", "lt", "le", "gt", "ge", "__eq__", "__ne__", "__lt__",
-    "__le__", "__gt__", "__ge__", "maximum", "minimum", "logical_xor", "logaddexp", "xlogy", "remainder",
-    "fmod", "floor_divide", "ones_like", "hardtanh", "mish", "selu", "celu", "relu6", "hardswish", "lerp",
-    "addcmul", "addcdiv",
+    "__le__", "__gt__", "__ge__", "maximum", "minimum", "logical_xor", "logaddexp", "ones_like", "hardtanh", "mish",
+    "selu", "celu", "relu6", "hardswish", "lerp", "addcmul", "__rsub__",
+)  # fmt: skip
+
+
+_SINGULAR = (
+    "log", "log2", "log10", "reciprocal", "rsqrt", "logit", "xlogy", "addcdiv", "__rtruediv__",
 )  # fmt: skip
 
 
@@ -100,15 +108,24 @@ CASTS = frozenset(
 
 TABLE: dict[Any, Rule] = {
     **dict.fromkeys(_named(*_POINTWISE), by_position.pointwise),
+    **dict.fromkeys(_named(*_SINGULAR), by_position.singular),
+    **dict.fromkeys(_named("exp", "exp2"), by_position.exponential),
+    **dict.fromkeys(_named("pow", "__pow__"), by_position.power),
+    **dict.fromkeys(_named("__rpow__"), by_position.reflected_power),
     **dict.fromkeys(_named(*_KEEP_ZEROS), by_position.keeps_zeros),
+    **dict.fromkeys(_named("log1p"), by_position.keeps_zeros_only),
+    **dict.fromkeys(_named("expm1"), by_position.keeps_zeros_else_exponential),
+    **dict.fromkeys(_named("nan_to_num"), by_position.made_finite),
     **dict.fromkeys(
         _named(
             "mul", "multiply", "__mul__", "__rmul__", "logical_and", "bitwise_and", "__and__", "__rand__"
         ),
         by_position.product,
     ),
-    **dict.fromkeys(_named("div", "divide", "true_divide", "__truediv__"), by_position.quotient),
-    **dict.fromkeys(_named("__rtruediv__", "__rsub__"), by_position.pointwise),
+    **dict.fromkeys(
+        _named("div", "divide", "true_divide", "__truediv__", "remainder", "fmod", "floor_divide"),
+        by_position.quotient,
+    ),
     **dict.fromkeys(
         _named("add", "sub", "subtract", "__add__", "__radd__", "__sub__", "logical_or", "bitwise_or", "__or__"),
         by_position.sum_of_two,

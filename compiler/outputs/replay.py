@@ -85,6 +85,11 @@ class Replay:
             _ALIVE.discard(self)
         return self._outputs
 
+    def rewind(self) -> None:
+        """Have random numbers drawn from where the step began."""
+        if self._random is not None:
+            self._random.set_back()
+
     def copy_before(self, changed: set[int], copies: dict[int, torch.Tensor]) -> None:
         """Keep the weights that are about to be changed, by id. copies: those that others keep already."""
         for index, (each, version) in enumerate(zip(self._inputs, self._versions, strict=True)):
@@ -159,7 +164,11 @@ class _RandomState:
     def as_it_was(self) -> Iterator[None]:
         """Inside, they stand there again; afterwards they stand where they stood before."""
         with torch.random.fork_rng(self._devices):
-            torch.set_rng_state(self._cpu)
-            for index, state in zip(self._devices, self._cuda, strict=True):
-                torch.cuda.set_rng_state(state, index)
+            self.set_back()
             yield
+
+    def set_back(self) -> None:
+        """Have them stand there again."""
+        torch.set_rng_state(self._cpu)
+        for index, state in zip(self._devices, self._cuda, strict=True):
+            torch.cuda.set_rng_state(state, index)

@@ -136,60 +136,69 @@ class Place:
         return answer
 
 
-class Pads:
-    """What is known of a packed value's pads: `are_zero()` answers when somebody has to know."""
-
-    def are_zero(self) -> bool:
-        """Whether the padded value holds zeros, or False, at every pad."""
-        return False
+Condition = Callable[[], bool]  # asked for when somebody has to know
 
 
-UNKNOWN = Pads()
+def always() -> bool:
+    """A condition that holds."""
+    return True
 
 
-class ZeroPads(Pads):
-    """Zeros at every pad."""
-
-    def are_zero(self) -> bool:
-        return True
+def never() -> bool:
+    """One of which nothing is known, and so one that does not hold."""
+    return False
 
 
-ZERO = ZeroPads()
+def all_of(*conditions: Condition) -> Condition:
+    """That all of several hold."""
+    left = [each for each in conditions if each is not always]
+    if never in left:
+        return never
+    return (left[0] if len(left) == 1 else lambda: all(each() for each in left)) if left else always
 
 
-class OffBy(Pads):
-    """Zeros at pads if `flags` (*grid) are off there; asked for at most once, as the flags were when this was made."""
+def any_of(*conditions: Condition) -> Condition:
+    """That one of several holds; asked in their order."""
+    left = [each for each in conditions if each is not never]
+    if always in left:
+        return always
+    return (left[0] if len(left) == 1 else lambda: any(each() for each in left)) if left else never
 
-    def __init__(self, place: Place, flags: Callable[[], torch.Tensor], watched: torch.Tensor) -> None:
-        self._place, self._flags, self._watched = place, flags, watched
+
+class AsItWas:
+    """A condition on a tensor of the script's, as that was when this was made; looked at at most once."""
+
+    def __init__(self, watched: torch.Tensor, look: Condition) -> None:
+        self._watched, self._look = watched, look
         self._version = None if watched.is_inference() else watched._version
         self._answer: bool | None = None
 
-    def are_zero(self) -> bool:
+    def __call__(self) -> bool:
         if self._answer is None:
             changed = self._version is not None and self._watched._version != self._version
-            self._answer = not changed and self._place.is_off_at_pads(self._flags())
+            self._answer = not changed and self._look()
         return self._answer
 
 
-class AnyOf(Pads):
-    """Zeros at pads if one of several is: a product."""
+@dataclass(frozen=True, eq=False)
+class Pads:
+    """What is known of a packed value's pads.
 
-    def __init__(self, *parts: Pads) -> None:
-        self._parts = parts
+    zero: the padded value holds zeros, or False, at every pad. finite: it holds no infinity and no NaN there, of a
+    model whose own numbers are finite; only then is it zero times a mask.
+    """
 
-    def are_zero(self) -> bool:
-        return any(part.are_zero() for part in self._parts)
-
-
-class AllOf(Pads):
-    """Zeros at pads if all of several are: a sum."""
-
-    def __init__(self, *parts: Pads) -> None:
-        self._parts = parts
+    zero: Condition = never
+    finite: Condition = always
 
     def are_zero(self) -> bool:
-        return all(part.are_zero() for part in self._parts)
+        """Whether the padded value holds zeros, or False, at every pad."""
+        return self.zero()
+
+
+UNKNOWN = Pads()
+ZERO = Pads(always)
+UNSURE = Pads(finite=never)
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,6 +222,8 @@ class Tokens:
     def of(place: Place, rows: torch.Tensor, pads: Pads = UNKNOWN) -> Tokens:
         """Of rows that are there."""
         make = lambda: rows  # noqa: E731
+        if not rows.dtype.is_floating_point and not rows.dtype.is_complex:
+            pads = replace(pads, finite=always)
         return Tokens(
             place, tuple(rows.shape[1:]), rows.dtype, rows.device, make, pads, requires_grad=rows.requires_grad
         )

@@ -20,7 +20,10 @@ from deepytorch.log import once
 # Calls that are watched at most while none of them has had its backward: a step may call a model several times.
 MAX_WATCHED = 8
 
-FRAMEWORKS = ("torch", "deepspeed", "accelerate", "transformers", "peft", "trl", "lightning", "deepytorch")
+FRAMEWORKS = (
+    "torch", "deepspeed", "accelerate", "transformers", "peft", "trl", "lightning", "lightning_fabric",
+    "pytorch_lightning", "deepytorch",
+)  # fmt: skip
 
 
 class Level(IntEnum):

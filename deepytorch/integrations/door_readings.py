@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepytorch import autowrap
 from deepytorch.integrations.packed_attention import (
     IN_GRAPHS,
     OPAQUE,
@@ -20,6 +19,7 @@ from deepytorch.integrations.packed_attention import (
     implementations,
 )
 from deepytorch.integrations.packed_batch import Reading, RowKind, columns, counts, ids_counted
+from deepytorch.library_code import is_of_libraries
 from deepytorch.torch_internals import BatchNorm
 
 # Heads that look at a row and not at its tokens: the model below them is packed.
@@ -64,8 +64,8 @@ def declined_beforehand(outer: nn.Module, model: Any) -> str | None:
     adapters = getattr(outer, "peft_config", None) or {}
     if any(getattr(each, "is_prompt_learning", False) for each in adapters.values()):
         return "virtual tokens of a learned prompt"
-    if not autowrap.is_of_libraries(outer):
-        return "modules of the script's own, which may join tokens further apart than a probe's rows are long"
+    if not is_of_libraries(outer):
+        return "modules or functions of the script's own, which may join tokens further apart than a probe's rows reach"
     return None
 
 

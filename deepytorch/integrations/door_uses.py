@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import torch
@@ -10,13 +11,65 @@ from torch import nn
 from deepytorch.compiler.outputs.deferred import defer
 from deepytorch.compiler.outputs.pending import Family
 from deepytorch.compiler.outputs.replay import Replay
-from deepytorch.compiler.outputs.tokens import Memo, Tokens
+from deepytorch.compiler.outputs.rules.operands import pads_of
+from deepytorch.compiler.outputs.tokens import Memo, Pads, Tokens
 from deepytorch.compiler.outputs.usage import Level, Usage
 from deepytorch.compiler.report import RegionRecord
 from deepytorch.errors import DeferredError
 from deepytorch.integrations.door_proof import sharding_groups
 from deepytorch.integrations.packed_batch import Find, Show, Side
 from deepytorch.passes.samples import Sampler
+
+
+class Peers:
+    """The ranks that hold parts of one model, and gather its weights in every call of it together. Empty (false) where
+    weights are not sharded.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._groups = sharding_groups(model)
+        device = next((each.device for each in model.parameters()), torch.device("cpu"))
+        self._device = device if device.type != "meta" else torch.device("cpu")
+
+    def __bool__(self) -> bool:
+        return bool(self._groups)
+
+    def all_say(self, text: str) -> bool:
+        """Whether all ranks are here with the same text."""
+        number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+        largest, smallest = self._largest([number, -number])
+        return largest == -smallest
+
+    def highest(self, number: int) -> int:
+        """The largest number that a rank is here with."""
+        return self._largest([number])[0]
+
+    def _largest(self, numbers: list[int]) -> list[int]:
+        told = torch.tensor(numbers, device=self._device)
+        for group in self._groups:
+            torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MAX, group)
+        return told.tolist()  # type: ignore[no-any-return]
+
+
+class Buffers:
+    """Buffers of a model as they were when `keep` was called: copied anew where they have been written to."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._buffers = [each for each in model.buffers() if not each.is_inference()]
+        self._copies: list[tuple[int, torch.Tensor]] = [(-1, each) for each in self._buffers]
+
+    def keep(self) -> None:
+        """A call begins, which may have to be undone."""
+        for place, (buffer, (version, _)) in enumerate(zip(self._buffers, self._copies, strict=True)):
+            if buffer._version != version:
+                self._copies[place] = (buffer._version, buffer.detach().clone())
+
+    def put_back(self) -> None:
+        """Undo what was written since."""
+        with torch.no_grad():
+            for buffer, (version, copy) in zip(self._buffers, self._copies, strict=True):
+                if buffer._version != version:
+                    buffer.copy_(copy)
 
 
 class Uses:
@@ -26,41 +79,30 @@ class Uses:
     and before the second one they tell each other what they saw. A use that comes up later is an error there.
     """
 
-    def __init__(self, record: RegionRecord, model: nn.Module) -> None:
+    def __init__(self, record: RegionRecord, model: nn.Module, peers: Peers | None) -> None:
         self.usage = Usage(record.name)
         record.outputs = self.usage.outputs
-        self.parameters = list(model.parameters())
+        self.parameters, self.buffers = list(model.parameters()), Buffers(model)
         self.sampler = Sampler()
-        self._shards = sharding_groups(model)
-        self._calls, self.watched = 0, False
+        self._peers, self._calls, self.watched = peers, 0, False
 
     def begins(self) -> bool:
         """Whether a call that begins now is to be watched."""
         self._calls += 1
-        if not self._shards:
-            return not self.watched
-        if self._calls == 2:
-            self._agree()
-        return self._calls == 1
+        return self._calls == 1 if self._peers else not self.watched
 
-    def _agree(self) -> None:
-        level = torch.tensor(int(self.usage.level), dtype=torch.int32, device=self._device())
-        for group in self._shards:
-            torch.distributed.all_reduce(level, torch.distributed.ReduceOp.MAX, group)
-        if int(level) > self.usage.level:
-            self.usage.level = Level(int(level))
-            self.usage.reason = "another rank looks at padded positions"
-
-    def _device(self) -> torch.device:
-        device = self.parameters[0].device
-        return device if device.type != "meta" else torch.device("cpu")
+    def raise_to(self, level: Level) -> None:
+        """Another rank's outputs are used in a way that takes this."""
+        if level > self.usage.level:
+            self.usage.level, self.usage.reason = level, "another rank looks at padded positions"
 
     def watching(self) -> Show:
         """Makes of a padded tensor what a script gets at the first call."""
         family = Family()
 
         def show(value: torch.Tensor, side: Side, dim: int, name: str, find: Find) -> torch.Tensor:
-            tokens = Memo(lambda: Tokens.of(side.place, side.place.take(value))) if dim == 1 else None
+            finite = Pads(finite=pads_of(value, side.place).finite)  # as later calls will be taken to be
+            tokens = Memo(lambda: Tokens.of(side.place, side.place.take(value), finite)) if dim == 1 else None
             return defer(
                 value.shape,
                 lambda _: value,

@@ -13,6 +13,7 @@ import contextlib
 import inspect
 import logging
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -41,7 +42,7 @@ from deepytorch.integrations.door_proof import (
     small_weights,
 )
 from deepytorch.integrations.door_readings import BY_ROW, declined_beforehand, readings
-from deepytorch.integrations.door_uses import Uses
+from deepytorch.integrations.door_uses import Peers, Uses
 from deepytorch.integrations.packed_attention import CannotPack
 from deepytorch.integrations.packed_batch import (
     PackedBatch,
@@ -52,6 +53,7 @@ from deepytorch.integrations.packed_batch import (
     zeros_at_pads,
 )
 from deepytorch.integrations.padded_hooks import UserHooks
+from deepytorch.library_code import functions_on
 from deepytorch.log import logger, once
 
 Call = Callable[..., Any]
@@ -83,6 +85,8 @@ class Door:
         self._found: PackedBatch | Refusal | None = None  # what the last call came to
         self._uses: dict[Any, Uses] = {}  # by kind of call
         self._kind_now: Any = None
+        self._calls = 0
+        self._peers: Peers | None = None  # from the first call on
         self.record = RegionRecord(f"door of {type(model).__name__}", "declined", "eager")
 
     def call(self, run: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -90,11 +94,44 @@ class Door:
         given = _bound(self._outer, args, kwargs)
         kind = None if given is None else self._kind(given)
         self._unasked = "the call's arguments are not the model's" if given is None else None
+        others = self._as_others(given)
         if given is not None and kind not in self._found_out:
-            kind = self._ask(given)
+            if others is None:
+                kind = self._ask(given)
+            else:
+                self._unasked = others
+                self._list()
         self._reading, self._kind_now = self._found_out.get(kind), kind
         with contextlib.nullcontext() if self._reading is None else unmarked():
             return self._through(run, args, kwargs)
+
+    def _as_others(self, given: Mapping[str, Any] | None) -> str | None:
+        """Why nothing may be asked in this call, where weights are sharded: all ranks ask alike, in their first call,
+        and before the second one they tell each other what they saw. What a keyword of one rank alone would have it do
+        beside the others, they would wait for.
+        """
+        self._calls += 1
+        if self._peers is None:
+            self._peers = Peers(self._outer)
+        if not self._peers:
+            return None
+        if self._calls == 1:
+            return None if self._peers.all_say(self._question(given)) else "ranks that share weights begin unlike"
+        if self._calls == 2:
+            level = self._peers.highest(max((each.usage.level for each in self._uses.values()), default=Level.PACKED))
+            for each in self._uses.values():
+                each.raise_to(Level(level))
+        return "another kind of call than the first, which ranks that share weights were asked about"
+
+    def _question(self, given: Mapping[str, Any] | None) -> str:
+        """What a proof in this call would be of; empty where there is none."""
+        if given is None or UserHooks(self._outer).refused is not None:
+            return ""
+        names = sorted(
+            (name, value if isinstance(value, bool) else None) for name, value in given.items() if value is not None
+        )
+        mask = given.get("attention_mask")
+        return f"{names} {getattr(mask, 'ndim', None)} {declined_beforehand(self._outer, self._model)}"
 
     @property
     def asked(self) -> bool:
@@ -129,11 +166,14 @@ class Door:
 
     def _kind(self, given: Mapping[str, Any]) -> Any:
         """What a proof holds for: the arguments that are given, and the model as it is made up."""
-        modules = [id(module) if "forward" not in vars(module) else -id(module) for module in self._outer.modules()]
+        modules = list(self._outer.modules())
+        functions = [(place, functions_on(module)) for place, module in enumerate(modules)]
         loss = getattr(self._model, "_loss_function", None), getattr(self._model, "loss_type", None)
         return (
             frozenset((n, v if isinstance(v, bool) else None) for n, v in given.items() if v is not None),
-            hash(tuple(modules)),
+            tuple(map(weakref.ref, modules)),
+            tuple((place, *map(_weakly, found)) for place, found in functions if found),
+            frozenset((kind, kind.forward) for kind in {type(each) for each in modules}),
             loss,
             bool(getattr(self._model.config, "output_attentions", False)),
             frozenset(packed_attention.implementations(self._model)),
@@ -181,12 +221,12 @@ class Door:
             self.record.steps_watched += 1
             uses.watched = True
             return found.watched(run(*args, **kwargs), uses.watching())
-        show = zeros_at_pads if uses is None else uses.showing(self._again(args, kwargs), self.record)
+        again = None if uses is None else self._again(uses, args, kwargs)
+        show = zeros_at_pads if uses is None else uses.showing(again, self.record)
         token = INSIDE.set((self, found))
         self.record.host_seconds += time.perf_counter() - started
         try:
-            with self._as_proved():
-                outputs = found.outputs(run(**found.arguments), show)
+            outputs = found.outputs(self._as_proved(run, found.arguments), show)
         except (torch.OutOfMemoryError, KeyboardInterrupt):
             raise
         except Exception as error:  # something that the probe had not seen, such as a cache of another kind
@@ -195,6 +235,9 @@ class Door:
             if is_sharded(self._outer):  # a second forward of this rank alone would gather other weights than its peers
                 raise
             INSIDE.set(None)
+            if again is not None and uses is not None:  # what it drew and wrote so far is not missing, nor twice there
+                again.rewind()
+                uses.buffers.put_back()
             outputs = run(*args, **kwargs)  # raises again where the batch is to blame
             self._shut(str(error) if isinstance(error, CannotPack) else f"{type(error).__name__}: {str(error)[:300]}")
             return outputs
@@ -209,31 +252,40 @@ class Door:
     def _uses_of(self, kind: Any) -> Uses:
         """What is done with the outputs of this kind of calls."""
         if kind not in self._uses:
-            self._uses[kind] = Uses(self.record, self.target)
+            self._uses[kind] = Uses(self.record, self.target, self._peers)
         return self._uses[kind]
 
-    def _again(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Replay | None:
+    def _again(self, uses: Uses, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Replay | None:
         """This call padded, for whoever looks at pads of its outputs; None where weights are sharded, as a call of one
         rank alone would wait for the others.
         """
-        if is_sharded(self._outer):
+        if self._peers:
             return None
-        uses = self._uses_of(self._kind_now)
+        uses.buffers.keep()
         tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
         inputs = [*uses.parameters, *tensors]
 
         def run(*_: Any) -> tuple[Any]:
-            with torch.compiler.set_stance("force_eager"), UserHooks(self.target).silenced():
+            with UserHooks(self.target).silenced():
                 return (self.target._call_impl(*args, **kwargs),)
 
         parameters = range(len(uses.parameters))
         return Replay(run, inputs, parameters=parameters, sampler=uses.sampler, draws=True)
 
-    def _as_proved(self) -> contextlib.AbstractContextManager[Any]:
-        """Dynamo calls `forward` of a module itself, and not what stands in place of its call: then nothing compiled
-        may run inside, of the model or of its blocks.
+    def _as_proved(self, run: Call, arguments: Mapping[str, Any]) -> Any:
+        """`run` on packed arguments. Dynamo calls `forward` of a module itself, and not what stands in place of its
+        call: then nothing compiled may run inside, of the model or of its blocks. (A stance of `torch.compiler` would
+        hold in all threads.)
         """
-        return torch.compiler.set_stance("force_eager") if self._in_eager else contextlib.nullcontext()
+        if not self._in_eager:
+            return run(**arguments)
+        with autowrap.paused():
+            return _undisturbed(self.target._call_impl, arguments)
+
+    def _is_compiled_inside(self) -> bool:
+        """Whether somebody else has compiled a part of the model."""
+        parts = (each for each in self._model.modules() if each is not self._outer)
+        return any(autowrap.is_compiled(each) and not isinstance(each._compiled_call_impl, Replaced) for each in parts)
 
     def _pack(
         self, hooks: UserHooks, args: Sequence[Any], kwargs: Mapping[str, Any], uses: Uses | None = None
@@ -247,6 +299,8 @@ class Door:
             return Refusal(uses.usage.reason)
         if hooks.refused is not None:
             return Refusal(hooks.refused)
+        if self._in_eager and self._is_compiled_inside():
+            return Refusal("a part of the model is compiled, which would not see the calls that are replaced")
         try:
             found = pack_batch(given, self._reading, self._given.get("labels"))
         except CannotPack as error:
@@ -267,20 +321,19 @@ class Door:
         familiar = {name: value for name, value in given.items() if name not in strange or name in tensors}
         hooked = UserHooks(self._outer).refused
         self._unasked = hooked or unknown_argument(familiar)
-        if hooked is not None and not self._listed and EXPLAINING.get() is None:
-            LEDGER.open(self.record)
-            self._listed = True
+        if hooked is not None:
+            self._list()
         if self._unasked is not None:  # another call may do without it
             return None
         if strange:  # of a head
             self.target = self._model.base_model
-        if not self._listed and EXPLAINING.get() is None:
-            LEDGER.open(self.record)
-            self._listed = True
+        self._list()
         before = replace(self.record, padded_because=dict(self.record.padded_because))
         kind = self._kind(given)
-        reason = "more kinds of calls than are proved" if len(self._found_out) >= MANY_KINDS else None
-        reason = reason or declined_beforehand(self._outer, self._model)
+        if len(self._found_out) >= MANY_KINDS:
+            self._unasked = "more kinds of calls than are proved"
+            return None
+        reason = declined_beforehand(self._outer, self._model)
         if reason is None:
             self._prepare()
             self._proving = True
@@ -301,6 +354,12 @@ class Door:
             self._shut(reason, all_kinds=False)
         return kind
 
+    def _list(self) -> None:
+        """Have the report name this door."""
+        if not self._listed and EXPLAINING.get() is None:
+            LEDGER.open(self.record)
+            self._listed = True
+
     def _shut(self, reason: str, *, all_kinds: bool = True) -> None:
         self._reading = None
         if all_kinds:
@@ -308,7 +367,8 @@ class Door:
         if not any(self._found_out.values()):
             self.restore()
             self.record.outcome = "declined"
-        self.record.declined.append(reason)
+        if reason not in self.record.declined:
+            self.record.declined.append(reason)
         once(logging.INFO, "%s: padding stays: %s", self.record.name, reason)
 
     @property
@@ -361,6 +421,34 @@ def door_for(module: nn.Module, min_padding: float = 0.0) -> Door | None:
         if isinstance(inner, pretrained):
             return Door(module, inner, min_padding)
     return None
+
+
+@torch.compiler.disable(reason="calls of modules inside are replaced, which Dynamo would not see")
+def _undisturbed(call: Call, arguments: Mapping[str, Any]) -> Any:
+    return call(**arguments)
+
+
+class _Itself:
+    """Equal to what holds the same object."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and other._value is self._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+
+def _weakly(function: Any) -> Any:
+    """A part of a key that does not keep the function alive, where it can do without."""
+    try:
+        found = weakref.ref(function)
+        hash(found)
+    except TypeError:
+        return _Itself(function)
+    return found
 
 
 def _bound(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:

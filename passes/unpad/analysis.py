@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -13,6 +13,7 @@ from deepytorch.passes.base import Context, Decline
 from deepytorch.passes.slicing import Slicer
 from deepytorch.passes.unpad.attentions import Attention, bind, find_attentions
 from deepytorch.passes.unpad.demand import Seen, is_float
+from deepytorch.passes.unpad.infinities import may_be_infinite
 from deepytorch.passes.unpad.layout import (
     ROWS,
     Layout,
@@ -75,7 +76,7 @@ def analyse(
     if not packs and not (losses and loss_rows):
         raise Declined(why_not(declined))
     picks = _picks(graph, known, slicer) if packs else []
-    zeroing = _zeroing(graph, known, slicer) if packs else {}
+    zeroing = _zeroing(graph, known, slicer, attentions) if packs else {}
     seen = Seen(
         layouts=known,
         from_batch={node: slicer.from_batch(node) for node in graph.nodes},
@@ -337,11 +338,14 @@ def _picks_by_index(node: fx.Node, layout: Layout, known: Mapping[fx.Node, Layou
     )
 
 
-def _zeroing(graph: fx.Graph, known: Mapping[fx.Node, Layout], slicer: Slicer) -> dict[fx.Node, fx.Node]:
+def _zeroing(
+    graph: fx.Graph, known: Mapping[fx.Node, Layout], slicer: Slicer, attentions: Sequence[Attention]
+) -> dict[fx.Node, fx.Node]:
     """Values that are zero wherever a batch-only factor is: `x * mask`, `x.masked_fill(~mask, 0)`, `where(mask, x,
-    0)`.
+    0)`. A product is so only where the other factor is finite: zero times infinity is NaN.
     """
     found: dict[fx.Node, fx.Node] = {}
+    infinite = may_be_infinite(graph, slicer, attentions)
     for node in graph.nodes:
         out = known.get(node)
         if not is_token(out) or slicer.from_batch(node):
@@ -349,6 +353,8 @@ def _zeroing(graph: fx.Graph, known: Mapping[fx.Node, Layout], slicer: Slicer) -
         assert out is not None
         if node.target is aten.mul.Tensor:
             factors = [arg for arg in node.args[:2] if isinstance(arg, fx.Node)]
+            if any(factor in infinite for factor in factors):
+                continue
         elif node.target is aten.masked_fill.Scalar and node.args[2] == 0:
             factors = [node.args[1]]  # type: ignore[list-item]
         elif node.target is aten.where.ScalarOther and node.args[2] == 0:

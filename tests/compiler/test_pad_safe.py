@@ -16,6 +16,7 @@ from deepytorch.compiler.outputs.deferred import defer, is_deferred
 from deepytorch.compiler.outputs.pending import Family
 from deepytorch.compiler.outputs.tokens import Place, Tokens
 from deepytorch.compiler.outputs.usage import Level, Usage
+from deepytorch.errors import DeferredError
 
 ROWS, POSITIONS, FEATURES = 3, 5, 4
 MASK = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [0, 1, 1, 0, 0]], dtype=torch.bool)
@@ -180,6 +181,23 @@ PLAIN: dict[str, Callable[[Any, Case], Any]] = {
     ).sum(),
     "rows one half each": lambda x, c: (x.sum(-1) * c.mask)[:2].sum(1) - (x.sum(-1) * c.mask).chunk(3, dim=0)[2].sum(),
     "sum in float64": lambda x, c: (x * c.wide).sum(dtype=torch.float64),
+    # Zero times something is zero only where that is finite.
+    "ratios times advantages": lambda x, c: (
+        (torch.minimum(x.exp(), x.exp().clamp(0.8, 1.2)) * torch.tensor([1.0, -2.0, 0.5]).view(3, 1, 1)) * c.wide
+    ).sum() / c.mask.sum(),
+    "an estimate of a divergence": lambda x, c: ((torch.exp(-x) + x - 1) * c.wide).sum(),
+    "divided by the lengths of rows": lambda x, c: ((x * c.wide) / c.mask.sum(1).view(3, 1, 1)).sum(),
+    "focal": lambda x, c: ((1 - x.softmax(-1)) ** 2 * x.log_softmax(-1) * c.wide).sum(),
+    "a power of two": lambda x, c: (2**x * c.wide + torch.pow(3.0, x) * c.wide).sum(),
+    "remainders": lambda x, c: ((x * c.wide) % 2 + torch.fmod(x, 3) * c.wide).sum(),
+    "logarithm of zeros and one": lambda x, c: (x * c.wide).square().log1p().sum(),
+    "exponential of zeros less one": lambda x, c: (x * c.wide).expm1().sum(),
+    "a logarithm, zeroed": lambda x, c: torch.where(c.wide, x.exp().log(), 0.0).sum(),
+    "infinity in place of pads, zeroed": lambda x, c: torch.where(c.wide, _at_pads(x, c, -torch.inf), 0.0).sum(),
+    "infinity in place of pads, overwritten": lambda x, c: _at_pads(_at_pads(x, c, torch.inf), c, 0.0).sum(),
+    "infinity in place of tokens": lambda x, c: (x.masked_fill(c.labels.eq(0)[..., None], torch.inf) * c.wide).sum(),
+    "numbers in place of what is none": lambda x, c: (torch.nan_to_num(_at_pads(x, c, torch.nan)) * c.wide).sum(),
+    "whether it is infinite": lambda x, c: (_at_pads(x, c, torch.inf).isinf() * c.wide).sum(),
 }  # fmt: skip
 
 # Uses that see pads.
@@ -216,6 +234,29 @@ ANYTHING: dict[str, Callable[[Any, Case], Any]] = {
     "activation in place": lambda x, c: F.relu(x * 1, inplace=True),
     "a mask changed after it was used": lambda x, c: _mask_changed_later(x.detach(), c),
     "a loss of labels changed after": lambda x, c: _labels_changed_later(x.detach(), c),
+    # Zero times infinity.
+    "infinity times the mask": lambda x, c: (_at_pads(x, c, -torch.inf) * c.wide).sum(),
+    "NaN times the mask": lambda x, c: (_at_pads(x, c, torch.nan).sum(-1) * c.mask).mean(),
+    "NaN of another side times the mask": lambda x, c: (torch.where(c.wide, x, torch.nan) * c.wide).sum(),
+    "infinity through functions": lambda x, c: (_at_pads(x, c, -torch.inf).log_softmax(-1)[..., 1] * c.mask).sum(),
+    "infinity through a loss": lambda x, c: (
+        F.mse_loss(_at_pads(x, c, torch.inf), x.detach(), reduction="none") * c.wide
+    ).sum(),
+    "infinity picked": lambda x, c: (_at_pads(x, c, torch.inf).gather(2, c.labels.clamp(0)[..., None]) * c.wide).sum(),
+    "zeros times NaN at pads": lambda x, c: ((x * c.wide) * torch.where(c.wide, 1.0, torch.nan)).sum(),
+    "infinite factors at pads, zeroed": lambda x, c: (x * torch.where(c.wide, 1.0, torch.inf) * c.wide).sum(),
+    "zeros times infinity": lambda x, c: ((x * c.wide) * float("inf")).sum(),
+    "zeros times a tensor that is infinite": lambda x, c: ((x * c.wide) * torch.tensor(torch.inf)).sum(),
+    "an infinite factor of each feature": lambda x, c: ((x * c.wide) * torch.tensor([1.0, torch.inf, 1, 1])).sum(),
+    "zeros divided by the number zero": lambda x, c: ((x * c.wide) / 0.0).sum(),
+    "a quotient by zero at pads": lambda x, c: ((x / c.wide.float()) * c.wide).sum(),
+    "a quotient by who knows what": lambda x, c: ((x / x.detach().sum(-1, keepdim=True)) * c.wide).sum(),
+    "a reciprocal": lambda x, c: ((1 / x) * c.wide).sum() + (x.reciprocal() * c.wide).sum(),
+    "a logarithm": lambda x, c: (x.log() * c.wide).sum(),
+    "a logarithm of more than one": lambda x, c: (x.log1p() * c.wide).sum(),
+    "a root": lambda x, c: ((x**0.5) * c.wide).sum(),
+    "a power below zero": lambda x, c: ((x**-1) * c.wide).sum(),
+    "an exponential in half precision": lambda x, c: ((x.detach().half() * 30).exp() * c.wide).sum(),
     # What is not followed, though some of it would do without pads.
     "a new dimension in front": lambda x, c: x[None],
     "indices of rows alone": lambda x, c: x[[0, 1]],
@@ -255,6 +296,10 @@ ANYTHING: dict[str, Callable[[Any, Case], Any]] = {
 }  # fmt: skip
 
 
+def _at_pads(x: Any, case: Case, value: float) -> Any:
+    return x.masked_fill(~case.wide, value)
+
+
 def _shifted(case: Case) -> torch.Tensor:
     return case.labels[:, 1:].masked_fill(~case.mask[:, :-1], -100)
 
@@ -291,7 +336,7 @@ def scalar(value: Any, mask: torch.Tensor | None = None) -> torch.Tensor:
         return torch.zeros((), requires_grad=True)
     factors = torch.linspace(0.5, 2, value.numel()).view(value.shape)
     if mask is not None:
-        factors = factors * mask.view(*mask.shape, *[1] * (value.dim() - 2))
+        value, factors = value[mask], factors[mask]
     return (value * factors).sum()
 
 
@@ -387,6 +432,23 @@ def test_one_use_of_each_kind_adds_up_to_eagers_gradient() -> None:
         (safe + x.logsumexp(-1).square().mean() + (x * case.wide).sum()).backward()
     assert_same_gradient(case)
     assert case.asked == 1
+
+
+def test_factors_that_have_changed_since_are_not_taken_for_finite() -> None:
+    case = Case(exact=True)
+    factors = torch.ones(ROWS, POSITIONS, 1)
+    masked = case.object.detach() * factors * case.wide
+    factors[~case.wide] = torch.nan
+    with pytest.raises(DeferredError, match="changed in place"):
+        masked.sum()
+
+
+def test_many_sums_in_a_row_are_followed() -> None:
+    case = Case(exact=False)
+    total, wanted = (x * case.wide for x in (case.object, case.eager))
+    for _ in range(300):
+        total, wanted = total + case.object * case.wide, wanted + case.eager * case.wide
+    torch.testing.assert_close(total.sum(), wanted.sum())
 
 
 def test_half_precision_sums_are_kept_in_float32() -> None:

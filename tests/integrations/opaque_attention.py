@@ -7,6 +7,7 @@ unpads, masks, casts and calls them stays its own.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -129,6 +130,14 @@ def _flex(
     return scores.softmax(-1).nan_to_num(0.0) @ value
 
 
+def in_transformers(function: Any) -> Any:
+    """A function as if it stood in transformers: of the script's own nobody knows how far they reach."""
+    there = {**function.__globals__, "__name__": "transformers.models.llama.modeling_llama"}
+    moved = FunctionType(function.__code__, there, function.__name__, function.__defaults__, function.__closure__)
+    moved.__kwdefaults__ = function.__kwdefaults__
+    return moved
+
+
 def install(monkeypatch: pytest.MonkeyPatch, implementation: str) -> FlashCalls:
     """Have transformers find them; returns what counts the calls of its flash kernels."""
     from transformers import PreTrainedModel, masking_utils, modeling_flash_attention_utils
@@ -139,7 +148,7 @@ def install(monkeypatch: pytest.MonkeyPatch, implementation: str) -> FlashCalls:
     functions = (*calls.functions(), None, used._pad_input, used._unpad_input)
     monkeypatch.setattr(used, "_lazy_imports", lambda *_, **__: functions)
     monkeypatch.setattr(used, "_loaded_implementation", None)
-    monkeypatch.setattr(PreTrainedModel, "_flash_attn_can_dispatch", lambda *_, **__: True)
+    monkeypatch.setattr(PreTrainedModel, "_flash_attn_can_dispatch", in_transformers(lambda *_, **__: True))
     monkeypatch.setattr(flex_attention, "compile_friendly_flex_attention", _flex)
     create = masking_utils.create_block_mask  # each of its shapes is a compile
     uncompiled = {"_compile": False}

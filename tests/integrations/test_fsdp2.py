@@ -82,6 +82,7 @@ def test_blocks_are_compiled_and_train_alike(tmp_path: Path) -> None:
 FAILS = """
 import sys
 from pathlib import Path
+from types import FunctionType
 import deepytorch
 deepytorch.configure(options={"lowering": "aot_eager"})
 import torch
@@ -95,14 +96,14 @@ config = transformers.LlamaConfig(
     hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=64, use_cache=False
 )
 model = transformers.LlamaForCausalLM(config)
-failing, calls, own = False, 0, model.model.norm.forward
+state = {"failing": False, "calls": 0}
 def norm(hidden):
-    global calls
-    calls += 1
-    if failing:
+    state["calls"] += 1
+    if state["failing"]:
         raise RuntimeError("this rank fails")
     return own(hidden)
-model.model.norm.forward = norm
+there = {"__name__": "transformers", "state": state, "own": model.model.norm.forward}  # the script's is not packed
+model.model.norm.forward = FunctionType(norm.__code__, there)
 for layer in model.model.layers:
     fully_shard(layer)
 fully_shard(model)
@@ -114,11 +115,11 @@ for step in range(4):
     if step == 2:
         [door] = [each for each in deepytorch.report().to_json()["regions"] if each["name"].startswith("door")]
         assert (door["steps_watched"], door["steps_packed"], door["steps_padded"]) == (1, 1, 0), door
-        failing, calls = dist.get_rank() == 1, 0
+        state.update(failing=dist.get_rank() == 1, calls=0)
     try:
         loss = model(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss
     except RuntimeError as error:
-        Path(sys.argv[1], f"rank{dist.get_rank()}").write_text(f"{error}; {calls} call")
+        Path(sys.argv[1], f"rank{dist.get_rank()}").write_text(f"{error}; {state['calls']} call")
         raise
     loss.backward()
     optimizer.step()
@@ -135,3 +136,67 @@ def test_a_rank_that_fails_in_a_packed_forward_does_not_run_it_again(tmp_path: P
     done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode != 0
     assert (tmp_path / "rank1").read_text() == "this rank fails; 1 call", done.stderr[-3000:]
+
+
+KEYWORDS = """
+import sys
+from datetime import timedelta
+import deepytorch
+deepytorch.configure(options={"lowering": "aot_eager"})
+import copy
+import torch
+import torch.distributed as dist
+import transformers
+from torch.distributed.fsdp import fully_shard
+
+dist.init_process_group("gloo", timeout=timedelta(seconds=40))
+torch.manual_seed(0)
+config = transformers.LlamaConfig(
+    hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=64, use_cache=False
+)
+def sharded(net):
+    for layer in net.model.layers:
+        fully_shard(layer)
+    return fully_shard(net)
+model = transformers.LlamaForCausalLM(config)
+model, same = sharded(copy.deepcopy(model)), sharded(model)
+ids = torch.randint(5, 64, (4, 12), generator=torch.Generator().manual_seed(dist.get_rank()))
+mask = torch.ones_like(ids)
+mask[1:, 5 + dist.get_rank():] = 0
+def train(net):
+    optimizer = torch.optim.SGD(net.parameters(), 1e-2)
+    losses = []
+    for step in range(5):
+        more = {"output_hidden_states": True} if dist.get_rank() == 0 and step in map(int, sys.argv[1]) else {}
+        given = dict(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100), **more)
+        loss = net(**given).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+ours = train(model)
+[door] = [each for each in deepytorch.report().to_json()["regions"] if each["name"].startswith("door")]
+with deepytorch.paused():
+    torch.testing.assert_close(ours, train(same), rtol=1e-4, atol=1e-5)
+print(dist.get_rank(), door["steps_watched"], door["steps_packed"], door["steps_padded"], list(door["padded_because"]))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", ["0", "12"])
+def test_a_keyword_of_one_rank_alone_makes_no_rank_wait(tmp_path: Path, steps: str) -> None:
+    """In the first call none is packed, as ranks begin unlike; later the one that has it runs padded beside others."""
+    pytest.importorskip("transformers")
+    script = tmp_path / "train.py"
+    script.write_text(KEYWORDS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script), steps]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = sorted(done.stdout.strip().splitlines()[-2:])
+    if steps == "0":
+        assert all("0 0 5 ['ranks that share weights begin unlike" in each for each in said), said
+    else:
+        assert said[0].startswith("0 1 2 2 ['another kind of call"), said
+        assert said[1].startswith("1 1 4 0"), said

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
+import sys
+import weakref
 from collections.abc import Callable
+from functools import partial
+from types import FunctionType
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo import eval_frame
 
 pytest.importorskip("transformers")
 import transformers as hf
@@ -17,7 +23,7 @@ import transformers as hf
 from deepytorch import autowrap
 from deepytorch.compiler.outcome import Outcome
 from deepytorch.compiler.report import LEDGER, Report
-from deepytorch.integrations.hf_door import Door, door_for
+from deepytorch.integrations.hf_door import MANY_KINDS, Door, door_for
 from tests.compiler.parity import (
     Batch,
     Pair,
@@ -34,6 +40,7 @@ from tests.compiler.parity import (
 from tests.compiler.test_parity_decoders import GROUPED, gpt2, llama, mistral, opt, qwen2
 from tests.compiler.test_parity_encoders import bert, roberta, with_classes
 from tests.compiler.test_parity_seq2seq import SIZES, bart, pairs, t5
+from tests.integrations.opaque_attention import in_transformers
 
 
 class DoorPair(Pair):
@@ -71,6 +78,15 @@ def since_5(what: str) -> None:
 def taken(door: Any) -> int:
     """Calls that came to be packed, the first of a kind among them, which is watched."""
     return door.record.steps_packed + door.record.steps_watched
+
+
+def of_a_library(kind: type) -> type:
+    """A class as if it stood there."""
+    kind.__module__ = hf.LlamaForCausalLM.__module__
+    for name, each in list(vars(kind).items()):
+        if isinstance(each, FunctionType):
+            setattr(kind, name, in_transformers(each))
+    return kind
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -160,10 +176,9 @@ def test_a_head_that_chooses_among_positions_is_left_alone() -> None:
     assert "chooses among positions" in declined(door, model, batch)
 
 
+@of_a_library
 class Averages(hf.LlamaForCausalLM):
     """Mixes in the mean over all positions, pads among them."""
-
-    __module__ = hf.LlamaForCausalLM.__module__  # else it would be the script's own, and not asked
 
     def forward(self, input_ids: Any, attention_mask: Any = None, position_ids: Any = None, labels: Any = None) -> Any:
         hidden = self.model(input_ids, attention_mask=attention_mask, position_ids=position_ids).last_hidden_state
@@ -172,10 +187,9 @@ class Averages(hf.LlamaForCausalLM):
         return hf.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
 
 
+@of_a_library
 class LooksAtItsNeighbour(hf.LlamaForCausalLM):
     """Lets every row see the one before."""
-
-    __module__ = hf.LlamaForCausalLM.__module__
 
     def forward(self, input_ids: Any, attention_mask: Any = None, position_ids: Any = None, labels: Any = None) -> Any:
         return super().forward(input_ids.roll(1, 0), attention_mask, position_ids, labels=labels)
@@ -245,11 +259,74 @@ def test_an_error_of_the_users_is_theirs_and_one_of_packing_falls_back() -> None
                 raise ValueError("one row")
             return own(hidden, *args, **kwargs)
 
-        layer.forward = forward
+        layer.forward = in_transformers(forward)
     pair.step(one)
     pair.step(two)
     assert taken(pair.door) == 2
     assert "one row" in pair.door.record.declined[0]
+
+
+def test_a_forward_that_fails_half_way_is_run_again_as_if_it_had_not_begun() -> None:
+    """What it drew is drawn again, and what it wrote is not written twice."""
+    pair = DoorPair(llama("sdpa", attention_dropout=0.0).train())
+    fails = [False]
+    for model in (pair.model, pair.reference):
+        layer = model.model.layers[0]
+        layer.register_buffer("calls", torch.zeros(()))
+
+        def forward(hidden: torch.Tensor, *args: Any, own: Any = layer, fails: Any = fails, **kwargs: Any) -> Any:
+            if fails[0]:
+                own.calls.add_(1)
+                hidden = nn.functional.dropout(hidden, 0.5)
+                if hidden.shape[0] == 1:
+                    raise ValueError("one row")
+            return type(own).forward(own, hidden, *args, **kwargs)
+
+        layer.forward = in_transformers(forward)
+    one, two = batches(causal_batch, (4, 11, "right"), (4, 9, "right"))
+    pair.step(one)
+    pair.step(two)
+    assert taken(pair.door) == 2
+    fails[0] = True
+    torch.manual_seed(5)
+    wanted, drawn = pair.reference(**one).loss, torch.get_rng_state()
+    torch.manual_seed(5)
+    torch.testing.assert_close(pair.compiled(**one).loss, wanted)
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert "one row" in pair.door.record.declined[0]
+    assert pair.model.model.layers[0].calls == 1
+
+
+def test_a_kind_of_call_too_many_leaves_nothing_behind() -> None:
+    model = llama("sdpa", num_hidden_layers=1).train()
+    door = door_for(model)
+    assert door is not None
+    (batch,) = batches(causal_batch, (4, 11, "right"))
+    for number in range(MANY_KINDS + 4):
+        model.model.layers[0].mlp.forward = lambda x, number=number: x * number  # the script's own
+        door.call(model._call_impl, (), batch)
+    assert len(door._found_out) == MANY_KINDS
+    assert len(door.record.declined) == 1
+
+
+def test_a_part_that_is_compiled_by_itself_keeps_a_model_with_replaced_calls_padded() -> None:
+    """And nothing is set for all threads, in which others may run compiled code."""
+    since_5("T5")
+    pair = DoorPair(t5("sdpa").train())
+    stances, (one, two, three) = [], pairs(*SIZES)[:3]
+
+    def noting(*args: Any, own: Any = pair.model.lm_head.forward) -> Any:
+        stances.append(eval_frame._stance.stance)
+        return own(*args)
+
+    pair.model.lm_head.forward = in_transformers(noting)
+    pair.step(one)
+    pair.step(two)
+    assert taken(pair.door) == 2
+    assert set(stances) == {"default"}
+    pair.model.encoder.block[0].compile(backend="eager")
+    pair.step(three)
+    assert "would not see the calls" in "; ".join(pair.door.record.padded_because)
 
 
 def test_batches_with_few_pads_run_padded_where_that_is_asked_for() -> None:
@@ -425,7 +502,7 @@ def own_loss(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **_: A
 def test_losses_that_shift_in_other_ways(kind: str) -> None:
     if kind == "shifts by itself":
         model = llama("sdpa")
-        model.loss_function = own_loss
+        model.loss_function = in_transformers(own_loss)
     else:
         model = hf.BartForCausalLM(bart("sdpa").config)
     pair = DoorPair(model.train())
@@ -623,9 +700,8 @@ class _Doubled(torch.autograd.Function):
         return 2 * grad
 
 
+@of_a_library
 class _Doubling(nn.Module):
-    __module__ = "transformers.activations"
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return _Doubled.apply(x.tanh())
 
@@ -645,7 +721,147 @@ def test_a_model_with_modules_of_the_script_stays_padded_at_its_door() -> None:
     door = door_for(model)
     assert door is not None
     (batch,) = batches(causal_batch, (2, 40, "right"))
-    assert "modules of the script's own" in declined(door, model, batch)
+    assert "of the script's own" in declined(door, model, batch)
+
+
+def _far(x: torch.Tensor) -> torch.Tensor:
+    """A token sees the one 40 before it, in rows that are longer than a probe's."""
+    return nn.functional.pad(x, (0, 0, 40, 0))[:, : x.shape[1]]
+
+
+def _on_the_instance(model: Any) -> None:
+    mlp = model.model.layers[0].mlp
+    mlp.forward = lambda x: type(mlp).forward(mlp, x) + _far(x)
+
+
+def _wrapped_as_the_librarys(model: Any) -> None:
+    mlp = model.model.layers[0].mlp
+
+    @functools.wraps(mlp.forward)  # names transformers as its module
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return type(mlp).forward(mlp, x) + _far(x)
+
+    mlp.forward = forward
+
+
+def _behind_a_librarys_wrapper(model: Any) -> None:
+    mlp = model.model.layers[0].mlp
+    own = lambda x: type(mlp).forward(mlp, x) + _far(x)  # noqa: E731
+    mlp.forward = torch.autocast("cpu", torch.bfloat16, enabled=False)(own)
+
+
+def _a_function_that_forward_calls(model: Any) -> None:
+    mlp = model.model.layers[0].mlp
+    del mlp.act_fn
+    mlp.act_fn = partial(lambda far, x: nn.functional.silu(x) + far(x), _far)
+
+
+def _an_object_that_is_called(model: Any) -> None:
+    class Act:
+        __slots__ = ()
+
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.silu(x) + _far(x)
+
+    del model.model.layers[0].mlp.act_fn
+    model.model.layers[0].mlp.act_fn = Act()
+
+
+def _a_hook_of_accelerates(model: Any) -> None:
+    hooks = pytest.importorskip("accelerate.hooks")
+
+    class Far(hooks.ModelHook):
+        def post_forward(self, module: nn.Module, output: torch.Tensor) -> torch.Tensor:
+            return output + _far(output)
+
+    hooks.add_hook_to_module(model.model.layers[0].mlp, Far())
+
+
+@pytest.mark.parametrize(
+    "set_on",
+    [
+        _on_the_instance,
+        _wrapped_as_the_librarys,
+        _behind_a_librarys_wrapper,
+        _a_function_that_forward_calls,
+        _an_object_that_is_called,
+        _a_hook_of_accelerates,
+    ],
+    ids=lambda each: each.__name__.strip("_"),
+)
+def test_functions_that_a_script_has_set_on_a_librarys_module_are_the_scripts(set_on: Callable[[Any], None]) -> None:
+    model = llama("sdpa", num_hidden_layers=1).train()
+    set_on(model)
+    door = door_for(model)
+    assert door is not None
+    (batch,) = batches(causal_batch, (2, 50, "right"))
+    wanted = model(**batch).loss
+    torch.testing.assert_close(door.call(model._call_impl, (), batch).loss, wanted)
+    assert door.record.outcome == "declined"
+    assert "of the script's own" in door.record.declined[0]
+    assert not autowrap.is_of_libraries(model)
+
+
+@pytest.mark.parametrize("where", ["class", "module"])
+def test_what_a_script_has_put_into_a_librarys_code_is_the_scripts(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = llama("sdpa", num_hidden_layers=1)
+    home = sys.modules[type(model).__module__]
+    assert autowrap.is_of_libraries(model)
+    if where == "class":
+        own = home.LlamaMLP.forward
+        monkeypatch.setattr(home.LlamaMLP, "forward", functools.wraps(own)(lambda self, x: own(self, x) + _far(x)))
+    else:
+        turned = home.apply_rotary_pos_emb
+        monkeypatch.setattr(home, "apply_rotary_pos_emb", lambda *args, **kwargs: turned(*args, **kwargs))
+    assert not autowrap.is_of_libraries(model)
+
+
+def test_what_accelerate_and_transformers_set_on_a_model_is_a_librarys() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state()  # another test may have chosen another precision
+    model = accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare_model(llama("sdpa", num_hidden_layers=1))
+    assert "forward" in vars(model)
+    model.gradient_checkpointing_enable()
+    accelerate.hooks.add_hook_to_module(model.model.norm, accelerate.hooks.AlignDevicesHook())
+    model.model.layers[0].mlp.compile()
+    assert autowrap.is_of_libraries(model)
+    accelerate.state.AcceleratorState._reset_state()
+
+
+def test_a_proof_holds_for_the_functions_on_the_model_that_it_was_made_with() -> None:
+    """Also where the first one has gone, and the second one stands in its memory."""
+    model = llama("sdpa", num_hidden_layers=1).train()
+    door = door_for(model)
+    assert door is not None
+    (batch,) = batches(causal_batch, (4, 11, "right"))
+    mlp = model.model.layers[0].mlp
+
+    def agrees(packed: int) -> None:
+        torch.testing.assert_close(door.call(model._call_impl, (), batch).loss, model(**batch).loss, rtol=1e-4, atol=0)
+        assert taken(door) == packed
+
+    def of_a_token(x: torch.Tensor) -> torch.Tensor:
+        return type(mlp).forward(mlp, x) * 1.01
+
+    def of_all_before(x: torch.Tensor) -> torch.Tensor:
+        return type(mlp).forward(mlp, x) + x.cumsum(1)
+
+    agrees(1)
+    mlp.forward = in_transformers(of_a_token)
+    agrees(2)
+    gone = weakref.ref(mlp.forward)
+    mlp.forward = in_transformers(of_all_before)
+    assert gone() is None  # the door's key does not hold it
+    agrees(2)
+    mlp.forward = in_transformers(of_a_token)
+    agrees(3)
+    del mlp.forward
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(
+            type(mlp), "forward", in_transformers(lambda self, x: self.down_proj(self.up_proj(x.cumsum(1))))
+        )
+        agrees(3)
+    agrees(4)
 
 
 def test_what_is_not_proved_by_its_graph_is_no_matter_of_the_door_where_the_user_has_written_of_it() -> None:
@@ -671,7 +887,7 @@ def test_a_model_whose_graph_cannot_be_analysed_is_packed_at_its_door() -> None:
     pair.compiled = pair.model
     try:
         pair.train(batches(causal_batch, *mixture()[:4]))
-        door = autowrap._HANDLES[pair.model].door
+        door = handle.door
         assert door is not None
         assert any("left to stock" in reason for region in report().regions for reason in region.declined)
         assert taken(door) == 3, door.record

@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 
 from deepytorch.compiler.outputs.rules.by_position import pointwise
-from deepytorch.compiler.outputs.rules.operands import NotPacked, aligned, shared
-from deepytorch.compiler.outputs.tokens import UNKNOWN, Tokens
+from deepytorch.compiler.outputs.rules.operands import NotPacked, aligned, all_finite, shared
+from deepytorch.compiler.outputs.tokens import Pads, Tokens
 
 
-def over_features(
-    name: str, function: Any, *args: Any, place: int = 1, default: Any = None, zeros: bool = False, **kwargs: Any
-) -> Any:
+def over_features(name: str, function: Any, *args: Any, place: int = 1, default: Any = None, **kwargs: Any) -> Any:
     """A function along dimensions of features. name: of the argument that holds them, the `place`-th."""
     x = args[0] if args else kwargs.pop("input", None)
     given = list(args[1:])
@@ -43,7 +41,7 @@ def over_features(
     else:
         kwargs[name] = inside
     made = function(x.rows(), *given, **kwargs)
-    pads = x.pads if zeros else UNKNOWN
+    pads = Pads(finite=x.pads.finite)
     if isinstance(made, Tensor):
         return Tokens.of(x.place, made, pads)
     results = [Tokens.of(x.place, each, pads) for each in made]
@@ -80,7 +78,8 @@ def gather(function: Any, x: Any, dim: Any, index: Any, **kwargs: Any) -> Any:
     inside = aligned(index, place, dims)
     if any(own < asked for own, asked in zip(x.features, inside.shape[1:], strict=True)) and len(x.features) > 1:
         raise NotPacked
-    return Tokens.of(place, function(x.rows(), dim % dims - x.num_token_dims + 1, inside))
+    picked = function(x.rows(), dim % dims - x.num_token_dims + 1, inside)
+    return Tokens.of(place, picked, Pads(finite=x.pads.finite))
 
 
 def take_along(function: Any, x: Any, index: Any, dim: Any = None) -> Any:
@@ -109,4 +108,5 @@ def similarity(function: Any, x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8)
     if dim % dims < len(place.grid):
         raise NotPacked
     inside = dim % dims - len(place.grid) + 1
-    return Tokens.of(place, function(aligned(x1, place, dims), aligned(x2, place, dims), inside, eps))
+    pads = Pads(finite=all_finite((x1, x2), place, dims))
+    return Tokens.of(place, function(aligned(x1, place, dims), aligned(x2, place, dims), inside, eps), pads)

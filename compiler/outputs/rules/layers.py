@@ -8,8 +8,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepytorch.compiler.outputs.rules.operands import NotPacked, apply, shared
-from deepytorch.compiler.outputs.tokens import UNKNOWN, OffBy, Tokens
+from deepytorch.compiler.outputs.rules.operands import NotPacked, all_finite, apply, shared
+from deepytorch.compiler.outputs.tokens import AsItWas, Pads, Tokens, any_of
 
 
 def linear(function: Any, input: Any, weight: Any, bias: Any = None) -> Any:
@@ -18,14 +18,14 @@ def linear(function: Any, input: Any, weight: Any, bias: Any = None) -> Any:
         raise NotPacked
     if isinstance(weight, Tokens) or isinstance(bias, Tokens):
         raise NotPacked
-    return Tokens.of(input.place, function(input.rows(), weight, bias))
+    return Tokens.of(input.place, function(input.rows(), weight, bias), Pads(finite=input.pads.finite))
 
 
 def matmul(function: Any, x: Any, y: Any) -> Any:
     """With a matrix of the script's on the right."""
     if not isinstance(x, Tokens) or x.swapped or len(x.features) != 1 or not isinstance(y, Tensor) or y.dim() != 2:
         raise NotPacked
-    return Tokens.of(x.place, function(x.rows(), y))
+    return Tokens.of(x.place, function(x.rows(), y), Pads(finite=x.pads.finite))
 
 
 def norm_layer(function: Any, input: Any, normalized_shape: Any, *args: Any, **kwargs: Any) -> Any:
@@ -34,7 +34,8 @@ def norm_layer(function: Any, input: Any, normalized_shape: Any, *args: Any, **k
         raise NotPacked
     if any(isinstance(each, Tokens) for each in (*args, *kwargs.values())):
         raise NotPacked
-    return Tokens.of(input.place, function(input.rows(), normalized_shape, *args, **kwargs))
+    rows = function(input.rows(), normalized_shape, *args, **kwargs)
+    return Tokens.of(input.place, rows, Pads(finite=input.pads.finite))
 
 
 def dropout(function: Any, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
@@ -68,7 +69,8 @@ def cross_entropy(
     labels = place.take(target)
     if reduction == "none":
         rows = function(input.rows(), labels, weight, ignore_index=ignore_index, reduction=reduction, **more)
-        return Tokens.of(place, rows, OffBy(place, lambda: counts, counts))
+        zero = AsItWas(counts, lambda: place.is_off_at_pads(counts))
+        return Tokens.of(place, rows, Pads(zero, any_of(input.pads.finite, zero)))
     if not place.is_off_at_pads(counts):
         raise NotPacked
     return function(input.rows(), labels, weight, ignore_index=ignore_index, reduction=reduction, **more)
@@ -83,8 +85,9 @@ def elementwise_loss(function: Any, input: Any, target: Any, *args: Any, **kwarg
         raise NotPacked
     if kwargs.get("size_average") is not None:
         raise NotPacked
-    shared((input, target))
+    place, dims = shared((input, target))
     shapes = [tuple(each.shape) for each in (input, target)]
     if shapes[0] != shapes[1]:
         raise NotPacked
-    return apply(function, (input, target), kwargs, UNKNOWN)
+    pads = Pads(finite=all_finite((input, target, *kwargs.values()), place, dims))
+    return apply(function, (input, target), kwargs, pads)

@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from deepytorch.compiler.outputs.tokens import UNKNOWN, ZERO, OffBy, Pads, Place, Tokens
+from deepytorch.compiler.outputs.tokens import AsItWas, Condition, Pads, Place, Tokens, all_of, always, never
 
 
 class NotPacked(Exception):
@@ -58,17 +59,61 @@ def apply(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], pads: P
     return Tokens.of(place, rows, pads)
 
 
-def off(operand: Any, place: Place, dims: int, *, inverted: bool = False) -> Pads:
+def off(operand: Any, place: Place, dims: int, *, inverted: bool = False) -> Condition:
     """That an operand is zero at pads, or, inverted, that it is not: a packed one's own pads, or a plain one's, looked
     at when it matters.
     """
     if isinstance(operand, Tokens):
-        return UNKNOWN if inverted else operand.pads
+        return never if inverted else operand.pads.zero
     if not isinstance(operand, Tensor):
-        return ZERO if isinstance(operand, bool | int | float) and bool(operand) == inverted else UNKNOWN
+        return always if isinstance(operand, bool | int | float) and bool(operand) == inverted else never
     whole = operand.expand(*place.grid, *[1] * (dims - len(place.grid))) if operand.dim() == 0 else operand
     flags = _flags(whole, place, dims, inverted)
-    return UNKNOWN if flags is None else OffBy(place, flags, operand)
+    return never if flags is None else AsItWas(operand, lambda: place.is_off_at_pads(flags()))
+
+
+def finite(operand: Any, place: Place, dims: int) -> Condition:
+    """That an operand is neither infinite nor NaN at pads."""
+    if isinstance(operand, Tokens):
+        return operand.pads.finite
+    if isinstance(operand, float):
+        return always if math.isfinite(operand) else never
+    if not isinstance(operand, Tensor) or not (operand.dtype.is_floating_point or operand.dtype.is_complex):
+        return always
+    return _nowhere(lambda plain: plain.isfinite().logical_not(), operand, place, dims)
+
+
+def all_finite(operands: Sequence[Any], place: Place, dims: int) -> Condition:
+    """That none of several is."""
+    return all_of(*(finite(each, place, dims) for each in operands))
+
+
+def pads_of(value: Tensor, place: Place) -> Pads:
+    """What is seen at the pads of a padded value that is there, if somebody asks."""
+    return Pads(off(value, place, value.dim()), finite(value, place, value.dim()))
+
+
+def divides(operand: Any, place: Place, dims: int) -> Condition:
+    """That something finite divided by an operand is finite at pads, and zeros stay zeros."""
+    if isinstance(operand, Tokens):
+        return never
+    if not isinstance(operand, Tensor):
+        return always if isinstance(operand, int | float) and operand != 0 and math.isfinite(operand) else never
+    return _nowhere(lambda plain: (plain == 0) | plain.isfinite().logical_not(), operand, place, dims)
+
+
+def _nowhere(bad: Callable[[Tensor], Tensor], operand: Tensor, place: Place, dims: int) -> Condition:
+    """That a plain operand is `bad` at no pad; nowhere, if it is the same at all positions."""
+    tokens, missing = len(place.grid), dims - operand.dim()
+
+    def look() -> bool:
+        found = bad(operand.detach())
+        if missing >= tokens:
+            return not bool(found.any())
+        whole = found[(None,) * missing].flatten(tokens).any(-1) if dims > tokens else found[(None,) * missing]
+        return place.is_off_at_pads(whole)
+
+    return AsItWas(operand, look)
 
 
 def _flags(operand: Tensor, place: Place, dims: int, inverted: bool) -> Callable[[], Tensor] | None:

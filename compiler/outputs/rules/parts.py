@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deepytorch.compiler.outputs.rules.operands import NotPacked, shared
-from deepytorch.compiler.outputs.tokens import AllOf, Tokens
+from deepytorch.compiler.outputs.tokens import Pads, Tokens, all_of
 
 
 def getitem(function: Any, x: Any, key: Any) -> Any:
@@ -168,7 +168,8 @@ def cat(function: Any, tensors: Any, dim: int = 0, **kwargs: Any) -> Any:
     dim = dim % dims
     if dim >= tokens:
         place, _ = shared(tensors)
-        return Tokens.of(place, torch.cat([each.rows() for each in tensors], dim - tokens + 1))
+        pads = Pads(finite=all_of(*(each.pads.finite for each in tensors)))
+        return Tokens.of(place, torch.cat([each.rows() for each in tensors], dim - tokens + 1), pads)
     if tokens != 1 or any(each.features != first.features for each in tensors):
         raise NotPacked
     if len(tensors) == 1:
@@ -181,4 +182,5 @@ def cat(function: Any, tensors: Any, dim: int = 0, **kwargs: Any) -> Any:
         whole, reached = part[0], part[2]
     if whole is None or reached != whole.size:
         raise NotPacked
-    return Tokens.of(whole, torch.cat([each.rows() for each in tensors]), AllOf(*(each.pads for each in tensors)))
+    zero, finite = (all_of(*(getattr(each.pads, name) for each in tensors)) for name in ("zero", "finite"))
+    return Tokens.of(whole, torch.cat([each.rows() for each in tensors]), Pads(zero, finite))

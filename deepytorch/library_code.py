@@ -1,0 +1,92 @@
+"""Whether a model is a library's code alone, whose modules are known to look at other tokens by attention only.
+
+What a script has written may join tokens any number of positions apart: a class of its own, a function that it has set
+on an instance or put into a library's class or module. Functions are known by the module whose globals they run in, as
+`functools.wraps` gives a wrapper the name and the `__module__` of what it wraps.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterable
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+
+LIBRARIES = ("torch", "transformers", "peft")
+# These set functions on modules of others, which call what stood there before; and what transformers loads weights by.
+AROUND = ("accelerate", "deepspeed", "deepytorch", "huggingface_hub", "safetensors", "torchvision", "torchaudio")
+
+
+def is_of_libraries(model: nn.Module) -> bool:
+    """Whether no class, and no function on an instance or in a class, of any module in it is the user's."""
+    modules = list(model.modules())
+    kinds = {kind for each in modules for kind in type(each).__mro__ if issubclass(kind, nn.Module)}
+    if not all(_package(kind.__module__) in LIBRARIES for kind in kinds):
+        return False
+    seen: set[int] = set()
+    set_on_instances = (each for module in modules for each in (*functions_on(module), module._compiled_call_impl))
+    in_classes = (each for kind in kinds for each in vars(kind).values())
+    homes = {kind.__module__ for kind in kinds if kind.__module__ in sys.modules}
+    beside_classes = (each for home in homes for each in vars(sys.modules[home]).values() if type(each) is FunctionType)
+    return all(_is_librarys(each, seen) for every in (set_on_instances, in_classes, beside_classes) for each in every)
+
+
+def functions_on(module: nn.Module) -> list[Any]:
+    """What was set on this instance, and not in its class, that its forward may run."""
+    found = [
+        each
+        for name, each in vars(module).items()
+        if name not in _OF_EVERY_MODULE and callable(each) and not isinstance(each, nn.Module)
+    ]
+    hook = vars(module).get("_hf_hook")  # Accelerate's forward calls it, and a script may have written it
+    return found if hook is None else [*found, *map(type, getattr(hook, "hooks", [hook]))]
+
+
+_OF_EVERY_MODULE = frozenset((*vars(nn.Module()), "_compiled_call_impl"))
+
+
+def _is_librarys(value: Any, seen: set[int]) -> bool:
+    """Whether a function, and all that it was made of, is a library's; so is what is no function."""
+    if id(value) in seen or isinstance(value, nn.Module):  # a module is looked at by itself
+        return True
+    seen.add(id(value))
+    home, parts = _home_and_parts(value)
+    if home is not None and _package(home) == "deepytorch":
+        return True
+    known = home is None or _package(home) in (*LIBRARIES, *AROUND) or _package(home) in sys.stdlib_module_names
+    return known and all(_is_librarys(each, seen) for each in parts)
+
+
+def _home_and_parts(value: Any) -> tuple[str | None, Iterable[Any]]:
+    """In which module a function was written, None where others say it, and what else it may run."""
+    if isinstance(value, staticmethod | classmethod | MethodType):
+        return None, (value.__func__,)
+    if isinstance(value, property):
+        return None, (value.fget,)
+    if isinstance(value, functools.cached_property | functools.partialmethod):
+        return None, (value.func,)
+    if isinstance(value, functools.partial):
+        return None, (value.func, *value.args, *value.keywords.values())
+    if isinstance(value, FunctionType):
+        return value.__globals__.get("__name__"), map(_content, value.__closure__ or ())
+    if isinstance(value, type):
+        return value.__module__, ()
+    if not callable(value):
+        return None, ()
+    if not hasattr(value, "__dict__"):  # of C
+        return getattr(value, "__module__", None), ()
+    return type(value).__module__, vars(value).values()
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing yet
+        return None
+
+
+def _package(home: str) -> str:
+    return home.partition(".")[0]
