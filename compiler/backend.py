@@ -13,10 +13,13 @@ import torch
 from torch import fx
 
 from deepytorch.compiler.attention_forms import attention_forms
-from deepytorch.compiler.capture import Untraceable, capture
+from deepytorch.compiler.capture import Untraceable, capture, is_batch_input
+from deepytorch.compiler.compiled_step import compile_seconds
 from deepytorch.compiler.config import CompilerConfig
-from deepytorch.compiler.dynamic_sizes import Trace, restart_as_stock, trace_as_it_comes, which_trace
+from deepytorch.compiler.draws import draws_as_eager
+from deepytorch.compiler.dynamic_sizes import Trace, restart_as_stock, trace_as_it_comes, varying_dims, which_trace
 from deepytorch.compiler.dynamo_settings import prepare_dynamo
+from deepytorch.compiler.eager_graph import eager_graph
 from deepytorch.compiler.graph_values import give_values
 from deepytorch.compiler.lower_region import RegionLowering
 from deepytorch.compiler.manager import Rewritten, copied, run_passes
@@ -26,9 +29,11 @@ from deepytorch.compiler.plan import Plan
 from deepytorch.compiler.report import LEDGER, RegionRecord
 from deepytorch.compiler.runtime import Effects, RewrittenStep, Step
 from deepytorch.compiler.second_backward import TwiceDifferentiable
+from deepytorch.compiler.trace_gate import Trace as FrameTrace
+from deepytorch.compiler.trace_gate import current_trace
 from deepytorch.compiler.unread_statistics import unread_statistics
 from deepytorch.compiler.unused_outputs import parts_in_outputs
-from deepytorch.compiler.whole_step import WholeStep, can_be_compiled_later
+from deepytorch.compiler.whole_step import WholeStep, graph_for_later
 from deepytorch.config import Environment
 from deepytorch.log import logger, once
 from deepytorch.passes.base import Context
@@ -61,6 +66,9 @@ def deepytorch_backend(
     config = CompilerConfig.parse(mode, options, kwargs)
     if not Environment.read().enabled:
         config = replace(config, unpad=False, fuse_loss=False, reduce_gradients=False)
+    trace_of_frame = current_trace()
+    if trace_of_frame is not None and _sets_generators(module):
+        trace_of_frame.leave("the model sets random generators itself, so that its draws have to be those of eager")
     reason = _nothing_to_pack(module, config)
     if reason is not None:
         trace_as_it_comes(example_inputs)
@@ -158,10 +166,9 @@ def _compile(
     record.recompiles += _is_recompilation()
     LEDGER.open(record)
     lowering, environment = _lowering(config, plan, record), Environment.read()
-    leaves_unused = lowering.gradients is None
     if found.program is None or found.before is None:
         step: Callable[..., Any] = RewrittenStep(
-            captured.module, fakes, module.forward, lowering, record, effects, leaves_unused
+            captured.module, fakes, eager_graph(module).forward, lowering, record, effects
         )
         tell(outcome)
         return step
@@ -174,13 +181,12 @@ def _compile(
         program=found.program,
         inputs=captured.inputs,
         fakes=fakes,
-        eager=module.forward,
+        eager=eager_graph(module).forward,
         lowering=lowering,
         record=record,
         effects=effects,
         min_padding=config.min_padding,
         zero_outputs=config.outputs == "zeros",
-        leaves_unused=leaves_unused,
         verify_every=environment.verify_every if environment.verify else None,
         round_sizes=round_sizes,
     )
@@ -209,24 +215,36 @@ def _lower_whole(
     if explaining is not None:
         explaining.append(record)
         tell(Outcome.DECLINED)
-        return module.forward
+        return eager_graph(module).forward
+    trace = current_trace()
+    if trace is not None:
+        _note_sizes(trace, module, example_inputs)
+    if draws_as_eager(module):
+        config = replace(config, inductor={"fallback_random": True, **config.inductor})
+    later = _later(module, example_inputs, config)
+    if isinstance(later, str) and trace is not None and not trace.in_place:
+        tell(Outcome.DECLINED)
+        trace.leave(
+            f"{later}, so that no other process can compile it; it is compiled here once the run is long enough",
+            compile_seconds(module),
+        )
     record.recompiles += _is_recompilation()
     LEDGER.open(record)
     started = time.perf_counter()
     copy = copied(module)  # lowering may change the module
-    eager, unread = copy.forward, unread_statistics(module.graph)
+    eager, unread = eager_graph(copy).forward, unread_statistics(module.graph)
     try:
         lowering = _lowering(config, Plan.initial("region", config), record)
-        if not config.waits and can_be_compiled_later(copy):
+        if isinstance(later, fx.GraphModule):
             tell(Outcome.DECLINED)
-            return WholeStep(copy, lowering, record)
+            return WholeStep(later, eager, lowering, record, unread, parts_in_outputs(copy.graph))
         record.compiles += 1
         if not config.waits:  # its gradients become ours later, if at all: until then DDP reduces them
+            logger.info("%s is compiled now, and training waits for it", record.name)
             lowering = lowering.with_gradients(None)
         compiled = lowering.compile(module, example_inputs)
-        parts = parts_in_outputs(copy.graph) if lowering.gradients is None else None
         tell(Outcome.DECLINED)
-        return TwiceDifferentiable(compiled, eager, unread, record, parts)
+        return TwiceDifferentiable(compiled, eager, unread, record, parts_in_outputs(copy.graph))
     except (TensorifyScalarRestartAnalysis, torch.OutOfMemoryError):  # see [Note: Restarts]
         raise
     except Exception as error:
@@ -235,9 +253,33 @@ def _lower_whole(
         tell(Outcome.EAGER)
         record.fallbacks.append(message)
         once(logging.WARNING, "%s; the region runs in eager", message)
-        return module.forward
+        if trace is not None:
+            trace.leave(message)
+        return eager
     finally:
         record.compile_seconds += time.perf_counter() - started
+
+
+def _later(
+    module: fx.GraphModule, example_inputs: Sequence[Any], config: CompilerConfig
+) -> fx.GraphModule | str | None:
+    """A graph in a form that is compiled in the background; why it has none; None where training waits anyway."""
+    if config.waits:
+        return None
+    with _saving_for_nobody():
+        return graph_for_later(module, example_inputs)
+
+
+def _note_sizes(trace: FrameTrace, module: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+    """Tell the gate where a graph has come out for the sizes of this batch alone."""
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    fakes = [
+        node.meta["example_value"]
+        for node, value in zip(placeholders, example_inputs, strict=True)
+        if is_batch_input(node, value)
+    ]
+    if fakes and not any(varying_dims(fake) for fake in fakes):
+        trace.code.sizes.add(tuple(tuple(map(int, fake.shape)) for fake in fakes))
 
 
 def _lowering(config: CompilerConfig, plan: Plan, record: RegionRecord) -> RegionLowering:
@@ -257,6 +299,7 @@ def _explain(
     record.outcome = outcome.value
     found.append(record)
     tell(outcome)
+    eager = eager_graph(module).forward
 
     def run(*inputs: Any) -> Any:
         if program is not None:
@@ -270,7 +313,7 @@ def _explain(
                 record.labels += sum(facts.labels)
                 record.relative_cost = program.relative_cost(facts.tokens, facts.labels, facts.sizes)
         started = time.perf_counter()
-        outputs = module.forward(*inputs)
+        outputs = eager(*inputs)
         if all(not isinstance(each, torch.Tensor) or each.device.type == "cpu" for each in inputs):
             record.forward_seconds = time.perf_counter() - started
         return outputs
@@ -299,6 +342,15 @@ def _is_recompilation() -> bool:
 def _region_name() -> str:
     current = CompileContext.current_compile_id()
     return f"region {current}" if current is not None else "region"
+
+
+def _sets_generators(module: fx.GraphModule) -> bool:
+    """Whether Dynamo has cut a graph where the model sets the state of a random generator, or makes one."""
+    reason = getattr(module, "compile_subgraph_reason", None)
+    if not getattr(reason, "graph_break", False):
+        return False
+    said = str(getattr(reason, "reason", ""))
+    return any(name in said for name in ("rng_state", "manual_seed", "fork_rng", "torch.Generator"))
 
 
 def _may_have_attention(module: fx.GraphModule) -> bool:

@@ -202,20 +202,20 @@ def sizes_from_tensors(module: fx.GraphModule, values: str = "val") -> None:
     values: where in their meta nodes have their values.
     """
     graph = module.graph
+    placeholders = _placeholders(module)
     homes: dict[Any, tuple[fx.Node, int]] = {}
-    for node in _placeholders(module):
+    for node in placeholders:
         value = node.meta.get(values)
         if isinstance(value, torch.Tensor):
             for dim, size in enumerate(value.shape):
                 if isinstance(size, torch.SymInt):
                     homes.setdefault(size.node.expr, (node, dim))
-    last = _placeholders(module)[-1]
-    for node in _placeholders(module):
+    for node in placeholders:
         value = node.meta.get(values)
         if not isinstance(value, torch.SymInt) or not node.users or value.node.expr not in homes:
             continue
         tensor, dim = homes[value.node.expr]
-        with graph.inserting_after(last):
+        with graph.inserting_after(placeholders[-1]):
             size = graph.call_function(aten.sym_size.int, (tensor, dim))
         size.meta[values] = value
         node.replace_all_uses_with(size)
@@ -277,7 +277,7 @@ def out_of_place(graph: fx.Graph) -> None:
     A write under `no_grad` into a value that has a gradient stays: its gradient passes by the write.
     """
     position = {node: index for index, node in enumerate(graph.nodes)}
-    without_grad = _without_grad(graph)
+    untracked = without_grad(graph)
     for node in list(graph.nodes):
         target = _OUT_OF_PLACE.get(node.target)
         if target is None or not isinstance(node.args[0], fx.Node) or not _is_fresh(node.args[0]):
@@ -287,7 +287,7 @@ def out_of_place(graph: fx.Graph) -> None:
         operands = [arg.meta.get("val") for arg in node.args[1:] if isinstance(arg, fx.Node)]
         if not _keeps_shape_and_dtype(before, after, operands):
             continue
-        if node in without_grad and mutated not in without_grad:
+        if node in untracked and mutated not in untracked:
             continue
         with graph.inserting_before(node):
             fresh = graph.call_function(target, node.args, node.kwargs)
@@ -299,7 +299,7 @@ def out_of_place(graph: fx.Graph) -> None:
         graph.erase_node(node)
 
 
-def _without_grad(graph: fx.Graph) -> set[fx.Node]:
+def without_grad(graph: fx.Graph) -> set[fx.Node]:
     """The nodes that run where the graph itself has switched gradients off."""
     found: set[fx.Node] = set()
     enabled = True

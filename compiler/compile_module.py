@@ -1,52 +1,60 @@
 """The call of a module, compiled: inside of its own hooks, and once for all modules of its class.
 
-Where Dynamo itself fails the frame runs in eager.
+Which of its frames Dynamo traces, and when, `trace_gate` decides.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import logging
 import weakref
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from functools import partial
 from types import FunctionType
 from typing import Any
 
-import torch
 from torch import nn
 
+from deepytorch.class_state import ClassState
 from deepytorch.compiler.beside.queue import expect, graphs_of
+from deepytorch.compiler.budget import BUDGET
 from deepytorch.compiler.config import CompilerConfig
 from deepytorch.compiler.dynamic_sizes import marked_ahead
 from deepytorch.compiler.dynamo_settings import prepare_dynamo
-from deepytorch.log import logger, once
-from deepytorch.patches import patch
-from deepytorch.torch_internals import dynamo_config
+from deepytorch.compiler.trace_gate import TraceGate, TraceHistory
+from deepytorch.torch_internals import TorchCompileWrapper, compile_by_frames, reset_dynamo
 
 
-def compiled_call(kind: type, mode: str | None, options: dict[str, Any] | None) -> Callable[..., Any]:
+def compiled_call(
+    kind: type, mode: str | None, options: dict[str, Any] | None, first_seconds: float = 0.0
+) -> Callable[..., Any]:
     """The call of modules of one class: compiled whole, or, where the module itself has hooks, inside of them.
 
-    Hooks on the outermost module belong to whoever runs the loop (DeepSpeed counts steps in one); Dynamo would compile
-    them, and compile anew when what they count changes.
+    first_seconds: what the first trace is thought to take; it has been decided on. Hooks on the outermost module belong
+    to whoever runs the loop (DeepSpeed counts steps in one); Dynamo would compile them, and compile anew when what they
+    count changes.
     """
-    whole, inner = (
-        torch.compile(_own_code(function, kind), backend="deepytorch", mode=mode, options=options)
-        for function in (step, _inner_step)
-    )
     config = CompilerConfig.parse(mode, options)
+    own = _own_code(kind)
+    whole, inner = (own.compiled(function, mode, options, config.waits) for function in (step, _inner_step))
+    history = own.history
+    history.first_seconds, history.granted = max(history.first_seconds, first_seconds), True
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with _forgiving(), graphs_of(kind.__name__), _first_call(module, args, kwargs, config):
-            forward = module.forward
-            busy = isinstance(forward, partial) and forward.func is inner  # in another thread, or above on the stack
-            if busy or not (module._forward_pre_hooks or module._forward_hooks or module._backward_hooks):
-                return whole(module, *args, **kwargs)
-            with _set_forward(module, partial(inner, forward)):
-                return module._call_impl(*args, **kwargs)
+        paused = BUDGET.paused
+        try:
+            with graphs_of(kind.__name__), _first_call(module, args, kwargs, config):
+                forward = module.forward
+                busy = (
+                    isinstance(forward, partial) and forward.func is inner
+                )  # in another thread, or above on the stack
+                if busy or not (module._forward_pre_hooks or module._forward_hooks or module._backward_hooks):
+                    return whole(module, *args, **kwargs)
+                with _set_forward(module, partial(inner, forward)):
+                    return module._call_impl(*args, **kwargs)
+        finally:
+            history.granted = False
+            if BUDGET.paused != paused:  # something was traced
+                own.classes.add(module)
 
     return call
 
@@ -79,46 +87,6 @@ def _first_call(module: nn.Module, args: Any, kwargs: Any, config: CompilerConfi
 
 
 @contextlib.contextmanager
-def _forgiving() -> Iterator[None]:
-    """Nobody asked for a compiler: where Dynamo itself fails, the frame runs in eager, and it says so."""
-    _quieten_dynamo()
-    token = _FORGIVING.set(True)
-    try:
-        with dynamo_config.patch(suppress_errors=True):  # restarts pass: see [Note: Restarts]
-            yield
-    finally:
-        _FORGIVING.reset(token)
-
-
-_FORGIVING: ContextVar[bool] = ContextVar("deepytorch_forgiving", default=False)
-
-
-@functools.cache
-def _quieten_dynamo() -> None:
-    """Dynamo logs a traceback for each frame that it leaves to eager, an error of the script's own among them, which is
-    raised there anyway: it becomes a line of ours.
-    """
-
-    def keep(record: logging.LogRecord) -> bool:
-        if not _FORGIVING.get() or record.levelno > logging.WARNING:
-            return True
-        text = record.getMessage()
-        if "Traceback" not in text and "WON'T CONVERT" not in text and "graph break" not in text.lower():
-            return True
-        logger.debug("Dynamo: %s", text)
-        once(logging.INFO, "Dynamo could not follow a part of the model, which runs in eager (details at level debug)")
-        return False
-
-    dynamo = logging.getLogger("torch._dynamo.convert_frame")
-    patch(
-        "logging.getLogger('torch._dynamo.convert_frame').filters",
-        "say in a line what Dynamo could not follow",
-        lambda: dynamo.addFilter(keep),
-        lambda: dynamo.removeFilter(keep),
-    )
-
-
-@contextlib.contextmanager
 def _set_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Inside, `module` has this forward, unless somebody gives it another one."""
     instance = vars(module)
@@ -133,17 +101,40 @@ def _set_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[Non
                 instance["forward"] = set_on_it
 
 
-def _own_code(function: Callable[..., Any], kind: type) -> Callable[..., Any]:
-    """The function with a code object of its own for modules of this class: Dynamo keeps graphs by code object."""
-    key = (function, kind)
-    if key not in _STEPS:
-        code = function.__code__.replace(co_name=f"{function.__name__.strip('_')}_of_{kind.__name__}")
-        _STEPS[key] = FunctionType(code, function.__globals__, code.co_name)
-    return _STEPS[key]
+def _own_code(kind: type) -> _OwnCode:
+    """What is known of a class, unless it or a class of a part has been changed since: then nothing that was compiled
+    of it is of use, nor of frames that others may share with it.
+    """
+    if kind in _OWN and _OWN[kind].classes.has_changed():
+        reset_dynamo()
+        _OWN.clear()
+    return _OWN.setdefault(kind, _OwnCode(kind.__name__))
+
+
+class _OwnCode:
+    """What is compiled of the modules of one class: functions with code of their own, since Dynamo keeps graphs by code
+    object, and what tracing them has shown.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name, self.history, self.classes = name, TraceHistory(), ClassState()
+        self._functions: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+    def compiled(
+        self, function: Callable[..., Any], mode: str | None, options: dict[str, Any] | None, waits: bool
+    ) -> Callable[..., Any]:
+        """Return what calls `function` compiled, frame by frame as the gate lets them be traced."""
+        if function not in self._functions:
+            code = function.__code__.replace(co_name=f"{function.__name__.strip('_')}_of_{self._name}")
+            self._functions[function] = FunctionType(code, function.__globals__, code.co_name)
+        mode = "default" if mode is None and options is None else mode  # as `torch.compile` has it
+        context = compile_by_frames(backend=TorchCompileWrapper("deepytorch", mode, options, None))
+        context.callback = TraceGate(context.callback, self._name, self.history, waits)
+        return context(self._functions[function])
 
 
 # Classes of modules that were called, whose graphs may be there.
 _CALLED: weakref.WeakSet[type] = weakref.WeakSet()
 
-# Modules of one class share a code object, and with it their graphs.
-_STEPS: dict[tuple[Callable[..., Any], type], Callable[..., Any]] = {}
+# Modules of one class share code objects, and with them their graphs.
+_OWN: weakref.WeakKeyDictionary[type, _OwnCode] = weakref.WeakKeyDictionary()

@@ -14,10 +14,12 @@ import torch
 from torch import fx
 
 from deepytorch.compiler.beside.queue import HERE, Pending, compile_beside
+from deepytorch.compiler.budget import BUDGET
 from deepytorch.compiler.lower_region import RegionLowering
 from deepytorch.compiler.nested import compile_nested, prepare_nested
 from deepytorch.compiler.report import RegionRecord
 from deepytorch.compiler.second_backward import SecondBackward
+from deepytorch.compiler.trace_gate import current_trace
 from deepytorch.fused_adam import fuse_for
 from deepytorch.log import logger, once
 from deepytorch.optimizer_steps import Border
@@ -25,6 +27,20 @@ from deepytorch.process_age import seconds_since_start
 from deepytorch.torch_internals import OpOverload, compiler_counters
 
 _CALLS_A_STEP = 256  # whoever takes more has an optimizer that torch does not know
+
+# Guesses on the high side of what stops training, by the nodes of a graph: Inductor in this process, of which a small
+# model took 8 to 25 s on 2 cores; and loading what another process has compiled, 1 to 2 s of a Llama of four layers.
+_COMPILE_SECONDS, _COMPILE_SECONDS_A_NODE = 10.0, 0.1
+_LOAD_SECONDS, _LOAD_SECONDS_A_NODE = 1.0, 0.005
+
+
+def compile_seconds(module: fx.GraphModule) -> float:
+    """Return what compiling a graph in this process is thought to take."""
+    return _COMPILE_SECONDS + _COMPILE_SECONDS_A_NODE * _num_nodes(module)
+
+
+def _num_nodes(module: fx.GraphModule) -> int:
+    return sum(len(part.graph.nodes) for part in module.modules() if isinstance(part, fx.GraphModule))
 
 
 class CompiledStep:
@@ -47,6 +63,7 @@ class CompiledStep:
         self.compiles = 0  # so far
         self._compiled: Callable[..., Any] | None = None
         self._pending: Pending | None = None
+        self._is_budgeted = current_trace() is not None  # else somebody has asked for `torch.compile`
         self._border, self._calls = Border(), 0  # of the script's steps; calls since it was compiled beside
         self._loads = self._begun = self._failed = False
         # what eager would keep of a graph whose parts are to be computed again: all of it
@@ -61,10 +78,11 @@ class CompiledStep:
             return tuple(self._module.forward(*arguments))
         if self._second is None:
             return self._run(arguments)
-        call = self._second.begin(arguments, again or self._module.forward)
-        outputs = self._run(arguments)
-        self._second.watch(call, outputs)
-        return outputs
+        again = again or self._module.forward
+        call = self._second.begin(arguments, again)
+        if self._second.declines:
+            return tuple(again(*arguments))
+        return self._second.watch(call, self._run(arguments))
 
     def is_compiled(self, arguments: list[Any]) -> bool:
         """Whether a call with these arguments would run compiled code, or compile it in place where that is asked for.
@@ -76,25 +94,40 @@ class CompiledStep:
         if self._failed:
             return False
         if self._pending is None:
-            pending = compile_beside(self._record.name, self._module, arguments, self._varying, self._lowering)
-            if pending.where == HERE:
-                self._compile_here(pending, arguments)
-            self._pending = pending
-        if not self._loads and not self._pending.done.is_set():
+            self._pending = compile_beside(self._record.name, self._module, arguments, self._varying, self._lowering)
+        if self._pending.where == HERE and not self._pending.done.is_set():
+            if not self._affords(compile_seconds(self._module)):
+                return False
+            self._compile_here(self._pending, arguments)
+        if not self._loads:
+            self._loads = self._pending.done.is_set() and (
+                self._pending.where == HERE
+                or self._pending.error is not None
+                or self._affords(_LOAD_SECONDS + _LOAD_SECONDS_A_NODE * _num_nodes(self._module))
+            )
+        if not self._loads:
             return False
-        self._loads = True  # whatever begins meanwhile: ranks may have agreed on a step
         if self._pending.error is not None:
             self._give_up(self._pending.error)
         elif self._is_at_border() and self._lowering.may_begin():
             self._begin(self._pending)
         return self._begun
 
+    def _may_recompile(self) -> bool:
+        return self._affords(compile_seconds(self._module))
+
+    def _affords(self, seconds: float) -> bool:
+        return not self._is_budgeted or BUDGET.affords(seconds)
+
     def _compile_here(self, pending: Pending, arguments: list[Any]) -> None:
         """Compile it while training waits, as `torch.compile` has it, and run nothing."""
         started = time.perf_counter()
         logger.info("%s is compiled now, and training waits for it", self._record.name)
         try:
-            self._compiled = prepare_nested(self._module, self._backend, arguments, self._varying)
+            with BUDGET.pause():
+                self._compiled = prepare_nested(
+                    self._module, self._backend, arguments, self._varying, self._may_recompile
+                )
         except Exception as error:
             logger.debug("traceback of the failure", exc_info=True)
             pending.finish(f"{type(error).__name__}: {str(error)[:500]}")
@@ -137,7 +170,10 @@ class CompiledStep:
             self.compiles, self._record.compiles = self.compiles + 1, self._record.compiles + 1
         if self._compiled is None:
             started = time.perf_counter()
-            self._compiled, outputs = compile_nested(self._module, self._backend, arguments, self._varying)
+            with BUDGET.pause():
+                self._compiled, outputs = compile_nested(
+                    self._module, self._backend, arguments, self._varying, self._may_recompile
+                )
             self._record.compile_seconds += time.perf_counter() - started
             return outputs
         return self._compiled(*arguments)

@@ -175,6 +175,11 @@ def symbolic_dims(fake: Any) -> tuple[int, ...]:
     return tuple(dim for dim, size in enumerate(fake.shape) if isinstance(size, torch.SymInt))
 
 
+def varying_dims(fake: Any) -> tuple[int, ...]:
+    """The same without symbols that tracing has found to stand for one number."""
+    return tuple(dim for dim in symbolic_dims(fake) if not fake.shape[dim].node.expr.is_number)
+
+
 def _batch(module: fx.GraphModule, example_inputs: Sequence[Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The batch's tensors: (real, fake)."""
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]

@@ -8,26 +8,36 @@ from typing import Any
 import torch
 from torch import fx
 
+from deepytorch.compiler.budget import BUDGET
 from deepytorch.compiler.dynamic_sizes import is_marked, mark_alias
-from deepytorch.torch_internals import functorch_config
+from deepytorch.torch_internals import compile_by_frames, functorch_config
 
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 Compiled = Callable[..., Sequence[Any]]
 
 
 def compile_nested(
-    module: fx.GraphModule, backend: Backend, arguments: Sequence[Any], varying: Sequence[tuple[int, ...]]
+    module: fx.GraphModule,
+    backend: Backend,
+    arguments: Sequence[Any],
+    varying: Sequence[tuple[int, ...]],
+    may_recompile: Callable[[], bool] = lambda: True,
 ) -> tuple[Compiled, Sequence[Any]]:
     """What calls the compiled graph from now on, and what it gives for these arguments.
 
-    varying: for every argument the dimensions that vary from call to call.
+    varying: for every argument the dimensions that vary from call to call. may_recompile: whether training may wait for
+    a compile that later arguments need (a size of 0 or 1 is none that varies); else they run in eager.
     """
-    call, first = _nested(module, backend, arguments, varying)
+    call, first = _nested(module, backend, arguments, varying, may_recompile)
     return call, first()
 
 
 def prepare_nested(
-    module: fx.GraphModule, backend: Backend, arguments: Sequence[Any], varying: Sequence[tuple[int, ...]]
+    module: fx.GraphModule,
+    backend: Backend,
+    arguments: Sequence[Any],
+    varying: Sequence[tuple[int, ...]],
+    may_recompile: Callable[[], bool] = lambda: True,
 ) -> Compiled:
     """What calls the compiled graph from now on, compiled for such arguments, whatever stance the script has told
     `torch.compile` to take. Nothing has run, not either where this raises what compiling raises.
@@ -44,7 +54,7 @@ def prepare_nested(
 
         return run_later
 
-    call, first = _nested(module, backend_that_stops, arguments, varying)
+    call, first = _nested(module, backend_that_stops, arguments, varying, may_recompile)
     try:
         with torch.compiler.set_stance("default"):  # under others it may be run in eager
             first()
@@ -58,8 +68,31 @@ class _Compiled(Exception):
     """The graph is compiled, and not to be run."""
 
 
+class _PutOff(Exception):
+    """The graph would have to be compiled anew, and training cannot wait for that."""
+
+
+class _RecompileGate:
+    """Stands for Dynamo's callback of a nested graph: lets it compile the first time, later where `may_recompile`."""
+
+    def __init__(self, traces: Callable[..., Any], may_recompile: Callable[[], bool]) -> None:
+        self._torchdynamo_orig_backend = traces  # by this name Dynamo looks for the backend behind a callback
+        self._may_recompile, self._has_compiled = may_recompile, False
+
+    def __call__(self, *frame: Any) -> Any:
+        if self._has_compiled and not self._may_recompile():
+            raise _PutOff
+        self._has_compiled = True
+        with BUDGET.pause():
+            return self._torchdynamo_orig_backend(*frame)
+
+
 def _nested(
-    module: fx.GraphModule, backend: Backend, arguments: Sequence[Any], varying: Sequence[tuple[int, ...]]
+    module: fx.GraphModule,
+    backend: Backend,
+    arguments: Sequence[Any],
+    varying: Sequence[tuple[int, ...]],
+    may_recompile: Callable[[], bool],
 ) -> tuple[Compiled, Callable[[], Sequence[Any]]]:
     """What calls the graph from now on; and the first call, which compiles it."""
     # Dynamo never enters code that was generated while it was compiling, so it is generated again.
@@ -70,12 +103,18 @@ def _nested(
         with functorch_config.patch(force_non_lazy_backward_lowering=True):
             return backend(traced, example_inputs)
 
-    compiled = torch.compile(module.forward, backend=both, fullgraph=True)
+    context = compile_by_frames(backend=both, nopython=True)
+    context.callback = _RecompileGate(context.callback, may_recompile)
+    compiled = context(module.forward)
     marked = [mark_alias(value, dims) if dims else value for value, dims in zip(arguments, varying, strict=True)]
 
     def call(*arguments: Any) -> Sequence[Any]:
         # Dynamo guards marks, too: those that a batch comes with make no difference to this graph.
-        given = zip(arguments, varying, strict=True)
-        return compiled(*[mark_alias(value, dims) if dims and is_marked(value) else value for value, dims in given])
+        pairs = zip(arguments, varying, strict=True)
+        given = [mark_alias(value, dims) if dims and is_marked(value) else value for value, dims in pairs]
+        try:
+            return compiled(*given)
+        except _PutOff:
+            return module.forward(*arguments)
 
     return call, lambda: compiled(*marked)

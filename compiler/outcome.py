@@ -18,6 +18,7 @@ class Outcome(Enum):
     REWRITTEN = "rewritten"  # alike for every batch
     DECLINED = "declined"  # compiled as stock would
     EAGER = "eager"  # it could not be compiled
+    PUT_OFF = "put off"  # it is not traced yet, as the run cannot afford that
     UNTRACEABLE = "untraceable"  # what stands in it cannot be analysed; told besides what then becomes of it
 
 

@@ -63,17 +63,15 @@ class RoundedStep:
         asked_twice: Callable[[str], None],
         *,
         zero_outputs: bool,
-        leaves_unused: bool,
     ) -> None:
-        """lowering, leaves_unused, zero_outputs: as `Step` takes them. asked_twice: called at a second backward."""
+        """lowering, zero_outputs: as `Step` takes them. asked_twice: called at a second backward."""
         reason = why_not_rounded(program, zero_outputs=zero_outputs, has_bias=_has_bias(packed.graph))
         if reason is not None:
             raise Declined(reason, "sizes")
         self._program, self._record = program, record
         self._cut = cut(packed, padded_sizes)
         self.ladder = SizeLadder(program)
-        parts = parts_in_outputs(self._cut.body.graph) if leaves_unused else None
-        second = SecondBackward((), asked_twice, parts)
+        second = SecondBackward((), asked_twice, parts_in_outputs(self._cut.body.graph))
         self._body = CompiledStep(self._cut.body, self._cut.varying, recording(lowering), record, second)
         self._is_recorded = lowering.config.lowering == "inductor" and lowering.config.records_graphs
 
@@ -136,7 +134,6 @@ def rounded_step(
     record: RegionRecord,
     asked_twice: Callable[[str], None],
     zero_outputs: bool,
-    leaves_unused: bool,
 ) -> RoundedStep | None:
     """The step for few sizes, arguments as `RoundedStep` takes them; None, with the reason in the record, where there
     can be none. fakes: of the region's inputs.
@@ -150,7 +147,6 @@ def rounded_step(
             record,
             asked_twice,
             zero_outputs=zero_outputs,
-            leaves_unused=leaves_unused,
         )
     except Declined as declined:
         record.declined.append(f"{declined.where}: not rounded: {declined}")

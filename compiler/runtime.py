@@ -23,6 +23,7 @@ from deepytorch.compiler.batch_facts import Facts, Indices, Refusal, read_facts
 from deepytorch.compiler.compiled_step import CompiledStep, read_inputs
 from deepytorch.compiler.dynamic_sizes import symbolic_dims
 from deepytorch.compiler.lower_region import RegionLowering
+from deepytorch.compiler.outputs.deferred import must_be_plain
 from deepytorch.compiler.outputs.usage import Level, Usage, WatchedCalls
 from deepytorch.compiler.report import RegionRecord
 from deepytorch.compiler.rounded_step import PackedCall, RoundedStep, rounded_step, without_recording
@@ -37,6 +38,7 @@ from deepytorch.torch_internals import current_graph_task_id, top_saved_tensors_
 
 # A packed step that saves less than this share of the padded step's work is not worth its gathers.
 MIN_SAVING = 0.02
+MAX_FALLBACKS = 20  # that a report names
 
 _MEANWHILE = "it is being compiled, and operator by operator would keep what is to be computed again"
 
@@ -62,13 +64,12 @@ class RewrittenStep:
         lowering: RegionLowering,
         record: RegionRecord,
         effects: Effects,
-        leaves_unused: bool = True,
     ) -> None:
-        """fakes, leaves_unused: as `Step` takes them."""
+        """fakes: as `Step` takes them."""
         self._eager, self._effects, self._record, self._failed = eager, effects, record, False
         self._inputs = read_inputs(module, len(fakes))
         self._usage = Usage(record.name)
-        second = SecondBackward((), self._usage.twice, parts_in_outputs(module.graph) if leaves_unused else None)
+        second = SecondBackward((), self._usage.twice, parts_in_outputs(module.graph))
         varying = [symbolic_dims(fakes[index]) for index in self._inputs]
         self._step = CompiledStep(module, varying, lowering, record, second)
 
@@ -94,6 +95,8 @@ class RewrittenStep:
 
 def _fell_back(record: RegionRecord, step: str, error: Exception) -> None:
     message = f"{record.name}: the {step} step failed with {type(error).__name__}: {str(error)[:500]}"
+    if message in record.fallbacks or len(record.fallbacks) >= MAX_FALLBACKS:  # facts may fail in every step
+        return
     record.fallbacks.append(message)
     once(logging.WARNING, "%s; going on without it", message)
     logger.debug("traceback of the failure", exc_info=error)
@@ -115,31 +118,25 @@ class Step:
         effects: Effects,
         min_padding: float = 0.0,
         zero_outputs: bool = False,
-        leaves_unused: bool = True,
         verify_every: int | None = None,
         round_sizes: bool = False,
     ) -> None:
-        """leaves_unused: whether weights of outputs that nobody used get no gradient, as in eager. verify_every: of so
-        many packed steps one is compared with eager; None compares none. round_sizes: whether they get few sizes only.
+        """verify_every: of so many packed steps one is compared with eager; None compares none. round_sizes: whether
+        these get few sizes only.
         """
         self._program, self._record, self._eager, self._effects = program, record, eager, effects
         self._min_padding = min_padding
         self._padded_inputs = read_inputs(padded, len(inputs))
         self._usage = Usage(record.name)
         record.outputs = self._usage.outputs
-        seconds = [
-            SecondBackward((), self._usage.twice, parts_in_outputs(each.graph) if leaves_unused else None)
-            for each in (padded, packed)
-        ]
+        seconds = [SecondBackward((), self._usage.twice, parts_in_outputs(each.graph)) for each in (padded, packed)]
         self._padded = CompiledStep(
             padded, [symbolic_dims(fakes[index]) for index in self._padded_inputs], lowering, record, seconds[0]
         )
         varying = [symbolic_dims(fakes[index]) for index in program.packed_inputs] + [(0,)] * len(program.indices)
         self._rounded: RoundedStep | None = None
         if round_sizes:
-            self._rounded = rounded_step(
-                packed, program, fakes, lowering, record, self._usage.twice, zero_outputs, leaves_unused
-            )
+            self._rounded = rounded_step(packed, program, fakes, lowering, record, self._usage.twice, zero_outputs)
             lowering = without_recording(lowering)
         self._packed: CompiledStep | None = CompiledStep(packed, varying, lowering, record, seconds[1])
         batch = tuple(index for index, given in enumerate(inputs) if given.role is Role.BATCH)
@@ -150,7 +147,8 @@ class Step:
         )
         compares = verify_every is not None and not effects.written and not effects.draws
         self._verification = Verification(verify_every, record) if compares and verify_every is not None else None
-        self._differentiates = leaves_unused  # else a backward of our own would reduce gradients between ranks
+        # else a backward of our own would reduce gradients between ranks
+        self._differentiates = lowering.gradients is None
         # None: it is known how outputs are used, or it does not matter
         self._watched = WatchedCalls(self._usage) if self._outputs.are_deferred and not zero_outputs else None
 
@@ -160,6 +158,8 @@ class Step:
             return self._run_eager(inputs, self._usage.reason)
         if self._outputs.are_deferred and _is_recomputed():
             return self._run_eager(inputs, "under hooks on saved tensors, such as a checkpoint's around the model")
+        if self._outputs.are_deferred and must_be_plain():
+            return self._run_eager(inputs, "DistributedDataParallel looks for unused parameters behind its outputs")
         started = time.perf_counter()
         chosen = self._choose(inputs)
         if isinstance(chosen, Refusal):

@@ -2,56 +2,85 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from deepytorch.compiler.capture import sizes_from_tensors
+from deepytorch.compiler.capture import Untraceable, capture, sizes_from_tensors
 from deepytorch.compiler.compiled_step import CompiledStep, read_inputs
 from deepytorch.compiler.dynamic_sizes import symbolic_dims
+from deepytorch.compiler.eager_graph import holds_checkpoints
 from deepytorch.compiler.lower_region import RegionLowering
 from deepytorch.compiler.manager import copied
 from deepytorch.compiler.report import RegionRecord
 from deepytorch.compiler.second_backward import TwiceDifferentiable
-from deepytorch.compiler.unread_statistics import unread_statistics
-from deepytorch.compiler.unused_outputs import parts_in_outputs
+from deepytorch.compiler.unused_outputs import Parts
 from deepytorch.torch_internals import HigherOrderOperator
 
 
-def can_be_compiled_later(module: fx.GraphModule) -> bool:
-    """Whether a graph of Dynamo's can be traced by Dynamo once more: it holds no graphs, and no numbers but sizes."""
+def graph_for_later(module: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule | str:
+    """Return a graph of Dynamo's in a form that Dynamo can trace once more, in another process; or why it has none.
+
+    Checkpoints hold graphs of their own: of a graph with them it is the form that passes read, with their parts marked.
+    """
+    if holds_checkpoints(module):
+        try:
+            return capture(module, example_inputs).module
+        except Untraceable as untraceable:
+            return str(untraceable).partition("\n")[0]
+        except Exception as error:
+            return f"a trace of it failed with {type(error).__name__}: {str(error)[:200]}"
+    reason = _why_not_later(module)
+    if reason is not None:
+        return reason
+    later = copied(module)
+    sizes_from_tensors(later, "example_value")
+    return later
+
+
+def _why_not_later(module: fx.GraphModule) -> str | None:
+    """Why Dynamo could not trace a graph of its own once more: it holds graphs, or numbers that are no sizes."""
     sizes = set()
     for node in module.graph.nodes:
-        if node.op == "call_module" or isinstance(node.target, HigherOrderOperator):
-            return False
+        if node.op == "call_module":
+            return f"the graph calls a module, {node.target}"
+        if isinstance(node.target, HigherOrderOperator):
+            return f"the graph holds another one, of {node.target.name()}"
         if node.op == "get_attr" and not isinstance(getattr(module, str(node.target), None), torch.Tensor):
-            return False
+            return f"the graph holds {node.target}, which is no tensor"
         value = node.meta.get("example_value")
         if node.op == "placeholder" and isinstance(value, torch.Tensor):
             shape: Sequence[Any] = value.shape
             sizes |= {size.node.expr for size in shape if isinstance(size, torch.SymInt)}
-    numbers = [
-        node.meta.get("example_value")
-        for node in module.graph.nodes
-        if node.op == "placeholder" and node.users and not isinstance(node.meta.get("example_value"), torch.Tensor)
-    ]
-    return all(isinstance(each, torch.SymInt) and each.node.expr in sizes for each in numbers)
+    for node in module.graph.nodes:
+        value = node.meta.get("example_value")
+        if node.op != "placeholder" or not node.users or isinstance(value, torch.Tensor):
+            continue
+        if not (isinstance(value, torch.SymInt) and value.node.expr in sizes):
+            return f"the graph takes {node.name}, a number that is no size of the batch"
+    return None
 
 
 class WholeStep:
     """What Dynamo calls in place of a region that was declined."""
 
-    def __init__(self, module: fx.GraphModule, lowering: RegionLowering, record: RegionRecord) -> None:
-        """module: a graph of Dynamo's, ours to keep."""
-        self._eager, self._record = module.forward, record
-        unread, parts = unread_statistics(module.graph), None
-        if lowering.gradients is None:
-            parts = parts_in_outputs(module.graph)
-        later = copied(module)
-        sizes_from_tensors(later, "example_value")
-        fakes = [node.meta.get("example_value") for node in later.graph.nodes if node.op == "placeholder"]
+    def __init__(
+        self,
+        later: fx.GraphModule,
+        eager: Callable[..., Any],
+        lowering: RegionLowering,
+        record: RegionRecord,
+        unread: Collection[int] = (),
+        parts: Parts | None = None,
+    ) -> None:
+        """later: as `graph_for_later` gives it, ours to keep. eager: runs the region meanwhile. unread, parts: as
+        `TwiceDifferentiable` takes them.
+        """
+        self._eager, self._record = eager, record
+        placeholders = [node for node in later.graph.nodes if node.op == "placeholder"]
+        fakes = [node.meta.get("example_value", node.meta.get("val")) for node in placeholders]
         self._inputs = read_inputs(later, len(fakes))
         self._step = CompiledStep(later, [symbolic_dims(fakes[index]) for index in self._inputs], lowering, record)
         self._twice = TwiceDifferentiable(self._run, self._eager, unread, record, parts)

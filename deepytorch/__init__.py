@@ -8,6 +8,7 @@ The import is light on purpose: `torch` and the compiler are loaded when they ar
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -96,6 +97,10 @@ _when_imported(
 if Environment.read().enabled:
     _attach("accelerate")  # a name that is made known, and nothing else
     if not _is_asked_for_by_name():
+        _when_imported(
+            "torch.nn.parallel.distributed",
+            lambda module: import_module("deepytorch.ddp_modules").number_modules(module),
+        )
         for _name in _HOSTS.keys() - {"accelerate"}:
             _attach(_name)
 
@@ -103,7 +108,13 @@ if Environment.read().enabled:
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_HOMES[name]), name)
+    try:
+        value = getattr(import_module(_HOMES[name]), name)
+    except (ImportError, RuntimeError):
+        if name != "report" or threading.main_thread().is_alive():
+            raise
+        # A process that ends, of which Dynamo was no part (torchrun's own, say), cannot load it any more.
+        return lambda reset=False: "deepytorch\nNothing was traced in this process."
     globals()[name] = value
     return value
 

@@ -24,16 +24,25 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.utils.weak import WeakIdKeyDictionary
 
+from deepytorch.class_state import ClassState
+from deepytorch.compiler.budget import BUDGET
 from deepytorch.config import Environment
 from deepytorch.errors import ConfigError
 from deepytorch.first_steps import Door as FirstDoor
 from deepytorch.first_steps import FirstSteps
+from deepytorch.library_code import is_of_libraries
 from deepytorch.log import logger, once
-from deepytorch.patches import apply_all, undo_all
+from deepytorch.patches import apply_all, listen, undo_all
+from deepytorch.repeated_draws import RepeatedDraws
 from deepytorch.switch import SWITCH
 from deepytorch.torch_internals import OptimizedModule
-from deepytorch.training_calls import is_of_the_scripts, trains
+from deepytorch.training_calls import is_of_the_scripts, is_traced, trains
 
 if TYPE_CHECKING:
     from deepytorch.comm import Options
@@ -42,14 +51,16 @@ if TYPE_CHECKING:
 
 _LOCK = threading.Lock()
 _PROBED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-_HANDLES: weakref.WeakKeyDictionary[nn.Module, Handle] = weakref.WeakKeyDictionary()
+# Of armed modules. A handle belongs to its module's call and dies with it: its door holds the module.
+_HANDLES: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Handle]] = weakref.WeakKeyDictionary()
+_DRAWS: weakref.WeakKeyDictionary[nn.Module, RepeatedDraws] = weakref.WeakKeyDictionary()  # of those and of probed ones
+_MODULES: _Modules | None = None  # as the last walk found them; None where they have changed since
 _SETTINGS: dict[str, Any] = {"mode": None, "options": None}  # of what the import arms
 # Handed up by integrations: makes the door of a module, if it has one, given the least share of pads worth packing.
 DOORS: list[Callable[[nn.Module, float], Door | None]] = []
 LOOPS: list[Callable[[nn.Module], bool]] = []  # likewise: whether this call of a module is a loop's step, not a model's
 # Likewise: the backbone of a module under a head that no graph can hold, which is compiled in the module's place.
 BACKBONES: list[Callable[[nn.Module], nn.Module | None]] = []
-LIBRARIES = ("torch", "transformers", "peft")  # whose modules look at other tokens by attention alone
 LEFT_ALONE: dict[str, str] = {}  # likewise: package -> what is said of its modules, which are not armed
 
 
@@ -85,8 +96,32 @@ class Handle:
     ) -> None:
         self._module = weakref.ref(module)
         self.compiled, self.door = compiled, door
+        self._outcomes: list[Outcome] = []  # of its graphs
         self._looked, self._open = False, sharded or _opens_at_once(module, door)
         self._first, self._begun = first, first is None
+        self._classes, self._paused = ClassState(module), BUDGET.paused
+
+    def is_outdated(self) -> bool:
+        """A call begins: return whether it has to run in eager, as the script has changed a class of the model's since
+        the module was armed. It does so from then on.
+        """
+        module = self._module()
+        assert module is not None  # its call runs
+        if self._paused != BUDGET.paused:  # it may have been traced with other parts
+            self._classes.add(module)
+            self._paused = BUDGET.paused
+        if not self._classes.has_changed():
+            return False
+        if self._first is not None and not self._first.has_looked():  # nothing is known of the model yet
+            self._classes = ClassState(module)
+            return False
+        once(
+            logging.INFO,
+            "%s runs in eager from now on: one of its modules' classes has been changed since it was looked at",
+            type(module).__name__,
+        )
+        self.restore()
+        return True
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """A training call."""
@@ -108,18 +143,20 @@ class Handle:
             return self.door.call(partial(self.compiled, module), args, kwargs)
         if self._looked:
             return self.compiled(module, *args, **kwargs)
-        from deepytorch.compiler.outcome import outcomes
+        from deepytorch.compiler.outcome import Outcome, outcomes
 
-        self._looked = True
         with outcomes() as found:
             outputs = self.compiled(module, *args, **kwargs)
-        self._open = _wants_door(module, found)
+        self._outcomes += found
+        self._looked = Outcome.PUT_OFF not in found  # else some of its frames are traced later
+        self._open = _wants_door(module, self._outcomes)
         return outputs
 
     def restore(self) -> None:
         """Take everything back: the module is as it was."""
         module = self._module()
-        if module is not None and _HANDLES.pop(module, None) is self:
+        if module is not None and handle_of(module) is self:
+            del _HANDLES[module]
             _take_out(module)
             for each in (self.door, self._first):
                 if each is not None:
@@ -137,7 +174,7 @@ def optimize(model: nn.Module, *, mode: str | None = None, options: dict[str, An
     from deepytorch.compiler.config import CompilerConfig
 
     CompilerConfig.parse(mode, options)
-    if _is_compiled(model) or _is_compiled(_compiled_part(model)):
+    if is_compiled(model) or is_compiled(_compiled_part(model)):
         raise ConfigError(f"{type(model).__name__} is compiled already; expected a module that is not, or one of ours")
     handles = _arm_all(model, mode, options)
     return handles[0] if len(handles) == 1 else _Several(handles)
@@ -169,8 +206,8 @@ def disable() -> None:
     """Undo what the import has armed and changed of other people's (`patches`), and arm nothing from now on."""
     SWITCH.enabled = False
     _leave_alone(*_PROBED)
-    for handle in list(_HANDLES.values()):
-        handle.restore()
+    for module in list(_HANDLES):
+        _restore(module)
     undo_all()
 
 
@@ -195,11 +232,17 @@ def armed(model: nn.Module) -> bool:
     return any(module in _HANDLES for module in model.modules())
 
 
+def handle_of(module: nn.Module) -> Handle | None:
+    """The handle of an armed module."""
+    found = _HANDLES.get(module)
+    return None if found is None else found()
+
+
 def watch(optimizer: torch.optim.Optimizer) -> None:
     """Put probes where this optimizer's parameters are trained."""
     if not SWITCH.enabled or SWITCH.paused or not Environment.read().enabled:
         return
-    trained = {id(each) for group in optimizer.param_groups for each in group["params"] if each.requires_grad}
+    trained = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
     with _LOCK:
         found = _holders(trained)
         packages = {type(each).__module__.partition(".")[0] for each in found}
@@ -207,8 +250,8 @@ def watch(optimizer: torch.optim.Optimizer) -> None:
             once(logging.INFO, "%s", " ".join(LEFT_ALONE[name] for name in sorted(packages & LEFT_ALONE.keys())))
         elif any(isinstance(each, nn.DataParallel) for each in found):  # its copies would call the original
             once(logging.INFO, "a model in DataParallel is left as it is; DistributedDataParallel is compiled")
-        elif any(_is_compiled(each) for each in found):
-            names = sorted({type(each).__name__ for each in found if _is_compiled(each)})
+        elif any(is_compiled(each) for each in found):
+            names = sorted({type(each).__name__ for each in found if is_compiled(each)})
             once(logging.INFO, "%s is compiled already: left as it is", ", ".join(names))
         elif not any(each in _HANDLES for each in found):
             for each in found:
@@ -216,24 +259,71 @@ def watch(optimizer: torch.optim.Optimizer) -> None:
                 _PROBED.add(each)
 
 
-def _holders(trained: set[int]) -> list[nn.Module]:
-    """Every module alive that holds one of these parameters, itself or in a module of its own."""
-    alive = [each for each in gc.get_objects() if issubclass(type(each), nn.Module) and "_modules" in vars(each)]
-    parents: dict[int, list[nn.Module]] = {}
-    for module in alive:
-        for child in module._modules.values():
-            parents.setdefault(id(child), []).append(module)
-    left = [each for each in alive if any(id(held) in trained for held in each._parameters.values())]
-    found: dict[int, nn.Module] = {}
-    while left:
-        module = left.pop()
-        if id(module) not in found:
-            found[id(module)] = module
-            left += parents.get(id(module), [])
-    return list(found.values())
+class _Modules:
+    """Which module holds which parameters and modules, weakly: as one walk over all objects alive has found it.
+
+    Parameters that were made since are not known.
+    """
+
+    def __init__(self, trained: Sequence[torch.Tensor]) -> None:
+        self._owners, self._parents = WeakIdKeyDictionary(), WeakIdKeyDictionary()
+        for each in trained:
+            self._owners[each] = []  # until a module is found that holds it
+        for module in gc.get_objects():
+            if issubclass(type(module), nn.Module) and "_modules" in vars(module):
+                this = weakref.ref(module)
+                for holders, held in ((self._owners, module._parameters), (self._parents, module._modules)):
+                    for each in held.values():
+                        if each is not None:
+                            holders.setdefault(each, []).append(this)
+
+    def holders(self, trained: Sequence[torch.Tensor]) -> list[nn.Module] | None:
+        """Every module that holds one of these parameters, itself or in a module of its own; None where one of them
+        is not known, or no longer where it was.
+        """
+        left: list[nn.Module] = []
+        for each in trained:
+            owners = self._owners.get(each)
+            alive = [module for owner in owners or () if (module := owner()) is not None]
+            if owners is None or (owners and not alive) or not all(_has(module._parameters, each) for module in alive):
+                return None
+            left += alive
+        found: dict[int, nn.Module] = {}
+        while left:
+            module = left.pop()
+            if id(module) not in found:
+                found[id(module)] = module
+                parents = [parent() for parent in self._parents.get(module, ())]
+                left += [each for each in parents if each is not None and _has(each._modules, module)]
+        return list(found.values())
 
 
-def _is_compiled(module: nn.Module) -> bool:
+def _has(held: Mapping[str, Any], one: Any) -> bool:
+    return any(each is one for each in held.values())
+
+
+def _holders(trained: Sequence[torch.Tensor]) -> list[nn.Module]:
+    """Every module alive that holds one of these parameters, itself or in a module of its own.
+
+    A walk over all objects takes a fifth of a second in a large process: only where something was registered in a
+    module since the last one, or a parameter is not known.
+    """
+    global _MODULES
+    for register in (register_module_module_registration_hook, register_module_parameter_registration_hook):
+        listen(register, _forget_modules, "learn when a module gets a part", _forget_modules)
+    found = None if _MODULES is None else _MODULES.holders(trained)
+    if found is None:
+        _MODULES = _Modules(trained)
+        found = _MODULES.holders(trained)
+    return found or []
+
+
+def _forget_modules(*_: Any) -> None:
+    global _MODULES
+    _MODULES = None
+
+
+def is_compiled(module: nn.Module) -> bool:
     """Whether somebody else has compiled it."""
     if isinstance(module, OptimizedModule):
         return True
@@ -259,8 +349,11 @@ def _take_out(module: nn.Module) -> None:
 
 def _probe(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Stands in for the compiled call of a module that may be the outermost one of a training step."""
-    if not trains(module) or any(runs_a_step(module) for runs_a_step in LOOPS):
+    if is_traced() or not module.training:
         return module._call_impl(*args, **kwargs)
+    if not trains(module) or any(runs_a_step(module) for runs_a_step in LOOPS):
+        with _draws_of(module):
+            return module._call_impl(*args, **kwargs)
     with _LOCK:
         if module in _PROBED:
             _leave_alone(module, *module.modules(), *(each for each in _PROBED if _holds(each, module)))
@@ -283,15 +376,38 @@ def _holds(outer: nn.Module, inner: nn.Module) -> bool:
     return any(each is inner for each in outer.modules())
 
 
-def _training_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _training_call(handle: Handle, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The call of an armed module."""
-    handle = _HANDLES.get(module) if trains(module) else None
-    if handle is None or any(map(is_of_the_scripts, (*args, *kwargs.values()))):
+    if is_traced() or not module.training:
         return module._call_impl(*args, **kwargs)
-    from deepytorch.compiler.outputs.deferred import plain_arguments
+    draws = _draws_of(module)
+    with draws:
+        if handle_of(module) is not handle or not trains(module) or handle.is_outdated():
+            return module._call_impl(*args, **kwargs)
+        if draws.found:
+            _tell_repeated(module)
+        if draws.found or any(map(is_of_the_scripts, (*args, *kwargs.values()))):
+            return module._call_impl(*args, **kwargs)
+        from deepytorch.compiler.outputs.deferred import plain_arguments
 
-    plain, named = plain_arguments(args, kwargs)  # outputs of another step, or of another model
-    return handle(module, *plain, **named)
+        plain, named = plain_arguments(args, kwargs)  # outputs of another step, or of another model
+        return handle(module, *plain, **named)
+
+
+def _draws_of(module: nn.Module) -> RepeatedDraws:
+    found = _DRAWS.get(module)
+    if found is None:
+        first = next(module.parameters(), None)
+        found = _DRAWS[module] = RepeatedDraws(torch.device("cpu") if first is None else first.device)
+    return found
+
+
+def _tell_repeated(module: nn.Module) -> None:
+    once(
+        logging.INFO,
+        "%s runs in eager: the script has set a random generator back, so that calls are to draw the same numbers",
+        type(module).__name__,
+    )
 
 
 class _Several(Handle):
@@ -312,7 +428,7 @@ def explain_door(
     opens = _opens_at_once(module, door) or _wants_door(module, found) or _is_partitioned(module)
     if door is None or not (opens or any(map(_is_sharded, module.modules()))):
         return None
-    handle = _HANDLES.get(module)
+    handle = handle_of(module)
     armed_door = None if handle is None else handle.door
     if armed_door is not None and armed_door.asked:
         return armed_door.explain(args, kwargs)
@@ -325,9 +441,14 @@ def explain_door(
 def disarm_inside(module: nn.Module) -> None:
     """Take back what was armed of a module's parts: they run in eager from now on."""
     for part in module.modules():
-        handle = None if part is module else _HANDLES.get(part)
-        if handle is not None:
-            handle.restore()
+        if part is not module:
+            _restore(part)
+
+
+def _restore(module: nn.Module) -> None:
+    handle = handle_of(module)
+    if handle is not None:
+        handle.restore()
 
 
 def _wants_door(module: nn.Module, found: Sequence[Outcome]) -> bool:
@@ -340,18 +461,13 @@ def _wants_door(module: nn.Module, found: Sequence[Outcome]) -> bool:
 
     if Outcome.PACKED in found:
         return False
-    return (len(found) > 1 or Outcome.UNTRACEABLE in found) and is_of_libraries(module)
+    graphs = [each for each in found if each is not Outcome.PUT_OFF]
+    return (len(graphs) > 1 or Outcome.UNTRACEABLE in found) and is_of_libraries(module)
 
 
 def _opens_at_once(module: nn.Module, door: Door | None) -> bool:
     """Whether nothing is to be learned from the module's graphs before its door is opened."""
     return door is not None and door.is_the_only_way and is_of_libraries(module)
-
-
-def is_of_libraries(module: nn.Module) -> bool:
-    """Whether no module in it is of a class of the user's, whose reach nobody knows."""
-    kinds = {kind for each in module.modules() for kind in type(each).__mro__ if issubclass(kind, nn.Module)}
-    return all(kind.__module__.partition(".")[0] in LIBRARIES for kind in kinds)
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
@@ -419,7 +535,7 @@ def _is_sharded(module: nn.Module) -> bool:
 
 
 def _arm(module: nn.Module, mode: str | None, options: dict[str, Any] | None) -> Handle:
-    known = _HANDLES.get(module)
+    known = handle_of(module)
     if known is not None:
         return known
     from deepytorch.compiler.config import CompilerConfig
@@ -430,7 +546,9 @@ def _arm(module: nn.Module, mode: str | None, options: dict[str, Any] | None) ->
     else:
         this = weakref.ref(module)
         first = FirstSteps(
-            module, lambda: _first_door_of(_alive(this), options), lambda: _compiled(_alive(this), mode, options)
+            module,
+            lambda: _first_door_of(_alive(this), options),
+            lambda cost: _compiled(_alive(this), mode, options, cost),
         )
         handle = Handle(module, _not_yet, first=first)
     _keep(module, handle)
@@ -453,18 +571,18 @@ def _not_yet(*_: Any, **__: Any) -> Any:
 
 
 def _compiled(
-    module: nn.Module, mode: str | None, options: dict[str, Any] | None
+    module: nn.Module, mode: str | None, options: dict[str, Any] | None, first_seconds: float = 0.0
 ) -> tuple[Callable[..., Any], Door | None]:
-    """What a module's training calls run, and its door."""
+    """What a module's training calls run, and its door. first_seconds: as `compiled_call` takes them."""
     from deepytorch.compiler.compile_module import compiled_call, step
 
     door = _door_of(module, options)
     partitioned = door is not None and _is_partitioned(module)
-    return (step if partitioned else compiled_call(type(module), mode, options)), door
+    return (step if partitioned else compiled_call(type(module), mode, options, first_seconds)), door
 
 
 def _keep(module: nn.Module, handle: Handle) -> Handle:
-    _HANDLES[module] = handle
+    _HANDLES[module] = weakref.ref(handle)
     _leave_alone(*module.modules())
-    module._compiled_call_impl = MethodType(_training_call, module)
+    module._compiled_call_impl = partial(_training_call, handle, module)
     return handle

@@ -1,13 +1,8 @@
 """The first steps of an armed module: in eager, packed at its door if it has one, until a compile can be afforded.
 
-[Note: What a compile may cost]
-Dynamo's trace and the proof run in the training process and stop it for some seconds. (Code is generated beside, see
-`compiler.beside`; what cannot be, a graph on a GPU, makes the pause longer by its compile, which is not foreseen here.
-Who compiles from the first step on, as `torch.compile` does, sets `DEEPYTORCH_COMPILE=wait`.) No run is to be slower
-than eager at any point, so the trace waits until the run is old enough for that pause to be a small share of it, or
-until steps that were packed at the door have saved as much. What they saved is measured: two of the first steps run
-padded, and the faster one tells what a position costs. (By a slow one alone packing would seem to save what it does
-not.)
+The trace waits until the run can afford it, see [Note: What a pause may cost]. What packed steps saved is measured: two
+of the first steps run padded, and the faster one tells what a position costs. (By a slow one alone packing would seem
+to save what it does not.)
 
     first calls     eager: nothing of ours is even imported
     one of them     as soon as that can be afforded, the door is asked, and watches how outputs are used
@@ -20,7 +15,6 @@ up. Rank 0 decides for all (`SameStep`).
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,10 +25,10 @@ import torch.distributed as dist
 from torch import nn
 
 from deepytorch.compiler.attends_by_name import attends_by_name
+from deepytorch.compiler.budget import BUDGET
 from deepytorch.compiler.report import STARTS
 from deepytorch.process_age import seconds_since_start
 
-SHARE = 0.06  # of the seconds that eager would have taken so far
 _PADDED = (1, 3)  # which calls after the one in which the door was asked run padded
 _TRIED = 3  # packed calls before a door that does not pay is shut
 _PATIENCE = 20  # calls in which a rank could afford its trace, before it waits for rank 0's word no longer
@@ -46,27 +40,6 @@ _TRACE_SECONDS, _TRACE_SECONDS_A_MODULE = 2.5, 0.05  # to trace and to prove a m
 _ONE_TRACE = 0.8
 _ASK_SECONDS = 0.25  # to ask a door
 _DOES_NOT_PAY = "padded until it is compiled: packing these batches takes longer than it saves"
-
-
-class Budget:
-    """Seconds that this process lost and saved by us, against those that eager would have taken."""
-
-    def __init__(self) -> None:
-        self.balance = 0.0  # saved, less lost
-
-    def account(self, saved: float) -> None:
-        """So many seconds were saved, or lost."""
-        before, self.balance = self.balance, self.balance + saved
-        if before <= 0.0 < self.balance:
-            STARTS.break_even = seconds_since_start()
-
-    def affords(self, seconds: float) -> bool:
-        """Whether a pause leaves the run within `SHARE` of eager's."""
-        eager = seconds_since_start() + self.balance
-        return seconds - self.balance <= SHARE * eager
-
-
-BUDGET = Budget()
 
 
 class SameStep:
@@ -102,16 +75,13 @@ def _same_step() -> SameStep | None:
     """Of the DistributedDataParallel module in whose forward this is; None elsewhere, or where a rank is alone."""
     if not dist.is_available() or not dist.is_initialized():
         return None
-    from deepytorch.compiler.data_parallel import active
-    from deepytorch.torch_internals import get_process_group_store
+    from deepytorch.compiler.data_parallel import active, change_over_of
 
     ddp = active()
     if ddp is None or ddp.process_group.size() == 1:
         return None
-    return SameStep(next(_NAMES), get_process_group_store(ddp.process_group), ddp.process_group.rank())
-
-
-_NAMES = map(str, itertools.count(1))  # alike on all ranks, whose modules have their first forwards in one order
+    change_over = change_over_of(ddp)
+    return SameStep(change_over.name, change_over.store, ddp.process_group.rank())
 
 
 class Door(Protocol):
@@ -139,17 +109,17 @@ class FirstSteps:
     """Counts and times the calls of one module until it is compiled.
 
     make_door: makes the module's door, if it has one, for these steps alone. then: what its calls run afterwards, and a
-    door for those.
+    door for those, given the seconds that the first trace is thought to take.
     """
 
     def __init__(
         self,
         module: nn.Module,
         make_door: Callable[[], Door | None],
-        then: Callable[[], tuple[Callable[..., Any], Any]],
+        then: Callable[[float], tuple[Callable[..., Any], Any]],
     ) -> None:
         self._cost = _TRACE_SECONDS + _TRACE_SECONDS_A_MODULE * sum(1 for _ in module.modules())
-        self._make_door, self.then = make_door, then
+        self._make_door, self._then = make_door, then
         self._door: Door | None = None
         self._calls = 0
         self._asked = 0  # in which call the door was asked
@@ -157,6 +127,14 @@ class FirstSteps:
         self._saved = 0.0
         self._together: SameStep | None = None
         self._over = False
+
+    def then(self) -> tuple[Callable[..., Any], Any]:
+        """What the module's calls run from now on, and its door for those."""
+        return self._then(self._cost)
+
+    def has_looked(self) -> bool:
+        """Return whether a door was asked, or the module may be traced: its code has to stay what it is."""
+        return self._over or self._asked > 0
 
     def over(self) -> bool:
         """A call begins: whether it, and all after it, may be traced and proved."""
@@ -187,9 +165,9 @@ class FirstSteps:
 
     def timed(self, run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """`run(*args, **kwargs)`, and what it has saved is put down."""
-        started = time.perf_counter()
+        started, paused = time.perf_counter(), BUDGET.paused
         outputs = run(*args, **kwargs)
-        self._account(time.perf_counter() - started, args, kwargs)
+        self._account(time.perf_counter() - started - (BUDGET.paused - paused), args, kwargs)
         return outputs
 
     def _account(self, seconds: float, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -203,7 +181,7 @@ class FirstSteps:
         elif self._seconds_a_position is not None and self._calls > self._asked + _PADDED[-1]:
             padded = self._seconds_a_position * positions
             saved = padded - seconds
-            paused = seconds > STEP_IN_FORWARDS * padded  # by a trace: the backward goes on as ever
+            paused = seconds > STEP_IN_FORWARDS * padded  # by something else: the backward goes on as ever
             BUDGET.account(saved if paused else _CAUTION * STEP_IN_FORWARDS * saved)
             self._saved += saved
             tried = self._calls > self._asked + _PADDED[-1] + _TRIED and not self._over

@@ -101,6 +101,7 @@ INTERNALS = (
         "whether a backward adds to a parameter, or only hands its gradient out",
         ((1, ()),),
     ),
+    Internal("torch._TorchCompileWrapper", "a backend with its options, alike for all modules of a class", ((4, ()),)),
     Internal("torch._disable_dynamo", "keep torch's own decorator on what stands in for its functions", ((1, ()),)),
     Internal(
         "torch._dynamo.backends.common.aot_autograd",
@@ -114,18 +115,31 @@ INTERNALS = (
     Internal(
         "torch._dynamo.config.patch",
         "settings for one compile",
-        ((0, ("compiled_autograd", "optimize_ddp")), (0, ("suppress_errors",))),
+        ((0, ("compiled_autograd", "optimize_ddp")), (0, ("skip_nnmodule_hook_guards",))),
     ),
     Internal("torch._dynamo.eval_frame.OptimizedModule", "whether a module is compiled already"),
     Internal("torch._dynamo.exc.TensorifyScalarRestartAnalysis", "a restart that is not an error"),
     Internal("torch._dynamo.exc.UnspecializeRestartAnalysis", "have Dynamo trace once more"),
     Internal("torch._dynamo.lookup_backend", "load a backend before it is timed", ((1, ()),)),
     Internal("torch._dynamo.maybe_mark_dynamic", "sizes that vary from batch to batch", ((2, ()),)),
+    Internal(
+        "torch._dynamo.optimize",
+        "decide for each frame whether it may be traced",
+        ((0, ("backend",)), (0, ("backend", "nopython"))),
+    ),
     Internal("torch._dynamo.reset", "begin a benchmark without compiled code", ((0, ()),)),
     Internal("torch._dynamo.source.ConstantSource", "where a size that a pass adds comes from", ((1, ()),)),
     Internal("torch._dynamo.symbolic_convert.get_funcname", "names the function around a line, for a log (patched)"),
     Internal("torch._dynamo.symbolic_convert.trace_call_log", "whether that log is on"),
     Internal("torch._dynamo.symbolic_convert.trace_source_log", "the same"),
+    Internal(
+        "torch._dynamo.types.ConvertFrameReturn",
+        "have Dynamo run a frame in eager, this time",
+        ((0, ()), (0, ("apply_to_code", "frame_exec_strategy"))),
+    ),
+    Internal("torch._dynamo.types.FrameAction.DEFAULT", "the same"),
+    Internal("torch._dynamo.types.FrameAction.RUN_ONLY", "the same"),
+    Internal("torch._dynamo.types.FrameExecStrategy", "the same", ((2, ()),)),
     Internal("torch._dynamo.utils._get_dynamo_config_for_logging", "settings, as Dynamo's metrics have them (patched)"),
     Internal("torch._dynamo.utils.compilation_time_metrics.values", "whether a step has compiled anything", ((0, ()),)),
     Internal("torch._dynamo.utils.counters", "whether compiled code came out of a cache"),
@@ -151,6 +165,7 @@ INTERNALS = (
     Internal("torch._inductor.compile_fx.compile_fx", "the lowering inductor", ((2, ("config_patches",)),)),
     Internal("torch._inductor.config.get_config_copy", "which options there are", ((0, ()),)),
     Internal("torch._inductor.config.get_type", "what type an option has", ((1, ()),)),
+    Internal("torch._inductor.config.patch", "compile with stock's overlap in a benchmark", ((1, ()),)),
     Internal("torch._inductor.config.triton.cudagraphs", "whether CUDA graphs are asked for"),
     Internal("torch._inductor.cpu_vec_isa.pick_vec_isa", "look at the CPU before compiled code is loaded", ((0, ()),)),
     Internal("torch._inductor.custom_graph_pass.CustomGraphPass", "passes in Inductor's slots, and in its cache keys"),
@@ -241,6 +256,7 @@ ATTRIBUTES = (
     Attribute("storage", "_cdata", "whether somebody holds the memory of a bucket"),
     Attribute("backward node", "_forward_cls", "what AOTAutograd knows of a compiled backward"),
     Attribute("backward node", "_input_metadata", "the shapes of the gradients that a backward is given"),
+    Attribute("backward node", "_raw_saved_tensors", "whether a forward saves anything for its backward"),
     Attribute("operator", "_overloadname", "tell another process which operator a graph calls"),
     Attribute("operator", "_schema", "the arguments of an operator, and whether it writes to them"),
     Attribute("library", "_register_fake", "operators of ours without values"),
@@ -255,9 +271,9 @@ ATTRIBUTES = (
     Attribute("gloo's options", "_threads", "the same"),
     Attribute("distributed_c10d", "_get_default_group", "whether the default group is bound to a device"),
     Attribute("distributed_c10d", "_world", "let a group answer with the name that it was asked for by"),
-    Attribute("data-parallel module", "_check_comm_hook", "say that a hook comes too late"),
     Attribute("data-parallel module", "_get_ddp_logging_data", "whether a communication hook was registered"),
     Attribute("data-parallel module", "_join_config", "whether ranks may run out of batches"),
+    Attribute("DDP's reducer", "_get_zeros_like_grad_buckets", "which parameters it reduces"),
     Attribute("data-parallel module", "_static_graph_delay_allreduce_enqueued", "keep DDP's reducer from reducing too"),
 )
 
@@ -300,6 +316,7 @@ def _samples() -> dict[str, Any]:
             "gloo's options": _gloo_options(dist),
             "distributed_c10d": dist.distributed_c10d,
             "data-parallel module": parallel,
+            "DDP's reducer": dist.Reducer,
         }
     return made
 
@@ -307,6 +324,7 @@ def _samples() -> dict[str, Any]:
 # The names by which they are imported from here; a module or a class stands for what is listed of it above.
 ALIASES = {
     "BatchNorm": "torch.nn.modules.batchnorm._BatchNorm",
+    "ConvertFrameReturn": "torch._dynamo.types.ConvertFrameReturn",
     "CompileContext": "torch._guards.CompileContext",
     "ConstantSource": "torch._dynamo.source.ConstantSource",
     "CustomGraphPass": "torch._inductor.custom_graph_pass.CustomGraphPass",
@@ -317,6 +335,8 @@ ALIASES = {
     "ExcludeDispatchKeyGuard": "torch._C._ExcludeDispatchKeyGuard",
     "FakeTensor": "torch._subclasses.fake_tensor.FakeTensor",
     "FakeTensorMode": "torch._subclasses.fake_tensor.FakeTensorMode",
+    "FrameAction": "torch._dynamo.types.FrameAction",
+    "FrameExecStrategy": "torch._dynamo.types.FrameExecStrategy",
     "GradAOTOutput": "torch._functorch._aot_autograd.descriptors.GradAOTOutput",
     "HigherOrderOperator": "torch._ops.HigherOrderOperator",
     "OpOverload": "torch._ops.OpOverload",
@@ -324,6 +344,7 @@ ALIASES = {
     "PlainAOTInput": "torch._functorch._aot_autograd.descriptors.PlainAOTInput",
     "SymmetricMemory": "torch._C._distributed_c10d._SymmetricMemory",
     "TensorifyScalarRestartAnalysis": "torch._dynamo.exc.TensorifyScalarRestartAnalysis",
+    "TorchCompileWrapper": "torch._TorchCompileWrapper",
     "TracingContext": "torch._guards.TracingContext",
     "UnspecializeRestartAnalysis": "torch._dynamo.exc.UnspecializeRestartAnalysis",
     "aot_autograd": "torch._dynamo.backends.common.aot_autograd",
@@ -337,6 +358,7 @@ ALIASES = {
     "current_graph_task_id": "torch._C._current_graph_task_id",
     "custom_graph_pass": "torch._inductor.custom_graph_pass",
     "detect_fake_mode": "torch._guards.detect_fake_mode",
+    "compile_by_frames": "torch._dynamo.optimize",
     "disable_dynamo": "torch._disable_dynamo",
     "dynamo_config": "torch._dynamo.config",
     "dynamo_metrics": "torch._dynamo.utils",

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_modules
 
 from deepytorch.switch import SWITCH
 from deepytorch.torch_internals import (
@@ -18,12 +19,27 @@ from deepytorch.torch_internals import (
     top_saved_tensors_default_hooks,
 )
 
+# Hooks on every module of the process, which Dynamo does not look for.
+_HOOKS_ON_ALL = (
+    "_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks",
+)  # fmt: skip
+
 
 def trains(module: nn.Module) -> bool:
     """Whether a call of `module` that begins now is one to compile."""
-    if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting() or torch.jit.is_tracing():
-        return False
-    return module.training and torch.is_grad_enabled() and not SWITCH.paused and not _is_transformed()
+    return (
+        not is_traced()
+        and module.training
+        and torch.is_grad_enabled()
+        and not SWITCH.paused
+        and not _is_transformed()
+        and not any(map(vars(torch_modules).get, _HOOKS_ON_ALL))
+    )
+
+
+def is_traced() -> bool:
+    """Whether this code is being traced, and does not run."""
+    return torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting() or torch.jit.is_tracing()
 
 
 def _is_transformed() -> bool:

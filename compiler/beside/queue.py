@@ -65,7 +65,6 @@ def compile_beside(
 
     One that cannot be sent is left to the caller, see `HERE`.
     """
-    global _WORKER
     pending = Pending(name)
     try:
         described = Job.of(module, arguments, varying, lowering)
@@ -76,18 +75,24 @@ def compile_beside(
         _expect_no_longer()
         return pending
     logger.info("%s is compiled beside; training goes on in eager meanwhile", name)
-    if store.find(digest) is not None:
+    asked = _Asked(pending, digest, _MODEL.get(), job)
+    if store.find(digest) is None:
+        _hand_over(asked)
+    else:
         pending.where = "an earlier run"
         _expect_no_longer()
-        threading.Thread(target=_load, args=(pending, digest), name="deepytorch-load", daemon=True).start()
-        return pending
+        threading.Thread(target=_take, args=(asked,), name="deepytorch-load", daemon=True).start()
+    return pending
+
+
+def _hand_over(asked: _Asked) -> None:
+    """Have the worker compile it; a new one where there is none."""
+    global _WORKER
     with _LOCK:
-        asked = _Asked(pending, digest, _MODEL.get(), job)
         if _WORKER is None or not _WORKER.take(asked):
             _WORKER = _Worker()
             _WORKER.take(asked)
             _WORKER.start()
-    return pending
 
 
 @contextlib.contextmanager
@@ -120,17 +125,38 @@ def _expect_no_longer() -> None:
             _WORKER.is_enough()
 
 
-def _load(pending: Pending, digest: str, seconds: float = 0.0, peak_mb: float = 0.0) -> None:
-    """Have torch find what is kept under `digest`."""
+def _take(asked: _Asked) -> None:
+    """Use what an earlier run has kept; where another process drops it meanwhile, it is compiled as if it never was."""
     try:
-        entry = store.find(digest)
-        if entry is not None:
-            entry.install()
+        if _install(asked.digest):
+            _warm_up()
+            asked.pending.finish()
+        else:
+            asked.pending.where = "a process"
+            _hand_over(asked)
+    except OSError as error:
+        asked.pending.finish(error=f"{type(error).__name__}: {error}")
+
+
+def _load(pending: Pending, digest: str, seconds: float, peak_mb: float) -> None:
+    """Use what the worker has kept; where that is gone, or nothing can be kept, torch looks in its own folder."""
+    try:
+        _install(digest)
         _warm_up()
     except OSError as error:
         pending.finish(error=f"{type(error).__name__}: {error}")
     else:
         pending.finish(None, seconds, peak_mb)
+
+
+def _install(digest: str) -> bool:
+    """Have torch find what is kept under `digest`, if it still is. Raises `OSError` where its folder takes nothing."""
+    entry = store.find(digest)
+    with contextlib.suppress(FileNotFoundError):
+        if entry is not None:
+            entry.install()
+            return True
+    return False
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,28 +205,39 @@ class _Worker(threading.Thread):
             self._ended = True
             return None
 
+    def _is_over(self) -> bool:
+        """Whether nothing waits; nothing will be taken then."""
+        with self._changed:
+            self._ended = not self._waiting
+            return self._ended
+
     def run(self) -> None:
         """Start the process, hand it one job after the other."""
-        error, worked = "its process ended", False
-        try:
-            process = start(_MAIN)
-        except OSError as failure:
-            process, error = None, f"no process could be started to compile in: {failure}"
-        while process is not None and (asked := self._next()) is not None:
+        process, worked = None, False
+        while True:
+            try:
+                process = process or start(_MAIN)
+            except OSError as failure:
+                with _LOCK:
+                    self._ended = True
+                for each in self._waiting:
+                    each.pending.finish(error=f"no process could be started to compile in: {failure}")
+                return
+            if (asked := self._next()) is None:
+                break
             worked = True
             with _progress(asked.pending):
                 answer = _answer(process, asked)
-            if answer is None:
-                asked.pending.finish(error=f"the process that compiled it ended with {process.wait()}")
-                break
-            if "error" in answer:
+            if answer is None:  # that one alone has failed: those behind it get a process of their own
+                process.communicate()
+                asked.pending.finish(error=f"the process that compiled it ended with {process.returncode}")
+                process = None
+                if self._is_over():
+                    break
+            elif "error" in answer:
                 asked.pending.finish(answer["error"])
             else:
                 _load(asked.pending, asked.digest, seconds=answer["seconds"], peak_mb=answer["peak_mb"])
-        with _LOCK:
-            self._ended = True
-        for asked in self._waiting:
-            asked.pending.finish(error=error)
         if process is not None:
             if not worked:  # it may be importing still
                 process.terminate()

@@ -40,8 +40,6 @@ def main(parent: int) -> None:
     """Compile until there is no more input. parent: the process that has started this one."""
     jobs, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # whatever a compiler prints is no answer
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")  # where memory is short, this is what is given up
     place = store.folder()
     with tempfile.TemporaryDirectory(prefix=".compiling-", dir=place) as scratch:
         queue: SimpleQueue[tuple[str, str, bytes] | None] = SimpleQueue()

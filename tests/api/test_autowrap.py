@@ -83,6 +83,60 @@ for one, other in zip(model.parameters(), same.parameters()):
     assert said.count("armed Net (90 trained parameters)") == 1
 
 
+def test_modules_are_looked_for_once_however_many_optimizers_there_are() -> None:
+    run("""
+import gc, weakref
+walks, all_objects = [], gc.get_objects
+gc.get_objects = lambda *args: walks.append(args) or all_objects(*args)
+
+class Around(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+    def forward(self, x):
+        return 2 * self.inner(x)
+
+generator, discriminator = Net(), Net()
+optimizers = [torch.optim.SGD([p], lr=0.1) for p in [*generator.parameters(), *discriminator.parameters()]]
+loose = torch.ones(2, requires_grad=True)
+assert len(walks) == 1
+torch.optim.SGD([loose, generator.head.bias], lr=0.1)
+torch.optim.SGD([loose], lr=0.1)
+assert len(walks) == 2  # for what no module holds
+assert set(autowrap._PROBED) == {*generator.modules(), *discriminator.modules()}
+
+def steps(model, optimizers):
+    class All:
+        step = staticmethod(lambda: [each.step() for each in optimizers])
+        zero_grad = staticmethod(lambda: [each.zero_grad() for each in optimizers])
+    return train(model, All)
+
+same = copy.deepcopy(generator)
+losses = steps(generator, optimizers[:4])
+assert autowrap.armed(generator) and not autowrap.armed(discriminator)
+with deepytorch.paused():
+    assert torch.equal(torch.stack(losses), torch.stack(train(same, optimizer_of(same))))
+
+outer = Around(discriminator)  # after the optimizers that have made its parts known
+optimizer = optimizer_of(outer)
+train(outer, optimizer)
+assert list(autowrap._HANDLES) == [generator, outer]
+
+free, tied = Net(), Net()
+optimizer_of(free)
+tied.body = nn.Linear(8, 8)
+optimizer_of(tied)
+free.body.weight = tied.body.weight
+both = torch.optim.SGD([tied.body.weight], lr=0.1)
+assert {free, tied} <= set(autowrap._PROBED)
+
+gone = weakref.ref(tied)
+del tied, both, free
+gc.collect()
+assert gone() is None
+""")
+
+
 @pytest.mark.slow
 def test_only_what_trains_is_touched() -> None:
     run_cold("""

@@ -154,6 +154,14 @@ def test_doctor_prints_a_table_or_json(monkeypatch, capsys):
     assert json.loads(capsys.readouterr().out) == {"deepytorch": "1.2"}
 
 
+def test_doctor_shows_the_environment_that_the_user_has(monkeypatch, capsys):
+    monkeypatch.setenv("DEEPYTORCH_COMPILE", "wait")  # given back at the end
+    monkeypatch.delenv("DEEPYTORCH_COMPILE")
+    monkeypatch.setattr("deepytorch.doctor.collect", lambda: dict(os.environ))
+    assert run(monkeypatch, "doctor", "--json") == 0
+    assert "DEEPYTORCH_COMPILE" not in json.loads(capsys.readouterr().out)
+
+
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_help_says_what_each_option_does_without_words_of_ours(words):
     texts = {" ".join(words): COMMANDS[words].help}

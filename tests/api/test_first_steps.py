@@ -16,8 +16,10 @@ from torch import nn
 
 from deepytorch import first_steps
 from deepytorch.api import Summary
+from deepytorch.compiler import budget
+from deepytorch.compiler.budget import SHARE, Budget
 from deepytorch.compiler.report import STARTS, RegionRecord, Report
-from deepytorch.first_steps import Budget, FirstSteps, SameStep
+from deepytorch.first_steps import FirstSteps, SameStep
 
 
 class Clock:
@@ -32,6 +34,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The process's age, and an account of this test's own."""
     made = Clock()
     monkeypatch.setattr(first_steps, "seconds_since_start", lambda: made.age)
+    monkeypatch.setattr(budget, "seconds_since_start", lambda: made.age)
     monkeypatch.setattr(first_steps, "BUDGET", Budget())
     return made
 
@@ -75,7 +78,7 @@ class SelfAttention(Padded):
 def steps(door: Door | None, kind: type[nn.Module] = Padded) -> tuple[FirstSteps, Any]:
     """Those of a module, and what makes one call."""
     module = kind()
-    first = FirstSteps(module, lambda: door, lambda: (module, None))
+    first = FirstSteps(module, lambda: door, lambda _: (module, None))
     ids = torch.zeros(2, 4)
 
     def call() -> str:
@@ -87,7 +90,7 @@ def steps(door: Door | None, kind: type[nn.Module] = Padded) -> tuple[FirstSteps
 def test_a_pause_is_affordable_as_a_share_of_the_run_or_of_what_was_saved(clock: Clock) -> None:
     budget = first_steps.BUDGET
     assert not budget.affords(1.0)
-    clock.age = 1.0 / first_steps.SHARE + 0.1
+    clock.age = 1.0 / SHARE + 0.1
     assert budget.affords(1.0)
     clock.age = 1.0
     budget.account(1.0)
@@ -103,7 +106,7 @@ def test_without_a_door_steps_are_eager_until_a_trace_is_affordable(clock: Clock
 
 
 def test_what_is_traced_once_is_traced_earlier(clock: Clock) -> None:
-    clock.age = 0.9 * first_steps._TRACE_SECONDS / first_steps.SHARE
+    clock.age = 0.9 * first_steps._TRACE_SECONDS / SHARE
     found = {}
     for kind in (Padded, SelfAttention):
         _, call = steps(None, kind)
@@ -117,10 +120,10 @@ def test_what_is_packed_at_its_door_alone_is_traced_as_its_batches_come(clock: C
         door = Door(0.0)
         door.is_the_only_way = only
         first, call = steps(door, SelfAttention)
-        clock.age = 0.9 * first_steps._ASK_SECONDS / first_steps.SHARE
+        clock.age = 0.9 * first_steps._ASK_SECONDS / SHARE
         assert [call(), call()] == ["padded", "padded"]
         assert not first._asked
-        clock.age = 1.1 * first_steps._ASK_SECONDS / first_steps.SHARE
+        clock.age = 1.1 * first_steps._ASK_SECONDS / SHARE
         assert call() == "packed"
         costs[only] = first._cost
     assert costs[False] == costs[True] * first_steps._ONE_TRACE
@@ -131,7 +134,7 @@ def test_a_run_too_short_to_be_traced_is_told_so_in_its_report(monkeypatch: pyte
     monkeypatch.setattr(STARTS, "first_step", None)
     told = "So far steps ran as in eager"
     assert told not in str(Summary(Report([])))
-    first = FirstSteps(nn.Linear(2, 2), lambda: None, lambda: (lambda: None, None))
+    first = FirstSteps(nn.Linear(2, 2), lambda: None, lambda _: (lambda: None, None))
     for _ in range(2):
         assert not first.over()
     assert told in str(Summary(Report([])))
@@ -238,6 +241,7 @@ import torch
 import deepytorch
 import torch.distributed as dist
 from deepytorch import first_steps
+from deepytorch.compiler import budget
 
 deepytorch.configure(options={"wait": False}, process_groups=False)
 dist.init_process_group("gloo")

@@ -20,7 +20,7 @@ LOWER_LAYERS = [
     {"device_reads", "errors", "log", "process_age", "supported_versions", "switch", "version"},
     {"patches", "torch_internals"},
     {"private_files"},
-    {"fused_adam", "machine_code", "optimizer_steps", "tuning"},
+    {"class_state", "ddp_modules", "fused_adam", "machine_code", "optimizer_steps", "repeated_draws", "tuning"},
     {"config"},
     {"background"},
     {"extension"},
@@ -57,6 +57,18 @@ def test_explain_and_report_are_those_of_the_api():
     assert deepytorch.report is api.report
     assert callable(deepytorch.explain)
     assert callable(deepytorch.report)
+
+
+def test_a_report_at_the_end_of_a_process_that_traced_nothing():
+    code = """
+import atexit
+import deepytorch
+atexit.register(lambda: print(deepytorch.report()))
+import torch.distributed
+"""
+    found = python(code)
+    assert found.stdout == "deepytorch\nNothing was traced in this process.\n", found.stdout + found.stderr
+    assert found.stderr == ""
 
 
 def test_unknown_name_is_an_attribute_error():

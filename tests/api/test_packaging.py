@@ -93,6 +93,13 @@ def test_wheel_holds_every_module_and_nothing_else(tmp_path):
     assert b"deepytorch.compiler.backend:deepytorch_backend" in scripts
 
 
+def test_what_ci_runs_by_name_is_there():
+    names = re.findall(r"^  '?(tests/\S+\.py)(?:::(\w+))?", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    assert len(names) > 20
+    for file, test in names:
+        assert f"def {test}" in (ROOT / file).read_text(), (file, test)
+
+
 @pytest.mark.matrix  # compiles all of the C++
 def test_a_wheel_may_carry_the_compiled_code(tmp_path):
     """It works in an environment without a compiler: a group of its own at once, and our attention."""
@@ -201,6 +208,22 @@ def test_console_script_and_backend_are_entry_points():
     (backend,) = metadata.entry_points(group="torch_dynamo_backends", name="deepytorch")
     assert callable(script.load())
     assert callable(backend.load())
+
+
+def test_torch_finds_the_process_group_without_an_import_of_ours():
+    """As torch 2.14's `Backend._ensure_backend_registered` does, which older ones lack."""
+    value = project()["project"]["entry-points"]["torch.distributed.backends"]["deepytorch"]
+    code = f"""
+import importlib.metadata, torch, torch.distributed as dist
+registrar = importlib.metadata.EntryPoint("deepytorch", {value!r}, "torch.distributed.backends").load()
+registrar()
+assert "DEEPYTORCH" in dist.Backend._plugins
+assert dist.Backend.DEEPYTORCH == "deepytorch"
+from deepytorch.patches import ledger
+assert not [each for each in ledger() if each.applied], "nothing but the name was asked for"
+"""
+    found = python(code, cwd=ROOT)
+    assert found.returncode == 0, found.stderr
 
 
 def test_dynamo_finds_the_backend_without_an_import_of_ours(tmp_path):

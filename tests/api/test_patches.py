@@ -134,6 +134,8 @@ def snapshot():
         "filters": list(logging.getLogger("torch._dynamo.convert_frame").filters),
         "before steps": list(optimizer._global_optimizer_pre_hooks.values()),
         "after steps": list(optimizer._global_optimizer_post_hooks.values()),
+        "parts of modules": list(torch.nn.modules.module._global_module_registration_hooks.values()),
+        "parameters of modules": list(torch.nn.modules.module._global_parameter_registration_hooks.values()),
         "functional": {name: value for name, value in vars(torch.nn.functional).items() if callable(value)},
         "Tensor": {name: value for name, value in vars(torch.Tensor).items() if callable(value)},
         "Module": {name: vars(torch.nn.Module)[name] for name in ("__call__", "_call_impl", "_wrapped_call_impl")},

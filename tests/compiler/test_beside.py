@@ -348,6 +348,62 @@ def test_it_does_not_start_for_a_model_of_which_something_is_kept(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="as Linux counts")
+def ask(*sizes: tuple[int, int]) -> queue.Pending:
+    """Have `graph()` compiled for arguments of these sizes."""
+    return queue.compile_beside("a graph", graph(), [torch.ones(size) for size in sizes], [(), ()], lowering())
+
+
+ANSWERS = """
+import os, signal, struct, sys, time
+for _ in range(3):
+    (length,) = struct.unpack("!Q", sys.stdin.buffer.read(8))
+    sys.stdin.buffer.read(length)
+"""
+DIES = f"{ANSWERS}\ntime.sleep(2); os.kill(os.getpid(), signal.SIGKILL)"
+COMPILES = ANSWERS + '\nsys.stdout.write(\'{"seconds": 1.0, "peak_mb": 2.0}\\n\')'
+
+
+def start_these(monkeypatch: pytest.MonkeyPatch, *codes: str) -> list[str]:
+    """Have processes that run these, one after the other, stand in for those that compile; the ones that are left."""
+    left = list(codes)
+
+    def start(_: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-c", left.pop(0)]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    monkeypatch.setattr(queue, "start", start)
+    monkeypatch.setattr(queue, "_warm_up", lambda: None)
+    monkeypatch.setattr(queue, "_WORKER", None)
+    return left
+
+
+def test_what_another_process_drops_while_it_is_taken_is_compiled(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = start_these(monkeypatch, COMPILES)
+    entry(kept, Job.of(graph(), [torch.ones(2, 2), torch.ones(2, 2)], [(), ()], lowering()).digest())
+    install = store.Entry.install
+
+    def install_late(found: store.Entry) -> None:
+        store.remove(found)
+        install(found)
+
+    monkeypatch.setattr(store.Entry, "install", install_late)
+    pending = ask((2, 2), (2, 2))
+    assert pending.where == "an earlier run"
+    assert pending.done.wait(timeout=120)
+    assert (pending.error, pending.where, pending.seconds, left) == (None, "a process", 1.0, [])
+
+
+def test_a_compile_process_that_is_killed_fails_the_graph_that_it_had_alone(
+    kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = start_these(monkeypatch, DIES, COMPILES)
+    one, other = ask((2, 2), (2, 2)), ask((3, 2), (2, 2))
+    assert one.done.wait(timeout=120)
+    assert other.done.wait(timeout=120)
+    assert one.error == "the process that compiled it ended with -9"
+    assert (other.error, other.seconds, left) == (None, 1.0, [])
+
+
 def test_the_memory_that_is_reported_is_the_process_s_own() -> None:
     ballast = torch.ones(100 << 20)  # 400 MB here
     code = "from deepytorch.compiler.beside.worker import _peak_mb; print(_peak_mb())"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -77,10 +78,9 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Traces]:
     from deepytorch.compiler import compile_module
 
     found = _Traces()
-    plain = torch.compile
-    monkeypatch.setattr(compile_module, "_STEPS", {})
+    monkeypatch.setattr(compile_module, "_OWN", weakref.WeakKeyDictionary())
     monkeypatch.setattr(compile_module, "_CALLED", set())
-    monkeypatch.setattr(torch, "compile", lambda function, backend, **rest: plain(function, backend=found, **rest))
+    monkeypatch.setattr(compile_module, "TorchCompileWrapper", lambda *_: found)
     token = backend.EXPLAINING.set([])
     torch._dynamo.reset()
     yield found

@@ -13,7 +13,8 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 import deepytorch.log
 from deepytorch.compiler import backend as backend_module
-from deepytorch.compiler import compiled_step, lower_region
+from deepytorch.compiler import compiled_step, lower_region, runtime
+from deepytorch.compiler.beside.queue import Pending
 from deepytorch.compiler.report import LEDGER
 from deepytorch.errors import ConfigError
 from deepytorch.passes.unpad.strip_padding import StripPadding
@@ -110,6 +111,25 @@ def test_lowering_that_raises_in_a_declined_region_runs_eager(monkeypatch: pytes
     assert any(region.outcome == "eager" for region in report.regions), describe(report)
 
 
+def test_a_graph_without_inputs_is_compiled_beside_as_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compiled_at_once(name: str, *_: Any) -> Pending:
+        pending = Pending(name)
+        pending.finish()
+        return pending
+
+    def draw() -> torch.Tensor:
+        return torch.arange(4.0).sin()
+
+    monkeypatch.setattr(compiled_step, "compile_beside", compiled_at_once)
+    LEDGER.forget()
+    compiled = torch.compile(draw, backend="deepytorch", options={"lowering": "aot_eager", "wait": False})
+    with torch.no_grad():
+        assert torch.equal(compiled(), draw())
+        assert torch.equal(compiled(), draw())
+    [region] = LEDGER.report().regions
+    assert (region.outcome, region.fallbacks, region.compiles) == ("declined", [], 1)
+
+
 def test_a_packed_step_that_fails_at_run_time_goes_on_padded(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -135,6 +155,17 @@ def test_a_packed_step_that_fails_at_run_time_goes_on_padded(
     assert len([line for region in report.regions for line in region.fallbacks]) == 1, describe(report)
     assert len([line for line in warnings_of(caplog) if "on purpose" in line]) == 1
     assert calls.count(calls[0]) == 1, "a step that failed is not tried again"
+
+
+def test_facts_that_fail_in_every_step_are_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(model())
+    given = batches(masked_lm_batch, *GIVEN)
+    monkeypatch.setattr(runtime, "read_facts", fail)
+    for batch in given:
+        pair.step(batch)
+    report = LEDGER.report()
+    assert padded_because(report) == {"the batch could not be read": len(given)}
+    assert len([line for region in report.regions for line in region.fallbacks]) == 1, describe(report)
 
 
 def test_both_steps_failing_at_run_time_goes_on_in_eager(

@@ -13,20 +13,52 @@ from tests.scripts.runner import Runner, Scenario, compare
 
 FOLDER = Path(__file__).with_name("scenarios")
 HELPERS = {"tiny.py"}
-ALWAYS = {"lightning_loop"}  # in `.ci/run`: the only one of its framework
+# One or two of each kind, in `.ci/run` beside those of the default suite.
+CHOSEN = (
+    "loss_outside_counting_pads",
+    "logits_kept_over_steps",
+    "logits_sliced",
+    "metric_all_positions",
+    "forward_hooks_keep_activations",
+    "backward_hooks",
+    "gradient_checkpointing_enabled",
+    "checkpoint_around_part",
+    "ddp_loss_outside_counting_pads",
+    "ddp_no_sync",
+    "ddp_two_backwards",
+    "freeze_midway",
+    "evaluation_between_steps",
+    "generate_between_steps",
+    "generator_and_discriminator",
+    "two_losses_two_backwards",
+    "two_optimizers",
+    "add_lora_midway",
+    "optimizer_in_backward",
+    "gradient_penalty_model_loss",
+    "t5_loss_inside",
+    "autocast_with_scaler",
+    "exception_for_bad_batch",
+    "saved_and_loaded_midway",
+    "accelerate_loop",
+    "lightning_loop",
+)
 SCENARIOS = [Scenario.read(path) for path in sorted(FOLDER.glob("*.py")) if path.name not in HELPERS]
 
 
-def _marks(number: int, scenario: Scenario) -> list[pytest.MarkDecorator]:
-    """The default suite runs the chosen ones, `.ci/run` every 18th of the others too, `-m "slow or matrix"` all."""
+def _marks(scenario: Scenario) -> list[pytest.MarkDecorator]:
+    """`.ci/run` runs those of the default suite and the chosen ones, `-m "slow or matrix"` all."""
     if scenario.default:
         return []
-    return [pytest.mark.slow if number % 18 == 0 or scenario.name in ALWAYS else pytest.mark.matrix]
+    return [pytest.mark.slow if scenario.name in CHOSEN else pytest.mark.matrix]
+
+
+def test_what_is_chosen_is_there() -> None:
+    assert set(CHOSEN) <= {each.name for each in SCENARIOS if not each.default}
 
 
 @pytest.mark.parametrize(
     "scenario",
-    [pytest.param(each, id=each.name, marks=_marks(number, each)) for number, each in enumerate(SCENARIOS)],
+    [pytest.param(each, id=each.name, marks=_marks(each)) for each in SCENARIOS],
 )
 def test_a_script_records_the_same_numbers_with_the_import(
     scenario: Scenario, runner: Runner, tmp_path: Path, record_property: Callable[[str, object], None]

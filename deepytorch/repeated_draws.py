@@ -1,0 +1,78 @@
+"""Whether a script has a module draw the same random numbers again: gradient caching, two passes of one step.
+
+Such a script keeps the state of a generator, calls the module, sets the state back, and calls it once more: both calls
+are to draw alike. A packed call does not draw what an eager one draws, so from then on each call runs in eager.
+
+The state of the generators is looked at where calls of armed modules begin and end, with gradients or without. It was
+set back where it stands as it has stood before an earlier call, and has been elsewhere since.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from typing import Any
+
+import torch
+
+_MOST_STATES = 4096  # of calls that may come once more: the chunks of a large batch
+
+
+class SeenStates:
+    """The states of this process's generators, as calls of armed modules began and ended."""
+
+    def __init__(self) -> None:
+        self._seen: OrderedDict[int, None] = OrderedDict()
+        self._current: int | None = None
+        self._lock = threading.Lock()
+
+    def is_set_back(self, state: int) -> bool:
+        """A call begins with this state: return whether it was seen before, and another one since."""
+        with self._lock:
+            found = state != self._current and state in self._seen
+            self._current = state
+            self._seen[state] = None
+            self._seen.move_to_end(state)
+            if len(self._seen) > _MOST_STATES:
+                self._seen.popitem(last=False)
+            return found
+
+    def ended(self, state: int) -> None:
+        """A call has ended with this state."""
+        with self._lock:
+            self._current = state
+
+
+SEEN = SeenStates()
+
+
+class RepeatedDraws:
+    """The random numbers of one module's calls; a context around each of them.
+
+    found: whether a call that draws was to draw what an earlier one has drawn.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """device: of the module's parameters."""
+        self._device = device
+        self._draws = self._was_set_back = False
+        self._began: list[int] = []
+        self.found = False
+
+    def __enter__(self) -> None:
+        state = self._state()
+        self._began.append(state)
+        self._was_set_back |= SEEN.is_set_back(state)
+        self.found = self._was_set_back and self._draws
+
+    def __exit__(self, *error: object) -> None:
+        state = self._state()
+        self._draws |= state != self._began.pop()
+        SEEN.ended(state)
+
+    def _state(self) -> int:
+        states: list[Any] = [torch.default_generator.get_state().numpy().tobytes()]
+        if self._device.type == "cuda" and torch.cuda.is_initialized():
+            generator = torch.cuda.default_generators[self._device.index or 0]
+            states.append(generator.get_state().numpy().tobytes())
+        return hash(tuple(states))

@@ -1,0 +1,47 @@
+"""When a call is to draw what an earlier one has drawn."""
+
+from __future__ import annotations
+
+import torch
+
+from deepytorch.repeated_draws import RepeatedDraws, SeenStates
+
+
+def test_a_state_is_set_back_where_it_was_seen_and_another_one_since() -> None:
+    seen = SeenStates()
+    assert not seen.is_set_back(1)
+    assert not seen.is_set_back(1)  # nothing was drawn
+    seen.ended(2)
+    assert not seen.is_set_back(2)  # the next call goes on from there
+    seen.ended(3)
+    assert seen.is_set_back(1)
+    seen.ended(2)
+    assert seen.is_set_back(1)
+
+
+def drawing(draws: RepeatedDraws) -> bool:
+    """One call of a module with dropout: whether it is to run in eager."""
+    with draws:
+        torch.rand(1)
+        return draws.found
+
+
+def test_calls_that_go_on_are_not_repeated_and_a_second_pass_is() -> None:
+    torch.manual_seed(123_456)
+    draws = RepeatedDraws(torch.device("cpu"))
+    assert [drawing(draws) for _ in range(3)] == [False, False, False]
+    state = torch.get_rng_state()
+    assert not drawing(draws)
+    torch.set_rng_state(state)
+    assert drawing(draws)
+    assert drawing(draws)  # for good: packed calls beside it would draw other numbers
+
+
+def test_a_module_that_draws_nothing_is_left_alone() -> None:
+    torch.manual_seed(654_321)
+    draws, state = RepeatedDraws(torch.device("cpu")), torch.get_rng_state()
+    for _ in range(3):
+        with draws:
+            assert not draws.found
+        torch.rand(1)  # the script does
+        torch.set_rng_state(state)
