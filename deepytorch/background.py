@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -56,8 +57,11 @@ def is_working() -> bool:
 def end_with_parent(parent: int, scratch: Path | None = None) -> None:
     """In such a process: end it, and all that it has started, soon after `parent` has ended. scratch: goes with it.
 
-    Its input tells nothing: a process that the parent has forked may hold it open.
+    Its input tells nothing: a process that the parent has forked may hold it open. Where memory is short, it is what is
+    given up, and not what trains.
     """
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
     signal.signal(signal.SIGTERM, _terminate)
     threading.Thread(target=_watch, args=(parent, scratch), daemon=True).start()
 

@@ -37,6 +37,7 @@ from deepytorch.private_files import cache_directory, prepare_private
 
 BUILD_TIMEOUT = timedelta(minutes=15)
 _FLAGS = ("-O3", "-std=c++20", "-fvisibility=hidden")  # torch 2.11 would ask for C++17
+_ENDED = re.compile(r"\bKilled\b|\bSIGKILL\b|out of memory|Cannot allocate memory|\[code=(137|-9)\]")
 _COMPLAINT = re.compile(r"\berror: |: not found$")  # of a compiler, or of the shell that was to start it
 
 
@@ -103,13 +104,14 @@ class Extension:
         target = folder / f"{self.name}.so"
         if target.exists():
             return target
-        asked, failure = time.time(), folder / "failure"
+        asked, failure, killed = time.time(), folder / "failure", folder / "killed"
         try:
             with FileLock(folder / "build.lock", mode=0o600):
                 if target.exists():
                     return target
-                if failure.exists() and failure.stat().st_mtime > asked:  # of a process that this one has waited for
-                    raise BuildError(failure.read_text(encoding="utf-8"))
+                for told in (failure, killed):
+                    if told.exists() and told.stat().st_mtime > asked:  # by a process that this one has waited for
+                        raise BuildError(told.read_text(encoding="utf-8"))
                 logger.info("compiling deepytorch's %s (up to half a minute, once)", self.what)
                 with tempfile.TemporaryDirectory(dir=scratch or folder) as inside:
                     try:
@@ -117,9 +119,11 @@ class Extension:
                         shutil.move(self._compile(Path(inside)), made)
                         made.replace(target)
                         failure.unlink(missing_ok=True)
+                        killed.unlink(missing_ok=True)
                     except BuildError as error:
+                        once_more = isinstance(error, _Ended) and not killed.exists()
                         if not is_ending():  # else it was ended, and the next one may do better
-                            failure.write_text(str(error), encoding="utf-8")
+                            (killed if once_more else failure).write_text(str(error), encoding="utf-8")
                         raise
         except OSError as error:
             raise BuildError(f"its C++ cannot be compiled into {folder}: {error}") from error
@@ -139,12 +143,15 @@ class Extension:
         """Whether the process that `build_beside` has started is still at it."""
         return self._beside is not None and self._beside.poll() is None
 
-    def failed(self) -> str | None:
-        """Why it could not be compiled, if that was tried before. `deepytorch build` tries again."""
-        try:
-            return (self._folder() / "failure").read_text(encoding="utf-8")
-        except OSError:
-            return None
+    def failed(self, lately: bool = False) -> str | None:
+        """Why it could not be compiled, if that was tried before. `deepytorch build` tries again.
+
+        A compiler that was killed, as where memory is short for a while, counts at its second time; lately: or now.
+        """
+        for name in ("failure", "killed") if lately else ("failure",):
+            with contextlib.suppress(OSError):
+                return (self._folder() / name).read_text(encoding="utf-8")
+        return None
 
     def is_built(self) -> bool:
         """Whether the installed package or the cache holds the native module."""
@@ -238,6 +245,9 @@ class Extension:
             lines = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
             wrong = next((line for line in lines if _COMPLAINT.search(line)), lines[-1] if lines else "no message")
             logger.debug("output of the compiler:\n%s", "\n".join(lines))
+            ended = [line.strip()[:300] for line in lines if _ENDED.search(line)]
+            if done.returncode < 0 or ended:
+                raise _Ended(f"the compiler of its C++ was ended, as where memory is short: {(ended or [wrong])[0]}")
             raise BuildError(f"its C++ does not compile here: {wrong.strip()[:300]}")
         return made
 
@@ -259,6 +269,10 @@ class Extension:
         except ImportError as error:
             raise BuildError(f"its compiled C++ {path} does not load: {error}. Remove that file") from error
         return module
+
+
+class _Ended(BuildError):
+    """The compiler was killed or had too little memory, which is no fault of what it was given."""
 
 
 def build_for(description: str, parent: int) -> None:

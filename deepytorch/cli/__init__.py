@@ -97,5 +97,6 @@ def _root(
     ] = False,
 ) -> None:
     """Take the options that stand before a command."""
-    if context.invoked_subcommand != "lab":  # what is measured or compared here is compiled, and not in its first steps
+    # what is measured or compared here is compiled, and not in its first steps; `doctor` shows what the user has set
+    if context.invoked_subcommand not in ("lab", "doctor"):
         process_environment().setdefault("DEEPYTORCH_COMPILE", "wait")
