@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from deepytorch.torch_internals import current_graph_task_id
+
 _MOST_STATES = 4096  # of calls that may come once more: the chunks of a large batch
 
 
@@ -22,16 +24,18 @@ class SeenStates:
     """The states of this process's generators, as calls of armed modules began and ended."""
 
     def __init__(self) -> None:
-        self._seen: OrderedDict[int, None] = OrderedDict()
+        self._seen: OrderedDict[int, bool] = OrderedDict()  # whether the call had gradients
         self._current: int | None = None
         self._lock = threading.Lock()
 
-    def is_set_back(self, state: int) -> bool:
-        """A call begins with this state: return whether it was seen before, and another one since."""
+    def set_back_to(self, state: int, has_gradients: bool) -> bool | None:
+        """A call begins with this state: where it was seen before, and another one since, return whether the call that
+        began with it had gradients; else None.
+        """
         with self._lock:
-            found = state != self._current and state in self._seen
+            found = self._seen.get(state) if state != self._current else None
             self._current = state
-            self._seen[state] = None
+            self._seen[state] = has_gradients
             self._seen.move_to_end(state)
             if len(self._seen) > _MOST_STATES:
                 self._seen.popitem(last=False)
@@ -62,7 +66,10 @@ class RepeatedDraws:
     def __enter__(self) -> None:
         state = self._state()
         self._began.append(state)
-        self._was_set_back |= SEEN.is_set_back(state)
+        trained = SEEN.set_back_to(state, torch.is_grad_enabled())
+        # A checkpoint around the module computes a call again in the backward, and does so as it was computed first.
+        is_recomputed = bool(trained) and current_graph_task_id() != -1
+        self._was_set_back |= trained is not None and not is_recomputed
         self.found = self._was_set_back and self._draws
 
     def __exit__(self, *error: object) -> None:

@@ -9,14 +9,14 @@ from deepytorch.repeated_draws import RepeatedDraws, SeenStates
 
 def test_a_state_is_set_back_where_it_was_seen_and_another_one_since() -> None:
     seen = SeenStates()
-    assert not seen.is_set_back(1)
-    assert not seen.is_set_back(1)  # nothing was drawn
+    assert seen.set_back_to(1, True) is None
+    assert seen.set_back_to(1, True) is None  # nothing was drawn
     seen.ended(2)
-    assert not seen.is_set_back(2)  # the next call goes on from there
+    assert seen.set_back_to(2, False) is None  # the next call goes on from there
     seen.ended(3)
-    assert seen.is_set_back(1)
+    assert seen.set_back_to(1, False) is True
     seen.ended(2)
-    assert seen.is_set_back(1)
+    assert seen.set_back_to(1, True) is False  # the last call that began so had none
 
 
 def drawing(draws: RepeatedDraws) -> bool:
