@@ -23,7 +23,13 @@ from deepytorch.compiler.budget import BUDGET
 from deepytorch.compiler.outcome import Outcome, tell
 from deepytorch.compiler.report import LEDGER, RegionRecord
 from deepytorch.log import logger, once
-from deepytorch.torch_internals import ConvertFrameReturn, FrameAction, FrameExecStrategy, dynamo_config
+from deepytorch.torch_internals import (
+    ConvertFrameReturn,
+    FrameAction,
+    FrameExecStrategy,
+    current_graph_task_id,
+    dynamo_config,
+)
 
 _NEVER = float("inf")
 
@@ -139,6 +145,8 @@ class TraceGate:
         if known.extra_seconds == _NEVER:
             return False
         granted, self._history.granted = self._history.granted, False
+        if not self._waits and current_graph_task_id() != -1:  # what a checkpoint computes again runs as it ran first
+            return False
         return self._waits or granted or BUDGET.affords(self._history.expected_seconds(code))
 
     def _tell(self, reason: str) -> None:

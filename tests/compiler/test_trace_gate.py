@@ -114,6 +114,20 @@ def test_a_hook_that_comes_later_is_traced_when_that_can_be_afforded_and_runs_at
     assert len(graphs) > traced
 
 
+def test_nothing_is_traced_inside_of_a_backward(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a checkpoint around the model computes a call again, as it was computed first."""
+    graphs = counted(monkeypatch)
+    model, x = of_own("Recomputed", lambda self, x: torch.relu(self.layer(x))), torch.ones(2, 4)
+    call, seen = compiled_call(type(model), None, {"wait": False}), []
+    weight = torch.ones(2, requires_grad=True)
+    weight.register_hook(lambda gradient: seen.append(call(model, x)))
+    weight.sum().backward()
+    torch.testing.assert_close(seen[0], model(x), rtol=0, atol=0)
+    assert graphs == []
+    call(model, x)
+    assert len(graphs) >= 1
+
+
 class Reversed(torch.autograd.Function):
     """What no other process can compile: a custom function."""
 
