@@ -216,6 +216,9 @@ def _lower_whole(
         explaining.append(record)
         tell(Outcome.DECLINED)
         return eager_graph(module).forward
+    if not any(node.op.startswith("call") for node in module.graph.nodes):  # Dynamo compiles no such graph once more
+        tell(Outcome.DECLINED)
+        return eager_graph(module).forward
     trace = current_trace()
     if trace is not None:
         _note_sizes(trace, module, example_inputs)

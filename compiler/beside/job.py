@@ -93,10 +93,12 @@ class Argument:
             setattr(tensor, _STATIC, self.static)
         if self.is_parameter:
             return torch.nn.Parameter(tensor, requires_grad=self.requires_grad)
-        if self.requires_grad:
-            tensor.requires_grad_()
-            return tensor if self.is_leaf else tensor.view_as(tensor)
-        return tensor
+        if self.requires_grad and not self.is_leaf:
+            leaf = torch.empty(0, dtype=self.dtype, requires_grad=True)
+            computed = leaf.clone()  # and no view of one, into which a graph could not write
+            computed.data = tensor
+            return computed
+        return tensor.requires_grad_(self.requires_grad)
 
 
 @dataclass(frozen=True)

@@ -115,6 +115,8 @@ def test_an_argument_is_made_up_with_all_that_a_compiler_asks_of_it(kind: str) -
     )
     assert made.untyped_storage().nbytes() == given.untyped_storage().nbytes()
     assert (made.requires_grad, made.is_leaf) == (given.requires_grad, given.is_leaf)
+    if not given.is_leaf:
+        made.add_(1)  # a graph may write to it, as to the given one
 
 
 def test_arguments_that_another_process_cannot_make_up_are_refused() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 import deepytorch.log
@@ -128,6 +128,14 @@ def test_a_graph_without_inputs_is_compiled_beside_as_others_are(monkeypatch: py
         assert torch.equal(compiled(), draw())
     [region] = LEDGER.report().regions
     assert (region.outcome, region.fallbacks, region.compiles) == ("declined", [], 1)
+
+
+def test_a_graph_that_computes_nothing_is_not_handed_to_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_step, "compile_beside", fail)
+    nothing = fx.Graph()  # as Dynamo makes it where a frame only draws from `random`
+    nothing.output(())
+    step = backend_module.deepytorch_backend(fx.GraphModule(nn.Module(), nothing), [], options={"wait": False})
+    assert step() == ()
 
 
 def test_a_packed_step_that_fails_at_run_time_goes_on_padded(
