@@ -354,7 +354,8 @@ def _sets_generators(module: fx.GraphModule) -> bool:
 def _is_cut_at(module: fx.GraphModule, *names: str) -> bool:
     """Whether Dynamo has cut a graph where what it says of the reason holds one of these names."""
     reason = getattr(module, "compile_subgraph_reason", None)
-    return bool(getattr(reason, "graph_break", False)) and any(name in str(reason.reason) for name in names)
+    said = str(getattr(reason, "reason", ""))
+    return bool(getattr(reason, "graph_break", False)) and any(name in said for name in names)
 
 
 def _may_have_attention(module: fx.GraphModule) -> bool:
