@@ -69,6 +69,8 @@ def deepytorch_backend(
     trace_of_frame = current_trace()
     if trace_of_frame is not None and _sets_generators(module):
         trace_of_frame.leave("the model sets random generators itself, so that its draws have to be those of eager")
+    if trace_of_frame is not None and _is_cut_at(module, "use_numpy_random_stream"):
+        trace_of_frame.leave("the model draws random numbers from NumPy")  # two names of one array share no storage
     reason = _nothing_to_pack(module, config)
     if reason is not None:
         trace_as_it_comes(example_inputs)
@@ -349,11 +351,14 @@ def _region_name() -> str:
 
 def _sets_generators(module: fx.GraphModule) -> bool:
     """Whether Dynamo has cut a graph where the model sets the state of a random generator, or makes one."""
+    return _is_cut_at(module, "rng_state", "manual_seed", "fork_rng", "torch.Generator")
+
+
+def _is_cut_at(module: fx.GraphModule, *names: str) -> bool:
+    """Whether Dynamo has cut a graph where what it says of the reason holds one of these names."""
     reason = getattr(module, "compile_subgraph_reason", None)
-    if not getattr(reason, "graph_break", False):
-        return False
     said = str(getattr(reason, "reason", ""))
-    return any(name in said for name in ("rng_state", "manual_seed", "fork_rng", "torch.Generator"))
+    return bool(getattr(reason, "graph_break", False)) and any(name in said for name in names)
 
 
 def _may_have_attention(module: fx.GraphModule) -> bool:

@@ -32,6 +32,9 @@ from deepytorch.torch_internals import (
 )
 
 _NEVER = float("inf")
+# Hooks that come or go later are seen, where Dynamo would take them for what they were; and numbers that a forward
+# draws from NumPy stay NumPy's, where Dynamo would draw them from torch's generator.
+_AS_EAGER = {"skip_nnmodule_hook_guards": False, "use_numpy_random_stream": True}
 
 
 @dataclass
@@ -127,8 +130,7 @@ class TraceGate:
         trace = Trace(known, in_place=self._waits or known.extra_seconds > 0)
         token, started = _CURRENT.set(trace), time.perf_counter()
         try:
-            # Hooks that come or go later are seen: by default Dynamo takes them for what they were.
-            with BUDGET.pause(), dynamo_config.patch(skip_nnmodule_hook_guards=False):
+            with BUDGET.pause(), dynamo_config.patch(_AS_EAGER):
                 return self._torchdynamo_orig_backend(frame, cache_entry, frame_state)
         except Exception as error:
             if trace.reason is not None:
