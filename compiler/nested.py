@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -87,6 +88,33 @@ class _RecompileGate:
             return self._torchdynamo_orig_backend(*frame)
 
 
+_ENTER = re.compile(r"^\w+ = torch\.amp\.autocast_mode\._enter_autocast\((.*)\)(.*)$")
+_EXIT = re.compile(r"^\w+ = torch\.amp\.autocast_mode\._exit_autocast\((\w+)\)(.*)$")
+
+
+def _with_blocks(body: list[str]) -> list[str]:
+    """The code of a graph, with `with torch.autocast(...)` where it enters and leaves autocast by calls.
+
+    Dynamo of torch 2.11 and 2.12 traces no such calls: it makes them.
+    """
+    made, depth = [], 0
+    for line in "".join(body).splitlines():
+        entered, left = _ENTER.match(line), _EXIT.match(line)
+        if entered:
+            made.append(f"{_INDENT * depth}with torch.autocast({entered[1]}):")
+            depth += 1
+            made.append(f"{_INDENT * depth}pass")  # there may be no call inside
+            continue
+        if left:
+            depth -= 1
+        else:
+            made.append(_INDENT * depth + line)
+    return [f"{line}\n" for line in made]
+
+
+_INDENT = "    "
+
+
 def _nested(
     module: fx.GraphModule,
     backend: Backend,
@@ -96,7 +124,8 @@ def _nested(
 ) -> tuple[Compiled, Callable[[], Sequence[Any]]]:
     """What calls the graph from now on; and the first call, which compiles it."""
     # Dynamo never enters code that was generated while it was compiling, so it is generated again.
-    module.recompile()
+    with module.graph.on_generate_code(lambda _: _with_blocks):
+        module.recompile()
 
     def both(traced: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
         # The backward at once, as beside, where there is none to wait for: it is part of the cache's key.

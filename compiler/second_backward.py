@@ -48,10 +48,6 @@ from deepytorch.torch_internals import (
 
 _VIEWS = 8  # how many nodes lie, at most, between an output that is a view and the node of its region
 
-
-# Outputs that a node has gradients of; those of others go to what they are views of.
-_OF_ITS_OWN = ("non_alias", "unsafe_view_alias", "custom_function_view")
-
 _BACKWARD = ("apply", "apply_boxed")  # what autograd calls of a node; newer versions hand gradients over in a list
 
 
@@ -117,7 +113,7 @@ class SecondBackward:
         if node is None:
             try:
                 node = self._find_node(call, outputs)
-                known = node is not None and self._learn(call, node, len(outputs))
+                known = node is not None and self._learn(call, node, outputs)
             except Exception:  # likewise: to be ready for what may never be asked must not cost the step
                 known = False
                 logger.debug("traceback of the failure", exc_info=True)
@@ -175,11 +171,11 @@ class SecondBackward:
                 self._all_generators.append(torch.cuda.default_generators[device.index])
         self._generators = self._all_generators
 
-    def _learn(self, call: Call, node: Any, num_outputs: int) -> bool:
+    def _learn(self, call: Call, node: Any, outputs: Sequence[Any]) -> bool:
         """Which inputs the region writes into and whether it is random; False where the node is not as we know them."""
         metadata = node._forward_cls.metadata
         assert self._places is not None
-        if metadata.num_outputs != num_outputs or any(info.mutates_metadata for info in metadata.input_info):
+        if any(info.mutates_metadata for info in metadata.input_info):
             return False
         written = set(self._unread)
         if len(metadata.input_info) == len(call.inputs):  # else some were merged, and the rest has to show it
@@ -195,33 +191,31 @@ class SecondBackward:
         call.copies = {place: call.copies[place] for place in self._written}
         call.random = [(each, state) for each, state in call.random if not torch.equal(each.get_state(), state)]
         self._generators = [generator for generator, _ in call.random]
-        self._learn_outputs(node)
+        self._learn_outputs(node, outputs)
         if self._parts is not None and self.differentiable is not None:
             self._learn_behind(call, node, self._parts)
         return True
 
-    def _learn_outputs(self, node: Any) -> None:
+    def _learn_outputs(self, node: Any, outputs: Sequence[Any]) -> None:
+        """Which outputs of the region each gradient is of that the node is given. (Dynamo, which traced the region once
+        more, may return an output of the graph twice, and one that is a number not at all.)
+        """
         compiled = node._forward_cls
         metadata = compiled.metadata
         self.saves = bool(node._raw_saved_tensors)
         self.behind = self.differentiable = None
-        written, outputs = metadata.mutated_inp_runtime_indices, metadata.output_info
-        views: list[set[int]] = [set() for _ in range(metadata.num_intermediate_bases)]
-        for number, info in enumerate(outputs):
-            if info.output_type.name in ("alias_of_intermediate", "alias_of_intermediate_save_as_output"):
-                views[info.base_idx].add(number)
-        self.stands_for = [frozenset([~place]) for place in written]
-        self.stands_for += [frozenset([number]) for number in range(len(outputs))]
-        self.stands_for += [frozenset(each) for each in views]
-        if (
-            len(node._input_metadata) != len(self.stands_for)
-            or getattr(compiled, "maybe_subclass_metadata", None) is not None
-        ):
+        written = metadata.mutated_inp_runtime_indices
+        of = [{~place} for place in written] + [set() for _ in node._input_metadata[len(written) :]]
+        for number, output in enumerate(outputs):
+            place = _gradient_of(output, node)
+            if place is not None:
+                of[place].add(number)
+        self.stands_for = [frozenset(each) for each in of]
+        if getattr(compiled, "maybe_subclass_metadata", None) is not None:
             return
         inputs = [metadata.input_info[place] for place in written]
         self.differentiable = [bool(info.requires_grad and info.mutates_data) for info in inputs]
-        self.differentiable += [bool(i.requires_grad) and i.output_type.name in _OF_ITS_OWN for i in outputs]
-        self.differentiable += [True] * len(views)
+        self.differentiable += [bool(each) for each in of[len(written) :]]
 
     def _learn_behind(self, call: Call, node: Any, parts: Parts) -> None:
         metadata = node._forward_cls.metadata
@@ -495,6 +489,21 @@ def _nodes_behind(output: Any) -> Iterator[Any]:
             return
         yield node
         node = node.next_functions[0][0] if node.next_functions else None
+
+
+def _gradient_of(output: Any, node: Any) -> int | None:
+    """Which of the gradients that `node` is given this output's is part of; None where it is not one of the node's."""
+    if not isinstance(output, torch.Tensor) or output.grad_fn is None:
+        return None
+    found: Any = output.grad_fn
+    place = output.output_nr
+    for _ in range(_VIEWS):
+        if found is node:
+            return place
+        if not found.next_functions or found.next_functions[0][0] is None:
+            return None
+        found, place = found.next_functions[0]
+    return None
 
 
 def _is_compiled(node: Any) -> bool:

@@ -94,6 +94,12 @@ _when_imported(
     "torch.distributed.distributed_c10d", lambda _: import_module("deepytorch.comm.group.registration").register()
 )
 
+# `torch.compile(model, backend="deepytorch")` works from a source tree, too, which has no entry point.
+_when_imported(
+    "torch._dynamo.backends.registry",
+    lambda registry: import_module("deepytorch.integrations.backend_name").register(registry),
+)
+
 if Environment.read().enabled:
     _attach("accelerate")  # a name that is made known, and nothing else
     if not _is_asked_for_by_name():

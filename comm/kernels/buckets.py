@@ -100,8 +100,16 @@ def _on_gpu(gradients: Sequence[Tensor], slots: Sequence[Tensor], bucket: Slots,
         return False
     if not has_triton_package() or torch.cuda.is_current_stream_capturing() or not bucket.fit(gradients):
         return False
-    # what is moved onto itself would be scaled again where launch settings are tried
-    return all(each.data_ptr() != slot.data_ptr() for each, slot in zip(gradients, slots, strict=True))
+    return not moves_onto_itself(gradients, slots)
+
+
+def moves_onto_itself(gradients: Sequence[Tensor], slots: Sequence[Tensor]) -> bool:
+    """Whether a gradient lies in its slot: it would be scaled again where launch settings are tried.
+
+    Tensors without elements have no address, and lie nowhere.
+    """
+    pairs = zip(gradients, slots, strict=True)
+    return any(each.data_ptr() == slot.data_ptr() and each.numel() > 0 for each, slot in pairs)
 
 
 def _foreach_move(sources: Sequence[Tensor], targets: Sequence[Tensor], scale: float, norm: bool) -> Tensor | None:

@@ -84,6 +84,27 @@ def test_no_submodule_takes_an_exported_name(name):
     assert modules & set(package.__all__) == set()
 
 
+def test_a_source_tree_without_an_entry_point_has_the_backend_all_the_same(tmp_path):
+    for name in ("comm", "compiler", "deepytorch", "passes"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    code = f"""
+import sys
+from importlib import metadata
+sys.path.insert(0, {str(tmp_path)!r})
+entry_points = metadata.entry_points  # of an environment in which nobody has installed us
+metadata.entry_points = lambda **which: [] if which.get("name") == "deepytorch" else entry_points(**which)
+import torch._dynamo.backends.registry as registry
+registry._discover_entrypoint_backends = lambda: None
+import deepytorch
+assert deepytorch.__file__.startswith({str(tmp_path)!r})
+import torch
+call = torch.compile(torch.nn.Linear(3, 2), backend="deepytorch", options={{"lowering": "eager"}})
+print(call(torch.ones(4, 3)).shape)
+"""
+    done = python(code)
+    assert done.stdout.strip() == "torch.Size([4, 2])", done.stdout + done.stderr
+
+
 def test_errors_have_one_root():
     from deepytorch import errors
 

@@ -265,6 +265,12 @@ def test_machine_code_for_every_gpu_is_sound(tmp_path):
     assert len(lines) == 3 * len(buckets_triton.VARIANTS)
 
 
+def test_gradients_without_elements_lie_in_no_slot():
+    views, _ = spread(SIZES, torch.float32)
+    assert not kernels.moves_onto_itself(drawn(SIZES, torch.float32), views)
+    assert kernels.moves_onto_itself(views, views)
+
+
 @pytest.mark.gpu
 def test_a_launch_waits_for_nothing():
     gradients = drawn(SIZES, torch.bfloat16)

@@ -50,6 +50,29 @@ def test_what_has_been_compiled_is_what_runs() -> None:
     assert len(made) == 1
 
 
+def test_autocast_that_a_graph_enters_by_calls_is_traced_as_with_blocks() -> None:
+    """Dynamo of torch 2.11 traces no such calls, and left autocast as they had set it."""
+    torch._dynamo.reset()
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    outer = graph.call_function(torch.amp.autocast_mode._enter_autocast, ("cpu", torch.bfloat16, True, None))
+    first = graph.call_function(torch.matmul, (x, x))
+    inner = graph.call_function(torch.amp.autocast_mode._enter_autocast, ("cpu", torch.bfloat16, False, None))
+    second = graph.call_function(torch.matmul, (x, x))
+    graph.call_function(torch.amp.autocast_mode._exit_autocast, (inner,))
+    empty = graph.call_function(torch.amp.autocast_mode._enter_autocast, ("cpu", torch.float16, True, None))
+    graph.call_function(torch.amp.autocast_mode._exit_autocast, (empty,))
+    third = graph.call_function(torch.matmul, (x, x))
+    graph.call_function(torch.amp.autocast_mode._exit_autocast, (outer,))
+    graph.output((first, second, third, graph.call_function(torch.matmul, (x, x))))
+    module = fx.GraphModule(torch.nn.Module(), graph)
+    call = prepare_nested(module, as_it_is, [torch.ones(3, 3)], [()])
+    assert "_autocast(" not in module.code
+    half, single = torch.bfloat16, torch.float32
+    assert [each.dtype for each in call(torch.ones(3, 3))] == [half, single, half, single]
+    assert not torch.is_autocast_enabled("cpu")
+
+
 @pytest.mark.parametrize("error", [NotImplementedError, IndexError])
 def test_nothing_has_run_where_it_cannot_be_compiled(error: type[Exception]) -> None:
     torch._dynamo.reset()

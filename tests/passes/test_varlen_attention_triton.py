@@ -313,4 +313,22 @@ def test_on_a_gpu(dtype, dim, rule, shape):
     theirs = by_autograd(given, call, grad)
     for true, other, own in zip(truth, theirs, ours, strict=True):
         rmse_other, rmse_own = ((x.double() - true).square().mean().sqrt() for x in (other, own))
-        assert rmse_own <= 2 * rmse_other + 1e-5
+        assert rmse_own <= 2 * rmse_other + slack(true, truth[0], grad)
+
+
+def slack(true, output, grad):
+    """What may be off besides: where a bias is one for all keys its gradient is 0, by terms that cancel. One of them is
+    made from the outputs as they are kept, that is rounded, as in FlashAttention."""
+    if true.dim() != 4 or true.size(3) > 1:
+        return 1e-5
+    return 1e-5 + torch.finfo(grad.dtype).eps * (output * grad).square().sum(-1).mean().sqrt()
+
+
+@pytest.mark.parametrize(
+    ("dim", "dtype", "taken"), [(128, torch.float16, True), (256, torch.float32, True), (256, torch.float16, False)]
+)
+def test_what_a_bias_is_taken_with(dim, dtype, taken):
+    reason = form.why_not_triton(
+        *make([9], [9], dim=dim, dtype=dtype), call_of([9], [9], Rule(0.1), torch.ones(1, 4, 9, 9))
+    )
+    assert reason == (None if taken else "a bias on heads of 256 and 256 in torch.float16")

@@ -1,0 +1,26 @@
+"""`torch.compile(model, backend="deepytorch")` where deepytorch is imported from a source tree that is not installed.
+
+An installed package has an entry point, by which torch finds the backend. A source tree on `PYTHONPATH` has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any
+
+from torch import fx
+
+_NAME, _GROUP = "deepytorch", "torch_dynamo_backends"
+
+
+def register(registry: Any) -> None:
+    """Give torch's registry of backends, a module, the backend's name, unless an entry point does."""
+    if not metadata.entry_points(group=_GROUP, name=_NAME):
+        registry.register_backend(_backend, name=_NAME)
+
+
+def _backend(module: fx.GraphModule, example_inputs: Any, **options: Any) -> Callable[..., Any]:
+    from deepytorch.compiler.backend import deepytorch_backend
+
+    return deepytorch_backend(module, example_inputs, **options)
