@@ -95,7 +95,7 @@ _EXIT = re.compile(r"^\w+ = torch\.amp\.autocast_mode\._exit_autocast\((\w+)\)(.
 def _with_blocks(body: list[str]) -> list[str]:
     """The code of a graph, with `with torch.autocast(...)` where it enters and leaves autocast by calls.
 
-    Dynamo of torch 2.11 and 2.12 traces no such calls: it makes them.
+    Dynamo of torch 2.11 traces no such calls: it makes them.
     """
     made, depth = [], 0
     for line in "".join(body).splitlines():
