@@ -30,7 +30,7 @@ from deepytorch.compiler.report import LEDGER, RegionRecord
 from deepytorch.compiler.runtime import Effects, RewrittenStep, Step
 from deepytorch.compiler.second_backward import TwiceDifferentiable
 from deepytorch.compiler.trace_gate import Trace as FrameTrace
-from deepytorch.compiler.trace_gate import current_trace
+from deepytorch.compiler.trace_gate import current_trace, end_if_too_long
 from deepytorch.compiler.unread_statistics import unread_statistics
 from deepytorch.compiler.unused_outputs import parts_in_outputs
 from deepytorch.compiler.whole_step import WholeStep, graph_for_later
@@ -66,6 +66,7 @@ def deepytorch_backend(
     config = CompilerConfig.parse(mode, options, kwargs)
     if not Environment.read().enabled:
         config = replace(config, unpad=False, fuse_loss=False, reduce_gradients=False)
+    end_if_too_long()
     trace_of_frame = current_trace()
     if trace_of_frame is not None and _sets_generators(module):
         trace_of_frame.leave("the model sets random generators itself, so that its draws have to be those of eager")
@@ -124,6 +125,7 @@ def _analysed(
             restart_as_stock(module, example_inputs, [reason])  # see [Note: Restarts]
         return _lower_whole(module, example_inputs, config, _record(config, *reasons, reason))
     except Exception as error:
+        end_if_too_long()
         once(logging.WARNING, "a region could not be analysed (%s: %s); stock compiles it", type(error).__name__, error)
         logger.debug("traceback of the failure", exc_info=True)
         return _lower_whole(
@@ -146,6 +148,7 @@ def _compile(
 ) -> Callable[..., Any]:
     record = _record(config, *reasons)
     captured = capture(module, example_inputs)
+    end_if_too_long()
     fakes = [node.meta["val"] for node in captured.module.graph.nodes if node.op == "placeholder"]
     effects = _effects(captured.module.graph)
     reason = getattr(module, "compile_subgraph_reason", None)

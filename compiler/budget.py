@@ -39,8 +39,11 @@ class Budget:
 
     def affords(self, seconds: float) -> bool:
         """Return whether a pause leaves the run within `SHARE` of eager's time."""
-        eager = seconds_since_start() + self.balance
-        return seconds - self.balance <= SHARE * eager
+        return seconds <= self.longest_pause()
+
+    def longest_pause(self) -> float:
+        """Return for how many seconds training may stand still from now on."""
+        return self.balance + SHARE * (seconds_since_start() + self.balance)
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:

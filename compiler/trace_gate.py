@@ -5,12 +5,16 @@ fails because the script has changed something. A trace takes seconds, and train
 traced only where the run can afford it (see [Note: What a pause may cost]); else that frame runs in eager, as Python
 has it, and what it calls runs what is compiled already. Whatever goes wrong in a trace has the same end.
 
+What a trace takes is known behind it. So one that goes on for longer than the run can afford is ended, and is thought
+to take twice as long the next time.
+
 A frame is also left to eager where its graph would not be the module run as it is, or could only be compiled in the
 training process and the run is too short to pay for that: the backend says so (`Trace.leave`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -19,22 +23,23 @@ from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any, NoReturn
 
+import torch
+
 from deepytorch.compiler.budget import BUDGET
 from deepytorch.compiler.outcome import Outcome, tell
 from deepytorch.compiler.report import LEDGER, RegionRecord
 from deepytorch.log import logger, once
+from deepytorch.patches import replace
 from deepytorch.torch_internals import (
     ConvertFrameReturn,
     FrameAction,
     FrameExecStrategy,
     current_graph_task_id,
     dynamo_config,
+    dynamo_tracer,
 )
 
 _NEVER = float("inf")
-# Hooks that come or go later are seen, where Dynamo would take them for what they were; and numbers that a forward
-# draws from NumPy stay NumPy's, where Dynamo would draw them from torch's generator.
-_AS_EAGER = {"skip_nnmodule_hook_guards": False, "use_numpy_random_stream": True}
 
 
 @dataclass
@@ -88,11 +93,14 @@ class LeftToEager(Exception):
 class Trace:
     """One frame while Dynamo traces it and the backend compiles its graph.
 
-    in_place: whether its graph may be compiled in this process where no other one can.
+    in_place: whether its graph may be compiled in this process where no other one can. deadline: of `perf_counter`,
+    behind which it is ended.
     """
 
     code: TracedCode
     in_place: bool
+    deadline: float = _NEVER
+    is_too_long: bool = False
     reason: str | None = None  # why it is left to eager
 
     def leave(self, reason: str, extra_seconds: float = _NEVER) -> NoReturn:
@@ -119,6 +127,7 @@ class TraceGate:
         self._torchdynamo_orig_backend = traces  # by this name Dynamo looks for the backend behind a callback
         self._name, self._history, self._waits = name, history, waits
         self._told: set[str] = set()
+        watch_traces()
 
     def __call__(self, frame: Any, cache_entry: Any, frame_state: Any) -> Any:
         code: CodeType = frame.f_code
@@ -127,12 +136,20 @@ class TraceGate:
             if known.extra_seconds != _NEVER:
                 tell(Outcome.PUT_OFF)
             return _in_eager()
-        trace = Trace(known, in_place=self._waits or known.extra_seconds > 0)
-        token, started = _CURRENT.set(trace), time.perf_counter()
+        started = time.perf_counter()
+        trace = Trace(known, self._waits or known.extra_seconds > 0, started + self._longest())
+        token, factor = _CURRENT.set(trace), 1
         try:
-            with BUDGET.pause(), dynamo_config.patch(_AS_EAGER):
+            # Hooks that come or go later are seen, where Dynamo would take them for what they were; and numbers that a
+            # forward draws from NumPy stay NumPy's, where Dynamo would draw them from torch's generator.
+            as_eager = dynamo_config.patch(skip_nnmodule_hook_guards=False, use_numpy_random_stream=True)
+            with BUDGET.pause(), as_eager:
                 return self._torchdynamo_orig_backend(frame, cache_entry, frame_state)
         except Exception as error:
+            if trace.is_too_long:
+                factor = 2
+                tell(Outcome.PUT_OFF)
+                return _in_eager()
             if trace.reason is not None:
                 self._tell(trace.reason)
                 return _in_eager()
@@ -141,7 +158,11 @@ class TraceGate:
             return ConvertFrameReturn()  # it is not traced again; the frames that it calls may be
         finally:
             _CURRENT.reset(token)
-            known.seconds = time.perf_counter() - started
+            known.seconds = factor * (time.perf_counter() - started)
+
+    def _longest(self) -> float:
+        """Seconds that a trace may take: no matter how many where ranks have agreed on it, as it takes them all."""
+        return _NEVER if self._waits or torch.distributed.is_initialized() else BUDGET.longest_pause()
 
     def _may_trace(self, code: CodeType, known: TracedCode) -> bool:
         if known.extra_seconds == _NEVER:
@@ -156,6 +177,31 @@ class TraceGate:
         if reason not in self._told:
             self._told.add(reason)
             LEDGER.open(RegionRecord(f"a part of {self._name}", "eager", "", declined=[reason]))
+
+
+def end_if_too_long() -> None:
+    """End the trace of which this is a part if the run cannot afford any more of it."""
+    trace = _CURRENT.get()
+    if trace is not None and time.perf_counter() > trace.deadline:
+        trace.is_too_long = True
+        raise LeftToEager("the trace takes longer than the run can afford")
+
+
+def _step(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Dynamo's tracing of one instruction, but for traces that are to end."""
+
+    def step(translator: Any) -> bool:
+        end_if_too_long()
+        return original(translator)
+
+    return step
+
+
+def watch_traces() -> None:
+    """Have Dynamo's tracer ask before each instruction whether there is time for it."""
+    with contextlib.suppress(AttributeError):  # of a torch that is made otherwise: a trace takes what it takes
+        tracer = dynamo_tracer.InstructionTranslatorBase
+        replace(tracer, "step", _step, "end a trace that takes longer than the run can afford", always=True)
 
 
 def _in_eager() -> Any:

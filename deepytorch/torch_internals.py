@@ -115,7 +115,7 @@ INTERNALS = (
     Internal(
         "torch._dynamo.config.patch",
         "settings for one compile",
-        ((0, ("compiled_autograd", "optimize_ddp")), (0, ("skip_nnmodule_hook_guards",))),
+        ((0, ("compiled_autograd", "optimize_ddp")), (0, ("skip_nnmodule_hook_guards", "use_numpy_random_stream"))),
     ),
     Internal("torch._dynamo.eval_frame.OptimizedModule", "whether a module is compiled already"),
     Internal("torch._dynamo.exc.TensorifyScalarRestartAnalysis", "a restart that is not an error"),
@@ -129,6 +129,7 @@ INTERNALS = (
     ),
     Internal("torch._dynamo.reset", "begin a benchmark without compiled code", ((0, ()),)),
     Internal("torch._dynamo.source.ConstantSource", "where a size that a pass adds comes from", ((1, ()),)),
+    Internal("torch._dynamo.symbolic_convert.InstructionTranslatorBase", "end a trace that takes too long (patched)"),
     Internal("torch._dynamo.symbolic_convert.get_funcname", "names the function around a line, for a log (patched)"),
     Internal("torch._dynamo.symbolic_convert.trace_call_log", "whether that log is on"),
     Internal("torch._dynamo.symbolic_convert.trace_source_log", "the same"),

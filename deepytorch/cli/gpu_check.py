@@ -17,12 +17,16 @@ from deepytorch.cli.options import JsonFile, quiet_transformers
 def gpu_check(
     device: Annotated[str, typer.Option(help="The GPU: cuda, cuda:1. cpu tries the checks themselves.")] = "cuda",
     quick: Annotated[bool, typer.Option("--quick", help="Only what is right and wrong, no figures.")] = False,
-    seconds: Annotated[float, typer.Option(min=1, help="Checks that have not begun by then are left out.")] = 480.0,
+    budget: Annotated[
+        float, typer.Option(min=1, metavar="SECONDS", help="Checks that are not over by then are left out.")
+    ] = 480.0,
+    only: Annotated[list[str] | None, typer.Option(metavar="GROUP", help="Make this group; can be repeated.")] = None,
     json_file: JsonFile = None,
 ) -> None:
     """Check kernels, models, synchronisations and speed on this machine's GPU; what failed comes first.
 
-    Needs no network. Ends with status 1 where something failed.
+    Needs no network. Each group of checks runs in a process of its own: one that crashes or hangs is told with the
+    others. Ends with status 1 where something failed.
     """
     from deepytorch.bench.json_results import write_json
     from deepytorch.gpu_check import gpu_check as check
@@ -31,7 +35,7 @@ def gpu_check(
     console = Console(stderr=json_file == "-")
     quiet_transformers()
     with console.status("Starting") as status:
-        outcomes = check(device, quick, seconds, notify=status.update)
+        outcomes = check(device, quick, budget, only or (), notify=status.update)
     table = Table(box=box.SIMPLE_HEAD, title=f"Checks on {device}", title_justify="left")
     for name in ("", "what", "check", "found", "seconds"):
         table.add_column(name, justify="right" if name == "seconds" else "left")

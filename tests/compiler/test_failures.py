@@ -15,6 +15,7 @@ import deepytorch.log
 from deepytorch.compiler import backend as backend_module
 from deepytorch.compiler import compiled_step, lower_region, runtime
 from deepytorch.compiler.beside.queue import Pending
+from deepytorch.compiler.config import CompilerConfig
 from deepytorch.compiler.report import LEDGER
 from deepytorch.errors import ConfigError
 from deepytorch.passes.unpad.strip_padding import StripPadding
@@ -112,7 +113,10 @@ def test_lowering_that_raises_in_a_declined_region_runs_eager(monkeypatch: pytes
 
 
 def test_a_graph_without_inputs_is_compiled_beside_as_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
     def compiled_at_once(name: str, *_: Any) -> Pending:
+        asked.append(name)
         pending = Pending(name)
         pending.finish()
         return pending
@@ -121,13 +125,15 @@ def test_a_graph_without_inputs_is_compiled_beside_as_others_are(monkeypatch: py
         return torch.arange(4.0).sin()
 
     monkeypatch.setattr(compiled_step, "compile_beside", compiled_at_once)
+    monkeypatch.setattr(CompilerConfig, "waits", False)  # though nothing is gained by not waiting for this lowering
     LEDGER.forget()
-    compiled = torch.compile(draw, backend="deepytorch", options={"lowering": "aot_eager", "wait": False})
+    compiled = torch.compile(draw, backend="deepytorch", options={"lowering": "aot_eager"})
     with torch.no_grad():
         assert torch.equal(compiled(), draw())
         assert torch.equal(compiled(), draw())
     [region] = LEDGER.report().regions
     assert (region.outcome, region.fallbacks, region.compiles) == ("declined", [], 1)
+    assert len(asked) == 1
 
 
 def test_a_graph_that_computes_nothing_is_not_handed_to_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -46,6 +47,16 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return graphs
 
 
+TRACED: list[None] = []
+
+
+@torch._dynamo.assume_constant_result
+def trace_slowly() -> int:
+    TRACED.append(None)
+    time.sleep(0.02)
+    return 0
+
+
 def of_own(name: str, forward: Any) -> nn.Module:
     """A linear layer in a class of its own, with this forward."""
     module = type(name, (nn.Module,), {"forward": forward})()
@@ -73,6 +84,32 @@ def test_what_the_run_cannot_afford_runs_as_python_has_it(run: Run, monkeypatch:
     assert len(graphs) >= 1
     assert run.budget.paused > 0
     assert run.budget.balance == -run.budget.paused
+
+
+def test_a_trace_that_takes_longer_than_the_run_can_afford_is_ended(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs, traced = counted(monkeypatch), TRACED
+    traced.clear()
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        for turn in range(200):
+            if torch.compiler.is_compiling():
+                trace_slowly()
+            x = self.layer(x) / (turn + 1)
+        return x
+
+    model, x = of_own("SlowToTrace", forward), torch.ones(2, 4)
+    call = compiled_call(type(model), None, {"wait": False}, first_seconds=0.01)  # as was thought
+    history, run.age = compile_module._OWN[type(model)].history, 0.3 / SHARE
+    torch.testing.assert_close(call(model, x), model(x), rtol=0, atol=0)
+    assert graphs == []
+    assert 0 < len(traced) < 30
+    [seconds] = [each.seconds for each in history.codes.values()]
+    assert seconds >= 2 * 0.3
+    call(model, x)  # would take what is thought now
+    assert len(traced) < 30
+    run.age = 1000 / SHARE
+    torch.testing.assert_close(call(model, x), model(x), rtol=0, atol=0)
+    assert len(graphs) == 1
 
 
 def test_the_first_frame_was_decided_on_and_those_behind_a_break_are_not(

@@ -1,18 +1,11 @@
-"""`deepytorch gpu-check`: whether what deepytorch does on a GPU is right on this one, and how fast it is.
-
-From a work tree with `PYTHONPATH` alone, without a network, in eight minutes at most. Each check stands for itself: one
-that fails or raises is told with the others, at the end, the failed ones first.
-"""
+"""What `deepytorch gpu-check` asks a GPU: whether kernels and training are right on it, and how fast they are."""
 
 from __future__ import annotations
 
 import copy
 import statistics
-import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -21,8 +14,8 @@ from torch import Tensor, nn
 from deepytorch import paused
 from deepytorch.bench.models import batch_kind, build_model
 from deepytorch.data import batches, load_rows, train_tokenizer
-from deepytorch.errors import ConfigError
-from deepytorch.passes.ops.attention_tile import Rule
+from deepytorch.gpu_check.outcome import Check, Failed, Skipped
+from deepytorch.passes.ops.attention_tile import Call, Rule
 from deepytorch.passes.ops.linear_cross_entropy import linear_cross_entropy
 from deepytorch.passes.ops.linear_cross_entropy_chunked import LossRule
 from deepytorch.passes.ops.pack_facts import Packing, Target, pack_facts, takes
@@ -34,118 +27,46 @@ from deepytorch.passes.ops.reference import (
 from deepytorch.passes.ops.varlen_attention import varlen_attention
 from deepytorch.torch_internals import reset_dynamo
 
-SECONDS = 480.0
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _MODELS = ("llama", "bert", "t5")
 _OF_EAGERS = 3.0  # as far off as eager in that dtype, times this: the rule of PyTorch's own benchmarks
 _SLACK = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # of the size of what is compared
+_COMPILES_S = 180.0  # for a check with a model that Inductor compiles
+_MANY_S = 240.0  # for one with many compiles, or many ranks
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What one check found. passed: None where it could not be made; `said` tells why, or a figure."""
-
-    group: str
-    name: str
-    passed: bool | None
-    said: str
-    seconds: float
+def checks_on(device: str) -> list[Check]:
+    """Every check on `device`, by group: what is cheap and decides most comes first."""
+    return list(_checks(torch.device(device)))
 
 
-@dataclass(frozen=True)
-class _Check:
-    group: str
-    name: str
-    run: Callable[[], str]
-    quick: bool = True  # whether it is made with --quick, too
-
-
-class Failed(Exception):
-    """A check found something wrong; its text says what."""
-
-
-class Skipped(Exception):
-    """A check cannot be made here; its text says why."""
-
-
-def gpu_check(
-    device: str = "cuda",
-    quick: bool = False,
-    seconds: float = SECONDS,
-    notify: Callable[[str], None] = lambda text: None,
-) -> list[Outcome]:
-    """Make every check on `device`; those that do not begin within `seconds` are told as not made.
-
-    quick: kernels, parity and synchronisations in small, and no figures. Raises `ConfigError` for a device that there
-    is not.
-    """
-    place = torch.device(device)
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("There is no CUDA device here; `deepytorch doctor` says why. --device cpu tries the checks.")
-    begin = time.monotonic()
-    found = []
-    for check in _checks(place):
-        if quick and not check.quick:
-            continue
-        if time.monotonic() - begin > seconds:
-            found.append(Outcome(check.group, check.name, None, f"not begun within {seconds:.0f} s", 0.0))
-            continue
-        notify(f"{check.group}: {check.name}")
-        found.append(_made(check))
-    order = {False: 0, None: 1, True: 2}
-    return sorted(found, key=lambda outcome: order[outcome.passed])
-
-
-def to_json(outcomes: list[Outcome], device: str) -> dict[str, Any]:
-    """What was found, with the machine it was found on, as JSON holds it."""
-    properties: dict[str, Any] = {"name": "cpu"}
-    if torch.device(device).type == "cuda":
-        of = torch.cuda.get_device_properties(device)
-        properties = {
-            "name": of.name,
-            "capability": f"{of.major}.{of.minor}",
-            "memory_gb": round(of.total_memory / 2**30),
-        }
-    return {
-        "device": properties,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "checks": [asdict(outcome) for outcome in outcomes],
-    }
-
-
-def _made(check: _Check) -> Outcome:
-    begin = time.monotonic()
-    passed: bool | None = True
-    try:
-        said = check.run()
-    except Skipped as reason:
-        passed, said = None, str(reason)
-    except Failed as reason:
-        passed, said = False, str(reason)
-    except Exception as error:
-        passed, said = False, f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-4)}"
-    return Outcome(check.group, check.name, passed, said, round(time.monotonic() - begin, 2))
-
-
-def _checks(device: torch.device) -> Iterator[_Check]:
-    yield _Check("machine code", "every kernel, for this device", lambda: _machine_code(device))
+def _checks(device: torch.device) -> Iterator[Check]:
     for dtype in _DTYPES:
         for name, options in _LOSSES.items():
-            yield _Check("linear + cross-entropy", f"{dtype}, {name}", _bound(_loss_is_right, device, dtype, options))
+            yield Check("linear + cross-entropy", f"{dtype}, {name}", _bound(_loss_is_right, device, dtype, options))
+    for dtype in _DTYPES:
         for name, options in _ATTENTIONS.items():
-            yield _Check("attention", f"{dtype}, {name}", _bound(_attention_is_right, device, dtype, options))
+            group = "attention" if dtype == "bf16" else f"attention in {dtype}"
+            yield Check(group, f"{dtype}, {name}", _bound(_attention_is_right, device, dtype, options))
+    for dtype in ("bf16", "fp16"):
+        run = _bound(_biased_wide_heads, device, dtype)
+        yield Check("attention that is held back from Triton", f"{dtype}, heads of 256 with a bias", run)
     for size in ((5, 61), (37, 701)):  # in one launch and in two
-        yield _Check("facts of a batch", f"{size[0]} rows of {size[1]}", _bound(_facts_are_right, device, size))
+        yield Check("facts of a batch", f"{size[0]} rows of {size[1]}", _bound(_facts_are_right, device, size))
     for model in _MODELS:
         for dtype in ("fp32", "bf16"):
-            yield _Check("parity", f"{model}, {dtype}, Inductor", _bound(_trains_as_eager, device, model, dtype))
-    yield _Check("synchronisations", "a packed step", lambda: _synchronisations(device))
-    yield _Check("ranks of one GPU", "4 ranks, all-reduces", lambda: _ranks_of_one_gpu(device))
-    yield _Check("registered memory", "NCCL with one rank", lambda: _registered_memory(device))
-    yield _Check("speed", "linear + cross-entropy, 4096 x 4096 x 128256, bf16", lambda: _loss_speed(device), False)
-    yield _Check("speed", "attention, 8 rows of 1024, 32 heads of 128, bf16", lambda: _attention_speed(device), False)
-    yield _Check("speed", "bench unpad, llama base, bf16", lambda: _unpad_speed(device), False)
+            run = _bound(_trains_as_eager, device, model, dtype)
+            yield Check(f"parity of {model}", f"{dtype}, Inductor", run, deadline_s=_COMPILES_S)
+    yield Check("synchronisations", "a packed step", lambda: _synchronisations(device), deadline_s=_COMPILES_S)
+    yield Check("ranks of one GPU", "4 ranks, all-reduces", lambda: _ranks_of_one_gpu(device), deadline_s=_MANY_S)
+    yield Check("registered memory", "NCCL with one rank", lambda: _registered_memory(device))
+    yield Check("machine code", "every kernel, for this device", lambda: _machine_code(device), deadline_s=_MANY_S)
+    for name, speed in (
+        ("linear + cross-entropy, 4096 x 4096 x 128256, bf16", _loss_speed),
+        ("attention, 8 rows of 1024, 32 heads of 128, bf16", _attention_speed),
+        ("bench unpad, llama base, bf16", _unpad_speed),
+    ):
+        yield Check("speed", name, _bound(speed, device), quick=False, is_timed=True, deadline_s=_MANY_S)
 
 
 def _bound(call: Callable[..., str], *given: Any) -> Callable[[], str]:
@@ -238,6 +159,35 @@ def _attention_is_right(device: torch.device, dtype: str, options: dict[str, Any
     exact, eager = of(reference, torch.float64), of(reference, _DTYPES[dtype])
     ours = of(operator, _DTYPES[dtype])
     return _as_near(("output", "query", "key", "value"), exact, eager, ours, _DTYPES[dtype])
+
+
+def _biased_wide_heads(device: torch.device, dtype: str) -> str:
+    """What `varlen_attention_triton.why_not_triton` refuses until this is right: each output of its kernels by name."""
+    if device.type != "cuda":
+        raise Skipped("no CUDA device")
+    from deepytorch.passes.ops import varlen_attention_triton as triton_form
+
+    generator = torch.Generator().manual_seed(0)
+    lengths, dim, kind = [300, 1, 77], 256, _DTYPES[dtype]
+    starts = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+    shapes = [(sum(lengths), heads, dim) for heads in (4, 2, 2)]
+    given = [torch.randn(shape, generator=generator).to(device, kind) for shape in shapes]
+    given.append(torch.randn(1, 4, max(lengths), max(lengths), generator=generator).to(device))
+    upstream = torch.randn(shapes[0], generator=generator).to(device, kind)
+    rule = Rule(0.1, -1, 0)
+
+    def reference(to: torch.dtype) -> list[Tensor]:
+        leaves = [each.detach().to(torch.promote_types(each.dtype, to)).requires_grad_() for each in given]
+        query, key, value, bias = leaves
+        output = varlen_attention_reference(query, key, value, starts, starts, bias=bias, rule=rule)
+        return [output.detach(), *torch.autograd.grad(output, leaves, upstream.to(output.dtype))]
+
+    query, key, value, bias = given
+    call = Call(starts, starts, max(lengths), max(lengths), bias, None, None, None, rule)
+    output, logsumexp = triton_form.forward(query, key, value, call)
+    ours = [output, *triton_form.backward(upstream, query, key, value, output, logsumexp, call, True)]
+    names = ("output", "query", "key", "value", "bias")
+    return _as_near(names, reference(torch.float64), reference(kind), ours, kind)
 
 
 def _facts_are_right(device: torch.device, size: tuple[int, int]) -> str:

@@ -1,0 +1,168 @@
+"""Groups of checks, each in a process of its own: what crashes, hangs or breaks the device ends that process alone."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from deepytorch.gpu_check.outcome import Check, Outcome
+
+WORKER = (sys.executable, "-m", "deepytorch.gpu_check.worker")
+
+_TOGETHER = 4  # processes at a time, but for groups that are timed: most of a check is compiled on the host
+_START_S = 90.0  # for a process to load torch and to begin
+_POLL_S = 0.05
+_LOG_LINES = 6
+
+
+def run_groups(
+    checks: Sequence[Check],
+    device: str,
+    seconds: float,
+    notify: Callable[[str], None] = lambda text: None,
+    worker: Sequence[str] = WORKER,
+) -> list[Outcome]:
+    """Make all checks, and return what came of them, in the order in which that was known.
+
+    Checks of one group follow each other in one process; behind one that crashed, hung or broke the device a new
+    process makes the rest. What is not over within `seconds` is told as not made. No process is left.
+    """
+    names = list(dict.fromkeys(check.group for check in checks))
+    groups = [_Group(name, [each for each in checks if each.group == name], device, worker) for name in names]
+    waiting, running, found = sorted(groups, key=lambda group: group.is_timed), list[_Group](), list[Outcome]()
+    end = time.monotonic() + seconds
+    with tempfile.TemporaryDirectory(prefix="deepytorch-gpu-check-") as folder, contextlib.ExitStack() as stack:
+        while waiting or running:
+            if time.monotonic() > end:
+                for group in (*running, *waiting):
+                    found += group.left(f"not over within {seconds:.0f} s")
+                break
+            while waiting and len(running) < (1 if waiting[0].is_timed or _any_timed(running) else _TOGETHER):
+                running.append(waiting.pop(0))
+                stack.callback(running[-1].close)
+                running[-1].start(Path(folder))
+            for group in list(running):
+                found += group.listen(notify)
+                if group.is_over:
+                    running.remove(group)
+            time.sleep(_POLL_S)
+    return found
+
+
+def _any_timed(running: Sequence[_Group]) -> bool:
+    return any(group.is_timed for group in running)
+
+
+class _Group:
+    """The checks of one group, and the process that makes them."""
+
+    def __init__(self, name: str, checks: Sequence[Check], device: str, worker: Sequence[str]) -> None:
+        self._name, self._checks, self._device, self._worker = name, checks, device, worker
+        self.is_timed = any(check.is_timed for check in checks)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._num_started = self._next = 0
+        self._has_begun = False  # this process, any check
+        self._begun: int | None = None  # the check that is being made
+        self._heard = 0.0
+        self._folder = Path()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left to be made."""
+        return self._next >= len(self._checks)
+
+    def start(self, folder: Path) -> None:
+        """Start a process for the checks that are left; its files lie in `folder`."""
+        self.close()
+        self._folder, self._begun, self._has_begun, self._heard = folder, None, False, time.monotonic()
+        self._num_started += 1
+        stem = f"{self._name.replace(' ', '-')}-{self._num_started}".replace("/", "-")
+        self._records, self._log = folder / f"{stem}.jsonl", folder / f"{stem}.log"
+        self._records.touch()
+        self._read = 0
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [*self._worker, str(self._records), self._name, str(self._next), self._device],
+                stdin=subprocess.PIPE,  # closes when this process is gone, however it went
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # ended together with what it has started
+            )
+
+    def listen(self, notify: Callable[[str], None]) -> list[Outcome]:
+        """What is known since the last call. Starts the next process where this one is gone and checks are left."""
+        assert self._process is not None
+        code = self._process.poll()  # before the records are read: all that it wrote is in them then
+        found = self._recorded(notify)
+        if self.is_over:
+            self.close()
+            return found
+        silent_s = time.monotonic() - self._heard
+        deadline_s = _START_S if self._begun is None else self._checks[self._begun].deadline_s
+        if code is None and silent_s <= deadline_s:
+            return found
+        if not self._has_begun:
+            how = f"did not begin within {deadline_s:.0f} s" if code is None else _said_of(code)
+            return found + self.left(f"its process {how}. {self._tail()}", passed=False)
+        if self._begun is not None:
+            how = f"was not over within {deadline_s:.0f} s, and was ended" if code is None else _said_of(code)
+            found.append(self._outcome(self._begun, False, f"{how}. {self._tail()}", silent_s))
+            self._next = self._begun + 1
+        self.close()
+        if not self.is_over:
+            self.start(self._folder)
+        return found
+
+    def left(self, reason: str, passed: bool | None = None) -> list[Outcome]:
+        """What is to be said of the checks that are left, which nobody makes any more."""
+        self.close()
+        numbers, self._next = range(self._next, len(self._checks)), len(self._checks)
+        return [self._outcome(number, passed, reason, 0.0) for number in numbers]
+
+    def close(self) -> None:
+        """End the process, and whatever it has started."""
+        if self._process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process = None
+
+    def _recorded(self, notify: Callable[[str], None]) -> list[Outcome]:
+        with self._records.open(encoding="utf-8") as records:
+            records.seek(self._read)
+            text = records.read()
+        lines, _, rest = text.rpartition("\n")
+        self._read += len((lines + "\n").encode()) if lines else 0
+        found = []
+        for line in lines.splitlines():
+            record = json.loads(line)
+            self._heard = time.monotonic()
+            if "begins" in record:
+                self._begun, self._has_begun = int(record["begins"]), True
+                notify(f"{self._name}: {self._checks[self._begun].name}")
+            else:
+                found.append(Outcome(**record["outcome"]))
+                self._next, self._begun = self._next + 1, None
+        return found
+
+    def _outcome(self, number: int, passed: bool | None, said: str, seconds: float) -> Outcome:
+        return Outcome(self._name, self._checks[number].name, passed, said, round(seconds, 2))
+
+    def _tail(self) -> str:
+        lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
+        return "\n".join(["The end of what it said:", *lines[-_LOG_LINES:]]) if lines else "It said nothing."
+
+
+def _said_of(code: int) -> str:
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
