@@ -40,6 +40,7 @@ from deepytorch.torch_internals import (
 )
 
 _NEVER = float("inf")
+_OF_PAUSE = 0.9  # in which a trace is over; it takes some time to clean up behind one that was ended
 
 
 @dataclass
@@ -162,7 +163,7 @@ class TraceGate:
 
     def _longest(self) -> float:
         """Seconds that a trace may take: no matter how many where ranks have agreed on it, as it takes them all."""
-        return _NEVER if self._waits or torch.distributed.is_initialized() else BUDGET.longest_pause()
+        return _NEVER if self._waits or torch.distributed.is_initialized() else _OF_PAUSE * BUDGET.longest_pause()
 
     def _may_trace(self, code: CodeType, known: TracedCode) -> bool:
         if known.extra_seconds == _NEVER:

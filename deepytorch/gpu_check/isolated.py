@@ -142,8 +142,8 @@ class _Group:
         with self._records.open(encoding="utf-8") as records:
             records.seek(self._read)
             text = records.read()
-        lines, _, rest = text.rpartition("\n")
-        self._read += len((lines + "\n").encode()) if lines else 0
+        lines, newline, _ = text.rpartition("\n")
+        self._read += len((lines + newline).encode())
         found = []
         for line in lines.splitlines():
             record = json.loads(line)
