@@ -104,7 +104,7 @@ def test_a_trace_that_takes_longer_than_the_run_can_afford_is_ended(run: Run, mo
     assert graphs == []
     assert 0 < len(traced) < 30
     [seconds] = [each.seconds for each in history.codes.values()]
-    assert seconds >= 2 * 0.3
+    assert seconds >= 2 * trace_gate._OF_PAUSE * 0.3
     call(model, x)  # would take what is thought now
     assert len(traced) < 30
     run.age = 1000 / SHARE
