@@ -92,7 +92,8 @@ class Runner:
         return server
 
     def run(self, scenario: Scenario, variant: str, folder: Path, deadline_s: float = DEADLINE_S) -> Outcome:
-        """Run it as "off", "import" or "moved-N" (off, from weights moved in their last bit); files go to `folder`.
+        """Run it as "off", "import" (compiled at once), "default" (beside, by Inductor) or "moved-N" (off, and
+        weights moved in their last bit); files go to `folder`.
 
         Raises `TimeoutError` where it did not end by the deadline, `ChildProcessError` where it died.
         """
@@ -145,10 +146,12 @@ class Runner:
         return answer
 
 
-def compare(scenario: Scenario, runner: Runner, folder: Path) -> tuple[list[str], Outcome]:
+def compare(
+    scenario: Scenario, runner: Runner, folder: Path, variant: str = "import", deadline_s: float = DEADLINE_S
+) -> tuple[list[str], Outcome]:
     """What the import changes in what this scenario records or raises, one line each; the outcome with it."""
     reference = runner.run(scenario, "off", folder)
-    imported = runner.run(scenario, "import", folder)
+    imported = runner.run(scenario, variant, folder, deadline_s)
     found = differences(reference, imported)
     if found and shape(reference) == shape(imported):
         moved = [runner.run(scenario, f"moved-{number}", folder) for number in range(MOVES)]
