@@ -226,6 +226,7 @@ def _lower_whole(
         return eager_graph(module).forward
     trace = current_trace()
     if trace is not None:
+        trace.is_traced()
         _note_sizes(trace, module, example_inputs)
     if draws_as_eager(module):
         config = replace(config, inductor={"fallback_random": True, **config.inductor})

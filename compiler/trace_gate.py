@@ -104,6 +104,10 @@ class Trace:
     is_too_long: bool = False
     reason: str | None = None  # why it is left to eager
 
+    def is_traced(self) -> None:
+        """Let what is compiled of the graph in this process end, traces of its own with it: that was affordable."""
+        self.deadline = _NEVER
+
     def leave(self, reason: str, extra_seconds: float = _NEVER) -> NoReturn:
         """Leave the frame to eager. extra_seconds: what a run has to afford, beside the trace, to try once more."""
         self.reason, self.code.extra_seconds = reason, extra_seconds
@@ -163,7 +167,8 @@ class TraceGate:
 
     def _longest(self) -> float:
         """Seconds that a trace may take: no matter how many where ranks have agreed on it, as it takes them all."""
-        return _NEVER if self._waits or torch.distributed.is_initialized() else _OF_PAUSE * BUDGET.longest_pause()
+        among_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+        return _NEVER if self._waits or among_ranks else _OF_PAUSE * BUDGET.longest_pause()
 
     def _may_trace(self, code: CodeType, known: TracedCode) -> bool:
         if known.extra_seconds == _NEVER:
