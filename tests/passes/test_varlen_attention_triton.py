@@ -331,4 +331,4 @@ def test_what_a_bias_is_taken_with(dim, dtype, taken):
     reason = form.why_not_triton(
         *make([9], [9], dim=dim, dtype=dtype), call_of([9], [9], Rule(0.1), torch.ones(1, 4, 9, 9))
     )
-    assert reason == (None if taken else "a bias on heads of 256 and 256 in torch.float16")
+    assert reason == (None if taken else "heads of 256 and 256 in torch.float16")
