@@ -91,13 +91,17 @@ class Backend final : public c10d::Backend {
                                                              at::Tensor& output, at::Tensor& input, bool average)>;
   void set_symmetric(Symmetric call) { symmetric_ = std::move(call); }
   Row row(Kind kind, bool on_cuda, uint64_t bytes) const;
-  // [Note: trials] What a group chooses by may have been measured in a slow moment. So on one host its two ways to all-reduce,
-  // through shared memory and by gloo, are timed again among a few of its collectives, after counts of them that all ranks
-  // share, and what comes of it is put in force in front of the collective at the next such count, four times as far: by then
-  // no rank has to wait for it. `tried` gets, alike on all ranks, what the slowest rank took for each of `sizes`, through memory
-  // and by gloo, and for a copy of `copy_bytes`, in us; it may set tables.
-  using Tried = std::function<void(Backend&, const std::vector<double>& times_us)>;
-  void set_trials(std::vector<uint64_t> sizes, uint64_t copy_bytes, uint64_t first, int number, Tried tried);
+  // [Note: trials] What a group chooses by may have been measured in a slow moment. So all-reduces by gloo, through the
+  // memory of a host, and between hosts over one or more connections are timed again among a few of its collectives. The
+  // ranks look, after counts of collectives that all of them share and each of which is twice the one before, whether
+  // enough time has gone by since the group was made for a trial to take no more than `share` of it; what the slowest
+  // rank says decides for all. What was timed is put in force in front of the collective at the next such count: by then
+  // no rank has to wait for it. `rows` says what is timed: payloads of `max_bytes` by that algorithm, which takes about
+  // `expected_us`. `tried` gets, alike on all ranks, what the slowest rank took for a copy of `copy_bytes` and for each
+  // of them, in us; it may set tables. Nothing is timed after `number` trials.
+  using Tried = std::function<void(Backend&, double copy_us, const std::vector<double>& times_us)>;
+  void set_trials(std::vector<Row> rows, const std::vector<double>& expected_us, uint64_t copy_bytes, uint64_t first,
+                  int number, double share, Tried tried);
   void end_trials();  // called by all ranks between the same two collectives
   // Whether this group could run the call itself.
   bool accelerates(Kind kind, at::ScalarType dtype, c10d::ReduceOp::RedOpType reduce) const;
@@ -218,6 +222,8 @@ class Backend final : public c10d::Backend {
   Row next_row(Kind kind, bool on_cuda, uint64_t bytes);  // of a collective that is called now
   void next_trial();
   void run_trial(Call& call, const Fingerprint& mine);
+  void largest_of_all(Call& call, std::vector<double>& numbers);
+  void all_reduce_on_host(Call& call, char* data, size_t count);
   void run_all_reduce(Call& call, const Fingerprint& mine, char* data, Copies* copies, size_t count, const Row& row,
                       const std::string& key);
   void over_hosts(Call& call, const Fingerprint& mine, const Row& row, const at::Tensor& input, const at::Tensor& output);
@@ -257,10 +263,14 @@ class Backend final : public c10d::Backend {
   std::deque<std::shared_ptr<Job>> queue_;
   uint64_t sequence_ = 0, history_ = 0;
   struct Trials {
-    std::vector<uint64_t> sizes;
+    std::vector<Row> rows;
+    double expected_us;  // of a whole trial
     uint64_t copy_bytes, next;  // next: how many collectives go before
     int left;
+    double share;
     Tried tried;
+    Clock::time_point since = Clock::now();
+    double spent_us = 0;
     bool pending = false;
     std::vector<double> found = {};
   };

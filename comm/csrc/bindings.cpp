@@ -45,6 +45,12 @@ Row row_of(const PyRow& row) {
           std::get<3>(row), static_cast<Wire>(index_of(kWires, std::get<4>(row)))};
 }
 
+std::vector<Row> rows_of(const std::vector<PyRow>& rows) {
+  std::vector<Row> made;
+  for (const auto& row : rows) made.push_back(row_of(row));
+  return made;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
@@ -81,20 +87,20 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
            py::arg("exchanges") = false, py::call_guard<py::gil_scoped_release>())
       .def("set_table",
            [](Backend& self, const std::string& kind, bool on_cuda, const std::vector<PyRow>& rows, bool fixed) {
-             std::vector<Row> made;
-             for (const auto& row : rows) made.push_back(row_of(row));
-             self.set_table(kind_of(kind), on_cuda, fixed, std::move(made));
+             self.set_table(kind_of(kind), on_cuda, fixed, rows_of(rows));
            },
            py::arg("kind"), py::arg("on_cuda"), py::arg("rows"), py::arg("fixed"))
       .def("set_trials",
-           [](Backend& self, std::vector<uint64_t> sizes, uint64_t copy_bytes, uint64_t first, int number, py::function call) {
-             self.set_trials(std::move(sizes), copy_bytes, first, number,
-                             [function = held(std::move(call))](Backend& backend, const std::vector<double>& times_us) {
+           [](Backend& self, const std::vector<PyRow>& rows, const std::vector<double>& expected_us, uint64_t copy_bytes,
+              uint64_t first, int number, double share, py::function tried) {
+             self.set_trials(rows_of(rows), expected_us, copy_bytes, first, number, share,
+                             [function = held(std::move(tried))](Backend& backend, double copy_us, const std::vector<double>& times_us) {
                                const py::gil_scoped_acquire locked;
-                               (*function)(c10::intrusive_ptr<Backend>::reclaim_copy(&backend), times_us);
+                               (*function)(c10::intrusive_ptr<Backend>::reclaim_copy(&backend), copy_us, times_us);
                              });
            },
-           py::arg("sizes"), py::arg("copy_bytes"), py::arg("first"), py::arg("number"), py::arg("tried"))
+           py::arg("rows"), py::arg("expected_us"), py::arg("copy_bytes"), py::arg("first"), py::arg("number"),
+           py::arg("share"), py::arg("tried"))
       .def("end_trials", &Backend::end_trials)
       .def("set_one_shot_bytes", &Backend::set_one_shot_bytes)
       .def("chosen", [](const Backend& self, const std::string& kind, bool on_cuda, uint64_t bytes) {

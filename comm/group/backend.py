@@ -200,8 +200,8 @@ def _compose(
         backend.set_table(kind, device == "cuda", rows, fixed)
     if cuda is not None and options.algorithm is None:
         group = with_remembered(group)
-    if measures and single and shares and topology.num_ranks > 1:
-        try_again(group, name)
+    if measures and shares and topology.num_ranks > 1 and (single or between):
+        try_again(group, name, len(between))
     return group
 
 

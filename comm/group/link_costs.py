@@ -38,27 +38,47 @@ def links_of(group: Group, module: Any, cpu: Any, streams: Streams) -> Links:
     return calibrated(prepare, group.topology, group.store, group.rank, group.timeout)
 
 
-def try_again(group: Group, name: str) -> None:
+def try_again(group: Group, name: str, num_connections: int) -> None:
     """Have the native backend time again, among its collectives, what it chooses by: [Note: trials] in backend.h.
 
-    group: on one host, whose ranks share memory. name: of the process group.
+    group: its ranks share memory where several are on a host, and each host has as many. name: of the process group.
+    num_connections: of each rank, to other hosts.
     """
     backend, group = group.backend, replace(group, backend=None)  # which would hold what holds `tried`
     known = group.links.times_us
+    in_memory = group.topology.ranks_per_host > 1
+    expected = calibrate.to_try(group.links, group.topology, in_memory, num_connections)
+    timed = [(way, size) for way, times in expected.items() for size in times]
     found: calibrate.Times = {}
     num_trials = 0
 
-    def tried(backend: Any, times_us: Sequence[float]) -> None:
+    def tried(backend: Any, copy_us: float, times_us: Sequence[float]) -> None:
         nonlocal found, num_trials
-        found, num_trials = calibrate.fastest(found, calibrate.of_trial(times_us)), num_trials + 1
+        now: dict[str, dict[int, float]] = {"copy": {calibrate.TRIAL_COPY_BYTES: copy_us}}
+        for (way, size), time_us in zip(timed, times_us, strict=True):
+            now.setdefault(way, {})[size] = time_us
+        found, num_trials = calibrate.fastest(found, now), num_trials + 1
         links = calibrate.fitted(calibrate.tried_again(known, found, num_trials), group.topology)
         ranges = table(group.topology, links, allow_compress=group.options.compress)
         set_measured(replace(group, backend=backend), "cpu", ranges)
         set_links(name, links)
         calibrate.remember(group.topology, links, group.rank)
 
-    sizes, first, number = calibrate.TRIAL_SIZES, calibrate.FIRST_TRIAL, calibrate.NUM_TRIALS
-    backend.set_trials(sizes, calibrate.TRIAL_COPY_BYTES, first, number, tried)
+    backend.set_trials(
+        rows=[(size, *_as_row(way)) for way, size in timed],
+        expected_us=[expected[way][size] for way, size in timed],
+        copy_bytes=calibrate.TRIAL_COPY_BYTES,
+        first=calibrate.FIRST_TRIAL,
+        number=calibrate.NUM_TRIALS,
+        share=calibrate.TRIAL_SHARE,
+        tried=tried,
+    )
+
+
+def _as_row(way: str) -> tuple[str, int, int, str]:
+    """How the native backend is told of what calibration times under that name."""
+    algorithms = {"engine": "engine", "memory": "shared_memory"}
+    return algorithms.get(way, "streams"), 0, max(1, calibrate.connections_of(way)), "exact"
 
 
 def _local_backend(group: Group, module: Any) -> Any | None:

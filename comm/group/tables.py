@@ -13,7 +13,7 @@ from deepytorch.comm.algorithms import measured
 from deepytorch.comm.algorithms.base import KINDS, Choice, DeviceKind, OperationKind
 from deepytorch.comm.algorithms.select import Range, collective, table
 from deepytorch.comm.group.groups import Group, group_of
-from deepytorch.comm.topology.calibrate import STREAMS
+from deepytorch.comm.topology.calibrate import STREAMS, connections_of
 from deepytorch.comm.topology.cost import Links
 from deepytorch.comm.topology.topology import Topology
 
@@ -71,13 +71,14 @@ def _settings(choice: Choice) -> tuple[str, int, int, str]:
 
 
 def num_streams_of(group: Group, tables: Tables, has_cuda: bool) -> int:
-    """How many connections to other hosts the tables make use of; rank 0's number, so that all connect."""
+    """How many connections to other hosts the tables use, or may come to use; rank 0's number, so that all connect."""
     if group.topology.num_hosts == 1:
         return 0
     if has_cuda and group.options.algorithm is None:
         return max(STREAMS)  # `measure` may come to more than is predicted
     if group.rank == 0:
-        group.store.set("streams", str(max([1, *(row[3] for rows in tables.values() for row in rows)])))
+        used = (row[3] for rows in tables.values() for row in rows)
+        group.store.set("streams", str(max([1, *used, *map(connections_of, group.links.times_us)])))
     group.store.wait(["streams"], group.timeout)
     return min(max(STREAMS), int(group.store.get("streams")))
 

@@ -13,16 +13,15 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from deepytorch.comm.topology.cost import Link, LinkName, Links, fit_link, hop_link
+from deepytorch.comm.topology.cost import Link, LinkName, Links, all_reduce_link, fit_link, hop_link
 from deepytorch.comm.topology.nominal import complete, scaled_links
 from deepytorch.comm.topology.topology import Topology
 from deepytorch.config import Environment
@@ -30,23 +29,25 @@ from deepytorch.errors import DataError
 from deepytorch.private_files import cache_directory, prepare_private, replace_file
 
 STREAMS = (1, 2, 4, 8)  # connections of one rank that are tried
-_SIZES = (1 << 10, 1 << 16, 1 << 22)  # on one host
-_SMALL, _LARGE_SECONDS = (
-    1 << 14,
-    0.1,
-)  # between hosts: one size for latency, one that takes about this long for the rate
+_SIZES = (1 << 10, 1 << 16, 1 << 22)  # within one host
+# Between hosts: one size for latency, and one that takes about so long for the rate.
+_SMALL, _LARGE_SECONDS = 1 << 14, 0.1
+_LEAST_LARGE, _MOST_LARGE, _MOST_LARGE_OF_A_RANK = 1 << 19, 1 << 23, 1 << 22
+_LOOK = 1 << 18  # how long it takes tells that size
 _ROUNDS, _IN_A_ROW = 3, 16
+_SHORT = 1 << 16  # what is no more is run several times in a row, within one host
 _NO_GAIN = 0.9  # more streams have to take less than this part of the time
 _COPY_BYTES = 1 << 23
 _COPY_PART = 0.25  # of what a copy from memory takes: no collective takes less a byte, though caches are faster
 _MISS = 2.0  # times what is remembered
-_VERSION = 4  # of what is remembered
+_VERSION = 5  # of what is remembered
 
-# Of trials among the group's own collectives: what is timed, after how many, and how often.
-TRIAL_SIZES, TRIAL_COPY_BYTES, FIRST_TRIAL, NUM_TRIALS = _SIZES, _COPY_BYTES, 64, 5
+# Of trials among the group's own collectives: after how many, how often, and the part of the time that they may take.
+TRIAL_COPY_BYTES, FIRST_TRIAL, NUM_TRIALS, TRIAL_SHARE = _COPY_BYTES, 64, 12, 0.01
 _TRIALS_TO_JUDGE_BY = 3
 
 Times = Mapping[str, Mapping[int, float]]  # us, by what was timed and its payload bytes: `Links.times_us`
+_Run = Callable[[torch.Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,8 @@ class Bench:
     """
 
     topology: Topology
-    engine: Callable[[torch.Tensor], None]
-    memory: Callable[[torch.Tensor], None] | None
+    engine: _Run
+    memory: _Run | None
     between: Callable[[torch.Tensor, int], None] | None
     agree: Callable[[Sequence[float]], list[float]]
 
@@ -110,25 +111,14 @@ def _known(topology: Topology) -> Links | None:
 
 def measure(bench: Bench) -> Links:
     """Measure the links; every rank of the group has to call it, and all get the same numbers."""
-    topology = bench.topology
-    if topology.num_hosts == 1:
-        return fitted(_times_on_one_host(bench), topology)
-    copy_s = min(_slowest_copies(bench))
-    fit = partial(_fit, bench, 1e6 * _COPY_PART * copy_s / _COPY_BYTES, complete(Links(), topology, "cpu"))
-    links = Links(copy_bytes_per_s=topology.ranks_per_host * _COPY_BYTES / copy_s)
-    if bench.memory is not None:
-        links = replace(links, memory=fit("memory", bench.memory, _SIZES))
-    links = replace(links, engine=fit("engine", bench.engine, (_SMALL, _worth(bench, bench.engine, 1 << 23))))
-    if bench.between is None:
-        return links
-    return replace(links, network=_network(bench, bench.between, fit))
+    return fitted(_times(bench), bench.topology)
 
 
 def fitted(times_us: Times, topology: Topology) -> Links:
-    """The links of one host, from what was timed there: the same from the same times."""
+    """The links, from what was timed: the same from the same times."""
     copy_us = times_us["copy"][_COPY_BYTES]
-    least = _COPY_PART * copy_us / _COPY_BYTES
     assumed = complete(Links(), topology, "cpu")
+    least = _COPY_PART * copy_us / _COPY_BYTES
 
     def line(name: LinkName) -> Link | None:
         return _line(times_us[name], least, assumed.link(name)) if name in times_us else None
@@ -136,9 +126,37 @@ def fitted(times_us: Times, topology: Topology) -> Links:
     return Links(
         engine=line("engine"),
         memory=line("memory"),
+        network=_network(times_us, topology, least, assumed.link("engine")),
         copy_bytes_per_s=1e6 * topology.ranks_per_host * _COPY_BYTES / copy_us,
         times_us=times_us,
     )
+
+
+def to_try(links: Links, topology: Topology, in_memory: bool, num_connections: int) -> Times:
+    """What a trial times, and its expected us: what was timed before, else sizes that are worth it by the prediction.
+
+    in_memory: whether the ranks of a host share memory. num_connections: of each rank, to its fellows on other hosts.
+    """
+    known, per_host, hosts = complete(links, topology, "cpu"), topology.ranks_per_host, topology.num_hosts
+    expected = {"engine": known.link("engine")} | ({"memory": known.link("memory")} if in_memory else {})
+    for connections in STREAMS:
+        if connections <= num_connections:
+            hop = known.network_link(per_host * connections)
+            expected[over_network(connections)] = all_reduce_link(hop, hosts).scaled(rate=per_host)
+    return {
+        name: links.times_us.get(name) or {size: link.time_us(size) for size in _sizes(name, link.us_per_byte, hosts)}
+        for name, link in expected.items()
+    }
+
+
+def over_network(connections: int) -> str:
+    """The name among `Times` of all-reduces between hosts, one of each local rank, over so many connections of it."""
+    return f"network/{connections}"
+
+
+def connections_of(name: str) -> int:
+    """How many connections the all-reduces of that name go over; 0 for those of another kind."""
+    return int(name.removeprefix("network/")) if name.startswith("network/") else 0
 
 
 def tried_again(known: Times, found: Times, num_trials: int) -> Times:
@@ -156,16 +174,6 @@ def fastest(times_us: Times, others: Times) -> Times:
             for size in sorted({*times_us.get(name, {}), *others.get(name, {})})
         }
         for name in sorted({*times_us, *others})
-    }
-
-
-def of_trial(numbers: Sequence[float]) -> Times:
-    """The times that the native backend hands over after a trial."""
-    memory, engine = numbers[0:-1:2], numbers[1:-1:2]
-    return {
-        "memory": dict(zip(TRIAL_SIZES, memory, strict=True)),
-        "engine": dict(zip(TRIAL_SIZES, engine, strict=True)),
-        "copy": {TRIAL_COPY_BYTES: numbers[-1]},
     }
 
 
@@ -190,69 +198,89 @@ def _line(times_us: Mapping[int, float], least_us_per_byte: float, assumed: Link
     return Link(latency_us, max(least_us_per_byte, (rising[-1] - latency_us) / sizes[-1]))
 
 
-def _times_on_one_host(bench: Bench) -> Times:
-    """The fastest rounds of the slowest rank, those of one size apart from each other."""
-    runs = [("engine", bench.engine)] + ([] if bench.memory is None else [("memory", bench.memory)])
-    seconds: dict[tuple[str, int], list[float]] = {(name, size): [] for name, _ in runs for size in _SIZES}
-    for number in range(-1, _ROUNDS):  # the first one does not count
-        for name, run in runs:
-            for size in _SIZES:
-                found = _round(bench, run, size, _IN_A_ROW if size <= 1 << 16 else 1)
-                if number >= 0:
-                    seconds[name, size].append(found)
-    times: dict[str, dict[int, float]] = {"copy": {_COPY_BYTES: 1e6 * min(_slowest_copies(bench))}}
-    for (name, size), rounds in seconds.items():
-        times.setdefault(name, {})[size] = 1e6 * min(bench.agree(rounds))
-    return times
-
-
-def _network(bench: Bench, between: Callable[[torch.Tensor, int], None], fit: Callable[..., Link]) -> dict[int, Link]:
+def _network(times_us: Times, topology: Topology, least_us_per_byte: float, assumed: Link) -> dict[int, Link]:
     """A hop between hosts for each number of streams that leave one, up to where more of them gain nothing."""
-    per_host, hosts = bench.topology.ranks_per_host, bench.topology.num_hosts
+    per_host, hosts = topology.ranks_per_host, topology.num_hosts
     found: dict[int, Link] = {}
     last: Link | None = None
-    for connections in STREAMS:
-
-        def run(tensor: torch.Tensor, connections: int = connections) -> None:
-            between(tensor, connections)
-
-        size = _worth(bench, run, 1 << 22)
-        link = fit("engine", run, (_SMALL, size))
+    for connections, link in _between(times_us, least_us_per_byte, assumed).items():
         # every local rank sends a tensor of its own: together they are the payload of one host
-        found[per_host * connections] = hop_link(Link(link.latency_us, link.us_per_byte / per_host), hosts)
-        if last is not None and link.us_per_byte > _NO_GAIN * last.us_per_byte:
+        found[per_host * connections] = hop_link(link.scaled(rate=1 / per_host), hosts)
+        if last is not None and not _gains(link, last):
             break
         last = link
     return found
 
 
-def _worth(bench: Bench, run: Callable[[torch.Tensor], None], most: int) -> int:
-    """A size that takes about `_LARGE_SECONDS`, from a first look at a middling one."""
-    look = 1 << 18
-    rate = _time_us(bench, run, look, 1) / look
-    return min(most, 1 << max(19, int(_LARGE_SECONDS * 1e6 / rate).bit_length() - 1))
+def _between(times_us: Times, least_us_per_byte: float, assumed: Link) -> dict[int, Link]:
+    """The all-reduce of one local rank of each host, over each number of connections that was timed."""
+    numbers = sorted(filter(None, map(connections_of, times_us)))
+    return {number: _line(times_us[over_network(number)], least_us_per_byte, assumed) for number in numbers}
 
 
-def _fit(
-    bench: Bench,
-    least_us_per_byte: float,
-    assumed: Links,
-    name: LinkName,
-    run: Callable[[torch.Tensor], None],
-    sizes: Sequence[int],
-) -> Link:
-    times_us = {size: _time_us(bench, run, size, _ROUNDS) for size in sizes}
-    return _line(times_us, least_us_per_byte, assumed.link(name))
+def _gains(more: Link, fewer: Link) -> bool:
+    return more.us_per_byte <= _NO_GAIN * fewer.us_per_byte
 
 
-def _time_us(bench: Bench, run: Callable[[torch.Tensor], None], num_bytes: int, rounds: int) -> float:
-    """The fastest round of the slowest rank, after one that does not count where it is short: noise only adds."""
-    short = num_bytes <= _SMALL
-    found = [_round(bench, run, num_bytes) for _ in range(rounds + short)]
-    return 1e6 * min(bench.agree(found[short:]))
+def _times(bench: Bench) -> Times:
+    """All that the links are fitted to. More connections are tried for as long as they gain."""
+    times: dict[str, Mapping[int, float]] = {"copy": {_COPY_BYTES: 1e6 * min(_slowest_copies(bench))}}
+    runs = {"engine": bench.engine} | ({} if bench.memory is None else {"memory": bench.memory})
+    if bench.between is None:
+        return times | _fastest_rounds(bench, runs)
+    for connections in STREAMS:
+        runs[over_network(connections)] = _over(bench.between, connections)
+        if connections == STREAMS[0]:  # is compared with the next one, and so timed at the same time
+            continue
+        times |= _fastest_rounds(bench, runs)
+        runs = {}
+        *_, fewer, more = _between(times, 0.0, Link(0.0, 0.0)).values()
+        if not _gains(more, fewer):
+            break
+    return times
 
 
-def _round(bench: Bench, run: Callable[[torch.Tensor], None], num_bytes: int, times: int = 1) -> float:
+def _over(between: Callable[[torch.Tensor, int], None], connections: int) -> _Run:
+    return lambda tensor: between(tensor, connections)
+
+
+def _fastest_rounds(bench: Bench, runs: Mapping[str, _Run]) -> dict[str, dict[int, float]]:
+    """The fastest rounds of the slowest rank, in us; those of one size apart from each other."""
+    hosts = bench.topology.num_hosts
+    sizes = {name: _sizes(name, _look(bench, name, run), hosts) for name, run in runs.items()}
+    seconds: dict[str, dict[int, list[float]]] = {name: {size: [] for size in sizes[name]} for name in runs}
+    for number in range(-1, _ROUNDS):  # the first one does not count, and is left out where it would take long
+        for name, run in runs.items():
+            for size in sizes[name]:
+                if number < 0 and size > _SHORT:
+                    continue
+                several = size <= _SHORT and (hosts == 1 or name == "memory")
+                found = _round(bench, run, size, _IN_A_ROW if several else 1)
+                if number >= 0:
+                    seconds[name][size].append(found)
+    return {
+        name: {size: 1e6 * min(bench.agree(rounds)) for size, rounds in of_name.items()}
+        for name, of_name in seconds.items()
+    }
+
+
+def _sizes(name: str, us_per_byte: float, num_hosts: int) -> Sequence[int]:
+    """What is timed of that name, where a byte takes so long."""
+    if num_hosts == 1 or name == "memory":
+        return _SIZES
+    most = _MOST_LARGE_OF_A_RANK if connections_of(name) else _MOST_LARGE
+    worth = int(_LARGE_SECONDS * 1e6 / us_per_byte) if us_per_byte > 0 else most
+    return _SMALL, min(most, max(_LEAST_LARGE, 1 << (worth.bit_length() - 1)))
+
+
+def _look(bench: Bench, name: str, run: _Run) -> float:
+    """About how long a byte takes, in us; 0 where nothing depends on it."""
+    if bench.topology.num_hosts == 1 or name == "memory":
+        return 0.0
+    return 1e6 * bench.agree([_round(bench, run, _LOOK)])[0] / _LOOK
+
+
+def _round(bench: Bench, run: _Run, num_bytes: int, times: int = 1) -> float:
     """Seconds of one. Short operations are timed in a row: ranks that leave one begin the next together."""
     tensor = torch.zeros(num_bytes // 4)
 

@@ -6,6 +6,7 @@ or sympy symbols alike, so what `formulas` shows is what is computed.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any, Literal
 
 from deepytorch.comm.topology.checked_json import as_list, as_number, as_object, as_text, read_file
 from deepytorch.errors import ConfigError, DataError
+
+_OVER_NETWORK = re.compile(r"network/[1-9]\d*")
 
 LinkName = Literal["engine", "loopback", "memory", "pcie", "nvlink"]
 
@@ -56,7 +59,8 @@ class Links:
     pcie: one copy between a GPU and the host's memory, the other GPUs copying too; us over bytes of that GPU.
     nvlink: one step among the GPUs of a host (launch and barrier included); us over bytes that one GPU receives.
     nominal: names of the fields above that are assumed and not measured.
-    times_us: on one host, what "memory" and "engine" were fitted to, and a "copy": the fastest yet, by payload bytes.
+    times_us: what these were fitted to, the fastest yet, by payload bytes: all-reduces of the "engine", through
+        "memory" and, of each local rank with its fellows, over "network/<connections>"; and a "copy".
     """
 
     engine: Link | None = None
@@ -206,7 +210,8 @@ def cast_us_per_byte(copy_us_per_byte: float, ratio: float) -> float:
 
 def _times_of_json(content: Any) -> dict[str, dict[int, float]]:
     found: dict[str, dict[int, float]] = {}
-    for name, times in as_object(content, "times_us of the links", (), ("memory", "engine", "copy")).items():
+    networks = filter(_OVER_NETWORK.fullmatch, content if isinstance(content, dict) else ())
+    for name, times in as_object(content, "times_us of the links", (), ("memory", "engine", "copy", *networks)).items():
         where = f"times_us of the links, {name}"
         if not isinstance(times, dict) or not times or not all(key.isdigit() and int(key) > 0 for key in times):
             raise DataError(f"{where}, is {times!r:.60}, expected times by the number of bytes, 1 or more.")

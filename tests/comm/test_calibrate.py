@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -12,28 +13,36 @@ from deepytorch.comm.topology import calibrate
 from deepytorch.comm.topology.calibrate import Bench, fastest, fitted, measure, tried_again
 from deepytorch.comm.topology.cost import Link, Links
 from deepytorch.errors import DataError
-from tests.comm.ranks import run
+from tests.comm.ranks import Ranks, run
 from tests.comm.test_select import hosts
 
 TRUTH = {"engine": Link(300.0, 7.9e-4), "memory": Link(20.0, 7e-5)}
 COPY_US = 800.0
 HOST = hosts(1, 2)
+HOSTS = hosts(2, 2)  # each connection carries 250 MB/s, and two of them what the network does
+TRUTH_BETWEEN = {
+    "engine": Link(600.0, 8e-3),
+    "memory": Link(20.0, 7e-5),
+    "network/1": Link(200.0, 4e-3),
+    "network/2": Link(220.0, 2.2e-3),
+    "network/4": Link(260.0, 2.2e-3),
+}
 
 
 def true_times() -> dict[str, dict[int, float]]:
-    times = {name: {size: link.time_us(size) for size in calibrate.TRIAL_SIZES} for name, link in TRUTH.items()}
+    times = {name: {size: link.time_us(size) for size in calibrate._SIZES} for name, link in TRUTH.items()}
     return times | {"copy": {calibrate.TRIAL_COPY_BYTES: COPY_US}}
 
 
-def chosen(links: Links, num_bytes: int = 16 << 20) -> str:
-    return select(Operation("all_reduce", num_bytes), HOST, links).algorithm
+def chosen(links: Links, num_bytes: int = 16 << 20, topology=HOST) -> str:
+    return select(Operation("all_reduce", num_bytes), topology, links).algorithm
 
 
 class Machine:
     """A clock, and collectives that take their time by it: `slowed` says how many times their own, at that time."""
 
-    def __init__(self, monkeypatch, slowed):
-        self.now_us, self.slowed = 0.0, slowed
+    def __init__(self, monkeypatch, slowed, truth=TRUTH):
+        self.now_us, self.slowed, self.truth = 0.0, slowed, truth
         monkeypatch.setattr(calibrate, "_seconds", self.seconds)
         monkeypatch.setattr(calibrate, "_slowest_copies", lambda bench: [COPY_US * 1e-6])
 
@@ -44,12 +53,18 @@ class Machine:
 
     def collective(self, name):
         def run(tensor):
-            self.now_us += TRUTH[name].time_us(tensor.nbytes) * self.slowed(self.now_us, name, tensor.nbytes)
+            self.now_us += self.truth[name].time_us(tensor.nbytes) * self.slowed(self.now_us, name, tensor.nbytes)
 
         return run
 
+    def between(self, tensor, connections):
+        self.collective(f"network/{connections}")(tensor)
+
     def measured(self) -> Links:
         return measure(Bench(HOST, self.collective("engine"), self.collective("memory"), None, list))
+
+    def measured_between(self) -> Links:
+        return measure(Bench(HOSTS, self.collective("engine"), self.collective("memory"), self.between, list))
 
 
 def test_a_machine_that_is_never_slow_is_measured_as_it_is(monkeypatch):
@@ -109,6 +124,58 @@ def test_a_run_that_takes_twice_what_is_remembered_counts_by_itself():
     assert chosen(fitted(found, HOST), 4 << 20) == "shared_memory"
 
 
+def test_hosts_that_are_never_slow_are_measured_as_they_are(monkeypatch):
+    machine = Machine(monkeypatch, lambda *_: 1.0, TRUTH_BETWEEN)
+    links = machine.measured_between()
+    assert set(links.times_us) == {"copy", *TRUTH_BETWEEN}
+    for name in ("engine", "memory"):
+        assert links.link(name).us_per_byte == pytest.approx(TRUTH_BETWEEN[name].us_per_byte)
+    # a ring of two hosts sends the payload once: what both local ranks of a host send, each its own
+    assert {streams: hop.us_per_byte for streams, hop in links.network.items()} == pytest.approx(
+        {2: 2e-3, 4: 1.1e-3, 8: 1.1e-3}
+    )
+    assert chosen(links, topology=HOSTS) == "hierarchical"
+    assert machine.now_us < 2e6
+
+
+@pytest.mark.parametrize("name", ["engine", "network/1", "network/2"])
+def test_a_slow_window_between_hosts_does_not_count(monkeypatch, name):
+    """It is as long as all rounds of the largest size in a row."""
+    window = 3 * TRUTH_BETWEEN[name].time_us(1 << 22)
+    for begin in range(0, 700_000, 35_000):
+        machine = Machine(
+            monkeypatch,
+            lambda now, way, _, begin=begin: 10.0 if way == name and begin <= now < begin + window else 1.0,
+            TRUTH_BETWEEN,
+        )
+        links = machine.measured_between()
+        line = calibrate._line(links.times_us[name], 0.0, Link(0.0, 0.0))
+        assert line.us_per_byte == pytest.approx(TRUTH_BETWEEN[name].us_per_byte, rel=0.05), begin
+        assert chosen(links, topology=HOSTS) == "hierarchical", begin
+
+
+def test_a_network_that_was_slow_when_it_was_measured_is_bettered_in_the_run(monkeypatch):
+    slow = Machine(monkeypatch, lambda _, way, __: 12.0 if "network" in way else 1.0, TRUTH_BETWEEN).measured_between()
+    assert chosen(slow, topology=HOSTS) == "engine"
+    again = calibrate.to_try(slow, HOSTS, True, 4)
+    assert again == {name: times for name, times in slow.times_us.items() if name != "copy"}
+    found = {name: {size: TRUTH_BETWEEN[name].time_us(size) for size in sizes} for name, sizes in again.items()}
+    found["copy"] = {calibrate.TRIAL_COPY_BYTES: COPY_US}
+    links = fitted(tried_again(slow.times_us, found, 1), HOSTS)
+    assert chosen(links, topology=HOSTS) == "hierarchical"
+
+
+@pytest.mark.parametrize("topology", [HOST, HOSTS, hosts(3, 1)])
+def test_what_a_trial_times_where_nothing_was_timed(topology):
+    """Sizes that are worth timing by what is predicted; no more connections than there are."""
+    in_memory, connections = topology.ranks_per_host > 1, 2 if topology.num_hosts > 1 else 0
+    expected = calibrate.to_try(Links(), topology, in_memory, connections)
+    over = ["network/1", "network/2"] if connections else []
+    assert list(expected) == ["engine"] + (["memory"] if in_memory else []) + over
+    assert all(0 < time < 1e6 for times in expected.values() for time in times.values())
+    assert all(len(times) > 1 and max(times) <= 1 << 23 for times in expected.values())
+
+
 def test_the_fastest_of_everything_that_was_timed():
     assert fastest({"memory": {1: 5.0, 2: 7.0}}, {"memory": {2: 6.0, 4: 9.0}, "copy": {8: 1.0}}) == {
         "memory": {1: 5.0, 2: 6.0, 4: 9.0},
@@ -127,51 +194,97 @@ def test_other_layouts_of_times_are_refused(times):
         Links.from_json({"times_us": times})
 
 
-def test_ranks_change_together_what_was_chosen_in_a_slow_moment(tmp_path):
-    script = f"""
+_TOGETHER = """
     from pathlib import Path
     from deepytorch.comm import chosen
     from deepytorch.comm.group.groups import group_of
     from deepytorch.comm.topology import calibrate
     from deepytorch.comm.topology.cost import Link
-    def times(memory):
-        links = dict(engine=Link(300.0, 7.9e-4), memory=memory)
-        found = dict(copy=dict([(calibrate.TRIAL_COPY_BYTES, 800.0)]))
-        for name, link in links.items():
-            found[name] = dict((size, link.time_us(size)) for size in calibrate.TRIAL_SIZES)
-        return found
-    calibrate.cache_directory = lambda: Path("{tmp_path}") / "cache"
-    calibrate.measure = lambda bench: calibrate.fitted(times(Link(20.0, 7.9e-4)), bench.topology)
-    handed = []
-    def of_trial(numbers):
-        assert len(numbers) == 7 and min(numbers) > 0, numbers
-        handed.append(numbers)
-        return times(Link(20.0, 7e-5))
-    calibrate.of_trial = of_trial
-    init(timeout=30)
+    engine, fast = Link(600.0, 2e-3), Link(20.0, 7e-5)
+    def times(ours):  # us, and a link for each name
+        links = dict(engine=engine) | ours
+        sizes = dict((name, calibrate._SIZES if HOSTS == 1 else (1 << 14, 1 << 20)) for name in links)
+        found = dict((name, dict((size, link.time_us(size)) for size in sizes[name])) for name, link in links.items())
+        return found | dict(copy=dict([(calibrate.TRIAL_COPY_BYTES, 800.0)]))
+    names = (["memory"] if size > HOSTS else []) + (["network/1", "network/2"] if HOSTS > 1 else [])
+    slow, true = times(dict.fromkeys(names, engine)), times(dict.fromkeys(names, fast))
+    if HOSTS == size:  # one rank a host: what its algorithm gains is what more connections do
+        true["network/1"] = slow["network/1"]
+    calibrate.cache_directory = lambda: Path("FOLDER") / "cache"
+    calibrate.measure = lambda bench: calibrate.fitted(slow, bench.topology)
+    calibrate.TRIAL_SHARE = 1.0
+    handed, fastest = [], calibrate.fastest
+    def of_trial(found, now):
+        if found:
+            return fastest(found, now)
+        assert dict((name, list(sizes)) for name, sizes in now.items()) == dict(
+            (name, list(sizes)) for name, sizes in slow.items()
+        ), now
+        assert all(time > 0 for sizes in now.values() for time in sizes.values()), now
+        handed.append(now)
+        return true
+    calibrate.fastest = of_trial
+    pretend_hosts(size // HOSTS)
+"""
+
+
+def _together(script: str, num_hosts: int, folder: Path) -> str:
+    return (_TOGETHER + script).replace("HOSTS", str(num_hosts)).replace("FOLDER", str(folder))
+
+
+@pytest.mark.parametrize(("num_hosts", "num_ranks"), [(1, 2), (2, 2), (2, 4)])
+def test_ranks_change_together_what_was_chosen_in_a_slow_moment(tmp_path, num_hosts, num_ranks):
+    script = """
+    init(timeout=60)
     assert chosen(num_bytes=1 << 24).algorithm == "engine"
     before = None
-    for step in range(300):
-        data = torch.full((1 << 18,), rank + step, dtype=torch.int32)
+    for step in range(600):
+        data = torch.full((1 << 16,), rank + step, dtype=torch.int32)
         if step % 3 == 0:
-            time.sleep(0.001 * rank)
+            time.sleep(0.002 * rank)
         work = dist.all_reduce(data, async_op=step % 2 == 0)
         if work is not None:
             work.wait()
-        assert torch.all(data == 1 + 2 * step), step
-        if before is None and chosen(num_bytes=1 << 24).algorithm == "shared_memory":
+        assert torch.all(data == sum(range(size)) + size * step), step
+        if before is None and chosen(num_bytes=1 << 24).algorithm != "engine":
             before = step
     counts = [None] * size
     dist.all_gather_object(counts, (before, handed))
-    assert counts[0] == counts[1] and 200 < before < 270 and len(handed) == 1, counts
-    assert group_of().links.memory.us_per_byte < 1e-4
+    assert all(each == counts[0] for each in counts) and before and 120 < before < 520 and len(handed) == 1, counts
+    ours = "shared_memory" if HOSTS == 1 else "streams" if HOSTS == size else "hierarchical"
+    assert chosen(num_bytes=1 << 24).algorithm == ours, group_of().links
     assert group_of(dist.new_group()).links == group_of().links
     dist.destroy_process_group()
-    init(timeout=30, suffix="2")
-    assert chosen(num_bytes=1 << 24).algorithm == "shared_memory"
+    init(timeout=60, suffix="2")
+    assert chosen(num_bytes=1 << 24).algorithm != "engine"
     dist.destroy_process_group()
     if rank == 0:
         [kept] = (calibrate.cache_directory() / "links").iterdir()
-        assert calibrate._remembered(kept).memory.us_per_byte < 1e-4
+        times_us = calibrate._remembered(kept).times_us
+        assert all(times_us[name][bytes] <= true[name][bytes] for name in true for bytes in true[name]), times_us
     """
-    run(script, timeout=60, warm=False)
+    run(_together(script, num_hosts, tmp_path), num_ranks, timeout=90, warm=False)
+
+
+@pytest.mark.parametrize("signal", ["SIGKILL", "SIGSTOP"])
+def test_a_rank_that_is_lost_in_a_trial_between_hosts_is_told_in_time(tmp_path, signal):
+    script = f"""
+    calibrate.TRIAL_SHARE = 1e6  # at the first look
+    init(timeout=4)
+    for step in range(64):
+        dist.all_reduce(torch.ones(8))
+    if rank == 1:
+        dist.all_reduce(torch.ones(8), async_op=True)
+        time.sleep(0.005)
+        os.kill(os.getpid(), signal.{signal})
+    def on():
+        while True:
+            dist.all_reduce(torch.ones(8))
+    message, seconds = told(on)
+    assert seconds < 12, (message, seconds)
+    say("told:", message)
+    os._exit(0)
+    """
+    with Ranks(_together(script, 2, tmp_path), 4) as ranks:
+        outcomes = [ranks.processes[rank].wait(60) for rank in (0, 2, 3)]
+        assert outcomes == [0, 0, 0], [ranks.output(rank) for rank in range(4)]

@@ -33,6 +33,11 @@ bool adds_up_on_gpus(at::ScalarType dtype, RedOp reduce) {
 
 }  // namespace
 
+void Backend::all_reduce_on_host(Call& call, char* data, size_t count) {
+  const size_t bytes = count * element_size(call.dtype);
+  return bytes <= one_shot_bytes_ ? all_reduce_one_shot(call, data, count) : all_reduce_two_shot(call, data, count);
+}
+
 void Backend::run_all_reduce(Call& call, const Fingerprint& mine, char* data, Copies* copies, size_t count, const Row& row,
                              const std::string& key) {
   Segment* segment = setup_.segment.get();
@@ -42,9 +47,7 @@ void Backend::run_all_reduce(Call& call, const Fingerprint& mine, char* data, Co
     const auto addresses = peers(mine.shared);
     return all_reduce_in_place(call, addresses.data(), count);
   }
-  if (copies == nullptr && setup_.num_hosts == 1) {
-    return bytes <= one_shot_bytes_ ? all_reduce_one_shot(call, data, count) : all_reduce_two_shot(call, data, count);
-  }
+  if (copies == nullptr && setup_.num_hosts == 1) return all_reduce_on_host(call, data, count);
   HostCopies plain(data);
   Copies& payload = copies != nullptr ? *copies : plain;
   if (setup_.num_hosts == 1) return all_reduce_through(call, payload, count, nullptr);
