@@ -387,7 +387,8 @@ def _run_ranks(size: int, arguments: argparse.Namespace, folder: Path) -> int:
     ranks = []
     for rank in range(size):
         env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(size), "FUZZ_PORT": str(port)}
-        env |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        # groups wait for the C++ to be compiled: stock gloo, on which they would begin, runs two calls at a time
+        env |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "DEEPYTORCH_COMPILE": "wait"}
         log = (folder / f"rank{rank}.log").open("w") if rank else None
         ranks.append(subprocess.Popen([sys.executable, *sys.argv], env=env, stdout=log, stderr=log))
     deadline = time.monotonic() + arguments.timeout

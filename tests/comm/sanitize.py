@@ -18,7 +18,7 @@ from pathlib import Path
 
 TESTS = [
     "test_faults.py", "test_order.py", "test_moves.py", "test_differences.py", "test_lifetimes.py",
-    "test_error_reach.py", "test_futures.py", "test_counterexamples.py", "test_survivors.py",
+    "test_error_reach.py", "test_futures.py", "test_counterexamples.py", "test_survivors.py", "test_calibrate.py",
 ]  # fmt: skip
 COMMAND = [sys.executable, "-m", "pytest", "-q", "--tb=short", *(f"{Path(__file__).parent}/{name}" for name in TESTS)]
 # The last reference to a work is often dropped inside of torch, whose atomic counters ThreadSanitizer does not see.

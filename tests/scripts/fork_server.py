@@ -101,6 +101,7 @@ def _redirect(log: Path) -> None:
 
 def _run(request: dict[str, Any]) -> dict[str, Any]:
     """Run the script as `python script.py` would; returns what it recorded, what it raised and what was compiled."""
+    os.environ["SCENARIO_TIMES"] = str(request["times"])
     deepytorch = _prepare(request)
     path = Path(request["script"])
     script = ModuleType("__main__")
@@ -142,14 +143,24 @@ def _in_the_default_mode() -> Any:
     """
     os.environ["DEEPYTORCH_COMPILE"] = "beside"
     import deepytorch
-    from deepytorch import background, process_age
+    from deepytorch import process_age
+    from deepytorch.compiler import compiled_step
+    from deepytorch.compiler.beside.queue import HERE, Pending
 
     process_age._BEGAN -= 1e6
+    compile_beside, under_way = compiled_step.compile_beside, list[Pending]()
+
+    def compile_and_note(*arguments: Any) -> Pending:
+        under_way.append(compile_beside(*arguments))
+        return under_way[-1]
 
     def wait(*_: Any) -> None:
-        while background.is_working():
-            time.sleep(0.05)
+        for each in under_way:
+            if each.where != HERE:
+                each.done.wait()
+        under_way.clear()
 
+    compiled_step.compile_beside = compile_and_note
     register_optimizer_step_post_hook(wait)
     return deepytorch
 

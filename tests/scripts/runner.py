@@ -91,9 +91,11 @@ class Runner:
         self._answer(server)
         return server
 
-    def run(self, scenario: Scenario, variant: str, folder: Path, deadline_s: float = DEADLINE_S) -> Outcome:
+    def run(
+        self, scenario: Scenario, variant: str, folder: Path, deadline_s: float = DEADLINE_S, times: int = 1
+    ) -> Outcome:
         """Run it as "off", "import" (compiled at once), "default" (beside, by Inductor) or "moved-N" (off, and
-        weights moved in their last bit); files go to `folder`.
+        weights moved in their last bit); files go to `folder`. times: as often its usual steps, of a script that can.
 
         Raises `TimeoutError` where it did not end by the deadline, `ChildProcessError` where it died.
         """
@@ -109,6 +111,7 @@ class Runner:
             "lowering": scenario.lowering,
             "precision": scenario.precision,
             "deadline_s": deadline_s,
+            "times": times,
         }
         assert self._server.stdin is not None
         self._server.stdin.write(json.dumps(request) + "\n")
@@ -147,14 +150,19 @@ class Runner:
 
 
 def compare(
-    scenario: Scenario, runner: Runner, folder: Path, variant: str = "import", deadline_s: float = DEADLINE_S
+    scenario: Scenario,
+    runner: Runner,
+    folder: Path,
+    variant: str = "import",
+    deadline_s: float = DEADLINE_S,
+    times: int = 1,
 ) -> tuple[list[str], Outcome]:
     """What the import changes in what this scenario records or raises, one line each; the outcome with it."""
-    reference = runner.run(scenario, "off", folder)
-    imported = runner.run(scenario, variant, folder, deadline_s)
+    reference = runner.run(scenario, "off", folder, times=times)
+    imported = runner.run(scenario, variant, folder, deadline_s, times)
     found = differences(reference, imported)
     if found and shape(reference) == shape(imported):
-        moved = [runner.run(scenario, f"moved-{number}", folder) for number in range(MOVES)]
+        moved = [runner.run(scenario, f"moved-{number}", folder, times=times) for number in range(MOVES)]
         found = differences(reference, imported, moved)
     if imported.log.count("Traceback") > reference.log.count("Traceback"):
         found.append("a traceback in the log")

@@ -2,14 +2,14 @@
 
 import torch
 from peft import LoraConfig, get_peft_model
-from tiny import batch, llama, norms
+from tiny import TIMES, batch, llama, norms
 
 torch.manual_seed(0)
 model = llama()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 history = []
-for step in range(4):
-    if step == 2:
+for step in range(4 * TIMES):
+    if step == 2 * TIMES:
         config = LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, target_modules=["q_proj", "v_proj"])
         model = get_peft_model(model, config)
         optimizer = torch.optim.SGD([weight for weight in model.parameters() if weight.requires_grad], lr=1.0)

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from tiny import batch, bert, norms
+from tiny import TIMES, batch, bert, norms
 from torch.nn.parallel import DistributedDataParallel
 
 RANKS = 2
@@ -24,7 +24,7 @@ torch.manual_seed(0)
 model = DistributedDataParallel(TwoHeads(), find_unused_parameters=True)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 history = []
-for step in range(4):
+for step in range(4 * TIMES):
     ids, mask, _ = batch(10 * dist.get_rank() + step)
     logits = model(ids, mask, step % 2)
     loss = F.cross_entropy(logits.mean(1), ids[:, 1] % 3) + F.cross_entropy(logits[:, 0], ids[:, 1] % 3)

@@ -1,7 +1,7 @@
 """The same batch is evaluated before and after each step: losses and logits at all positions."""
 
 import torch
-from tiny import batch, llama, norms
+from tiny import TIMES, batch, llama, norms
 
 torch.manual_seed(0)
 model = llama()
@@ -17,7 +17,7 @@ def judge(inputs):
     return [outputs.loss.item(), outputs.logits.norm().item()]
 
 
-for step in range(3):
+for step in range(3 * TIMES):
     ids, mask, labels = batch(step)
     inputs = {"input_ids": ids, "attention_mask": mask, "labels": labels}
     before = judge(inputs)

@@ -1,14 +1,14 @@
 """The embeddings and the first layer are frozen after two steps."""
 
 import torch
-from tiny import batch, llama, norms
+from tiny import TIMES, batch, llama, norms
 
 torch.manual_seed(0)
 model = llama()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 history = []
-for step in range(4):
-    if step == 2:
+for step in range(4 * TIMES):
+    if step == 2 * TIMES:
         model.get_input_embeddings().requires_grad_(False)
         model.model.layers[0].requires_grad_(False)
     ids, mask, labels = batch(step)

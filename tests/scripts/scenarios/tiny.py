@@ -1,5 +1,7 @@
 """Tiny models with random weights, and batches of rows of uneven lengths."""
 
+import os
+
 import torch
 from transformers import (
     BartConfig,
@@ -15,6 +17,8 @@ from transformers import (
 )
 
 VOCAB = 96
+# How many times its usual steps a script takes: more where compiled code is to take over in the midst of them.
+TIMES = int(os.environ.get("SCENARIO_TIMES", "1"))
 
 
 def llama_config(**changes):

@@ -2,13 +2,13 @@
 
 import torch
 import torch.nn.functional as F
-from tiny import batch, llama, norms
+from tiny import TIMES, batch, llama, norms
 
 torch.manual_seed(0)
 model = llama()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 history = []
-for step in range(4):
+for step in range(4 * TIMES):
     ids, mask, labels = batch(step)
     logits = model(input_ids=ids, attention_mask=mask).logits
     one = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
