@@ -2,7 +2,8 @@
 
 The trace waits until the run can afford it, see [Note: What a pause may cost]. What packed steps saved is measured: two
 of the first steps run padded, and the faster one tells what a position costs. (By a slow one alone packing would seem
-to save what it does not.)
+to save what it does not. So it would by small batches, of which each position costs more than of large ones: a batch
+larger than both is taken for one that costs what the larger of them does.)
 
     first calls     eager: nothing of ours is even imported
     one of them     as soon as that can be afforded, the door is asked, and watches how outputs are used
@@ -123,7 +124,8 @@ class FirstSteps:
         self._door: Door | None = None
         self._calls = 0
         self._asked = 0  # in which call the door was asked
-        self._seconds_a_position: float | None = None  # of a padded forward
+        self._seconds_a_position: float | None = None  # of a padded forward, of up to so many positions:
+        self._most_positions = 0
         self._saved = 0.0
         self._together: SameStep | None = None
         self._over = False
@@ -178,8 +180,9 @@ class FirstSteps:
         if self._is_padded():
             fastest = self._seconds_a_position or math.inf
             self._seconds_a_position = min(fastest, seconds / max(1, positions))
+            self._most_positions = max(self._most_positions, positions)
         elif self._seconds_a_position is not None and self._calls > self._asked + _PADDED[-1]:
-            padded = self._seconds_a_position * positions
+            padded = self._seconds_a_position * min(positions, self._most_positions)
             saved = padded - seconds
             paused = seconds > STEP_IN_FORWARDS * padded  # by something else: the backward goes on as ever
             BUDGET.account(saved if paused else _CAUTION * STEP_IN_FORWARDS * saved)
