@@ -25,19 +25,24 @@ from deepytorch.torch_internals import TorchCompileWrapper, compile_by_frames, r
 
 
 def compiled_call(
-    kind: type, mode: str | None, options: dict[str, Any] | None, first_seconds: float = 0.0
+    kind: type,
+    mode: str | None,
+    options: dict[str, Any] | None,
+    first_seconds: float = 0.0,
+    packs_in_eager: bool = True,
 ) -> Callable[..., Any]:
     """The call of modules of one class: compiled whole, or, where the module itself has hooks, inside of them.
 
-    first_seconds: what the first trace is thought to take; it has been decided on. Hooks on the outermost module belong
-    to whoever runs the loop (DeepSpeed counts steps in one); Dynamo would compile them, and compile anew when what they
-    count changes.
+    first_seconds: what the first trace is thought to take; it has been decided on. packs_in_eager: as `TraceHistory`
+    has it. Hooks on the outermost module belong to whoever runs the loop (DeepSpeed counts steps in one); Dynamo would
+    compile them, and compile anew when what they count changes.
     """
     config = CompilerConfig.parse(mode, options)
     own = _own_code(kind)
     whole, inner = (own.compiled(function, mode, options, config.waits) for function in (step, _inner_step))
     history = own.history
     history.first_seconds, history.granted = max(history.first_seconds, first_seconds), True
+    history.packs_in_eager = packs_in_eager
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         paused = BUDGET.paused

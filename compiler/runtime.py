@@ -29,6 +29,7 @@ from deepytorch.compiler.report import RegionRecord
 from deepytorch.compiler.rounded_step import PackedCall, RoundedStep, rounded_step, without_recording
 from deepytorch.compiler.second_backward import SecondBackward
 from deepytorch.compiler.step_outputs import Places, StepOutputs
+from deepytorch.compiler.trace_gate import current_trace
 from deepytorch.compiler.unused_outputs import parts_in_outputs
 from deepytorch.compiler.verification import Verification
 from deepytorch.log import logger, once
@@ -40,7 +41,8 @@ from deepytorch.torch_internals import current_graph_task_id, top_saved_tensors_
 MIN_SAVING = 0.02
 MAX_FALLBACKS = 20  # that a report names
 
-_MEANWHILE = "it is being compiled, and operator by operator would keep what is to be computed again"
+_KEEPS_MORE = "it is being compiled, and operator by operator would keep what is to be computed again"
+_TAKES_LONGER = "it is being compiled, and packing takes longer than it saves until then"
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,8 @@ class Step:
         batch = tuple(index for index, given in enumerate(inputs) if given.role is Role.BATCH)
         self._parameters = tuple(index for index, given in enumerate(inputs) if given.role is Role.PARAMETER)
         self._padded_failed = False
+        trace = current_trace()
+        self._packs_in_eager = trace is None or trace.packs_in_eager
         self._outputs = StepOutputs(
             program, eager, self._usage, record, batch, self._parameters, effects.written, effects.draws
         )
@@ -184,8 +188,9 @@ class Step:
     ) -> tuple[Any, ...]:
         """started: when the host began to work for this step, by `time.perf_counter`."""
         step = call.step
-        if step.recomputes and not step.is_compiled(call.arguments):
-            return self._run_eager(inputs, _MEANWHILE)
+        if (step.recomputes or not self._packs_in_eager) and not step.is_compiled(call.arguments):
+            self._record.steps_meanwhile += 1
+            return self._run_eager(inputs, _KEEPS_MORE if step.recomputes else _TAKES_LONGER)
         begun = self._outputs.begin(inputs)
         host = time.perf_counter() - started
         compiles = step.compiles

@@ -65,11 +65,13 @@ class TraceHistory:
     """What tracing the modules of one class has shown.
 
     first_seconds: what the first trace is thought to take. granted: whether the next frame may be traced whatever it
-    costs, as ranks have agreed to trace in the same step.
+    costs, as ranks have agreed to trace in the same step. packs_in_eager: whether packed steps that are not compiled
+    were no slower than padded ones.
     """
 
     first_seconds: float = 0.0
     granted: bool = False
+    packs_in_eager: bool = True
     codes: dict[CodeType, TracedCode] = field(default_factory=dict)
 
     def of(self, code: CodeType) -> TracedCode:
@@ -94,12 +96,13 @@ class LeftToEager(Exception):
 class Trace:
     """One frame while Dynamo traces it and the backend compiles its graph.
 
-    in_place: whether its graph may be compiled in this process where no other one can. deadline: of `perf_counter`,
-    behind which it is ended.
+    in_place: whether its graph may be compiled in this process where no other one can. packs_in_eager: as
+    `TraceHistory` has it. deadline: of `perf_counter`, behind which it is ended.
     """
 
     code: TracedCode
     in_place: bool
+    packs_in_eager: bool
     deadline: float = _NEVER
     is_too_long: bool = False
     reason: str | None = None  # why it is left to eager
@@ -142,7 +145,8 @@ class TraceGate:
                 tell(Outcome.PUT_OFF)
             return _in_eager()
         started = time.perf_counter()
-        trace = Trace(known, self._waits or known.extra_seconds > 0, started + self._longest())
+        in_place, packs = self._waits or known.extra_seconds > 0, self._history.packs_in_eager
+        trace = Trace(known, in_place, packs, started + self._longest())
         token, factor = _CURRENT.set(trace), 1
         try:
             # Hooks that come or go later are seen, where Dynamo would take them for what they were; and numbers that a

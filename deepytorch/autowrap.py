@@ -548,7 +548,7 @@ def _arm(module: nn.Module, mode: str | None, options: dict[str, Any] | None) ->
         first = FirstSteps(
             module,
             lambda: _first_door_of(_alive(this), options),
-            lambda cost: _compiled(_alive(this), mode, options, cost),
+            lambda cost, packs: _compiled(_alive(this), mode, options, cost, packs),
         )
         handle = Handle(module, _not_yet, first=first)
     _keep(module, handle)
@@ -571,14 +571,18 @@ def _not_yet(*_: Any, **__: Any) -> Any:
 
 
 def _compiled(
-    module: nn.Module, mode: str | None, options: dict[str, Any] | None, first_seconds: float = 0.0
+    module: nn.Module,
+    mode: str | None,
+    options: dict[str, Any] | None,
+    first_seconds: float = 0.0,
+    packs_in_eager: bool = True,
 ) -> tuple[Callable[..., Any], Door | None]:
-    """What a module's training calls run, and its door. first_seconds: as `compiled_call` takes them."""
+    """What a module's training calls run, and its door. first_seconds, packs_in_eager: as `compiled_call` has them."""
     from deepytorch.compiler.compile_module import compiled_call, step
 
     door = _door_of(module, options)
     partitioned = door is not None and _is_partitioned(module)
-    return (step if partitioned else compiled_call(type(module), mode, options, first_seconds)), door
+    return (step if partitioned else compiled_call(type(module), mode, options, first_seconds, packs_in_eager)), door
 
 
 def _keep(module: nn.Module, handle: Handle) -> Handle:

@@ -110,14 +110,14 @@ class FirstSteps:
     """Counts and times the calls of one module until it is compiled.
 
     make_door: makes the module's door, if it has one, for these steps alone. then: what its calls run afterwards, and a
-    door for those, given the seconds that the first trace is thought to take.
+    door for those, given the seconds that the first trace is thought to take, and whether packing pays in eager.
     """
 
     def __init__(
         self,
         module: nn.Module,
         make_door: Callable[[], Door | None],
-        then: Callable[[float], tuple[Callable[..., Any], Any]],
+        then: Callable[[float, bool], tuple[Callable[..., Any], Any]],
     ) -> None:
         self._cost = _TRACE_SECONDS + _TRACE_SECONDS_A_MODULE * sum(1 for _ in module.modules())
         self._make_door, self._then = make_door, then
@@ -126,13 +126,13 @@ class FirstSteps:
         self._asked = 0  # in which call the door was asked
         self._seconds_a_position: float | None = None  # of a padded forward, of up to so many positions:
         self._most_positions = 0
-        self._saved = 0.0
+        self._saved, self._pays = 0.0, True
         self._together: SameStep | None = None
         self._over = False
 
     def then(self) -> tuple[Callable[..., Any], Any]:
         """What the module's calls run from now on, and its door for those."""
-        return self._then(self._cost)
+        return self._then(self._cost, self._pays)
 
     def has_looked(self) -> bool:
         """Return whether a door was asked, or the module may be traced: its code has to stay what it is."""
@@ -190,7 +190,7 @@ class FirstSteps:
             tried = self._calls > self._asked + _PADDED[-1] + _TRIED and not self._over
             if tried and self._saved < 0 and self._door is not None:  # a small model: packing costs more
                 self._door.leave(_DOES_NOT_PAY)
-                self._door = None
+                self._door, self._pays = None, False
 
     def _is_padded(self) -> bool:
         """Whether this call is one of those that tell what a position costs."""

@@ -78,7 +78,7 @@ class SelfAttention(Padded):
 def steps(door: Door | None, kind: type[nn.Module] = Padded) -> tuple[FirstSteps, Any]:
     """Those of a module, and what makes one call."""
     module = kind()
-    first = FirstSteps(module, lambda: door, lambda _: (module, None))
+    first = FirstSteps(module, lambda: door, lambda _, pays: (pays, None))
     ids = torch.zeros(2, 4)
 
     def call() -> str:
@@ -134,7 +134,7 @@ def test_a_run_too_short_to_be_traced_is_told_so_in_its_report(monkeypatch: pyte
     monkeypatch.setattr(STARTS, "first_step", None)
     told = "So far steps ran as in eager"
     assert told not in str(Summary(Report([])))
-    first = FirstSteps(nn.Linear(2, 2), lambda: None, lambda _: (lambda: None, None))
+    first = FirstSteps(nn.Linear(2, 2), lambda: None, lambda *_: (lambda: None, None))
     for _ in range(2):
         assert not first.over()
     assert told in str(Summary(Report([])))
@@ -153,7 +153,7 @@ def test_a_door_that_pays_packs_and_buys_the_trace(clock: Clock) -> None:
     clock.age = 5.0  # enough to ask, not to trace
     Padded.longest = 0.0
     door = Door(0.001)
-    _, call = steps(door)
+    first, call = steps(door)
     found = [call() for _ in range(120)]
     assert found[:6] == ["padded", "packed", "padded", "packed", "padded", "packed"]  # as it comes, watched, timed
     assert "traced" in found
@@ -161,17 +161,19 @@ def test_a_door_that_pays_packs_and_buys_the_trace(clock: Clock) -> None:
     saved = packed * (Padded.longest + 0.002) * first_steps.STEP_IN_FORWARDS * first_steps._CAUTION
     assert saved > 2.0  # what the trace is thought to cost, less the share
     assert door.is_open is True  # shut by whoever traces
+    assert first.then()[0] is True
 
 
 def test_a_door_that_does_not_pay_is_shut(clock: Clock) -> None:
     clock.age = 5.0
     door = Door(0.05)
-    _, call = steps(door)
+    first, call = steps(door)
     found = [call() for _ in range(12)]
     assert not door.is_open
     assert found[-1] == "padded"
     assert found.count("packed") <= first_steps._TRIED + 3
     assert "takes longer than it saves" in door.reason
+    assert first.then()[0] is False  # nor does packing in eager pay later, until steps are compiled
 
 
 def test_one_slow_padded_call_does_not_make_packing_seem_to_save_more(clock: Clock) -> None:

@@ -10,11 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from deepytorch.compiler import budget, compile_module, trace_gate
+from deepytorch.compiler import budget, compile_module, compiled_step, trace_gate
+from deepytorch.compiler.beside.queue import Pending
 from deepytorch.compiler.budget import SHARE, Budget
 from deepytorch.compiler.compile_module import compiled_call
+from deepytorch.compiler.compiled_step import CompiledStep
 from deepytorch.compiler.report import LEDGER
 from deepytorch.compiler.trace_gate import TracedCode, TraceHistory
+from tests.compiler.plain_models import Plain, sdpa_bool
 
 
 class Run:
@@ -248,3 +251,30 @@ def test_a_pause_inside_of_another_one_is_charged_once() -> None:
     with account.pause():
         pass
     assert account.balance == pytest.approx(-account.paused)
+
+
+@pytest.mark.parametrize("packs", [True, False])
+def test_steps_run_padded_until_they_are_compiled_where_packing_in_eager_does_not_pay(
+    run: Run, monkeypatch: pytest.MonkeyPatch, packs: bool
+) -> None:
+    under_way = Pending("a graph")
+    monkeypatch.setattr(compiled_step, "compile_beside", lambda *_: under_way)
+    monkeypatch.setattr(CompiledStep, "_run", lambda self, arguments: self._module.forward(*arguments))
+    model = Plain(sdpa_bool).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    call = compiled_call(type(model), None, {"wait": False}, packs_in_eager=packs)
+    ids = torch.randint(1, 90, (4, 12))
+    mask = (torch.arange(12) < torch.tensor([[12], [3], [5], [2]])).long()
+
+    def steps(number: int) -> int:
+        before = LEDGER.report().total("steps_packed")
+        for _ in range(number):
+            call(model, ids, mask, ids.masked_fill(mask == 0, -100)).backward()
+            optimizer.step()
+        return LEDGER.report().total("steps_packed") - before
+
+    steps(2)  # their outputs are watched
+    assert steps(3) == (3 if packs else 0)
+    under_way.finish()
+    steps(1)
+    assert steps(3) == 3
