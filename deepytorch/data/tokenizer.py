@@ -26,9 +26,15 @@ def train_tokenizer(rows: Sequence[Row], vocab_size: int = 8192) -> Tokenizer:
     """Train a byte-level BPE with `vocab_size` entries or, when the text is small, fewer.
 
     The same rows give the same tokenizer. Raises `ConfigError` when `vocab_size` is below 260 (the bytes and the four
-    special tokens).
+    special tokens), or the package tokenizers is not installed.
     """
-    from tokenizers import Tokenizer
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise ConfigError(
+            "tokenizers is not installed, and text is cut into tokens with it. Install it with: "
+            "pip install 'deepytorch[hf]'"
+        ) from error
 
     if vocab_size < _MIN_VOCAB_SIZE:
         raise ConfigError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,12 @@ def test_tokenizer_round_trips_any_text_and_has_the_special_ids(tokenizer):
 def test_tokenizer_is_the_same_trained_twice(rows, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert train_tokenizer(rows[::4], VOCAB_SIZE).to_str() == tokenizer.to_str()
+
+
+def test_without_the_package_it_is_said_what_to_install(rows, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ConfigError, match=r"tokenizers is not installed.*pip install 'deepytorch\[hf\]'"):
+        train_tokenizer(rows)
 
 
 def test_a_vocabulary_without_room_for_the_bytes_is_refused(rows):

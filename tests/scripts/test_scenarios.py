@@ -62,7 +62,7 @@ IN_THE_DEFAULT_MODE = {
     ),
 }  # fmt: skip
 CHOSEN_IN_THE_DEFAULT_MODE = (
-    "checkpoint_around_part", "ddp_unused_parameters", "freeze_midway", "hooks_come_and_go", "infinite_pads_times_mask",
+    "ddp_unused_parameters", "freeze_midway", "hooks_come_and_go",
 )  # fmt: skip
 SCENARIOS = [Scenario.read(path) for path in sorted(FOLDER.glob("*.py")) if path.name not in HELPERS]
 
