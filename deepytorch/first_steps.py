@@ -2,8 +2,8 @@
 
 The trace waits until the run can afford it, see [Note: What a pause may cost]. What packed steps saved is measured: two
 of the first steps run padded, and the faster one tells what a position costs. (By a slow one alone packing would seem
-to save what it does not. So it would by small batches, of which each position costs more than of large ones: a batch
-larger than both is taken for one that costs what the larger of them does.)
+to save what it does not. So it would by small batches, of which each position costs more than of large ones: what a
+batch larger than both saves is counted against the larger of them, and what it loses against the cost by position.)
 
     first calls     eager: nothing of ours is even imported
     one of them     as soon as that can be afforded, the door is asked, and watches how outputs are used
@@ -182,8 +182,9 @@ class FirstSteps:
             self._seconds_a_position = min(fastest, seconds / max(1, positions))
             self._most_positions = max(self._most_positions, positions)
         elif self._seconds_a_position is not None and self._calls > self._asked + _PADDED[-1]:
-            padded = self._seconds_a_position * min(positions, self._most_positions)
-            saved = padded - seconds
+            padded = self._seconds_a_position * positions  # at most: a larger batch costs less a position
+            least = self._seconds_a_position * min(positions, self._most_positions)
+            saved = max(least - seconds, 0.0) + min(padded - seconds, 0.0)
             paused = seconds > STEP_IN_FORWARDS * padded  # by something else: the backward goes on as ever
             BUDGET.account(saved if paused else _CAUTION * STEP_IN_FORWARDS * saved)
             self._saved += saved

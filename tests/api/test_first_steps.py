@@ -198,12 +198,15 @@ def test_one_slow_padded_call_does_not_make_packing_seem_to_save_more(clock: Clo
 def test_small_padded_batches_do_not_make_packing_seem_to_save_what_large_ones_do_not_cost(clock: Clock) -> None:
     """Each of whose positions costs more: most of a small batch's time goes into what all batches cost."""
     clock.age = 5.0
-    first, call = steps(Door(0.019))
+    door = Door(0.019)
+    first, call = steps(door)
     before = first_steps.BUDGET.balance
     assert [call() for _ in range(5)][3:] == ["packed", "padded"]
     assert not first.over()
-    first.call(nn.Identity(), (torch.zeros(80, 40),), {})
-    assert first_steps.BUDGET.balance - before < 0.02 * first_steps.STEP_IN_FORWARDS
+    for seconds in (0.019, 0.1):  # nor does it seem to lose: nobody knows what these would have cost padded
+        door.seconds = seconds
+        first.call(nn.Identity(), (torch.zeros(80, 40),), {})
+        assert 0 <= first_steps.BUDGET.balance - before < 0.02 * first_steps.STEP_IN_FORWARDS
 
 
 def words(count: int) -> list[SameStep]:
