@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from deepytorch.comm.gradients.reducer import REDUCERS
-from deepytorch.comm.group.change_over import standings
+if TYPE_CHECKING:
+    from deepytorch.comm.gradients.reducer import GradientReducer
 
 
 @dataclass
@@ -114,9 +115,22 @@ class Report:
             "break_even_seconds": STARTS.break_even,
             "host_ms_per_step": 1e3 * self.total("host_seconds") / steps if steps else 0.0,
             "gradients": self.gradients,
-            "groups_meanwhile": standings(),
+            "groups_meanwhile": _standings(),
             "regions": [asdict(region) for region in self.regions],
         }
+
+
+# The communication layer is looked up and not imported: a process that trains alone does not load it.
+def _reducers() -> list[GradientReducer]:
+    """Return the gradient reducers of this process."""
+    module = sys.modules.get("deepytorch.comm.gradients.reducer")
+    return list(module.REDUCERS.values()) if module else []
+
+
+def _standings() -> list[dict[str, Any]]:
+    """Return what this process's groups of ranks communicate with."""
+    module = sys.modules.get("deepytorch.comm.group.change_over")
+    return module.standings() if module else []
 
 
 class Ledger:
@@ -135,11 +149,11 @@ class Ledger:
     def report(self, reset: bool = False) -> Report:
         """Everything so far; with `reset` counting starts anew (compiled regions stay compiled)."""
         with self._lock:
-            gradients = [reducer.to_json() for reducer in REDUCERS.values()]
+            gradients = [reducer.to_json() for reducer in _reducers()]
             found = Report(list(self._records), gradients)
             if reset:
                 found = Report([RegionRecord(**asdict(record)) for record in self._records], gradients)
-                for reducer in REDUCERS.values():
+                for reducer in _reducers():
                     reducer.reset_counts()
                 for record in self._records:
                     fresh = RegionRecord(record.name, record.outcome, record.lowering)

@@ -42,7 +42,7 @@ from deepytorch.patches import apply_all, listen, undo_all
 from deepytorch.repeated_draws import RepeatedDraws
 from deepytorch.switch import SWITCH
 from deepytorch.torch_internals import OptimizedModule
-from deepytorch.training_calls import is_of_the_scripts, is_traced, trains
+from deepytorch.training_calls import is_of_a_subclass, is_of_the_scripts, is_traced, trains
 
 if TYPE_CHECKING:
     from deepytorch.comm import Options
@@ -388,10 +388,11 @@ def _training_call(handle: Handle, module: nn.Module, *args: Any, **kwargs: Any)
             _tell_repeated(module)
         if draws.found or any(map(is_of_the_scripts, (*args, *kwargs.values()))):
             return module._call_impl(*args, **kwargs)
-        from deepytorch.compiler.outputs.deferred import plain_arguments
+        if any(map(is_of_a_subclass, (*args, *kwargs.values()))):  # maybe outputs of another step, or of another model
+            from deepytorch.compiler.outputs.deferred import plain_arguments
 
-        plain, named = plain_arguments(args, kwargs)  # outputs of another step, or of another model
-        return handle(module, *plain, **named)
+            args, kwargs = plain_arguments(args, kwargs)  # type: ignore[assignment]
+        return handle(module, *args, **kwargs)
 
 
 def _draws_of(module: nn.Module) -> RepeatedDraws:

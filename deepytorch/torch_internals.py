@@ -72,8 +72,10 @@ INTERNALS = (
         "look at a deferred output without its functions being taken",
         ((0, ()),),
     ),
-    Internal("torch._C.DispatchKey", "run kernels below autograd"),
-    Internal("torch._C.DispatchKeySet", "the same", ((1, ()),)),
+    Internal(
+        "torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode", "whether a transform of torch.func is around a call"
+    ),
+    Internal("torch._C.DispatchKeySet", "run kernels below autograd", ((1, ()),)),
     Internal("torch._C._ExcludeDispatchKeyGuard", "the same", ((1, ()),)),
     Internal("torch._C._autograd._get_current_graph_task_keep_graph", "whether a backward keeps its graph", ((0, ()),)),
     Internal(
@@ -83,14 +85,16 @@ INTERNALS = (
     ),
     Internal("torch._C._current_graph_task_id", "which backward is under way", ((0, ()),)),
     Internal(
+        "torch._C._dispatch_tls_is_dispatch_key_included",
+        "the same",
+        ((1, ()),),
+    ),
+    Internal(
         "torch._C._distributed_c10d._SymmetricMemory.empty_strided_p2p",
         "all-reduce between GPUs through their own memory",
         ((5, ()),),
     ),
     Internal("torch._C._distributed_c10d._SymmetricMemory.rendezvous", "the same", ((1, ()),)),
-    Internal(
-        "torch._C._functorch.peek_interpreter_stack", "whether a transform of torch.func is around a call", ((0, ()),)
-    ),
     Internal("torch._C._get_function_stack_at", "which modes take calls of functions", ((1, ()),)),
     Internal("torch._C._len_torch_dispatch_stack", "whether a mode takes calls of operators", ((0, ()),)),
     Internal("torch._C._len_torch_function_stack", "which modes take calls of functions", ((0, ()),)),
@@ -361,6 +365,7 @@ ALIASES = {
     "detect_fake_mode": "torch._guards.detect_fake_mode",
     "compile_by_frames": "torch._dynamo.optimize",
     "disable_dynamo": "torch._disable_dynamo",
+    "dispatch_tls_is_dispatch_key_included": "torch._C._dispatch_tls_is_dispatch_key_included",
     "dynamo_config": "torch._dynamo.config",
     "dynamo_metrics": "torch._dynamo.utils",
     "dynamo_tracer": "torch._dynamo.symbolic_convert",
@@ -390,7 +395,6 @@ ALIASES = {
     "make_wrapper_subclass": "torch.Tensor._make_wrapper_subclass",
     "maybe_mark_dynamic": "torch._dynamo.maybe_mark_dynamic",
     "min_cut_rematerialization_partition": "torch._functorch.partitioners.min_cut_rematerialization_partition",
-    "peek_interpreter_stack": "torch._C._functorch.peek_interpreter_stack",
     "pick_vec_isa": "torch._inductor.cpu_vec_isa.pick_vec_isa",
     "queue_callback": "torch.autograd.Variable._execution_engine.queue_callback",
     "reset_dynamo": "torch._dynamo.reset",

@@ -11,11 +11,12 @@ from torch.nn.modules import module as torch_modules
 from deepytorch.switch import SWITCH
 from deepytorch.torch_internals import (
     DeviceContext,
+    DispatchKey,
+    dispatch_tls_is_dispatch_key_included,
     forward_ad_level,
     get_function_stack_at,
     len_torch_dispatch_stack,
     len_torch_function_stack,
-    peek_interpreter_stack,
     top_saved_tensors_default_hooks,
 )
 
@@ -48,7 +49,8 @@ def _is_transformed() -> bool:
 
     A checkpoint's hooks are not meant: what it runs again is compiled as well.
     """
-    if peek_interpreter_stack() is not None or forward_ad_level() >= 0:
+    # Asked of the dispatcher: any call of functorch's own makes state that each backward node then copies, for good.
+    if dispatch_tls_is_dispatch_key_included(DispatchKey.FuncTorchDynamicLayerFrontMode) or forward_ad_level() >= 0:
         return True
     if len_torch_dispatch_stack() or any(
         not isinstance(get_function_stack_at(place), DeviceContext)  # of `torch.set_default_device`
@@ -59,11 +61,11 @@ def _is_transformed() -> bool:
     return hooks is not None and getattr(hooks[0], "__module__", "") != "torch.utils.checkpoint"
 
 
+def is_of_a_subclass(value: Any) -> bool:
+    """Return whether `value` is a tensor of a class derived from `torch.Tensor`: a deferred output, a parameter."""
+    return type(value) is not torch.Tensor and isinstance(value, torch.Tensor)
+
+
 def is_of_the_scripts(value: Any) -> bool:
-    """Whether an argument is a tensor of a class that the script has made: what it does with functions is its own."""
-    kind = type(value)
-    return (
-        kind is not torch.Tensor
-        and isinstance(value, torch.Tensor)
-        and not kind.__module__.startswith(("torch.", "deepytorch."))
-    )
+    """Return whether `value` is a tensor of a class of the script's own, which may do with functions as it likes."""
+    return is_of_a_subclass(value) and not type(value).__module__.startswith(("torch.", "deepytorch."))
