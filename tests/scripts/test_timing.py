@@ -11,7 +11,7 @@ from deepytorch.bench.start import StartOptions, run_start
 FOLDER = Path(__file__).with_name("timing")
 STEPS = {"custom_function": 3000, "lora_with_checkpoints": 400, "loop_over_positions": 2500, "trl_sft": 1000}
 MOST_BEHIND, ROUNDS = 1.06, 3
-IMPORT_SECONDS = 0.6  # in which deepytorch is loaded, of a process that takes 2 s to its first step
+IMPORT_SECONDS = 0.25  # in which deepytorch is loaded, of a process that takes 2 s to its first step
 
 
 def test_every_script_is_timed() -> None:
