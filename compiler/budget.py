@@ -2,11 +2,11 @@
 
 [Note: What a pause may cost]
 Dynamo's traces, the proof, compiling in the training process and loading what another process has compiled all stop
-training. No run is to be more than 6 % slower than eager at any point, so each such pause is charged here, and has
-to be affordable before it begins: the run is old enough for the pause to be `SHARE` of it, or packed steps have saved
-as much. The rest of the 6 % is for what is not charged: the import, the calls of armed modules, and what the compile
-process takes of the caches and cores that training uses. Whoever compiles from the first step on, as `torch.compile` does, sets `DEEPYTORCH_COMPILE=wait`, and
-nothing is asked.
+training. No run is to be more than 6 % slower than eager at any point, so each such pause is charged here, and has to
+be affordable before it begins: the run is old enough for the pause to be `SHARE` of it, or packed steps have saved as
+much. The rest of the 6 % is for what is not charged: the import, the calls of armed modules, and what the compile
+process takes of the caches and cores that training uses. Whoever compiles from the first step on, as `torch.compile`
+does, sets `DEEPYTORCH_COMPILE=wait`, and nothing is asked.
 """
 
 from __future__ import annotations
