@@ -14,26 +14,25 @@ from torch import fx
 
 from deepytorch.compiler.attention_forms import attention_forms
 from deepytorch.compiler.capture import Untraceable, capture, is_batch_input
-from deepytorch.compiler.compiled_step import compile_seconds
+from deepytorch.compiler.code.compiled_step import compile_seconds
+from deepytorch.compiler.code.later_graph import graph_for_later
+from deepytorch.compiler.code.lower_region import RegionLowering
 from deepytorch.compiler.config import CompilerConfig
 from deepytorch.compiler.draws import draws_as_eager
 from deepytorch.compiler.dynamic_sizes import Trace, restart_as_stock, trace_as_it_comes, varying_dims, which_trace
 from deepytorch.compiler.dynamo_settings import prepare_dynamo
 from deepytorch.compiler.eager_graph import eager_graph
 from deepytorch.compiler.graph_values import give_values
-from deepytorch.compiler.lower_region import RegionLowering
 from deepytorch.compiler.manager import Rewritten, copied, run_passes
 from deepytorch.compiler.outcome import Outcome, tell
 from deepytorch.compiler.pipeline import passes_for
 from deepytorch.compiler.plan import Plan
 from deepytorch.compiler.report import LEDGER, RegionRecord
-from deepytorch.compiler.runtime import Effects, RewrittenStep, Step
-from deepytorch.compiler.second_backward import TwiceDifferentiable
+from deepytorch.compiler.step.regions import Effects, compiled_region, packed_region, rewritten_region, whole_region
+from deepytorch.compiler.step.unused_outputs import parts_in_outputs
 from deepytorch.compiler.trace_gate import Trace as FrameTrace
 from deepytorch.compiler.trace_gate import current_trace, end_if_too_long
 from deepytorch.compiler.unread_statistics import unread_statistics
-from deepytorch.compiler.unused_outputs import parts_in_outputs
-from deepytorch.compiler.whole_step import WholeStep, graph_for_later
 from deepytorch.config import Environment
 from deepytorch.log import logger, once
 from deepytorch.passes.base import Context
@@ -172,15 +171,12 @@ def _compile(
     LEDGER.open(record)
     lowering, environment = _lowering(config, plan, record), Environment.read()
     if found.program is None or found.before is None:
-        step: Callable[..., Any] = RewrittenStep(
-            captured.module, fakes, eager_graph(module).forward, lowering, record, effects
-        )
         tell(outcome)
-        return step
+        return rewritten_region(captured.module, fakes, eager_graph(module).forward, lowering, record, effects)
     round_sizes = config.rounds_sizes(any(isinstance(each, torch.Tensor) and each.is_cuda for each in fakes))
     if round_sizes:
         give_values(captured.module)
-    step = Step(
+    region = packed_region(
         padded=found.before,
         packed=captured.module,
         program=found.program,
@@ -196,7 +192,7 @@ def _compile(
         round_sizes=round_sizes,
     )
     tell(outcome)
-    return step
+    return region
 
 
 def _effects(graph: fx.Graph) -> Effects:
@@ -246,14 +242,14 @@ def _lower_whole(
         lowering = _lowering(config, Plan.initial("region", config), record)
         if isinstance(later, fx.GraphModule):
             tell(Outcome.DECLINED)
-            return WholeStep(later, eager, lowering, record, unread, parts_in_outputs(copy.graph))
+            return whole_region(later, eager, lowering, record, unread, parts_in_outputs(copy.graph))
         record.compiles += 1
         if not config.waits:  # its gradients become ours later, if at all: until then DDP reduces them
             logger.info("%s is compiled now, and training waits for it", record.name)
             lowering = lowering.with_gradients(None)
         compiled = lowering.compile(module, example_inputs)
         tell(Outcome.DECLINED)
-        return TwiceDifferentiable(compiled, eager, unread, record, parts_in_outputs(copy.graph))
+        return compiled_region(compiled, len(example_inputs), eager, record, unread, parts_in_outputs(copy.graph))
     except (TensorifyScalarRestartAnalysis, torch.OutOfMemoryError):  # see [Note: Restarts]
         raise
     except Exception as error:
@@ -302,7 +298,7 @@ def _explain(
     module: fx.GraphModule, program: Program | None, record: RegionRecord, found: list[RegionRecord]
 ) -> Callable[..., Any]:
     """Run the region in eager and read, from its first batch, what packing would save."""
-    from deepytorch.compiler.batch_facts import Refusal, read_facts
+    from deepytorch.compiler.step.batch_facts import Refusal, read_facts
 
     outcome = Outcome.PACKED if program is not None else Outcome.DECLINED
     record.outcome = outcome.value

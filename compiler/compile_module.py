@@ -15,8 +15,8 @@ from typing import Any
 from torch import nn
 
 from deepytorch.class_state import ClassState
-from deepytorch.compiler.beside.queue import expect, graphs_of
 from deepytorch.compiler.budget import BUDGET
+from deepytorch.compiler.code.beside.queue import expect, graphs_of
 from deepytorch.compiler.config import CompilerConfig
 from deepytorch.compiler.dynamic_sizes import marked_ahead
 from deepytorch.compiler.dynamo_settings import prepare_dynamo

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from deepytorch import autowrap
-from deepytorch.compiler import data_parallel
 from deepytorch.compiler.backend import EXPLAINING, deepytorch_backend
+from deepytorch.compiler.code import data_parallel
 from deepytorch.compiler.compile_module import step
 from deepytorch.compiler.config import CompilerConfig
 from deepytorch.compiler.outcome import outcomes

@@ -389,7 +389,7 @@ def _training_call(handle: Handle, module: nn.Module, *args: Any, **kwargs: Any)
         if draws.found or any(map(is_of_the_scripts, (*args, *kwargs.values()))):
             return module._call_impl(*args, **kwargs)
         if any(map(is_of_a_subclass, (*args, *kwargs.values()))):  # maybe outputs of another step, or of another model
-            from deepytorch.compiler.outputs.deferred import plain_arguments
+            from deepytorch.compiler.step.outputs.deferred import plain_arguments
 
             args, kwargs = plain_arguments(args, kwargs)  # type: ignore[assignment]
         return handle(module, *args, **kwargs)

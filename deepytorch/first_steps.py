@@ -76,7 +76,7 @@ def _same_step() -> SameStep | None:
     """Of the DistributedDataParallel module in whose forward this is; None elsewhere, or where a rank is alone."""
     if not dist.is_available() or not dist.is_initialized():
         return None
-    from deepytorch.compiler.data_parallel import active, change_over_of
+    from deepytorch.compiler.code.data_parallel import active, change_over_of
 
     ddp = active()
     if ddp is None or ddp.process_group.size() == 1:

@@ -16,7 +16,7 @@ cache = typer.Typer(help="Compiled graphs that are kept on disk: list, export, i
 @cache.command("list")
 def list_entries() -> None:
     """List what is kept, the one that was used last in front."""
-    from deepytorch.compiler.beside.store import entries, folder
+    from deepytorch.compiler.code.beside.store import entries, folder
 
     table = Table(title=f"compiled graphs in {folder()}", title_justify="left")
     for name in ("model", "graph", "MB", "compiled in s", "torch", "used"):
@@ -42,7 +42,7 @@ def export_entries(file: Annotated[Path, typer.Argument(help="The file to write,
 
     They need the same versions of Python, torch and deepytorch and the same kind of CPU; elsewhere it is not used.
     """
-    from deepytorch.compiler.beside.store import export
+    from deepytorch.compiler.code.beside.store import export
 
     Console().print(f"{export(file)} compiled graphs are in {file}", soft_wrap=True)
 
@@ -50,7 +50,7 @@ def export_entries(file: Annotated[Path, typer.Argument(help="The file to write,
 @cache.command("import")
 def import_entries(file: Annotated[Path, typer.Argument(help="A file that `cache export` has written.")]) -> None:
     """Add what such a file holds to what is kept. It is code that will run: import what you have made."""
-    from deepytorch.compiler.beside.store import take_in
+    from deepytorch.compiler.code.beside.store import take_in
 
     Console().print(f"{take_in(file)} compiled graphs are new here", soft_wrap=True)
 
@@ -58,7 +58,7 @@ def import_entries(file: Annotated[Path, typer.Argument(help="A file that `cache
 @cache.command("clear")
 def clear_entries() -> None:
     """Remove all that is kept. What runs goes on."""
-    from deepytorch.compiler.beside.store import entries, remove
+    from deepytorch.compiler.code.beside.store import entries, remove
 
     found = entries()
     for entry in found:

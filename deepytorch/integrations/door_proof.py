@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepytorch.compiler.batch_facts import Refusal
+from deepytorch.compiler.step.batch_facts import Refusal
 from deepytorch.integrations.packed_attention import CannotPack
 from deepytorch.integrations.packed_batch import IGNORE_INDEX, MASKS, PackedBatch, Reading, RowKind
 from deepytorch.torch_internals import tree_leaves

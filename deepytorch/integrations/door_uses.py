@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepytorch.compiler.outputs.deferred import defer
-from deepytorch.compiler.outputs.pending import Family
-from deepytorch.compiler.outputs.replay import Replay
-from deepytorch.compiler.outputs.rules.operands import pads_of
-from deepytorch.compiler.outputs.tokens import Memo, Pads, Tokens
-from deepytorch.compiler.outputs.usage import Level, Usage
 from deepytorch.compiler.report import RegionRecord
+from deepytorch.compiler.step.events import RegionEvents
+from deepytorch.compiler.step.outputs.deferred import defer
+from deepytorch.compiler.step.outputs.pending import Family
+from deepytorch.compiler.step.outputs.replay import Replay
+from deepytorch.compiler.step.outputs.rules.operands import pads_of
+from deepytorch.compiler.step.outputs.tokens import Memo, Pads, Tokens
+from deepytorch.compiler.step.route import State, Uses
 from deepytorch.errors import DeferredError
 from deepytorch.integrations.door_proof import sharding_groups
 from deepytorch.integrations.packed_batch import Find, Show, Side
@@ -72,7 +73,7 @@ class Buffers:
                     buffer.copy_(copy)
 
 
-class Uses:
+class OutputUses:
     """What a script does with the outputs of one kind of calls.
 
     Ranks that hold parts of one model have to find the same: the first call of each is watched, whatever its batch is,
@@ -80,8 +81,7 @@ class Uses:
     """
 
     def __init__(self, record: RegionRecord, model: nn.Module, peers: Peers | None) -> None:
-        self.usage = Usage(record.name)
-        record.outputs = self.usage.outputs
+        self.events = RegionEvents(record, State(packs=True, defers=True))
         self.parameters, self.buffers = list(model.parameters()), Buffers(model)
         self.sampler = Sampler()
         self._peers, self._calls, self.watched = peers, 0, False
@@ -91,10 +91,9 @@ class Uses:
         self._calls += 1
         return self._calls == 1 if self._peers else not self.watched
 
-    def raise_to(self, level: Level) -> None:
-        """Another rank's outputs are used in a way that takes this."""
-        if level > self.usage.level:
-            self.usage.level, self.usage.reason = level, "another rank looks at padded positions"
+    def raise_to(self, uses: Uses) -> None:
+        """Take over how much of its outputs another rank uses."""
+        self.events.state = self.events.state.used(uses, "another rank looks at padded positions")
 
     def watching(self) -> Show:
         """Makes of a padded tensor what a script gets at the first call."""
@@ -111,7 +110,7 @@ class Uses:
                 requires_grad=value.requires_grad,
                 name=name,
                 tokens=tokens,
-                usage=self.usage,
+                events=self.events,
                 family=family,
                 watched=True,
             )
@@ -149,7 +148,7 @@ class Uses:
                 requires_grad=packed.requires_grad,
                 name=name,
                 tokens=Memo(lambda: side.tokens(packed)) if dim == 1 else None,
-                usage=self.usage,
+                events=self.events,
                 family=family,
             )
 

@@ -25,11 +25,11 @@ from torch import nn
 
 from deepytorch import autowrap
 from deepytorch.compiler.backend import EXPLAINING
-from deepytorch.compiler.batch_facts import Refusal
 from deepytorch.compiler.dynamic_sizes import unmarked
-from deepytorch.compiler.outputs.replay import Replay
-from deepytorch.compiler.outputs.usage import Level
 from deepytorch.compiler.report import LEDGER, RegionRecord
+from deepytorch.compiler.step.batch_facts import Refusal
+from deepytorch.compiler.step.outputs.replay import Replay
+from deepytorch.compiler.step.route import Uses
 from deepytorch.integrations import packed_attention
 from deepytorch.integrations.door_calls import INSIDE, Replaced, replace_calls, restore_calls
 from deepytorch.integrations.door_proof import (
@@ -42,7 +42,7 @@ from deepytorch.integrations.door_proof import (
     small_weights,
 )
 from deepytorch.integrations.door_readings import BY_ROW, declined_beforehand, readings
-from deepytorch.integrations.door_uses import Peers, Uses
+from deepytorch.integrations.door_uses import OutputUses, Peers
 from deepytorch.integrations.packed_attention import CannotPack
 from deepytorch.integrations.packed_batch import (
     PackedBatch,
@@ -83,7 +83,7 @@ class Door:
         self._reading: Reading | None = None
         self._unasked: str | None = None  # why nothing is known of this kind of call
         self._found: PackedBatch | Refusal | None = None  # what the last call came to
-        self._uses: dict[Any, Uses] = {}  # by kind of call
+        self._uses: dict[Any, OutputUses] = {}  # by kind of call
         self._kind_now: Any = None
         self._calls = 0
         self._peers: Peers | None = None  # from the first call on
@@ -118,9 +118,10 @@ class Door:
         if self._calls == 1:
             return None if self._peers.all_say(self._question(given)) else "ranks that share weights begin unlike"
         if self._calls == 2:
-            level = self._peers.highest(max((each.usage.level for each in self._uses.values()), default=Level.PACKED))
+            found = [each.events.state.uses for each in self._uses.values()]
+            most = self._peers.highest(max(found, default=Uses.TOKENS))
             for each in self._uses.values():
-                each.raise_to(Level(level))
+                each.raise_to(Uses(most))
         return "another kind of call than the first, which ranks that share weights were asked about"
 
     def _question(self, given: Mapping[str, Any] | None) -> str:
@@ -213,7 +214,7 @@ class Door:
         if isinstance(found, Refusal):
             self.record.steps_padded += 1
             self.record.padded_because[found.reason] = self.record.padded_because.get(found.reason, 0) + 1
-            if uses is not None and uses.usage.level is Level.EAGER:
+            if uses is not None and uses.events.state.uses is Uses.GRAPH:
                 return self.target._call_impl(*args, **kwargs)
             return run(*args, **kwargs)
         if first:
@@ -249,13 +250,13 @@ class Door:
             self.record.tokens_padded += side.num_rows * side.num_positions
         return outputs
 
-    def _uses_of(self, kind: Any) -> Uses:
+    def _uses_of(self, kind: Any) -> OutputUses:
         """What is done with the outputs of this kind of calls."""
         if kind not in self._uses:
-            self._uses[kind] = Uses(self.record, self.target, self._peers)
+            self._uses[kind] = OutputUses(self.record, self.target, self._peers)
         return self._uses[kind]
 
-    def _again(self, uses: Uses, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Replay | None:
+    def _again(self, uses: OutputUses, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Replay | None:
         """This call padded, for whoever looks at pads of its outputs; None where weights are sharded, as a call of one
         rank alone would wait for the others.
         """
@@ -288,15 +289,15 @@ class Door:
         return any(autowrap.is_compiled(each) and not isinstance(each._compiled_call_impl, Replaced) for each in parts)
 
     def _pack(
-        self, hooks: UserHooks, args: Sequence[Any], kwargs: Mapping[str, Any], uses: Uses | None = None
+        self, hooks: UserHooks, args: Sequence[Any], kwargs: Mapping[str, Any], uses: OutputUses | None = None
     ) -> PackedBatch | Refusal:
         if self._reading is None:
             return Refusal(self._unasked or "; ".join(self.record.declined))
         given = _bound(self.target, args, kwargs)
         if given is None:
             return Refusal("the call's arguments are not the model's")
-        if uses is not None and uses.usage.level is not Level.PACKED:
-            return Refusal(uses.usage.reason)
+        if uses is not None and uses.events.state.uses is not Uses.TOKENS:
+            return Refusal(uses.events.state.because)
         if hooks.refused is not None:
             return Refusal(hooks.refused)
         if self._in_eager and self._is_compiled_inside():

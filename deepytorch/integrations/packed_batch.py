@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepytorch.compiler.batch_facts import Refusal, count_true, cumulative, places_of
 from deepytorch.compiler.host_copies import host_copy
-from deepytorch.compiler.outputs.tokens import Place, Tokens
+from deepytorch.compiler.step.batch_facts import Refusal, count_true, cumulative, places_of
+from deepytorch.compiler.step.outputs.tokens import Place, Tokens
 from deepytorch.device_reads import send
 from deepytorch.integrations.packed_attention import CannotPack, Rows, encode_mask
 from deepytorch.passes.ops.pack import pack_rows, unpack_rows

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from deepytorch.compiler.outputs.usage import is_users
+from deepytorch.compiler.step.events import is_users
 
 
 class UserHooks:

@@ -35,7 +35,7 @@ class OnTokens:
         """As the function's own."""
         if torch.compiler.is_compiling():
             return self.function.apply(*args)
-        from deepytorch.compiler.outputs.deferred import by_token
+        from deepytorch.compiler.step.outputs.deferred import by_token
 
         return by_token(self.function.apply, args, _ROWS)
 

@@ -2,7 +2,7 @@
 
 A batch's rows are padded to another length each time, so a step that takes ids and masks as they come has other sizes
 each time. What is gathered from them has as many entries as there are tokens: the body takes that, and where token
-counts are rounded (`compiler/rounded_step`) it sees a few sizes only.
+counts are rounded (`compiler/step/rounded_step`) it sees a few sizes only.
 """
 
 from __future__ import annotations

@@ -15,11 +15,11 @@ import torch
 from torch import fx, nn
 
 from deepytorch import background
-from deepytorch.compiler.beside import queue, store
-from deepytorch.compiler.beside.graph_data import CannotSend, GraphData, to_bytes
-from deepytorch.compiler.beside.job import Argument, Job
+from deepytorch.compiler.code.beside import queue, store
+from deepytorch.compiler.code.beside.graph_data import CannotSend, GraphData, to_bytes
+from deepytorch.compiler.code.beside.job import Argument, Job
+from deepytorch.compiler.code.lower_region import RegionLowering
 from deepytorch.compiler.config import CompilerConfig
-from deepytorch.compiler.lower_region import RegionLowering
 from deepytorch.compiler.plan import Plan
 from deepytorch.errors import DataError
 
@@ -408,7 +408,7 @@ def test_a_compile_process_that_is_killed_fails_the_graph_that_it_had_alone(
 
 def test_the_memory_that_is_reported_is_the_process_s_own() -> None:
     ballast = torch.ones(100 << 20)  # 400 MB here
-    code = "from deepytorch.compiler.beside.worker import _peak_mb; print(_peak_mb())"
+    code = "from deepytorch.compiler.code.beside.worker import _peak_mb; print(_peak_mb())"
     with background.start(code) as process:
         said, _ = process.communicate(timeout=120)
     assert 5 < float(said) < ballast.nbytes / 2**20

@@ -95,7 +95,7 @@ def test_nothing_is_left_behind(tmp_path: Path, how: str) -> None:
 @pytest.mark.slow
 def test_a_compile_process_that_is_killed_leaves_training_in_eager(tmp_path: Path) -> None:
     script = """
-        from deepytorch.compiler.beside import queue
+        from deepytorch.compiler.code.beside import queue
         import subprocess
         started = []
         original = subprocess.Popen

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from deepytorch.compiler.change_over import ChangeOver
+from deepytorch.compiler.code.change_over import ChangeOver
 
 
 class Rank:

@@ -32,7 +32,7 @@ def test_a_graph_that_cannot_be_sent_is_compiled_while_training_waits(tmp_path: 
 @pytest.mark.parametrize("error", ["NotImplementedError", "IndexError"])  # Dynamo wraps the one, not the other
 def test_where_it_cannot_be_compiled_either_training_goes_on_in_eager_and_says_why(tmp_path: Path, error: str) -> None:
     script = f"""
-        from deepytorch.compiler import lower_region
+        from deepytorch.compiler.code import lower_region
         def lower(*_, **__):
             raise {error}("nothing that this compiler knows")
         lower_region.lower = lower
@@ -114,7 +114,7 @@ if dist.get_rank() == 0:
 """
 
 ONE_CANNOT = """
-from deepytorch.compiler import lower_region
+from deepytorch.compiler.code import lower_region
 def lower(*_, **__):
     raise NotImplementedError("nothing that this compiler knows")
 if os.environ["RANK"] == "1":

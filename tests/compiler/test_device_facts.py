@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import fx
 
-from deepytorch.compiler import batch_facts, device_facts
-from deepytorch.compiler.batch_facts import Facts, Indices, Refusal, read_facts
-from deepytorch.compiler.device_facts import OnDevice
+from deepytorch.compiler.step import batch_facts, device_facts
+from deepytorch.compiler.step.batch_facts import Facts, Indices, Refusal, read_facts
+from deepytorch.compiler.step.device_facts import OnDevice
 from deepytorch.passes.ops import pack_facts as kernel
 from deepytorch.passes.unpad.program import (
     Assumption,

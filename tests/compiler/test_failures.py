@@ -13,10 +13,11 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 import deepytorch.log
 from deepytorch.compiler import backend as backend_module
-from deepytorch.compiler import compiled_step, lower_region, runtime
-from deepytorch.compiler.beside.queue import Pending
+from deepytorch.compiler.code import compiled_step, lower_region
+from deepytorch.compiler.code.beside.queue import Pending
 from deepytorch.compiler.config import CompilerConfig
 from deepytorch.compiler.report import LEDGER
+from deepytorch.compiler.step import packing
 from deepytorch.errors import ConfigError
 from deepytorch.passes.unpad.strip_padding import StripPadding
 from tests.compiler.parity import (
@@ -153,11 +154,11 @@ def test_a_packed_step_that_fails_at_run_time_goes_on_padded(
     calls = []
     original = compiled_step.CompiledStep.__call__
 
-    def packed_fails(self: Any, arguments: list[Any], again: Any = None) -> Any:
+    def packed_fails(self: Any, arguments: list[Any]) -> Any:
         calls.append(self)
         if self is calls[0]:
             raise Broken("on purpose")
-        return original(self, arguments, again)
+        return original(self, arguments)
 
     monkeypatch.setattr(compiled_step.CompiledStep, "__call__", packed_fails)
     for batch in given[1:]:
@@ -174,7 +175,7 @@ def test_a_packed_step_that_fails_at_run_time_goes_on_padded(
 def test_facts_that_fail_in_every_step_are_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair(model())
     given = batches(masked_lm_batch, *GIVEN)
-    monkeypatch.setattr(runtime, "read_facts", fail)
+    monkeypatch.setattr(packing, "read_facts", fail)
     for batch in given:
         pair.step(batch)
     report = LEDGER.report()
@@ -208,7 +209,7 @@ def test_an_error_of_the_users_own_model_is_the_users_to_see() -> None:
 
 
 def test_running_out_of_memory_is_raised_not_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_memory(self: Any, arguments: list[Any], again: Any = None) -> Any:
+    def no_memory(self: Any, arguments: list[Any]) -> Any:
         raise torch.OutOfMemoryError("on purpose")
 
     pair = Pair(model())

@@ -14,9 +14,9 @@ import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from deepytorch.compiler import lower as lower_module
+from deepytorch.compiler.code import lower as lower_module
+from deepytorch.compiler.code.lower import GraphPasses, fingerprint, lower
 from deepytorch.compiler.config import CompilerConfig
-from deepytorch.compiler.lower import GraphPasses, fingerprint, lower
 from deepytorch.compiler.plan import Plan
 
 aten = torch.ops.aten

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import fx
 
-from deepytorch.compiler.nested import prepare_nested
+from deepytorch.compiler.code.nested import prepare_nested
 
 
 def draws(x: torch.Tensor, seen: torch.Tensor) -> tuple[torch.Tensor, ...]:

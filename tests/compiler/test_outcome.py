@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepytorch.compiler import lower_region
+from deepytorch.compiler.code import lower_region
 from deepytorch.compiler.outcome import Outcome, outcomes
 from deepytorch.compiler.report import LEDGER
 from tests.compiler.parity import batches, masked_lm_batch

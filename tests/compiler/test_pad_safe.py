@@ -11,11 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from deepytorch.compiler.outputs import pad_safe
-from deepytorch.compiler.outputs.deferred import defer, is_deferred
-from deepytorch.compiler.outputs.pending import Family
-from deepytorch.compiler.outputs.tokens import Place, Tokens
-from deepytorch.compiler.outputs.usage import Level, Usage
+from deepytorch.compiler.report import RegionRecord
+from deepytorch.compiler.step.events import RegionEvents
+from deepytorch.compiler.step.outputs import pad_safe
+from deepytorch.compiler.step.outputs.deferred import defer, is_deferred
+from deepytorch.compiler.step.outputs.pending import Family
+from deepytorch.compiler.step.outputs.tokens import Place, Tokens
+from deepytorch.compiler.step.route import State, Uses
 from deepytorch.errors import DeferredError
 
 ROWS, POSITIONS, FEATURES = 3, 5, 4
@@ -36,7 +38,7 @@ class Case:
         self.base = values.clone().requires_grad_(dtype.is_floating_point)
         self.asked = 0
         place = Place((ROWS, POSITIONS), MASK.flatten().nonzero().squeeze(1))
-        self.usage = Usage("region")
+        self.events = RegionEvents(RegionRecord("region", "packed", "eager"), State(packs=True, defers=True))
 
         def compute(_: Any) -> torch.Tensor:
             self.asked += 1
@@ -52,7 +54,7 @@ class Case:
             requires_grad=dtype.is_floating_point,
             name="logits",
             tokens=lambda: Tokens.of(place, place.take(self.base)),
-            usage=self.usage,
+            events=self.events,
             family=Family(),
         )
         self.mask, self.wide = MASK, MASK[..., None]
@@ -357,7 +359,7 @@ def test_what_works_token_by_token_asks_for_no_pad(name: str) -> None:
     scalar(wanted, MASK).backward()
     assert_same_gradient(case)
     assert case.asked == 0
-    assert case.usage.level is Level.PACKED
+    assert case.events.state.uses is Uses.TOKENS
 
 
 @pytest.mark.parametrize("name", BY_TOKEN)
@@ -369,7 +371,7 @@ def test_what_was_made_of_tokens_is_eagers_at_pads_once_they_are_looked_at(name:
     scalar(wanted).backward()
     assert_same_gradient(case)
     assert case.asked == 1
-    assert case.usage.level is Level.PADDED
+    assert case.events.state.uses is Uses.PADS
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -382,7 +384,7 @@ def test_what_sees_tokens_only_asks_for_no_pad(name: str) -> None:
     scalar(found).backward()
     scalar(wanted).backward()
     assert_same_gradient(case)
-    assert case.usage.level is Level.PACKED
+    assert case.events.state.uses is Uses.TOKENS
 
 
 @pytest.mark.parametrize("name", ANYTHING)
@@ -395,7 +397,7 @@ def test_what_sees_pads_gets_eagers_numbers(name: str) -> None:
         scalar(wanted).backward()
         assert_same_gradient(case)
     assert case.asked == 1
-    assert case.usage.level is Level.PADDED
+    assert case.events.state.uses is Uses.PADS
 
 
 def test_every_function_of_the_table_has_a_use_here(monkeypatch: pytest.MonkeyPatch) -> None:

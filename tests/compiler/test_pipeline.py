@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from deepytorch.compiler import backend, lower_region, pipeline
-from deepytorch.compiler.compiled_step import CompiledStep
+from deepytorch.compiler import backend, pipeline
+from deepytorch.compiler.code import lower_region
+from deepytorch.compiler.code.compiled_step import CompiledStep
 from deepytorch.compiler.manager import copied
 from deepytorch.compiler.report import LEDGER
 from deepytorch.passes.base import Context, Decline, Pass, Rewrite, Role

@@ -606,7 +606,7 @@ for one, other in zip(models[0].parameters(), models[1].parameters()):
     torch.testing.assert_close(one, other)
 in_backward = Net()
 _apply_optimizer_in_backward(torch.optim.SGD, in_backward.parameters(), {"lr": 0.1})
-from deepytorch.compiler.data_parallel import adopt
+from deepytorch.compiler.code.data_parallel import adopt
 in_backward = DDP(in_backward)
 in_backward._lazy_init()  # as a first forward does
 assert "communication hook" in adopt(in_backward)
@@ -707,7 +707,7 @@ def tasks(number):
 for first in (True, False):
     train(lambda: Tasks(first), steps=9, what=("tasks", first), batch=tasks, find_unused_parameters=True)
 
-from deepytorch.compiler import lower_region
+from deepytorch.compiler.code import lower_region
 stock_lower = lower_region.lower
 def failing(*arguments, **options):
     raise RuntimeError("this rank cannot compile")
@@ -746,7 +746,7 @@ def uneven(number):
     return x[:rows], y[:rows]
 train(Net, steps=7, what="batches of other sizes on each rank", batch=uneven)
 
-from deepytorch.compiler import lower_region
+from deepytorch.compiler.code import lower_region
 stock_lower = lower_region.lower
 def failing(*arguments, **options):
     raise RuntimeError("this rank cannot compile")

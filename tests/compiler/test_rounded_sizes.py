@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from deepytorch.compiler.batch_facts import Facts
-from deepytorch.compiler.rounded_sizes import (
+from deepytorch.compiler.step.batch_facts import Facts
+from deepytorch.compiler.step.rounded_sizes import (
     MAX_SIZES,
     RoundedIndices,
     SizeLadder,

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from deepytorch.compiler import lower_region
+from deepytorch.compiler.code import lower_region
+from deepytorch.compiler.code.lower import lower
+from deepytorch.compiler.code.lower_region import RegionLowering
 from deepytorch.compiler.config import CompilerConfig
-from deepytorch.compiler.lower import lower
-from deepytorch.compiler.lower_region import RegionLowering
 from deepytorch.compiler.plan import Plan
 from deepytorch.compiler.report import LEDGER, Report
-from deepytorch.compiler.rounded_step import recording, without_recording
+from deepytorch.compiler.step.rounded_step import recording, without_recording
 from tests.compiler.parity import (
     COMPILED,
     PAD,
@@ -135,7 +135,7 @@ def test_second_backward_of_a_rounded_step() -> None:
 
 
 def test_a_rounded_step_that_fails_leaves_the_packed_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    from deepytorch.compiler import rounded_step
+    from deepytorch.compiler.step import rounded_step
 
     def fails(*_: Any) -> None:
         raise RuntimeError("no indices")

@@ -15,16 +15,18 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.nn import functional as F
 
-from deepytorch.compiler import second_backward
+from deepytorch.compiler.code.later_graph import graph_for_later
+from deepytorch.compiler.code.lower_region import RegionLowering
 from deepytorch.compiler.config import CompilerConfig
-from deepytorch.compiler.lower_region import RegionLowering
 from deepytorch.compiler.manager import copied
 from deepytorch.compiler.plan import Plan
 from deepytorch.compiler.report import LEDGER, RegionRecord
-from deepytorch.compiler.second_backward import SecondBackward, TwiceDifferentiable
+from deepytorch.compiler.step import second_backward
+from deepytorch.compiler.step.region import Region as CompiledRegion
+from deepytorch.compiler.step.regions import compiled_region, whole_region
+from deepytorch.compiler.step.second_backward import SecondBackward
+from deepytorch.compiler.step.unused_outputs import parts_in_outputs
 from deepytorch.compiler.unread_statistics import unread_statistics
-from deepytorch.compiler.unused_outputs import parts_in_outputs
-from deepytorch.compiler.whole_step import WholeStep, graph_for_later
 from tests.calls import Calls
 
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
@@ -427,7 +429,7 @@ def compiled_later(model: Any) -> Any:
         assert not isinstance(later, str), later
         record = LEDGER.open(RegionRecord("region", "declined", "aot_eager"))
         lowering, parts = RegionLowering(config, Plan.initial("region", config)), parts_in_outputs(module.graph)
-        return WholeStep(later, copied(module).forward, lowering, record, unread_statistics(module.graph), parts)
+        return whole_region(later, copied(module).forward, lowering, record, unread_statistics(module.graph), parts)
 
     return torch.compile(model, backend=backend, dynamic=True)
 
@@ -808,12 +810,10 @@ def test_a_call_keeps_nothing_alive_behind_its_backward(ends: str) -> None:
 
 
 def test_a_region_without_gradients_is_not_watched() -> None:
-    region = TwiceDifferentiable(
-        lambda x: (x + 1,), lambda x: (x + 1,), (), RegionRecord("region", "declined", "aot_eager")
-    )
+    region = compiled_region(lambda x: (x + 1,), 1, lambda x: (x + 1,), RegionRecord("region", "declined", "aot_eager"))
     region(torch.ones(2))
-    assert region._second._blind
-    assert region._second.begin([torch.ones(2)], lambda x: (x,)) is None
+    assert region._padded._second._blind
+    assert region._padded._second.begin([torch.ones(2)], lambda x: (x,)) is None
 
 
 @pytest.mark.parametrize("count", [40, 300])
@@ -826,24 +826,24 @@ def test_an_ordinary_call_costs_the_host_little(count: int) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x * torch.cat(list(self.weights)).sum()
 
-    regions: list[TwiceDifferentiable] = []
-    begin = TwiceDifferentiable.__call__
+    regions: list[CompiledRegion] = []
+    begin = CompiledRegion.__call__
 
-    def caught(self: TwiceDifferentiable, *inputs: Any) -> Any:
+    def caught(self: CompiledRegion, *inputs: Any) -> Any:
         regions.append((self, inputs))
         return begin(self, *inputs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TwiceDifferentiable, "__call__", caught)
+        patch.setattr(CompiledRegion, "__call__", caught)
         compiled(Wide())(torch.ones(1))
     [(region, inputs)] = regions
     assert len(inputs) == count
     region(*inputs)  # the first call looks at its inputs
     with Calls() as before:
-        call = region._second.begin(inputs, region._eager)
-    outputs = region._compiled(*inputs)
+        call = region._padded._second.begin(inputs, region._eager)
+    outputs = region._padded._code(inputs)
     with Calls() as behind:
-        region._second.watch(call, outputs)
+        region._padded._second.watch(call, outputs)
     assert outputs[0].grad_fn.apply.__self__ is not outputs[0].grad_fn
     assert 0 < before.count + behind.count < 50  # however many inputs there are
 

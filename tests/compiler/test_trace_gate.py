@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from deepytorch.compiler import budget, compile_module, compiled_step, trace_gate
-from deepytorch.compiler.beside.queue import Pending
+from deepytorch.compiler import budget, compile_module, trace_gate
 from deepytorch.compiler.budget import SHARE, Budget
+from deepytorch.compiler.code import compiled_step
+from deepytorch.compiler.code.beside.queue import Pending
+from deepytorch.compiler.code.compiled_step import CompiledStep
 from deepytorch.compiler.compile_module import compiled_call
-from deepytorch.compiler.compiled_step import CompiledStep
 from deepytorch.compiler.report import LEDGER
 from deepytorch.compiler.trace_gate import TracedCode, TraceHistory
 from tests.compiler.plain_models import Plain, sdpa_bool

@@ -18,7 +18,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from deepytorch.compiler.batch_facts import Facts, Indices, Refusal, read_facts
+from deepytorch.compiler.step.batch_facts import Facts, Indices, Refusal, read_facts
 from deepytorch.passes.base import Context, GraphInput, Role
 from deepytorch.passes.slicing import Slicer
 from deepytorch.passes.unpad.analysis import _forget_foreign

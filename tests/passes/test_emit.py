@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import fx
 
-from deepytorch.compiler.batch_facts import Indices, read_facts
+from deepytorch.compiler.step.batch_facts import Indices, read_facts
 from deepytorch.passes.unpad.emit import _contains
 from deepytorch.passes.unpad.program import IndexSet
 from tests.passes.padded_graph import PaddedGraph, Step, attend, batches, key_mask, project

@@ -144,8 +144,8 @@ def _in_the_default_mode() -> Any:
     os.environ["DEEPYTORCH_COMPILE"] = "beside"
     import deepytorch
     from deepytorch import process_age
-    from deepytorch.compiler import compiled_step
-    from deepytorch.compiler.beside.queue import HERE, Pending
+    from deepytorch.compiler.code import compiled_step
+    from deepytorch.compiler.code.beside.queue import HERE, Pending
 
     process_age._BEGAN -= 1e6
     compile_beside, under_way = compiled_step.compile_beside, list[Pending]()

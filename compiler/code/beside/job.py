@@ -1,0 +1,226 @@
+"""What another process needs to compile a graph as this one would, by the same cache keys."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import platform
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from deepytorch.compiler.code.beside.graph_data import CannotSend, GraphData
+from deepytorch.compiler.code.data_parallel import Members, layout
+from deepytorch.compiler.code.lower_region import RegionLowering
+from deepytorch.compiler.code.nested import prepare_nested
+from deepytorch.passes.ops import reduce
+from deepytorch.torch_internals import dynamo_config, functorch_config, inductor_config
+from deepytorch.version import __version__
+
+_LARGEST_CONSTANT = 1 << 20  # values of a tensor that a graph holds, and that is sent
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_STATIC = "_dynamo_static_input_type"
+_CONFIGS = {"dynamo": dynamo_config, "functorch": functorch_config, "inductor": inductor_config}
+
+
+@dataclass(frozen=True)
+class Argument:
+    """What a compiler asks of an argument: everything but its values. value: of what is no tensor."""
+
+    value: Any = None
+    is_parameter: bool = False
+    is_leaf: bool = True
+    dtype: torch.dtype | None = None
+    size: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
+    offset: int = 0
+    storage_bytes: int = 0
+    requires_grad: bool = False
+    static: str | None = None  # what Dynamo notes on buffers, whose memory stays where it is
+
+    @classmethod
+    def of(cls, value: Any) -> Argument:
+        """Raises `CannotSend` for a tensor that another process cannot make up."""
+        if not isinstance(value, torch.Tensor):
+            if not isinstance(value, (int, float, bool, str, type(None))):
+                raise CannotSend(f"an argument is a {type(value).__name__}")
+            return cls(value)
+        is_parameter = isinstance(value, torch.nn.Parameter)
+        if type(value) is not torch.Tensor and type(value) is not torch.nn.Parameter:
+            raise CannotSend(f"an argument is a {type(value).__name__}")
+        if value.device.type != "cpu":
+            raise CannotSend(f"an argument is on {value.device.type}, which another process would take memory of")
+        if value.layout is not torch.strided or value.is_quantized or value.is_conj() or value.is_neg():
+            raise CannotSend("an argument is no plain dense tensor")
+        return cls(
+            is_parameter=is_parameter,
+            is_leaf=value.is_leaf,
+            dtype=value.dtype,
+            size=tuple(value.shape),
+            stride=value.stride(),
+            offset=int(value.storage_offset()),
+            storage_bytes=value.untyped_storage().nbytes(),
+            requires_grad=value.requires_grad,
+            static=getattr(value, _STATIC, None),
+        )
+
+    def known_by(self, varying: tuple[int, ...]) -> str:
+        """What of it compiled code depends on, as text: not the sizes that vary from call to call."""
+        if not varying:
+            return repr(self)
+        size = ["*" if dim in varying else length for dim, length in enumerate(self.size)]
+        dense, length = True, 1
+        for dim in reversed(range(len(self.size))):
+            dense = dense and self.stride[dim] == length
+            length *= self.size[dim]
+        stride = "dense" if dense else repr(self.stride)
+        return repr((size, stride, self.is_parameter, self.is_leaf, self.dtype, self.requires_grad, self.static))
+
+    def make(self) -> Any:
+        """One like it. Its memory is asked for and not touched, so that it costs none."""
+        if self.dtype is None:
+            return self.value
+        storage = torch.UntypedStorage(self.storage_bytes)
+        tensor = torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)
+        if self.static is not None:
+            setattr(tensor, _STATIC, self.static)
+        if self.is_parameter:
+            return torch.nn.Parameter(tensor, requires_grad=self.requires_grad)
+        if self.requires_grad and not self.is_leaf:
+            leaf = torch.empty(0, dtype=self.dtype, requires_grad=True)
+            computed = leaf.clone()  # and no view of one, into which a graph could not write
+            computed.data = tensor
+            return computed
+        return tensor.requires_grad_(self.requires_grad)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The state of this process that compiled code depends on."""
+
+    threads: int
+    default_dtype: torch.dtype
+    grad: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    autocast_cache: bool
+    deterministic: tuple[bool, bool, bool]
+    matmul_precision: str
+    configs: Mapping[str, Mapping[str, Any]]
+
+    @classmethod
+    def here(cls) -> Settings:
+        """As they are now."""
+        return cls(
+            torch.get_num_threads(),
+            torch.get_default_dtype(),
+            torch.is_grad_enabled(),
+            tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")),
+            torch.is_autocast_cache_enabled(),
+            (
+                torch.are_deterministic_algorithms_enabled(),
+                torch.is_deterministic_algorithms_warn_only_enabled(),
+                torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
+            ),
+            torch.get_float32_matmul_precision(),
+            {name: dict(config.save_config_portable()) for name, config in _CONFIGS.items()},
+        )
+
+    def apply(self) -> None:
+        """Make them this process's own."""
+        torch.set_num_threads(self.threads)
+        torch.set_default_dtype(self.default_dtype)
+        torch.set_grad_enabled(self.grad)
+        for kind, on, dtype in self.autocast:
+            torch.set_autocast_enabled(kind, on)
+            torch.set_autocast_dtype(kind, dtype)
+        torch.set_autocast_cache_enabled(self.autocast_cache)
+        enabled, warn_only, fill = self.deterministic
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+        if torch.get_float32_matmul_precision() != self.matmul_precision:  # to set it says more than its value
+            torch.set_float32_matmul_precision(self.matmul_precision)
+        for name, config in _CONFIGS.items():
+            now = config.save_config_portable()
+            config.load_config({key: value for key, value in self.configs[name].items() if now.get(key) != value})
+
+
+@dataclass(frozen=True)
+class Job:
+    """One graph to compile. gradients: reducer's name and (argument, member) of what is reduced in its backward."""
+
+    graph: GraphData
+    code: str
+    arguments: tuple[Argument, ...]
+    varying: tuple[tuple[int, ...], ...]
+    lowering: RegionLowering  # without the gradients of this process
+    gradients: tuple[str, tuple[tuple[int, int], ...]] | None
+    settings: Settings
+
+    @classmethod
+    def of(
+        cls,
+        module: fx.GraphModule,
+        arguments: Sequence[Any],
+        varying: Sequence[tuple[int, ...]],
+        lowering: RegionLowering,
+    ) -> Job:
+        """Raises `CannotSend` where another process could not compile the same."""
+        given = tuple(Argument.of(value) for value in arguments)
+        storages = [value.untyped_storage() for value in arguments if isinstance(value, torch.Tensor)]
+        memory = [each.data_ptr() for each in storages if each.nbytes()]  # those of size 0 all stand at 0
+        if len(set(memory)) != len(memory):
+            raise CannotSend("arguments share memory")
+        graph = GraphData(module)
+        if any(value.numel() > _LARGEST_CONSTANT for value in graph.constants()):
+            raise CannotSend("a large tensor is part of the graph")
+        gradients = lowering.gradients
+        named = None if gradients is None else (gradients.name, gradients.members(arguments))
+        code = module.graph.python_code("self").src
+        return cls(graph, code, given, tuple(varying), lowering.with_gradients(None), named, Settings.here())
+
+    def digest(self) -> str:
+        """Equal for jobs that compile to the same, in any process of this machine."""
+        parts = [
+            __version__, torch.__version__, sys.version, platform.machine(), _cpu(), self.code,
+            repr([each.known_by(dims) for each, dims in zip(self.arguments, self.varying, strict=True)]),
+            repr(self.varying), self.lowering.plan.digest(), repr(self.gradients), repr(self.graph.constants()),
+            json.dumps(_plain(asdict(self.settings)), sort_keys=True),
+        ]  # fmt: skip
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+    def compile(self) -> None:
+        """Fill the caches of this process, which is none that trains."""
+        self.settings.apply()
+        arguments = [each.make() for each in self.arguments]
+        gradients = None
+        if self.gradients is not None:
+            name, members = self.gradients
+            gradients = Members(name, {id(arguments[place]): member for place, member in members})
+            reduce.EXPECTED[name] = {member: layout(arguments[place]) for place, member in members}
+        lowering = self.lowering.with_gradients(gradients)
+        prepare_nested(self.graph.module(), lowering.lower, arguments, self.varying)
+
+
+@functools.cache
+def _cpu() -> str:
+    """The instructions that the CPU has, which compiled code depends on."""
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
+        return next((line for line in file if line.startswith(("flags", "Features"))), "")
+    return platform.processor()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _plain(each) for name, each in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return sorted(repr(_plain(each)) for each in value)
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else _ADDRESS.sub("", repr(value))

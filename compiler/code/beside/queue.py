@@ -1,0 +1,302 @@
+"""What is being compiled beside, and by whom."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from deepytorch.background import start
+from deepytorch.compiler.code.beside import store
+from deepytorch.compiler.code.beside.graph_data import CannotSend, to_bytes
+from deepytorch.compiler.code.beside.job import Job
+from deepytorch.compiler.code.beside.worker import send
+from deepytorch.compiler.code.lower_region import RegionLowering
+from deepytorch.log import logger
+
+# Where training waits for a graph to be compiled, as under `torch.compile`. A thread would not make it wait; but while
+# torch compiles it replaces `nn.Module.__call__` for all threads, and in the end gives random generators back the state
+# from before, so that dropout of the steps meanwhile would come once more.
+HERE = "this process"
+
+
+@dataclass(eq=False)
+class Pending:
+    """One graph that is compiled beside. Set by another thread; `done` last.
+
+    error: why it came to nothing. seconds: of compiling. peak_mb: memory of the process that compiled. where: who
+    compiled it; `HERE` where this process is to do so.
+    """
+
+    name: str
+    asked: float = field(default_factory=time.perf_counter)
+    error: str | None = None
+    seconds: float = 0.0
+    peak_mb: float = 0.0
+    where: str = "a process"
+    done: threading.Event = field(default_factory=threading.Event)
+
+    def finish(self, error: str | None = None, seconds: float = 0.0, peak_mb: float = 0.0) -> None:
+        """It is compiled, or will not be."""
+        self.error, self.seconds, self.peak_mb = error, seconds, peak_mb
+        self.done.set()
+
+
+def compile_beside(
+    name: str,
+    module: fx.GraphModule,
+    arguments: Sequence[Any],
+    varying: Sequence[tuple[int, ...]],
+    lowering: RegionLowering,
+) -> Pending:
+    """Have a graph compiled that is to run with arguments like these; return at once.
+
+    One that cannot be sent is left to the caller, see `HERE`.
+    """
+    pending = Pending(name)
+    try:
+        described = Job.of(module, arguments, varying, lowering)
+        digest, job = described.digest(), to_bytes(described)
+    except CannotSend as reason:
+        logger.info("%s is not compiled beside: %s", name, reason)
+        pending.where = HERE
+        _expect_no_longer()
+        return pending
+    logger.info("%s is compiled beside; training goes on in eager meanwhile", name)
+    asked = _Asked(pending, digest, _MODEL.get(), job)
+    if store.find(digest) is None:
+        _hand_over(asked)
+    else:
+        pending.where = "an earlier run"
+        _expect_no_longer()
+        threading.Thread(target=_take, args=(asked,), name="deepytorch-load", daemon=True).start()
+    return pending
+
+
+def _hand_over(asked: _Asked) -> None:
+    """Have the worker compile it; a new one where there is none."""
+    global _WORKER
+    with _LOCK:
+        if _WORKER is None or not _WORKER.take(asked):
+            _WORKER = _Worker()
+            _WORKER.take(asked)
+            _WORKER.start()
+
+
+@contextlib.contextmanager
+def graphs_of(model: str) -> Iterator[None]:
+    """Inside, what is compiled belongs to this model: what is kept of it is listed by the name."""
+    token = _MODEL.set(model)
+    try:
+        yield
+    finally:
+        _MODEL.reset(token)
+
+
+def expect(model: str) -> None:
+    """A first graph of this model will be traced and proved now, on one core. Unless an earlier run has kept one of it,
+    the process that is to compile it starts meanwhile, which takes as long.
+    """
+    global _WORKER
+    if any(entry.about.get("model") == model for entry in store.entries()):
+        return
+    with _LOCK:
+        if _WORKER is None or not _WORKER.is_alive():
+            _WORKER = _Worker(patience=_EXPECTED_WITHIN)
+            _WORKER.start()
+
+
+def _expect_no_longer() -> None:
+    """A process that was started for a job is not needed."""
+    with _LOCK:
+        if _WORKER is not None:
+            _WORKER.is_enough()
+
+
+def _take(asked: _Asked) -> None:
+    """Use what an earlier run has kept; where another process drops it meanwhile, it is compiled as if it never was."""
+    try:
+        if _install(asked.digest):
+            _warm_up()
+            asked.pending.finish()
+        else:
+            asked.pending.where = "a process"
+            _hand_over(asked)
+    except OSError as error:
+        asked.pending.finish(error=f"{type(error).__name__}: {error}")
+
+
+def _load(pending: Pending, digest: str, seconds: float, peak_mb: float) -> None:
+    """Use what the worker has kept; where that is gone, or nothing can be kept, torch looks in its own folder."""
+    try:
+        _install(digest)
+        _warm_up()
+    except OSError as error:
+        pending.finish(error=f"{type(error).__name__}: {error}")
+    else:
+        pending.finish(None, seconds, peak_mb)
+
+
+def _install(digest: str) -> bool:
+    """Have torch find what is kept under `digest`, if it still is. Raises `OSError` where its folder takes nothing."""
+    entry = store.find(digest)
+    with contextlib.suppress(FileNotFoundError):
+        if entry is not None:
+            entry.install()
+            return True
+    return False
+
+
+@dataclass(frozen=True, eq=False)
+class _Asked:
+    """One job of a worker's."""
+
+    pending: Pending
+    digest: str
+    model: str
+    job: bytes
+
+
+class _Worker(threading.Thread):
+    """A process that compiles, as long as there is something to compile, and the thread that talks with it.
+
+    patience: seconds for which it waits for a first job.
+    """
+
+    def __init__(self, patience: float = 0.0) -> None:
+        super().__init__(name="deepytorch-compile", daemon=True)
+        self._waiting: deque[_Asked] = deque()
+        self._patience, self._ended = patience, False
+        self._changed = threading.Condition(_LOCK)
+
+    def take(self, asked: _Asked) -> bool:
+        """Give it one more job; False where it has ended."""
+        with self._changed:
+            if self._ended:
+                return False
+            self._waiting.append(asked)
+            self._changed.notify()
+            return True
+
+    def is_enough(self) -> None:
+        """No job will come that it was started for."""
+        with self._changed:
+            self._patience = 0.0
+            self._changed.notify()
+
+    def _next(self) -> _Asked | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or not self._patience, timeout=self._patience)
+            self._patience = 0.0
+            if self._waiting:
+                return self._waiting.popleft()
+            self._ended = True
+            return None
+
+    def _is_over(self) -> bool:
+        """Whether nothing waits; nothing will be taken then."""
+        with self._changed:
+            self._ended = not self._waiting
+            return self._ended
+
+    def run(self) -> None:
+        """Start the process, hand it one job after the other."""
+        process, worked = None, False
+        while True:
+            try:
+                process = process or start(_MAIN)
+            except OSError as failure:
+                with _LOCK:
+                    self._ended = True
+                for each in self._waiting:
+                    each.pending.finish(error=f"no process could be started to compile in: {failure}")
+                return
+            if (asked := self._next()) is None:
+                break
+            worked = True
+            with _progress(asked.pending):
+                answer = _answer(process, asked)
+            if answer is None:  # that one alone has failed: those behind it get a process of their own
+                process.communicate()
+                asked.pending.finish(error=f"the process that compiled it ended with {process.returncode}")
+                process = None
+                if self._is_over():
+                    break
+            elif "error" in answer:
+                asked.pending.finish(answer["error"])
+            else:
+                _load(asked.pending, asked.digest, seconds=answer["seconds"], peak_mb=answer["peak_mb"])
+        if process is not None:
+            if not worked:  # it may be importing still
+                process.terminate()
+            process.communicate()  # which ends it, and the memory that it holds
+
+
+def _warm_up() -> None:
+    """What loading compiled code takes the first time: modules, and a look at the CPU (by 15 processes)."""
+    with contextlib.suppress(Exception):  # then it is done, or fails, where it is needed
+        from deepytorch.torch_internals import compile_fx, pick_vec_isa  # noqa: F401
+
+        pick_vec_isa()
+
+
+@contextlib.contextmanager
+def _progress(pending: Pending) -> Iterator[None]:
+    """In a terminal, where lines of ours are shown, one that tells how long it has been compiling."""
+    if not (logger.isEnabledFor(logging.INFO) and sys.stderr.isatty()):
+        yield
+        return
+    over = threading.Event()
+
+    def show() -> None:
+        while not over.wait(1.0):
+            seconds = time.perf_counter() - pending.asked
+            sys.stderr.write(f"\rdeepytorch: {pending.name} is being compiled, {seconds:.0f} s")
+            sys.stderr.flush()
+        sys.stderr.write("\r\033[K")
+
+    thread = threading.Thread(target=show, name="deepytorch-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(timeout=1.0)
+
+
+def _answer(process: subprocess.Popen[bytes], asked: _Asked) -> dict[str, Any] | None:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        send(process.stdin, asked.digest, asked.model, asked.job)
+        return dict(json.loads(process.stdout.readline()))
+    except (OSError, ValueError):
+        return None
+
+
+_MAIN = "from deepytorch.compiler.code.beside.worker import main; main({parent})"
+_MODEL: ContextVar[str] = ContextVar("deepytorch_model", default="")
+_LOCK = threading.RLock()
+_WORKER: _Worker | None = None
+_EXPECTED_WITHIN = 60.0  # seconds; a trace and the step that sees how outputs are used
+
+
+def _begin_anew() -> None:
+    """In a child made by `fork`: the worker is its parent's, and whoever held a lock is not here."""
+    global _WORKER, _LOCK
+    _WORKER, _LOCK = None, threading.RLock()
+
+
+os.register_at_fork(after_in_child=_begin_anew)

@@ -1,0 +1,128 @@
+"""The process that compiles graphs for another one: jobs come through its input, answers leave through its output.
+
+It ends when its input does, which is when the process that started it has no more to compile, or is no more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import resource
+import struct
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from queue import SimpleQueue
+from typing import IO
+
+from filelock import FileLock
+
+from deepytorch.background import end_with_parent
+from deepytorch.compiler.code.beside import store
+from deepytorch.config import process_environment
+
+_LENGTH = struct.Struct("!Q")
+
+
+def send(stream: IO[bytes], digest: str, model: str, job: bytes) -> None:
+    """Hand a job to the worker that reads from `stream`. digest: what its entry is kept by. model: a name to tell."""
+    for part in (digest.encode(), model.encode(), job):
+        stream.write(_LENGTH.pack(len(part)))
+        stream.write(part)
+    stream.flush()
+
+
+def main(parent: int) -> None:
+    """Compile until there is no more input. parent: the process that has started this one."""
+    jobs, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # whatever a compiler prints is no answer
+    place = store.folder()
+    with tempfile.TemporaryDirectory(prefix=".compiling-", dir=place) as scratch:
+        queue: SimpleQueue[tuple[str, str, bytes] | None] = SimpleQueue()
+        threading.Thread(target=_read, args=(jobs, queue), daemon=True).start()
+        end_with_parent(parent, Path(scratch))
+        _import_compilers()  # before files go to a place of their own: headers that are compiled once are of all
+        tempfile.tempdir = process_environment()["TMPDIR"] = scratch
+        while (found := queue.get()) is not None:
+            answers.write(json.dumps(_compile(*found, place, Path(scratch))) + "\n")
+            answers.flush()
+
+
+def _import_compilers() -> None:
+    """What takes seconds: there may be no job yet."""
+    from deepytorch.compiler.code.beside import job  # noqa: F401
+    from deepytorch.torch_internals import compile_fx  # noqa: F401
+
+
+def _read(jobs: IO[bytes], queue: SimpleQueue[tuple[str, str, bytes] | None]) -> None:
+    parts: list[bytes] = []
+    while len(head := jobs.read(_LENGTH.size)) == _LENGTH.size:
+        parts.append(jobs.read(_LENGTH.unpack(head)[0]))
+        if len(parts) == 3:
+            queue.put((parts[0].decode(), parts[1].decode(), parts[2]))
+            parts = []
+    queue.put(None)
+
+
+def _compile(digest: str, model: str, job: bytes, place: Path | None, scratch: Path) -> dict[str, object]:
+    started, used = time.perf_counter(), _cpu_seconds()
+    try:
+        if place is None:  # nothing may be kept: torch's own folder has to do
+            _run(job)
+        else:
+            locks = place / ".locks"
+            locks.mkdir(mode=0o700, exist_ok=True)
+            with FileLock(locks / digest, mode=0o600):  # ranks compile the same
+                if store.find(digest) is None:
+                    made = scratch / "entry"
+                    process_environment()["TORCHINDUCTOR_CACHE_DIR"] = str(store.files_of(made))
+                    _run(job)
+                    seconds = time.perf_counter() - started
+                    store.keep(made, place / digest, {"model": model, "seconds": seconds, "torch": _torch()})
+                    store.trim()
+                    store.remove_stale(place)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {str(error)[:500]}"}
+    return {
+        "seconds": time.perf_counter() - started,
+        "cpu_seconds": _cpu_seconds() - used,
+        "peak_mb": _peak_mb(),
+    }
+
+
+def _run(job: bytes) -> None:
+    from deepytorch.compiler.code.beside.job import Job
+    from deepytorch.torch_internals import clear_inductor_caches
+
+    clear_inductor_caches()  # what an earlier job left in memory would be missing in this one's entry
+    found = pickle.loads(job)
+    assert isinstance(found, Job)
+    found.compile()
+
+
+def _torch() -> str:
+    import torch
+
+    return str(torch.__version__)
+
+
+def _peak_mb() -> float:
+    """The most memory that this process has held. By `getrusage` it would be its parent's, where that is more: Linux
+    hands the peak on to what a process becomes.
+    """
+    with contextlib.suppress(OSError), open("/proc/self/status", encoding="utf-8") as file:
+        for line in file:
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) / 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 1024)
+
+
+def _cpu_seconds() -> float:
+    return sum(
+        each.ru_utime + each.ru_stime
+        for each in (resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN))
+    )

@@ -1,0 +1,214 @@
+"""A graph that is compiled at its first call, with the sizes that vary from batch to batch as symbols.
+
+A nested `torch.compile` with guards of its own does it, so that Dynamo's graph around it is not touched.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from deepytorch.compiler.budget import BUDGET
+from deepytorch.compiler.code.beside.queue import HERE, Pending, compile_beside
+from deepytorch.compiler.code.lower_region import RegionLowering
+from deepytorch.compiler.code.nested import compile_nested, prepare_nested
+from deepytorch.compiler.report import RegionRecord
+from deepytorch.compiler.trace_gate import current_trace
+from deepytorch.fused_adam import fuse_for
+from deepytorch.log import logger, once
+from deepytorch.optimizer_steps import Border
+from deepytorch.process_age import seconds_since_start
+from deepytorch.torch_internals import OpOverload, compiler_counters
+
+_CALLS_A_STEP = 256  # whoever takes more has an optimizer that torch does not know
+
+# Guesses on the high side of what stops training, by the nodes of a graph: Inductor in this process, of which a small
+# model took 8 to 25 s on 2 cores; and loading what another process has compiled, 1 to 2 s of a Llama of four layers.
+_COMPILE_SECONDS, _COMPILE_SECONDS_A_NODE = 10.0, 0.1
+_LOAD_SECONDS, _LOAD_SECONDS_A_NODE = 1.0, 0.005
+
+
+def compile_seconds(module: fx.GraphModule) -> float:
+    """Return what compiling a graph in this process is thought to take."""
+    return _COMPILE_SECONDS + _COMPILE_SECONDS_A_NODE * _num_nodes(module)
+
+
+def _num_nodes(module: fx.GraphModule) -> int:
+    return sum(len(part.graph.nodes) for part in module.modules() if isinstance(part, fx.GraphModule))
+
+
+class CompiledStep:
+    """A graph that is compiled at its first call, with the sizes that vary marked.
+
+    varying: for every argument the dimensions that vary from batch to batch.
+    """
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        varying: Sequence[tuple[int, ...]],
+        lowering: RegionLowering,
+        record: RegionRecord,
+    ) -> None:
+        self._module, self._varying, self._lowering, self._record = module, varying, lowering, record
+        self.compiles = 0  # so far
+        self._compiled: Callable[..., Any] | None = None
+        self._pending: Pending | None = None
+        self._is_budgeted = current_trace() is not None  # else somebody has asked for `torch.compile`
+        self._border, self._calls = Border(), 0  # of the script's steps; calls since it was compiled beside
+        self._loads = self._begun = self._failed = False
+        # what eager would keep of a graph whose parts are to be computed again: all of it
+        self.recomputes = any("recompute" in node.meta for node in module.graph.nodes)
+
+    def __call__(self, arguments: Sequence[Any]) -> Sequence[Any]:
+        """Run compiled code. It is compiled here and now where it is not yet: see `poll`."""
+        return self._run(list(arguments))
+
+    def in_eager(self, arguments: Sequence[Any]) -> Sequence[Any]:
+        """Run the graph operator by operator."""
+        return tuple(self._module.forward(*arguments))
+
+    def poll(self, arguments: Sequence[Any]) -> bool:
+        """Go on with compiling the graph: in the background, see [Note: Compiled beside], or here where that cannot be.
+
+        Return whether a call with these arguments is to run compiled code now: that is there, gradients are ours on all
+        ranks if they will be, and a step of the script's begins. Always where steps wait until they are compiled.
+        """
+        if self._begun or self._lowering.config.waits:
+            return True
+        if self._failed:
+            return False
+        if self._pending is None:
+            self._pending = compile_beside(
+                self._record.name, self._module, list(arguments), self._varying, self._lowering
+            )
+        if self._pending.where == HERE and not self._pending.done.is_set():
+            if not self._affords(compile_seconds(self._module)):
+                return False
+            self._compile_here(self._pending, list(arguments))
+        if not self._loads:
+            self._loads = self._pending.done.is_set() and (
+                self._pending.where == HERE
+                or self._pending.error is not None
+                or self._affords(_LOAD_SECONDS + _LOAD_SECONDS_A_NODE * _num_nodes(self._module))
+            )
+        if not self._loads:
+            return False
+        if self._pending.error is not None:
+            self._give_up(self._pending.error)
+        elif self._is_at_border() and self._lowering.may_begin():
+            self._begin(self._pending)
+        return self._begun
+
+    def _may_recompile(self) -> bool:
+        return self._affords(compile_seconds(self._module))
+
+    def _affords(self, seconds: float) -> bool:
+        return not self._is_budgeted or BUDGET.affords(seconds)
+
+    def _compile_here(self, pending: Pending, arguments: list[Any]) -> None:
+        """Compile it while training waits, as `torch.compile` has it, and run nothing."""
+        started = time.perf_counter()
+        logger.info("%s is compiled now, and training waits for it", self._record.name)
+        try:
+            with BUDGET.pause():
+                self._compiled = prepare_nested(
+                    self._module, self._backend, arguments, self._varying, self._may_recompile
+                )
+        except Exception as error:
+            logger.debug("traceback of the failure", exc_info=True)
+            pending.finish(f"{type(error).__name__}: {str(error)[:500]}")
+        else:
+            pending.finish(seconds=time.perf_counter() - started)
+        self._record.compile_seconds += time.perf_counter() - started
+
+    def _begin(self, pending: Pending) -> None:
+        self._begun, record = True, self._record
+        record.change_over_seconds = seconds_since_start()
+        record.compile_seconds_beside += 0.0 if pending.where == HERE else pending.seconds
+        record.compile_peak_mb_beside = max(record.compile_peak_mb_beside, pending.peak_mb)
+        record.compiled_by = pending.where
+        logger.info(
+            "%s runs compiled from now on, %.1f s after the process began (compiled by %s in %.1f s)",
+            record.name,
+            record.change_over_seconds,
+            pending.where,
+            pending.seconds,
+        )
+
+    def _is_at_border(self) -> bool:
+        """Whether a step of the script's begins, and not another part of one whose gradients are summed up."""
+        self._calls += 1
+        return self._border.passed() or self._calls > _CALLS_A_STEP or not torch.is_grad_enabled()
+
+    def _give_up(self, error: str) -> None:
+        """It could not be compiled: it goes on in eager."""
+        self._failed = True
+        message = f"{self._record.name}: compiling failed ({error})"
+        self._record.fallbacks.append(message)
+        once(logging.WARNING, "%s; it goes on in eager", message)
+        self._lowering.failed()
+
+    def _run(self, arguments: list[Any]) -> Sequence[Any]:
+        if torch.is_grad_enabled():
+            fuse_for(arguments)
+        if self._compiled is None and self._lowering.config.lowering == "eager":
+            self._compiled = self._module.forward
+            self.compiles, self._record.compiles = self.compiles + 1, self._record.compiles + 1
+        if self._compiled is None:
+            started = time.perf_counter()
+            with BUDGET.pause():
+                self._compiled, outputs = compile_nested(
+                    self._module, self._backend, arguments, self._varying, self._may_recompile
+                )
+            self._record.compile_seconds += time.perf_counter() - started
+            return outputs
+        return self._compiled(*arguments)
+
+    def _backend(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        _carry_tags(self._module.graph, module.graph)
+        known = compiler_counters["aot_autograd"]["autograd_cache_hit"]
+        compiled = self._lowering.compile(module, example_inputs)
+        if compiler_counters["aot_autograd"]["autograd_cache_hit"] == known:
+            self._record.compiles += 1
+            self._record.recompiles += self.compiles > 0
+        self.compiles += 1
+        return compiled
+
+
+def _carry_tags(source: fx.Graph, traced: fx.Graph) -> None:
+    """Give the tags of activation checkpointing to Dynamo's trace of `source`, which went through generated code."""
+    tagged, untagged = _operator_calls(source), _operator_calls(traced)
+    if not any("recompute" in node.meta for node in tagged):
+        return
+    if [node.target for node in tagged] != [node.target for node in untagged]:
+        once(logging.WARNING, "activation checkpointing was lost on the way: more memory may be used")
+        return
+    for node, other in zip(tagged, untagged, strict=True):
+        for name in ("recompute", "ac_graph_id"):
+            if name in node.meta:
+                other.meta[name] = node.meta[name]
+
+
+def _operator_calls(graph: fx.Graph) -> list[fx.Node]:
+    sizes = torch.ops.aten.sym_size.int
+    return [n for n in graph.nodes if isinstance(n.target, OpOverload) and n.target is not sizes]
+
+
+def read_inputs(module: fx.GraphModule, count: int) -> tuple[int, ...]:
+    """Drop the inputs that a padded graph does not read (sizes, mostly); say which stay."""
+    kept = []
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    assert len(placeholders) == count
+    for index, node in enumerate(placeholders):
+        if node.users:
+            kept.append(index)
+        else:
+            module.graph.erase_node(node)
+    module.recompile()
+    return tuple(kept)

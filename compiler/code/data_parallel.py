@@ -1,0 +1,338 @@
+"""A DistributedDataParallel module around what is compiled: its gradients are reduced by us, and it is told so.
+
+DDP keeps everything else: its flags (`no_sync`), the broadcast of buffers, the names of its parameters, and what it
+decided when it was made: which parameters it reduces, frozen or not. Something of ours stands before its reducer, from
+the first forward on, and sees which backwards are to be reduced. Once all ranks have agreed on it (see [Note:
+Change-over]) DDP's reducer is told nothing more, so that its own hooks send nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from deepytorch.comm.gradients.arrival_times import finish
+from deepytorch.comm.gradients.autograd_leaves import on_accumulated
+from deepytorch.comm.gradients.bucket_memory import strides
+from deepytorch.comm.gradients.buckets import BucketPlan, Member, expected_arrivals, group_link, plan_buckets
+from deepytorch.comm.gradients.comm_hooks import CommHook, only_averages
+from deepytorch.comm.gradients.reducer import REDUCERS, GradientReducer
+from deepytorch.compiler.code.change_over import ChangeOver
+from deepytorch.ddp_modules import place_of
+from deepytorch.log import logger, once
+from deepytorch.patches import forget, patch, replace
+from deepytorch.torch_internals import disable_dynamo, get_active_ddp_module, get_process_group_store
+
+_CHANGE_OVER = "_deepytorch_change_over"
+_ATTRIBUTE = "_deepytorch_gradients"
+_FLAGS = ("find_unused_parameters", "_static_graph_delay_allreduce_enqueued")
+
+
+@dataclass
+class Members:
+    """The parameters of one DDP module, whose gradients a graph hands to the reducer of that name."""
+
+    name: str
+    numbers: dict[int, int]  # id of a parameter -> member of the plan
+
+    def members(self, inputs: Any) -> tuple[tuple[int, int], ...]:
+        """(place among the inputs of a graph, member of the plan) for each parameter of the module."""
+        return tuple(
+            (place, self.numbers[id(value)]) for place, value in enumerate(inputs) if id(value) in self.numbers
+        )
+
+
+@dataclass
+class Prospect(Members):
+    """One DDP module whose gradients are ours, or are to be once all ranks are ready, see [Note: Change-over].
+
+    declined: why they are DDP's again.
+    """
+
+    reducer: GradientReducer
+    change_over: ChangeOver
+    declined: str | None = None
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # a copy of the module has gradients of its own
+
+
+class _Between:
+    """Stands before DDP's reducer: sees what it is told, and keeps that from it once gradients are ours."""
+
+    def __init__(self, ddp: Any, change_over: ChangeOver) -> None:
+        self.theirs, self._ddp, self.change_over = ddp.reducer, weakref.ref(ddp), change_over
+        self.ours: GradientReducer | None = None
+        self._before: dict[str, Any] = {}
+        # in every backward the first of these calls counts
+        self._hooks = [on_accumulated(each, lambda _: change_over.accumulated()) for _, each in _parameters(ddp)]
+
+    @disable_dynamo
+    def prepare_for_forward(self) -> None:
+        """What DDP calls in every forward whose backward is to be reduced."""
+        if self._joins():
+            self._leave()
+        if self.ours is None:
+            self.theirs.prepare_for_forward()
+
+    @disable_dynamo
+    def _rebuild_buckets(self) -> bool:
+        """What DDP calls in every forward whose backward may follow, and a rank that has joined in its place."""
+        if self._joins():
+            self._leave()
+        self.change_over.forward()
+        return False if self.ours is not None else bool(self.theirs._rebuild_buckets())
+
+    @disable_dynamo
+    def prepare_for_backward(self, outputs: Any) -> None:
+        """What DDP calls behind every forward whose backward is to be reduced."""
+        if self.ours is not None:
+            self.ours.arm()
+        else:
+            self.change_over.armed()
+            self.theirs.prepare_for_backward(outputs)
+
+    @disable_dynamo
+    def _delay_all_reduce(self) -> None:
+        """What DDP has called behind a static graph's first backward."""
+        if self.ours is None:
+            self.theirs._delay_all_reduce()
+
+    def take_over(self, ddp: Any, ours: GradientReducer) -> None:
+        """Gradients are ours from this forward on."""
+        self._stop_counting()
+        self.ours = ours
+        ours.take_over()
+        # DDP would pass every output through a node of its own, which copies it: deferred logits would be computed.
+        self._before = {each: getattr(ddp, each, None) for each in _FLAGS}
+        ddp.find_unused_parameters, ddp._static_graph_delay_allreduce_enqueued = False, True
+
+    def give_back(self) -> None:
+        """Gradients are DDP's again, but for a backward that is awaited, and stay so."""
+        self.change_over.stop()
+        self._stop_counting()
+        if self.ours is not None:
+            self.ours.release()
+        ddp = self._ddp()
+        if ddp is not None:
+            ddp.reducer = self.theirs
+            for name, value in self._before.items():
+                setattr(ddp, name, value)
+
+    def _joins(self) -> bool:
+        ddp = self._ddp()
+        return ddp is not None and self.change_over.lasts and bool(ddp._join_config.enable)
+
+    def _leave(self) -> None:
+        if self.ours is not None:
+            self.ours.disarm()  # a forward begins, and DDP's reducer is told of it
+        _give_back(self._ddp(), "DistributedDataParallel.join is in use")
+        self.ours = None  # the call that is under way is DDP's, too
+
+    def _stop_counting(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.theirs, name)
+
+
+def active() -> Any | None:
+    """The DDP module in whose forward this code runs, or None."""
+    return get_active_ddp_module()  # type: ignore[attr-defined]
+
+
+def change_over_of(ddp: Any) -> ChangeOver:
+    """When the gradients of a DDP module become ours. To be called first in its first forward."""
+    found = vars(ddp).get(_CHANGE_OVER)
+    if found is None:
+        found = _watch(ddp)
+        object.__setattr__(ddp, _CHANGE_OVER, found)
+    return found  # type: ignore[no-any-return]
+
+
+def adopt(ddp: Any) -> Prospect | str:
+    """As `prospect`, and this rank is ready."""
+    found = prospect(ddp)
+    if isinstance(found, Prospect):
+        found.change_over.ready()
+    return found
+
+
+def prospect(ddp: Any) -> Prospect | str:
+    """What takes over the gradients of a DDP module, once all ranks are ready; or why they stay with DDP."""
+    change_over = change_over_of(ddp)
+    known = vars(ddp).get(_ATTRIBUTE)
+    if known is None:
+        known = _prospect(ddp, change_over)
+        object.__setattr__(ddp, _ATTRIBUTE, known)
+    return known if isinstance(known, str) else known.declined or known
+
+
+def delays_some(ddp: Any) -> bool:
+    """Whether DDP reduces gradients in the backward of another one, which has to come later, as it does in eager."""
+    return bool(getattr(ddp, "_delay_all_reduce_all_params", False) or getattr(ddp, "_delay_all_reduce_params", None))
+
+
+def _why_not(ddp: Any) -> str | None:
+    if delays_some(ddp):
+        return "some gradients are delayed (delay_all_reduce_named_params)"
+    hooks = getattr(ddp, "_comm_hooks", None) or []
+    if any(not only_averages(hook, state, ddp.process_group) for hook, state in hooks) or len(hooks) > 1:
+        return "a communication hook was registered, which goes by DDP's buckets"
+    if not hooks and ddp._get_ddp_logging_data().get("comm_hook"):
+        return "a built-in communication hook was registered, which is DDP's to call"
+    if ddp._join_config.enable:
+        return "DistributedDataParallel.join is in use"
+    if getattr(ddp, "_use_python_reducer", False):
+        return "optimize_ddp='python_reducer' was asked for"
+    if getattr(ddp, "mixed_precision", None) is not None:
+        return "DDP's own mixed precision is in use"
+    parameters = [parameter for _, parameter in _parameters(ddp)]
+    if any(parameter.layout != torch.strided for parameter in parameters):
+        return "a parameter is not dense"
+    if len({parameter.device for parameter in parameters}) > 1:
+        return "its parameters lie on several devices"
+    if any(isinstance(each, (nn.Embedding, nn.EmbeddingBag)) and each.sparse for each in ddp.module.modules()):
+        return "an embedding has sparse gradients"
+    return None
+
+
+def _watch(ddp: Any) -> ChangeOver:
+    this, group, place = weakref.ref(ddp), ddp.process_group, place_of(ddp)
+    device = next(ddp.module.parameters()).device
+    change_over = ChangeOver(
+        place or f"a copy at {id(ddp)}",
+        get_process_group_store(group),
+        dist.get_rank(group),
+        dist.get_world_size(group),
+        lambda: _take_over(this()),
+        lambda: finish(device),
+    )
+    reason = _why_not(ddp) or (None if place else "it is a copy of another module, which other ranks may not have")
+    if reason is not None:
+        change_over.stop()
+        object.__setattr__(ddp, _ATTRIBUTE, reason)
+        _say_why(reason)
+        return change_over
+    if ddp._get_ddp_logging_data().get("iteration"):  # forwards so far: ranks would not count alike
+        change_over.failed("did not compile its DistributedDataParallel module in the first forward")
+
+    def apply() -> None:
+        found = this()
+        if found is not None:
+            found.reducer = _Between(found, change_over)
+
+    where = _where(change_over)
+    weakref.finalize(ddp, forget, where).atexit = False
+    patch(where, "take its gradients over on all ranks together", apply, lambda: _give_back(this()), always=True)
+    for method in ("register_comm_hook", "_register_builtin_comm_hook"):
+        replace(
+            nn.parallel.DistributedDataParallel, method, _registers, "give gradients back to DDP's hooks", always=True
+        )
+    return change_over
+
+
+def _where(change_over: ChangeOver) -> str:
+    return f"DistributedDataParallel.reducer of {change_over.name}"
+
+
+def _take_over(ddp: Any) -> None:
+    ddp.reducer.take_over(ddp, vars(ddp)[_ATTRIBUTE].reducer)
+
+
+def _give_back(ddp: Any, reason: str | None = None) -> None:
+    """Everything is DDP's again. reason: why, None where it was asked for."""
+    if ddp is None or not isinstance(ddp.reducer, _Between):
+        return
+    between, known = ddp.reducer, vars(ddp).get(_ATTRIBUTE)
+    forget(_where(between.change_over))
+    between.give_back()
+    declined = reason or "they were given back"
+    if isinstance(known, Prospect):
+        known.declined = declined
+    else:
+        object.__setattr__(ddp, _ATTRIBUTE, declined)
+    if reason is not None:
+        _say_why(reason)
+
+
+def _say_why(reason: str) -> None:
+    once(logging.WARNING, "gradients are reduced by DistributedDataParallel itself: %s", reason)
+
+
+def _registers(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`original` registers a communication hook with DDP's reducer, which takes no other for its own."""
+
+    def register(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _give_back(self, "a communication hook was registered after the first forward")
+        return original(self, *args, **kwargs)
+
+    return register
+
+
+def layout(parameter: torch.Tensor) -> tuple[Any, Any, torch.dtype, torch.device]:
+    """Shape, stride, type and device of a parameter's gradient."""
+    return parameter.shape, strides(parameter), parameter.dtype, parameter.device
+
+
+def preview(ddp: Any) -> dict[str, Any]:
+    """What would be done with the gradients of a DDP module, as JSON, for people to read. Nothing is taken over."""
+    reason = _why_not(ddp)
+    return {"declined": reason} if reason else _plan(_parameters(ddp), ddp).to_json()
+
+
+def _parameters(ddp: Any) -> list[tuple[str, nn.Parameter]]:
+    """Those that DDP reduces: it decided when it was made, whatever is frozen, ignored, added or shared since then."""
+    reduced = [each for bucket in ddp.reducer._get_zeros_like_grad_buckets() for each in bucket.parameters()]
+    names = {id(each): name for name, each in reversed(list(ddp.module.named_parameters()))}
+    order = {number: place for place, number in enumerate(reversed(names))}
+    reduced.sort(key=lambda each: order.get(id(each), len(order)))
+    return [(names.get(id(each), "one that has left the module"), each) for each in reduced]
+
+
+def _prospect(ddp: Any, change_over: ChangeOver) -> Prospect:
+    found = _parameters(ddp)
+    plan = _plan(found, ddp)
+    may_be_unused = bool(ddp.find_unused_parameters or ddp.static_graph)
+    hooks = getattr(ddp, "_comm_hooks", None) or []
+    reducer = GradientReducer(
+        change_over.name,
+        found,
+        plan,
+        ddp.process_group,
+        link=group_link(ddp.process_group),
+        bucket_bytes=_bucket_bytes(ddp),
+        may_be_unused=may_be_unused,
+        hook=CommHook(*hooks[0]) if hooks else None,
+    )
+    REDUCERS[reducer.name] = reducer
+    change_over.settings = f"{plan.digest()} {may_be_unused}"
+    logger.info("%s: %d gradients are to leave in %d buckets", reducer.name, len(plan.members), len(plan.buckets))
+    numbers = {id(parameter): number for number, (_, parameter) in enumerate(found)}
+    return Prospect(reducer.name, numbers, reducer, change_over)
+
+
+def _plan(parameters: list[tuple[str, nn.Parameter]], ddp: Any) -> BucketPlan:
+    """For a start: as if the backward took as long as its communication, and the last parameters came first."""
+    members = [
+        Member(name, str(each.dtype).removeprefix("torch."), each.numel(), each.element_size())
+        for name, each in parameters
+    ]
+    link = group_link(ddp.process_group)
+    backward_us = link.time_us(sum(member.num_bytes for member in members))
+    arrivals = expected_arrivals(members, backward_us)
+    return plan_buckets(members, arrivals, link, backward_us, bucket_bytes=_bucket_bytes(ddp))
+
+
+def _bucket_bytes(ddp: Any) -> int | None:
+    """What `bucket_cap_mb` says; None where it was not given."""
+    return None if getattr(ddp, "bucket_bytes_cap_default", True) else ddp.bucket_bytes_cap

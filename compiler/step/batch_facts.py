@@ -1,0 +1,341 @@
+"""Once a step, from the batch alone: what is a token, what has a label, and whether what the plan assumed holds.
+
+Where the batch is known on the host (`host_copies`) it is read there, and index tensors are sent after it: no
+synchronisation with the device. Elsewhere one pass over masks and labels and one synchronisation give every number that
+the host needs, and the index tensors follow without another; on CUDA a kernel has written them (`device_facts`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from deepytorch.compiler.step.device_facts import OnDevice, pack_on_device
+from deepytorch.compiler.step.host_facts import HostFacts
+from deepytorch.device_reads import send, waits
+from deepytorch.passes.ops.pack_facts import HOLES, LABELS, LATE, ODD, STRAY, TOKENS
+from deepytorch.passes.samples import sample
+from deepytorch.passes.unpad.attentions import MASKED
+from deepytorch.passes.unpad.masks import READINGS
+from deepytorch.passes.unpad.program import IndexInput, IndexSet, LossFacts, Program
+
+_BUFFER_CHANGED = "a buffer that the mask is made from has changed"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why this batch runs padded."""
+
+    reason: str
+
+
+@dataclass
+class Facts:
+    """What one batch says. Sizes are Python integers, masks are (rows, positions) bool on the batch's device, or all
+    tensors are on the host where it was read there.
+    """
+
+    sizes: list[tuple[int, int]]  # rows and positions of each space
+    masks: list[torch.Tensor]  # of each space
+    labelled: list[torch.Tensor]  # of each loss, on its space's grid
+    lengths: list[list[int]]  # of each space's rows, in tokens
+    labels: list[int]  # of each loss
+    picks: list[torch.Tensor]  # row * positions + position, (rows,) of each pick
+    device: torch.device  # the batch's
+    narrowed: dict[IndexSet, int]  # how many tokens stand in a part of the positions, where it was counted
+    waited: bool  # whether the device was waited for
+    packed: OnDevice | None = None  # index tensors that are there already
+
+    @property
+    def tokens(self) -> list[int]:
+        """Tokens of each space."""
+        return [sum(each) for each in self.lengths]
+
+    @property
+    def num_positions(self) -> int:
+        """Positions of all spaces, pads among them."""
+        return sum(rows * positions for rows, positions in self.sizes)
+
+
+def read_facts(program: Program, inputs: Sequence[Any]) -> Facts | Refusal:
+    """Evaluate the batch; a `Refusal` where an assumption does not hold for it."""
+    for buffer in program.buffers:
+        if inputs[buffer.input] is not buffer.tensor or buffer.tensor._version != buffer.version:
+            return Refusal(_BUFFER_CHANGED)
+    sizes = [(inputs[i].shape[rows], inputs[i].shape[positions]) for i, rows, positions in program.sizes]
+    for space, (_, positions) in zip(program.spaces, sizes, strict=True):
+        if space.max_positions is not None and positions > space.max_positions:
+            return Refusal(f"more than {space.max_positions} positions: the mask's meaning is not proved for them")
+    given = [inputs[index] for index in program.facts_inputs]
+    values = _values_on_host(program, inputs)
+    if isinstance(values, Refusal):
+        return values
+    if values is None:  # calling it as a module would cost some 20 us more
+        values = program.facts.forward(*given)
+    masks, labelled, packed = _grids(program, values, sizes)
+    picks = [_pick(pick, values, sizes[pick.space]) for pick in program.picks]
+    violations = _violations(program, values, masks, labelled, picks, packed)
+    device = next((each.device for each in given if isinstance(each, torch.Tensor)), masks[0].device)
+    waited = waits(masks[0])
+    parts = _narrowed(program) if waited else []  # else counted when they are asked for
+    in_parts = [_part(masks[each.space], each) for each in parts]
+    grids = [*masks, *labelled]
+    if packed is not None:
+        grids = [each.counts[TOKENS] for each in packed.spaces] + [each.counts[LABELS] for each in packed.losses]
+    found = count_true([*grids, *(violated for _, violated in violations), *in_parts])
+    narrowed = {each: sum(counts) for each, counts in zip(parts, found[len(found) - len(parts) :], strict=True)}
+    lengths = found[: len(masks)]
+    labels = [sum(each) for each in found[len(masks) : len(masks) + len(labelled)]]
+    for (reason, _), violated in zip(violations, found[len(masks) + len(labelled) :], strict=False):
+        if any(violated):
+            return Refusal(reason)
+    if min(map(min, lengths)) < 1:
+        return Refusal("a row without a token")
+    counted = [count for loss, count in zip(program.losses, labels, strict=True) if loss.ignores_pads]
+    if min(map(max, lengths)) < 2 or min(counted, default=2) < 2:
+        return Refusal("fewer than two tokens or labels")  # a size of one would be compiled for itself
+    return Facts(sizes, masks, labelled, lengths, labels, picks, device, narrowed, waited, packed)
+
+
+def _values_on_host(program: Program, inputs: Sequence[Any]) -> Sequence[torch.Tensor] | Refusal | None:
+    """The outputs of `Program.facts`, computed on the host; None where not all that they are made of is known there."""
+    if program.on_host is None:
+        program.on_host = HostFacts(program)
+    values = program.on_host.values(inputs)
+    if values is not None and program.on_host.buffer_changed():
+        return Refusal(_BUFFER_CHANGED)
+    return values
+
+
+def _narrowed(program: Program) -> list[IndexSet]:
+    """The parts of spaces whose tokens a step asks for."""
+    asked = [*program.indices, *program.reference_indices, *(index for tail in program.tails for index in tail.indices)]
+    sets = dict.fromkeys(index.entries for index in asked)
+    return [each for each in sets if each.loss is None and not each.is_tokens]
+
+
+def _part(mask: torch.Tensor, entries: IndexSet) -> torch.Tensor:
+    """Of a space's mask, the tokens that stand in a part of the positions, on the whole grid."""
+    part = torch.zeros_like(mask)
+    stop = mask.shape[1] - entries.cut + entries.offset
+    part[:, entries.offset : stop] = mask[:, entries.offset : stop]
+    return part
+
+
+def count_true(grids: Sequence[torch.Tensor]) -> list[list[int]]:
+    """How many entries are true, of each row of a grid (rows, positions) bool, and of any other tensor as a whole;
+    int32 (rows,) are counted already. With one synchronisation.
+    """
+    shape = grids[0].shape
+    if len(shape) == 2 and all(each.shape == shape for each in grids):
+        return torch.stack(list(grids)).sum(2).tolist()
+    numbers = [_counts(each) for each in grids]
+    found = iter(torch.cat(numbers).tolist())
+    return [list(itertools.islice(found, each.shape[0])) for each in numbers]
+
+
+def _counts(flags: torch.Tensor) -> torch.Tensor:
+    if flags.dtype == torch.int32:
+        return flags
+    return flags.sum(1) if flags.dim() == 2 else flags.sum().view(1)
+
+
+def _grids(
+    program: Program, values: Sequence[torch.Tensor], sizes: Sequence[tuple[int, int]]
+) -> tuple[list[torch.Tensor], list[torch.Tensor], OnDevice | None]:
+    """What is a token in each space, and labelled for each loss, (rows, positions) bool; what a kernel has written."""
+    waiting = any(waits(each) for each in values)
+    trimming = {number for space in program.spaces for number in space.trimmed_by}
+    labelled: list[Any] = [None] * len(program.losses)
+    for number, loss in enumerate(program.losses):
+        if number in trimming or not waiting:
+            labelled[number] = _labelled(loss, values[loss.target], sizes[loss.space])
+    masks = [_mask(program, number, values, labelled, sizes[number]) for number in range(len(program.spaces))]
+    packed = pack_on_device(program, values, masks) if waiting else None
+    if packed is not None:
+        return [each.mask for each in packed.spaces], [_there(each.labelled) for each in packed.losses], packed
+    for number, loss in enumerate(program.losses):
+        if labelled[number] is None:
+            labelled[number] = _labelled(loss, values[loss.target], sizes[loss.space])
+    return [READINGS[reading](value) for value, reading in masks], labelled, None
+
+
+def _there(grid: torch.Tensor | None) -> torch.Tensor:
+    assert grid is not None
+    return grid
+
+
+def _labelled(loss: LossFacts, target: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+    """Which positions have a label that counts, on the space's whole grid."""
+    counts = target != loss.ignore_index
+    if loss.cut == 0:
+        return counts
+    whole = counts.new_zeros(size)
+    whole[:, loss.offset : loss.offset + counts.shape[1]] = counts
+    return whole
+
+
+def _mask(
+    program: Program, number: int, values: Sequence[torch.Tensor], labelled: list[Any], size: tuple[int, int]
+) -> tuple[torch.Tensor, str]:
+    """Values (rows, positions) of a space, and which of `READINGS` says what of them is a token."""
+    space = program.spaces[number]
+    if space.mask is not None:
+        assert space.reading is not None
+        return values[space.mask].reshape(size), space.reading
+    if space.trimmed_by:
+        seen = labelled[space.trimmed_by[0]]
+        for other in space.trimmed_by[1:]:
+            seen = seen | labelled[other]
+        return seen.flip(1).cumsum(1).flip(1) > 0, "nonzero"
+    loss = next(iter(program.losses), None)
+    device = values[0 if loss is None else loss.target].device
+    return torch.ones(size, dtype=torch.bool, device=device), "nonzero"
+
+
+def _pick(pick: Any, values: Sequence[torch.Tensor], size: tuple[int, int]) -> torch.Tensor:
+    if pick.output is not None:
+        return values[pick.output]
+    rows, positions = size
+    device = values[0].device
+    return torch.arange(rows, device=device) * positions + pick.position % positions
+
+
+def _violations(
+    program: Program,
+    values: Sequence[torch.Tensor],
+    masks: list[torch.Tensor],
+    labelled: list[torch.Tensor],
+    picks: list[torch.Tensor],
+    packed: OnDevice | None,
+) -> list[tuple[str, torch.Tensor]]:
+    """Every assumption with a tensor that is true where it does not hold, or has counted there (`count_true`)."""
+    found = []
+    values_wait = waits(masks[0])  # else the device's are looked at later: `HostFacts`
+    for buffer in program.buffers:
+        if buffer.sample is not None and (values_wait or not waits(buffer.tensor)):
+            now = sample(buffer.tensor)
+            assert now is not None
+            found.append((_BUFFER_CHANGED, now.view(torch.uint8) != buffer.sample.view(torch.uint8)))
+    for number, space in enumerate(program.spaces):
+        if space.contiguous or space.prefix:
+            late, holes = _late_and_holes(masks[number], None if packed is None else packed.spaces[number].counts)
+            if space.prefix:
+                found.append(("tokens after pads under a causal attention without a key mask", late))
+            if space.contiguous:
+                found.append(("holes between the tokens of a row under a sliding window", holes))
+    for number, loss in enumerate(program.losses):
+        if loss.ignores_pads and not program.spaces[loss.space].trimmed_by:
+            stray = packed.losses[number].counts[STRAY] if packed else labelled[number] > masks[loss.space]
+            found.append(("a label at a padded position is not ignored", stray))
+    for pick, flat in zip(program.picks, picks, strict=True):
+        found.append(("a position that is read from every row is a pad in one", ~masks[pick.space].reshape(-1)[flat]))
+    read = [] if packed is None else zip(program.spaces, packed.spaces, strict=True)
+    counted = [(space.mask, packing.counts) for space, packing in read]
+    for assumption in program.assumptions:
+        value = values[assumption.output]
+        if assumption.kind == "zero at pads":
+            mask = masks[assumption.space]
+            own = mask[:, assumption.offset : mask.shape[1] - assumption.cut + assumption.offset]
+            found.append(("a factor is not zero at padded positions", (value != 0) & ~own))
+        elif assumption.kind == "binary":
+            odd = next((counts[ODD] for output, counts in counted if output == assumption.output), None)
+            found.append(("a mask holds numbers besides 0 and 1", (value != 0) & (value != 1) if odd is None else odd))
+        else:
+            found.append(
+                ("an additive mask holds numbers that neither hide nor keep", (value != 0) & ~(value <= MASKED))
+            )
+    return found
+
+
+def _late_and_holes(mask: torch.Tensor, counts: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a space, tokens behind a pad of their row, and rows whose tokens are not all neighbours."""
+    if counts is not None:
+        return counts[LATE], counts[HOLES]
+    starts = mask[:, 1:] & ~mask[:, :-1]
+    return starts, starts.sum(1) + mask[:, 0] > 1
+
+
+class Indices:
+    """Makes the index tensors of one batch, each at its first use."""
+
+    def __init__(self, facts: Facts) -> None:
+        self._facts = facts
+        self._made: dict[IndexInput, torch.Tensor] = {}
+        self._flat: dict[IndexSet, torch.Tensor] = {}
+        self._ranks: dict[IndexSet, torch.Tensor] = {}
+
+    def get(self, index: IndexInput) -> torch.Tensor:
+        """The tensor of one index input."""
+        if index not in self._made:
+            self._made[index] = send(self._make(index), self._facts.device)
+        return self._made[index]
+
+    def _make(self, index: IndexInput) -> torch.Tensor:
+        facts, entries = self._facts, index.entries
+        if index.kind == "flat":
+            return self._entries(entries)
+        if index.kind == "rank":
+            assert index.among is not None
+            if entries.loss is not None and index.among.is_tokens:  # labels stand at tokens, in their order
+                if facts.packed is not None:
+                    return facts.packed.losses[entries.loss].labelled_ranks[: facts.labels[entries.loss]]
+                chosen = self._mask(entries)[0].reshape(-1)[self._entries(index.among)]
+                return places_of(chosen, self._facts.labels[entries.loss])
+            return self._rank(index.among)[self._entries(entries)]
+        if index.kind == "cu_seqlens":
+            if facts.packed is not None:
+                return facts.packed.spaces[entries.space].cu_seqlens
+            return cumulative(facts.lengths[entries.space])
+        if index.kind == "longest":
+            return torch.empty((max(facts.lengths[entries.space]), 0), device=facts.device)
+        assert index.kind == "picked"
+        assert index.pick is not None
+        return self._rank(IndexSet(entries.space))[facts.picks[index.pick]]
+
+    def _entries(self, entries: IndexSet) -> torch.Tensor:
+        if entries not in self._flat:
+            mask, count = self._mask(entries)
+            written = self._written(entries)
+            self._flat[entries] = places_of(mask.reshape(-1), count) if written is None else written[:count]
+        return self._flat[entries]
+
+    def _written(self, entries: IndexSet) -> torch.Tensor | None:
+        """Where the entries stand, and behind them what is not there; None where no kernel has written it."""
+        packed = self._facts.packed
+        if packed is None or not (entries.is_tokens or entries.loss is not None):
+            return None
+        return packed.spaces[entries.space].flat if entries.loss is None else packed.losses[entries.loss].labelled_flat
+
+    def _rank(self, entries: IndexSet) -> torch.Tensor:
+        """Where each position of the grid stands among the entries."""
+        if entries.is_tokens and self._facts.packed is not None:
+            return self._facts.packed.spaces[entries.space].ranks
+        if entries not in self._ranks:
+            self._ranks[entries] = self._mask(entries)[0].reshape(-1).cumsum(0) - 1
+        return self._ranks[entries]
+
+    def _mask(self, entries: IndexSet) -> tuple[torch.Tensor, int | None]:
+        facts = self._facts
+        if entries.loss is not None:
+            return facts.labelled[entries.loss], facts.labels[entries.loss]
+        mask = facts.masks[entries.space]
+        if entries.is_tokens:
+            return mask, sum(facts.lengths[entries.space])
+        return _part(mask, entries), facts.narrowed.get(entries)
+
+
+def cumulative(lengths: Sequence[int]) -> torch.Tensor:
+    """Where each row begins, and where the last one ends: (rows + 1,) int32, on the host."""
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+
+
+def places_of(flags: torch.Tensor, count: int | None) -> torch.Tensor:
+    """Where `flags` (entries,) are true, `count` of them if that is known."""
+    if count is not None and waits(flags):  # knows its size, so it does not wait for the device
+        return torch.nonzero_static(flags, size=count).squeeze(1)
+    return flags.nonzero().squeeze(1)

@@ -1,0 +1,241 @@
+"""An output that is computed when it is first used, or of which only the tokens are: `outputs.logits`, as ever.
+
+A packed step needs no logits for its loss, and knows nothing of what stands at pads. It hands its user an object in
+their place: a tensor whose shape, dtype and device are known and whose numbers are made at the first operation that
+looks at them, from what its closures hold. What is done with it decides how much is made: uses that no pad has a part
+in (`pad_safe`) run on the tokens, and give such objects again; any other use gets the padded value, with eager's
+numbers at pads too, which from then on takes the object's place.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from deepytorch.compiler.step.events import RegionEvents, is_users
+from deepytorch.compiler.step.outputs import pad_safe
+from deepytorch.compiler.step.outputs.kept_weights import Kept
+from deepytorch.compiler.step.outputs.pending import Compute, Family, Pending, PendingTensor
+from deepytorch.compiler.step.outputs.token_uses import compute_others, may_write, on_tokens
+from deepytorch.compiler.step.outputs.tokens import Tokens
+from deepytorch.errors import DeferredError
+from deepytorch.log import once
+from deepytorch.torch_internals import DisableTorchFunctionSubclass, get_active_ddp_module, tree_map_only
+
+
+def defer(
+    shape: Sequence[int],
+    compute: Compute,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    requires_grad: bool = False,
+    name: str = "output",
+    depends_on: Sequence[torch.Tensor] = (),
+    tokens: Callable[[], Tokens | None] | None = None,
+    events: RegionEvents | None = None,
+    family: Family | None = None,
+    watched: bool = False,
+    whole: bool = False,
+) -> torch.Tensor:
+    """A tensor of `shape`, `dtype` and `device` that `compute` makes when its values are first used, once.
+
+    `compute(dependencies)` is given `depends_on` as it was now: the same tensors, or copies where an optimizer has
+    stepped since. It must read no other tensor that can change, draw no random numbers, and return a tensor of the
+    described shape, dtype and device. It runs under the grad mode, the inference mode and the autocast state of this
+    call, and is released after that.
+    `requires_grad` holds only while gradients are enabled, as for the result of any operation.
+
+    tokens: gives the value's tokens, for uses that take no more. events: is told of every use. family: of all deferred
+    outputs of one step. watched: `compute` gives a tensor of the graph that eager has made already. whole: it has no
+    pads that cost anything.
+
+    Raises (at the use, not here) `DeferredError` when a dependency has changed other than by `Optimizer.step`.
+    """
+    device = torch.device(device)
+    if device.type != "cpu" and device.index is None:
+        device = torch.empty(0, device=device).device  # "cuda" is the current one of them
+    requires_grad = requires_grad and torch.is_grad_enabled()
+    kept = Kept(depends_on, name) if depends_on else None
+    pending = Pending(tuple(shape), dtype, device, requires_grad, name, compute, kept)
+    pending.make_tokens, pending.events, pending.watched, pending.whole = tokens, events, watched, whole
+    pending.family = family if family is not None else Family()
+    deferred = _Deferred.of(pending, compute([]) if watched else None)
+    return computed(deferred) if must_be_plain() else deferred
+
+
+def must_be_plain() -> bool:
+    """Whether DDP passes what the forward that runs here returns through a node of its own, which looks at its graph.
+
+    It does so to find unused parameters, and in a static graph's first step; not once gradients are ours.
+    """
+    ddp: Any = get_active_ddp_module()
+    if ddp is None or not (ddp.find_unused_parameters or ddp.static_graph):
+        return False
+    return not (ddp.static_graph and ddp._static_graph_delay_allreduce_enqueued)
+
+
+def is_deferred(tensor: object) -> bool:
+    """Whether `tensor` is a deferred one that was not computed yet."""
+    return isinstance(tensor, _Deferred) and tensor._pending.value is None
+
+
+def computed(tensor: torch.Tensor) -> torch.Tensor:
+    """The plain tensor behind a deferred one, computed now if it has to be; any other tensor as it is."""
+    return tensor._pending.compute() if isinstance(tensor, _Deferred) else tensor
+
+
+class _Deferred(PendingTensor):
+    """The tensor that a user holds. What is done with it is done with the computed value, but for `_DESCRIPTION`."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensor = args[0] if args else None
+        if isinstance(tensor, _Deferred) and tensor._pending.value is None:
+            if func in _DESCRIPTION:
+                with DisableTorchFunctionSubclass():
+                    return func(*args, **(kwargs or {}))
+            pending = tensor._pending
+            if func in _LAZY and not kwargs:
+                answer = _LAZY[func](tensor, pending, *args[1:])
+                if answer is not None:
+                    return answer
+        if not torch.compiler.is_dynamo_compiling():
+            result = on_tokens(func, args, kwargs or {})
+            if result is not NotImplemented:
+                return result
+            if isinstance(tensor, _Deferred) and may_write(func, kwargs or {}):
+                compute_others(func, tensor)
+        args, kwargs = tree_map_only(_Deferred, lambda deferred: deferred._pending.asked(func), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        # Only what bypasses __torch_function__ comes here, below autograd: C++ callers, DisableTorchFunctionSubclass.
+        # Autograd has seen the wrapper's own node by now, so the value is what counts, not its history.
+        kwargs = kwargs or {}
+        if func.namespace == "aten" and torch.is_grad_enabled() and _writes_to_deferred(func, args):
+            raise DeferredError(
+                f"{func} changes a deferred output in place where its history cannot follow; expected a call through "
+                "Python's torch functions: compile with torch.compile(..., options={'defer_outputs': False})"
+            )
+        with torch.overrides.enable_reentrant_dispatch():
+            args, kwargs = tree_map_only(_Deferred, lambda deferred: deferred._pending.asked(func), (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _derive(
+    source: Pending, dtype: torch.dtype, requires_grad: bool, operation: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """`operation` on a value, deferred too; it is computed with that value and then cheap."""
+    derived = Pending(
+        source.shape, dtype, source.device, requires_grad, source.name, lambda _: operation(source.compute())
+    )
+    derived.events, derived.family, derived.whole = source.events, source.family, source.whole
+    derived.memory, derived.sources = source.memory, (source,)
+    if source.make_tokens is not None:
+        derived.make_tokens = functools.partial(_derived_tokens, source, operation)
+    return _Deferred.of(derived)
+
+
+def _derived_tokens(source: Pending, operation: Callable[[torch.Tensor], torch.Tensor]) -> Tokens | None:
+    tokens = source.tokens()
+    result = None if tokens is None else pad_safe.run(operation, (tokens,), {})
+    return result if isinstance(result, Tokens) else None  # None: was computed since
+
+
+def by_token(function: Callable[..., Any], args: Sequence[Any], rows: Sequence[int]) -> Any:
+    """`function(*args)` for one that works row by row, as the `rows`-th of its arguments and its results go: on tokens
+    where these are what is known of its arguments. For integrations, which know such functions.
+    """
+    result = on_tokens(function, tuple(args), {}, functools.partial(pad_safe.row_by_row, rows))
+    if result is NotImplemented:
+        return function(*(each._pending.asked(function) if isinstance(each, _Deferred) else each for each in args))
+    return result
+
+
+def plain_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """Arguments of a call of a module without deferred outputs among them: those have been computed."""
+    if any(isinstance(each, _Deferred) for each in (*args, *kwargs.values())):
+        args = [each._pending.asked(torch.nn.Module.__call__) if isinstance(each, _Deferred) else each for each in args]
+        kwargs = {
+            name: each._pending.asked(torch.nn.Module.__call__) if isinstance(each, _Deferred) else each
+            for name, each in kwargs.items()
+        }
+    return args, kwargs
+
+
+def _writes_to_deferred(func: Any, args: tuple) -> bool:
+    return any(
+        isinstance(value, _Deferred) and value._pending.requires_grad
+        for argument, value in zip(func._schema.arguments, args, strict=False)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+def _float(tensor: torch.Tensor, pending: Pending) -> torch.Tensor:
+    # accelerate casts every half-precision output so
+    if pending.dtype == torch.float32:
+        return tensor
+    return _derive(pending, torch.float32, pending.requires_grad and torch.is_grad_enabled(), torch.Tensor.float)
+
+
+def _detach(tensor: torch.Tensor, pending: Pending) -> torch.Tensor:
+    return _derive(pending, pending.dtype, False, torch.Tensor.detach)
+
+
+def _register_hook(tensor: torch.Tensor, pending: Pending, hook: Any) -> RemovableHandle | None:
+    if not pending.requires_grad:
+        return None
+    if pending.events is not None and is_users(hook):
+        pending.events.asked_for_graph(pending.name, torch.Tensor.register_hook)
+    if pending.watched:
+        return pending.compute().register_hook(hook)
+    return pending.add_hook(hook)
+
+
+def _retain_grad(tensor: torch.Tensor, pending: Pending) -> None:
+    if pending.events is not None:
+        pending.events.asked_for_graph(pending.name, torch.Tensor.retain_grad)
+    if pending.watched:
+        pending.compute().retain_grad()
+        return
+    once(
+        logging.WARNING,
+        "retain_grad() on the deferred output %r: the loss of its step was not computed from it, so only gradients of "
+        "what you compute from it yourself will show in .grad; from the next step on it is as in eager",
+        pending.name,
+    )
+
+
+# Answered without computing; an answer of None means: compute after all.
+_LAZY: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.float: _float,
+    torch.Tensor.detach: _detach,
+    torch.Tensor.register_hook: _register_hook,
+    torch.Tensor.retain_grad: _retain_grad,
+}
+
+
+# What a deferred tensor knows of itself. Strides are not among them: nobody promised that the value is contiguous.
+_DESCRIPTION = frozenset(
+    getattr(torch.Tensor, name).__get__
+    for name in (
+        "shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad_fn", "is_leaf", "itemsize", "nbytes",
+        "is_cuda", "is_cpu",
+        "is_xpu", "is_mps", "is_meta", "is_sparse", "is_sparse_csr", "is_quantized", "is_nested", "is_mkldnn", "is_xla",
+        "is_mtia",
+    )
+) | frozenset(
+    (
+        torch.Tensor.size, torch.Tensor.dim, torch.Tensor.ndimension, torch.Tensor.numel, torch.Tensor.nelement,
+        torch.Tensor.element_size, torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.Tensor.is_signed,
+        torch.Tensor.get_device, torch.Tensor.__len__, torch.Tensor.__hash__,
+        torch.numel, torch.is_floating_point, torch.is_complex, torch.is_signed,
+    )
+)  # fmt: skip

@@ -1,0 +1,173 @@
+"""The packed form of a region: whether a batch is worth packing, and the packed step on it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from deepytorch.compiler.code.compiled_step import CompiledStep
+from deepytorch.compiler.report import RegionRecord
+from deepytorch.compiler.step.batch_facts import Facts, Indices, Refusal, read_facts
+from deepytorch.compiler.step.events import fell_back
+from deepytorch.compiler.step.rounded_step import PackedCall, RoundedStep
+from deepytorch.compiler.step.second_backward import SecondBackward
+from deepytorch.compiler.step.step_outputs import Places, StepOutputs
+from deepytorch.compiler.step.verification import Verification
+from deepytorch.passes.unpad.program import Program
+
+# A packed step that saves less than this share of the padded step's work is not worth its gathers.
+MIN_SAVING = 0.02
+
+
+class Packing:
+    """The packed form of one region.
+
+    eager: runs the region's graph on padded inputs. parameters: which inputs are weights. min_padding: the share of
+    pads from which on a batch is packed. differentiates: whether the verification may run backwards of its own.
+    packs_in_eager: whether packed steps run operator by operator until they are compiled.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        eager: Callable[..., Any],
+        code: CompiledStep,
+        second: SecondBackward,
+        rounded: RoundedStep | None,
+        outputs: StepOutputs,
+        record: RegionRecord,
+        *,
+        parameters: Sequence[int],
+        min_padding: float,
+        verification: Verification | None,
+        differentiates: bool,
+        packs_in_eager: bool,
+    ) -> None:
+        self.program, self.outputs, self.packs_in_eager = program, outputs, packs_in_eager
+        self._eager, self._code, self._second, self._rounded = eager, code, second, rounded
+        self._record, self._parameters, self._min_padding = record, parameters, min_padding
+        self._verification, self._differentiates = verification, differentiates
+
+    # ------------------------------------------------------------------ the batch
+
+    def read(self, inputs: Sequence[Any]) -> Facts | Refusal:
+        """Read from a batch where its tokens stand, or why it is not to be packed."""
+        record = self._record
+        with torch.no_grad():
+            try:
+                facts = read_facts(self.program, inputs)
+            except (torch.OutOfMemoryError, KeyboardInterrupt):
+                raise
+            except Exception as error:
+                fell_back(record, "look at the batch before a", error)
+                return Refusal("the batch could not be read")
+            if isinstance(facts, Refusal):
+                return facts
+            tokens = facts.tokens
+            record.steps_read_back += facts.waited
+            record.tokens_real += sum(tokens)
+            record.tokens_padded += facts.num_positions
+            record.labels += sum(facts.labels)
+            saving = 1.0 - self.program.relative_cost(tokens, facts.labels, facts.sizes)
+            padding = 1.0 - sum(tokens) / facts.num_positions
+            if saving < MIN_SAVING or padding < self._min_padding:
+                return Refusal("hardly any padding in the batch")
+        return facts
+
+    def call(self, inputs: Sequence[Any], facts: Facts, indices: Indices) -> PackedCall:
+        """Return the packed step for a batch: with dummy tokens, where there is one, else with its own sizes."""
+        if self._rounded is not None:
+            try:
+                call = self._rounded.call(inputs, facts)
+            except (torch.OutOfMemoryError, KeyboardInterrupt):
+                raise
+            except Exception as error:
+                self._without_rounding(error)
+                call = None
+            if call is not None:
+                return call
+        arguments = [inputs[index] for index in self.program.packed_inputs]
+        arguments += [indices.get(index) for index in self.program.indices]
+        return PackedCall(self._code, self._second, arguments, partial(self._again, inputs, indices))
+
+    # ------------------------------------------------------------------ the step
+
+    def run(
+        self,
+        call: PackedCall,
+        inputs: Sequence[Any],
+        indices: Indices,
+        places: Places,
+        started: float,
+        *,
+        is_compiled: bool,
+    ) -> tuple[Any, ...]:
+        """Run a packed step and return the region's outputs. started: as `Region` has it."""
+        record, compiles = self._record, call.code.compiles
+        begun = self.outputs.begin(inputs)
+        host = time.perf_counter() - started
+        values = call.run(is_compiled=is_compiled)
+        started = time.perf_counter()
+        outputs = self.outputs.packed(begun, values, indices, places)
+        record.steps_packed += 1
+        record.steps_rounded += call.code is not self._code
+        host += time.perf_counter() - started
+        if call.code.compiles > compiles:  # what is done for the first time loads code and is not a step's cost
+            record.compile_seconds += host
+        else:
+            record.host_seconds += host
+        return outputs
+
+    def gives_up_rounding(self, call: PackedCall, error: Exception) -> bool:
+        """Drop the step with dummy tokens where `call` was one; return whether it was."""
+        if call.code is self._code:
+            return False
+        self._without_rounding(error)
+        return True
+
+    def _without_rounding(self, error: Exception) -> None:
+        fell_back(self._record, "rounded", error)
+        self._rounded = None
+
+    def _again(self, inputs: Sequence[Any], indices: Indices, *arguments: Any) -> Sequence[Any]:
+        """Return what the packed step gives, computed padded and in eager, where each operator has two derivatives."""
+        program = self.program
+        given = list(inputs)
+        for index, argument in zip(program.packed_inputs, arguments, strict=False):
+            given[index] = argument
+        taken = [given[index] for index in program.reference_inputs]
+        assert program.reference is not None
+        return program.reference(*taken, *(indices.get(index) for index in program.reference_indices))
+
+    # ------------------------------------------------------------------ DEEPYTORCH=verify
+
+    def takes_turn_to_verify(self) -> bool:
+        """Count a packed step that trains; return whether it is to be compared with eager."""
+        return self._verification is not None and torch.is_grad_enabled() and self._verification.take_turn()
+
+    def agrees(self, inputs: Sequence[Any], places: Places, call: PackedCall) -> bool:
+        """Return whether the packed step gives at tokens what eager gives, and weights the same gradients."""
+        assert self._verification is not None
+        compared = [
+            (number, output) for number, output in enumerate(self.program.outputs) if output.kind in ("value", "tokens")
+        ]
+
+        def packed() -> list[torch.Tensor]:
+            values = call.run(is_compiled=call.code.poll(call.arguments))
+            return [values[output.index] for _, output in compared if _is_float(values[output.index])]
+
+        def eager() -> list[torch.Tensor]:
+            values = self._eager(*inputs)
+            found = [(output, values[number]) for number, output in compared if _is_float(values[number])]
+            return [places.of(output).take(value) if output.kind == "tokens" else value for output, value in found]
+
+        weights = [inputs[index] for index in self._parameters if inputs[index].requires_grad]
+        return self._verification.agree(packed, eager, weights if self._differentiates else [])
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()

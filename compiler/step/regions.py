@@ -1,0 +1,157 @@
+"""The regions that graphs become: packed, rewritten for every batch alike, or compiled as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from deepytorch.compiler.code.compiled_step import CompiledStep, read_inputs
+from deepytorch.compiler.code.lower_region import RegionLowering
+from deepytorch.compiler.dynamic_sizes import symbolic_dims
+from deepytorch.compiler.report import RegionRecord
+from deepytorch.compiler.step.events import RegionEvents
+from deepytorch.compiler.step.packing import Packing
+from deepytorch.compiler.step.region import Compiled, Padded, Region
+from deepytorch.compiler.step.rounded_step import rounded_step, without_recording
+from deepytorch.compiler.step.route import State
+from deepytorch.compiler.step.second_backward import SecondBackward
+from deepytorch.compiler.step.step_outputs import StepOutputs
+from deepytorch.compiler.step.unused_outputs import Parts, parts_in_outputs
+from deepytorch.compiler.step.verification import Verification
+from deepytorch.compiler.trace_gate import current_trace
+from deepytorch.passes.base import GraphInput, Role
+from deepytorch.passes.unpad.program import Program
+
+
+@dataclass(frozen=True)
+class Effects:
+    """What a region does besides computing its outputs.
+
+    written: the inputs that it writes to. draws: whether it draws random numbers.
+    """
+
+    written: tuple[int, ...] = ()
+    draws: bool = False
+
+
+def packed_region(
+    padded: fx.GraphModule,
+    packed: fx.GraphModule,
+    program: Program,
+    inputs: Sequence[GraphInput],
+    fakes: Sequence[Any],
+    eager: Callable[..., Any],
+    lowering: RegionLowering,
+    record: RegionRecord,
+    effects: Effects,
+    *,
+    min_padding: float = 0.0,
+    zero_outputs: bool = False,
+    verify_every: int | None = None,
+    round_sizes: bool = False,
+) -> Region:
+    """Return a region that strips the padding of its batches.
+
+    padded, packed: its graph in two forms; `program` says how inputs and outputs of the two belong together. fakes: of
+    the inputs. eager: runs it operator by operator. verify_every: of so many packed steps one is compared with eager;
+    None compares none. round_sizes: whether packed steps get few sizes only.
+    """
+    batch = tuple(index for index, given in enumerate(inputs) if given.role is Role.BATCH)
+    parameters = tuple(index for index, given in enumerate(inputs) if given.role is Role.PARAMETER)
+    defers = any(output.kind != "value" for output in program.outputs)
+    events = RegionEvents(record, State(packs=True, defers=defers, profiles=defers and not zero_outputs))
+    whole = _padded(padded, fakes, lowering, record, events)
+    varying = [symbolic_dims(fakes[index]) for index in program.packed_inputs] + [(0,)] * len(program.indices)
+    rounded = None
+    if round_sizes:
+        rounded = rounded_step(packed, program, fakes, lowering, record, events.double_backward, zero_outputs)
+        lowering = without_recording(lowering)
+    outputs = StepOutputs(program, eager, events, record, batch, parameters, effects.written, effects.draws)
+    compares = verify_every is not None and not effects.written and not effects.draws
+    trace = current_trace()
+    packing = Packing(
+        program,
+        eager,
+        CompiledStep(packed, varying, lowering, record),
+        SecondBackward((), events.double_backward, parts_in_outputs(packed.graph)),
+        rounded,
+        outputs,
+        record,
+        parameters=parameters,
+        min_padding=min_padding,
+        verification=Verification(verify_every, record) if compares and verify_every is not None else None,
+        differentiates=lowering.gradients is None,  # else a backward of ours would reduce gradients between ranks
+        packs_in_eager=trace is None or trace.packs_in_eager,
+    )
+    return Region(eager, whole, events, record, packing, falls_back=not effects.written)
+
+
+def rewritten_region(
+    module: fx.GraphModule,
+    fakes: Sequence[Any],
+    eager: Callable[..., Any],
+    lowering: RegionLowering,
+    record: RegionRecord,
+    effects: Effects,
+) -> Region:
+    """Return a region whose graph was rewritten for every batch alike; arguments as `packed_region` takes them."""
+    events = RegionEvents(record, State())
+    padded = _padded(module, fakes, lowering, record, events)
+    return Region(eager, padded, events, record, falls_back=not effects.written)
+
+
+def _padded(
+    module: fx.GraphModule, fakes: Sequence[Any], lowering: RegionLowering, record: RegionRecord, events: RegionEvents
+) -> Padded:
+    reads = read_inputs(module, len(fakes))
+    code = CompiledStep(module, [symbolic_dims(fakes[index]) for index in reads], lowering, record)
+    second = SecondBackward((), events.double_backward, parts_in_outputs(module.graph))
+    return Padded(code, reads, second, module.forward, takes_read=True)
+
+
+def whole_region(
+    later: fx.GraphModule,
+    eager: Callable[..., Any],
+    lowering: RegionLowering,
+    record: RegionRecord,
+    unread: Collection[int] = (),
+    parts: Parts | None = None,
+) -> Region:
+    """Return a region that is compiled as it is, as stock would, in the background.
+
+    later: its graph as `graph_for_later` gives it, for the region to keep. unread, parts: as `SecondBackward` takes
+    them, of all inputs.
+    """
+    placeholders = [node for node in later.graph.nodes if node.op == "placeholder"]
+    fakes = [node.meta.get("example_value", node.meta.get("val")) for node in placeholders]
+    reads = read_inputs(later, len(fakes))
+    code = CompiledStep(later, [symbolic_dims(fakes[index]) for index in reads], lowering, record)
+    return _as_it_is(code, reads, eager, record, unread, parts)
+
+
+def compiled_region(
+    compiled: Callable[..., Sequence[Any]],
+    num_inputs: int,
+    eager: Callable[..., Any],
+    record: RegionRecord,
+    unread: Collection[int] = (),
+    parts: Parts | None = None,
+) -> Region:
+    """Return a region that is compiled as it is, and was already; arguments as `whole_region` takes them."""
+    return _as_it_is(Compiled(compiled), range(num_inputs), eager, record, unread, parts)
+
+
+def _as_it_is(
+    code: CompiledStep | Compiled,
+    reads: Sequence[int],
+    eager: Callable[..., Any],
+    record: RegionRecord,
+    unread: Collection[int],
+    parts: Parts | None,
+) -> Region:
+    events = RegionEvents(record, State())
+    second = SecondBackward(unread, events.double_backward, parts)
+    return Region(eager, Padded(code, reads, second, eager, takes_read=False), events, record)

@@ -1,0 +1,195 @@
+"""A packed step whose sizes are rounded up to a few, which is what CUDA graphs are recorded for.
+
+The packed graph is cut in two (`passes/unpad/packed_body`): what follows from the batch alone runs first, operator by
+operator; the rest sees rounded sizes only, is compiled once, and recorded for each combination of sizes that is met.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import sympy
+import torch
+from torch import fx
+
+from deepytorch.compiler.code.compiled_step import CompiledStep
+from deepytorch.compiler.code.lower_region import RegionLowering
+from deepytorch.compiler.config import CompilerConfig
+from deepytorch.compiler.report import RegionRecord
+from deepytorch.compiler.step.batch_facts import Facts
+from deepytorch.compiler.step.rounded_sizes import MAX_SIZES, RoundedIndices, SizeLadder, why_not_rounded
+from deepytorch.compiler.step.second_backward import SecondBackward
+from deepytorch.compiler.step.unused_outputs import parts_in_outputs
+from deepytorch.log import logger, once
+from deepytorch.passes.unpad.packed_body import cut
+from deepytorch.passes.unpad.program import Program
+from deepytorch.passes.unpad.region import Declined
+from deepytorch.torch_internals import inductor_config
+
+
+class PackedCall(NamedTuple):
+    """A packed step with its arguments. again: its outputs in eager, for a second backward. finish: what is made of
+    its outputs before anybody gets them.
+    """
+
+    code: CompiledStep
+    second: SecondBackward
+    arguments: list[Any]
+    again: Callable[..., Sequence[Any]]
+    finish: Callable[[Sequence[Any]], Sequence[Any]] | None = None
+
+    def run(self, *, is_compiled: bool) -> Sequence[Any]:
+        """Return the outputs of the packed graph, which runs operator by operator until it is compiled."""
+        if is_compiled:
+            values = self.second.run(self.code, self.arguments, self.again, self.arguments)
+        else:
+            values = self.code.in_eager(self.arguments)
+        return values if self.finish is None else self.finish(values)
+
+
+class RoundedStep:
+    """The packed step of one region with dummy tokens, for batches that sizes are found for.
+
+    Raises `Declined` where the region cannot have one. padded_sizes: the symbols of the spaces' positions.
+    """
+
+    def __init__(
+        self,
+        packed: fx.GraphModule,
+        program: Program,
+        padded_sizes: Collection[sympy.Symbol],
+        lowering: RegionLowering,
+        record: RegionRecord,
+        asked_twice: Callable[[str], None],
+        *,
+        zero_outputs: bool,
+    ) -> None:
+        """lowering, zero_outputs: as `packed_region` takes them. asked_twice: called at a second backward."""
+        reason = why_not_rounded(program, zero_outputs=zero_outputs, has_bias=_has_bias(packed.graph))
+        if reason is not None:
+            raise Declined(reason, "sizes")
+        self._program, self._record = program, record
+        self._cut = cut(packed, padded_sizes)
+        self.ladder = SizeLadder(program)
+        self._second = SecondBackward((), asked_twice, parts_in_outputs(self._cut.body.graph))
+        self._body = CompiledStep(self._cut.body, self._cut.varying, recording(lowering), record)
+        self._is_recorded = lowering.config.lowering == "inductor" and lowering.config.records_graphs
+
+    def call(self, inputs: Sequence[Any], facts: Facts) -> PackedCall | None:
+        """The step for one batch; None where it runs with sizes of its own."""
+        sizes = self.ladder.fit(facts)
+        if isinstance(sizes, str):
+            reasons = self._record.own_sizes_because
+            reasons[sizes] = reasons.get(sizes, 0) + 1
+            return None
+        indices = RoundedIndices(facts, sizes)
+        given = [inputs[index] for index in self._program.packed_inputs]
+        given += [indices.get(index) for index in self._program.indices]
+        parts = self._cut
+        with torch.no_grad():
+            early = parts.prologue.forward(*(given[index] for index in parts.prologue_inputs))
+        arguments = [given[index] for index in parts.body_inputs]
+        arguments += early[: parts.num_between]
+        finish = partial(self._finish, facts, early[parts.num_between :])
+        self._record.sizes_recorded = len(self.ladder.known)
+        return PackedCall(self._body, self._second, arguments, partial(self._again, inputs, indices), finish)
+
+    def _finish(self, facts: Facts, early: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+        """The packed graph's outputs without dummies, in memory that no replay writes to."""
+        found = []
+        for (kind, where), entries in zip(self._cut.outputs, self._program.values, strict=True):
+            value = values[where] if kind == "body" else early[where] if kind == "prologue" else where
+            if entries is not None:
+                count = sum(facts.lengths[entries.space]) if entries.loss is None else facts.labels[entries.loss]
+                value = value.narrow(0, 0, count)
+            is_replayed = self._is_recorded and kind == "body" and isinstance(value, torch.Tensor) and value.is_cuda
+            found.append(value.clone() if is_replayed else value)
+        return found
+
+    def _again(self, inputs: Sequence[Any], indices: RoundedIndices, *arguments: Any) -> list[Any]:
+        """The body's outputs, computed padded and in eager, where every operator has a second derivative."""
+        program, given = self._program, list(inputs)
+        for index, argument in zip(self._cut.body_inputs, arguments, strict=False):
+            if index < len(program.packed_inputs):
+                given[program.packed_inputs[index]] = argument
+        taken = [given[index] for index in program.reference_inputs]
+        assert program.reference is not None
+        values = program.reference(*taken, *(indices.get(index) for index in program.reference_indices))
+        return [value for value, (kind, _) in zip(values, self._cut.outputs, strict=True) if kind == "body"]
+
+
+def _has_bias(graph: fx.Graph) -> bool:
+    attention = torch.ops.deepytorch.varlen_attention.default
+    return any(
+        node.target is attention and ((len(node.args) > 7 and node.args[7] is not None) or node.kwargs.get("bias"))
+        for node in graph.nodes
+    )
+
+
+def rounded_step(
+    packed: fx.GraphModule,
+    program: Program,
+    fakes: Sequence[Any],
+    lowering: RegionLowering,
+    record: RegionRecord,
+    asked_twice: Callable[[str], None],
+    zero_outputs: bool,
+) -> RoundedStep | None:
+    """The step for few sizes, arguments as `RoundedStep` takes them; None, with the reason in the record, where there
+    can be none. fakes: of the region's inputs.
+    """
+    try:
+        return RoundedStep(
+            packed,
+            program,
+            _padded_sizes(program, fakes),
+            lowering,
+            record,
+            asked_twice,
+            zero_outputs=zero_outputs,
+        )
+    except Declined as declined:
+        record.declined.append(f"{declined.where}: not rounded: {declined}")
+    except Exception as error:
+        record.declined.append(f"sizes: not rounded: {type(error).__name__}: {error}")
+        once(logging.WARNING, "sizes are not rounded (%s: %s)", type(error).__name__, error)
+        logger.debug("traceback of the failure", exc_info=True)
+    return None
+
+
+def _padded_sizes(program: Program, fakes: Sequence[Any]) -> frozenset[sympy.Symbol]:
+    """The symbols of the positions of a program's spaces."""
+    sizes = [fakes[index].shape[positions] for index, _, positions in program.sizes]
+    return frozenset(
+        symbol
+        for size in sizes
+        if isinstance(size, torch.SymInt)
+        for symbol in size.node.shape_env.replace(size.node.expr).free_symbols
+    )
+
+
+def recording(lowering: RegionLowering) -> RegionLowering:
+    """The lowering of a step with few sizes: stateful operators are cut out of its CUDA graphs."""
+    ours = {"graph_partition": True, "triton.cudagraph_dynamic_shape_warn_limit": MAX_SIZES}
+    return _with(lowering, ours, over=False)
+
+
+def without_recording(lowering: RegionLowering) -> RegionLowering:
+    """The lowering of a step that has other sizes for each batch: no CUDA graphs."""
+    return _with(lowering, {"triton.cudagraphs": False}, over=True)
+
+
+def _with(lowering: RegionLowering, options: dict[str, Any], *, over: bool) -> RegionLowering:
+    """over: whether these options go over the user's."""
+    config = lowering.config
+    if config.lowering != "inductor" or not config.records_graphs:
+        return lowering
+    known = inductor_config.get_config_copy()
+    options = {name: value for name, value in options.items() if name in known}
+    merged = {**config.inductor, **options} if over else {**options, **config.inductor}
+    changed: CompilerConfig = replace(config, inductor=merged)
+    return replace(lowering, config=changed)

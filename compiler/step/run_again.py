@@ -1,0 +1,230 @@
+"""The forward of one call, kept so that it can be run again in eager and differentiated there.
+
+[Note: what is kept] The inputs of a call are kept until its backward: weights live anyway, and what comes from regions
+before mostly is saved for the backward too. Longer only where another backward may come as in eager, through an output
+that had no gradient for example: while the call's node lives, and what that output depends on is not changed. Inside
+of a checkpoint, which is there to have them gone, they are not kept: its own arguments are still alive, and where
+others are not the backward is what it was. What the region writes into is copied before, but for statistics that no
+output depends on (BatchNorm's).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from deepytorch.compiler.step.autograd_edges import edge_behind, edge_of
+from deepytorch.torch_internals import will_engine_execute_node
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of a region as it began: what it takes to run it again.
+
+    versions: of inputs that it did not write into, by their place. copies: of those that it did, from before.
+    """
+
+    inputs: Sequence[Any]
+    versions: dict[int, int]
+    copies: dict[int, torch.Tensor]
+    random: list[tuple[torch.Generator, torch.Tensor]]
+    autocast: list[tuple[str, bool, torch.dtype]]
+    rerun: Callable[..., Sequence[Any]]
+
+    def let_go(self) -> None:
+        """Keep the inputs no longer than others do."""
+        self.inputs = [weakref.ref(each) if isinstance(each, torch.Tensor) else each for each in self.inputs]
+
+    def kept(self) -> Sequence[Any] | None:
+        """The inputs, or None where one is gone."""
+        found = [each() if isinstance(each, weakref.ref) else each for each in self.inputs]
+        gone = [isinstance(one, weakref.ref) and other is None for one, other in zip(self.inputs, found, strict=True)]
+        return None if any(gone) else found
+
+    def edges(self) -> set[Any]:
+        """Where gradients of the inputs go, as they were before the call."""
+        found = {edge_of(each) for each in self.kept() or () if isinstance(each, torch.Tensor)}
+        return found | {edge_behind(copy) for copy in self.copies.values()}
+
+    def changed(self) -> list[int]:
+        """The places of inputs that were changed since, of those that are still there."""
+        inputs = self.kept()
+        return [] if inputs is None else [place for place, at in self.versions.items() if inputs[place]._version != at]
+
+
+class Passage(NamedTuple):
+    """What one backward went through: the outputs, by number, that had gradients, and the edges that wanted some (None:
+    all of them).
+    """
+
+    outputs: frozenset[int]
+    edges: frozenset[Any] | None
+
+
+@dataclass(slots=True)
+class Rerun:
+    """A forward that was run again: its outputs, the inputs as it left them, and what stands for each input in it."""
+
+    outputs: Sequence[Any]
+    inputs: list[Any]
+    sources: dict[Any, torch.Tensor] = field(default_factory=dict)  # by edge
+
+
+def run_again(
+    call: Call,
+    edges: Collection[Any],
+    *,
+    unread: Collection[int],
+    needed: Collection[int] | None,
+    generators: Sequence[torch.Generator],
+) -> Rerun | None:
+    """Run the forward of a call in eager; None where one of its inputs is gone.
+
+    edges: what gradients are wanted for. unread: places of inputs that are written, and that no output depends on.
+    needed: places of inputs that what is wanted depends on; None: all. generators: all that the region could draw from.
+    Raises `RuntimeError`, as eager does, where a needed input has been changed since.
+    """
+    inputs = call.kept()
+    if inputs is None:
+        return None
+    _check(call, inputs, needed)
+    found = Rerun((), list(inputs))
+    aliases: dict[int, torch.Tensor] = {}
+    with _as_it_was(call, generators), torch.enable_grad():
+        for place, given in enumerate(inputs):
+            if not isinstance(given, torch.Tensor):
+                continue
+            if id(given) not in aliases:
+                copy = call.copies.get(place)
+                aliases[id(given)] = (
+                    given.detach().clone() if place in unread else _stand_in(given, copy, edges, found.sources)
+                )
+            found.inputs[place] = aliases[id(given)]
+        found.outputs = call.rerun(*found.inputs)
+    return found
+
+
+def _stand_in(
+    given: torch.Tensor, copy: torch.Tensor | None, edges: Collection[Any], sources: dict[Any, torch.Tensor]
+) -> torch.Tensor:
+    """What the forward is run on in place of an input, whose own hooks have no business in here."""
+    before, edge = (given, edge_of(given)) if copy is None else (copy, edge_behind(copy))
+    if edge not in edges:
+        return before.detach() if copy is None else before.detach().clone()
+    source = before.view_as(before) if before.requires_grad else before.detach().requires_grad_()
+    sources[edge] = source
+    return source if copy is None else source.clone()
+
+
+def _check(call: Call, inputs: Sequence[Any], needed: Collection[int] | None) -> None:
+    for place in call.changed():
+        if needed is None or place in needed:
+            given = inputs[place]
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{given.type()} {list(given.shape)}] is at version {given._version}; expected version "
+                f"{call.versions[place]} instead."
+            )
+
+
+def differentiate(
+    node: Any, again: Rerun, edges: Sequence[Any], gradients: Sequence[Any], *, creates: bool, keeps: bool
+) -> tuple[Any, ...] | None:
+    """What the node hands to its edges; None where they, or its outputs, cannot be told."""
+    values = _values(node._forward_cls.metadata, again, len(gradients))
+    if values is None or len(edges) != sum(node.needs_input_grad) or any(edge not in again.sources for edge in edges):
+        return None
+    came = [(value, each) for value, each in zip(values, gradients, strict=True) if each is not None]
+    if any(not isinstance(value, torch.Tensor) or value.shape != each.shape for value, each in came):
+        return None
+    came = [(value, each) for value, each in came if value.requires_grad]
+    wanted = wanted_edges(node, edges)
+    if not came or not wanted:
+        return (None,) * len(node.needs_input_grad)
+    results = torch.autograd.grad(
+        [value for value, _ in came],
+        [again.sources[edge] for edge in wanted],
+        [each for _, each in came],
+        create_graph=creates,
+        retain_graph=keeps,
+        allow_unused=True,
+    )
+    handed = dict(zip(wanted, results, strict=True))
+    left = iter(edges)
+    return tuple(handed.pop(next(left), None) if needs else None for needs in node.needs_input_grad)
+
+
+def go_through(node: Any, again: Rerun, passage: Passage, count: int) -> None:
+    """Free what an earlier backward freed: autograd then says, as in eager, whether another one may come.
+
+    count: how many outputs the node has.
+    """
+    values = _values(node._forward_cls.metadata, again, count)
+    came = [] if values is None else [values[number] for number in sorted(passage.outputs)]
+    came = [value for value in came if isinstance(value, torch.Tensor) and value.requires_grad]
+    wanted = [source for edge, source in again.sources.items() if passage.edges is None or edge in passage.edges]
+    if came and wanted:
+        torch.autograd.grad(came, wanted, [torch.zeros_like(value) for value in came], allow_unused=True)
+
+
+def wanted_edges(node: Any, edges: Sequence[Any]) -> list[Any]:
+    """Those of a node's edges, each once, that the backward that runs now goes on to, or hands out what goes there."""
+    return list({edge: None for edge, each in zip(edges, _behind(node), strict=True) if _is_wanted(each)})
+
+
+def wants_all(node: Any) -> bool:
+    """Whether the backward that runs now goes on to all edges of a node."""
+    try:
+        return all(map(will_engine_execute_node, _behind(node)))
+    except RuntimeError:  # see `_is_wanted`
+        return False
+
+
+def _behind(node: Any) -> list[Any]:
+    return [each for each, _ in node.next_functions if each is not None]
+
+
+def _is_wanted(node: Any) -> bool:
+    try:
+        return bool(will_engine_execute_node(node))
+    except RuntimeError:  # it does not tell of a leaf where only some gradients are asked for
+        return True
+
+
+def _values(metadata: Any, again: Rerun, count: int) -> list[Any] | None:
+    """Eager's values of the node's outputs: inputs that were changed, outputs, and what outputs are views of."""
+    changed, bases = metadata.mutated_inp_runtime_indices, metadata.num_intermediate_bases
+    if count != len(changed) + metadata.num_outputs + bases or len(again.outputs) != metadata.num_outputs:
+        return None
+    if changed and len(metadata.input_info) != len(again.inputs):
+        return None
+    views: dict[int, Any] = {}
+    for info, output in zip(metadata.output_info, again.outputs, strict=True):
+        if info.output_type.name in ("alias_of_intermediate", "alias_of_intermediate_save_as_output"):
+            views.setdefault(info.base_idx, output._base)
+    return [
+        *(again.inputs[place] for place in changed),
+        *again.outputs,
+        *(views.get(number) for number in range(bases)),
+    ]
+
+
+@contextlib.contextmanager
+def _as_it_was(call: Call, generators: Sequence[torch.Generator]) -> Iterator[None]:
+    """Random numbers and autocast as they were at the call; what is drawn inside is not missing outside."""
+    now = [(generator, generator.get_state()) for generator in generators]
+    with contextlib.ExitStack() as stack:
+        for kind, enabled, dtype in call.autocast:
+            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+        try:
+            for generator, state in call.random:
+                generator.set_state(state)
+            yield
+        finally:
+            for generator, state in now:
+                generator.set_state(state)

@@ -1,0 +1,530 @@
+"""What AOTAutograd's backwards cannot do: keep their graph for a second one, or be differentiated themselves.
+
+A compiled region leaves one autograd node behind, which is a Python object, and autograd looks its `apply` up in it for
+every backward. So a node of one call can be given another one, with nothing between the region and its outputs, neither
+a copy nor a view. Ordinary backwards go on to what was there. One that is to keep what donated buffers would
+overwrite (`retain_graph=True`), or to have a graph of its own (`create_graph=True`), runs the region's forward again in
+eager, with random numbers, autocast and buffers as they were (`run_again`), and differentiates that. So does one that
+comes through what another one left: eager frees operator by operator what a backward met, AOTAutograd a whole region,
+though its parts may share nothing (`_Replacement`). And one that fails.
+
+Once that was asked for, the region runs in eager: asked once is asked at every step. A region whose node cannot be
+found, or is not known, runs there from its first call on.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepytorch.comm.gradients.reducer import without_gradients
+from deepytorch.compiler.step.autograd_edges import edge_behind, edge_of, edges_of
+from deepytorch.compiler.step.run_again import (
+    Call,
+    Passage,
+    Rerun,
+    differentiate,
+    go_through,
+    run_again,
+    wanted_edges,
+    wants_all,
+)
+from deepytorch.compiler.step.unused_outputs import Parts, with_zeros
+from deepytorch.log import logger
+from deepytorch.torch_internals import (
+    disable_dynamo,
+    functorch_config,
+    keeps_graph_of_this_backward,
+    top_saved_tensors_default_hooks,
+)
+
+_VIEWS = 8  # how many nodes lie, at most, between an output that is a view and the node of its region
+
+_BACKWARD = ("apply", "apply_boxed")  # what autograd calls of a node; newer versions hand gradients over in a list
+
+
+class SecondBackward:
+    """Watches the calls of one region, for backwards that need more than it compiled.
+
+    unread: places of inputs that are written, and that no output depends on. asked: called at the first such backward,
+    with what it asked for. parts: which inputs have a part in which outputs, if weights behind unused ones are to have
+    no gradient.
+    """
+
+    def __init__(self, unread: Collection[int], asked: Callable[[str], None], parts: Parts | None = None) -> None:
+        self._unread, self.asked, self._parts = frozenset(unread), asked, parts
+        self.behind: list[frozenset[int] | None] | None = None  # of each gradient that a node returns: see `parts`
+        self.differentiable: list[bool] | None = None  # of each gradient that a node is given; None: it is not known
+        self.stands_for: list[frozenset[int]] = []  # of each gradient that a node is given the outputs, as in `parts`
+        self.saves = True  # whether the forward saves tensors, so that no backward can go through it after another one
+        self._waiting: weakref.WeakSet[_Replacement] = weakref.WeakSet()  # for another backward that may come
+        self._places: list[int] | None = None  # of tensors among the inputs, those that are written left out
+        self._written: list[int] = []
+        self._devices: list[str] = []
+        self._generators: list[torch.Generator] = []  # that the region draws from
+        self._all_generators: list[torch.Generator] = []  # that it could draw from
+        self._node_class: Any = None
+        self._route: tuple[int, int] = (0, 0)  # from which output, and how many nodes back, its node is found
+        self._blind = False  # no output has a graph, or it is none that we know
+        self.declines = False  # its inputs are none that we know: it is to run in eager from its first call on
+
+    # ------------------------------------------------------------------ a call
+
+    def run(
+        self,
+        code: Callable[[Sequence[Any]], Sequence[Any]],
+        arguments: Sequence[Any],
+        again: Callable[..., Sequence[Any]],
+        inputs: Sequence[Any],
+    ) -> Sequence[Any]:
+        """Run compiled code, ready for what a backward of this call may ask.
+
+        again: gives the same outputs in eager, called as `again(*inputs)`.
+        """
+        call = self.begin(inputs, again)
+        if self.declines:
+            return tuple(again(*inputs))
+        outputs = self.watch(call, code(arguments))
+        if call is not None and _saves_elsewhere():
+            call.let_go()
+        return outputs
+
+    def begin(self, inputs: Sequence[Any], rerun: Callable[..., Sequence[Any]]) -> Call | None:
+        """Right before a call. `rerun(*inputs)` gives, in eager, what the compiled call gives, output for output."""
+        if self._blind or not torch.is_grad_enabled():
+            return None
+        try:
+            return self._begin(inputs, rerun)
+        except Exception:  # a kind of tensor that cannot be copied, or has no version
+            self._blind = self.declines = True
+            self.asked("inputs that cannot be watched for what else it asks")
+            logger.debug("traceback of the failure", exc_info=True)
+            return None
+
+    def _begin(self, inputs: Sequence[Any], rerun: Callable[..., Sequence[Any]]) -> Call:
+        for each in list(self._waiting) if self._waiting else ():
+            each.let_go_if_changed()
+        if self._places is None:
+            self._look_at(inputs)
+        assert self._places is not None
+        return Call(
+            inputs,
+            {place: inputs[place]._version for place in self._places},
+            {place: inputs[place].clone() for place in self._written},
+            [(generator, generator.get_state()) for generator in self._generators],
+            [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in self._devices],
+            rerun,
+        )
+
+    def watch(self, call: Call | None, outputs: Sequence[Any]) -> Sequence[Any]:
+        """Right behind the call that `call` stands for: what to hand out, its outputs mostly."""
+        if call is None:
+            return outputs
+        node = self._known_node(outputs)
+        if node is None:
+            try:
+                node = self._find_node(call, outputs)
+                known = node is not None and self._learn(call, node, outputs)
+            except Exception:  # likewise: to be ready for what may never be asked must not cost the step
+                known = False
+                logger.debug("traceback of the failure", exc_info=True)
+            if not known:
+                return self._unwatched(call, outputs)
+        if self._node_class is None:
+            return outputs
+        replacement = _Replacement(self, call, weakref.ref(node))
+        if self.differentiable is not None:
+            node.set_materialize_grads(False)
+        for name in _BACKWARD:
+            if hasattr(self._node_class, name):
+                setattr(node, name, getattr(replacement, name))
+        return outputs
+
+    def _unwatched(self, call: Call, outputs: Sequence[Any]) -> Sequence[Any]:
+        """What to hand out of a call that cannot be watched: if a backward can go through it, and if it left nothing
+        behind, what eager makes of it.
+        """
+        self._blind = True
+        before = {id(edge[0]) for edge in call.edges() if edge is not None}
+        chains = [chain for each in outputs for chain in _nodes_behind(each)]
+        if not any(_is_compiled(node) and id(node) not in before for node in chains):
+            return outputs
+        self.asked("a graph that cannot be watched for what else it asks")
+        if call.changed() or any(not _same(copy, call.inputs[place]) for place, copy in call.copies.items()):
+            return outputs
+        for generator, state in call.random:
+            generator.set_state(state)
+        return tuple(call.rerun(*call.inputs))
+
+    # ------------------------------------------------------------------ what the first call shows
+
+    def _look_at(self, inputs: Sequence[Any]) -> None:
+        tensors = [place for place, each in enumerate(inputs) if isinstance(each, torch.Tensor)]
+        self._unread = frozenset(place for place in self._unread if not inputs[place].requires_grad)
+        written = self._parts.written if self._parts is not None else frozenset[int]()
+        for place in written:
+            there = [each for each in tensors if _share_memory(inputs[each], inputs[place])]
+            if len(there) > 1 and any(inputs[each].requires_grad for each in there):
+                raise _Unwatchable("an input that is written into shares its memory with another one")
+        self._places = [place for place in tensors if not inputs[place].is_inference()]
+        self._written = [
+            place
+            for place in tensors
+            if place not in self._unread
+            and (place in written or not isinstance(inputs[place], nn.Parameter))
+            and not _stands_for_more(inputs[place])
+        ]
+        devices = sorted({inputs[place].device for place in tensors}, key=str)
+        self._devices = sorted({"cpu", *(device.type for device in devices if _has_autocast(device.type))})
+        self._all_generators = [torch.default_generator]
+        for device in devices:
+            if device.type == "cuda":
+                self._all_generators.append(torch.cuda.default_generators[device.index])
+        self._generators = self._all_generators
+
+    def _learn(self, call: Call, node: Any, outputs: Sequence[Any]) -> bool:
+        """Which inputs the region writes into and whether it is random; False where the node is not as we know them."""
+        metadata = node._forward_cls.metadata
+        assert self._places is not None
+        if any(info.mutates_metadata for info in metadata.input_info):
+            return False
+        written = set(self._unread)
+        if len(metadata.input_info) == len(call.inputs):  # else some were merged, and the rest has to show it
+            written |= {place for place, info in enumerate(metadata.input_info) if info.mutates_data}
+        written |= set(call.changed())
+        written |= {place for place, copy in call.copies.items() if not _same(copy, call.inputs[place])}
+        self._written = sorted(written - self._unread)
+        if any(place not in call.copies for place in self._written):
+            self._node_class = None  # a parameter that its own region writes into: it is copied from now on
+            return True
+        self._places = [place for place in self._places if place not in written]
+        call.versions = {place: call.versions[place] for place in self._places}
+        call.copies = {place: call.copies[place] for place in self._written}
+        call.random = [(each, state) for each, state in call.random if not torch.equal(each.get_state(), state)]
+        self._generators = [generator for generator, _ in call.random]
+        self._learn_outputs(node, outputs)
+        if self._parts is not None and self.differentiable is not None:
+            self._learn_behind(call, node, self._parts)
+        return True
+
+    def _learn_outputs(self, node: Any, outputs: Sequence[Any]) -> None:
+        """Which outputs of the region each gradient is of that the node is given. (Dynamo, which traced the region once
+        more, may return an output of the graph twice, and one that is a number not at all.)
+        """
+        compiled = node._forward_cls
+        metadata = compiled.metadata
+        self.saves = bool(node._raw_saved_tensors)
+        self.behind = self.differentiable = None
+        written = metadata.mutated_inp_runtime_indices
+        of = [{~place} for place in written] + [set() for _ in node._input_metadata[len(written) :]]
+        for number, output in enumerate(outputs):
+            place = _gradient_of(output, node)
+            if place is not None:
+                of[place].add(number)
+        self.stands_for = [frozenset(each) for each in of]
+        if getattr(compiled, "maybe_subclass_metadata", None) is not None:
+            return
+        inputs = [metadata.input_info[place] for place in written]
+        self.differentiable = [bool(info.requires_grad and info.mutates_data) for info in inputs]
+        self.differentiable += [bool(each) for each in of[len(written) :]]
+
+    def _learn_behind(self, call: Call, node: Any, parts: Parts) -> None:
+        metadata = node._forward_cls.metadata
+        if metadata.mutated_inp_runtime_indices and len(metadata.input_info) != len(call.inputs):
+            return  # some inputs were merged
+        behind: dict[Any, frozenset[int]] = {}
+        for place, (given, part) in enumerate(zip(call.inputs, parts.gradients, strict=True)):
+            if isinstance(given, torch.Tensor):
+                copy = call.copies.get(place)
+                edge = edge_of(given) if copy is None else edge_behind(copy)
+                if edge is not None:
+                    behind[edge] = behind.get(edge, frozenset()) | part
+        edges = iter(edges_of(node, behind))
+        self.behind = [behind.get(next(edges, None)) if needs else None for needs in node.needs_input_grad]
+
+    def _known_node(self, outputs: Sequence[Any]) -> Any:
+        if self._node_class is None:
+            return None
+        number, steps = self._route
+        node = outputs[number].grad_fn
+        for _ in range(steps):
+            node = node.next_functions[0][0] if node is not None else None
+        return node if type(node) is self._node_class and _BACKWARD[0] not in vars(node) else None
+
+    def _find_node(self, call: Call, outputs: Sequence[Any]) -> Any:
+        for number, output in enumerate(outputs):
+            for steps, node in enumerate(_nodes_behind(output)):
+                if _is_of_call(node, call):
+                    self._node_class, self._route = type(node), (number, steps)
+                    return node
+        return None
+
+    # ------------------------------------------------------------------ a backward that asks for more
+
+    def run_again(self, call: Call, edges: Collection[Any], numbers: Collection[int]) -> Rerun | None:
+        """Run the forward of a call in eager, if its inputs are still there.
+
+        edges: what gradients are wanted for. numbers: of the gradients that came.
+        """
+        needed, outputs = None, self.outputs(numbers)
+        if self._parts is not None:
+            needed = {place for place, part in enumerate(self._parts.values) if part & outputs}
+        return run_again(call, edges, unread=self._unread, needed=needed, generators=self._all_generators)
+
+    def outputs(self, numbers: Iterable[int]) -> frozenset[int]:
+        """Which outputs, as in `parts`, these gradients of the node's are of."""
+        return frozenset[int]().union(*(self.stands_for[number] for number in numbers))
+
+    def left_by(self, passages: Sequence[Passage]) -> frozenset[int]:
+        """Numbers of the outputs that a backward may still come through, as in eager, after these freed what they met:
+        those that had no gradient, and all of them where some edges wanted none, or where nothing is saved.
+        """
+        if self.differentiable is None:
+            return frozenset()
+        all_outputs = frozenset(number for number, has in enumerate(self.differentiable) if has)
+        if not self.saves or any(each.edges is not None for each in passages):
+            return all_outputs
+        return all_outputs.difference(*(each.outputs for each in passages))
+
+    def why_eager_may(self, error: Exception, call: Call | None) -> str | None:
+        """What to say of a backward that failed where eager's need not: nobody has any gradient of it yet."""
+        if call is None:
+            return None
+        if call.copies and "modified by an inplace operation" in str(error):
+            return "buffers that a later call wrote into"
+        if self._parts is None:  # other ranks may wait in it for this one
+            return None
+        return f"an error in compiled code ({type(error).__name__}: {str(error)[:200]})"
+
+    def wait(self, replacement: _Replacement) -> None:
+        """Keep the call that this stands for, until what its outputs depend on is changed."""
+        self._waiting.add(replacement)
+
+    def is_out_of_reach(self, call: Call, left: Collection[int]) -> bool:
+        """Whether none of these outputs can be had any more: something that each depends on was changed since."""
+        changed = call.changed()
+        if not changed or self._parts is None:
+            return bool(changed)
+        affected = frozenset[int]().union(*(self._parts.values[place] for place in changed))
+        return all(self.stands_for[number] & affected for number in left)
+
+
+def _stands_for_more(tensor: torch.Tensor) -> bool:
+    """Whether places of it share memory (`expand`): torch writes into no such tensor, and a copy holds them all."""
+    return tensor.layout is torch.strided and any(
+        stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+
+
+class _Replacement:
+    """What a node runs as its backward.
+
+    Of a call nothing is kept but its inputs, and what backwards went through. Its forward, run again, is freed of what
+    they freed: autograd itself then says, as in eager, what may still be done.
+    """
+
+    __slots__ = ("__weakref__", "_again", "_call", "_left", "_node", "_passages", "_second")
+
+    def __init__(self, second: SecondBackward, call: Call, node: weakref.ref[Any]) -> None:
+        self._second, self._node = second, node  # weakly: the node holds this
+        self._call: Call | None = call
+        self._again: Rerun | None = None
+        self._passages: list[Passage] = []  # those that freed what they met
+        self._left: frozenset[int] = frozenset()
+
+    def apply(self, *gradients: Any) -> Any:
+        """Gradients of the inputs, from those of the outputs."""
+        return self._run("apply", gradients, gradients)
+
+    def apply_boxed(self, gradients: list[Any]) -> Any:
+        """The same, for a list that is emptied."""
+        return self._run("apply_boxed", (gradients,), gradients)
+
+    def let_go_if_changed(self) -> None:
+        """Keep the call no longer if no backward can come through what is left of it."""
+        if self._call is None or self._second.is_out_of_reach(self._call, self._left):
+            self._call = None
+
+    @disable_dynamo  # a forward that is being traced may run backwards
+    def _run(self, name: str, arguments: Sequence[Any], gradients: Sequence[Any]) -> Any:
+        node: Any = self._node()
+        second, gradients = self._second, list(gradients)
+        if second.behind is not None and not _numbers(gradients):
+            return (None,) * len(second.behind)  # autograd comes by with nothing, for weights and on to others
+        if second.differentiable is not None:
+            filled = with_zeros(node, gradients, second.differentiable)
+            arguments = filled if name == _BACKWARD[0] else (filled,)
+        stock = partial(self._stock, getattr(type(node), name), gradients, node, *arguments)
+        call, again, passages = self._call, self._again, self._passages
+        if call is None and again is None:
+            return stock()
+        keeps, creates = keeps_graph_of_this_backward(), torch.is_grad_enabled()
+        asked = self._asked(node, keeps=keeps, creates=creates)
+        if not keeps:
+            self._free(node, gradients)
+        in_eager = partial(self._in_eager, node, call, again, passages, gradients, keeps=keeps, creates=creates)
+        if asked is not None:
+            found = in_eager(asked)
+            return stock() if found is None else found
+        try:
+            return stock()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            asked = second.why_eager_may(error, call)
+            found = None if asked is None else in_eager(asked)
+            if found is None:
+                raise
+            return found
+
+    def _asked(self, node: Any, *, keeps: bool, creates: bool) -> str | None:
+        """What a backward asks for that compiled code cannot do."""
+        if creates:
+            return "create_graph=True"
+        if self._passages:
+            return "another one before it through the same call"
+        return "retain_graph=True" if keeps and _donates(node) else None
+
+    def _free(self, node: Any, gradients: Sequence[Any]) -> None:
+        """A backward goes through that frees what it meets: see whether another one may come."""
+        came = _numbers(gradients)
+        edges = None
+        if not wants_all(node):
+            edges = frozenset(wanted_edges(node, self._edges(node, self._call, self._again)))
+        first = not self._passages
+        self._passages = [*self._passages, Passage(came, edges)]
+        self._left = self._second.left_by(self._passages)
+        self._again = None
+        if first and not self._left:
+            self._call = None
+        else:
+            self._second.wait(self)
+
+    def _in_eager(
+        self,
+        node: Any,
+        call: Call | None,
+        again: Rerun | None,
+        passages: Sequence[Passage],
+        gradients: Sequence[Any],
+        asked: str,
+        *,
+        keeps: bool,
+        creates: bool,
+    ) -> Any:
+        """What the node hands to its edges; None where that cannot be told. passages: those before."""
+        edges = self._edges(node, call, again)
+        if again is None or not (creates or keeps or passages) or (creates and passages):
+            # not one that a graph of a backward's leads into: whoever goes through that frees it on the way
+            again = None if call is None else self._second.run_again(call, edges, _numbers(gradients))
+            if again is None:
+                return None
+            for each in passages:
+                go_through(node, again, each, len(gradients))
+        found = differentiate(node, again, edges, gradients, creates=creates, keeps=keeps or creates)
+        if found is None:
+            return None
+        self._second.asked(asked)
+        if self._call is not None and not (creates and self._passages):
+            self._again = again
+        return found
+
+    def _edges(self, node: Any, call: Call | None, again: Rerun | None) -> list[Any]:
+        known = again.sources if again is not None else call.edges() if call is not None else ()
+        return edges_of(node, known)
+
+    def _stock(self, backward: Any, gradients: Sequence[Any], node: Any, *arguments: Any) -> Any:
+        """What the node would have run, without the zeros that it makes for weights of outputs that nobody used."""
+        behind, has, came = self._second.behind, self._second.differentiable, _numbers(gradients)
+        if behind is None or has is None or len(came) == sum(has):
+            return backward(node, *arguments)
+        used = self._second.outputs(came)
+        unused = [part is not None and not part & used for part in behind]
+        edges = (edge[0] for edge in node.next_functions if edge[0] is not None)
+        weights = [getattr(next(edges, None), "variable", None) if needs else None for needs in node.needs_input_grad]
+        with without_gradients([each for each, zeros in zip(weights, unused, strict=True) if zeros]):
+            found = backward(node, *arguments)
+        if len(found) != len(behind):
+            return found
+        return tuple(None if zeros else each for each, zeros in zip(found, unused, strict=True))
+
+
+def _numbers(gradients: Sequence[Any]) -> frozenset[int]:
+    return frozenset(number for number, each in enumerate(gradients) if each is not None)
+
+
+def _nodes_behind(output: Any) -> Iterator[Any]:
+    """The node of an output, and those that it is a view of."""
+    node = output.grad_fn if isinstance(output, torch.Tensor) else None
+    for _ in range(_VIEWS):
+        if node is None:
+            return
+        yield node
+        node = node.next_functions[0][0] if node.next_functions else None
+
+
+def _gradient_of(output: Any, node: Any) -> int | None:
+    """Which of the gradients that `node` is given this output's is part of; None where it is not one of the node's."""
+    if not isinstance(output, torch.Tensor) or output.grad_fn is None:
+        return None
+    found: Any = output.grad_fn
+    place = output.output_nr
+    for _ in range(_VIEWS):
+        if found is node:
+            return place
+        if not found.next_functions or found.next_functions[0][0] is None:
+            return None
+        found, place = found.next_functions[0]
+    return None
+
+
+def _is_compiled(node: Any) -> bool:
+    """Whether this is the node of a graph that AOTAutograd compiled, and nobody watches it."""
+    metadata = getattr(getattr(node, "_forward_cls", None), "metadata", None)
+    return hasattr(metadata, "output_info") and _BACKWARD[0] not in vars(node)
+
+
+def _is_of_call(node: Any, call: Call) -> bool:
+    """Whether this is the node of a compiled graph, called with these inputs."""
+    if not _is_compiled(node):
+        return False
+    known = call.edges()
+    return all(edge in known for edge in edges_of(node, known))
+
+
+def _donates(node: Any) -> bool:
+    """Whether the compiled backward overwrites what the forward saved, so that it cannot run twice.
+
+    One that is compiled at its first call, which is this one, is told whether it may.
+    """
+    compiled = node._forward_cls
+    return bool(
+        functorch_config.donated_buffer and compiled.compiled_bw is not None and compiled.metadata.bw_donated_idxs != []
+    )
+
+
+class _Unwatchable(Exception):
+    """Of such inputs AOTAutograd makes others, of which nothing is known here."""
+
+
+def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    with torch.no_grad():
+        return bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+def _has_autocast(kind: str) -> bool:
+    return bool(torch.amp.is_autocast_available(kind))
+
+
+def _saves_elsewhere() -> bool:
+    """Whether what is saved for a backward goes through hooks: a checkpoint, for example."""
+    return top_saved_tensors_default_hooks(False) is not None

@@ -1,0 +1,304 @@
+"""What a region's step hands back: its outputs, deferred, and how each is made if somebody needs it.
+
+A packed step's outputs are made from its values, from a tail of the graph, or by running the step once more; a watched
+step's are there, and their uses are noted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from deepytorch.compiler.report import RegionRecord
+from deepytorch.compiler.step.batch_facts import Indices
+from deepytorch.compiler.step.events import RegionEvents
+from deepytorch.compiler.step.outputs.deferred import defer
+from deepytorch.compiler.step.outputs.kept_weights import Kept
+from deepytorch.compiler.step.outputs.pending import Family
+from deepytorch.compiler.step.outputs.replay import Replay
+from deepytorch.compiler.step.outputs.rules.operands import pads_of
+from deepytorch.compiler.step.outputs.tokens import UNKNOWN, ZERO, Memo, Once, Pads, Place, Tokens
+from deepytorch.errors import DeferredError
+from deepytorch.passes.samples import Sampler
+from deepytorch.passes.unpad.program import IndexInput, IndexSet, Output, OutputMeta, Program
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A packed step that is about to run: its inputs as they are now, and how it runs once more on them."""
+
+    inputs: Sequence[Any]
+    replay: Replay | None
+
+
+class StepOutputs:
+    """Hands out the outputs of one region's steps.
+
+    batch, parameters: which of the region's inputs are these. written: the inputs that it writes to. draws: whether it
+    draws random numbers.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        eager: Callable[..., Any],
+        events: RegionEvents,
+        record: RegionRecord,
+        batch: Sequence[int],
+        parameters: Sequence[int],
+        written: Sequence[int],
+        draws: bool,
+    ) -> None:
+        self._program, self._eager, self._events, self._record = program, eager, events, record
+        self._batch, self._parameters, self._written, self._draws = batch, parameters, written, draws
+        self._sampler = Sampler()
+        self.are_deferred = any(output.kind != "value" for output in program.outputs)
+
+    def begin(self, inputs: Sequence[Any]) -> Begun:
+        """Right before a packed step: keep what its deferred outputs may need."""
+        if not self.are_deferred:
+            return Begun(inputs, None)
+        kept = self._kept(inputs)
+        replay = Replay(
+            self._eager,
+            kept,
+            parameters=self._parameters,
+            sampler=self._sampler,
+            written=self._written,
+            draws=self._draws,
+        )
+        return Begun(kept, replay)
+
+    def packed(self, begun: Begun, values: Sequence[Any], indices: Indices, places: Places) -> tuple[Any, ...]:
+        """The outputs of a packed step, from the `values` that its graph gave."""
+        batch = _Batch(begun.inputs[index] for index in self._batch)
+        taken = _Taken(begun.inputs, values, indices, places, batch, begun.replay, Family())
+        return tuple(
+            values[output.index] if output.kind == "value" else self._defer(output, place, taken)
+            for place, output in enumerate(self._program.outputs)
+        )
+
+    def watched(self, plain: Sequence[Any], places: Places) -> tuple[Any, ...]:
+        """The outputs of a step in eager, their uses noted."""
+        family = Family()
+        outputs = list(plain)
+        for number, (output, value) in enumerate(zip(self._program.outputs, plain, strict=True)):
+            if output.kind == "value" or not isinstance(value, torch.Tensor):
+                continue
+            assert output.meta is not None
+            outputs[number] = defer(
+                value.shape,
+                partial(_there, value),
+                dtype=value.dtype,
+                device=value.device,
+                requires_grad=value.requires_grad,
+                name=output.meta.name,
+                tokens=places.of_padded(value, output) if output.entries is not None else None,
+                events=self._events,
+                family=family,
+                watched=True,
+                whole=output.kind == "tail" and output.entries is None,
+            )
+        return tuple(outputs)
+
+    def _kept(self, inputs: Sequence[Any]) -> list[Any]:
+        """The inputs with ids, masks and labels copied: loops overwrite them with the next batch."""
+        kept = list(inputs)
+        for index in self._batch:
+            given = kept[index]
+            if isinstance(given, torch.Tensor) and not given.is_floating_point() and given.numel() <= _SMALL:
+                kept[index] = given.clone()
+        return kept
+
+    def _defer(self, output: Output, number: int, taken: _Taken) -> torch.Tensor:
+        """Output `number` of the region, for whoever comes to use it."""
+        if output.kind == "twin":
+            return self._defer_twin(output, number, taken)
+        meta = output.meta
+        assert meta is not None
+        places = taken.places
+        if output.kind == "tokens":
+            rows = taken.values[output.index]
+            tokens = places.later(lambda: rows, output, meta, rows.requires_grad)
+            return defer(
+                meta.shape(taken.places.sizes),
+                (lambda _: tokens().padded_with_zeros()) if output.zero_at_pads else self._exact(number, meta, taken),
+                dtype=meta.dtype,
+                device=rows.device,
+                requires_grad=rows.requires_grad,
+                name=meta.name,
+                tokens=tokens,
+                events=self._events,
+                family=taken.family,
+            )
+        return self._defer_tail(output, number, taken, places)
+
+    def _defer_tail(self, output: Output, number: int, taken: _Taken, places: Places) -> torch.Tensor:
+        tail, meta = self._program.tails[output.index], output.meta
+        assert meta is not None
+        given = [taken.inputs[index] for index in tail.inputs]
+        learned = [number for number, index in enumerate(tail.inputs) if index in self._parameters]
+        weights = [given[number] for number in learned]
+        rest = [taken.values[index] for index in tail.values] + [taken.indices.get(index) for index in tail.indices]
+        batch = taken.batch
+
+        def compute(weights_then: list[torch.Tensor]) -> torch.Tensor:
+            batch.check(meta.name)
+            arguments = list(given)
+            for number, weight in zip(learned, weights_then, strict=True):
+                arguments[number] = weight
+            return tail.module(*arguments, *rest)[0]
+
+        requires_grad = any(value.requires_grad for value in (*rest, *weights))
+        if output.entries is None:  # the tail gives it whole
+            return defer(
+                meta.shape(taken.places.sizes),
+                compute,
+                dtype=meta.dtype,
+                device=rest[0].device,
+                requires_grad=requires_grad,
+                name=meta.name,
+                depends_on=weights,
+                events=self._events,
+                family=taken.family,
+                whole=True,
+            )
+        kept = Kept(weights, meta.name)
+
+        def rows() -> torch.Tensor:
+            made = compute(kept.usable())
+            kept.release()
+            return made
+
+        return defer(
+            meta.shape(taken.places.sizes),
+            self._exact(number, meta, taken),
+            dtype=meta.dtype,
+            device=rest[0].device,
+            requires_grad=requires_grad,
+            name=meta.name,
+            tokens=places.later(Once(rows, grad=requires_grad), output, meta, requires_grad),
+            events=self._events,
+            family=taken.family,
+        )
+
+    def _exact(self, number: int, meta: OutputMeta, taken: _Taken) -> Callable[[Any], torch.Tensor]:
+        """Makes output `number` padded, as eager does: the step runs once more."""
+        replay = taken.replay
+        assert replay is not None
+
+        def compute(_: Any) -> torch.Tensor:
+            first = not replay.has_run
+            found = replay.outputs(meta.name)[number]
+            if first:
+                self._record.steps_replayed += 1
+                self._record.replay_seconds += replay.seconds
+            return found
+
+        return compute
+
+    def _defer_twin(self, output: Output, number: int, taken: _Taken) -> torch.Tensor:
+        meta = output.meta
+        assert meta is not None
+        return defer(
+            meta.shape(taken.places.sizes),
+            self._exact(number, meta, taken),
+            dtype=meta.dtype,
+            device=taken.inputs[self._batch[0]].device,
+            requires_grad=any(taken.inputs[index].requires_grad for index in self._parameters),
+            name=meta.name,
+            events=self._events,
+            family=taken.family,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """A packed step that was taken, for its deferred outputs; each keeps only the parts that it is made from."""
+
+    inputs: Sequence[Any]
+    values: Sequence[Any]
+    indices: Indices
+    places: Places
+    batch: _Batch
+    replay: Replay | None
+    family: Family
+
+
+class _Batch:
+    """The batch's tensors as they were, to be told if one is overwritten."""
+
+    __slots__ = ("_versions",)
+
+    def __init__(self, inputs: Iterable[Any]) -> None:
+        tensors = [each for each in inputs if isinstance(each, torch.Tensor) and not each.is_inference()]
+        self._versions = [(tensor, tensor._version) for tensor in tensors]
+
+    def check(self, name: str) -> None:
+        """Raise `DeferredError` where the batch was overwritten since."""
+        if any(tensor._version != version for tensor, version in self._versions):
+            raise DeferredError(
+                f"{name} is computed from a batch that was overwritten since. Read it before the next batch is copied "
+                "in, or compile with options={'defer_outputs': False}."
+            )
+
+
+class Places:
+    """Where the tokens of one step's outputs stand. The batch is read now; the rest when somebody uses one."""
+
+    def __init__(self, indices: Indices, sizes: Sequence[tuple[int, int]], outputs: Sequence[Output]) -> None:
+        self.sizes = sizes
+        spaces = {output.entries.space for output in outputs if output.entries is not None}
+        self._flat = {space: indices.get(IndexInput("flat", IndexSet(space))) for space in spaces}
+        self._known: dict[tuple[IndexSet, bool], Place] = {}
+
+    def of(self, output: Output) -> Place:
+        """Of an output's entries."""
+        entries = output.entries
+        assert entries is not None
+        key = (entries, output.merged)
+        if key not in self._known:
+            rows, positions = self.sizes[entries.space]
+            whole = Place((rows, positions), self._flat[entries.space])
+            place, _ = whole.sliced(1, entries.offset, positions - entries.cut + entries.offset)
+            self._known[key] = place.reshaped((place.size,)) if output.merged else place
+        return self._known[key]
+
+    def later(
+        self, rows: Callable[[], torch.Tensor], output: Output, meta: OutputMeta, requires_grad: bool
+    ) -> Callable[[], Tokens]:
+        """Gives an output's tokens, of packed rows that are made when they are needed."""
+
+        def make() -> Tokens:
+            place = self.of(output)
+            shape, device = meta.shape(self.sizes), place.at.device
+            features = tuple(shape[len(place.grid) :])
+            pads = ZERO if output.zero_at_pads else UNKNOWN
+            packed = Memo(lambda: rows().reshape(place.count, *features))
+            return Tokens(place, features, meta.dtype, device, packed, pads, requires_grad=requires_grad)
+
+        return Memo(make)
+
+    def of_padded(self, value: torch.Tensor, output: Output) -> Callable[[], Tokens]:
+        """Gives an output's tokens, of a padded value that is there."""
+
+        def make() -> Tokens:
+            place = self.of(output)
+            features = tuple(value.shape[len(place.grid) :])
+            seen = pads_of(value, place)
+            pads = seen if output.zero_at_pads else Pads(finite=seen.finite)  # as later steps will be taken to be
+            packed = Once(lambda: place.take(value), grad=value.requires_grad)
+            return Tokens(place, features, value.dtype, value.device, packed, pads, requires_grad=value.requires_grad)
+
+        return Memo(make)
+
+
+def _there(value: torch.Tensor, _: Any) -> torch.Tensor:
+    return value
+
+
+_SMALL = 1 << 20  # entries of a batch's tensor that is copied for later
