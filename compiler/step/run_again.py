@@ -10,51 +10,21 @@ output depends on (BatchNorm's).
 
 from __future__ import annotations
 
-import contextlib
-import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
 from deepytorch.compiler.step.autograd_edges import edge_behind, edge_of
+from deepytorch.compiler.step.past import Past
 from deepytorch.torch_internals import will_engine_execute_node
 
 
-@dataclass(slots=True)
-class Call:
-    """One call of a region as it began: what it takes to run it again.
-
-    versions: of inputs that it did not write into, by their place. copies: of those that it did, from before.
-    """
-
-    inputs: Sequence[Any]
-    versions: dict[int, int]
-    copies: dict[int, torch.Tensor]
-    random: list[tuple[torch.Generator, torch.Tensor]]
-    autocast: list[tuple[str, bool, torch.dtype]]
-    rerun: Callable[..., Sequence[Any]]
-
-    def let_go(self) -> None:
-        """Keep the inputs no longer than others do."""
-        self.inputs = [weakref.ref(each) if isinstance(each, torch.Tensor) else each for each in self.inputs]
-
-    def kept(self) -> Sequence[Any] | None:
-        """The inputs, or None where one is gone."""
-        found = [each() if isinstance(each, weakref.ref) else each for each in self.inputs]
-        gone = [isinstance(one, weakref.ref) and other is None for one, other in zip(self.inputs, found, strict=True)]
-        return None if any(gone) else found
-
-    def edges(self) -> set[Any]:
-        """Where gradients of the inputs go, as they were before the call."""
-        found = {edge_of(each) for each in self.kept() or () if isinstance(each, torch.Tensor)}
-        return found | {edge_behind(copy) for copy in self.copies.values()}
-
-    def changed(self) -> list[int]:
-        """The places of inputs that were changed since, of those that are still there."""
-        inputs = self.kept()
-        return [] if inputs is None else [place for place, at in self.versions.items() if inputs[place]._version != at]
+def edges_before(call: Past) -> set[Any]:
+    """Return where gradients of the inputs go, as they were before the call."""
+    found = {edge_of(each) for each in call.kept() or () if isinstance(each, torch.Tensor)}
+    return found | {edge_behind(copy) for copy in call.copies.values()}
 
 
 class Passage(NamedTuple):
@@ -76,7 +46,7 @@ class Rerun:
 
 
 def run_again(
-    call: Call,
+    call: Past,
     edges: Collection[Any],
     *,
     unread: Collection[int],
@@ -95,7 +65,7 @@ def run_again(
     _check(call, inputs, needed)
     found = Rerun((), list(inputs))
     aliases: dict[int, torch.Tensor] = {}
-    with _as_it_was(call, generators), torch.enable_grad():
+    with call.as_it_was(generators), torch.enable_grad():
         for place, given in enumerate(inputs):
             if not isinstance(given, torch.Tensor):
                 continue
@@ -105,7 +75,7 @@ def run_again(
                     given.detach().clone() if place in unread else _stand_in(given, copy, edges, found.sources)
                 )
             found.inputs[place] = aliases[id(given)]
-        found.outputs = call.rerun(*found.inputs)
+        found.outputs = call.eager(*found.inputs)
     return found
 
 
@@ -121,7 +91,7 @@ def _stand_in(
     return source if copy is None else source.clone()
 
 
-def _check(call: Call, inputs: Sequence[Any], needed: Collection[int] | None) -> None:
+def _check(call: Past, inputs: Sequence[Any], needed: Collection[int] | None) -> None:
     for place in call.changed():
         if needed is None or place in needed:
             given = inputs[place]
@@ -212,19 +182,3 @@ def _values(metadata: Any, again: Rerun, count: int) -> list[Any] | None:
         *again.outputs,
         *(views.get(number) for number in range(bases)),
     ]
-
-
-@contextlib.contextmanager
-def _as_it_was(call: Call, generators: Sequence[torch.Generator]) -> Iterator[None]:
-    """Random numbers and autocast as they were at the call; what is drawn inside is not missing outside."""
-    now = [(generator, generator.get_state()) for generator in generators]
-    with contextlib.ExitStack() as stack:
-        for kind, enabled, dtype in call.autocast:
-            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
-        try:
-            for generator, state in call.random:
-                generator.set_state(state)
-            yield
-        finally:
-            for generator, state in now:
-                generator.set_state(state)

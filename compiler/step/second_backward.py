@@ -24,11 +24,12 @@ from torch import nn
 
 from deepytorch.comm.gradients.reducer import without_gradients
 from deepytorch.compiler.step.autograd_edges import edge_behind, edge_of, edges_of
+from deepytorch.compiler.step.past import Past, generators_of
 from deepytorch.compiler.step.run_again import (
-    Call,
     Passage,
     Rerun,
     differentiate,
+    edges_before,
     go_through,
     run_again,
     wanted_edges,
@@ -65,7 +66,6 @@ class SecondBackward:
         self._waiting: weakref.WeakSet[_Replacement] = weakref.WeakSet()  # for another backward that may come
         self._places: list[int] | None = None  # of tensors among the inputs, those that are written left out
         self._written: list[int] = []
-        self._devices: list[str] = []
         self._generators: list[torch.Generator] = []  # that the region draws from
         self._all_generators: list[torch.Generator] = []  # that it could draw from
         self._node_class: Any = None
@@ -94,7 +94,7 @@ class SecondBackward:
             call.let_go()
         return outputs
 
-    def begin(self, inputs: Sequence[Any], rerun: Callable[..., Sequence[Any]]) -> Call | None:
+    def begin(self, inputs: Sequence[Any], rerun: Callable[..., Sequence[Any]]) -> Past | None:
         """Right before a call. `rerun(*inputs)` gives, in eager, what the compiled call gives, output for output."""
         if self._blind or not torch.is_grad_enabled():
             return None
@@ -106,22 +106,21 @@ class SecondBackward:
             logger.debug("traceback of the failure", exc_info=True)
             return None
 
-    def _begin(self, inputs: Sequence[Any], rerun: Callable[..., Sequence[Any]]) -> Call:
+    def _begin(self, inputs: Sequence[Any], rerun: Callable[..., Sequence[Any]]) -> Past:
         for each in list(self._waiting) if self._waiting else ():
             each.let_go_if_changed()
         if self._places is None:
             self._look_at(inputs)
         assert self._places is not None
-        return Call(
+        return Past(
+            rerun,
             inputs,
             {place: inputs[place]._version for place in self._places},
             {place: inputs[place].clone() for place in self._written},
-            [(generator, generator.get_state()) for generator in self._generators],
-            [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in self._devices],
-            rerun,
+            self._generators,
         )
 
-    def watch(self, call: Call | None, outputs: Sequence[Any]) -> Sequence[Any]:
+    def watch(self, call: Past | None, outputs: Sequence[Any]) -> Sequence[Any]:
         """Right behind the call that `call` stands for: what to hand out, its outputs mostly."""
         if call is None:
             return outputs
@@ -145,21 +144,20 @@ class SecondBackward:
                 setattr(node, name, getattr(replacement, name))
         return outputs
 
-    def _unwatched(self, call: Call, outputs: Sequence[Any]) -> Sequence[Any]:
+    def _unwatched(self, call: Past, outputs: Sequence[Any]) -> Sequence[Any]:
         """What to hand out of a call that cannot be watched: if a backward can go through it, and if it left nothing
         behind, what eager makes of it.
         """
         self._blind = True
-        before = {id(edge[0]) for edge in call.edges() if edge is not None}
+        before = {id(edge[0]) for edge in edges_before(call) if edge is not None}
         chains = [chain for each in outputs for chain in _nodes_behind(each)]
         if not any(_is_compiled(node) and id(node) not in before for node in chains):
             return outputs
         self.asked("a graph that cannot be watched for what else it asks")
         if call.changed() or any(not _same(copy, call.inputs[place]) for place, copy in call.copies.items()):
             return outputs
-        for generator, state in call.random:
-            generator.set_state(state)
-        return tuple(call.rerun(*call.inputs))
+        call.rewind()
+        return tuple(call.eager(*call.inputs))
 
     # ------------------------------------------------------------------ what the first call shows
 
@@ -179,15 +177,10 @@ class SecondBackward:
             and (place in written or not isinstance(inputs[place], nn.Parameter))
             and not _stands_for_more(inputs[place])
         ]
-        devices = sorted({inputs[place].device for place in tensors}, key=str)
-        self._devices = sorted({"cpu", *(device.type for device in devices if _has_autocast(device.type))})
-        self._all_generators = [torch.default_generator]
-        for device in devices:
-            if device.type == "cuda":
-                self._all_generators.append(torch.cuda.default_generators[device.index])
+        self._all_generators = generators_of(inputs[place].device for place in tensors)
         self._generators = self._all_generators
 
-    def _learn(self, call: Call, node: Any, outputs: Sequence[Any]) -> bool:
+    def _learn(self, call: Past, node: Any, outputs: Sequence[Any]) -> bool:
         """Which inputs the region writes into and whether it is random; False where the node is not as we know them."""
         metadata = node._forward_cls.metadata
         assert self._places is not None
@@ -233,7 +226,7 @@ class SecondBackward:
         self.differentiable = [bool(info.requires_grad and info.mutates_data) for info in inputs]
         self.differentiable += [bool(each) for each in of[len(written) :]]
 
-    def _learn_behind(self, call: Call, node: Any, parts: Parts) -> None:
+    def _learn_behind(self, call: Past, node: Any, parts: Parts) -> None:
         metadata = node._forward_cls.metadata
         if metadata.mutated_inp_runtime_indices and len(metadata.input_info) != len(call.inputs):
             return  # some inputs were merged
@@ -256,7 +249,7 @@ class SecondBackward:
             node = node.next_functions[0][0] if node is not None else None
         return node if type(node) is self._node_class and _BACKWARD[0] not in vars(node) else None
 
-    def _find_node(self, call: Call, outputs: Sequence[Any]) -> Any:
+    def _find_node(self, call: Past, outputs: Sequence[Any]) -> Any:
         for number, output in enumerate(outputs):
             for steps, node in enumerate(_nodes_behind(output)):
                 if _is_of_call(node, call):
@@ -266,7 +259,7 @@ class SecondBackward:
 
     # ------------------------------------------------------------------ a backward that asks for more
 
-    def run_again(self, call: Call, edges: Collection[Any], numbers: Collection[int]) -> Rerun | None:
+    def run_again(self, call: Past, edges: Collection[Any], numbers: Collection[int]) -> Rerun | None:
         """Run the forward of a call in eager, if its inputs are still there.
 
         edges: what gradients are wanted for. numbers: of the gradients that came.
@@ -291,7 +284,7 @@ class SecondBackward:
             return all_outputs
         return all_outputs.difference(*(each.outputs for each in passages))
 
-    def why_eager_may(self, error: Exception, call: Call | None) -> str | None:
+    def why_eager_may(self, error: Exception, call: Past | None) -> str | None:
         """What to say of a backward that failed where eager's need not: nobody has any gradient of it yet."""
         if call is None:
             return None
@@ -305,7 +298,7 @@ class SecondBackward:
         """Keep the call that this stands for, until what its outputs depend on is changed."""
         self._waiting.add(replacement)
 
-    def is_out_of_reach(self, call: Call, left: Collection[int]) -> bool:
+    def is_out_of_reach(self, call: Past, left: Collection[int]) -> bool:
         """Whether none of these outputs can be had any more: something that each depends on was changed since."""
         changed = call.changed()
         if not changed or self._parts is None:
@@ -330,9 +323,9 @@ class _Replacement:
 
     __slots__ = ("__weakref__", "_again", "_call", "_left", "_node", "_passages", "_second")
 
-    def __init__(self, second: SecondBackward, call: Call, node: weakref.ref[Any]) -> None:
+    def __init__(self, second: SecondBackward, call: Past, node: weakref.ref[Any]) -> None:
         self._second, self._node = second, node  # weakly: the node holds this
-        self._call: Call | None = call
+        self._call: Past | None = call
         self._again: Rerun | None = None
         self._passages: list[Passage] = []  # those that freed what they met
         self._left: frozenset[int] = frozenset()
@@ -408,7 +401,7 @@ class _Replacement:
     def _in_eager(
         self,
         node: Any,
-        call: Call | None,
+        call: Past | None,
         again: Rerun | None,
         passages: Sequence[Passage],
         gradients: Sequence[Any],
@@ -434,8 +427,8 @@ class _Replacement:
             self._again = again
         return found
 
-    def _edges(self, node: Any, call: Call | None, again: Rerun | None) -> list[Any]:
-        known = again.sources if again is not None else call.edges() if call is not None else ()
+    def _edges(self, node: Any, call: Past | None, again: Rerun | None) -> list[Any]:
+        known = again.sources if again is not None else edges_before(call) if call is not None else ()
         return edges_of(node, known)
 
     def _stock(self, backward: Any, gradients: Sequence[Any], node: Any, *arguments: Any) -> Any:
@@ -489,11 +482,11 @@ def _is_compiled(node: Any) -> bool:
     return hasattr(metadata, "output_info") and _BACKWARD[0] not in vars(node)
 
 
-def _is_of_call(node: Any, call: Call) -> bool:
+def _is_of_call(node: Any, call: Past) -> bool:
     """Whether this is the node of a compiled graph, called with these inputs."""
     if not _is_compiled(node):
         return False
-    known = call.edges()
+    known = edges_before(call)
     return all(edge in known for edge in edges_of(node, known))
 
 
@@ -519,10 +512,6 @@ def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     with torch.no_grad():
         return bool(((one == other) | ((one != one) & (other != other))).all())
-
-
-def _has_autocast(kind: str) -> bool:
-    return bool(torch.amp.is_autocast_available(kind))
 
 
 def _saves_elsewhere() -> bool:

@@ -16,8 +16,8 @@ import torch
 from deepytorch.compiler.report import RegionRecord
 from deepytorch.compiler.step.batch_facts import Indices
 from deepytorch.compiler.step.events import RegionEvents
+from deepytorch.compiler.step.kept_weights import Kept
 from deepytorch.compiler.step.outputs.deferred import defer
-from deepytorch.compiler.step.outputs.kept_weights import Kept
 from deepytorch.compiler.step.outputs.pending import Family
 from deepytorch.compiler.step.outputs.replay import Replay
 from deepytorch.compiler.step.outputs.rules.operands import pads_of

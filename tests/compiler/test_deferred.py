@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from deepytorch.compiler.step.outputs import kept_weights
+from deepytorch.compiler.step import kept_weights
 from deepytorch.compiler.step.outputs.deferred import computed, defer, is_deferred
 from deepytorch.errors import DeferredError
 from tests.calls import Calls, Elements

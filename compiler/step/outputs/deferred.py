@@ -18,8 +18,8 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from deepytorch.compiler.step.events import RegionEvents, is_users
+from deepytorch.compiler.step.kept_weights import Kept
 from deepytorch.compiler.step.outputs import pad_safe
-from deepytorch.compiler.step.outputs.kept_weights import Kept
 from deepytorch.compiler.step.outputs.pending import Compute, Family, Pending, PendingTensor
 from deepytorch.compiler.step.outputs.token_uses import compute_others, may_write, on_tokens
 from deepytorch.compiler.step.outputs.tokens import Tokens

@@ -19,8 +19,9 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from deepytorch.compiler.step.events import RegionEvents
-from deepytorch.compiler.step.outputs.kept_weights import Kept, version_of
-from deepytorch.compiler.step.outputs.tokens import Modes, Tokens
+from deepytorch.compiler.step.kept_weights import Kept, version_of
+from deepytorch.compiler.step.outputs.tokens import Tokens
+from deepytorch.compiler.step.past import Modes
 from deepytorch.errors import DeferredError
 from deepytorch.torch_internals import make_wrapper_subclass
 

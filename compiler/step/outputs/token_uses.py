@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from deepytorch.compiler.step.kept_weights import ADVICE, version_of
 from deepytorch.compiler.step.outputs import pad_safe
-from deepytorch.compiler.step.outputs.kept_weights import ADVICE, version_of
 from deepytorch.compiler.step.outputs.pending import Pending, PendingTensor
 from deepytorch.compiler.step.outputs.rules.by_feature import Several
 from deepytorch.compiler.step.outputs.tokens import Tokens

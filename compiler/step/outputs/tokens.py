@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import torch
 
+from deepytorch.compiler.step.past import Modes
 from deepytorch.passes.ops.pack import pack_rows, unpack_rows
 
 Grid = tuple[int, ...]
-
-_AUTOCASTS = ("cpu", "cuda")
 
 
 class Place:
@@ -308,29 +306,3 @@ class Once:
                 self._value = self._make()
             self._make = None
         return self._value
-
-
-class Modes:
-    """Grad mode, inference mode and autocast as they are now, to be entered later."""
-
-    __slots__ = ("_autocasts", "_entered", "_grad", "_inference")
-
-    def __init__(self, grad: bool | None = None) -> None:
-        """grad: the grad mode, if it is to be another one than now."""
-        self._grad = torch.is_grad_enabled() if grad is None else grad
-        self._inference = torch.is_inference_mode_enabled()
-        self._autocasts = tuple(
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _AUTOCASTS
-        )
-
-    def __enter__(self) -> None:
-        self._entered = ExitStack()
-        self._entered.enter_context(torch.inference_mode(self._inference))
-        self._entered.enter_context(torch.set_grad_enabled(self._grad))
-        for kind, enabled, dtype in self._autocasts:
-            if enabled or torch.is_autocast_enabled(kind):
-                # without its cache: a cast of a weight cached elsewhere may be one made without gradients
-                self._entered.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
-
-    def __exit__(self, *error: object) -> None:
-        self._entered.close()

@@ -1,0 +1,133 @@
+"""A call as it began: what it takes to run it again, as eager would have run it.
+
+[Note: Past]
+Outputs that are computed when they are used, second backwards and packing at model entry run a call once more, long
+after it. A `Past` is made in front of each such call, so it holds little: references to the inputs, counts of the
+writes into them, and where random generators stood. Tensors are copied in two cases only: what the call itself writes
+into, by whoever makes the past, and weights right before an optimizer changes them (`kept_weights`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+_AUTOCASTS = ("cpu", "cuda")
+
+
+class Modes:
+    """Grad mode, inference mode and autocast as they are now, to be entered later."""
+
+    __slots__ = ("_autocasts", "_entered", "_grad", "_inference")
+
+    def __init__(self, grad: bool | None = None) -> None:
+        """grad: the grad mode, if it is to be another one than now."""
+        self._grad = torch.is_grad_enabled() if grad is None else grad
+        self._inference = torch.is_inference_mode_enabled()
+        self._autocasts = tuple(
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _AUTOCASTS
+        )
+
+    def __enter__(self) -> None:
+        self._entered = ExitStack()
+        self._entered.enter_context(torch.inference_mode(self._inference))
+        self._entered.enter_context(torch.set_grad_enabled(self._grad))
+        for kind, enabled, dtype in self._autocasts:
+            if enabled or torch.is_autocast_enabled(kind):
+                # without its cache: a cast of a weight cached elsewhere may be one made without gradients
+                self._entered.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
+
+    def __exit__(self, *error: object) -> None:
+        self._entered.close()
+
+
+class Past:
+    """A call as it began.
+
+    eager: runs it on its inputs, operator by operator. inputs: of the call; tensors may be held by others alone (see
+    `let_go`).
+    versions: counts of writes into inputs, by place. copies: of inputs that are written to, by place, from before.
+    random: the generators that the call may draw from, and where they stood. modes: grad mode, autocast.
+    """
+
+    __slots__ = ("__weakref__", "copied_bytes", "copies", "eager", "inputs", "modes", "random", "versions")
+
+    def __init__(
+        self,
+        eager: Callable[..., Any],
+        inputs: Sequence[Any],
+        versions: dict[int, int],
+        copies: dict[int, torch.Tensor],
+        generators: Iterable[torch.Generator] = (),
+    ) -> None:
+        self.eager, self.inputs, self.versions, self.copies = eager, inputs, versions, copies
+        self.random = [(generator, generator.get_state()) for generator in generators]
+        self.modes = Modes()
+        self.copied_bytes = 0  # of weights, before an optimizer changed them
+
+    def let_go(self) -> None:
+        """Keep the inputs no longer than others do."""
+        self.inputs = [weakref.ref(each) if isinstance(each, torch.Tensor) else each for each in self.inputs]
+
+    def kept(self) -> Sequence[Any] | None:
+        """Return the inputs, or None where one is gone."""
+        found = [each() if isinstance(each, weakref.ref) else each for each in self.inputs]
+        gone = [isinstance(one, weakref.ref) and other is None for one, other in zip(self.inputs, found, strict=True)]
+        return None if any(gone) else found
+
+    def changed(self) -> list[int]:
+        """Return the places of inputs that were written to since, of those that are still there."""
+        inputs = self.kept()
+        return [] if inputs is None else [place for place, at in self.versions.items() if inputs[place]._version != at]
+
+    def rewind(self) -> None:
+        """Have random numbers drawn from where the call began."""
+        for generator, state in self.random:
+            generator.set_state(state)
+
+    @contextlib.contextmanager
+    def as_it_was(self, others: Sequence[torch.Generator] = ()) -> Iterator[None]:
+        """Set modes and generators as they were at the call; what is drawn inside is not missing outside.
+
+        others: further generators that what runs inside may draw from.
+        """
+        generators = {id(each): each for each in (*(generator for generator, _ in self.random), *others)}
+        now = [(generator, generator.get_state()) for generator in generators.values()]
+        with self.modes:
+            try:
+                self.rewind()
+                yield
+            finally:
+                for generator, state in now:
+                    generator.set_state(state)
+
+    # ------------------------------------------------------------------ weights that an optimizer changes
+
+    def bytes_of(self, changed: set[int], copies: dict[int, torch.Tensor]) -> int:
+        """Return how many bytes copying the inputs in `changed`, by id, would take; `copies` are there already."""
+        return sum(
+            each.nbytes
+            for place, each in enumerate(self.inputs)
+            if id(each) in changed and id(each) not in copies and place not in self.copies
+        )
+
+    def keep(self, changed: set[int], copies: dict[int, torch.Tensor]) -> None:
+        """Copy the inputs that are about to change, by id. copies: those that others keep; new ones are added."""
+        for place, each in enumerate(self.inputs):
+            if id(each) not in changed or place in self.copies or self.versions.get(place) != each._version:
+                continue
+            if id(each) not in copies:
+                copies[id(each)] = each.detach().clone()
+            self.copies[place] = copies[id(each)].detach().requires_grad_(each.requires_grad)
+            self.copied_bytes += each.nbytes
+
+
+def generators_of(devices: Iterable[torch.device]) -> list[torch.Generator]:
+    """Return the default generators of the CPU and of these devices."""
+    indices = sorted({device.index for device in devices if device.type == "cuda"})
+    return [torch.default_generator, *(torch.cuda.default_generators[index] for index in indices)]
