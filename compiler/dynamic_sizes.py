@@ -153,8 +153,9 @@ def trace_as_it_comes(example_inputs: Sequence[Any]) -> None:
 
 
 def is_marked(tensor: torch.Tensor) -> bool:
-    """Whether Dynamo finds marks on it: the user's, or of another compiled graph that had it."""
-    return any(name.startswith("_dynamo_") for name in vars(tensor))
+    """Return whether Dynamo finds marks on a tensor: the user's, or of another compiled graph that had it."""
+    attributes = vars(tensor)
+    return bool(attributes) and any(name.startswith("_dynamo_") for name in attributes)
 
 
 def mark_alias(tensor: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:

@@ -386,9 +386,12 @@ def _training_call(handle: Handle, module: nn.Module, *args: Any, **kwargs: Any)
             return module._call_impl(*args, **kwargs)
         if draws.found:
             _tell_repeated(module)
-        if draws.found or any(map(is_of_the_scripts, (*args, *kwargs.values()))):
+        if draws.found:
             return module._call_impl(*args, **kwargs)
-        if any(map(is_of_a_subclass, (*args, *kwargs.values()))):  # maybe outputs of another step, or of another model
+        if any(map(is_of_a_subclass, (*args, *kwargs.values()))):
+            if any(map(is_of_the_scripts, (*args, *kwargs.values()))):
+                return module._call_impl(*args, **kwargs)
+            # maybe outputs of another step, or of another model
             from deepytorch.compiler.step.outputs.deferred import plain_arguments
 
             args, kwargs = plain_arguments(args, kwargs)  # type: ignore[assignment]

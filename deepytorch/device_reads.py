@@ -6,12 +6,8 @@ import torch
 from torch import Tensor
 
 
-def waits(tensor: Tensor) -> bool:
-    """Whether the host would wait for a device to read values of `tensor`."""
-    return _is_on_device(tensor)
-
-
-def _is_on_device(tensor: Tensor) -> bool:
+def read_would_sync(tensor: Tensor) -> bool:
+    """Return whether the host would wait for a device to read values of `tensor`."""
     return tensor.device.type not in ("cpu", "meta")
 
 

@@ -8,13 +8,15 @@ from collections.abc import Container, Iterator, Sequence
 import torch
 
 _SAMPLES = 256  # values of a tensor that are compared; gathering them takes about 4 us on CPU
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _FEW, _ALTOGETHER = 16, 1024  # of each of many tensors, at least
 
 
 def sample(tensor: torch.Tensor) -> torch.Tensor | None:
     """Up to 256 values of `tensor`, spread over it; None where its memory cannot be sampled."""
-    view = _spread(tensor, _SAMPLES)
-    return None if view is None else view.clone(memory_format=torch.contiguous_format)
+    if not (type(tensor) in _PLAIN and tensor.layout is torch.strided):
+        return None
+    return _spread(tensor, _SAMPLES).clone(memory_format=torch.contiguous_format)
 
 
 class Sampler:
@@ -59,13 +61,13 @@ class Sampler:
         return (
             bool(self._known)
             and self._ids == [id(each) for each in tensors]
-            and self._addresses == [_address(each) for each in tensors]
+            and self._addresses == [each.data_ptr() if type(each) in _PLAIN else 0 for each in tensors]
         )
 
     def _look_at(self, tensors: Sequence[torch.Tensor]) -> None:
         self._known = [weakref.ref(each, self._forget) for each in tensors]
         self._ids = [id(each) for each in tensors]
-        self._addresses = [_address(each) for each in tensors]
+        self._addresses = [each.data_ptr() if type(each) in _PLAIN else 0 for each in tensors]
         self._views = {}
         values = max(_FEW, _ALTOGETHER // max(1, len(tensors)))
         for index, each in enumerate(tensors):
@@ -83,7 +85,7 @@ def same_bits(before: torch.Tensor, after: torch.Tensor | None) -> bool:
 
 
 def _is_sampled(tensor: torch.Tensor) -> bool:
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    return type(tensor) in _PLAIN and tensor.layout is torch.strided
 
 
 def _in_the_middle(tensor: torch.Tensor, values: int) -> torch.Tensor | None:
@@ -102,10 +104,8 @@ def _in_the_middle(tensor: torch.Tensor, values: int) -> torch.Tensor | None:
     return view.narrow(0, (view.shape[0] - count) // 2, count)
 
 
-def _spread(tensor: torch.Tensor, values: int) -> torch.Tensor | None:
-    """A view of about so many values."""
-    if not _is_sampled(tensor):
-        return None
+def _spread(tensor: torch.Tensor, values: int) -> torch.Tensor:
+    """Return a view of about so many values."""
     num_values = tensor.numel()
     tensor = tensor.detach()
     if not tensor.is_contiguous():
@@ -114,7 +114,3 @@ def _spread(tensor: torch.Tensor, values: int) -> torch.Tensor | None:
     step = max(1, num_values // values) | 1  # odd, so that it walks over the columns of a matrix too
     count = (num_values + step - 1) // step
     return tensor.as_strided((count,), (step,), tensor.storage_offset())
-
-
-def _address(tensor: torch.Tensor) -> int:
-    return tensor.data_ptr() if type(tensor) in (torch.Tensor, torch.nn.Parameter) else 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -100,11 +100,17 @@ class StandIn(TorchDispatchMode):
         return False
 
 
+def patch_reads(monkeypatch: pytest.MonkeyPatch, would_sync: Callable[[Any], bool]) -> None:
+    """Say for which tensors a read of the host's waits for a device."""
+    for module in ("compiler.step.batch_facts", "compiler.step.host_facts", "comm.gradients.sparse_rows"):
+        monkeypatch.setattr(f"deepytorch.{module}.read_would_sync", would_sync)
+
+
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     """A device that deepytorch takes for one."""
     found = StandIn()
-    monkeypatch.setattr("deepytorch.device_reads._is_on_device", found.is_marked)
+    patch_reads(monkeypatch, found.is_marked)
     # compiled although a mode is entered: a user's would be seen, and would look into the step
     monkeypatch.setattr("deepytorch.training_calls.len_torch_dispatch_stack", lambda: 0)
     return found

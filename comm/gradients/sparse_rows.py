@@ -18,7 +18,7 @@ from torch import Tensor
 
 from deepytorch.comm.gradients.bucket_sender import BucketSender
 from deepytorch.comm.topology.cost import Link
-from deepytorch.device_reads import waits
+from deepytorch.device_reads import read_would_sync
 
 _RUN_AHEAD_US = 10_000.0  # for which a device may lack work when the host had to wait for it; not measured
 
@@ -59,7 +59,7 @@ def add_rows(table: Tensor, ids: Tensor, values: Tensor, kept: Tensor | None) ->
 
     Does not wait for a device: there it is the most that they could be. Without atomics, so that each run adds alike.
     """
-    if not waits(ids):
+    if not read_would_sync(ids):
         rows = summed_rows(ids, values, kept)
         rows.add_to(table)
         return rows.num_bytes

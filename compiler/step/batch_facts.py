@@ -16,7 +16,7 @@ import torch
 
 from deepytorch.compiler.step.device_facts import OnDevice, pack_on_device
 from deepytorch.compiler.step.host_facts import HostFacts
-from deepytorch.device_reads import send, waits
+from deepytorch.device_reads import read_would_sync, send
 from deepytorch.passes.ops.pack_facts import HOLES, LABELS, LATE, ODD, STRAY, TOKENS
 from deepytorch.passes.samples import sample
 from deepytorch.passes.unpad.attentions import MASKED
@@ -58,7 +58,7 @@ class Facts:
     @property
     def num_positions(self) -> int:
         """Positions of all spaces, pads among them."""
-        return sum(rows * positions for rows, positions in self.sizes)
+        return sum([rows * positions for rows, positions in self.sizes])
 
 
 def read_facts(program: Program, inputs: Sequence[Any]) -> Facts | Refusal:
@@ -80,7 +80,7 @@ def read_facts(program: Program, inputs: Sequence[Any]) -> Facts | Refusal:
     picks = [_pick(pick, values, sizes[pick.space]) for pick in program.picks]
     violations = _violations(program, values, masks, labelled, picks, packed)
     device = next((each.device for each in given if isinstance(each, torch.Tensor)), masks[0].device)
-    waited = waits(masks[0])
+    waited = read_would_sync(masks[0])
     parts = _narrowed(program) if waited else []  # else counted when they are asked for
     in_parts = [_part(masks[each.space], each) for each in parts]
     grids = [*masks, *labelled]
@@ -131,7 +131,7 @@ def count_true(grids: Sequence[torch.Tensor]) -> list[list[int]]:
     int32 (rows,) are counted already. With one synchronisation.
     """
     shape = grids[0].shape
-    if len(shape) == 2 and all(each.shape == shape for each in grids):
+    if len(shape) == 2 and {each.shape for each in grids} == {shape}:
         return torch.stack(list(grids)).sum(2).tolist()
     numbers = [_counts(each) for each in grids]
     found = iter(torch.cat(numbers).tolist())
@@ -148,8 +148,8 @@ def _grids(
     program: Program, values: Sequence[torch.Tensor], sizes: Sequence[tuple[int, int]]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], OnDevice | None]:
     """What is a token in each space, and labelled for each loss, (rows, positions) bool; what a kernel has written."""
-    waiting = any(waits(each) for each in values)
-    trimming = {number for space in program.spaces for number in space.trimmed_by}
+    waiting = True in [read_would_sync(each) for each in values]
+    trimming = set().union(*[space.trimmed_by for space in program.spaces])
     labelled: list[Any] = [None] * len(program.losses)
     for number, loss in enumerate(program.losses):
         if number in trimming or not waiting:
@@ -215,9 +215,9 @@ def _violations(
 ) -> list[tuple[str, torch.Tensor]]:
     """Every assumption with a tensor that is true where it does not hold, or has counted there (`count_true`)."""
     found = []
-    values_wait = waits(masks[0])  # else the device's are looked at later: `HostFacts`
+    values_wait = read_would_sync(masks[0])  # else the device's are looked at later: `HostFacts`
     for buffer in program.buffers:
-        if buffer.sample is not None and (values_wait or not waits(buffer.tensor)):
+        if buffer.sample is not None and (values_wait or not read_would_sync(buffer.tensor)):
             now = sample(buffer.tensor)
             assert now is not None
             found.append((_BUFFER_CHANGED, now.view(torch.uint8) != buffer.sample.view(torch.uint8)))
@@ -336,6 +336,6 @@ def cumulative(lengths: Sequence[int]) -> torch.Tensor:
 
 def places_of(flags: torch.Tensor, count: int | None) -> torch.Tensor:
     """Where `flags` (entries,) are true, `count` of them if that is known."""
-    if count is not None and waits(flags):  # knows its size, so it does not wait for the device
+    if count is not None and read_would_sync(flags):  # knows its size, so it does not wait for the device
         return torch.nonzero_static(flags, size=count).squeeze(1)
     return flags.nonzero().squeeze(1)

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from deepytorch.compiler.host_copies import host_copy
-from deepytorch.device_reads import Later, waits
+from deepytorch.device_reads import Later, read_would_sync
 from deepytorch.log import once
 from deepytorch.passes.samples import sample
 from deepytorch.passes.unpad.program import Program
@@ -62,10 +62,10 @@ class HostFacts:
             if held is not None:
                 known = True
             elif index in self._buffers:
-                held = self._buffer(index) if waits(given) else given
+                held = self._buffer(index) if read_would_sync(given) else given
             elif only_sizes:
                 held = torch.empty((), dtype=given.dtype).expand(given.shape)
-            elif waits(given):
+            elif read_would_sync(given):
                 return None
             else:
                 held = given
@@ -87,7 +87,7 @@ class HostFacts:
         if self._sampled is None and not self._changed:
             differ = []
             for buffer in self._program.buffers:
-                if buffer.sample is not None and waits(buffer.tensor):
+                if buffer.sample is not None and read_would_sync(buffer.tensor):
                     now = sample(buffer.tensor)
                     assert now is not None
                     differ.append((now.view(torch.uint8) != buffer.sample.view(torch.uint8)).any())

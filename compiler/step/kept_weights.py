@@ -40,7 +40,7 @@ class Kept:
 
     def __init__(self, tensors: Sequence[torch.Tensor], name: str) -> None:
         _listen()
-        self.dependencies, self._name = [_Dependency(tensor) for tensor in tensors], name
+        self.dependencies, self._name = [*map(_Dependency, tensors)], name
         _KEPT.add(self)
 
     def usable(self) -> list[torch.Tensor]:
@@ -63,7 +63,7 @@ class _Dependency:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
-        self.version = version_of(tensor)
+        self.version = -1 if tensor.is_inference() else tensor._version
         self.sample = sample(tensor)
         self.snapshot: torch.Tensor | None = None
 

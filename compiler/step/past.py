@@ -17,8 +17,6 @@ from typing import Any
 
 import torch
 
-_AUTOCASTS = ("cpu", "cuda")
-
 
 class Modes:
     """Grad mode, inference mode and autocast as they are now, to be entered later."""
@@ -29,8 +27,9 @@ class Modes:
         """grad: the grad mode, if it is to be another one than now."""
         self._grad = torch.is_grad_enabled() if grad is None else grad
         self._inference = torch.is_inference_mode_enabled()
-        self._autocasts = tuple(
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _AUTOCASTS
+        self._autocasts = (
+            ("cpu", torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
+            ("cuda", torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")),
         )
 
     def __enter__(self) -> None:

@@ -271,7 +271,7 @@ class SecondBackward:
 
     def outputs(self, numbers: Iterable[int]) -> frozenset[int]:
         """Which outputs, as in `parts`, these gradients of the node's are of."""
-        return frozenset[int]().union(*(self.stands_for[number] for number in numbers))
+        return frozenset[int]().union(*[self.stands_for[number] for number in numbers])
 
     def left_by(self, passages: Sequence[Passage]) -> frozenset[int]:
         """Numbers of the outputs that a backward may still come through, as in eager, after these freed what they met:
@@ -279,10 +279,10 @@ class SecondBackward:
         """
         if self.differentiable is None:
             return frozenset()
-        all_outputs = frozenset(number for number, has in enumerate(self.differentiable) if has)
-        if not self.saves or any(each.edges is not None for each in passages):
+        all_outputs = frozenset([number for number, has in enumerate(self.differentiable) if has])
+        if not self.saves or not all([each.edges is None for each in passages]):  # noqa: C419 (no call for each)
             return all_outputs
-        return all_outputs.difference(*(each.outputs for each in passages))
+        return all_outputs.difference(*[each.outputs for each in passages])
 
     def why_eager_may(self, error: Exception, call: Past | None) -> str | None:
         """What to say of a backward that failed where eager's need not: nobody has any gradient of it yet."""
@@ -438,7 +438,9 @@ class _Replacement:
             return backward(node, *arguments)
         used = self._second.outputs(came)
         unused = [part is not None and not part & used for part in behind]
-        edges = (edge[0] for edge in node.next_functions if edge[0] is not None)
+        if True not in unused:
+            return backward(node, *arguments)
+        edges = iter([edge[0] for edge in node.next_functions if edge[0] is not None])
         weights = [getattr(next(edges, None), "variable", None) if needs else None for needs in node.needs_input_grad]
         with without_gradients([each for each, zeros in zip(weights, unused, strict=True) if zeros]):
             found = backward(node, *arguments)
@@ -448,7 +450,7 @@ class _Replacement:
 
 
 def _numbers(gradients: Sequence[Any]) -> frozenset[int]:
-    return frozenset(number for number, each in enumerate(gradients) if each is not None)
+    return frozenset([number for number, each in enumerate(gradients) if each is not None])
 
 
 def _nodes_behind(output: Any) -> Iterator[Any]:

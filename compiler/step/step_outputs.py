@@ -75,12 +75,14 @@ class StepOutputs:
 
     def packed(self, begun: Begun, values: Sequence[Any], indices: Indices, places: Places) -> tuple[Any, ...]:
         """The outputs of a packed step, from the `values` that its graph gave."""
-        batch = _Batch(begun.inputs[index] for index in self._batch)
-        taken = _Taken(begun.inputs, values, indices, places, batch, begun.replay, Family())
-        return tuple(
+        batch = _Batch([begun.inputs[index] for index in self._batch])
+        trains = True in [begun.inputs[index].requires_grad for index in self._parameters]
+        taken = _Taken(begun.inputs, values, indices, places, batch, begun.replay, Family(), trains)
+        outputs = [
             values[output.index] if output.kind == "value" else self._defer(output, place, taken)
             for place, output in enumerate(self._program.outputs)
-        )
+        ]
+        return tuple(outputs)
 
     def watched(self, plain: Sequence[Any], places: Places) -> tuple[Any, ...]:
         """The outputs of a step in eager, their uses noted."""
@@ -209,7 +211,7 @@ class StepOutputs:
             self._exact(number, meta, taken),
             dtype=meta.dtype,
             device=taken.inputs[self._batch[0]].device,
-            requires_grad=any(taken.inputs[index].requires_grad for index in self._parameters),
+            requires_grad=taken.trains,
             name=meta.name,
             events=self._events,
             family=taken.family,
@@ -227,6 +229,7 @@ class _Taken:
     batch: _Batch
     replay: Replay | None
     family: Family
+    trains: bool  # some weight requires gradients
 
 
 class _Batch:

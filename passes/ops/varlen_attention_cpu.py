@@ -62,8 +62,9 @@ class Tile(NamedTuple):
 def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """Output (tokens_q, heads_q, head_dim_v) and logsumexp (heads_q, tokens_q)."""
     if (kernels := _kernels(query, value, call)) is not None:
-        q, k, v = (_in_float32(x) for x in (query, key, value))
-        output, logsumexp = kernels.varlen_attention(q, k, v, *_rows(call), call.rule.scale, _is_causal(call))
+        output, logsumexp = kernels.varlen_attention(
+            _in_float32(query), _in_float32(key), _in_float32(value), *_rows(call), call.rule.scale, _is_causal(call)
+        )
         return output.to(query.dtype), logsumexp
     dtype, heads, dim_v = query.dtype, query.size(1), value.size(2)
     q_all, k_all, v_all = (_heads_first(x) for x in (query, key, value))
@@ -101,7 +102,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value and bias; the last is empty when it is not asked for."""
     if (kernels := _kernels(query, value, call)) is not None:
-        tensors = (_in_float32(x) for x in (grad_output, query, key, value, output))
+        tensors = map(_in_float32, (grad_output, query, key, value, output))
         rows, scale, causal = _rows(call), call.rule.scale, _is_causal(call)
         found = kernels.varlen_attention_backward(*tensors, logsumexp.contiguous(), *rows, scale, causal)
         grads = [grad.to(x.dtype) for grad, x in zip(found, (query, key, value), strict=True)]
@@ -151,13 +152,14 @@ def _kernels(query: Tensor, value: Tensor, call: Call) -> ModuleType | None:
     rule = call.rule
     in_float32 = query.dtype == torch.float32 or _casts(query.dtype)
     plain = call.bias is None and rule.softcap == 0 and rule.dropout_p == 0
+    causal = rule.window_right == 0
     sees_all_left = rule.window_left < 0 or rule.window_left >= call.max_q - 1
     sees_all_right = rule.window_right < 0 or rule.window_right >= call.max_k - 1
     some = query.numel() > 0 and value.numel() > 0
     in_full = torch.get_float32_matmul_precision() != "medium"
     if not (in_float32 and in_full and plain and some and sees_all_left and call.max_k <= _MOST_KEYS):
         return None
-    return KERNELS.get() if sees_all_right or _is_causal(call) else None
+    return KERNELS.get() if sees_all_right or causal else None
 
 
 def _is_causal(call: Call) -> bool:

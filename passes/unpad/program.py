@@ -119,7 +119,7 @@ class OutputMeta:
 
     def shape(self, sizes: Sequence[tuple[int, int]]) -> list[int]:
         """The shape for a batch whose spaces have these (rows, positions)."""
-        return [int(size) for size in self.sizes_of(sizes[0][0], *(positions for _, positions in sizes))]
+        return [*map(int, self.sizes_of(sizes[0][0], *[positions for _, positions in sizes]))]
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from deepytorch.passes.unpad.program import (
     Program,
     SpaceFacts,
 )
+from tests.device_stand_in import patch_reads
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
@@ -95,7 +96,7 @@ def read(given: Program, inputs: list[torch.Tensor]) -> tuple[Facts | Refusal, d
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """Tensors on the CPU are taken for a device's, whose kernels run in the interpreter; the masks of its launches."""
-    monkeypatch.setattr("deepytorch.device_reads._is_on_device", lambda tensor: True)
+    patch_reads(monkeypatch, lambda tensor: True)
     monkeypatch.setattr(kernel, "_has_kernels", lambda device: True)
     found: list[torch.Tensor] = []
 

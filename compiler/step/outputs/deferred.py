@@ -62,9 +62,8 @@ def defer(
         device = torch.empty(0, device=device).device  # "cuda" is the current one of them
     requires_grad = requires_grad and torch.is_grad_enabled()
     kept = Kept(depends_on, name) if depends_on else None
-    pending = Pending(tuple(shape), dtype, device, requires_grad, name, compute, kept)
+    pending = Pending(tuple(shape), dtype, device, requires_grad, name, compute, kept, family)
     pending.make_tokens, pending.events, pending.watched, pending.whole = tokens, events, watched, whole
-    pending.family = family if family is not None else Family()
     deferred = _Deferred.of(pending, compute([]) if watched else None)
     return computed(deferred) if must_be_plain() else deferred
 

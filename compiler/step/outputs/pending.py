@@ -65,6 +65,7 @@ class Pending:
         name: str,
         compute: Compute,
         kept: Kept | None = None,
+        family: Family | None = None,
     ) -> None:
         self.shape = shape
         self.dtype = dtype
@@ -79,7 +80,7 @@ class Pending:
         self.make_tokens: Callable[[], Tokens | None] | None = None
         self.events: RegionEvents | None = None
         self.watched = self.whole = False
-        self.family = Family()
+        self.family = Family() if family is None else family
         self.memory = object()  # what stands for the memory that it would share with its views
         self.sources: tuple[Pending, ...] = ()  # what it was computed from
         self.version = -1  # of the value when it was computed
