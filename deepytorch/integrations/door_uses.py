@@ -81,15 +81,20 @@ class OutputUses:
     """
 
     def __init__(self, record: RegionRecord, model: nn.Module, peers: Peers | None) -> None:
-        self.events = RegionEvents(record, State(packs=True, defers=True))
+        self.events = RegionEvents(record, State(packs=True, defers=True, profiles=True))
         self.parameters, self.buffers = list(model.parameters()), Buffers(model)
         self.sampler = Sampler()
-        self._peers, self._calls, self.watched = peers, 0, False
+        self._peers, self._calls = peers, 0
 
-    def begins(self) -> bool:
-        """Whether a call that begins now is to be watched."""
+    def begin(self) -> None:
+        """Count a call that begins: ranks that share weights profile their first one alone, whatever its batch is."""
         self._calls += 1
-        return self._calls == 1 if self._peers else not self.watched
+        if self._peers and self._calls == 2 and not self.events.state.is_profiled:
+            self.end_profiling()
+
+    def end_profiling(self) -> None:
+        """Profile no later call."""
+        self.events.state = self.events.state.profiled_call(trains=False)
 
     def raise_to(self, uses: Uses) -> None:
         """Take over how much of its outputs another rank uses."""

@@ -15,7 +15,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -29,7 +29,7 @@ from deepytorch.compiler.dynamic_sizes import unmarked
 from deepytorch.compiler.report import LEDGER, RegionRecord
 from deepytorch.compiler.step.batch_facts import Refusal
 from deepytorch.compiler.step.outputs.replay import Replay
-from deepytorch.compiler.step.route import Uses
+from deepytorch.compiler.step.route import Route, State, Uses, route
 from deepytorch.integrations import packed_attention
 from deepytorch.integrations.door_calls import INSIDE, Replaced, replace_calls, restore_calls
 from deepytorch.integrations.door_proof import (
@@ -56,10 +56,42 @@ from deepytorch.integrations.padded_hooks import UserHooks
 from deepytorch.library_code import functions_on
 from deepytorch.log import logger, once
 
-Call = Callable[..., Any]
+Run = Callable[..., Any]
 
 MANY_KINDS = 8
 OF_HEADS = ("start_positions", "end_positions")
+
+
+@dataclass
+class _Call:
+    """One call of a door's outer module.
+
+    given: the arguments by name; None where they are not the model's. kind: what a proof is of; None where there can be
+    none. why: the reason for that. reading: how the batch is read, if the proof has shown one. proves: the call is part
+    of a proof. found: what its batch came to.
+    """
+
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    given: Mapping[str, Any] | None
+    kind: Any
+    why: str | None = None
+    reading: Reading | None = None
+    proves: bool = False
+    found: PackedBatch | Refusal | None = None
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What `route` asks of a call at a door. Checkpoints and hooks inside of the model see packed rows as well."""
+
+    refusal: str | None
+    is_forward_mode: bool = False
+    is_recomputed: bool = False
+    is_searched: bool = False
+
+
+_OF_PROOF = State(packs=True)
 
 
 class Door:
@@ -76,34 +108,35 @@ class Door:
         self.target = outer
         if type(model).__name__.endswith(BY_ROW):
             self.target = model.base_model
-        self._given: Mapping[str, Any] = {}  # to the head above the target
-        self._proving = self._open = self._listed = False
+        self._listed = False
         self._in_eager = False  # calls of the model's modules are replaced, which Dynamo would not see
         self._found_out: dict[Any, Reading | None] = {}  # by kind of call
-        self._reading: Reading | None = None
-        self._unasked: str | None = None  # why nothing is known of this kind of call
-        self._found: PackedBatch | Refusal | None = None  # what the last call came to
+        self._above: _Call | None = None  # of the head that runs now, where the target is below it
         self._uses: dict[Any, OutputUses] = {}  # by kind of call
-        self._kind_now: Any = None
         self._calls = 0
         self._peers: Peers | None = None  # from the first call on
         self.record = RegionRecord(f"door of {type(model).__name__}", "declined", "eager")
 
-    def call(self, run: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """A training call of the outer module: `run(*args, **kwargs)`, packed if that is possible."""
-        given = _bound(self._outer, args, kwargs)
-        kind = None if given is None else self._kind(given)
-        self._unasked = "the call's arguments are not the model's" if given is None else None
-        others = self._as_others(given)
-        if given is not None and kind not in self._found_out:
+    def call(self, run: Run, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run a training call of the outer module, `run(*args, **kwargs)`, packed if that is possible."""
+        call = self._read(args, kwargs)
+        others = self._as_others(call.given)
+        if call.given is not None and call.kind not in self._found_out:
             if others is None:
-                kind = self._ask(given)
+                self._ask(call, call.given)
             else:
-                self._unasked = others
+                call.why = others
                 self._list()
-        self._reading, self._kind_now = self._found_out.get(kind), kind
-        with contextlib.nullcontext() if self._reading is None else unmarked():
-            return self._through(run, args, kwargs)
+        call.reading = self._found_out.get(call.kind)
+        with contextlib.nullcontext() if call.reading is None else unmarked():
+            return self._through(call, run)
+
+    def _read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Call:
+        """Return what is known of a call by its arguments."""
+        given = _bound(self._outer, args, kwargs)
+        if given is None:
+            return _Call(args, kwargs, None, None, "the call's arguments are not the model's")
+        return _Call(args, kwargs, given, self._kind(given))
 
     def _as_others(self, given: Mapping[str, Any] | None) -> str | None:
         """Why nothing may be asked in this call, where weights are sharded: all ranks ask alike, in their first call,
@@ -146,21 +179,19 @@ class Door:
 
     def explain(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RegionRecord:
         """What would become of a training call with these arguments; the model is asked where it was not yet."""
-        given = _bound(self._outer, args, kwargs)
-        kind = None if given is None else self._kind(given)
-        self._unasked = "the call's arguments are not the model's" if given is None else None
-        if given is not None and kind not in self._found_out:
-            kind = self._ask(given)
+        call = self._read(args, kwargs)
+        if call.given is not None and call.kind not in self._found_out:
+            self._ask(call, call.given)
         record = replace(self.record, steps_packed=0, steps_padded=0, padded_because={}, tokens_real=0, tokens_padded=0)
-        self._reading = self._found_out.get(kind)
-        if given is None or self._reading is None:
+        call.reading = self._found_out.get(call.kind)
+        if call.given is None or call.reading is None:
             record.outcome = "declined"
-            record.declined = [self._unasked] if self._unasked is not None else record.declined
+            record.declined = [call.why] if call.why is not None else record.declined
             return record
-        mask = given["attention_mask"]
+        mask = call.given["attention_mask"]
         record.tokens_real, record.tokens_padded = int((mask != 0).sum()), mask.numel()
         if self.target is self._outer:
-            found = self._pack(UserHooks(self.target), args, kwargs)
+            found = self._pack(call, UserHooks(self.target), args, kwargs)
             if isinstance(found, Refusal):
                 record.padded_because = {found.reason: 1}
         return record
@@ -189,38 +220,39 @@ class Door:
         self.restore()
         self.record.declined.append(reason)
 
-    def _through(self, run: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _through(self, call: _Call, run: Run) -> Any:
         if self.target is self._outer:
-            return self._enter(run, args, kwargs)
-        self._open, self._given = True, _bound(self._outer, args, kwargs) or {}
+            return self._enter(call, run, call.args, call.kwargs)
+        before, self._above = self._above, call
         try:
-            return self._outer._call_impl(*args, **kwargs)
+            return self._outer._call_impl(*call.args, **call.kwargs)
         finally:
-            self._open, self._given = False, {}
+            self._above = before
 
     def _call_below(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """The call of the model below a head."""
-        if not self._open:
+        if self._above is None:
             return module._call_impl(*args, **kwargs)
-        return self._enter(module._call_impl, args, kwargs)
+        return self._enter(self._above, module._call_impl, args, kwargs)
 
-    def _enter(self, run: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _enter(self, call: _Call, run: Run, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if INSIDE.get() is not None:  # inside of itself or of another packed model
             return run(*args, **kwargs)
         started = time.perf_counter()
-        uses = None if self._proving or self._reading is None else self._uses_of(self._kind_now)
-        first = uses is not None and uses.begins()
-        found = self._found = self._pack(UserHooks(self.target), args, kwargs, uses)
+        uses = None if call.proves or call.reading is None else self._uses_of(call.kind)
+        if uses is not None:
+            uses.begin()
+        found = call.found = self._pack(call, UserHooks(self.target), args, kwargs, uses)
+        state = _OF_PROOF if uses is None else uses.events.state
+        chosen, why = route(state, _Asked(found.reason if isinstance(found, Refusal) else None))
         if isinstance(found, Refusal):
             self.record.steps_padded += 1
-            self.record.padded_because[found.reason] = self.record.padded_because.get(found.reason, 0) + 1
-            if uses is not None and uses.events.state.uses is Uses.GRAPH:
-                return self.target._call_impl(*args, **kwargs)
-            return run(*args, **kwargs)
-        if first:
+            self.record.padded_because[why] = self.record.padded_because.get(why, 0) + 1
+            return self.target._call_impl(*args, **kwargs) if chosen is Route.EAGER else run(*args, **kwargs)
+        if chosen is Route.PROFILED:
             assert uses is not None
             self.record.steps_watched += 1
-            uses.watched = True
+            uses.end_profiling()
             return found.watched(run(*args, **kwargs), uses.watching())
         again = None if uses is None else self._again(uses, args, kwargs)
         show = zeros_at_pads if uses is None else uses.showing(again, self.record)
@@ -231,7 +263,7 @@ class Door:
         except (torch.OutOfMemoryError, KeyboardInterrupt):
             raise
         except Exception as error:  # something that the probe had not seen, such as a cache of another kind
-            if self._proving:
+            if call.proves:
                 raise
             if is_sharded(self._outer):  # a second forward of this rank alone would gather other weights than its peers
                 raise
@@ -273,7 +305,7 @@ class Door:
         parameters = range(len(uses.parameters))
         return Replay(run, inputs, parameters=parameters, sampler=uses.sampler, draws=True)
 
-    def _as_proved(self, run: Call, arguments: Mapping[str, Any]) -> Any:
+    def _as_proved(self, run: Run, arguments: Mapping[str, Any]) -> Any:
         """`run` on packed arguments. Dynamo calls `forward` of a module itself, and not what stands in place of its
         call: then nothing compiled may run inside, of the model or of its blocks. (A stance of `torch.compiler` would
         hold in all threads.)
@@ -289,10 +321,16 @@ class Door:
         return any(autowrap.is_compiled(each) and not isinstance(each._compiled_call_impl, Replaced) for each in parts)
 
     def _pack(
-        self, hooks: UserHooks, args: Sequence[Any], kwargs: Mapping[str, Any], uses: OutputUses | None = None
+        self,
+        call: _Call,
+        hooks: UserHooks,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        uses: OutputUses | None = None,
     ) -> PackedBatch | Refusal:
-        if self._reading is None:
-            return Refusal(self._unasked or "; ".join(self.record.declined))
+        """Pack the batch in these arguments, of the target."""
+        if call.reading is None:
+            return Refusal(call.why or "; ".join(self.record.declined))
         given = _bound(self.target, args, kwargs)
         if given is None:
             return Refusal("the call's arguments are not the model's")
@@ -302,58 +340,56 @@ class Door:
             return Refusal(hooks.refused)
         if self._in_eager and self._is_compiled_inside():
             return Refusal("a part of the model is compiled, which would not see the calls that are replaced")
+        above = call.given if self.target is not self._outer else None
         try:
-            found = pack_batch(given, self._reading, self._given.get("labels"))
+            found = pack_batch(given, call.reading, None if above is None else above.get("labels"))
         except CannotPack as error:
             return Refusal(str(error))
-        if isinstance(found, PackedBatch) and not self._proving and found.padding < self._min_padding:
+        if isinstance(found, PackedBatch) and not call.proves and found.padding < self._min_padding:
             return Refusal("hardly any padding in the batch")
         return found
 
     # ------------------------------------------------------------------ finding out
 
-    def _ask(self, given: Mapping[str, Any]) -> Any:
-        """Find out how this model reads a batch, or why it cannot be packed; return the kind of call that this holds
-        for, or None where nothing was asked. What the batch holds does not matter, and so data-parallel ranks find the
-        same, in as many calls.
+    def _ask(self, call: _Call, given: Mapping[str, Any]) -> None:
+        """Find out how this model reads a batch, or why it cannot be packed.
+
+        The call's kind is None where nothing was asked. What the batch holds does not matter, and so data-parallel
+        ranks find the same, in as many calls.
         """
         strange = {name: value for name, value in given.items() if value is not None and not is_known(name)}
         tensors = [n for n, value in strange.items() if isinstance(value, torch.Tensor) and n not in OF_HEADS]
         familiar = {name: value for name, value in given.items() if name not in strange or name in tensors}
         hooked = UserHooks(self._outer).refused
-        self._unasked = hooked or unknown_argument(familiar)
+        call.why, call.kind = hooked or unknown_argument(familiar), None
         if hooked is not None:
             self._list()
-        if self._unasked is not None:  # another call may do without it
-            return None
+        if call.why is not None:  # another call may do without it
+            return
         if strange:  # of a head
             self.target = self._model.base_model
         self._list()
         before = replace(self.record, padded_because=dict(self.record.padded_because))
         kind = self._kind(given)
         if len(self._found_out) >= MANY_KINDS:
-            self._unasked = "more kinds of calls than are proved"
-            return None
-        reason = declined_beforehand(self._outer, self._model)
+            call.why = "more kinds of calls than are proved"
+            return
+        call.kind = kind
+        reading, reason = None, declined_beforehand(self._outer, self._model)
         if reason is None:
             self._prepare()
-            self._proving = True
-            try:
-                reason = self._prove(given)
-            finally:
-                self._proving = False
+            reading, reason = self._prove(given)
         for name in ("steps_packed", "steps_padded", "tokens_real", "tokens_padded", "padded_because"):
             setattr(self.record, name, getattr(before, name))  # the probes are not steps
-        self._found_out[kind] = self._reading if reason is None else None
-        if reason is None:
+        self._found_out[kind] = reading
+        if reading is not None:
             self.record.outcome = "packed"
             self.record.changes.append("padding stripped at the door: a probe came out the same packed and padded")
             if self._in_eager and EXPLAINING.get() is None:  # blocks that are checkpointed run again in the backward
                 autowrap.disarm_inside(self._outer)
             logger.info("%s: padding is stripped", self.record.name)
         else:
-            self._shut(reason, all_kinds=False)
-        return kind
+            self._shut(reason or "", all_kinds=False)
 
     def _list(self) -> None:
         """Have the report name this door."""
@@ -362,7 +398,6 @@ class Door:
             self._listed = True
 
     def _shut(self, reason: str, *, all_kinds: bool = True) -> None:
-        self._reading = None
         if all_kinds:
             self._found_out = dict.fromkeys(self._found_out)
         if not any(self._found_out.values()):
@@ -384,8 +419,9 @@ class Door:
         takes_positions = "position_ids" in inspect.signature(self._packed_model.forward).parameters
         self._in_eager = replace_calls(self, self._model, takes_positions=takes_positions)
 
-    def _prove(self, given: Mapping[str, Any]) -> str | None:
-        reasons = []
+    def _prove(self, given: Mapping[str, Any]) -> tuple[Reading | None, str | None]:
+        """Return the reading of a batch under which the model computes the same packed; None, and why there is none."""
+        reasons, shown = [], None
         tried = list(readings(self._model, self._packed_model))
         kept = Unchanged(self._outer)
         run = self._outer._call_impl
@@ -397,19 +433,20 @@ class Door:
             weights, precision = small_weights(self._outer), precision_of(self._outer)
             with quietly(self._outer, training=training):
                 for reading in tried:
-                    self._reading = None
                     reason = prove(run, partial(self._probe, reading), given, reading, weights, precision)
                     if reason is None:
+                        shown = reading
                         break
                     reasons.append(reason)
         changed = kept.put_back()
         if changed is not None:
-            return changed
-        return reasons[0] if len(reasons) == len(tried) else None
+            return None, changed
+        return (shown, None) if shown is not None else (None, reasons[0])
 
     def _probe(self, reading: Reading, arguments: Mapping[str, Any]) -> tuple[Any, PackedBatch | Refusal | None]:
-        self._reading, self._found = reading, None
-        return self._through(self._outer._call_impl, (), arguments), self._found
+        given = _bound(self._outer, (), arguments)
+        call = _Call((), arguments, given, None, reading=reading, proves=True)
+        return self._through(call, self._outer._call_impl), call.found
 
 
 def door_for(module: nn.Module, min_padding: float = 0.0) -> Door | None:
@@ -425,7 +462,7 @@ def door_for(module: nn.Module, min_padding: float = 0.0) -> Door | None:
 
 
 @torch.compiler.disable(reason="calls of modules inside are replaced, which Dynamo would not see")
-def _undisturbed(call: Call, arguments: Mapping[str, Any]) -> Any:
+def _undisturbed(call: Run, arguments: Mapping[str, Any]) -> Any:
     return call(**arguments)
 
 
