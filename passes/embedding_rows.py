@@ -19,7 +19,7 @@ aten = torch.ops.aten
 class EmbeddingRows:
     """A gradient that is `rest` plus `values` at the rows `ids`.
 
-    Args:
+    Attributes:
         rest: the dense part; None for zeros.
         ids: [...], the rows.
         values: [..., width], one for each id.

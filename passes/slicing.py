@@ -39,7 +39,10 @@ def returns_alias(node: fx.Node) -> bool:
 
 
 def storage_roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Return, for every node, the node whose memory it may share: itself, or the first of a chain of views, writes."""
+    """Return, for every node, the node whose memory it may share.
+
+    The root of a node is the node itself, or the first of a chain of views and writes.
+    """
     roots: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         source = node.args[0] if node.args and returns_alias(node) else None
@@ -82,9 +85,7 @@ class Slicer:
         return sorted(written, key=self.order.__getitem__)
 
     def cannot_pack(self) -> str | None:
-        """Return the write that forbids packing, because it must not be computed twice or elsewhere; None if there is
-        none.
-        """
+        """Return the write that forbids packing, because it must not be done twice or elsewhere; None without one."""
         for root, writes in self._writes.items():
             if root.op == "placeholder" and root.meta["input"].role is Role.BATCH:
                 return f"{writes[0].target} writes into the batch ({root.name})"
@@ -158,7 +159,7 @@ def _is_buffer(node: fx.Node) -> bool:
 def _updates_statistics(node: fx.Node) -> bool:
     """Return whether a node is batch normalisation in training mode.
 
-    Its running mean and variance change, although its schema does not say so.
+    The node's running mean and variance change, although its schema does not say so.
     """
     name = getattr(getattr(node.target, "_schema", None), "name", "")
     return name.startswith("aten::") and "batch_norm" in name and any(argument is True for argument in node.args)

@@ -145,8 +145,9 @@ def _meanings(
     slicer: Slicer,
     declined: list[Decline],
 ) -> list[tuple[Attention, Meaning]]:
-    """Return the meaning of each attention's mask. An attention whose mask is not understood is declined, with the
-    reason.
+    """Return the meaning of each attention's mask.
+
+    An attention whose mask is not understood is declined, with the reason.
     """
     prober = Prober(graph, symbols, slicer)
     cache: dict[Any, Meaning] = {}
@@ -186,9 +187,7 @@ def _check_operands(attention: Attention, known: Mapping[fx.Node, Layout]) -> tu
 
 
 def _check_heads(attention: Attention, found: list[Layout]) -> None:
-    """Check that positions are the dimension that attention runs along, and that heads pair up as in the packed
-    operator.
-    """
+    """Check that attention runs along the positions, and that heads pair up as in the packed operator."""
     for index, layout in enumerate(found):
         place = -1 if index == 1 and attention.key_is_transposed else -2
         if len(layout[place]) != 1 or not isinstance(layout[place][0], Positions):
@@ -206,8 +205,9 @@ def _check_heads(attention: Attention, found: list[Layout]) -> None:
 
 
 def _is_token_loss(node: fx.Node, known: Mapping[fx.Node, Layout], slicer: Slicer) -> bool:
-    """Return whether a loss compares one row of logits per token with one label per token, where labels follow from the
-    batch.
+    """Return whether a loss compares one row of logits per token with one label per token.
+
+    Labels must follow from the batch.
     """
     logits, target = node.args[0], node.args[1]
     if not isinstance(target, fx.Node) or not isinstance(logits, fx.Node) or not slicer.from_batch(target):
@@ -246,8 +246,9 @@ def _keep_sequences_apart(
     slicer: Slicer,
     declined: list[Decline],
 ) -> None:
-    """Leave a space padded if it holds two different sequences that the model requires to have the same number of
-    positions.
+    """Leave a space padded if it holds two different sequences.
+
+    The model then requires both to have the same number of positions.
     """
     found = origins(graph, known, attentions, slicer)
     seen = [node for attention, _ in _all_attentions(spaces) for node in (attention.query, attention.key)]

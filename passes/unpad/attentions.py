@@ -1,5 +1,6 @@
-"""Recognition of attentions in a graph: SDPA, or matmul - softmax - matmul written out, and the terms added to the
-scores.
+"""Recognition of attentions in a graph, and of the terms added to their scores.
+
+An attention is SDPA, or matmul - softmax - matmul written out.
 """
 
 from __future__ import annotations

@@ -137,8 +137,9 @@ def by_token(node: fx.Node, demand: Demand, seen: Seen) -> bool:
 
 
 def admitted_rule(node: fx.Node, seen: Seen) -> Rule | None:
-    """Return the rule that packs this node, if its output has one entry per token and its operator works token by
-    token.
+    """Return the rule that packs this node, or None.
+
+    The node's output must have one entry per token, and its operator must work token by token.
     """
     rule = rule_for(node)
     if rule is None:

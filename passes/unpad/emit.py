@@ -39,9 +39,12 @@ class Emitter:
     """Builds one graph from the nodes of a padded graph.
 
     Args:
+        source: the padded graph.
+        layouts: the layouts of its values.
         entries: the nodes that get a packed form, and the entries that each form holds.
         spaces: the number of each token space, by the symbol of its positions.
         sizes: for each space, where its numbers of rows and positions are read from: (placeholder, dim, dim).
+        slicer: that of the padded graph.
     """
 
     def __init__(
@@ -291,8 +294,9 @@ class Emitter:
         return x if len(sizes) == 2 else self.call(aten.reshape.default, (x, [-1, heads, sizes[-1]]), {})
 
     def _grouped(self, attention: Attention) -> tuple[fx.Node, fx.Node]:
-        """Return keys and values before their heads were repeated for grouped queries; the packed operator groups heads
-        itself.
+        """Return keys and values before their heads were repeated for grouped queries.
+
+        The packed operator groups heads itself.
         """
         key, value = (_before_repeat(node, self.layouts) for node in (attention.key, attention.value))
         if key in self.entries and value in self.entries and key is not None and value is not None:

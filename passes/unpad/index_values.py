@@ -15,8 +15,7 @@ from deepytorch.torch_internals import ConstantSource, detect_fake_mode
 
 
 class IndexValues:
-    """The symbols of a packed graph: one for the number of entries of each set, and one for the longest row of each
-    space.
+    """The symbols of a packed graph: one for the entries of each set, and one for the longest row of each space.
 
     sizes: for each space, the placeholder, the dim of rows and the dim of positions that its sizes are read from.
     """

@@ -64,8 +64,9 @@ VIEWS = frozenset({
 
 @dataclass(frozen=True)
 class Symbols:
-    """The meaning of a region's sizes: `rows` counts rows, and each of `positions` counts the positions of a token
-    space.
+    """The meaning of a region's sizes.
+
+    `rows` counts rows, and each of `positions` counts the positions of a token space.
     """
 
     rows: sympy.Symbol
@@ -239,8 +240,9 @@ def has_rows(layout: Layout) -> bool:
 
 
 def is_token(layout: Layout | None) -> bool:
-    """Return whether a value has one entry per token: rows once, positions of one space once, and otherwise only
-    numbers.
+    """Return whether a value has one entry per token.
+
+    The dimensions of such a value are rows once, positions of one space once, and otherwise only numbers.
     """
     if layout is None:
         return False
@@ -250,9 +252,7 @@ def is_token(layout: Layout | None) -> bool:
 
 
 def leads_with_tokens(layout: Layout | None) -> bool:
-    """Return whether a value is (rows, positions, ...) or (rows * positions, ...), with only plain dimensions after
-    that.
-    """
+    """Return whether a value is (rows, positions, ...) or (rows * positions, ...), with plain dimensions after that."""
     if layout is None or not is_token(layout):
         return False
     if len(layout[0]) == 2:

@@ -189,10 +189,10 @@ class Prober:
     def _before_moves(
         self, choice: tuple[fx.Node, str], candidates: list[fx.Node], runs: list[dict[fx.Node, Any]]
     ) -> TokenSource:
-        """Return the same token mask before it was cast to bool, viewed, or indexed with every row and position in
-        order.
+        """Return the same token mask before operators that only move values.
 
-        Such operators do not depend on values, so results that are equal on random values are equal on all values.
+        Operators of this kind are casts to bool, views, and indexing with every row and position in order. Moving
+        ignores what the values are, so results that are equal on random values are equal on all values.
         """
         node, reading = choice
         while _moves(node, reading):
@@ -209,8 +209,8 @@ class Prober:
     def _telling_numbers(self, subgraph: list[fx.Node]) -> list[int]:
         """Return whole numbers that a batch may hold and that a mask may distinguish.
 
-        These are the numbers that the mask is written with, such as a pad id, and their neighbours; the contents of
-        small tables; and places in a table, in case ids are looked up there.
+        Such numbers are those that the mask is written with, for example a pad id, and their neighbours; the contents
+        of small tables; and places in a table, in case ids are looked up there.
         """
         exact, places = set(whole_numbers(subgraph)), set[int]()
         for table in self._tables(subgraph):
@@ -322,8 +322,9 @@ def _places(table: torch.Tensor) -> list[int]:
 
 
 def _combine(terms: list[Term], values: dict[fx.Node, Any], sizes: tuple[int, int, int]) -> tuple[torch.Tensor, bool]:
-    """Return all terms as one bool mask (rows, queries, keys), and whether an added term says more than seen or not
-    seen.
+    """Return all terms as one bool mask (rows, queries, keys), and whether an added term says more than that mask.
+
+    Such a term adds a value other than zero to a score that is seen.
     """
     rows, queries, keys = sizes
     visible = torch.ones(rows, 1, queries, keys, dtype=torch.bool)

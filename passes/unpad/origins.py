@@ -51,9 +51,7 @@ def origins(
 
 
 def are_one_sequence(all_origins: Iterable[Origins]) -> bool:
-    """Return whether values with these origins belong together: each is linked to the others by a chain of shared
-    inputs.
-    """
+    """Return whether values with these origins belong together, linked to each other by a chain of shared inputs."""
     groups: list[Origins] = []
     for each in filter(None, all_origins):
         touching = [group for group in groups if group & each]

@@ -28,10 +28,11 @@ _MODES = (enter_autocast, exit_autocast, set_grad_enabled_in_graphs)
 
 @dataclass(frozen=True)
 class PackedBody:
-    """A packed graph in two parts. Both take some of its inputs; the body also takes what `prologue` makes of the
-    batch.
+    """A packed graph in two parts.
 
-    Args:
+    Both take some of its inputs; the body also takes what `prologue` makes of the batch.
+
+    Attributes:
         prologue: has no parameters and no random numbers; returns `num_between` further inputs of the body, and then
             the outputs of the packed graph that follow from the batch alone.
         prologue_inputs: the packed graph's inputs that the prologue takes.
@@ -124,8 +125,9 @@ class _Cut:
     # ------------------------------------------------------------------ the body
 
     def _is_of_the_body(self, node: fx.Node) -> bool:
-        """Return whether the body computes a node: one that needs parameters, or that follows from buffers and
-        constants alone.
+        """Return whether the body computes a node.
+
+        The body computes nodes that need parameters, and nodes that follow from buffers and constants alone.
         """
         if node.op != "call_function" or node.target in _MODES:
             return node.op == "call_function"
@@ -154,8 +156,9 @@ class _Cut:
         return self._input(node, f"between_{len(self._between)}")
 
     def _size(self, node: fx.Node) -> fx.Node:
-        """Return a size: read from an index input, computed from other sizes, or read from an empty tensor that carries
-        it.
+        """Return a size of the body.
+
+        The size is read from an index input, computed from other sizes, or read from an empty tensor that carries it.
         """
         if node.target is aten.sym_size.int:
             source = node.args[0]
@@ -204,8 +207,9 @@ class _Cut:
     def _prologue(
         self, between: list[fx.Node], carriers: list[fx.Node], outputs: list[fx.Node]
     ) -> tuple[fx.GraphModule, tuple[int, ...]]:
-        """Return the graph that computes `between`, tensors that carry the sizes `carriers`, and `outputs`; and its
-        inputs.
+        """Return the graph that computes values for the body and early outputs, and the inputs that the graph takes.
+
+        The graph returns `between`, tensors that carry the sizes `carriers`, and `outputs`.
         """
         acts = [
             n for n in self._graph.nodes if n.op == "call_function" and self._slicer.from_batch(n) and n.is_impure()

@@ -1,5 +1,6 @@
-"""The program that `StripPadding` hands to the run time with a packed graph: how to feed it and how to read its
-outputs.
+"""The program of a packed graph, which `StripPadding` hands to the run time.
+
+The program says how to feed the graph and how to read its outputs.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import fx
 class IndexSet(NamedTuple):
     """A set of entries of a token space, in row-major order: its tokens, or only the tokens that a loss reads.
 
-    Args:
+    Attributes:
         space: the number of the token space.
         loss: None for tokens; else the number of the loss whose label is not ignored there.
         offset: narrows tokens, with `cut`, to the positions `offset` to `positions - cut + offset`.
@@ -124,8 +125,9 @@ class BufferState:
 
 @dataclass(frozen=True)
 class OutputMeta:
-    """The metadata of a deferred output. sizes_of: maps the numbers of rows and of every space's positions to its
-    shape.
+    """The metadata of a deferred output.
+
+    sizes_of: maps the numbers of rows and of every space's positions to its shape.
     """
 
     name: str
@@ -141,7 +143,7 @@ class OutputMeta:
 class Output:
     """One output of the region.
 
-    Args:
+    Attributes:
         kind: "value": output `index` of the packed graph. "tokens": only the tokens of the output, in the packed
             graph's output `index`. "tail": deferred, computed by tail `index`. "twin": deferred, computed by a padded
             replay of the step.
@@ -200,9 +202,7 @@ class Program:
     on_host: Any = None  # `facts` for batches that are known on the host, made at the first such batch
 
     def relative_cost(self, tokens: Sequence[int], labels: Sequence[int], sizes: Sequence[tuple[int, int]]) -> float:
-        """Return the packed step's matrix work divided by the padded step's, counting only the operators that are
-        packed.
-        """
+        """Return the packed step's matrix work divided by the padded step's, for the operators that are packed."""
         packed = padded = 0.0
         for entries, cost in self.costs:
             rows, positions = sizes[entries.space]

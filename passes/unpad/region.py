@@ -70,9 +70,7 @@ class Region:
         return self.spaces[positions_of(self.layouts[node])[0].symbol]
 
     def is_boundary(self, node: fx.Node) -> bool:
-        """Return whether a deferred output may start from this value, because the step computes it for all tokens
-        anyway.
-        """
+        """Return whether a deferred output may start from this value, because the step computes it for all tokens."""
         if node.op != "call_function" or self.seen.from_batch[node] or not is_float(node):
             return False
         if self.demand[node] == NOTHING:

@@ -26,8 +26,9 @@ from deepytorch.passes.unpad.write_program import write_program
 
 @dataclass(frozen=True)
 class StripPadding(Pass):
-    """Rewrites a padded region into one on packed tokens. The rewrite is exact: pads are never seen, or checked at run
-    time.
+    """Rewrites a padded region into one on packed tokens.
+
+    The rewrite is exact: pads are never seen, or checked at run time.
 
     `loss_rows`: entries whose label is ignored run neither head nor loss. `defer_outputs`: outputs beside a loss are
     computed at their first use, and values leave the region packed, with tokens only, until pads are read.
