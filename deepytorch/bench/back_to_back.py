@@ -23,7 +23,7 @@ _TRIES = 3  # passes at most, until one compiles nothing
 
 
 class Clock:
-    """Marks between steps: CUDA events, which nobody waits for, or the host's clock if there is no device."""
+    """Marks between steps: CUDA events, for which no code waits, or the host's clock if there is no device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

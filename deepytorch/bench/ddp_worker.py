@@ -35,8 +35,8 @@ ARMS = ("ddp", "ddp_compile", "ddp_python_reducer", "deepytorch")
 _OPTIMIZE_DDP: dict[str, bool | str] = {
     "ddp": False, "ddp_compile": True, "ddp_python_reducer": "python_reducer", "deepytorch": False,
 }  # fmt: skip
-# What overlaps and buckets collectives in stock's graphs; `reorder_for_compute_comm_overlap` alone does nothing now.
-# Torch times what is computed on GPUs alone, so that on a CPU it is estimated by formula on either.
+# Settings that overlap and bucket collectives in stock's graphs; `reorder_for_compute_comm_overlap` alone does nothing.
+# Torch can measure compute times on GPUs only, so a formula estimates them, on GPUs and CPUs alike.
 _OVERLAP = {
     "aten_distributed_optimizations.enable_overlap_scheduling": True,
     "aten_distributed_optimizations.collective_bucketing": True,

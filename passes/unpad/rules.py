@@ -255,7 +255,7 @@ class Permute(Rule):
 
 
 def permutation(node: fx.Node, ndim: int) -> list[int]:
-    """Return, for each dimension of the output, the dimension of the input that it is."""
+    """Return, for each dimension of the output, the corresponding dimension of the input."""
     order = list(range(ndim))
     if node.target is aten.permute.default:
         return [dim % ndim for dim in node.args[1]]  # type: ignore[union-attr]

@@ -30,7 +30,7 @@ class StripPadding(Pass):
 
     The rewrite is exact: pads are never seen, or checked at run time.
 
-    `loss_rows`: entries whose label is ignored run neither head nor loss. `defer_outputs`: outputs beside a loss are
+    `loss_rows`: entries whose label is ignored run neither head nor loss. `defer_outputs`: outputs besides a loss are
     computed at their first use, and values leave the region packed, with tokens only, until pads are read.
     `zero_outputs`: outputs are zeros at pads.
     """
@@ -131,7 +131,7 @@ def _modes(graph: fx.Graph) -> dict[fx.Node, tuple[Any, ...]]:
 
 
 def _outputs_in_the_way(region: Region) -> set[fx.Node]:
-    """Return the outputs beside the loss that alone keep token values padded, such as a part of a key-value cache."""
+    """Return the outputs besides the loss that alone keep token values padded, such as a part of a key-value cache."""
     loss_needs = set(region.slicer.slice(region.losses))
     refused = [node for node in region.seen.refused if node not in loss_needs]
     found = set()
