@@ -1,4 +1,4 @@
-"""What a pass is, what it is given and what it answers."""
+"""The interface of a pass: its input (a graph and a context) and its result (a rewrite)."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ if TYPE_CHECKING:
 
 
 class Role(Enum):
-    """What a graph input is to the model."""
+    """The meaning of a graph input to the model."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
     BATCH = "batch"
-    INDEX = "index"  # where tokens stand: a pass has added it, and the run time feeds it
-    SIZE = "size"  # an integer that Dynamo lifted: the size of some tensor's dimension
+    INDEX = "index"  # where tokens stand: an input that a pass added and that the run time feeds
+    SIZE = "size"  # an integer that Dynamo made an input: the size of some tensor's dimension
 
 
 @dataclass(frozen=True)
 class GraphInput:
-    """One input of a region. `value` is the real tensor for buffers, whose contents a pass may look at."""
+    """One input of a region.
+
+    value: the real tensor of a buffer, whose contents a pass may read.
+    """
 
     name: str
     role: Role
@@ -35,16 +38,22 @@ class GraphInput:
 
 @dataclass
 class Context:
-    """What a pass may know beyond the graph. Placeholders say what they are: `node.meta["input"]`, a `GraphInput`."""
+    """Facts beyond the graph that a pass may use.
+
+    Each placeholder carries its own description: `node.meta["input"]`, a `GraphInput`.
+    """
 
     shape_env: Any = None  # torch.fx.experimental.symbolic_shapes.ShapeEnv; None where every size is a number
-    # The rest of the frame sees the outputs: zeros at pads would be seen by the model itself.
+    # The graph ends at a graph break: the model's own code reads the outputs and would see zeros at pads.
     ends_in_break: bool = False
 
 
 @dataclass(frozen=True)
 class Decline:
-    """Something a pass left as it was: `where` (a node or a region), and the `reason` in a user's words."""
+    """One thing that a pass left unchanged.
+
+    where: a node or the region. reason: in a user's words.
+    """
 
     where: str
     reason: str
@@ -52,9 +61,10 @@ class Decline:
 
 @dataclass
 class Rewrite:
-    """What a pass did to a graph: one line for each change, and what it declined.
+    """The result of a pass on one graph: one line for each change, and everything that was declined.
 
-    program: of a pass that `depends_on_batch`: which batches its graph is for, how it is fed and its outputs are read.
+    program: from a pass that `depends_on_batch`: which batches the graph is for, how the graph is fed, and how its
+    outputs are read.
     """
 
     changes: list[str] = field(default_factory=list)
@@ -63,31 +73,34 @@ class Rewrite:
 
     @property
     def fired(self) -> bool:
-        """Whether the graph is another one now."""
+        """Return whether the pass changed the graph."""
         return bool(self.changes)
 
 
 @dataclass(frozen=True)
 class Pass(ABC):
-    """Rewrites one graph in place. Its fields are its whole configuration, so (class source, fields) is its cache
-    key.
+    """A rewrite of one graph, in place.
+
+    The fields of a pass are its whole configuration, so (class source, fields) is its cache key.
     """
 
     requires: ClassVar[frozenset[str]] = frozenset()
     provides: ClassVar[frozenset[str]] = frozenset()
-    # The graph is for some batches alone; the one before it is kept for the others, and both are compiled.
+    # True if the rewritten graph is valid for some batches only. The original graph is then kept for all other batches,
+    # and both graphs are compiled.
     depends_on_batch: ClassVar[bool] = False
 
     def concerns(self, module: fx.GraphModule) -> bool:
-        """Whether there may be something for it in a graph, of which the values of placeholders are known alone.
+        """Return whether the pass may find something to do in a graph of which only the placeholders have values.
 
-        Where it is not asked for them, the values of what a pass before it wrote are not computed.
+        Computing the values of all nodes takes time. If every later pass answers False, the values of nodes that an
+        earlier pass wrote are not computed.
         """
         return True
 
     @abstractmethod
     def rewrite(self, module: fx.GraphModule, context: Context) -> Rewrite:
-        """Rewrite `module.graph` and say what changed, where, and what was declined and why.
+        """Rewrite `module.graph`, and return what changed, where, and what was declined and why.
 
-        Every node has a fake tensor in `meta["val"]`; what is written here gets one before the next pass runs.
+        Every node has a fake tensor in `meta["val"]`. Nodes that the pass writes get theirs before the next pass runs.
         """

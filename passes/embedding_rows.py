@@ -1,4 +1,7 @@
-"""Gradients that are rows of an embedding, or such rows beside another gradient (a weight shared with the head)."""
+"""Recognition of gradients that are sparse rows of an embedding, alone or added to a dense gradient.
+
+The sum occurs where the embedding shares its weight with the head.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,14 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class EmbeddingRows:
-    """A gradient that is `rest` (None: zeros) plus `values` [..., width] at the rows `ids` [...].
+    """A gradient that is `rest` plus `values` at the rows `ids`.
 
-    kept: which of them count, None for all. padding: an id that does not count, None for none.
+    Attributes:
+        rest: the dense part; None for zeros.
+        ids: [...], the rows.
+        values: [..., width], one for each id.
+        kept: which of the ids count; None for all.
+        padding: an id that does not count; None for none.
     """
 
     rest: fx.Node | None
@@ -27,7 +35,7 @@ class EmbeddingRows:
 
 
 def embedding_rows(gradient: fx.Node) -> EmbeddingRows | None:
-    """What `gradient`, an output of a backward graph, is made of; None where it is something else."""
+    """Return the parts of `gradient`, an output of a backward graph, or None if it is no gradient of embedding rows."""
     found = _rows(gradient)
     if found is not None or gradient.target is not aten.add.Tensor or len(gradient.users) != 1 or gradient.kwargs:
         return found
@@ -92,7 +100,7 @@ def _alike(one: fx.Node, other: fx.Node) -> bool:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two sizes are one, without a guard."""
+    """Return whether two sizes are equal, without adding a guard."""
     if isinstance(one, int) or isinstance(other, int):
         return isinstance(one, int) and isinstance(other, int) and one == other
     return bool(one.node.expr == other.node.expr)

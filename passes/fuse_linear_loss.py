@@ -1,4 +1,7 @@
-"""A linear layer whose output one cross-entropy alone reads: both in one operator, which never holds all logits."""
+"""Fusion of a linear layer with the cross-entropy that alone reads its output.
+
+The fused operator never holds all logits.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +25,14 @@ _SAME = (aten.contiguous.default, aten.clone.default, aten.alias.default)
 _CASTS = (aten._to_copy.default, aten.to.dtype)
 _PRODUCTS = (aten.mul.Tensor, aten.mul.Scalar)
 _QUOTIENTS = (aten.div.Tensor, aten.div.Scalar)
-_LEAST_CLASSES = 1024  # for speed: with fewer, starting a piece's operators takes a part of their time
+_LEAST_CLASSES = 1024  # below this the fixed cost of launching the operators of each piece outweighs the gain
 
 
 class _Way(NamedTuple):
-    """What lies between a linear layer and its loss, the layer left out, the last one first."""
+    """The nodes between a linear layer and its loss, both excluded, from the last to the first."""
 
     linear: fx.Node
-    rows: tuple[fx.Node, ...]  # they move rows, or change how these are counted: done to the hidden states instead
+    rows: tuple[fx.Node, ...]  # nodes that move or reshape rows: applied to the hidden states instead of the logits
     softcap: float
     upcast: bool
 
@@ -38,20 +41,22 @@ class _Way(NamedTuple):
 class FuseLinearLoss(Pass):
     """Fuses `cross_entropy(linear(x))` where nothing else reads the logits.
 
-    `least_bytes`: of the first batch's logits in float32, from which memory is worth it. Where each row's loss is asked
-    for, the backward computes logits again: a third more work. None: only time counts, in packed graphs alone.
+    `least_bytes`: size of the first batch's logits in float32 from which the saved memory is worth a fusion. If the
+    loss of each row is asked for, the backward computes the logits again, which is a third more work. None: only time
+    counts, and only packed graphs are fused.
 
-    `faster_bytes`: from which time is gained as well, or not lost, where a layer in float32 on a CPU has 1,024 classes
-    or more and its losses become one number. Measured on two cores, forward and backward beside Inductor's (rows x
-    hidden size x classes): 32 x 512 x 8192 in 0.94 of its time, 128 x 256 x 2048 0.83, 1366 x 256 x 2048 0.93,
-    500 x 512 x 8192 0.81, 1366 x 512 x 8192 0.89, 1366 x 512 x 32000 0.97, 1000 x 768 x 50257 1.02.
+    `faster_bytes`: size from which the fusion also gains time, or at least loses none. The threshold holds for a
+    float32 layer on a CPU with 1,024 classes or more whose losses are reduced to one number. Measured on two cores,
+    forward and backward, relative to Inductor's time (rows x hidden size x classes): 32 x 512 x 8192 0.94, 128 x 256 x
+    2048 0.83, 1366 x 256 x 2048 0.93, 500 x 512 x 8192 0.81, 1366 x 512 x 8192 0.89, 1366 x 512 x 32000 0.97, 1000 x
+    768 x 50257 1.02.
     """
 
     least_bytes: int | None = 1 << 30
     faster_bytes: int = 1 << 20
 
     def concerns(self, module: fx.GraphModule) -> bool:
-        """Whether there is a loss, and some weight has so many rows, and the batch so many places."""
+        """Return whether the graph has a loss, a weight with enough rows, and a batch with enough places."""
         if self.least_bytes is None and not _is_packed(module):
             return False
         rows, classes, fast = 0, 0, False
@@ -75,25 +80,28 @@ class FuseLinearLoss(Pass):
         return self.least_bytes is not None and places * 4 >= self.least_bytes
 
     def is_large(self, logits: torch.Tensor, reduced: bool = True) -> bool:
-        """Whether logits are better not held at once, by the sizes of the first batch. reduced: to one loss."""
+        """Return whether logits, by the sizes of the first batch, are better not held at once.
+
+        reduced: whether the losses become one number.
+        """
         sizes = _sizes(logits)
         fast = reduced and _is_fast(logits) and sizes[-1] is not None and sizes[-1] >= _LEAST_CLASSES
         return None not in sizes and self._is_much(math.prod(sizes), fast)
 
     def rewrite(self, module: fx.GraphModule, context: Context) -> Rewrite:
-        """One operator for each loss that allows it; `declined` says why the others do not."""
+        """Replace each loss that allows it by one operator; `declined` says why the other losses do not."""
         rewrite = Rewrite()
         for node in list(module.graph.nodes):
             if node.target is not aten.cross_entropy_loss.default:
                 continue
             given = _arguments(node)
             if not self.is_large(_value(given["self"]), reduced=given["reduction"] != NONE):
-                continue  # nothing is lost, so nothing is said
+                continue  # too small for a gain, so no decline is reported
             found = self._way(node)
             if isinstance(found, str):
                 rewrite.declined.append(Decline(node.name, found))
                 continue
-            logits = _value(found.linear)  # which may have been cast on their way to the loss
+            logits = _value(found.linear)  # their dtype may differ from the loss's input, by a cast between the two
             if not _is_fast(logits) and not self.is_large(_value(given["self"]), reduced=False):
                 continue
             rewrite.changes.append(f"{node.name} and {found.linear.name} are one operator")
@@ -101,7 +109,7 @@ class FuseLinearLoss(Pass):
         return rewrite
 
     def _way(self, loss: fx.Node) -> _Way | str:
-        """How the logits come to the loss, or why they must be whole."""
+        """Return the nodes between the linear layer and the loss, or the reason why the logits must stay whole."""
         given = _arguments(loss)
         logits, target = given["self"], given["target"]
         classes = _value(logits).shape[-1]
@@ -172,14 +180,14 @@ def _fuse(graph: fx.Graph, loss: fx.Node, way: _Way) -> None:
 
 
 def _cast(graph: fx.Graph, node: Any, dtype: torch.dtype) -> Any:
-    """Under autocast a linear layer casts what it is given."""
+    """Cast an operand of the linear layer to `dtype`, as autocast would."""
     if not isinstance(node, fx.Node) or _value(node).dtype == dtype:
         return node
     return graph.call_function(aten._to_copy.default, (node,), {"dtype": dtype})
 
 
 def _between(first: fx.Node, last: fx.Node) -> list[fx.Node]:
-    """The nodes that run behind one and before another."""
+    """Return the nodes that run after `first` and before `last`."""
     found, node = [], first.next
     while node is not last:
         found.append(node)
@@ -192,7 +200,7 @@ def _name(node: fx.Node) -> str:
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
-    """The arguments of an operator's call by name, defaults filled in."""
+    """Return the arguments of an operator's call by name, with defaults filled in."""
     schema = node.target._schema.arguments  # type: ignore[union-attr]
     found = {each.name: each.default_value for each in schema}
     found.update(zip((each.name for each in schema), node.args, strict=False))
@@ -210,12 +218,12 @@ def _is_packed(module: fx.GraphModule) -> bool:
 
 
 def _is_fast(value: torch.Tensor) -> bool:
-    """Whether the operator is faster than a layer and its loss on values like these."""
+    """Return whether the fused operator is faster than a layer and its loss for values of this device and dtype."""
     return value.device.type == "cpu" and value.dtype == torch.float32
 
 
 def _sizes(value: torch.Tensor) -> list[Any]:
-    """As the first batch has them; None where that is not known."""
+    """Return the sizes in the first batch, with None for each unknown size."""
     return [size.node.hint if isinstance(size, torch.SymInt) else size for size in value.shape]
 
 
@@ -236,7 +244,7 @@ def _moves_rows(node: fx.Node, classes: Any) -> bool:
 
 
 def _softcap(node: fx.Node) -> tuple[float, fx.Node] | None:
-    """Of cap * tanh(x / cap): the cap and x."""
+    """Match `cap * tanh(x / cap)`; return the cap and x."""
     if node.target not in _PRODUCTS or not isinstance(node.args[1], (int, float)):
         return None
     inner = node.args[0]

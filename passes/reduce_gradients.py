@@ -1,7 +1,8 @@
-"""Backward outputs that are gradients of a data-parallel module go into its buckets, as soon as they are there.
+"""A pass that puts gradients of a data-parallel module into its buckets as soon as a backward graph has computed them.
 
-Gradients that come one after the other are handed over together, a start right behind the last of each such group, all
-waits at the end. Which groups make a bucket is decided at run time (`comm.gradients`): a graph does not depend on it.
+Successive gradients are handed over in groups. The start of a group's reduction stands right after the group's last
+gradient, and all waits stand at the end of the graph. Which groups make a bucket is decided at run time
+(`comm.gradients`), so that a graph does not depend on it.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from deepytorch.passes.ops import reduce  # noqa: F401, registers the operators
 from deepytorch.torch_internals import tree_leaves
 
 _OPS = torch.ops.deepytorch
-_MAX_GROUPS = 48  # about: each costs the host some 20 us
+_MAX_GROUPS = 48  # approximate limit: each group costs the host some 20 us
 
 
 @dataclass(frozen=True)
 class ReduceGradients:
-    """A graph pass for the graphs behind AOTAutograd; forwards, which have no such outputs, stay as they are.
+    """A pass for the graphs after AOTAutograd. Forward graphs have no gradients among their outputs and stay unchanged.
 
-    reducer: the name that the operators look the reducer up by. members: (graph input, member of the bucket plan) for
+    reducer: the name by which the operators look the reducer up. members: (graph input, member of the bucket plan) for
     every parameter among the inputs.
     """
 
@@ -81,7 +82,10 @@ class ReduceGradients:
 
 
 def _groups(came: Sequence[tuple[int, fx.Node]]) -> list[list[tuple[int, fx.Node]]]:
-    """Gradients in the order of their coming, handed over together while they are small beside all of them."""
+    """Group gradients in the order in which they are computed.
+
+    A group grows while it is small relative to the sum of all gradients.
+    """
     sizes = [_num_bytes(node.meta["val"]) for _, node in came]
     found: list[list[tuple[int, fx.Node]]] = []
     filled = 0
@@ -99,7 +103,7 @@ def _num_bytes(value: torch.Tensor) -> int:
 
 
 def _gradients(output: fx.Node, members: Mapping[int, int]) -> dict[int, int]:
-    """Member -> which of the outputs is its gradient."""
+    """Return, for each member of the bucket plan, which output of the graph is its gradient."""
     from deepytorch.torch_internals import GradAOTOutput, PlainAOTInput
 
     found: dict[int, int] = {}
@@ -114,7 +118,11 @@ def _gradients(output: fx.Node, members: Mapping[int, int]) -> dict[int, int]:
 
 
 def _keep_layouts(output: fx.Node, places: Iterable[int]) -> None:
-    """Inductor gives every output the strides that it had in the trace, by a copy if need be: these are as they are."""
+    """Record the outputs' present strides as those that Inductor must produce.
+
+    Inductor gives every output the strides that the output had in the trace, by a copy if necessary. The buckets'
+    strides need no copy.
+    """
     strides = output.meta.get("original_output_strides")
     if strides is None:
         return
@@ -126,7 +134,7 @@ def _keep_layouts(output: fx.Node, places: Iterable[int]) -> None:
 
 
 def _call(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
-    """A call of an operator, with the value that it has on fake tensors."""
+    """Add a call of an operator, and compute its value on fake tensors."""
     node = graph.call_function(getattr(target, "default", target), args)
     values = fx.map_arg(args, lambda each: each.meta["val"])
     mode = next((each.fake_mode for each in tree_leaves(values) if hasattr(each, "fake_mode")), None)

@@ -1,4 +1,4 @@
-"""A few values of a tensor, to tell whether something wrote to it that leaves no version behind: `.data`, a kernel."""
+"""Samples of tensor values that detect writes without a version count, such as through `.data` or by a kernel."""
 
 from __future__ import annotations
 
@@ -7,33 +7,34 @@ from collections.abc import Container, Iterator, Sequence
 
 import torch
 
-_SAMPLES = 256  # values of a tensor that are compared; gathering them takes about 4 us on CPU
+_SAMPLES = 256  # values compared for one tensor; gathering them takes about 4 us on CPU
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-_FEW, _ALTOGETHER = 16, 1024  # of each of many tensors, at least
+_FEW, _ALTOGETHER = 16, 1024  # values for each of many tensors at least, and for all of them together
 
 
 def sample(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Up to 256 values of `tensor`, spread over it; None where its memory cannot be sampled."""
+    """Return up to 256 values of `tensor`, spread over it, or None if its memory cannot be sampled."""
     if not (type(tensor) in _PLAIN and tensor.layout is torch.strided):
         return None
     return _spread(tensor, _SAMPLES).clone(memory_format=torch.contiguous_format)
 
 
 class Sampler:
-    """A few values of each of many tensors, gathered in one operation for each device and dtype.
+    """Samples of many tensors, gathered in one operation for each device and dtype.
 
-    It is asked about the same tensors again and again, and keeps views of them for as long as they live. Values that
-    stand side by side are taken: spread over the tensor they would cost a cache miss each, and `cat` would take long.
+    A sampler is asked about the same tensors again and again, and keeps views of the tensors as long as they live. The
+    sampled values of a tensor are adjacent: values spread over a tensor would cost a cache miss each, and `cat` would
+    be slow.
     """
 
     def __init__(self) -> None:
-        self._known: list[weakref.ref[torch.Tensor]] = []  # empty as soon as one of them is gone
+        self._known: list[weakref.ref[torch.Tensor]] = []  # emptied as soon as one of the tensors is freed
         self._ids: list[int] = []
         self._addresses: list[int] = []
         self._views: dict[tuple[torch.device, torch.dtype], dict[int, torch.Tensor]] = {}
 
     def take(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Samples, to be given to `changed` with the same tensors."""
+        """Return samples of `tensors`, to be given to `changed` together with the same tensors."""
         if not self._knows(tensors):
             self._look_at(tensors)
         return [torch.cat(list(views.values())) for views in self._views.values()]
@@ -41,7 +42,7 @@ class Sampler:
     def changed(
         self, tensors: Sequence[torch.Tensor], before: Sequence[torch.Tensor], but: Container[int]
     ) -> Iterator[torch.Tensor]:
-        """Those whose values are others now. but: ids of tensors that are left out."""
+        """Yield the tensors whose values differ from the samples `before`. but: ids of tensors to leave out."""
         now = self.take(tensors)
         if len(now) != len(before):
             yield from (each for each in tensors if id(each) not in but)
@@ -76,11 +77,11 @@ class Sampler:
                 self._views.setdefault((each.device, each.dtype), {})[index] = view
 
     def _forget(self, _: object) -> None:
-        self._known, self._views = [], {}  # views would keep the memory of a model that is gone
+        self._known, self._views = [], {}  # views would keep the memory of a freed model alive
 
 
 def same_bits(before: torch.Tensor, after: torch.Tensor | None) -> bool:
-    """Whether two samples of a tensor are the same, bit by bit."""
+    """Return whether two samples of a tensor are equal, bit by bit."""
     return after is not None and torch.equal(before.view(torch.uint8), after.view(torch.uint8))
 
 
@@ -89,13 +90,13 @@ def _is_sampled(tensor: torch.Tensor) -> bool:
 
 
 def _in_the_middle(tensor: torch.Tensor, values: int) -> torch.Tensor | None:
-    """A view of at most so many values that stand side by side, in one dimension."""
+    """Return a one-dimensional view of at most `values` adjacent values from the middle of `tensor`."""
     if not _is_sampled(tensor):
         return None
     view = tensor.detach().permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
     if view.is_contiguous():
         view = view.view(-1)
-    while view.dim() > 1:  # memory with holes in it: the row in the middle
+    while view.dim() > 1:  # not contiguous: take the row in the middle
         if view.numel() == 0:
             return None
         view = view[view.shape[0] // 2]
@@ -105,12 +106,12 @@ def _in_the_middle(tensor: torch.Tensor, values: int) -> torch.Tensor | None:
 
 
 def _spread(tensor: torch.Tensor, values: int) -> torch.Tensor:
-    """Return a view of about so many values."""
+    """Return a view of about `values` values, spread over `tensor`."""
     num_values = tensor.numel()
     tensor = tensor.detach()
     if not tensor.is_contiguous():
         steps = max(1, round((num_values / values) ** (1 / max(tensor.dim(), 1))))
         return tensor[(slice(None, None, steps),) * tensor.dim()]
-    step = max(1, num_values // values) | 1  # odd, so that it walks over the columns of a matrix too
+    step = max(1, num_values // values) | 1  # odd, so that samples of a matrix fall into different columns
     count = (num_values + step - 1) // step
     return tensor.as_strided((count,), (step,), tensor.storage_offset())

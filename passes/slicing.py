@@ -1,4 +1,4 @@
-"""Backward slices of a graph: the nodes that a value is computed from, in-place writes into its memory included."""
+"""Backward slices of a graph: all nodes that a value is computed from, including in-place writes into its memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 
 def writes_in_place(node: fx.Node) -> bool:
-    """Whether the operator writes into one of its arguments."""
+    """Return whether the operator writes into one of its arguments."""
     return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
@@ -27,7 +27,10 @@ _MAY_ALIAS = frozenset({
 
 
 def returns_alias(node: fx.Node) -> bool:
-    """Whether an output may share memory with an argument. `reshape`, `contiguous` and `to` may; they count."""
+    """Return whether an output may share memory with an argument.
+
+    `reshape`, `contiguous` and `to` sometimes do, and count as operators that do.
+    """
     if node.target is operator.getitem:
         return isinstance(node.args[0], fx.Node) and returns_alias(node.args[0])
     if not isinstance(node.target, OpOverload):
@@ -36,7 +39,10 @@ def returns_alias(node: fx.Node) -> bool:
 
 
 def storage_roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """For every node the node whose memory it may look into: itself, or the first of a chain of views and writes."""
+    """Return, for every node, the node whose memory it may share.
+
+    The root of a node is the node itself, or the first of a chain of views and writes.
+    """
     roots: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         source = node.args[0] if node.args and returns_alias(node) else None
@@ -45,7 +51,7 @@ def storage_roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 
 
 class Slicer:
-    """Backward slices over one graph, and what they rest on."""
+    """Backward slices of one graph, and the memory and write analysis that the slices rest on."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.order = {node: index for index, node in enumerate(graph.nodes)}
@@ -60,16 +66,16 @@ class Slicer:
             self._from_batch[node] = self._is_from_batch(node)
 
     def is_written(self, node: fx.Node) -> bool:
-        """Whether anything writes into the memory that `node` looks into."""
+        """Return whether any node writes into the memory that `node` may share."""
         return self._roots[node] in self._writes
 
     @property
     def writes_inputs(self) -> bool:
-        """Whether running the graph leaves something behind: a write into the memory of an input."""
+        """Return whether running the graph has a lasting effect: a write into the memory of an input."""
         return self._updates_statistics or any(root.op == "placeholder" for root in self._writes)
 
     def written_inputs(self) -> list[fx.Node]:
-        """The inputs that running the graph writes to."""
+        """Return the inputs that running the graph writes to."""
         written = {root for root in self._writes if root.op == "placeholder"}
         for node in self.order:
             if _updates_statistics(node):
@@ -79,7 +85,7 @@ class Slicer:
         return sorted(written, key=self.order.__getitem__)
 
     def cannot_pack(self) -> str | None:
-        """What the graph writes to that must not be computed twice or elsewhere; None where there is no such write."""
+        """Return the write that forbids packing, because it must not be done twice or elsewhere; None without one."""
         for root, writes in self._writes.items():
             if root.op == "placeholder" and root.meta["input"].role is Role.BATCH:
                 return f"{writes[0].target} writes into the batch ({root.name})"
@@ -88,8 +94,9 @@ class Slicer:
         return None
 
     def slice(self, outputs: Iterable[fx.Node], stop: frozenset[fx.Node] = frozenset()) -> list[fx.Node]:
-        """The nodes that `outputs` are computed from, in the graph's order; nodes in `stop` end the walk and are left
-        out.
+        """Return the nodes that `outputs` are computed from, in the graph's order.
+
+        The walk ends at nodes in `stop`, which are left out.
         """
         found: set[fx.Node] = set()
         todo = [node for node in outputs if node not in stop]
@@ -103,11 +110,11 @@ class Slicer:
         return sorted(found, key=self.order.__getitem__)
 
     def from_batch(self, node: fx.Node) -> bool:
-        """Whether `node` is a function of the batch, of buffers and of constants: no parameter, nothing random."""
+        """Return whether `node` depends only on the batch, buffers and constants: no parameter, nothing random."""
         return self._from_batch[node]
 
     def inputs_read(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
-        """The graph inputs whose values, and not their sizes only, `nodes` are computed from."""
+        """Return the graph inputs whose values, not only their sizes, `nodes` are computed from."""
         wanted = set(nodes)
         part = self.slice(wanted)
         members = set(part)
@@ -150,6 +157,9 @@ def _is_buffer(node: fx.Node) -> bool:
 
 
 def _updates_statistics(node: fx.Node) -> bool:
-    """Batch normalisation in training mode: its running mean and variance change, which its schema does not say."""
+    """Return whether a node is batch normalisation in training mode.
+
+    The node's running mean and variance change, although its schema does not say so.
+    """
     name = getattr(getattr(node.target, "_schema", None), "name", "")
     return name.startswith("aten::") and "batch_norm" in name and any(argument is True for argument in node.args)

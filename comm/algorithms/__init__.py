@@ -1,1 +1,1 @@
-"""Ways to carry out a collective, what each costs, and the choice among them."""
+"""Algorithms for collectives, the cost of each, and the choice among them."""

@@ -1,4 +1,4 @@
-"""What a collective operation is, how it may be carried out, and what an algorithm says about itself."""
+"""The interface of algorithms: a collective operation, the choice of how to run it, and an algorithm's description."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ COMPRESSED_BYTES: dict[Compression, int] = {"bf16": 2, "fp16": 2, "fp8": 1}
 FLOATS = frozenset({"fp64", "fp32", "bf16", "fp16"})
 _SPELLED_BY_TORCH = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
-# Chunks come in powers of two, so that one choice holds for a range of sizes.
+# Chunk sizes are powers of two, so that one choice holds for a range of sizes.
 LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES, MOST_CHUNKS = 1 << 16, 1 << 24, 64
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One collective. `num_bytes` as nccl-tests count it: of the larger of the two sides.
+    """One collective. `num_bytes` is counted as in nccl-tests: bytes of the larger of the two sides.
 
-    `dtype` is a short name (see `dtype_name`); `reduce_op` is "sum", "avg", "min", "max" or any other that c10d knows,
-    and means nothing to all_gather and broadcast.
+    `dtype` is a short name (see `dtype_name`). `reduce_op` is "sum", "avg", "min", "max" or any other that c10d knows,
+    and has no meaning for all_gather and broadcast.
     """
 
     kind: OperationKind
@@ -44,17 +44,17 @@ class Operation:
 
     @property
     def reduces(self) -> bool:
-        """Whether values are combined, and not only moved."""
+        """Return whether values are combined, and not only moved."""
         return self.kind in ("all_reduce", "reduce_scatter")
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """An algorithm and its settings: what the native code is given.
+    """An algorithm and its settings, as the native code receives them.
 
-    chunk_bytes: the most payload bytes in one chunk; the payload is cut into `num_chunks` equal ones. 0: not cut.
-    num_streams: connections of one rank to each neighbour on another host, taken by the chunks in turn.
-    compress: what values are cast to between hosts (None: exact).
+    chunk_bytes: the most payload bytes in one chunk; the payload is cut into `num_chunks` equal chunks. 0: not cut.
+    num_streams: connections of one rank to each neighbour on another host, used by the chunks in turn. compress: the
+    type that values are cast to between hosts (None: exact).
     """
 
     algorithm: str
@@ -63,49 +63,49 @@ class Choice:
     compress: Compression | None = None
 
     def num_chunks(self, num_bytes: int) -> int:
-        """Number of equal chunks that a payload of `num_bytes` is cut into."""
+        """Return the number of equal chunks that a payload of `num_bytes` is cut into."""
         return max(1, math.ceil(num_bytes / self.chunk_bytes)) if self.chunk_bytes else 1
 
 
 class Collective(ABC):
-    """One algorithm: what it can do and what that costs. The native code that does it takes the `Choice`."""
+    """One algorithm: its abilities and their cost. The native code that runs it takes the `Choice`."""
 
     name: ClassVar[str]
     compresses: ClassVar[bool] = False  # whether its choices may be given `compress`
     in_memory: ClassVar[bool] = False  # whether the ranks of a host have to share memory
 
     def unsupported(self, operation: Operation, topology: Topology) -> str | None:
-        """Why this algorithm cannot do the operation on this topology, in a user's words, or None where it can."""
+        """Return why this algorithm cannot do the operation on this topology, in a user's words, or None if it can."""
         return self.unavailable(operation.kind, operation.device, topology) or self.refused(operation)
 
     @abstractmethod
     def unavailable(self, kind: OperationKind, device: DeviceKind, topology: Topology) -> str | None:
-        """Why the ranks of this topology cannot run it for any payload, or None where they can."""
+        """Return why the ranks of this topology cannot run this algorithm for any payload, or None if they can."""
 
     def refused(self, operation: Operation) -> str | None:
-        """Why it does not take this payload (type, reduction, size), or None where it does."""
+        """Return why this algorithm does not take this payload (type, reduction, size), or None if it does."""
         return None
 
     @abstractmethod
     def cost_us(self, operation: Operation, topology: Topology, links: Links, choice: Choice) -> float:
-        """Predicted time. `links` have to be complete: see `nominal.complete`."""
+        """Return the predicted time. `links` must be complete: see `nominal.complete`."""
 
     @abstractmethod
     def choices(self, operation: Operation, topology: Topology, links: Links) -> Sequence[Choice]:
-        """The settings worth considering, the plainest first."""
+        """Return the settings worth considering, the plainest first."""
 
 
 def dtype_name(dtype: object) -> str:
-    """The short name of a `torch.dtype`: fp32 for torch.float32, int32 for torch.int32."""
+    """Return the short name of a `torch.dtype`: fp32 for torch.float32, int32 for torch.int32."""
     name = str(dtype).removeprefix("torch.")
     return _SPELLED_BY_TORCH.get(name, name)
 
 
 def share_of_all_reduce(kind: OperationKind, num_ranks: int) -> tuple[float, float]:
-    """Latency and bytes of `kind`, as parts of an all-reduce's of as many bytes.
+    """Return latency and bytes of `kind`, as parts of those of an all-reduce of as many bytes.
 
-    reduce_scatter and all_gather are the two halves of one. broadcast sends the payload once, where an all-reduce sends
-    `2 (n - 1) / n` of it.
+    reduce_scatter and all_gather are the two halves of an all-reduce. broadcast sends the payload once, whereas an
+    all-reduce sends `2 (n - 1) / n` of it.
     """
     if kind == "all_reduce" or num_ranks == 1:
         return 1.0, 1.0
@@ -113,7 +113,11 @@ def share_of_all_reduce(kind: OperationKind, num_ranks: int) -> tuple[float, flo
 
 
 def compressed_ratio(dtype: str, compress: Compression | None) -> float:
-    """Bytes between hosts for each payload byte: 1 without compression. Raises `ConfigError` where it gains nothing."""
+    """Return the bytes between hosts for each payload byte: 1 without compression.
+
+    Raises:
+        ConfigError: compression gains nothing.
+    """
     if compress is None:
         return 1.0
     if compress not in COMPRESSED_BYTES:
@@ -124,14 +128,15 @@ def compressed_ratio(dtype: str, compress: Compression | None) -> float:
 
 
 def can_compress(operation: Operation, compress: Compression) -> bool:
-    """Whether casting down between hosts makes sense: a sum or average of a wider floating-point type."""
+    """Return whether casting down between hosts makes sense: for a sum or average of a wider floating-point type."""
     wider = operation.dtype in FLOATS and COMPRESSED_BYTES[compress] < DTYPE_BYTES[operation.dtype]
     return wider and operation.kind == "all_reduce" and operation.reduce_op in ("sum", "avg")
 
 
 def chunk_sizes(num_bytes: int, at_least: int = 1) -> list[int]:
-    """Chunk sizes worth considering for a payload: powers of two that give `at_least` to `MOST_CHUNKS` chunks, the
-    largest first.
+    """Return chunk sizes worth considering for a payload, the largest first.
+
+    The sizes are powers of two that give `at_least` to `MOST_CHUNKS` chunks.
     """
     sizes = []
     chunk = MOST_CHUNK_BYTES

@@ -1,8 +1,8 @@
 """All-reduce of GPUs without NVLink: copied into the host's memory, reduced by its processors, copied back.
 
-In chunks of up to 4 MB, so that copies down, reduction, network and copies up overlap: a chunk comes by one copy and
-goes by one, and three are on their way down while one is reduced. Each rank's part of the memory lies at its GPU's NUMA
-node. Not yet run on several GPUs.
+The payload is cut into chunks of up to 4 MB, so that copies down, reduction, network and copies up overlap. One copy
+brings a chunk and one takes it away, and three chunks are being copied down while one is reduced. Each rank's part of
+the memory is on its GPU's NUMA node. This algorithm has not yet run on several GPUs.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from deepytorch.comm.algorithms.shared_memory import MOST_RANKS, REDUCE_OPS
 from deepytorch.comm.topology.cost import Link, Links, all_reduce_link, cast_us_per_byte, pipeline_us
 from deepytorch.comm.topology.topology import Topology
 
-FROM_BYTES = 4 << 20  # DeepNCCL gains over NCCL above 4 MB; below, the copies' start-up costs more than they save
-AREA_BYTES = 4 << 20  # of a chunk: at 24 GB/s a copy of 175 us, eight times its latency. Not measured.
-TURN_US = 20.0  # assumed, of the thread that drives a chunk: two syncs of about 1 us, two copies and their events
+FROM_BYTES = 4 << 20  # DeepNCCL gains over NCCL above 4 MB; below, the start-up of copies costs more than is saved
+AREA_BYTES = 4 << 20  # of a chunk: its copy takes 175 us at 24 GB/s, eight times the latency. Not measured.
+TURN_US = 20.0  # assumed time of the thread that drives a chunk: two syncs of about 1 us, two copies and their events
 MOST_STREAMS = 16
 
 
@@ -38,7 +38,7 @@ class CpuReduce(Collective):
     in_memory = True
 
     def unavailable(self, kind: OperationKind, device: DeviceKind, topology: Topology) -> str | None:
-        """Too few or unequal ranks on hosts, or another kind than all_reduce."""
+        """Refuse hosts with too few or unequal ranks, and every kind except all_reduce."""
         if kind != "all_reduce":
             return f"does all_reduce only, found {kind}"
         if not topology.is_regular:
@@ -48,7 +48,7 @@ class CpuReduce(Collective):
         return None
 
     def refused(self, operation: Operation) -> str | None:
-        """CPU tensors, which it could copy to no avail; too few bytes; a type or reduction without a kernel."""
+        """Refuse CPU tensors (a copy would be useless), too few bytes, and types or reductions without a kernel."""
         if operation.device != "cuda":
             return f"works on CUDA tensors, found {operation.device}"
         if operation.dtype not in FLOATS or operation.reduce_op not in REDUCE_OPS:
@@ -58,7 +58,10 @@ class CpuReduce(Collective):
         return None
 
     def cost_us(self, operation: Operation, topology: Topology, links: Links, choice: Choice) -> float:
-        """Predicted time: see `cpu_reduce_us`. As many chunks as there are streams travel at a time, as one wave."""
+        """Return the predicted time: see `cpu_reduce_us`.
+
+        As many chunks as there are streams travel at once, as one wave.
+        """
         num_chunks = max(choice.num_chunks(operation.num_bytes), math.ceil(operation.num_bytes / AREA_BYTES))
         num_streams = min(choice.num_streams, num_chunks)
         hosts, per_host = topology.num_hosts, topology.ranks_per_host
@@ -74,7 +77,7 @@ class CpuReduce(Collective):
         )
 
     def choices(self, operation: Operation, topology: Topology, links: Links) -> Sequence[Choice]:
-        """Chunks of each size that fits; over several hosts also each number of streams that the local ranks share."""
+        """Return chunks of each size that fits; on several hosts also each number of streams that local ranks share."""
         per_host = topology.ranks_per_host
         shared = {streams // per_host for streams in links.network if streams % per_host == 0}
         counts = sorted({1} | {count for count in shared if 1 <= count <= MOST_STREAMS})
@@ -90,11 +93,16 @@ class CpuReduce(Collective):
 def cpu_reduce_us(
     num_bytes: float, num_waves: float, pcie: Link, reduce: Link, between: Link, ratio: float = 1.0
 ) -> float:
-    """Time of an all-reduce of `num_bytes` through the host's memory, cut into `num_waves` that overlap.
+    """Return the time of an all-reduce of `num_bytes` through the host's memory, cut into `num_waves` that overlap.
 
-    `pcie` is one GPU's copy, either way (the two ways run at once); several are asked for ahead, so that their latency
-    shows once each way. `reduce` is the reduction over payload bytes, and what each wave takes beside; `between` is the
-    all-reduce among hosts over the payload, all 0 on one host; `ratio`: see compression.
+    Args:
+        num_bytes: the payload.
+        num_waves: the number of parts that overlap.
+        pcie: one GPU's copy, either way (the two ways run at once). Several copies are requested ahead, so that their
+            latency appears once each way.
+        reduce: the reduction over payload bytes, and the additional time of each wave.
+        between: the all-reduce among hosts over the payload; all 0 on one host.
+        ratio: see compression.
     """
     wave_bytes = num_bytes / num_waves
     copy_us = pcie.us_per_byte * wave_bytes
@@ -103,5 +111,8 @@ def cpu_reduce_us(
 
 
 def reduce_us_per_byte(copy_us_per_byte: float, num_members: int) -> float:
-    """Time to reduce a payload byte of each of `num_members`: all are read and one is written; a copy does one each."""
+    """Return the time to reduce a payload byte of each of `num_members`.
+
+    All bytes are read and one is written; a copy reads one and writes one.
+    """
     return (num_members + 1) / 2 * copy_us_per_byte

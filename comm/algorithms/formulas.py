@@ -1,4 +1,4 @@
-"""The cost of each algorithm as a sympy expression: what the functions that compute it make of symbols."""
+"""The cost of each algorithm as a sympy expression: the result of its cost function for symbols."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from deepytorch.comm.topology.cost import Link, all_reduce_link, cast_us_per_byt
 if TYPE_CHECKING:
     import sympy
 
-# What the symbols stand for. A link X has a latency a_X (us) and a rate b_X (us per byte).
+# The meaning of the symbols. A link X has a latency a_X (us) and a rate b_X (us per byte).
 SYMBOLS = {
     "S": "payload bytes",
     "n": "ranks",
@@ -41,7 +41,10 @@ SYMBOLS = {
 
 
 def formulas() -> Mapping[str, sympy.Expr]:
-    """Time in us of an all-reduce by each algorithm. Symbols: see `SYMBOLS`; casts are in the compressed forms only."""
+    """Return the time in us of an all-reduce by each algorithm.
+
+    Symbols: see `SYMBOLS`. Only the compressed forms contain casts.
+    """
     s, n, h, per_host, waves, ratio, copy = _symbols("S n H L K x c")
     engine, memory, network, pcie, nvlink = map(_link, ("engine", "memory", "network", "pcie", "nvlink"))
     between = all_reduce_link(network, h)

@@ -1,4 +1,7 @@
-"""Collectives over several hosts in stages: inside, between, inside. Chunked, so that the stages overlap."""
+"""Collectives over several hosts in stages: inside a host, between hosts, inside a host.
+
+Chunked, so that stages overlap.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ class Hierarchical(Collective):
     in_memory = True
 
     def unavailable(self, kind: OperationKind, device: DeviceKind, topology: Topology) -> str | None:
-        """One host, one rank a host, hosts with unequal ranks, a broadcast, or CUDA tensors."""
+        """Refuse a single host, one rank per host, hosts with unequal ranks, a broadcast, and CUDA tensors."""
         if topology.num_hosts == 1:
             return "needs several hosts, found 1"
         if not topology.is_regular:
@@ -45,11 +48,14 @@ class Hierarchical(Collective):
         return why_not_in_memory(device, topology)
 
     def refused(self, operation: Operation) -> str | None:
-        """A type or reduction without a kernel."""
+        """Refuse types and reductions without a kernel."""
         return without_kernel(operation)
 
     def cost_us(self, operation: Operation, topology: Topology, links: Links, choice: Choice) -> float:
-        """Predicted time: see `hierarchical_us`. As many chunks as there are streams travel at a time, as one wave."""
+        """Return the predicted time: see `hierarchical_us`.
+
+        As many chunks as there are streams travel at once, as one wave.
+        """
         num_chunks = choice.num_chunks(operation.num_bytes)
         num_streams = min(choice.num_streams, num_chunks)
         num_waves = math.ceil(num_chunks / num_streams)
@@ -67,7 +73,10 @@ class Hierarchical(Collective):
         )
 
     def choices(self, operation: Operation, topology: Topology, links: Links) -> Sequence[Choice]:
-        """Whole or in chunks; over each number of streams that was measured and that the local ranks can share."""
+        """Return the whole payload or chunks, with each number of streams.
+
+        The numbers are those that were measured and that the local ranks can share.
+        """
         per_host = topology.ranks_per_host
         shared = {streams // per_host for streams in links.network if streams % per_host == 0}
         found = [Choice(self.name)]
@@ -86,11 +95,11 @@ def hierarchical_us(
     cast_rate: float = 0.0,
     share: float = 1,
 ) -> float:
-    """Time of a hierarchical all-reduce (or `share` of one) of `num_bytes`, cut into `num_waves` that overlap.
+    """Return the time of a hierarchical all-reduce (or `share` of one) of `num_bytes`, cut into overlapping waves.
 
-    Both stages inside a host (half an all-reduce through `memory` each) and the casts (`cast_rate`, us per payload
-    byte) keep the same cores busy, so they count as one stage. The rings between hosts, one a local rank, send
-    `2 (H - 1) / H` of the payload out of each host, times `ratio` when compressed.
+    There are `num_waves` waves. Both stages inside a host (half an all-reduce through `memory` each) and the casts
+    (`cast_rate`, us per payload byte) keep the same cores busy, so they count as one stage. The rings between hosts,
+    one per local rank, send `2 (H - 1) / H` of the payload out of each host, times `ratio` when compressed.
     """
     wave_bytes = num_bytes / num_waves
     inside_us = share * memory.time_us(wave_bytes) + cast_rate * wave_bytes

@@ -1,6 +1,6 @@
-"""Which algorithm is the fastest at which size, as it was measured and not predicted: for GPUs.
+"""Measured choices for GPUs: the algorithm that was fastest at each size, as measured and not predicted.
 
-Kept on disk by the hosts, their GPUs and the versions of torch and NCCL; read by groups that are made later.
+The results are kept on disk by the hosts, their GPUs and the versions of torch and NCCL, and read by later groups.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ _NAMES = tuple(found.name for found in COLLECTIVES)
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What was found: for each kind of collective what runs at which size, and from how many bytes on all-reduces by
-    NCCL are faster in memory that it was told of (None: at none).
+    """The measured choices: for each kind of collective, which algorithm runs at which size.
+
+    Also, the number of bytes from which NCCL's all-reduces are faster in registered memory (None: never).
     """
 
     tables: Tables
@@ -38,9 +39,10 @@ class Measured:
 
 
 def faster_from(times_us: Mapping[int, tuple[float, float]]) -> int | None:
-    """From which size on the second way was over 1.10 times as fast at every size; None where not at the largest.
+    """Return the size from which the second way was over 1.10 times as fast at every size.
 
-    times_us: by payload bytes, ascending, what the first way took and what the second did.
+    None if it was not so at the largest size. times_us: by payload bytes, ascending, the times of the first and the
+    second way.
     """
     found = None
     for size, (first, second) in reversed(list(times_us.items())):
@@ -51,10 +53,10 @@ def faster_from(times_us: Mapping[int, tuple[float, float]]) -> int | None:
 
 
 def table_of(times_us: Mapping[int, Mapping[Choice, float]]) -> tuple[Range, ...]:
-    """The ranges that measured times give: for each size, and up to the next one, its fastest choice.
+    """Return the ranges that measured times give: for each size, and up to the next one, its fastest choice.
 
-    times_us: by payload bytes, ascending, what each choice took; the engine's has to be among them, and stays unless it
-    takes over 1.10 times as long as the best.
+    times_us: by payload bytes, ascending, the time of each choice. The engine's time must be given, and the engine
+    stays unless it takes over 1.10 times as long as the best.
     """
     found: list[Range] = []
     for size, times in times_us.items():
@@ -67,7 +69,7 @@ def table_of(times_us: Mapping[int, Mapping[Choice, float]]) -> tuple[Range, ...
 
 
 def to_json(found: Measured) -> dict[str, Any]:
-    """What was found as JSON holds it."""
+    """Return the measured choices as JSON values."""
     tables = {
         kind: [
             {
@@ -85,7 +87,11 @@ def to_json(found: Measured) -> dict[str, Any]:
 
 
 def from_json(content: Any) -> Measured:
-    """What `to_json` wrote. Raises `DataError` for another layout."""
+    """Return the measured choices that `to_json` wrote.
+
+    Raises:
+        DataError: the value has another layout.
+    """
     values = as_object(content, "what was measured", ("tables", "registered_from_bytes"))
     tables = as_object(values["tables"], "the measured tables", (), KINDS)
     registered = values["registered_from_bytes"]
@@ -117,7 +123,7 @@ def _ranges(kind: str, given: Any) -> tuple[Range, ...]:
 
 
 def remembered(topology: Topology, gpus: Sequence[str]) -> Measured | None:
-    """What was measured on these hosts with these GPUs, None where nothing was, or may not be remembered."""
+    """Return what was measured on these hosts with these GPUs, or None if nothing was, or may be remembered."""
     path = _path(topology, gpus)
     if not Environment.read().remember_links or not path.exists() or _unfit(path):
         return None
@@ -128,7 +134,10 @@ def remembered(topology: Topology, gpus: Sequence[str]) -> Measured | None:
 
 
 def remember(topology: Topology, gpus: Sequence[str], found: Measured) -> None:
-    """Keep what was found for later groups on these hosts; nothing where the folder is not this user's alone."""
+    """Keep the measured choices for later groups on these hosts.
+
+    Nothing is kept if the folder is not this user's alone.
+    """
     path = _path(topology, gpus)
     if _unfit(path):
         return

@@ -1,6 +1,7 @@
-"""Which algorithm carries out an operation: the one that the measured links predict to be fastest.
+"""Selection of the algorithm for an operation: the one that the measured links predict to be fastest.
 
-Pure: the same operation, topology and links give the same choice on every rank. Ranks must be given equal links.
+The selection is pure: the same operation, topology and links give the same choice on every rank. All ranks must be
+given equal links.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ COLLECTIVES: tuple[Collective, ...] = (
     CopyEngines(), Multimem(),
 )  # fmt: skip
 
-# The engine stays unless it takes this many times the best prediction: predictions err, and the engine is well tried.
+# The engine stays unless it takes this many times the best prediction: predictions err, and the engine is well tested.
 ENGINE_MARGIN = 1.10
-# Rounding has to pay too: what the caller allows is taken only where exact values take this many times as long.
+# Compression must pay too: even if allowed, it is used only where exact values take this many times as long.
 COMPRESS_MARGIN = 1.05
-# The plainest settings of an algorithm stay up to here: fewer ranges in a table, none made by rounding alone.
+# The plainest settings of an algorithm stay up to this factor: fewer ranges in a table, and none from rounding alone.
 PLAIN_MARGIN = 1.01
 
 TABLE_SIZES = tuple(1 << power for power in range(10, 31))  # 1 KB .. 1 GB
@@ -47,7 +48,7 @@ TABLE_SIZES = tuple(1 << power for power in range(10, 31))  # 1 KB .. 1 GB
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What one algorithm would take: its best settings and their time, or the reason why it cannot."""
+    """The prediction for one algorithm: its best settings and their time, or the reason why it cannot run."""
 
     algorithm: str
     choice: Choice | None = None
@@ -57,7 +58,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Why an operation is carried out as it is: a prediction for each algorithm, and the choice made of them."""
+    """The explanation of a choice: a prediction for each algorithm, and the choice made of them."""
 
     operation: Operation
     predictions: tuple[Prediction, ...]
@@ -66,17 +67,17 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Sizes that one choice holds for: from `from_bytes` on, up to where the next range begins."""
+    """The sizes that one choice holds for: from `from_bytes` on, up to where the next range begins."""
 
     from_bytes: int
     choice: Choice
 
 
 def select(operation: Operation, topology: Topology, links: Links, allow_compress: Compression | None = None) -> Choice:
-    """The algorithm and settings for an operation. What the links lack is completed by nominal values.
+    """Return the algorithm and settings for an operation. Missing links are completed by nominal values.
 
-    The engine stays unless its time is over 1.10 times the best prediction. `allow_compress`: what values may be cast
-    to between hosts, which is done only where it is over 1.05 times as fast.
+    The engine stays unless its time is over 1.10 times the best prediction. `allow_compress`: the type that values may
+    be cast to between hosts, which happens only if it is over 1.05 times as fast.
     """
     complete_links = complete(links, topology, operation.device)
     return _chosen(_predictions(operation, topology, complete_links, allow_compress))
@@ -92,9 +93,9 @@ def table(
     allow_compress: Compression | None = None,
     sizes: Sequence[int] = TABLE_SIZES,
 ) -> Mapping[OperationKind, tuple[Range, ...]]:
-    """For each kind of operation the choices by size, as `look_up` reads them.
+    """Return, for each kind of operation, the choices by size, as `look_up` reads them.
 
-    `sizes` ascend; a choice holds from its size on, the first one from 0 and the last one without end.
+    `sizes` ascend. A choice holds from its size on, the first one from 0 and the last one without end.
     """
     complete_links = complete(links, topology, device)
     found: dict[OperationKind, tuple[Range, ...]] = {}
@@ -110,7 +111,7 @@ def table(
 
 
 def look_up(ranges: Sequence[Range], num_bytes: int) -> Choice:
-    """The choice that a table's ranges of one kind hold for `num_bytes`."""
+    """Return the choice for `num_bytes` in a table's ranges of one kind."""
     starts = [entry.from_bytes for entry in ranges]
     return ranges[bisect_right(starts, num_bytes) - 1].choice
 
@@ -126,7 +127,7 @@ def explain(
     allow_compress: Compression | None = None,
     sizes: Sequence[int] = TABLE_SIZES,
 ) -> tuple[Explanation, ...]:
-    """For each size what every algorithm would take, or why it cannot, and what is chosen: for people to read."""
+    """Return, for each size, every algorithm's prediction or reason, and the choice, for people to read."""
     complete_links = complete(links, topology, device)
     rows = []
     for size in sizes:
@@ -137,14 +138,14 @@ def explain(
 
 
 def predict_us(operation: Operation, topology: Topology, links: Links, choice: Choice) -> float:
-    """Predicted time of an operation with given settings. What the links lack is completed by nominal values."""
+    """Return the predicted time of an operation with given settings. Missing links are completed by nominal values."""
     return collective(choice.algorithm).cost_us(
         operation, topology, complete(links, topology, operation.device), choice
     )
 
 
 def collective(name: str) -> Collective:
-    """The algorithm of that name, which is one of those in `COLLECTIVES`."""
+    """Return the algorithm of that name, one of those in `COLLECTIVES`."""
     return next(found for found in COLLECTIVES if found.name == name)
 
 

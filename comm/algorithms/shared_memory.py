@@ -14,33 +14,36 @@ REDUCE_OPS = ("sum", "avg", "min", "max")
 
 
 class SharedMemory(Collective):
-    """Every rank reads the others' values where they lie. One-shot or two-shot: the native code decides by size."""
+    """Collectives in which every rank reads the others' values in place.
+
+    One-shot or two-shot: the native code decides by size.
+    """
 
     name = "shared_memory"
     in_memory = True
 
     def unavailable(self, kind: OperationKind, device: DeviceKind, topology: Topology) -> str | None:
-        """Several hosts, a lone rank, more than 64, or CUDA tensors."""
+        """Refuse several hosts, a lone rank, more than 64 ranks, and CUDA tensors."""
         if topology.num_hosts > 1:
             return f"works on one host, found {topology.num_hosts}"
         return why_not_in_memory(device, topology)
 
     def refused(self, operation: Operation) -> str | None:
-        """A type or reduction without a kernel."""
+        """Refuse types and reductions without a kernel."""
         return without_kernel(operation)
 
     def cost_us(self, operation: Operation, topology: Topology, links: Links, choice: Choice) -> float:
-        """Predicted time: the measured all-reduce through memory; the other kinds move half as much."""
+        """Return the predicted time: the measured all-reduce through memory; the other kinds move half as much."""
         time_us = links.link("memory").time_us(operation.num_bytes)
         return time_us if operation.kind == "all_reduce" else time_us / 2
 
     def choices(self, operation: Operation, topology: Topology, links: Links) -> Sequence[Choice]:
-        """One: the native code cuts its own chunks to the caches."""
+        """Return one choice: the native code fits its chunks to the caches."""
         return (Choice(self.name),)
 
 
 def why_not_in_memory(device: DeviceKind, topology: Topology) -> str | None:
-    """Why the ranks of one host cannot work through shared memory, or None where they can."""
+    """Return why the ranks of one host cannot work through shared memory, or None if they can."""
     if device != "cpu":
         return f"works on CPU tensors, found {device}"
     if not 2 <= topology.ranks_per_host <= MOST_RANKS:
@@ -49,7 +52,7 @@ def why_not_in_memory(device: DeviceKind, topology: Topology) -> str | None:
 
 
 def without_kernel(operation: Operation) -> str | None:
-    """Why the kernels over shared memory do not take the operation, or None where they do."""
+    """Return why the kernels over shared memory do not take the operation, or None if they do."""
     if operation.dtype not in DTYPES:
         return f"has no kernel for {operation.dtype}"
     if not operation.reduces:

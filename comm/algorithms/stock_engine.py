@@ -1,4 +1,4 @@
-"""The inner backend (Gloo, NCCL) as it comes: always possible, and what everything else has to beat."""
+"""The unmodified inner backend (Gloo, NCCL): always possible, and the baseline that every algorithm has to beat."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Engine(Collective):
     name = "engine"
 
     def unavailable(self, kind: OperationKind, device: DeviceKind, topology: Topology) -> str | None:
-        """Return None: what the engine refuses, it refuses with its own error."""
+        """Return None: the engine itself raises an error for what it cannot do."""
         return None
 
     def cost_us(self, operation: Operation, topology: Topology, links: Links, choice: Choice) -> float:
-        """Predicted time, from the measured all-reduce."""
+        """Return the predicted time, from the measured all-reduce."""
         latency, rate = share_of_all_reduce(operation.kind, topology.num_ranks)
         return links.link("engine").scaled(latency=latency, rate=rate).time_us(operation.num_bytes)
 
     def choices(self, operation: Operation, topology: Topology, links: Links) -> Sequence[Choice]:
-        """One: there is nothing to set."""
+        """Return one choice: there is nothing to set."""
         return (Choice(self.name),)

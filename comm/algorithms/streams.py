@@ -22,13 +22,13 @@ MOST_STREAMS = 16
 
 
 class Streams(Collective):
-    """A flat all-reduce whose chunks take turns over several contexts, each with connections of its own."""
+    """A flat all-reduce whose chunks take turns over several contexts, each with its own connections."""
 
     name = "streams"
     compresses = True
 
     def unavailable(self, kind: OperationKind, device: DeviceKind, topology: Topology) -> str | None:
-        """One host, several ranks on one, another kind than all_reduce, or CUDA tensors."""
+        """Refuse a single host, several ranks on one host, every kind except all_reduce, and CUDA tensors."""
         if topology.num_hosts == 1:
             return "needs several hosts, found 1"
         if topology.ranks_per_host > 1:
@@ -42,7 +42,7 @@ class Streams(Collective):
         return None
 
     def cost_us(self, operation: Operation, topology: Topology, links: Links, choice: Choice) -> float:
-        """Predicted time: the engine's, its rate scaled by what more streams give on this network."""
+        """Return the predicted time: the engine's, with its rate scaled by the gain of more streams on this network."""
         num_chunks = choice.num_chunks(operation.num_bytes)
         num_streams = min(choice.num_streams, num_chunks)
         ratio = compressed_ratio(operation.dtype, choice.compress)
@@ -59,7 +59,10 @@ class Streams(Collective):
         )
 
     def choices(self, operation: Operation, topology: Topology, links: Links) -> Sequence[Choice]:
-        """Each number of streams that was measured, with a chunk or more for each; one is for compression only."""
+        """Return each number of streams that was measured, with a chunk or more for each.
+
+        One stream is for compression only.
+        """
         exits = topology.ring_exits
         counts = sorted({streams // exits for streams in links.network if streams % exits == 0})
         several = [
@@ -72,7 +75,7 @@ class Streams(Collective):
 
 
 def streams_us(num_bytes: float, num_waves: float, engine: Link, ratio: float = 1.0, cast_rate: float = 0.0) -> float:
-    """Time of a flat all-reduce of `num_bytes`, cut into `num_waves` of as many chunks as there are streams.
+    """Return the time of a flat all-reduce of `num_bytes`, cut into `num_waves` of as many chunks as there are streams.
 
     `engine`: all-reduce of the whole group with these streams, us over payload bytes; `cast_rate`: us per payload byte.
     """

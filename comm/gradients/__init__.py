@@ -1,1 +1,1 @@
-"""Gradients of a data-parallel module: planned into buckets, sent while the backward runs."""
+"""Gradients of a data-parallel module: planned into buckets, and sent while the backward runs."""

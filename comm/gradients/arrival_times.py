@@ -1,4 +1,4 @@
-"""One backward watched: when its gradients came, and what their buckets then took one after the other."""
+"""Profile of one backward: when its gradients arrived, and how long their buckets took one after the other."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from deepytorch.comm.topology.cost import Link
 
 
 class ArrivalTimes:
-    """Times of one backward, from its first gradient on: on a GPU those of its stream, on a CPU those of the clock."""
+    """The times of one backward, from its first gradient on: on a GPU by its stream, on a CPU by the clock."""
 
     def __init__(self, device: torch.device) -> None:
-        """Begin now. device: where the gradients are."""
+        """Start now. device: that of the gradients."""
         self._device = device
         self._began = self._mark()
         self._arrivals: list[tuple[tuple[int, ...], Any]] = []
@@ -24,27 +24,27 @@ class ArrivalTimes:
         self._ended: Any = None
 
     def arrived(self, members: Iterable[int]) -> None:
-        """These gradients have just come, for the first time."""
+        """Record that these gradients have just arrived, for the first time."""
         found = tuple(members)
         if found:
             self._arrivals.append((found, self._mark()))
 
     def arrived_but_for_rows(self, member: int) -> None:
-        """A gradient has come, but for rows that are to be added."""
+        """Record that a gradient has arrived, except for rows that are still to be added."""
         self._but_for_rows[member] = self._mark()
 
     def ended(self) -> None:
-        """The backward is over."""
+        """Record the end of the backward."""
         self._ended = self._mark()
 
     def backward_us(self) -> float:
-        """From the first gradient to the end."""
+        """Return the time from the first gradient to the end."""
         return self._us(self._ended)
 
     def arrivals(self, all_members: int, without_rows: Collection[int] = ()) -> list[Arrival]:
-        """Every member once, in the order of their coming: those that did not come stand at the end.
+        """Return every member once, in the order of arrival; members that did not arrive come last.
 
-        without_rows: those whose rows need not be waited for.
+        without_rows: members whose rows need not be waited for.
         """
         at_us = dict.fromkeys(range(all_members), self.backward_us())
         for members, mark in self._arrivals:
@@ -71,13 +71,16 @@ class ArrivalTimes:
 
 
 def finish(device: torch.device) -> float:
-    """Seconds on the clock, when nothing is under way on the device."""
+    """Wait until the device is idle; return the seconds on the clock."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def fitted(assumed: Link, num_bytes: int, num_transfers: int, seconds: float) -> Link:
-    """`assumed` with the rate that was seen; its latency is kept, as transfers of about one size do not show it."""
+    """Return `assumed` with the measured rate.
+
+    The latency is kept, as transfers of about one size do not show it.
+    """
     left_us = max(1e6 * seconds - num_transfers * assumed.latency_us, 0.1e6 * seconds)
     return Link(assumed.latency_us, left_us / max(num_bytes, 1))

@@ -1,4 +1,4 @@
-"""What autograd does with a parameter's gradient: whether it adds it up, and who looks at it on its way."""
+"""Autograd's treatment of a parameter's gradient: if it accumulates the gradient, and which hooks read it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from deepytorch.torch_internals import will_engine_execute_node
 
 
 def accumulator(parameter: Tensor) -> Any:
-    """Autograd's node that adds to `parameter.grad`, also of one that is frozen now."""
+    """Return autograd's node that adds to `parameter.grad`, also for a parameter that is frozen now."""
     with torch.enable_grad(), _trained(parameter):
         node = parameter.view_as(parameter).grad_fn
     assert node is not None
@@ -21,9 +21,9 @@ def accumulator(parameter: Tensor) -> Any:
 
 
 def on_accumulated(parameter: Tensor, call: Callable[[Any], None]) -> Any:
-    """Have `call(parameter)` run when its gradient was added up, also once one that is frozen now is frozen no more.
+    """Call `call(parameter)` whenever autograd has accumulated the parameter's gradient.
 
-    Returns a handle with `remove()`.
+    The parameter may be frozen now and trained later. Returns a handle with `remove()`.
     """
     with _trained(parameter):
         return parameter.register_post_accumulate_grad_hook(call)
@@ -31,7 +31,7 @@ def on_accumulated(parameter: Tensor, call: Callable[[Any], None]) -> Any:
 
 @contextlib.contextmanager
 def _trained(parameter: Tensor) -> Iterator[None]:
-    """Inside, the parameter needs a gradient: neither node nor hook is to be had of one that does not."""
+    """Make the parameter require a gradient inside the block: without that it has neither node nor hook."""
     frozen = not parameter.requires_grad
     parameter.requires_grad_(True)
     try:
@@ -42,14 +42,14 @@ def _trained(parameter: Tensor) -> Iterator[None]:
 
 
 def is_accumulated(node: Any) -> bool:
-    """Whether this backward adds to the gradient of a parameter, and does not only hand it out."""
+    """Return whether this backward adds to the gradient of a parameter, and does not only return it."""
     try:
         return bool(will_engine_execute_node(node))
-    except RuntimeError:  # what it says of a leaf in torch.autograd.grad
+    except RuntimeError:  # raised for a leaf in torch.autograd.grad
         return False
 
 
 def has_hooks(parameter: Tensor) -> bool:
-    """Whether anything but our own hook looks at a gradient on its way."""
+    """Return whether any hook other than the reducer's reads a gradient on its way."""
     ours = getattr(parameter, "_post_accumulate_grad_hooks", None)
     return bool(parameter._backward_hooks) or len(ours or ()) > 1

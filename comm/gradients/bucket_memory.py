@@ -1,4 +1,4 @@
-"""The memory of one bucket of gradients, and what has become of it in a backward."""
+"""The memory of one bucket of gradients, and the bucket's state during a backward."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from deepytorch.torch_internals import storage_use_count
 
 @dataclass
 class Transfer:
-    """When one bucket was on its way, in seconds of `time.perf_counter`; `waited`: what the backward stood for.
+    """The time span of one bucket's transfer, in seconds of `time.perf_counter`.
 
-    bucket: its place in the plan; for rows, that of the bucket that their gradient lies in.
+    waited: how long the backward stood still for it. bucket: the bucket's place in the plan; for rows, that of the
+    bucket that their gradient lies in.
     """
 
     bucket: int
@@ -38,10 +39,10 @@ class Transfer:
 
 
 class BucketMemory:
-    """A buffer, and views of it that are laid out as the parameters are."""
+    """A buffer, and views of it that have the layouts of the parameters."""
 
     def __init__(self, planned: Bucket, parameters: Sequence[nn.Parameter], buffer: Tensor) -> None:
-        """`parameters`: those of the bucket, in its order. `buffer`: `planned.num_bytes` of uint8."""
+        """Make the views. `parameters`: those of the bucket, in its order. `buffer`: `planned.num_bytes` of uint8."""
         self.parameters = list(parameters)
         self.buffer = buffer.view(parameters[0].dtype)
         self.views = [
@@ -55,12 +56,12 @@ class BucketMemory:
         self.rows: Transfer | None = None
 
     def begin(self) -> None:
-        """A backward begins: all is missing."""
+        """Start a backward: all gradients are missing."""
         self.missing, self.launched = len(self.views), False
         self.work, self.transfer, self.rows = None, None, None
 
     def finish(self) -> float:
-        """Wait for what is under way, if it is; return for how many seconds."""
+        """Wait for the bucket's transfer, if one is under way; return the seconds waited."""
         if self.work is None:
             return 0.0
         started = time.perf_counter()
@@ -72,7 +73,10 @@ class BucketMemory:
         return self.transfer.waited
 
     def is_held(self) -> bool:
-        """Whether somebody beside `param.grad` and us looks into the memory; always, where nobody can tell."""
+        """Return whether anything besides `param.grad` and the reducer refers to the memory.
+
+        The answer is True if this torch does not let it be known.
+        """
         if not _owners_are_counted():
             return True
         own = 1 + len(self.views)
@@ -83,10 +87,10 @@ class BucketMemory:
 
 
 class Buffers:
-    """Where the memory of one plan's buckets comes from: zeros, of uint8.
+    """The allocator of one plan's buckets: zeros, of uint8.
 
-    What NCCL was told of is given to it by all ranks or by none. So all make theirs together, and a buffer that takes
-    the place of one on a single rank is of the same kind.
+    Memory is registered with NCCL by all ranks or by none. All ranks therefore allocate together, and a buffer that
+    replaces one on a single rank is of the same kind.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -95,7 +99,10 @@ class Buffers:
         self._registered: RegisteredMemory | None = None
 
     def for_all(self, sizes: Sequence[int]) -> list[Tensor]:
-        """Buffers of so many bytes each. All ranks of the group make theirs at this point, so that it may be shared."""
+        """Return buffers of these sizes.
+
+        All ranks of the group allocate at this point, so that the memory may be shared.
+        """
         large = [size for size in sizes if self._is_large(size)]
         if large:
             memory = registered_memory(self._group, self._device)
@@ -106,7 +113,7 @@ class Buffers:
         return [self._shared(size) for size in sizes]
 
     def another(self, num_bytes: int) -> Tensor:
-        """One for this rank alone, in place of one of `for_all` of that size."""
+        """Return a buffer for this rank alone, in place of one of `for_all` of that size."""
         if self._registered is not None and self._is_large(num_bytes):
             return self._registered.allocate(num_bytes)
         return self._plain(num_bytes)
@@ -116,7 +123,7 @@ class Buffers:
 
     def _shared(self, num_bytes: int) -> Tensor:
         if self._device.type == "cpu":
-            with contextlib.suppress(ConfigError):  # of another backend
+            with contextlib.suppress(ConfigError):  # raised by other backends
                 return allocate(num_bytes, self._group)
         return self._plain(num_bytes)
 
@@ -126,7 +133,7 @@ class Buffers:
 
 @functools.cache
 def _owners_are_counted() -> bool:
-    """Whether this torch counts who holds a storage as `is_held` takes it to: tensors, views, and who asks."""
+    """Return whether this torch counts the owners of a storage as `is_held` assumes: tensors, views, and the caller."""
     whole = torch.zeros(2)
     views = [whole[:1], whole[1:]]
     counts = [storage_use_count(whole.untyped_storage()._cdata)]
@@ -138,7 +145,7 @@ def _owners_are_counted() -> bool:
 
 
 def strides(parameter: Tensor) -> tuple[int, ...]:
-    """As autograd lays out a gradient: like its parameter where that is dense."""
+    """Return the strides of a parameter's gradient, as autograd lays it out: like the parameter if that is dense."""
     return tuple(torch.empty_like(parameter, device="meta").stride())
 
 

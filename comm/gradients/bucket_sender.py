@@ -1,4 +1,4 @@
-"""Buckets on their way: filled in any order, sent in that of the plan, so that all ranks issue the same collectives."""
+"""Transfer of buckets: filled in any order, sent in the plan's order, so that all ranks issue the same collectives."""
 
 from __future__ import annotations
 
@@ -18,26 +18,25 @@ from deepytorch.comm.gradients.comm_hooks import CommHook
 from deepytorch.comm.group.groups import averages
 from deepytorch.comm.kernels.buckets import Slots, pack
 
-_MOST_SLOTS = 256  # sets of gradients that came together; graphs hand over about 48
+_MOST_SLOTS = 256  # sets of gradients that arrived together; graphs hand over about 48
 
 
 @dataclass
 class Counts:
-    """What one reducer did: `syncs` backwards that reduced, over how many `collectives` and `num_bytes`."""
+    """The counts of one reducer: `syncs` backwards that reduced, over how many `collectives` and `num_bytes`."""
 
     syncs: int = 0
     collectives: int = 0
     num_bytes: int = 0
     exposed_seconds: float = 0.0
-    late: int = 0  # gradients that came from eager frames
+    late: int = 0  # gradients that arrived from eager frames
     transfers: list[Transfer] = field(default_factory=list)  # of the last backward that reduced
 
 
 class BucketSender:
     """The buckets of one plan, backward after backward.
 
-    Memory is made by the first backward; what autograd holds of an earlier plan's stays as it is. counts: where sending
-    and waiting are counted.
+    The first backward allocates the memory. Gradients that autograd holds from an earlier plan stay unchanged.
     """
 
     def __init__(
@@ -48,7 +47,15 @@ class BucketSender:
         hook: CommHook | None,
         counts: Counts,
     ) -> None:
-        """`parameters`: of the plan's members. hook: called with each bucket in place of an all-reduce."""
+        """Make the sender, without memory.
+
+        Args:
+            plan: the buckets.
+            parameters: those of the plan's members.
+            group: the ranks that reduce.
+            hook: called with each bucket in place of an all-reduce.
+            counts: where sending and waiting are counted.
+        """
         self.plan, self.counts = plan, counts
         self._parameters, self._group, self._hook = parameters, group, hook
         self._bucket_of = plan.bucket_of()
@@ -56,20 +63,20 @@ class BucketSender:
         self._averages = averages(group)
         self._buffers = Buffers(group, parameters[0].device)
         self._memory: list[BucketMemory] = []
-        self._slots: dict[tuple[int, ...], Slots] = {}  # of gradients that came together, in this memory
-        self._next = 0  # the bucket that leaves next
+        self._slots: dict[tuple[int, ...], Slots] = {}  # by the gradients that arrived together; in this memory
+        self._next = 0  # the bucket to be sent next
 
     @property
     def device(self) -> torch.device:
-        """Where the gradients are."""
+        """Return the device of the gradients."""
         return self._parameters[0].device
 
     def begin(self) -> None:
-        """A backward begins: nothing has come."""
+        """Start a backward: no gradient has arrived."""
         if not self._memory:
             self._memory = self._make_all()
         for number, bucket in enumerate(self._memory):
-            if bucket.is_held():  # somebody kept a gradient of an earlier step: it stays what it is
+            if bucket.is_held():  # the script kept a gradient of an earlier step, which must stay unchanged
                 bucket = self._make(number, self._buffers.another(self.plan.buckets[number].num_bytes))
                 self._memory[number] = bucket
                 self._slots.clear()
@@ -77,15 +84,15 @@ class BucketSender:
         self._next = 0
 
     def view(self, member: int) -> Tensor:
-        """Where a gradient lies in its bucket, laid out as its parameter is."""
+        """Return the place of a gradient in its bucket, in the layout of its parameter."""
         return self.memory_of(member).views[self._place[member]]
 
     def planned(self, member: int) -> Bucket:
-        """What the plan says of a gradient's bucket."""
+        """Return a gradient's bucket in the plan."""
         return self.plan.buckets[self._bucket_of[member]]
 
     def memory_of(self, member: int) -> BucketMemory:
-        """The bucket of a gradient."""
+        """Return the memory of a gradient's bucket."""
         return self._memory[self._bucket_of[member]]
 
     def pack(self, members: Sequence[int], gradients: Sequence[Tensor]) -> None:
@@ -102,7 +109,7 @@ class BucketSender:
             pack([gradients[place] for place in places], self._slots[together])
 
     def fill(self, member: int) -> None:
-        """A gradient is in its place."""
+        """Record that a gradient is in its place."""
         self.memory_of(member).missing -= 1
 
     def send_full(self) -> None:
@@ -118,7 +125,7 @@ class BucketSender:
         self.wait([member])
 
     def send_one_by_one(self) -> float:
-        """Send every bucket when the one before has come; return what the network takes alone, in seconds."""
+        """Send every bucket after the previous one has arrived; return the seconds that the network takes alone."""
         started = finish(self.device)
         for number, bucket in enumerate(self._memory):
             self._launch(number)
@@ -127,13 +134,16 @@ class BucketSender:
         return finish(self.device) - started
 
     def wait(self, members: Iterable[int] | None = None) -> None:
-        """Wait for the buckets of these gradients (None: for all) that are on their way."""
+        """Wait for the transfers of the buckets of these gradients (None: of all)."""
         numbers = range(len(self._memory)) if members is None else {self._bucket_of[each]: None for each in members}
         for number in numbers:
             self.counts.exposed_seconds += self._memory[number].finish()
 
     def sent_rows(self, member: int, num_bytes: int, began: float) -> float:
-        """The rows of a gradient were sent from `began` on, by each rank this many bytes; returns when that ended."""
+        """Record that the rows of a gradient were sent, and return the time of the end.
+
+        num_bytes: sent by each rank. began: when the transfer began.
+        """
         number, ended = self._bucket_of[member], time.perf_counter()
         transfer = Transfer(number, num_bytes, began, ended, ended - began, began, as_rows=True)
         self._memory[number].rows = transfer
@@ -142,7 +152,7 @@ class BucketSender:
         return ended
 
     def transfers(self) -> list[Transfer]:
-        """What was sent in this backward."""
+        """Return the transfers of this backward."""
         sent = [transfer for bucket in self._memory for transfer in (bucket.transfer, bucket.rows)]
         return [transfer for transfer in sent if transfer is not None]
 
@@ -168,7 +178,10 @@ class BucketSender:
         self.counts.num_bytes += num_bytes
 
     def _make_all(self) -> list[BucketMemory]:
-        """By all ranks at this point. Nothing else may hold on to the memory: see `BucketMemory.is_held`."""
+        """Make the memory of all buckets; all ranks do so at this point.
+
+        Nothing else may refer to the memory: see `BucketMemory.is_held`.
+        """
         buffers = self._buffers.for_all([bucket.num_bytes for bucket in self.plan.buckets])
         return [self._make(number, buffers.pop(0)) for number in range(len(self.plan.buckets))]
 

@@ -1,9 +1,9 @@
-"""Which gradients travel together: a plan of buckets, made of parameters, arrivals and links, alike on every rank.
+"""Planning of buckets, which gradients travel together, from parameters, arrivals and links; equal on every rank.
 
-Gradients come out of the backward one after the other. A bucket can leave when its last gradient is there, and buckets
-leave one after the other; what is not on its way when the backward ends is exposed. Small buckets start early and end
-early but pay the latency often. Where to cut is found exactly, under the alpha-beta model of `cost`, by dynamic
-programming over the arrivals (the problem of merged-gradient wait-free backpropagation: Shi, Chu and Li 2019,
+Gradients come out of the backward one after the other. A bucket can be sent when its last gradient is there, and
+buckets are sent one after the other. Communication after the end of the backward is exposed. Small buckets start early
+and end early but pay the latency often. The best cuts are found exactly, under the alpha-beta model of `cost`, by
+dynamic programming over the arrivals (the problem of merged-gradient wait-free backpropagation: Shi, Chu and Li 2019,
 "MG-WFBP"). Of plans that end at about the same time, the one with the fewest buckets is taken.
 """
 
@@ -25,15 +25,15 @@ from deepytorch.comm.group.groups import group_of
 from deepytorch.comm.topology.cost import Link, fit_link
 from deepytorch.errors import ConfigError
 
-NOMINAL = Link(100.0, 2 * 8e6 / 10e9)  # us, and us per byte: a ring sends nearly twice the payload
+NOMINAL = Link(100.0, 2 * 8e6 / 10e9)  # us, and us per byte at 10 Gbit/s: a ring sends nearly twice the payload
 _FITTED_BYTES = (1 << 18, 1 << 21, 1 << 24, 1 << 27)
 
-# Compute and communication share cores, or a GPU, so each may take longer than it was seen to. Buckets are cut for
-# both: for a late backward, which wants its last buckets small, and for slow links, which want their first ones early.
+# Compute and communication share cores, or a GPU, so each may take longer than measured. Buckets are cut for both: for
+# a slow backward, which needs small last buckets, and for slow links, which need early first buckets.
 _LATE, _SLOW = 1.5, 1.5
-_MAX_GROUPS = 64  # of gradients that come about together; a finer plan gains nothing that shows
-_TOLERANCE = 0.01  # of the whole communication: what fewer buckets may cost
-_ALIGN = 64  # bytes: a bucket's members begin at cache lines, as the kernels like them
+_MAX_GROUPS = 64  # of gradients that arrive about together; a finer plan gains nothing noticeable
+_TOLERANCE = 0.01  # part of the whole communication that fewer buckets may cost
+_ALIGN = 64  # bytes: a bucket's members begin at cache lines, which suits the kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Member:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the gradient, without padding."""
+        """Return the bytes of the gradient, without padding."""
         return self.num_elements * self.element_bytes
 
 
@@ -55,9 +55,12 @@ class Member:
 class Bucket:
     """Gradients of one dtype that are reduced by one collective.
 
-    members: their places in the plan's `members`. offsets: where each begins in the buffer, in elements. num_elements:
-    of the whole buffer, what lies between members included. as_rows: the one member is reduced as `rows`, and as a
-    whole only in a step in which some rank has it so.
+    Attributes:
+        members: their places in the plan's `members`.
+        offsets: where each member begins in the buffer, in elements.
+        num_elements: of the whole buffer, including the space between members.
+        as_rows: the only member is reduced as `rows`, and as a whole only in a step in which some rank has the whole
+            gradient.
     """
 
     members: tuple[int, ...]
@@ -70,7 +73,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """Gradients that come at one time of the backward, in us from its beginning."""
+    """Gradients that arrive at one time of the backward, in us from its beginning."""
 
     members: tuple[int, ...]
     at_us: float
@@ -78,11 +81,12 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class BucketPlan:
-    """All buckets, in the order in which they leave, and what they were chosen by.
+    """All buckets, in the order in which they are sent, and the facts that they were chosen by.
 
     `exposed_us`: predicted communication after the end of a backward of `backward_us`, out of `total_us`, without that
-    of rows. `measured`: whether arrivals and links were seen in a backward, and not assumed. `tables`: members of which
-    rows are exchanged at the end: those whose buckets are `as_rows`, and others of which a part came as a whole before.
+    of rows. `measured`: whether arrivals and links were measured in a backward, and not assumed. `tables`: members
+    whose rows are exchanged at the end: those whose buckets are `as_rows`, and others of which a part arrived as a
+    whole before.
     """
 
     members: tuple[Member, ...]
@@ -94,7 +98,7 @@ class BucketPlan:
     tables: tuple[int, ...] = ()
 
     def digest(self) -> str:
-        """SHA-256 of members and buckets: equal on ranks that may reduce together."""
+        """Return the SHA-256 of members and buckets: equal on ranks that may reduce together."""
         shape = [
             [[each.name, each.dtype, each.num_elements] for each in self.members],
             [list(bucket.members) for bucket in self.buckets],
@@ -102,7 +106,7 @@ class BucketPlan:
         return hashlib.sha256(json.dumps(shape, separators=(",", ":")).encode()).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
-        """Sizes and predictions as plain JSON values."""
+        """Return sizes and predictions as plain JSON values."""
         return {
             "parameters": len(self.members),
             "bucket_bytes": [bucket.num_bytes for bucket in self.buckets],
@@ -113,7 +117,10 @@ class BucketPlan:
         }
 
     def choices(self) -> dict[str, Any]:
-        """What `with_choices` makes a plan of the same members from: plain JSON values, to tell other ranks."""
+        """Return the choices from which `with_choices` makes a plan of the same members on other ranks.
+
+        The choices are plain JSON values.
+        """
         return {
             "buckets": [[list(bucket.members), bucket.as_rows] for bucket in self.buckets],
             "tables": list(self.tables),
@@ -121,14 +128,14 @@ class BucketPlan:
         }
 
     def with_choices(self, choices: dict[str, Any]) -> BucketPlan:
-        """The measured plan of another rank."""
+        """Return the measured plan of another rank."""
         buckets = tuple(_bucket(self.members, group, as_rows) for group, as_rows in choices["buckets"])
         tables = tuple(choices["tables"])
         backward_us, exposed_us, total_us = choices["us"]
         return BucketPlan(self.members, buckets, backward_us, exposed_us, total_us, measured=True, tables=tables)
 
     def bucket_of(self) -> tuple[int, ...]:
-        """The bucket of each member."""
+        """Return the bucket of each member."""
         found = [0] * len(self.members)
         for number, bucket in enumerate(self.buckets):
             for member in bucket.members:
@@ -137,7 +144,7 @@ class BucketPlan:
 
 
 def group_link(group: dist.ProcessGroup) -> Link:
-    """What an all-reduce costs on a group: as its links were measured, else as over a 10 Gbit network."""
+    """Return the cost of an all-reduce on a group: by its measured links, else as over a 10 Gbit network."""
     try:
         found = group_of(group)
     except ConfigError:
@@ -154,7 +161,10 @@ def group_link(group: dist.ProcessGroup) -> Link:
 def expected_arrivals(
     members: Sequence[Member], backward_us: float, order: Sequence[int] | None = None
 ) -> list[Arrival]:
-    """Where no times were seen: each gradient after a time that goes by its elements. order: None, the last first."""
+    """Return arrivals for a backward without measured times: each gradient after a time proportional to its elements.
+
+    order: None for the last member first.
+    """
     left = total = sum(member.num_elements for member in members) or 1
     found = []
     for number in reversed(range(len(members))) if order is None else order:
@@ -173,12 +183,19 @@ def plan_buckets(
     measured: bool = False,
     tables: Mapping[int, bool] | None = None,
 ) -> BucketPlan:
-    """The plan whose last bucket is predicted to end first.
+    """Return the plan whose last bucket is predicted to end first.
 
-    arrivals: every member once, in the order of their coming. link: time of the all-reduce of a payload. backward_us:
-    time of the whole backward. bucket_bytes: a size for all buckets in place of the choice. tables: members of which
-    rows are exchanged, and whether they come as nothing but rows.
-    Raises `ConfigError` where `arrivals` does not hold every member once.
+    Args:
+        members: the gradients.
+        arrivals: every member once, in the order of arrival.
+        link: the time of the all-reduce of a payload.
+        backward_us: the time of the whole backward.
+        bucket_bytes: a size for all buckets in place of the choice.
+        measured: whether arrivals and link were measured.
+        tables: members whose rows are exchanged, and whether they arrive as nothing but rows.
+
+    Raises:
+        ConfigError: `arrivals` does not hold every member once.
     """
     order = [member for arrival in arrivals for member in arrival.members]
     if sorted(order) != list(range(len(members))):
@@ -210,7 +227,7 @@ def plan_buckets(
 
 
 def _merged(members: Sequence[Member], arrivals: Sequence[Arrival]) -> list[Arrival]:
-    """Neighbours put together until there are few enough to plan with."""
+    """Merge neighbouring arrivals until there are few enough to plan with."""
     total = sum(member.num_bytes for member in members)
     found: list[list[Arrival]] = []
     filled = 0
@@ -230,7 +247,7 @@ def _joined(arrivals: Sequence[Arrival]) -> Arrival:
 
 
 def _cuts(members: Sequence[Member], pieces: Sequence[Arrival], link: Link) -> set[int]:
-    """Behind how many pieces each bucket ends: the fewest buckets that end about as early as any."""
+    """Return the number of pieces after which each bucket ends: the fewest buckets that end about as early as any."""
     count = len(pieces)
     if not count:
         return set()
@@ -245,7 +262,7 @@ def _cuts(members: Sequence[Member], pieces: Sequence[Arrival], link: Link) -> s
     best = [0.0] * (count + 1)
     for end in range(1, count + 1):
         best[end] = min(max(best[start], pieces[end - 1].at_us) + cost[start][end] for start in range(end))
-    ends = [[0.0] + [float("inf")] * count]  # with so many buckets, of so many pieces
+    ends = [[0.0] + [float("inf")] * count]  # [number of buckets][number of pieces]
     before: list[list[int]] = [[0] * (count + 1)]
     enough_us = best[count] + _TOLERANCE * cost[0][count]
     while ends[-1][count] > enough_us:

@@ -1,4 +1,4 @@
-"""Communication hooks that a user gave to DistributedDataParallel, called with our buckets."""
+"""Communication hooks that a user gave to DistributedDataParallel, called with deepytorch's buckets."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Hook = Callable[[Any, Any], Any]
 
 
 def only_averages(hook: Hook, state: Any, group: dist.ProcessGroup) -> bool:
-    """Whether a hook averages each bucket over the group's ranks and does nothing else, whatever the buckets are.
+    """Return whether a hook averages each bucket over the group's ranks and does nothing else, for any buckets.
 
-    Others keep a state by the index of a bucket, average over fewer ranks, or take optimizer steps.
+    Other hooks keep a state by the index of a bucket, average over fewer ranks, or take optimizer steps.
     """
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as known
 
@@ -30,18 +30,21 @@ def only_averages(hook: Hook, state: Any, group: dist.ProcessGroup) -> bool:
 
 @dataclass(frozen=True)
 class CommHook:
-    """What `register_comm_hook(state, hook)` was given."""
+    """The arguments of `register_comm_hook(state, hook)`."""
 
     hook: Hook
     state: Any
 
     def start(self, memory: BucketMemory, index: int, is_last: bool) -> _Hooked:
-        """Hand a full bucket over. What the hook's future holds is the bucket's result: nothing is divided by us."""
+        """Hand a full bucket over.
+
+        The value of the hook's future is the bucket's result: deepytorch divides nothing.
+        """
         return _Hooked(self.hook(self.state, _HookBucket(memory, index, is_last)), memory.buffer)
 
 
 class _HookBucket:
-    """The methods of `torch.distributed.GradBucket`, which Python cannot make."""
+    """The methods of `torch.distributed.GradBucket`, which cannot be constructed in Python."""
 
     def __init__(self, memory: BucketMemory, index: int, is_last: bool) -> None:
         self._memory, self._index, self._is_last = memory, index, is_last
@@ -57,7 +60,7 @@ class _HookBucket:
         return self._buffer
 
     def set_buffer(self, buffer: Tensor) -> None:
-        self._buffer = buffer  # of another dtype, for hooks that compress before they call another one
+        self._buffer = buffer  # of another dtype, for hooks that compress before they call another hook
 
     def gradients(self) -> list[Tensor]:
         return list(self._memory.views)
@@ -67,7 +70,7 @@ class _HookBucket:
 
 
 class _Hooked:
-    """A hook's future as the work of a bucket."""
+    """A hook's future, with the interface of a bucket's work."""
 
     def __init__(self, future: torch.futures.Future[Any], buffer: Tensor) -> None:
         self._future, self._buffer = future, buffer

@@ -1,4 +1,4 @@
-"""What the ranks of a group tell each other beside their tensors."""
+"""Messages that the ranks of a group exchange besides tensors."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import torch.distributed as dist
 
 
 def from_rank_0(group: dist.ProcessGroup, text: str, device: torch.device) -> str:
-    """`text` of the group's rank 0, on every rank: a collective.
+    """Return `text` of the group's rank 0 on every rank: a collective.
 
-    Not through the store, which goes with the process that holds it: rank 0 may have ended when a slow rank reads.
+    The message does not go through the store, which ends with the process that holds it: rank 0 may have ended when a
+    slow rank reads.
     """
     content = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
     count = torch.tensor([content.numel()], device=device)

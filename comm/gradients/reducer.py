@@ -1,23 +1,24 @@
-"""Gradients on their way: what arrives is packed into buckets, full buckets are averaged over the ranks, late ones too.
+"""Reduction of gradients: arriving gradients are packed into buckets, and full buckets are averaged over the ranks.
 
 A `GradientReducer` stands for one DistributedDataParallel module. Gradients reach it from compiled backwards (`arrive`,
-through `ops`) and from autograd (a hook on each parameter, for what eager frames use). A bucket leaves as soon as it is
-full and the ones before it have left, so that every rank issues the same collectives in the same order, whatever its
-graphs look like; what is missing when the backward ends leaves then.
+through `ops`) and from autograd (a hook on each parameter, for parameters that eager frames use). A bucket is sent as
+soon as it is full and the buckets before it are sent, so that every rank issues the same collectives in the same order,
+whatever its graphs look like. Buckets that are incomplete when the backward ends are sent then.
 
-What is handed back to autograd are views of the buckets, laid out as their parameters are. Autograd takes them for
-`param.grad` as they are, so a reduced gradient is never copied out.
+Autograd receives views of the buckets, in the layouts of the parameters. Autograd stores the views as `param.grad`, so
+a reduced gradient is never copied out.
 
-The first three backwards are watched, and the plan is made anew of them: see `replanning.Phase`.
+The first three backwards are profiled, and each replans the buckets: see `replanning.Phase`.
 
-Before it takes over, and after it has given back, what compiled backwards hand over only passes through.
+Before the reducer takes over, and after `release`, the gradients of compiled backwards only pass through.
 
-[Note: rows] What a compiled graph knows to be rows of an embedding is sent as such, where the plan says that it is
-worth it (`sparse_rows`): after all buckets, when every rank has said how many it has. A rank that has such a gradient
-as a whole, from an eager frame or with earlier micro-batches in it, says so, and then all send it as a whole.
+[Note: rows] A gradient that a compiled graph knows to be rows of an embedding is sent as rows, if the plan says that
+this pays (`sparse_rows`): after all buckets, when every rank has told how many rows it has. A rank that has such a
+gradient as a whole, from an eager frame or with earlier micro-batches in it, says so, and then all ranks send it as a
+whole.
 
 [Note: parts] A parameter that two graphs, or a graph and an eager frame, use gets its gradient in parts, which autograd
-adds up before the parameter's hook sees the sum. Such parameters wait for their sum.
+adds up before the parameter's hook sees the sum. The gradients of such parameters are sent only after their sum.
 """
 
 from __future__ import annotations
@@ -45,7 +46,10 @@ from deepytorch.torch_internals import current_graph_task_id, queue_callback
 
 
 class GradientReducer:
-    """The gradients of one data-parallel module. Not thread-safe beyond what autograd is: one backward at a time."""
+    """The gradients of one data-parallel module.
+
+    A reducer is only as thread-safe as autograd: one backward at a time.
+    """
 
     def __init__(
         self,
@@ -59,14 +63,18 @@ class GradientReducer:
         may_be_unused: bool = False,
         hook: CommHook | None = None,
     ) -> None:
-        """`parameters`: in the order of the plan's members, alike on all ranks. Some may be frozen, now or later.
+        """Make the reducer, which takes over gradients only at `take_over`.
 
-        name: no other module's. plan: for the backwards that are watched. link: what an
-        all-reduce is thought to take. bucket_bytes: as the user wants the buckets, None to have them chosen. hook:
-        called with each bucket in place of an all-reduce.
-
-        may_be_unused: a parameter that no rank used keeps its gradient as it was, as DDP's `find_unused_parameters`
-        has it; otherwise one that is not used is an error.
+        Args:
+            name: a name that no other module has.
+            parameters: in the order of the plan's members, equal on all ranks. Some may be frozen, now or later.
+            plan: for the backwards that are profiled.
+            group: the ranks to average over.
+            link: the assumed time of an all-reduce.
+            bucket_bytes: the size of buckets that the user wants; None to have it chosen.
+            may_be_unused: a parameter that no rank used keeps its gradient unchanged, as with DDP's
+                `find_unused_parameters`; otherwise a parameter that is not used is an error.
+            hook: called with each bucket in place of an all-reduce.
         """
         self.name = name
         self.counts = Counts()
@@ -79,14 +87,14 @@ class GradientReducer:
         self._replanner = Replanner(group, self._parameters[0].device, link, bucket_bytes, may_send_rows=hook is None)
         self._arrived: set[int] = set()
         self._in_parts: set[int] = set()  # see [Note: parts]
-        self._parts: dict[int, Tensor] = {}  # of this backward, on their way to autograd
-        self._rest_of: dict[int, str] = {}  # members a part of which came, and what is done with the rows to come
-        self._rows: dict[int, Rows | None] = {}  # of this backward, as they are to be sent
+        self._parts: dict[int, Tensor] = {}  # of this backward, to be returned to autograd
+        self._rest_of: dict[int, str] = {}  # members of which a part arrived, and what is to be done with their rows
+        self._rows: dict[int, Rows | None] = {}  # of this backward, to be sent
         self._set_plan(plan)
-        self._armed = False  # whether the backward that comes reduces
-        self._armed_anew = False  # whether a forward said so since the last backward began
-        self._backward = -1  # the backward that is under way, as autograd numbers them; -1: none
-        self._absent: set[int] = set()  # gradients that the node that runs hands over as zeros, and that do not exist
+        self._armed = False  # whether the next backward reduces
+        self._armed_anew = False  # whether a forward armed the reducer since the last backward began
+        self._backward = -1  # autograd's number of the backward that is under way; -1: none
+        self._absent: set[int] = set()  # gradients that the running node hands over as zeros although they do not exist
         self._is_ours = self._released = False
         self._hooks: list[Any] = []
 
@@ -96,11 +104,14 @@ class GradientReducer:
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
-        """The parameters, in the order of the plan's members."""
+        """Return the parameters, in the order of the plan's members."""
         return self._parameters
 
     def to_json(self) -> dict[str, Any]:
-        """Plan and counts as plain JSON values. Seconds are those that the backward stood still, over all its steps."""
+        """Return plan and counts as plain JSON values.
+
+        Seconds are those that the backward stood still, over all its steps.
+        """
         return {
             "name": self.name,
             **self.plan.to_json(),
@@ -112,27 +123,27 @@ class GradientReducer:
         }
 
     def reset_counts(self) -> None:
-        """Counting starts anew."""
+        """Start counting anew."""
         self.counts = self._sender.counts = Counts()
 
     # ------------------------------------------------------------------ what DDP tells
 
     def arm(self) -> None:
-        """The forward that has just ended is to be reduced in its backward."""
+        """Have the next backward reduce: that of the forward that has just ended."""
         self._armed = self._armed_anew = True
 
     def disarm(self) -> None:
-        """It is not, after all."""
+        """Undo `arm`."""
         self._armed = self._armed_anew = False
 
     def take_over(self) -> None:
-        """Gradients are ours from now on, on all ranks: listen, too, for those that no compiled backward hands over."""
+        """Reduce gradients from now on, on all ranks; hooks also take those that no compiled backward hands over."""
         self._is_ours = True
         for member, parameter in enumerate(self._parameters):
             self._hooks.append(on_accumulated(parameter, self._hook(member)))
 
     def release(self) -> None:
-        """Nothing more is to be reduced: listen no more, behind the backward that is awaited if there is one."""
+        """Stop reducing and remove the hooks, after the backward that is awaited if there is one."""
         self._released = True
         if not self._armed:
             self._detach()
@@ -148,7 +159,7 @@ class GradientReducer:
     def arrive(self, members: Sequence[int], gradients: Sequence[Tensor]) -> None:
         """Pack gradients of a compiled backward, and send the buckets that are full with them.
 
-        Those that autograd does not accumulate (`torch.autograd.grad`, `backward(inputs=...)`) only pass through.
+        Gradients that autograd does not accumulate (`torch.autograd.grad`, `backward(inputs=...)`) only pass through.
         """
         accumulated = [self._is_taken(member) for member in members]
         if any(accumulated):
@@ -173,13 +184,13 @@ class GradientReducer:
             self._send_full()
 
     def arrive_part(self, member: int, gradient: Tensor) -> None:
-        """A gradient but for rows that `arrive_rows` is given later."""
+        """Take a gradient without the rows that `arrive_rows` is given later."""
         if self._passes_through(member):
             self._parts[member] = self._copy(member, gradient)
             self._rest_of[member] = "autograd"
             return
         self._fill(member, gradient)
-        apart = not self._sender.planned(member).as_rows  # else the bucket is not sent before the rows
+        apart = not self._sender.planned(member).as_rows  # otherwise the bucket is not sent before the rows
         self._rest_of[member] = "sent" if apart and self._sends_rows(member) else "added"
         if self._replanner.times is not None:
             self._replanner.times.arrived_but_for_rows(member)
@@ -188,7 +199,10 @@ class GradientReducer:
             self._send_full()
 
     def arrive_rows(self, member: int, ids: Tensor, values: Tensor, kept: Tensor | None) -> None:
-        """Rows of a gradient, or of the rest of one: see `summed_rows`. Where nothing else came they are all of it."""
+        """Take rows of a gradient, or of the rest of one: see `summed_rows`.
+
+        The rows are the whole gradient if nothing else arrived.
+        """
         purpose = self._rest_of.pop(member, None)
         if purpose == "autograd" or (purpose is None and self._passes_through(member)):
             if purpose is None:
@@ -214,10 +228,13 @@ class GradientReducer:
 
     @contextmanager
     def without(self, parameters: Sequence[Any]) -> Iterator[None]:
-        """Inside, an autograd node runs that none of these gets a gradient from, whatever it hands over."""
+        """Ignore, inside the block, what the running autograd node hands over for these parameters.
+
+        The node gives none of them a gradient.
+        """
         members = {number for number, each in enumerate(self._parameters) if any(each is one for one in parameters)}
         if self._is_ours and any(is_accumulated(self._accumulators[member]) for member in members):
-            self._begin()  # this rank has to take part, if nothing comes at all
+            self._begin()  # this rank has to take part even if no gradient arrives
         self._absent = members
         try:
             yield
@@ -228,7 +245,7 @@ class GradientReducer:
         return self._is_ours and member not in self._absent and is_accumulated(self._accumulators[member])
 
     def _passes_through(self, member: int) -> bool:
-        """Whether a gradient is not ours to reduce as it comes: autograd adds it up, or only hands it out."""
+        """Return whether a gradient is not reduced as it arrives: autograd accumulates it first, or only returns it."""
         if not self._is_taken(member):
             return True
         self._begin()
@@ -242,8 +259,9 @@ class GradientReducer:
         )
 
     def _fill(self, member: int, gradient: Tensor | None) -> None:
-        """Put a gradient (None: zeros) into its bucket, with the micro-batches before this one: they leave together,
-        and autograd takes the view in their place.
+        """Put a gradient (None: zeros) into its bucket, added to those of earlier micro-batches.
+
+        All are sent together, and autograd gets the view in their place.
         """
         parameter, view = self._parameters[member], self._sender.view(member)
         earlier, parameter.grad = parameter.grad, None
@@ -264,10 +282,10 @@ class GradientReducer:
         return torch.empty_strided(shape, stride, dtype=dtype, device=device).copy_(gradient)
 
     def wait(self, members: Sequence[int]) -> list[Tensor]:
-        """The gradients as autograd is to have them: reduced, or to be reduced in place before the backward ends.
+        """Return the gradients for autograd: reduced, or to be reduced in place before the backward ends.
 
-        Autograd only takes note of them meanwhile, unless hooks of the user's look at them, or it was told to create a
-        graph of the backward.
+        Until then autograd only stores them, unless hooks of the user read them, or autograd creates a graph of the
+        backward; only then this method waits.
         """
         if torch.is_grad_enabled() or any(has_hooks(self._parameters[member]) for member in members):
             self._sender.wait(member for member in members if member not in self._parts)
@@ -277,7 +295,7 @@ class GradientReducer:
         ]
 
     def layouts(self, members: Sequence[int]) -> list[tuple[Any, ...]]:
-        """Shape, stride, dtype and device of what `wait` gives."""
+        """Return shape, stride, dtype and device of each result of `wait`."""
         return [self._layouts[member] for member in members]
 
     def _hook(self, member: int) -> Callable[[nn.Parameter], None]:
@@ -291,7 +309,7 @@ class GradientReducer:
         return accumulated
 
     def _accumulated(self, member: int, gradient: Tensor) -> None:
-        """Autograd has added up a gradient."""
+        """Handle a gradient that autograd has accumulated."""
         self._begin()
         if member not in self._arrived:
             self._stamp([member])
@@ -308,7 +326,7 @@ class GradientReducer:
                 )
             self._take(member, gradient)
             self._in_parts.add(member)
-            rows = self._rows.pop(member, None)  # they are not all of it: it is whole now
+            rows = self._rows.pop(member, None)  # the rows are not the whole gradient, which is there now
             if rows is not None:
                 rows.add_to(self._sender.view(member))
 
@@ -344,7 +362,7 @@ class GradientReducer:
                 "compile with options={'reduce_gradients': False}"
             )
         self._armed_anew = False
-        self._backward = current  # one before it that ended in an error is forgotten
+        self._backward = current  # an earlier one that ended in an error is forgotten
         self._arrived.clear()
         self._parts.clear()
         self._rest_of.clear()
@@ -355,7 +373,7 @@ class GradientReducer:
         queue_callback(self._end)
 
     def _end(self) -> None:
-        """The backward is over: send what has not left, in order, and wait for all of it."""
+        """End the backward: send what has not been sent, in order, and wait for everything."""
         times = self._replanner.times
         try:
             if self._armed:
@@ -394,15 +412,15 @@ class GradientReducer:
         if self._replanner.phase.holds_back:
             self._replanner.saw_network(self.plan.buckets, self._sender.send_one_by_one())
         self._send_full()
-        flags = self._used_anywhere(touched) if self._may_be_unused else None  # behind all buckets, on every rank
+        flags = self._used_anywhere(touched) if self._may_be_unused else None  # after all buckets, on every rank
         self._sender.wait()
         if self.plan.tables:
             reduce_rows(self._group, self._sender, self._rows)
-        for member in self._arrived.difference(unused):  # autograd may have cloned what it was handed
+        for member in self._arrived.difference(unused):  # autograd may have cloned the view it was given
             parameter, view = self._parameters[member], self._sender.view(member)
             if parameter.grad is not None and parameter.grad.data_ptr() != view.data_ptr():
                 parameter.grad = view.view_as(view)
-        # read only where it matters: it waits for the device
+        # read only if needed, because reading waits for the device
         used = [bool(flag) for flag in flags.tolist()] if unused and flags is not None else None
         for member in unused:
             if used is None or used[member]:
@@ -416,7 +434,7 @@ class GradientReducer:
             )
 
     def _used_anywhere(self, touched: Sequence[bool]) -> Tensor:
-        """Which parameters some rank has used, in this backward or in those that it only accumulated before.
+        """Return which parameters some rank has used, in this backward or in earlier ones that it only accumulated.
 
         (parameters,) int32 on their device, 0 or 1.
         """
@@ -427,19 +445,23 @@ class GradientReducer:
 
 @contextmanager
 def without_gradients(parameters: Sequence[Any]) -> Iterator[None]:
-    """Inside, an autograd node runs that none of these parameters gets a gradient from, whatever it hands over."""
+    """Ignore, inside the block, what an autograd node hands over for these parameters, in all reducers."""
     with ExitStack() as stack:
         for each in REDUCERS.values():
             stack.enter_context(each.without(parameters))
         yield
 
 
-# By the name that compiled graphs know them by; each lives as long as its module.
+# By the name that compiled graphs use; each reducer lives as long as its module.
 REDUCERS: weakref.WeakValueDictionary[str, GradientReducer] = weakref.WeakValueDictionary()
 
 
 def reducer(name: str) -> GradientReducer:
-    """The reducer of that name; `GradientError` where it has gone."""
+    """Return the reducer of that name.
+
+    Raises:
+        GradientError: the reducer no longer exists.
+    """
     found = REDUCERS.get(name)
     if found is None:
         raise GradientError(f"the gradients {name!r} belong to no DistributedDataParallel module that is alive")

@@ -1,4 +1,4 @@
-"""The plan of buckets, made anew from the first backwards: rank 0 makes it of what it saw, and all ranks take it."""
+"""Replanning of buckets from the first backwards: rank 0 makes the plan from its profile, and all ranks take it."""
 
 from __future__ import annotations
 
@@ -17,54 +17,63 @@ from deepytorch.comm.topology.cost import Link
 
 
 class Phase(Enum):
-    """What the backward that comes, or is under way, is to show. A backward that is reduced to its end leads on."""
+    """The purpose of the next or running backward. A backward that is reduced to its end starts the next phase."""
 
-    PARTS = 0  # which gradients come in parts; buckets leave at the end
-    ALONE = 1  # when each gradient comes, and what the network takes, seen alone; buckets leave at the end
-    OVERLAPPED = 2  # when gradients come while buckets are on their way, as both share cores or a GPU
-    SETTLED = 3  # nothing: the plan stays
+    PARTS = 0  # finds out which gradients come in parts; buckets are sent at the end
+    ALONE = 1  # times each gradient's arrival and the network, each alone; buckets are sent at the end
+    OVERLAPPED = 2  # times arrivals while buckets are being sent, as both share cores or a GPU
+    SETTLED = 3  # measures nothing: the plan stays
 
     @property
     def holds_back(self) -> bool:
-        """Whether buckets leave when the backward ends, and not when they are full."""
+        """Return whether buckets are sent when the backward ends, and not when they are full."""
         return self in (Phase.PARTS, Phase.ALONE)
 
 
 class Replanner:
-    """Watches the first backwards of one reducer, and makes its plans of them."""
+    """Profiles the first backwards of one reducer, and makes its plans from the profiles."""
 
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, link: Link, bucket_bytes: int | None, may_send_rows: bool
     ) -> None:
-        """`device`: where the gradients are. `link`: what an all-reduce is thought to take. `bucket_bytes`: as the user
-        wants the buckets, None to have them chosen.
+        """Begin with phase `PARTS`.
+
+        Args:
+            group: the ranks that reduce.
+            device: that of the gradients.
+            link: the assumed time of an all-reduce.
+            bucket_bytes: the size of buckets that the user wants; None to have it chosen.
+            may_send_rows: whether gradients may be sent as rows.
         """
         self.phase = Phase.PARTS
-        self.times: ArrivalTimes | None = None  # of the backward under way, where it is watched
+        self.times: ArrivalTimes | None = None  # of the running backward, if it is profiled
         self._group, self._device, self._bucket_bytes, self._may_send_rows = group, device, bucket_bytes, may_send_rows
         self._assumed = self._seen = link
-        self._rows_seen: dict[int, tuple[int, bool]] = {}  # bytes of a gradient's rows, and whether they were all of it
+        self._rows_seen: dict[int, tuple[int, bool]] = {}  # bytes of a gradient's rows, and whether they were the whole
         self._tables: dict[int, bool] = {}
 
     def begin(self) -> None:
-        """A backward that is reduced begins."""
+        """Start a backward that is reduced."""
         self.times = None if self.phase is Phase.SETTLED else ArrivalTimes(self._device)
 
     def saw_rows(self, member: int, num_bytes: int, only: bool) -> None:
-        """A gradient has come as rows. `only`: they are all of it."""
+        """Record that a gradient has arrived as rows. `only`: the rows are the whole gradient."""
         if self.times is not None:
             self._rows_seen[member] = num_bytes, only
 
     def saw_network(self, buckets: Sequence[Bucket], seconds: float) -> None:
-        """These buckets took so long, one after the other and with nothing beside."""
+        """Record the seconds that these buckets took, one after the other and with nothing else running."""
         self._seen = fitted(self._assumed, sum(each.num_bytes for each in buckets), len(buckets), seconds)
 
     def forget(self) -> None:
-        """The backward is over, whichever way."""
+        """Drop the times of the backward, which has ended in any way."""
         self.times = None
 
     def next_plan(self, plan: BucketPlan, times: ArrivalTimes) -> BucketPlan | None:
-        """The backward of `times`, under `plan`, was reduced. Returns what it leads to, None: `plan`. A collective."""
+        """Return the plan that follows from a reduced backward, or None to keep `plan`: a collective.
+
+        times: of that backward, which ran under `plan`.
+        """
         showed, self.phase = self.phase, Phase(self.phase.value + 1)
         if showed is Phase.PARTS:
             return None
@@ -72,7 +81,7 @@ class Replanner:
         if dist.get_rank(self._group) == 0:
             backward_us, members = times.backward_us(), plan.members
             fixed = torch.are_deterministic_algorithms_enabled()
-            if fixed:  # the same plan in every run
+            if fixed:  # the plan must be the same in every run
                 self._seen = NOMINAL
                 backward_us = NOMINAL.time_us(sum(member.num_bytes for member in members))
             if showed is Phase.ALONE:
@@ -94,7 +103,7 @@ class Replanner:
         return plan.with_choices(json.loads(from_rank_0(self._group, said, self._device)))
 
     def _worth_rows(self, plan: BucketPlan) -> dict[int, bool]:
-        """Gradients that are to be sent as rows, and whether these are all of them."""
+        """Return the gradients to be sent as rows, and for each whether the rows are the whole gradient."""
         if not self._may_send_rows:
             return {}
         num_ranks, on_device = dist.get_world_size(self._group), self._device.type != "cpu"

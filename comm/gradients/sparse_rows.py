@@ -1,9 +1,9 @@
-"""Gradients of embeddings as the rows that a batch has touched: what travels is as long as the batch, not the table.
+"""Gradients of embeddings, sent as the rows that a batch has touched: traffic grows with the batch, not the table.
 
-Where a vocabulary is large beside the tokens of a step, most of an embedding's gradient is zero, and it is the last one
-that a backward makes: sent as a whole, it is all exposed. Each rank adds up its own rows, all ranks gather them, and
-each adds everyone's in the order of the ranks, so that all get the same bits (rows of sparse variables travel so in
-Parallax: Kim et al. 2019).
+If a vocabulary is large relative to the tokens of a step, most of an embedding's gradient is zero, and it is the last
+gradient of a backward: sent as a whole, it would be fully exposed. Each rank adds up its own rows, all ranks gather the
+rows, and each adds everyone's in the order of the ranks, so that all get the same bits (Parallax sends rows of sparse
+variables in this way: Kim et al. 2019).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from deepytorch.comm.gradients.bucket_sender import BucketSender
 from deepytorch.comm.topology.cost import Link
 from deepytorch.device_reads import read_would_sync
 
-_RUN_AHEAD_US = 10_000.0  # for which a device may lack work when the host had to wait for it; not measured
+_RUN_AHEAD_US = 10_000.0  # how long a device may lack work after the host had to wait for it; not measured
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Rows:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of ids and values."""
+        """Return the bytes of ids and values."""
         return self.ids.numel() * self.ids.element_size() + self.values.numel() * self.values.element_size()
 
     def add_to(self, table: Tensor, scale: float = 1.0) -> None:
@@ -41,7 +41,10 @@ class Rows:
 
 
 def summed_rows(ids: Tensor, values: Tensor, kept: Tensor | None) -> Rows:
-    """Rows of ids [...] and values [..., width], those of one id added up. `kept` [...] or [..., 1]: what counts."""
+    """Return the rows of ids [...] and values [..., width], with those of one id added up.
+
+    `kept` [...] or [..., 1]: which of them count.
+    """
     if kept is not None:
         kept = kept.expand(*ids.shape, 1) if kept.dim() > ids.dim() else kept.expand(ids.shape)
     values = values.reshape(-1, values.shape[-1])
@@ -55,9 +58,10 @@ def summed_rows(ids: Tensor, values: Tensor, kept: Tensor | None) -> Rows:
 
 
 def add_rows(table: Tensor, ids: Tensor, values: Tensor, kept: Tensor | None) -> int:
-    """Add rows, as `summed_rows` takes them, to `table` [num_rows, width]; return how many bytes they would be sent as.
+    """Add rows, as `summed_rows` takes them, to `table` [num_rows, width]; return the bytes to send them as rows.
 
-    Does not wait for a device: there it is the most that they could be. Without atomics, so that each run adds alike.
+    The function does not wait for a device: there the result is an upper bound. No atomics, so that each run adds in
+    the same order.
     """
     if not read_would_sync(ids):
         rows = summed_rows(ids, values, kept)
@@ -72,9 +76,9 @@ def add_rows(table: Tensor, ids: Tensor, values: Tensor, kept: Tensor | None) ->
 
 
 def saves(rows_bytes: int, dense_bytes: int, link: Link, num_ranks: int, *, on_device: bool = False) -> bool:
-    """Whether gathering rows is predicted to be worth its two collectives and the host's waiting for sizes.
+    """Return whether gathering rows is predicted to be worth its two collectives and the host's wait for sizes.
 
-    on_device: it waits for a device then, which has nothing to do until the next step has begun.
+    on_device: the host then waits for a device, which has no work until the next step has begun.
     """
     gathered = num_ranks * rows_bytes / 2  # an all-reduce sends nearly twice its payload, an all-gather once
     cost_us = 4 * link.latency_us + 500.0 + (_RUN_AHEAD_US if on_device else 0.0)
@@ -82,7 +86,7 @@ def saves(rows_bytes: int, dense_bytes: int, link: Link, num_ranks: int, *, on_d
 
 
 def exchange_sizes(group: dist.ProcessGroup, sizes: Sequence[int], device: torch.device) -> list[list[int]]:
-    """For each rank what it says of each table: how many rows it has, or -1 where it has the whole gradient."""
+    """Return, for each rank and table, the number of rows, or -1 if the rank has the whole gradient."""
     mine = torch.tensor(sizes, dtype=torch.int64, device=device)
     everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyones, mine, group=group)
@@ -90,7 +94,7 @@ def exchange_sizes(group: dist.ProcessGroup, sizes: Sequence[int], device: torch
 
 
 def gather_rows(group: dist.ProcessGroup, mine: Rows | None, counts: Sequence[int], like: Tensor) -> list[Rows]:
-    """The rows of every rank, which has `counts` of them. `like`: the table, for its width, dtype and device."""
+    """Return the rows of every rank, which has `counts` of them. `like`: the table, for its width, dtype and device."""
     width, most = like.shape[1], max(counts)
     packed = torch.zeros(most, 8 + width * like.element_size(), dtype=torch.uint8, device=like.device)
     if mine is not None:
@@ -111,8 +115,8 @@ def gather_rows(group: dist.ProcessGroup, mine: Rows | None, counts: Sequence[in
 def reduce_rows(group: dist.ProcessGroup, sender: BucketSender, rows_of: Mapping[int, Rows | None]) -> None:
     """Average the gradients that the sender's plan has as rows; a collective.
 
-    rows_of: by member, its rows, None for a gradient that did not come; where a member is missing it came as a whole,
-    and then all ranks send it as a whole.
+    rows_of: by member, its rows; None for a gradient that did not arrive. A missing member arrived as a whole, and then
+    all ranks send it as a whole.
     """
     began = time.perf_counter()
     plan, num_ranks = sender.plan, dist.get_world_size(group)
@@ -128,7 +132,7 @@ def reduce_rows(group: dist.ProcessGroup, sender: BucketSender, rows_of: Mapping
         counts = [rank[place] for rank in everyones]
         if min(counts) < 0:
             if mine is not None:
-                mine.add_to(view)  # which is zero: see `GradientReducer.arrive_rows`
+                mine.add_to(view)  # the view is zero: see `GradientReducer.arrive_rows`
             sender.send_now(member)
             continue
         if max(counts) == 0:

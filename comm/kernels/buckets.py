@@ -1,7 +1,7 @@
-"""Gradients into their places in a bucket and back, cast and scaled on the way.
+"""Copies of gradients into their places in a bucket and back, cast and scaled on the way.
 
-On GPUs one launch moves all of them (`buckets_triton`); elsewhere, and for layouts or types that the kernel does not
-take, torch's `_foreach` operators do.
+On GPUs one launch moves all gradients (`buckets_triton`). Elsewhere, and for layouts or types that the kernel does not
+take, torch's `_foreach` operators move them.
 """
 
 from __future__ import annotations
@@ -21,19 +21,25 @@ DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
 class Slots:
-    """Places of gradients in one or several buckets, with what a launch keeps from one step to the next."""
+    """Places of gradients in one or several buckets, with the tables that a launch keeps from one step to the next."""
 
     def __init__(self, views: Sequence[Tensor]) -> None:
-        """`views`: of the buckets' memory, laid out as the gradients are; kept as they are, not copied."""
+        """Keep the views.
+
+        `views`: of the buckets' memory, in the layouts of the gradients; kept as they are, not copied.
+        """
         self.views = list(views)
-        self.tables: Tables | None = None  # of the kernel, made at its first launch
+        self.tables: Tables | None = None  # the kernel's, made at its first launch
         kinds = {(view.dtype, view.device) for view in views}
         self._alike = len(kinds) == 1 and views[0].dtype in DTYPES and all(map(is_dense, views))
         self._strides = [view.stride() for view in views]
         self._shapes = [view.shape for view in views]
 
     def fit(self, gradients: Sequence[Tensor]) -> bool:
-        """Whether the kernel can move between these and the slots: one type and device on each side, equal layouts."""
+        """Return whether the kernel can move between these and the slots.
+
+        Each side must have one type and device, and the layouts must be equal.
+        """
         if not self._alike or len(gradients) != len(self.views):
             return False
         dtype, device = gradients[0].dtype, self.views[0].device
@@ -48,9 +54,9 @@ def pack(gradients: Sequence[Tensor], bucket: Slots, scale: float = 1.0, *, norm
 
     Args:
         gradients: one for each slot, of its shape, in any floating-point type. They are not changed.
-        bucket: where they go. What lies between the slots is not written.
+        bucket: the slots. Memory between the slots is not written.
         scale: as a float32.
-        norm: whether the squares of what is written, before rounding, are added up.
+        norm: whether the squares of the written values, before rounding, are added up.
 
     Returns:
         The sum of squares, a float32 scalar on the gradients' device, the same bits in every run; None without `norm`.
@@ -63,7 +69,7 @@ def pack(gradients: Sequence[Tensor], bucket: Slots, scale: float = 1.0, *, norm
 
 
 def unpack(bucket: Slots, gradients: Sequence[Tensor], scale: float = 1.0) -> None:
-    """Write `scale * slot`, rounded once, into each gradient, as `pack` does the other way."""
+    """Write `scale * slot`, rounded once, into each gradient: the reverse of `pack`."""
     if _on_gpu(gradients, bucket.views, bucket, plain=scale == 1.0):
         from deepytorch.comm.kernels.buckets_triton import move
 
@@ -75,7 +81,7 @@ def unpack(bucket: Slots, gradients: Sequence[Tensor], scale: float = 1.0) -> No
 def reference_move(
     sources: Sequence[Tensor], targets: Sequence[Tensor], scale: float = 1.0, norm: bool = False
 ) -> Tensor | None:
-    """What `pack` (gradients to slots) and `unpack` (slots to gradients) compute, in plain torch."""
+    """Compute the result of `pack` (gradients to slots) and `unpack` (slots to gradients) in plain torch."""
     scaled = [source.float() * scale for source in sources]
     for target, values in zip(targets, scaled, strict=True):
         target.copy_(values)
@@ -83,7 +89,7 @@ def reference_move(
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements, in some order of the dimensions, lie one behind the other."""
+    """Return whether the elements, in some order of the dimensions, lie one behind the other."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:
@@ -95,7 +101,10 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def _on_gpu(gradients: Sequence[Tensor], slots: Sequence[Tensor], bucket: Slots, plain: bool) -> bool:
-    """Whether the kernel takes this call. plain: values are only copied, so one tensor is a copy of torch's."""
+    """Return whether the kernel takes this call.
+
+    plain: values are only copied, so that for one tensor torch's own copy does.
+    """
     if not slots or not slots[0].is_cuda or (plain and len(slots) == 1):
         return False
     if not has_triton_package() or torch.cuda.is_current_stream_capturing() or not bucket.fit(gradients):
@@ -104,7 +113,7 @@ def _on_gpu(gradients: Sequence[Tensor], slots: Sequence[Tensor], bucket: Slots,
 
 
 def moves_onto_itself(gradients: Sequence[Tensor], slots: Sequence[Tensor]) -> bool:
-    """Whether a gradient lies in its slot: it would be scaled again where launch settings are tried.
+    """Return whether a gradient lies in its slot: trials of launch settings would scale it again.
 
     Tensors without elements have no address, and lie nowhere.
     """

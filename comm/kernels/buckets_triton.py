@@ -1,13 +1,13 @@
-"""Many tensors to as many others in one launch, cast and scaled on the way: a pointer table and a table of blocks.
+"""A kernel that copies many tensors to as many others in one launch, with a cast and a scale: by tables of pointers.
 
-Each program moves one block of one tensor. Which one stands in a table that depends on the sizes alone; addresses stand
-in another one, which is made anew when they change. Both are written into pinned memory and copied behind what the
-stream does: the host waits for nothing.
+Each program moves one block of one tensor. A table of blocks, which depends on the sizes alone, says which one.
+Addresses are in another table, which is made anew when they change. Both tables are written into pinned memory and
+copied in the order of the stream: the host never waits.
 
-Bytes: with n elements of s bytes in and t bytes out, n (s + t) at the least. To these come 32 of tables for each
-program, which moves `block` elements, 4 of partial sums written and read again, and whole 32-byte sectors at the ends
-of misaligned tensors: `moved_bytes` counts them, 0.1 to 0.6 % for the buckets of a Llama. Flops: one product an
-element, with sums of squares three.
+Bytes: with n elements of s bytes in and t bytes out, at least n (s + t). In addition 32 of tables for each program,
+which moves `block` elements, 4 of partial sums written and read again, and whole 32-byte sectors at the ends of
+misaligned tensors: `moved_bytes` counts them, 0.1 to 0.6 % for the buckets of a Llama. Flops: one product per element,
+with sums of squares three.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from deepytorch.tuning import fastest
 if TYPE_CHECKING:
     from deepytorch.comm.kernels.buckets import Slots
 
-# (elements of a block, warps). Not measured: 16 elements a thread are four 16-byte loads of fp32 on their way.
+# (elements of a block, warps). Not measured: 16 elements per thread are four 16-byte loads of fp32 in flight.
 SETTINGS = ((4096, 8), (2048, 4), (8192, 8))
 _SECTOR_BYTES, _VECTOR_BYTES = 32, 16
 _ROW, _BLOCK_ROW = 3, 2  # int64 (source, target, size) of a tensor; int32 (tensor, which of its blocks) of a program
-_MOST_KEPT = 4  # address tables of one set of slots: allocators come back to the same few
-_LARGE_BYTES = 4 << 20  # below it, launch settings are chosen apart
+_MOST_KEPT = 4  # address tables of one set of slots: allocators reuse the same few addresses
+_LARGE_BYTES = 4 << 20  # launch settings for smaller sizes are chosen separately
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -49,7 +49,10 @@ def _move(
     NORM: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """rows: int64 (tensors, 3). blocks: int32 (programs, 2). sums: fp32 (programs,), not read without NORM."""
+    """Copy one block of one tensor.
+
+    rows: int64 (tensors, 3). blocks: int32 (programs, 2). sums: fp32 (programs,), not read without NORM.
+    """
     program = tl.program_id(0)
     row = rows + 3 * tl.load(blocks + 2 * program)
     first = tl.load(blocks + 2 * program + 1).to(tl.int64) * BLOCK
@@ -60,7 +63,7 @@ def _move(
         source = tl.multiple_of(source, 16)
         target = tl.multiple_of(target, 16)
     offsets = tl.arange(0, BLOCK)
-    if left >= BLOCK:  # without a mask, which would take a load apart
+    if left >= BLOCK:  # without a mask, which would split a load
         values = tl.load(source + offsets).to(tl.float32) * scale
         tl.store(target + offsets, values.to(TARGET))
     else:
@@ -73,9 +76,9 @@ def _move(
 
 @dataclass
 class Tables:
-    """What stays on the device for one list of sizes.
+    """The tables that stay on the device for one list of sizes.
 
-    blocks: by elements of a block and stream. rows: by stream and addresses. settings: by types and what else differs.
+    blocks: by elements of a block and stream. rows: by stream and addresses. settings: by types and other differences.
     """
 
     sizes: tuple[int, ...]
@@ -91,9 +94,9 @@ def move(
 
     Args:
         sources, targets: one dtype and device each, dense, of equal shapes and strides in pairs; distinct memory.
-        bucket: whose tables are used; one of the two lists is its views.
+        bucket: its tables are used; one of the two lists is its views.
         scale: as a float32.
-        norm: whether the squares of what is written, before rounding, are added up: float32 scalar.
+        norm: whether the squares of the written values, before rounding, are added up: float32 scalar.
     """
     device = targets[0].device
     if bucket.tables is None:
@@ -132,7 +135,7 @@ def _rows(tables: Tables, addresses: tuple[int, ...], stream: int, device: torch
         found = _to_device(torch.tensor([addresses[:count], addresses[count:], tables.sizes]).t().contiguous(), device)
         while len(tables.rows) >= _MOST_KEPT:
             del tables.rows[next(iter(tables.rows))]
-    tables.rows[key] = found  # the one used last stands last
+    tables.rows[key] = found  # the most recently used comes last
     return found
 
 
@@ -144,7 +147,7 @@ def _blocks(tables: Tables, block: int, stream: int, device: torch.device) -> Te
 
 
 def block_table(sizes: Sequence[int], block: int) -> Tensor:
-    """int32 (programs, 2) on the CPU: the tensor of each program, and which of its blocks."""
+    """Return int32 (programs, 2) on the CPU: the tensor of each program, and which of the tensor's blocks it moves."""
     counts = -(-torch.tensor(sizes) // block)
     tensors = torch.repeat_interleave(torch.arange(len(sizes)), counts)
     before = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
@@ -152,19 +155,26 @@ def block_table(sizes: Sequence[int], block: int) -> Tensor:
 
 
 def _to_device(table: Tensor, device: torch.device) -> Tensor:
-    """A copy behind what the current stream does. The allocator of pinned memory keeps the source until it was read."""
+    """Return a copy on the device, made in the order of the current stream.
+
+    The allocator of pinned memory keeps the source until it was read.
+    """
     return table if device.type == "cpu" else table.pin_memory().to(device, non_blocking=True)
 
 
 def least_bytes(sizes: Sequence[int], source_bytes: int, target_bytes: int) -> int:
-    """What has to be read and written of tensors of so many elements, of so many bytes each on either side."""
+    """Return the bytes that must be read and written for tensors of these sizes.
+
+    sizes: numbers of elements. source_bytes, target_bytes: of an element, on either side.
+    """
     return sum(sizes) * (source_bytes + target_bytes)
 
 
 def moved_bytes(sizes: Sequence[int], source_bytes: int, target_bytes: int, block: int, norm: bool) -> int:
-    """What a launch with new addresses reads and writes: tensors, tables, also as they are copied, partial sums.
+    """Return the bytes that a launch with new addresses reads and writes.
 
-    Tensors count in whole sectors, as if each began in the middle of one.
+    The launch moves tensors, tables (with the tables' own copy) and partial sums. Tensors count in whole sectors, as if
+    each began in the middle of one.
     """
     programs = sum(-(-size // block) for size in sizes)
     moved = 0

@@ -1,19 +1,19 @@
 """All-reduce over memory that the GPUs of a host map for each other, in one launch: one-shot and two-shot.
 
 Each rank has a buffer that all others read: flags, then two halves for values. A call copies its values into one half,
-tells all others, waits until they have said the same, and reads theirs. The next call takes the other half; when that
-one's flags have come, all have finished this one, so that no call waits at its end. Values are added up in the order
-of the ranks, in float32, and rounded once: every rank gets the same bits, from either form.
+tells all other ranks, waits until they have said the same, and reads theirs. The next call uses the other half; when
+the flags of that call have arrived, all ranks have finished this one, so that no call waits at its end. Values are
+added up in the order of the ranks, in float32, and rounded once: every rank gets the same bits, from either form.
 
-Program p of a rank waits for program p of the others alone: tiles go to programs alike on all ranks. The grid is
-therefore the same in every call and on every rank, and no launch setting may be measured by a rank for itself. How many
-calls there were stands on the device, so that a CUDA graph may replay them.
+Program p of a rank waits for program p of the other ranks only: all ranks assign tiles to programs alike. The grid is
+therefore the same in every call and on every rank, and no rank may measure a launch setting for itself. The number of
+calls is kept on the device, so that a CUDA graph may replay them.
 
 Bytes of each rank, of n with w ranks: one-shot copies n, reads n of its own and n (w - 1) of others, and writes n;
-two-shot copies n, reads n (w - 1) / w of others twice and n (1 + 2 / w) of its own, and writes n (1 + 1 / w). To these
-come flags. Flops: n w in one-shot, n in two-shot.
+two-shot copies n, reads n (w - 1) / w of others twice and n (1 + 2 / w) of its own, and writes n (1 + 1 / w). Flags
+come in addition. Flops: n w in one-shot, n in two-shot.
 
-A rank whose others do not come waits without an end, as with NCCL's kernels.
+A rank whose peers never arrive waits forever, as with NCCL's kernels.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from torch import Tensor
 from deepytorch.machine_code import Variant
 
 MOST_RANKS = 8
-PROGRAMS = 32  # as torch's own kernels have at the most; they must not be so many that a GPU cannot hold them at once
-HEAD_BYTES = 4 * PROGRAMS * MOST_RANKS  # of flags, before the halves
+PROGRAMS = 32  # the maximum of torch's own kernels; a GPU must be able to hold all of them at once
+HEAD_BYTES = 4 * PROGRAMS * MOST_RANKS  # size of the flags, before the halves
 VECTOR_BYTES = 16
-_TILE_BYTES, _WARPS = 8192, 16  # one 16-byte vector a thread, of each rank. Not measured.
+_TILE_BYTES, _WARPS = 8192, 16  # one 16-byte vector per thread, from each rank. Not measured.
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 DTYPES = frozenset(_TYPES)
 
@@ -39,7 +39,7 @@ DTYPES = frozenset(_TYPES)
 @triton.jit
 def _meet(buffers: tl.tensor, epoch: tl.tensor, rank: tl.tensor, WORLD: tl.constexpr, LANES: tl.constexpr) -> None:
     """Tell this program of all ranks how far this rank has come, and wait until they have come as far."""
-    tl.debug_barrier()  # all threads' stores come before the one that tells
+    tl.debug_barrier()  # all threads' stores come before the store of the flag
     place = tl.program_id(0) * WORLD
     lanes = tl.arange(0, LANES)
     inside = lanes < WORLD
@@ -47,7 +47,7 @@ def _meet(buffers: tl.tensor, epoch: tl.tensor, rank: tl.tensor, WORLD: tl.const
     tl.atomic_xchg(theirs + place + rank, epoch, mask=inside, sem="release", scope="sys")
     mine = tl.load(buffers + rank).to(tl.pointer_type(tl.int32)) + place + lanes
     behind = 1
-    while behind > 0:  # by the difference, which stays small when counts wrap around
+    while behind > 0:  # compares by difference, which stays small when counts wrap around
         seen = tl.atomic_add(mine, 0, mask=inside, sem="acquire", scope="sys")
         behind = tl.max(tl.where(inside, epoch - seen, 0))
     tl.debug_barrier()  # no thread reads before all flags are there
@@ -63,12 +63,12 @@ def _values_of(
     VECTOR: tl.constexpr,
     TYPE: tl.constexpr,
 ) -> tl.tensor:
-    """Where a half of a rank's buffer begins."""
+    """Return where a half of a rank's buffer begins."""
     start = tl.load(buffers + rank).to(tl.pointer_type(TYPE)) + HEAD + half.to(tl.int64) * num_vectors * VECTOR
     return tl.multiple_of(start, 16)
 
 
-_SIZES = ["num_vectors", "half_vectors", "rank"]  # of any value: one kernel for all of them
+_SIZES = ["num_vectors", "half_vectors", "rank"]  # not specialised: one kernel for all values
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -90,7 +90,10 @@ def _one_shot(
     PROGRAMS: tl.constexpr,
     HEAD: tl.constexpr,
 ) -> None:
-    """values: (num_vectors * VECTOR,), in place. buffers: int64 (WORLD,). calls: int32 (PROGRAMS,)."""
+    """Reduce all values on every rank.
+
+    values: (num_vectors * VECTOR,), in place. buffers: int64 (WORLD,). calls: int32 (PROGRAMS,).
+    """
     program = tl.program_id(0)
     call = tl.load(calls + program)
     if ALIGNED:
@@ -129,7 +132,10 @@ def _two_shot(
     PROGRAMS: tl.constexpr,
     HEAD: tl.constexpr,
 ) -> None:
-    """As `_one_shot`: each rank adds up a slice, in its own buffer, where only itself reads that slice before."""
+    """Reduce one slice per rank, then collect the slices; arguments as for `_one_shot`.
+
+    A rank adds up its slice in its own buffer, whose slice only that rank has read before.
+    """
     program = tl.program_id(0)
     call = tl.load(calls + program)
     if ALIGNED:
@@ -178,7 +184,7 @@ def _sum(
     AVERAGE: tl.constexpr,
     HEAD: tl.constexpr,
 ) -> tl.tensor:
-    """The sum or average of all ranks' values at `offsets`, past the caches that do not see what others write."""
+    """Return the sum or average of all ranks' values at `offsets`, bypassing caches that do not see others' writes."""
     theirs = _values_of(buffers, 0, half, half_vectors, HEAD, VECTOR, TYPE)
     total = tl.load(theirs + offsets, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
     for peer in tl.static_range(1, WORLD):
@@ -190,12 +196,12 @@ def _sum(
 
 
 def half_bytes(num_bytes: int) -> int:
-    """What one half of a buffer is to hold for a payload: a power of two, so that few are made."""
+    """Return the size of one half of a buffer for a payload: a power of two, so that few different sizes are made."""
     return max(1 << 16, 1 << (num_bytes - 1).bit_length())
 
 
 def buffer_bytes(half: int) -> int:
-    """Of flags and two halves of so many bytes."""
+    """Return the size of a buffer: flags and two halves of `half` bytes each."""
     return HEAD_BYTES + 2 * half
 
 
@@ -207,14 +213,14 @@ def all_reduce(
 
     Args:
         tensor: contiguous, of `DTYPES`, a multiple of `VECTOR_BYTES` long, at most `half`.
-        buffers: int64 (ranks,) on the device: where each rank's buffer of `buffer_bytes(half)` lies, on this device's
-            map. Flags are zero before the first call, on all ranks.
-        calls: int32 (PROGRAMS,) on the device, zeros before the first call; this stream's alone.
+        buffers: int64 (ranks,) on the device: the address of each rank's buffer of `buffer_bytes(half)` in this
+            device's mapping. Flags are zero before the first call, on all ranks.
+        calls: int32 (PROGRAMS,) on the device, zeros before the first call; used by this stream only.
         half: bytes of a half.
         rank: the place of this rank in `buffers`.
-        two_shot: whether each rank adds up a slice only; else all of it.
+        two_shot: whether each rank adds up only a slice; else everything.
         average: whether the sum is divided by the number of ranks, before it is rounded.
-        barrier: False runs it without waiting for others, in the interpreter.
+        barrier: False runs without waiting for others, in the interpreter.
     """
     world_size, vector = buffers.numel(), VECTOR_BYTES // tensor.element_size()
     assert tensor.nbytes % VECTOR_BYTES == 0, "whole vectors"

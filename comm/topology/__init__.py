@@ -1,1 +1,1 @@
-"""Hosts and links: what there is, what it costs, measured or assumed."""
+"""Hosts and links: their structure and their costs, measured or assumed."""

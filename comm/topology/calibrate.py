@@ -1,10 +1,10 @@
-"""What this group's links cost, measured in under two seconds when the group is made, and remembered by topology.
+"""Calibration: the cost of a group's links, measured in under two seconds when the group is made, and then cached.
 
-[Note: slow moments] Noise only adds, but it may last as long as a measurement does, and what is remembered is chosen
-by for good. So what counts is the fastest of rounds that are spread: over the sizes and ways of a first measurement,
-over a run (`tried_again`), and over runs. A line through what was not all disturbed alike may cost nothing a byte, or
-less than memory takes to copy one: that is no measurement. Where a whole run comes to twice what is remembered, the
-machine has changed, and that run's own times count.
+[Note: slow moments] Noise only adds time, but may last as long as a measurement, and the cached result decides choices
+for good. The links are therefore fitted to the fastest of rounds that are spread: over the sizes and ways of a first
+measurement, over a run (`tried_again`), and over runs. A line through times that were not all disturbed alike may cost
+nothing per byte, or less than memory takes to copy a byte: such a line is no measurement. If a whole run takes twice
+the cached times, the machine has changed, and that run's own times count.
 """
 
 from __future__ import annotations
@@ -28,35 +28,40 @@ from deepytorch.config import Environment
 from deepytorch.errors import DataError
 from deepytorch.private_files import cache_directory, prepare_private, replace_file
 
-STREAMS = (1, 2, 4, 8)  # connections of one rank that are tried
+STREAMS = (1, 2, 4, 8)  # numbers of connections of one rank that are tried
 _SIZES = (1 << 10, 1 << 16, 1 << 22)  # within one host
-# Between hosts: one size for latency, and one that takes about so long for the rate.
+# Between hosts: one size for latency, and for the rate one that takes about this long.
 _SMALL, _LARGE_SECONDS = 1 << 14, 0.1
 _LEAST_LARGE, _MOST_LARGE, _MOST_LARGE_OF_A_RANK = 1 << 19, 1 << 23, 1 << 22
-_LOOK = 1 << 18  # how long it takes tells that size
+_LOOK = 1 << 18  # the time of this size predicts the larger size
 _ROUNDS, _IN_A_ROW = 3, 16
-_SHORT = 1 << 16  # what is no more is run several times in a row, within one host
-_NO_GAIN = 0.9  # more streams have to take less than this part of the time
+_SHORT = 1 << 16  # sizes up to this are run several times in a row, within one host
+_NO_GAIN = 0.9  # more streams count as a gain only below this part of the time
 _COPY_BYTES = 1 << 23
-_COPY_PART = 0.25  # of what a copy from memory takes: no collective takes less a byte, though caches are faster
-_MISS = 2.0  # times what is remembered
-_VERSION = 5  # of what is remembered
+_COPY_PART = 0.25  # part of a copy's time: no collective takes less per byte, although caches are faster
+_MISS = 2.0  # a run this many times slower than the cached times shows another machine
+_VERSION = 5  # version of the cached files
 
-# Of trials among the group's own collectives: after how many, how often, and the part of the time that they may take.
+# Trials among the group's own collectives: size of their copy, number of collectives before the first, number of
+# trials, and the part of the time that trials may take.
 TRIAL_COPY_BYTES, FIRST_TRIAL, NUM_TRIALS, TRIAL_SHARE = _COPY_BYTES, 64, 12, 0.01
 _TRIALS_TO_JUDGE_BY = 3
 
-Times = Mapping[str, Mapping[int, float]]  # us, by what was timed and its payload bytes: `Links.times_us`
+Times = Mapping[str, Mapping[int, float]]  # us, by the name of what was timed and its payload bytes: `Links.times_us`
 _Run = Callable[[torch.Tensor], None]
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What calibration may run; each call returns when it is done, and every rank makes it.
+    """The operations that calibration may run. Each call returns when it is done, and every rank makes it.
 
-    engine: the inner backend's all-reduce of the whole group. memory: the all-reduce among the ranks of one host, None
-    where they share none. between: the same number of connections from every rank to its fellows on the other hosts
-    carry that rank's tensor, None on one host. agree: the largest of every rank's numbers, alike on all ranks.
+    Attributes:
+        topology: that of the group.
+        engine: the inner backend's all-reduce of the whole group.
+        memory: the all-reduce among the ranks of one host; None if they share no memory.
+        between: sends each rank's tensor to its fellows on the other hosts, over that many connections per rank; None
+            on one host.
+        agree: returns the largest of every rank's numbers, equal on all ranks.
     """
 
     topology: Topology
@@ -66,13 +71,13 @@ class Bench:
     agree: Callable[[Sequence[float]], list[float]]
 
 
-_MEASURED: list[tuple[Topology, Links]] = []  # by this process: parts of a group do not measure their network again
+_MEASURED: list[tuple[Topology, Links]] = []  # by this process: subgroups do not measure their network again
 
 
 def calibrated(
     prepare: Callable[[], Bench], topology: Topology, store: dist.Store, rank: int, timeout: timedelta
 ) -> Links:
-    """The links of `topology`, the same on all ranks: as `known_links`, else measured with `prepare()`."""
+    """Return the links of `topology`, the same on all ranks: from `known_links`, else measured with `prepare()`."""
     known = known_links(topology, store, rank, timeout)
     if known is not None:
         _MEASURED.append((topology, known))
@@ -83,9 +88,9 @@ def calibrated(
 
 
 def known_links(topology: Topology, store: dist.Store, rank: int, timeout: timedelta) -> Links | None:
-    """What rank 0 knows of the links of `topology`, the same on all ranks.
+    """Return rank 0's knowledge of the links of `topology`, the same on all ranks; None if it has none.
 
-    It knows what this process measured, on these hosts or on more of them, and what its cache holds.
+    Rank 0 knows the links that this process measured, on these hosts or on more of them, and those in its cache.
     """
     if rank == 0:
         known = _known(topology)
@@ -115,7 +120,7 @@ def measure(bench: Bench) -> Links:
 
 
 def fitted(times_us: Times, topology: Topology) -> Links:
-    """The links, from what was timed: the same from the same times."""
+    """Return the links, fitted to the times. Equal times give equal links."""
     copy_us = times_us["copy"][_COPY_BYTES]
     assumed = complete(Links(), topology, "cpu")
     least = _COPY_PART * copy_us / _COPY_BYTES
@@ -133,9 +138,10 @@ def fitted(times_us: Times, topology: Topology) -> Links:
 
 
 def to_try(links: Links, topology: Topology, in_memory: bool, num_connections: int) -> Times:
-    """What a trial times, and its expected us: what was timed before, else sizes that are worth it by the prediction.
+    """Return what a trial times, with the expected us.
 
-    in_memory: whether the ranks of a host share memory. num_connections: of each rank, to its fellows on other hosts.
+    A trial times what was timed before; without such times, the sizes that are worth it by prediction. in_memory:
+    whether the ranks of a host share memory. num_connections: of each rank, to its fellows on other hosts.
     """
     known, per_host, hosts = complete(links, topology, "cpu"), topology.ranks_per_host, topology.num_hosts
     expected = {"engine": known.link("engine")} | ({"memory": known.link("memory")} if in_memory else {})
@@ -150,24 +156,30 @@ def to_try(links: Links, topology: Topology, in_memory: bool, num_connections: i
 
 
 def over_network(connections: int) -> str:
-    """The name among `Times` of all-reduces between hosts, one of each local rank, over so many connections of it."""
+    """Return the name in `Times` of all-reduces between hosts.
+
+    Each local rank runs one, over `connections` connections.
+    """
     return f"network/{connections}"
 
 
 def connections_of(name: str) -> int:
-    """How many connections the all-reduces of that name go over; 0 for those of another kind."""
+    """Return the number of connections of the all-reduces of that name; 0 for other names."""
     return int(name.removeprefix("network/")) if name.startswith("network/") else 0
 
 
 def tried_again(known: Times, found: Times, num_trials: int) -> Times:
-    """What counts after `num_trials` in this run, the fastest of which took `found`: see the note on slow moments."""
+    """Return the times that count after `num_trials` trials in this run: see the note on slow moments.
+
+    found: the fastest times of this run.
+    """
     larger = {name: max(times) for name, times in found.items()}
     misses = any(found[name][size] > _MISS * known.get(name, {}).get(size, math.inf) for name, size in larger.items())
     return found if misses and num_trials >= _TRIALS_TO_JUDGE_BY else fastest(known, found)
 
 
 def fastest(times_us: Times, others: Times) -> Times:
-    """The shorter of the two times of everything that was timed."""
+    """Return the shorter of the two times of everything that was timed."""
     return {
         name: {
             size: min(each[name][size] for each in (times_us, others) if size in each.get(name, {}))
@@ -178,16 +190,17 @@ def fastest(times_us: Times, others: Times) -> Times:
 
 
 def remember(topology: Topology, links: Links, rank: int) -> None:
-    """Let later groups of this process, and on rank 0 those of later runs, begin with these links."""
+    """Let later groups of this process, and on rank 0 those of later runs, start with these links."""
     _MEASURED.append((topology, links))
     if rank == 0:
         _remember(_path(topology), links)
 
 
 def _line(times_us: Mapping[int, float], least_us_per_byte: float, assumed: Link) -> Link:
-    """The line through times of which each is the fastest of its size; where that is none, the largest size tells most.
+    """Return the line through times, each of which is the fastest of its size.
 
-    A payload takes no longer than a larger one does.
+    The larger of two payloads sets the upper limit of the smaller one's time. If there is no valid line, the largest
+    size determines the rate.
     """
     sizes = sorted(times_us)
     rising = [min(times_us[larger] for larger in sizes if larger >= size) for size in sizes]
@@ -199,12 +212,12 @@ def _line(times_us: Mapping[int, float], least_us_per_byte: float, assumed: Link
 
 
 def _network(times_us: Times, topology: Topology, least_us_per_byte: float, assumed: Link) -> dict[int, Link]:
-    """A hop between hosts for each number of streams that leave one, up to where more of them gain nothing."""
+    """Return a hop between hosts for each number of streams that leave a host, as long as more streams gain."""
     per_host, hosts = topology.ranks_per_host, topology.num_hosts
     found: dict[int, Link] = {}
     last: Link | None = None
     for connections, link in _between(times_us, least_us_per_byte, assumed).items():
-        # every local rank sends a tensor of its own: together they are the payload of one host
+        # every local rank sends its own tensor: together the tensors are the payload of one host
         found[per_host * connections] = hop_link(link.scaled(rate=1 / per_host), hosts)
         if last is not None and not _gains(link, last):
             break
@@ -213,7 +226,7 @@ def _network(times_us: Times, topology: Topology, least_us_per_byte: float, assu
 
 
 def _between(times_us: Times, least_us_per_byte: float, assumed: Link) -> dict[int, Link]:
-    """The all-reduce of one local rank of each host, over each number of connections that was timed."""
+    """Return the all-reduce of one local rank of each host, for each number of connections that was timed."""
     numbers = sorted(filter(None, map(connections_of, times_us)))
     return {number: _line(times_us[over_network(number)], least_us_per_byte, assumed) for number in numbers}
 
@@ -223,14 +236,14 @@ def _gains(more: Link, fewer: Link) -> bool:
 
 
 def _times(bench: Bench) -> Times:
-    """All that the links are fitted to. More connections are tried for as long as they gain."""
+    """Return all times that the links are fitted to. More connections are tried as long as they gain."""
     times: dict[str, Mapping[int, float]] = {"copy": {_COPY_BYTES: 1e6 * min(_slowest_copies(bench))}}
     runs = {"engine": bench.engine} | ({} if bench.memory is None else {"memory": bench.memory})
     if bench.between is None:
         return times | _fastest_rounds(bench, runs)
     for connections in STREAMS:
         runs[over_network(connections)] = _over(bench.between, connections)
-        if connections == STREAMS[0]:  # is compared with the next one, and so timed at the same time
+        if connections == STREAMS[0]:  # timed in the same rounds as the next number, with which it is compared
             continue
         times |= _fastest_rounds(bench, runs)
         runs = {}
@@ -245,11 +258,11 @@ def _over(between: Callable[[torch.Tensor, int], None], connections: int) -> _Ru
 
 
 def _fastest_rounds(bench: Bench, runs: Mapping[str, _Run]) -> dict[str, dict[int, float]]:
-    """The fastest rounds of the slowest rank, in us; those of one size apart from each other."""
+    """Return the fastest rounds of the slowest rank, in us. Rounds of one size are spread over time."""
     hosts = bench.topology.num_hosts
     sizes = {name: _sizes(name, _look(bench, name, run), hosts) for name, run in runs.items()}
     seconds: dict[str, dict[int, list[float]]] = {name: {size: [] for size in sizes[name]} for name in runs}
-    for number in range(-1, _ROUNDS):  # the first one does not count, and is left out where it would take long
+    for number in range(-1, _ROUNDS):  # round -1 is a warm-up; sizes that take long skip it
         for name, run in runs.items():
             for size in sizes[name]:
                 if number < 0 and size > _SHORT:
@@ -265,7 +278,7 @@ def _fastest_rounds(bench: Bench, runs: Mapping[str, _Run]) -> dict[str, dict[in
 
 
 def _sizes(name: str, us_per_byte: float, num_hosts: int) -> Sequence[int]:
-    """What is timed of that name, where a byte takes so long."""
+    """Return the sizes to be timed for that name, given the time of a byte."""
     if num_hosts == 1 or name == "memory":
         return _SIZES
     most = _MOST_LARGE_OF_A_RANK if connections_of(name) else _MOST_LARGE
@@ -274,21 +287,24 @@ def _sizes(name: str, us_per_byte: float, num_hosts: int) -> Sequence[int]:
 
 
 def _look(bench: Bench, name: str, run: _Run) -> float:
-    """About how long a byte takes, in us; 0 where nothing depends on it."""
+    """Return the approximate time of a byte, in us, or 0 if nothing depends on it."""
     if bench.topology.num_hosts == 1 or name == "memory":
         return 0.0
     return 1e6 * bench.agree([_round(bench, run, _LOOK)])[0] / _LOOK
 
 
 def _round(bench: Bench, run: _Run, num_bytes: int, times: int = 1) -> float:
-    """Seconds of one. Short operations are timed in a row: ranks that leave one begin the next together."""
+    """Return the seconds of one operation.
+
+    Short operations are timed in a row: ranks that leave one operation begin the next together.
+    """
     tensor = torch.zeros(num_bytes // 4)
 
     def several() -> None:
         for _ in range(times):
             run(tensor)
 
-    bench.agree([0.0])  # all begin together
+    bench.agree([0.0])  # all ranks begin together
     return _seconds(several) / times
 
 

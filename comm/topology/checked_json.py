@@ -1,4 +1,4 @@
-"""JSON values read with their layout checked: what was found, what was expected, where."""
+"""JSON values read with a check of their layout; errors say what was found, what was expected, and where."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from deepytorch.errors import DataError
 
 
 def read_file(path: Path, what: str) -> Any:
-    """The JSON value in the file `path`. Raises `DataError`, which calls the file `what`, when it cannot be read."""
+    """Return the JSON value in the file `path`.
+
+    Raises:
+        DataError: the file, which the error calls `what`, cannot be read.
+    """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -20,7 +24,7 @@ def read_file(path: Path, what: str) -> Any:
 
 
 def as_object(value: Any, where: str, required: Collection[str], optional: Collection[str] = ()) -> dict[str, Any]:
-    """`value` as a JSON object that has all the `required` keys and no other than these and the `optional` ones."""
+    """Return `value` as a JSON object with all `required` keys and no others besides the `optional` ones."""
     if not isinstance(value, dict):
         raise DataError(f"{where} is {_shown(value)}, expected a JSON object with {', '.join(sorted(required))}.")
     missing = sorted(set(required) - set(value))
@@ -32,14 +36,14 @@ def as_object(value: Any, where: str, required: Collection[str], optional: Colle
 
 
 def as_list(value: Any, where: str) -> list[Any]:
-    """`value` as a JSON list."""
+    """Return `value` as a JSON list."""
     if not isinstance(value, list):
         raise DataError(f"{where} is {_shown(value)}, expected a list.")
     return value
 
 
 def as_text(value: Any, where: str, accepted: Collection[str] = ()) -> str:
-    """`value` as text, one of `accepted` where some are given."""
+    """Return `value` as text; one of `accepted`, if any are given."""
     if not isinstance(value, str) or (accepted and value not in accepted):
         expected = f"one of {', '.join(accepted)}" if accepted else "text"
         raise DataError(f"{where} is {_shown(value)}, expected {expected}.")
@@ -47,14 +51,14 @@ def as_text(value: Any, where: str, accepted: Collection[str] = ()) -> str:
 
 
 def as_count(value: Any, where: str, minimum: int = 0) -> int:
-    """`value` as a whole number that is at least `minimum`."""
+    """Return `value` as a whole number of at least `minimum`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
         raise DataError(f"{where} is {_shown(value)}, expected a whole number, {minimum} or more.")
     return value
 
 
 def as_number(value: Any, where: str, *, above_zero: bool = False) -> float:
-    """`value` as a finite number that is 0 or more, or above 0."""
+    """Return `value` as a finite number that is 0 or more, or above 0."""
     good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not good or value < 0 or (above_zero and value == 0):
         raise DataError(f"{where} is {_shown(value)}, expected a finite number {'above 0' if above_zero else '>= 0'}.")

@@ -1,7 +1,7 @@
-"""What collectives cost: alpha-beta links, as measured or assumed, and the few formulas that algorithms are made of.
+"""The costs of collectives: alpha-beta links, measured or assumed, and the few formulas that algorithms consist of.
 
 Times are in microseconds (us), sizes in bytes, rates in us per byte (1 / us_per_byte = MB/s). A formula takes numbers
-or sympy symbols alike, so what `formulas` shows is what is computed.
+or sympy symbols alike, so that `formulas` shows exactly what is computed.
 """
 
 from __future__ import annotations
@@ -22,45 +22,53 @@ LinkName = Literal["engine", "loopback", "memory", "pcie", "nvlink"]
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Time of a transfer as a straight line over its bytes: `latency_us + us_per_byte * bytes`."""
+    """The time of a transfer as a straight line over its bytes: `latency_us + us_per_byte * bytes`."""
 
     latency_us: float
     us_per_byte: float
 
     def time_us(self, num_bytes: float) -> float:
-        """Time of `num_bytes`."""
+        """Return the time of `num_bytes`."""
         return self.latency_us + self.us_per_byte * num_bytes
 
     def scaled(self, *, latency: float = 1.0, rate: float = 1.0) -> Link:
-        """This link with its latency and its us per byte multiplied."""
+        """Return this link with its latency and its us per byte multiplied."""
         return Link(self.latency_us * latency, self.us_per_byte * rate)
 
     def to_json(self) -> dict[str, float]:
-        """The link as plain JSON values."""
+        """Return the link as plain JSON values."""
         return {"latency_us": self.latency_us, "us_per_byte": self.us_per_byte}
 
     @staticmethod
     def from_json(content: Any, where: str = "the link") -> Link:
-        """The link that a JSON value holds. Raises `DataError`, which calls it `where`, for another layout."""
+        """Return the link that a JSON value holds.
+
+        Raises:
+            DataError: the value, which the error calls `where`, has another layout.
+        """
         values = as_object(content, where, ("latency_us", "us_per_byte"))
         return Link(*(as_number(values[key], f"{where}, {key}") for key in ("latency_us", "us_per_byte")))
 
 
 @dataclass(frozen=True)
 class Links:
-    """What calibration measured for one group. None and an empty `network`: not measured (see `nominal.complete`).
+    """The links that calibration measured for one group.
 
-    engine: the inner backend's all-reduce over this whole group; us over payload bytes.
-    loopback: one hop of the inner backend between two ranks of one host; us over bytes sent.
-    memory: the shared-memory all-reduce among the ranks of one host; us over payload bytes.
-    network: number of parallel streams that leave a host -> one hop between two hosts with that many; us over all bytes
-        that leave the host. `hop_link` turns a measured all-reduce among hosts into it.
-    copy_bytes_per_s: bytes that one host copies in a second with all its ranks at it, read and write counted as one.
-    pcie: one copy between a GPU and the host's memory, the other GPUs copying too; us over bytes of that GPU.
-    nvlink: one step among the GPUs of a host (launch and barrier included); us over bytes that one GPU receives.
-    nominal: names of the fields above that are assumed and not measured.
-    times_us: what these were fitted to, the fastest yet, by payload bytes: all-reduces of the "engine", through
-        "memory" and, of each local rank with its fellows, over "network/<connections>"; and a "copy".
+    None, and an empty `network`: not measured (`nominal.complete`).
+
+    Attributes:
+        engine: the inner backend's all-reduce over this whole group; us over payload bytes.
+        loopback: one hop of the inner backend between two ranks of one host; us over bytes sent.
+        memory: the shared-memory all-reduce among the ranks of one host; us over payload bytes.
+        network: number of parallel streams that leave a host -> one hop between two hosts with that many; us over all
+            bytes that leave the host. `hop_link` derives it from a measured all-reduce among hosts.
+        copy_bytes_per_s: bytes that one host copies per second with all its ranks copying, read and write counted as
+            one.
+        pcie: one copy between a GPU and the host's memory while the other GPUs copy too; us over bytes of that GPU.
+        nvlink: one step among the GPUs of a host (launch and barrier included); us over bytes that one GPU receives.
+        nominal: names of the fields above that are assumed, not measured.
+        times_us: the fastest times so far that the links were fitted to, by payload bytes: all-reduces of the "engine",
+            through "memory" and, of each local rank with its fellows, over "network/<connections>"; and a "copy".
     """
 
     engine: Link | None = None
@@ -74,16 +82,23 @@ class Links:
     times_us: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
 
     def link(self, name: LinkName) -> Link:
-        """The link of that name. Raises `ConfigError` where it is neither measured nor assumed."""
+        """Return the link of that name.
+
+        Raises:
+            ConfigError: the link is neither measured nor assumed.
+        """
         found: Link | None = getattr(self, name)
         if found is None:
             raise ConfigError(f"The links have no {name}, expected a measured or a nominal one: use nominal.complete.")
         return found
 
     def network_link(self, num_streams: int) -> Link:
-        """The link for a number of parallel streams: the largest measured number up to it, else the smallest measured.
+        """Return the link for a number of parallel streams.
 
-        Raises `ConfigError` where nothing leaves the host.
+        The link is that of the largest measured number up to it, else of the smallest measured.
+
+        Raises:
+            ConfigError: nothing leaves the host.
         """
         if not self.network:
             raise ConfigError("The links have no network, expected a measured or a nominal one: use nominal.complete.")
@@ -91,13 +106,17 @@ class Links:
         return self.network[max(below) if below else min(self.network)]
 
     def copy_us_per_byte(self) -> float:
-        """Time of copying one byte, all ranks of the host at it. Raises `ConfigError` where it is not known."""
+        """Return the time of copying one byte while all ranks of the host copy.
+
+        Raises:
+            ConfigError: the time is not known.
+        """
         if self.copy_bytes_per_s is None:
             raise ConfigError("The links have no copy_bytes_per_s, expected one: use nominal.complete.")
         return 1e6 / self.copy_bytes_per_s
 
     def to_json(self) -> dict[str, Any]:
-        """The links as plain JSON values."""
+        """Return the links as plain JSON values."""
         content: dict[str, Any] = {}
         for name in _LINK_NAMES:
             found: Link | None = getattr(self, name)
@@ -112,7 +131,11 @@ class Links:
 
     @staticmethod
     def from_json(content: Any) -> Links:
-        """The links that a JSON value holds; absent ones are None. Raises `DataError` for another layout."""
+        """Return the links that a JSON value holds. Links that the value lacks are None.
+
+        Raises:
+            DataError: the value has another layout.
+        """
         known = [entry.name for entry in fields(Links)]
         values = as_object(content, "the links", (), known)
         found = {
@@ -135,15 +158,21 @@ _LINK_NAMES: tuple[LinkName, ...] = ("engine", "loopback", "memory", "pcie", "nv
 
 
 def read_links(path: Path) -> Links:
-    """Read a file of links. Raises `DataError` when it cannot be read or has another layout."""
+    """Read a file of links.
+
+    Raises:
+        DataError: the file cannot be read or has another layout.
+    """
     return Links.from_json(read_file(path, "links file"))
 
 
 def fit_link(sizes_bytes: Sequence[float], times_us: Sequence[float]) -> Link:
-    """The line through measured times with the least squares of *relative* errors; neither part is negative.
+    """Return the line through measured times with the least squares of *relative* errors; neither part is negative.
 
-    One size cannot tell latency from rate: all of its time is then put down to the bytes (to latency, for 0 bytes).
-    Raises `ConfigError` for no measurement, unequal lengths, or times that are not above 0.
+    One size cannot tell latency from rate: its whole time is then attributed to the bytes (to latency, for 0 bytes).
+
+    Raises:
+        ConfigError: no measurement, unequal lengths, or times that are not above 0.
     """
     if not sizes_bytes or len(sizes_bytes) != len(times_us) or min(times_us) <= 0 or min(sizes_bytes) < 0:
         raise ConfigError(
@@ -165,36 +194,38 @@ def fit_link(sizes_bytes: Sequence[float], times_us: Sequence[float]) -> Link:
 
 
 def all_reduce_link(hop: Link, num_members: int) -> Link:
-    """Ring all-reduce over the payload, from one hop over the bytes sent.
+    """Return the ring all-reduce over the payload, from one hop over the bytes sent.
 
-    `num_members` pass on `2 (n - 1)` messages one after the other, which add up to `2 (n - 1) / n` of the payload.
+    `num_members` ranks pass on `2 (n - 1)` messages one after the other, which add up to `2 (n - 1) / n` of the
+    payload.
     """
     return hop.scaled(latency=2 * (num_members - 1), rate=ring_share(num_members))
 
 
 def hop_link(all_reduce: Link, num_members: int) -> Link:
-    """One hop over the bytes sent, from a ring all-reduce over the payload: the inverse of `all_reduce_link`.
+    """Return one hop over the bytes sent, from a ring all-reduce over the payload: the inverse of `all_reduce_link`.
 
-    Several rings at once that leave a host (one a local rank, each with a slice) are one all-reduce of the payload.
+    Several rings that leave a host at once (one per local rank, each with a slice) are one all-reduce of the payload.
     """
     return all_reduce.scaled(latency=1 / (2 * (num_members - 1)), rate=1 / ring_share(num_members))
 
 
 def ring_share(num_members: int) -> float:
-    """Part of the payload that each member of a ring all-reduce sends: `2 (n - 1) / n`."""
+    """Return the part of the payload that each member of a ring all-reduce sends: `2 (n - 1) / n`."""
     return 2 * (num_members - 1) / num_members
 
 
 def pipeline_us(stages_us: Sequence[float], num_chunks: float) -> float:
-    """Time of `num_chunks` equal chunks through stages that overlap; what cannot overlap counts as one stage.
+    """Return the time of `num_chunks` equal chunks through stages that overlap.
 
-    The first chunk goes through all of them, then one chunk comes out for each turn of the slowest.
+    Stages that cannot overlap count as one. The first chunk passes through all stages; after that, one chunk is
+    completed in each turn of the slowest stage.
     """
     return sum(stages_us[1:], stages_us[0]) + (num_chunks - 1) * largest(stages_us)
 
 
 def largest(values: Sequence[float]) -> float:
-    """The largest of numbers, or sympy's `Max` of symbols."""
+    """Return the largest of numbers, or sympy's `Max` of symbols."""
     try:
         return max(values)
     except TypeError:  # symbols have no order
@@ -204,7 +235,7 @@ def largest(values: Sequence[float]) -> float:
 
 
 def cast_us_per_byte(copy_us_per_byte: float, ratio: float) -> float:
-    """Time to cast a payload byte to `ratio` of it and back, at the speed of copies."""
+    """Return the time to cast a payload byte to `ratio` of it and back, at the speed of copies."""
     return (1 + ratio) * copy_us_per_byte
 
 

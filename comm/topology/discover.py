@@ -1,5 +1,6 @@
-"""What this host is made of, read from sysfs, procfs and (where installed) NVML. Nothing here fails: what is not found
-is left out.
+"""Discovery of this host's hardware from sysfs, procfs and (if installed) NVML.
+
+No function here fails: what is not found is left out.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from deepytorch.comm.topology.host import Gpu, Host, NetworkDevice, NumaNode, Pc
 
 _ETHERNET, _INFINIBAND = "1", "32"  # ARPHRD_*: what /sys/class/net/*/type holds
 _NVIDIA, _DISPLAYS = "0x10de", ("0x0300", "0x0302")  # PCI: VGA and 3D controllers
-_NVLINKS_ASKED = 36  # NVML's own limit; a GPU with fewer answers with an error for the rest
+_NVLINKS_ASKED = 36  # NVML's own limit; a GPU with fewer links returns an error for the rest
 # NVML's levels of the closest common ancestor of two GPUs
 _SAME_SWITCH_UP_TO, _HOST_BRIDGE_UP_TO = 20, 40
 
 
 def discover_host() -> Host:
-    """Describe this host. GPUs come from NVML (`nvidia-ml-py`) where installed, else by number and name from torch.
+    """Describe this host. GPUs come from NVML (`nvidia-ml-py`) if installed, else by number and name from torch.
 
-    Reads only, makes no CUDA context. A CPU-only machine, another system than Linux or a container without sysfs give a
-    host with less in it, never an error.
+    Discovery only reads, and makes no CUDA context. A CPU-only machine, another system than Linux or a container
+    without sysfs give a host with fewer details, never an error.
     """
     gpus, nvlinks, pcie_paths = _gpus_by_nvml() or (_gpus_by_torch(), (), ())
     return Host(
@@ -40,11 +41,11 @@ def discover_host() -> Host:
 
 
 def host_id(proc: Path = Path("/proc"), shared_memory: Path = Path("/dev/shm")) -> str:
-    """16 hexadecimal digits, equal for two processes that run under one kernel, reach each other without a network and
-    see the same shared memory.
+    """Return an id that is equal for two processes exactly when they can share memory: 16 hexadecimal digits.
 
-    Made of the boot id, the network namespace and the device of /dev/shm: network namespaces on one machine count as
-    hosts of their own, and so do containers that share no /dev/shm.
+    Such processes run under one kernel, reach each other without a network and see the same shared memory. The id is
+    made of the boot id, the network namespace and the device of /dev/shm: network namespaces on one machine count as
+    separate hosts, and so do containers that share no /dev/shm.
     """
     boot = _read(proc / "sys/kernel/random/boot_id") or platform.node()
     network, memory = "", ""
@@ -56,7 +57,7 @@ def host_id(proc: Path = Path("/proc"), shared_memory: Path = Path("/dev/shm")) 
 
 
 def numa_nodes(root: Path = Path("/sys/devices/system/node")) -> tuple[NumaNode, ...]:
-    """The NUMA nodes with their processors, by index."""
+    """Return the NUMA nodes with their processors, by index."""
     nodes = []
     for folder in _listed(root):
         suffix = folder.name.removeprefix("node")
@@ -69,9 +70,9 @@ def numa_nodes(root: Path = Path("/sys/devices/system/node")) -> tuple[NumaNode,
 def network_devices(
     net: Path = Path("/sys/class/net"), infiniband: Path = Path("/sys/class/infiniband")
 ) -> tuple[NetworkDevice, ...]:
-    """The devices that lead out of the host: without loopback, bridges and their ports, and devices that are down.
+    """Return the devices that lead out of the host: no loopback, bridges, ports of bridges, or devices that are down.
 
-    A virtual device counts when it is a bond or has a peer elsewhere (veth, VLAN), as in containers.
+    A virtual device counts if it is a bond or has a peer elsewhere (veth, VLAN), as in containers.
     """
     tcp = [_tcp_device(folder) for folder in _listed(net) if _leads_out(folder)]
     rdma = [_rdma_device(port) for device in _listed(infiniband) for port in _listed(device / "ports")]
@@ -108,12 +109,15 @@ _Gpus = tuple[tuple[Gpu, ...], tuple[tuple[int, int, int], ...], tuple[tuple[int
 
 
 def _gpus_by_nvml() -> _Gpus | None:
-    """GPUs, NVLinks and PCIe paths; None without NVML or a GPU. Lists all GPUs, whatever CUDA_VISIBLE_DEVICES says."""
+    """Return GPUs, NVLinks and PCIe paths, or None without NVML or a GPU.
+
+    All GPUs are listed, whatever CUDA_VISIBLE_DEVICES says.
+    """
     try:
         import pynvml  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
         pynvml.nvmlInit()
-    except Exception:  # not installed, no driver, a driver that does not answer: all the same to us
+    except Exception:  # not installed, no driver, or a driver that does not answer: all are handled alike
         return None
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
@@ -145,7 +149,7 @@ def _gpu_by_nvml(nvml: Any, index: int, handle: Any) -> Gpu:
 
 
 def _bus_id(nvml: Any, handle: Any) -> str:
-    """The PCI address as sysfs spells it: four digits of the domain, in lower case."""
+    """Return the PCI address as sysfs spells it: four digits of the domain, in lower case."""
     try:
         domain, _, rest = _text(nvml.nvmlDeviceGetPciInfo(handle).busId).lower().partition(":")
     except Exception:
@@ -175,7 +179,7 @@ def _nvlinks(nvml: Any, handles: list[Any]) -> tuple[tuple[int, int, int], ...]:
 
 
 def _peer_of_nvlink(nvml: Any, handle: Any, link: int, index_of: dict[str, int]) -> int | None:
-    """Index of the GPU at the other end of an NVLink; -1: a switch; None: the link is not there or not up."""
+    """Return the index of the GPU at the other end of an NVLink; -1: a switch; None: the link is absent or down."""
     try:
         if nvml.nvmlDeviceGetNvLinkState(handle, link) != nvml.NVML_FEATURE_ENABLED:
             return None
@@ -205,7 +209,10 @@ def _pcie_kind(level: int) -> PcieKind:
 
 
 def _gpus_by_torch() -> tuple[Gpu, ...]:
-    """GPUs by number; their names only where CUDA is initialised already: asking would do that, and end forks."""
+    """Return GPUs by number, with their names only if CUDA is already initialised.
+
+    Asking for a name would initialise CUDA, after which the process could not fork.
+    """
     try:
         import torch
 
@@ -215,7 +222,7 @@ def _gpus_by_torch() -> tuple[Gpu, ...]:
     except Exception:
         return ()
     nodes = gpu_nodes()
-    if len(nodes) != count:  # some are hidden from this process, which ones is not known here
+    if len(nodes) != count:  # some are hidden from this process, and it is not known which
         nodes = [None] * count
     return tuple(
         Gpu(index, "CUDA device", None, node)
@@ -226,8 +233,9 @@ def _gpus_by_torch() -> tuple[Gpu, ...]:
 
 
 def gpu_nodes(devices: Path = Path("/sys/bus/pci/devices")) -> list[int | None]:
-    """The NUMA nodes of NVIDIA's GPUs in the order of their PCI addresses, which is NVML's. None: the firmware does not
-    say.
+    """Return the NUMA nodes of NVIDIA GPUs in the order of their PCI addresses, which is NVML's order.
+
+    None: the firmware does not say.
     """
     found = [
         device
@@ -247,7 +255,7 @@ def _listed(folder: Path) -> list[Path]:
 def _read(path: Path) -> str | None:
     try:
         return path.read_text(errors="replace").strip()
-    except OSError:  # such as EINVAL: the speed of a device without one
+    except OSError:  # such as EINVAL, for the speed of a device that has none
         return None
 
 

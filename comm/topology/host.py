@@ -1,4 +1,4 @@
-"""What one host is made of: processors, GPUs, the links between them, network devices. Plain values, as JSON too."""
+"""The hardware of one host: processors, GPUs, the links between them, network devices. Plain values, also as JSON."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ NetworkKind = Literal["tcp", "rdma"]
 PcieKind = Literal["same_switch", "host_bridge", "across_sockets"]
 PCIE_KINDS: tuple[PcieKind, ...] = ("same_switch", "host_bridge", "across_sockets")  # the nearest first
 
-# Hopper and Blackwell GPUs have this many NVLinks: one whose peers add up to more reaches them through a switch.
+# Hopper and Blackwell GPUs have this many NVLinks. A GPU whose links to its peers add up to more uses a switch.
 MOST_NVLINKS = 18
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU. None stands for what could not be found out."""
+    """One GPU. None stands for an unknown value."""
 
     index: int
     name: str
@@ -31,7 +31,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class NetworkDevice:
-    """One network device. `speed_mbit`: what the link negotiated, in 10^6 bits a second."""
+    """One network device. `speed_mbit`: the negotiated speed of the link, in 10^6 bits per second."""
 
     name: str
     kind: NetworkKind
@@ -41,7 +41,7 @@ class NetworkDevice:
 
 @dataclass(frozen=True, slots=True)
 class NumaNode:
-    """One NUMA node; `cpulist` in the kernel's spelling, such as "0-31,64-95"."""
+    """One NUMA node. `cpulist` is in the kernel's spelling, such as "0-31,64-95"."""
 
     index: int
     cpulist: str
@@ -49,11 +49,11 @@ class NumaNode:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """One host: what shares memory, and is reached from elsewhere through its network devices.
+    """One host: a unit that shares memory, and is reached from elsewhere through its network devices.
 
-    `id` is equal for two processes exactly when they can share memory: see `discover.host_id`.
-    `nvlinks` holds `(gpu, gpu, number of NVLinks)` for pairs with the lower index first; GPUs that share an NVSwitch
-    make a full matrix, each pair with all the links that a GPU has. `pcie_paths` holds `(gpu, gpu, kind)`.
+    `id` is equal for two processes exactly when they can share memory: see `discover.host_id`. `nvlinks` holds `(gpu,
+    gpu, number of NVLinks)` for pairs with the lower index first; GPUs that share an NVSwitch make a full matrix, each
+    pair with all the links that a GPU has. `pcie_paths` holds `(gpu, gpu, kind)`.
     """
 
     id: str
@@ -63,39 +63,45 @@ class Host:
     nvlinks: tuple[tuple[int, int, int], ...] = ()
     pcie_paths: tuple[tuple[int, int, PcieKind], ...] = ()
     network: tuple[NetworkDevice, ...] = ()
-    name: str = ""  # for people: tables and messages
+    name: str = ""  # shown in tables and messages
 
     def num_nvlinks(self, gpu: int, peer: int) -> int:
-        """Number of NVLinks between two GPUs, 0 where there is none."""
+        """Return the number of NVLinks between two GPUs, 0 if there is none."""
         low, high = min(gpu, peer), max(gpu, peer)
         return sum(links for a, b, links in self.nvlinks if (a, b) == (low, high))
 
     def pcie_path(self, gpu: int, peer: int) -> PcieKind | None:
-        """What PCIe traffic between two GPUs has to cross, None where it is not known."""
+        """Return what PCIe traffic between two GPUs has to cross, or None if it is not known."""
         low, high = min(gpu, peer), max(gpu, peer)
         return next((kind for a, b, kind in self.pcie_paths if (a, b) == (low, high)), None)
 
     @property
     def fully_nvlinked(self) -> bool:
-        """Whether every two of the GPUs (at least two) are joined by NVLink."""
+        """Return whether every two of the GPUs (at least two) are joined by NVLink."""
         indices = [gpu.index for gpu in self.gpus]
         pairs = [(a, b) for a in indices for b in indices if a < b]
         return bool(pairs) and all(self.num_nvlinks(a, b) for a, b in pairs)
 
     @property
     def has_reducing_nvswitch(self) -> bool:
-        """Whether the NVLinks go through a switch (more of them than a GPU has) of Hopper's generation or later."""
+        """Return whether the NVLinks go through a switch of Hopper's generation or later.
+
+        NVLinks go through a switch if there are more of them than a GPU has.
+        """
         through_switch = any(sum(self._links_of(gpu.index)) > MOST_NVLINKS for gpu in self.gpus)
         return through_switch and self.nvlinks_of_a_gpu >= MOST_NVLINKS
 
     @property
     def nvlinks_of_a_gpu(self) -> int:
-        """Number of NVLinks of the GPU with the fewest: through a switch, all of them serve any peer."""
+        """Return the number of NVLinks of the GPU with the fewest: through a switch, all of them serve any peer."""
         counts = [self._links_of(gpu.index) for gpu in self.gpus]
         return min((max(links) if sum(links) > MOST_NVLINKS else sum(links) for links in counts if links), default=0)
 
     def speed_mbit(self, kind: NetworkKind) -> int | None:
-        """Speed of the devices of one kind in 10^6 bits a second (RDMA adds up, TCP uses the fastest), if known."""
+        """Return the speed of the devices of one kind in 10^6 bits per second, if known.
+
+        RDMA devices add up; of TCP devices the fastest counts.
+        """
         speeds = [device.speed_mbit for device in self.network if device.kind == kind and device.speed_mbit]
         if not speeds:
             return None
@@ -105,13 +111,17 @@ class Host:
         return [links for a, b, links in self.nvlinks if gpu in (a, b)]
 
     def to_json(self) -> dict[str, Any]:
-        """The host as plain JSON values."""
+        """Return the host as plain JSON values."""
         content = asdict(self)
         return {key: [*map(_listed, value)] if isinstance(value, tuple) else value for key, value in content.items()}
 
     @staticmethod
     def from_json(content: Any, where: str = "the host") -> Host:
-        """The host that a JSON value holds. Raises `DataError`, which calls it `where`, for another layout."""
+        """Return the host that a JSON value holds.
+
+        Raises:
+            DataError: the value, which the error calls `where`, has another layout.
+        """
         optional = ("numa_nodes", "gpus", "nvlinks", "pcie_paths", "network", "name")
         values = as_object(content, where, ("id", "cpus"), optional)
         gpus = tuple(_gpu(value, f"{where}, gpu {at}") for at, value in _items(values, where, "gpus"))

@@ -1,7 +1,7 @@
-"""What to assume of links that nobody measured, and the inner backend's own all-reduce composed of its hops.
+"""Assumed values for links that were not measured, and the inner backend's own all-reduce composed of its hops.
 
-Assumed figures are for planning and for the first choice on a new machine; calibration replaces them. Every constant
-says where it comes from; "assumed" marks those that come from no measurement of ours.
+Assumed figures serve planning and the first choice on a new machine; calibration replaces them. The source of every
+constant is given; "assumed" marks those that come from no measurement of the project.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from deepytorch.comm.topology.cost import Link, Links, all_reduce_link, ring_sha
 from deepytorch.comm.topology.host import Gpu, Host
 from deepytorch.comm.topology.topology import Topology
 
-# TCP: what a link of that speed carries in payload, and what one connection reaches on a fast link (torchcomms' lanes:
-# 10.8, 15.8, 23.1 GB/s for 1, 2, 4 on hardware made for it; assumed 2.5 GB/s for the kernel's TCP).
-TCP_LATENCY_US = 30.0  # assumed: data centre, gloo's own work included
+# TCP: the part of a link's speed that carries payload, and the rate of one connection on a fast link (torchcomms'
+# lanes: 10.8, 15.8, 23.1 GB/s for 1, 2, 4 on hardware made for it; assumed 2.5 GB/s for the kernel's TCP).
+TCP_LATENCY_US = 30.0  # assumed: in a data centre, including gloo's own work
 TCP_EFFICIENCY = 0.94
 TCP_STREAM_BYTES_PER_S = 2.5e9
-TCP_UNKNOWN_MBIT = 10_000  # virtual devices do not say their speed
+TCP_UNKNOWN_MBIT = 10_000  # virtual devices do not report their speed
 TCP_STREAMS = (1, 2, 4, 8, 16)
 
 RDMA_LATENCY_US = 3.0  # assumed
@@ -30,25 +30,27 @@ NVLINK_LATENCY_US = 2.0  # assumed: a barrier among GPUs through NVLink
 NVLINK_BYTES_PER_S = 25e9  # each direction of one link, NVLink 2 to 4
 NVLINK_EFFICIENCY = 0.82
 
-PCIE_LATENCY_US = 25.0  # assumed: an asynchronous copy, and the flag that says it is done
+PCIE_LATENCY_US = 25.0  # assumed: an asynchronous copy, and the flag that marks its end
 PCIE_LANE_BYTES_PER_S = {1: 0.19e9, 2: 0.38e9, 3: 0.75e9, 4: 1.5e9, 5: 3.0e9, 6: 6.0e9}  # 3/4 of the raw rate
 PCIE_UNKNOWN = (4, 16)  # generation, lanes
 
 LOOPBACK = Link(25.0, 7.9e-4)  # gloo on a VM: 16 MB between 2 ranks in 13.2 ms
-MEMORY_LATENCY_US = 10.0  # of the barriers; 64 KB among 2 ranks takes 40 to 60 us on a VM with 2 cores
+MEMORY_LATENCY_US = 10.0  # of the barriers; 64 KB among 2 ranks take 40 to 60 us on a VM with 2 cores
 COPY_BYTES_PER_S_OF_A_NODE = 60e9  # assumed: 8 channels of DDR4 read and write about this much
-MEMORY_PASSES = 3.0  # copies of the payload that each rank of the two-shot algorithm makes: in, reduce, out
+MEMORY_PASSES = 3.0  # copies of the payload that each rank makes in the two-shot algorithm: in, reduce, out
 
 NCCL_START_US = 8.0  # vLLM reports 11 us for 0.5 MB on 8 NVLinked GPUs
 NCCL_PCIE_HOP_US = 10.0  # assumed
 NCCL_FAR_PCIE_FRACTION = 0.75  # assumed: without peer access each byte is copied through the host's memory
-NCCL_SOCKET_STREAMS = 2  # one thread and one socket for each of two channels, unless told otherwise before it starts
+NCCL_SOCKET_STREAMS = 2  # one thread and one socket for each of two channels, unless configured before NCCL starts
 
 
 def complete(links: Links, topology: Topology, device: str) -> Links:
-    """`links` with nominal values, named in `nominal`, where nothing was measured; the engine is composed of the rest.
+    """Return `links` with nominal values, named in `nominal`, for what was not measured.
 
-    A measured engine tells the network's rate where that was not measured. `device`: "cpu" or "cuda", of the engine.
+    The engine is composed of the rest.
+
+    If the network's rate was not measured, a measured engine determines it. `device`: "cpu" or "cuda", of the engine.
     """
     hosts, per_host = topology.host_kinds, topology.ranks_per_host
     if links.copy_bytes_per_s is None:
@@ -76,10 +78,10 @@ def _assumed(links: Links, name: str, value: float | Link | Mapping[int, Link]) 
 
 
 def flat_ring(links: Links, topology: Topology, num_streams: int = 1) -> Link:
-    """All-reduce by one ring in rank order, cut over `num_streams` connections a hop; us over payload bytes.
+    """Return the all-reduce by one ring in rank order; us over payload bytes.
 
-    All hops run at once, so the slowest gives the rate; what leaves a host shares its network. Latency is the average
-    hop's, since a message visits all of them.
+    Each hop is cut over `num_streams` connections. All hops run at once, so the slowest hop determines the rate. Bytes
+    that leave a host share its network. Latency is the average hop's, since a message visits all hops.
     """
     size, exits = topology.num_ranks, topology.ring_exits
     if size == 1:
@@ -95,10 +97,10 @@ def flat_ring(links: Links, topology: Topology, num_streams: int = 1) -> Link:
 
 
 def scaled_links(links: Links, measured_on: Topology, topology: Topology, device: str) -> Links:
-    """`links` that were measured on one topology, for another one made of the same hosts.
+    """Return links that were measured on one topology for another topology of the same hosts.
 
-    Hops stay as they are. The engine's all-reduce is composed anew, times what the measured one took of its own
-    composition; the memory's is dropped (assumed) where a host has another number of ranks.
+    Hops stay unchanged. The engine's all-reduce is composed anew, and multiplied by the ratio of the measured engine to
+    its own composition. The memory's all-reduce is dropped (assumed) if a host has another number of ranks.
     """
     same_hosts = topology.ranks_per_host == measured_on.ranks_per_host
     if same_hosts and topology.num_hosts == measured_on.num_hosts:
@@ -129,7 +131,10 @@ def _composed_engine(links: Links, topology: Topology, device: str) -> Link:
 
 
 def _nccl(links: Links, topology: Topology) -> Link:
-    """NCCL: latency of trees, rate of rings that use every NVLink or PCIe lane of a GPU and every RDMA device."""
+    """Return NCCL's all-reduce: latency of trees, rate of rings.
+
+    The rings use every NVLink or PCIe lane of a GPU and every RDMA device.
+    """
     size, per_host, hosts = topology.num_ranks, topology.ranks_per_host, topology.num_hosts
     latency_us, rate = NCCL_START_US, 0.0
     if per_host > 1 and links.nvlink is not None:
@@ -160,13 +165,16 @@ def _network(topology: Topology) -> dict[int, Link]:
         mbit = min(host.speed_mbit("rdma") or 0 for host in topology.host_kinds)
         return {1: Link(RDMA_LATENCY_US, 8 / (mbit * RDMA_EFFICIENCY))}
     mbit = min(host.speed_mbit("tcp") or TCP_UNKNOWN_MBIT for host in topology.host_kinds)
-    most = mbit * TCP_EFFICIENCY / 8  # bytes a us
+    most = mbit * TCP_EFFICIENCY / 8  # bytes per us
     rates = {streams: min(most, streams * TCP_STREAM_BYTES_PER_S / 1e6) for streams in TCP_STREAMS}
     return {streams: Link(TCP_LATENCY_US, 1 / rate) for streams, rate in rates.items()}
 
 
 def _network_of(engine: Link, topology: Topology) -> dict[int, Link]:
-    """The network as a measured engine saw it: every byte of its time put down to what leaves a host."""
+    """Return the network's link as a measured engine implies it.
+
+    The engine's whole time per byte is attributed to leaving a host.
+    """
     size, exits = topology.num_ranks, topology.ring_exits
     hop = engine.scaled(latency=1 / (2 * (size - 1)), rate=1 / (ring_share(size) * exits))
     return {exits: hop}

@@ -1,4 +1,7 @@
-"""Which ranks run on which hosts, and what the hosts are made of: discovered, exchanged, or read from a file."""
+"""The topology of a group: which ranks run on which hosts, and the hosts' hardware.
+
+A topology is discovered, exchanged, or read from a file.
+"""
 
 from __future__ import annotations
 
@@ -39,14 +42,14 @@ _DIGEST_LENGTH = 16  # hexadecimal digits
 class Topology:
     """The hosts of a group, and for each rank the index of its host.
 
-    Nothing depends on the order in which the hosts are listed, nor on whether the ranks of a host are contiguous.
+    No result depends on the order in which the hosts are listed, nor on whether the ranks of a host are contiguous.
     """
 
     hosts: tuple[Host, ...]
     host_of: tuple[int, ...]  # rank -> index into `hosts`
 
     def __post_init__(self) -> None:
-        """Raise `DataError` for ranks on hosts that are not there, and for hosts without a rank or with one id."""
+        """Raise `DataError` for ranks on absent hosts, and for hosts without a rank or with the same id."""
         used = set(self.host_of)
         wrong = sorted(used - set(range(len(self.hosts))))
         if wrong or not self.host_of:
@@ -62,63 +65,75 @@ class Topology:
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks on all hosts."""
+        """Return the number of ranks on all hosts."""
         return len(self.host_of)
 
     @property
     def num_hosts(self) -> int:
-        """Number of hosts."""
+        """Return the number of hosts."""
         return len(self.hosts)
 
     def ranks_on(self, host: int) -> tuple[int, ...]:
-        """The ranks of one host, ascending."""
+        """Return the ranks of one host, ascending."""
         return self._ranks_on[host]
 
     def local_rank(self, rank: int) -> int:
-        """The place of `rank` among the ranks of its host, from 0."""
+        """Return the place of `rank` among the ranks of its host, from 0."""
         return self.ranks_on(self.host_of[rank]).index(rank)
 
     @cached_property
     def is_regular(self) -> bool:
-        """Whether every host has the same number of ranks, contiguous or not."""
+        """Return whether every host has the same number of ranks, contiguous or not."""
         return len({len(ranks) for ranks in self._ranks_on}) == 1
 
     @cached_property
     def ranks_per_host(self) -> int:
-        """Number of ranks of the host with the most."""
+        """Return the number of ranks of the host with the most."""
         return max(len(ranks) for ranks in self._ranks_on)
 
     @property
     def ring_exits(self) -> int:
-        """Hops of a ring in rank order that leave the same host, the most of any host; 0 on one host."""
+        """Return the number of hops of a ring in rank order that leave the same host.
+
+        The host with the most such hops counts; 0 on one host.
+        """
         return max(self._exits)
 
     @property
     def ring_crossings(self) -> int:
-        """Hops of a ring in rank order that go from one host to another."""
+        """Return the number of hops of a ring in rank order that go from one host to another."""
         return sum(self._exits)
 
     @cached_property
     def digest(self) -> str:
-        """Short sha256 of all of it, host ids too: equal on two ranks exactly when their topologies agree."""
+        """Return a short sha256 of everything, including host ids.
+
+        The digests of two ranks are equal exactly when their topologies agree.
+        """
         return _sha256({"hosts": [host.to_json() for host in self._by_first_rank.hosts], "host_of": self._canonical})
 
     @cached_property
     def shape_digest(self) -> str:
-        """Short sha256 of the shape: without ids and names, so that it outlives a reboot and fits equal machines."""
+        """Return a short sha256 of the shape.
+
+        Ids and names are left out, so that the digest outlives a reboot and fits equal machines.
+        """
         hosts = [replace(host, id="", name="").to_json() for host in self._by_first_rank.hosts]
         return _sha256({"hosts": hosts, "host_of": self._canonical})
 
     def to_json(self) -> dict[str, Any]:
-        """The topology as plain JSON values."""
+        """Return the topology as plain JSON values."""
         return {"hosts": [host.to_json() for host in self.hosts], "host_of": list(self.host_of)}
 
     @staticmethod
     def from_json(content: Any) -> Topology:
-        """The topology that a JSON value holds. Raises `DataError` for another layout.
+        """Return the topology that a JSON value holds.
 
-        A host may carry `count`, the number of such hosts (the ids then end in their number), and `ranks_per_host` may
-        stand in place of `host_of`: that many ranks on each host, contiguous.
+        A host may carry `count`, the number of such hosts (the ids then end in their number). `ranks_per_host` may
+        replace `host_of`: that many ranks on each host, contiguous.
+
+        Raises:
+            DataError: the value has another layout.
         """
         values = as_object(content, "the topology", ("hosts",), ("host_of", "ranks_per_host"))
         if ("host_of" in values) == ("ranks_per_host" in values):
@@ -136,7 +151,10 @@ class Topology:
 
     @cached_property
     def host_kinds(self) -> tuple[Host, ...]:
-        """The hosts that differ in more than id and name, without these: a thousand equal machines are one kind."""
+        """Return the hosts that differ in more than id and name, without these.
+
+        A thousand equal machines are one kind.
+        """
         return tuple(dict.fromkeys(replace(host, id="", name="") for host in self.hosts))
 
     @cached_property
@@ -165,7 +183,11 @@ class Topology:
 
 
 def read_topology(path: Path) -> Topology:
-    """Read a topology file. Raises `DataError` when it cannot be read or has another layout."""
+    """Read a topology file.
+
+    Raises:
+        DataError: the file cannot be read or has another layout.
+    """
     try:
         return Topology.from_json(read_file(path, "topology file"))
     except DataError as error:
@@ -175,10 +197,12 @@ def read_topology(path: Path) -> Topology:
 
 
 def scaled_topology(topology: Topology, num_ranks: int) -> Topology:
-    """`topology` with `num_ranks` ranks: hosts x ranks per host, contiguous, the last host repeated as often as needed.
+    """Return `topology` with `num_ranks` ranks: hosts x ranks per host, contiguous, the last host repeated as needed.
 
-    Fewer ranks than one host has make one host with these ranks. Raises `DataError` where hosts would be filled in
-    part, or the hosts have different numbers of ranks.
+    Fewer ranks than one host has give one host with these ranks.
+
+    Raises:
+        DataError: hosts would be filled in part, or the hosts have different numbers of ranks.
     """
     if not topology.is_regular:
         raise DataError("The hosts of the topology have different numbers of ranks, expected one number to scale by.")
@@ -191,35 +215,37 @@ def scaled_topology(topology: Topology, num_ranks: int) -> Topology:
 
 
 def regular_topology(hosts: Sequence[Host], num_hosts: int, ranks_per_host: int) -> Topology:
-    """The first `num_hosts` of `hosts`, the last one repeated as often as needed, with contiguous ranks on each."""
+    """Return the first `num_hosts` of `hosts`, the last one repeated as needed, with contiguous ranks on each."""
     extra = [replace(hosts[-1], id=f"{hosts[-1].id}+{number}") for number in range(1, num_hosts - len(hosts) + 1)]
     host_of = tuple(host for host in range(num_hosts) for _ in range(ranks_per_host))
     return Topology((*hosts[:num_hosts], *extra), host_of)
 
 
 class Store(Protocol):
-    """What is needed of a `torch.distributed.Store`."""
+    """The methods that are needed of a `torch.distributed.Store`."""
 
     def set(self, key: str, value: str, /) -> None:
         """Set the value of a key."""
 
     def get(self, key: str, /) -> bytes:
-        """The value of a key."""
+        """Return the value of a key."""
 
     def wait(self, keys: list[str], timeout: timedelta, /) -> None:
         """Return when all keys are set."""
 
     def check(self, keys: list[str], /) -> bool:
-        """Whether all keys are set."""
+        """Return whether all keys are set."""
 
 
 def gather_topology(store: Store, rank: int, size: int, host: Host, timeout: timedelta) -> Topology:
-    """Exchange the hosts of `size` ranks through `store`; every rank returns the equal topology.
+    """Exchange the hosts of `size` ranks through `store`; every rank returns an equal topology.
 
-    Values are JSON under `deepytorch/topology/`: hand over a `PrefixStore` for each group. Rank 0 reads them all and
-    publishes what it made of them, so that a store serves few reads for many ranks. Hosts are listed by their lowest
-    rank. Where ranks of one host describe it differently, the one that saw the most GPUs counts (the lowest of them).
-    Raises `CommunicationError` that names the ranks which said nothing within `timeout`.
+    Values are JSON under `deepytorch/topology/`: pass a separate `PrefixStore` for each group. Rank 0 reads all values
+    and publishes the result, so that a store serves few reads for many ranks. Hosts are listed by their lowest rank. If
+    ranks of one host describe it differently, the description with the most GPUs counts (of the lowest such rank).
+
+    Raises:
+        CommunicationError: some ranks, which the error names, sent nothing within `timeout`.
     """
     store.set(f"{_KEY}/{rank}", json.dumps(host.to_json()))
     keys = [f"{_KEY}/{peer}" for peer in range(size)]

@@ -1,1 +1,1 @@
-"""Benchmark suites: what deepytorch gains on this machine, against eager and against stock torch.compile."""
+"""Benchmark suites: the gain of deepytorch on this machine, relative to eager and to stock torch.compile."""

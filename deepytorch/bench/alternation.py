@@ -1,8 +1,8 @@
-"""Scripts that take turns: each waits before a step until the others have done theirs.
+"""Scripts that run steps in turns: each waits before a step until the others have done theirs.
 
-What else a machine does changes from minute to minute; scripts that run one after the other meet different machines,
-steps in alternation the same one. A rank says over one pipe that it is ready for a step or has done it, and is told to
-go over another; it sleeps while it waits. Closed pipes let it go on without turns.
+The load of a machine changes from minute to minute. Scripts that run one after the other meet different conditions;
+steps in alternation meet the same. A rank reports over one pipe that it is ready for a step or has done it, and gets
+its turn over another pipe; it sleeps while it waits. If the pipes are closed, the rank continues without turns.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ READY, DONE, GO = b"r", b"d", b"g"
 
 
 class Turn:
-    """A rank's end: `take()` before a step, `hand_on()` after it. listen, speak: file descriptors of the pipes."""
+    """The end of a rank: `take()` before a step, `hand_on()` after it. listen, speak: file descriptors of the pipes."""
 
     def __init__(self, listen: int, speak: int) -> None:
         self._listen, self._speak = listen, speak
@@ -27,29 +27,29 @@ class Turn:
             os.read(self._listen, 1)
 
     def hand_on(self) -> None:
-        """The step is done."""
+        """Report that the step is done."""
         self._say(DONE)
 
     def close(self) -> None:
-        """No further step takes turns."""
+        """Take no further turns."""
         os.close(self._listen)
         os.close(self._speak)
 
     def _say(self, word: bytes) -> bool:
         try:
             os.write(self._speak, word)
-        except BrokenPipeError:  # whoever gave turns has gone
+        except BrokenPipeError:  # the giver of turns has ended
             return False
         return True
 
 
 class TurnGiver:
-    """The other end, of all ranks of one script."""
+    """The other end of the pipes, for all ranks of one script."""
 
     def __init__(self, ranks: int) -> None:
         self._hear: list[int] = []
         self._tell: list[int] = []
-        self.handed_over: list[tuple[int, int]] = []  # by rank: what `Turn` takes, for the rank's process to inherit
+        self.handed_over: list[tuple[int, int]] = []  # by rank: the arguments of `Turn`; its process inherits the pipes
         for _ in range(ranks):
             hear, speak = os.pipe()
             listen, tell = os.pipe()
@@ -58,16 +58,19 @@ class TurnGiver:
             self.handed_over.append((listen, speak))
 
     def started(self) -> None:
-        """Every process has inherited its pipes: keep no copies, so that the end of a process is heard."""
+        """Close this process's copies of the ranks' pipe ends, once every process has inherited its own.
+
+        The end of a process is noticed only then.
+        """
         for ends in self.handed_over:
             for end in ends:
                 os.close(end)
         self.handed_over = []
 
     def give(self, deadline: float) -> bool:
-        """Let all ranks run a step; False where they take no turns any more, or one of them has ended.
+        """Let all ranks run a step; return False if they take no more turns, or if one of them has ended.
 
-        deadline: on `time.monotonic()`; raises `TimeoutError` when the step is not done then.
+        deadline: on `time.monotonic()`; raises `TimeoutError` when the step is not done by then.
         """
         if not self._all_say(READY, deadline):
             self.close()
@@ -84,7 +87,7 @@ class TurnGiver:
         return True
 
     def close(self) -> None:
-        """Give no further turns: ranks that wait for one go on."""
+        """Give no further turns: ranks that wait for one continue."""
         for end in (*self._hear, *self._tell):
             os.close(end)
         self._hear, self._tell = [], []
@@ -101,7 +104,10 @@ class TurnGiver:
 
 
 def alternate(scripts: Sequence[Callable[[], bool]]) -> None:
-    """Let each script in turn run one step, until none has one left. A script returns False when it has none."""
+    """Let each script in turn run one step, until none has one left.
+
+    A script returns False when it has none.
+    """
     left = list(scripts)
     while left:
         left = [step for step in left if step()]

@@ -1,7 +1,7 @@
-"""Training steps one behind the other, the optimizer in them: the host may run ahead of the device, as in training.
+"""Training steps back to back, including the optimizer: the host may run ahead of the device, as in training.
 
-Where every step begins with a wait, what the host does for it is never hidden, and a step that makes it wait costs
-nothing more. So nothing waits here until the last step is launched; times come from marks in the device's stream.
+If every step began with a wait, the host's work would never be hidden, and a step that makes the host wait would cost
+nothing extra. So nothing waits here until the last step is launched; times come from marks in the device's stream.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from deepytorch.bench.training_step import Arm, Batch, Precision, num_compilatio
 from deepytorch.errors import ParityError
 from deepytorch.loading import prefetch
 
-_LEARNING_RATE = 1e-5  # weights move, and losses stay near each other
-_TRIES = 3  # passes until one compiles nothing
+_LEARNING_RATE = 1e-5  # weights change, but losses stay close to each other
+_TRIES = 3  # passes at most, until one compiles nothing
 
 
 class Clock:
-    """Marks between steps: CUDA events, which nobody waits for, or the host's clock where there is no device."""
+    """Marks between steps: CUDA events, for which no code waits, or the host's clock if there is no device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -31,7 +31,7 @@ class Clock:
         self._marks: list[float] = []
 
     def mark(self) -> None:
-        """Here, behind all that was launched."""
+        """Set a mark after everything that was launched."""
         if self._device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
             event.record(torch.cuda.current_stream(self._device))
@@ -40,7 +40,7 @@ class Clock:
             self._marks.append(time.perf_counter())
 
     def seconds(self) -> list[float]:
-        """From each mark to the next; waits for the last one."""
+        """Return the seconds from each mark to the next, after waiting for the last mark."""
         if self._device.type != "cuda":
             return [end - begin for begin, end in zip(self._marks, self._marks[1:], strict=False)]
         self._events[-1].synchronize()
@@ -50,14 +50,14 @@ class Clock:
 
 @dataclass(slots=True)
 class Trainee:
-    """An arm in training. batches: on the host; they are moved while the step before runs, as a loader does it."""
+    """An arm in training. batches: on the host; each is moved while the step before runs, as a data loader does."""
 
     arm: Arm
     optimizer: torch.optim.Optimizer
     batches: Sequence[Batch]
 
     def step(self, batch: Batch, precision: Precision) -> Tensor:
-        """One step, with the loss as it was; nobody waits for it."""
+        """Run one step and return the loss before it, without waiting."""
         self.optimizer.zero_grad(set_to_none=True)
         with precision.autocast():
             loss = self.arm.loss(batch)
@@ -66,9 +66,9 @@ class Trainee:
         return loss.detach()
 
     def train(self, precision: Precision) -> list[float]:
-        """Seconds of each step of a pass over the batches; once more where something compiled in it.
+        """Return the seconds of each step of a pass over the batches; repeat the pass if something compiled in it.
 
-        Raises `ParityError` where the loss of the last step is not finite.
+        Raises `ParityError` if the loss of the last step is not finite.
         """
         seconds: list[float] = []
         for _ in range(_TRIES):
@@ -88,7 +88,7 @@ class Trainee:
 
 
 def trainees(arms: Mapping[str, Arm], inputs: Mapping[str, Sequence[Batch]]) -> dict[str, Trainee]:
-    """One for each of `inputs`, with AdamW; those with the same model share its optimizer."""
+    """Return a trainee for each of `inputs`, with AdamW. Trainees with the same model share its optimizer."""
     optimizers: dict[int, torch.optim.Optimizer] = {}
     found = {}
     for name, batches in inputs.items():
@@ -102,7 +102,10 @@ def trainees(arms: Mapping[str, Arm], inputs: Mapping[str, Sequence[Batch]]) -> 
 def train_in_turns(
     training: Mapping[str, Trainee], rounds: int, precision: Precision, notify: Callable[[str], None]
 ) -> dict[str, list[list[float]]]:
-    """`seconds[name][batch]`, one time a round; passes over all batches take turns, after one that is not timed."""
+    """Return `seconds[name][batch]`, one time per round.
+
+    Passes over all batches take turns, after one that is not timed.
+    """
     for name, trainee in training.items():
         notify(f"Training, not timed yet: {name}")
         trainee.train(precision)

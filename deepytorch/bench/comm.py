@@ -1,4 +1,4 @@
-"""`deepytorch bench comm`: the time of collectives over size, in the columns of nccl-tests, against gloo."""
+"""`deepytorch bench comm`: the time of collectives over size, in the columns of nccl-tests, relative to gloo."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommOptions:
-    """What to measure, and on how many ranks. Rates are as `deepytorch lab` takes them, for `hosts` above 1."""
+    """The options of the measurement: operations, sizes and ranks.
+
+    Rates are as in `deepytorch lab`, for `hosts` above 1.
+    """
 
     ranks: int = 2  # of each host
     hosts: int = 1
@@ -55,9 +58,9 @@ class CommOptions:
     dtype: str = "float32"
     ops: tuple[str, ...] = ("all_reduce",)
     redop: str = "sum"
-    algorithms: tuple[str, ...] = (AUTO,)  # of the deepytorch backend, an arm each
+    algorithms: tuple[str, ...] = (AUTO,)  # of the deepytorch backend, one arm each
     compress: tuple[str, ...] = ("none",)  # likewise
-    allocated: bool = False  # one more arm for each of the deepytorch backend, with buffers from `comm.allocate`
+    allocated: bool = False  # one more arm for each arm of the deepytorch backend, with buffers from `comm.allocate`
     rounds: int = 5
     min_time_ms: float = 100.0
     timeout_s: float = 300.0
@@ -102,7 +105,7 @@ class CommOptions:
             raise ConfigError("backends has deepytorch more than once: its arms are named by algorithms and compress.")
 
     def lab(self) -> LabOptions | None:
-        """Return the simulated hosts that are asked for, None for one host. Raises `ConfigError`."""
+        """Return the requested simulated hosts, or None for one host. Raises `ConfigError`."""
         if self.hosts == 1:
             return None
         shape = LabOptions(hosts=self.hosts, ranks=self.ranks)
@@ -123,7 +126,7 @@ class CommOptions:
         )
 
     def arms(self) -> tuple[CommArm, ...]:
-        """Return the arms in the order of the backends, each with a name of its own."""
+        """Return the arms in the order of the backends, each with its own name."""
         arms: list[CommArm] = []
         for backend in self.backends:
             if backend == "deepytorch":
@@ -194,10 +197,10 @@ def run_comm(
     notify: Callable[[str], None] = lambda text: None,
     worker: Sequence[str] = WORKER,
 ) -> CommResult:
-    """Start the ranks of `options` on this machine, measure, and end every one of them however this ends.
+    """Start the ranks of `options` on this machine, measure, and end every rank however the measurement ends.
 
-    `on_cells` gets the cells of one op and size, all arms, as soon as they are there; `worker` is the command that each
-    rank runs. Raises `RankError` when a rank fails or nothing happens for `timeout_s`.
+    `on_cells` gets the cells of one op and size, all arms, as soon as they are measured; `worker` is the command that
+    each rank runs. Raises `RankError` when a rank fails or nothing happens for `timeout_s`.
     """
     cells: list[CommCell] = []
     copied: CopyBandwidth | None = None
@@ -219,9 +222,9 @@ def run_comm(
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """What groups of the deepytorch backend choose, and by what. `chosen[compress][op]` has a choice for each size.
+    """The choices of groups of the deepytorch backend, and the topology and links behind them.
 
-    Links and choices are None where its native code cannot be built.
+    `chosen[compress][op]` has a choice for each size. Links and choices are None if the native code cannot be built.
     """
 
     topology: Topology
@@ -232,7 +235,7 @@ class Described:
 def describe_ranks(
     options: CommOptions, notify: Callable[[str], None] = lambda text: None, *, in_place: bool = False
 ) -> Described:
-    """Start the ranks, or be one of torchrun's, and return what the deepytorch backend chooses, and by what."""
+    """Start the ranks, or be one of torchrun's, and return the deepytorch backend's choices and their basis."""
     if "deepytorch" not in options.backends:
         raise ConfigError(f"backends has {', '.join(options.backends)} only, and deepytorch is what chooses: add it.")
     found: dict[str, Any] | None = None
@@ -291,7 +294,7 @@ def names(text: str) -> tuple[str, ...]:
 
 
 def ranks_of_host(ranks: int | None, hosts: int, shape: tuple[int, int] | None) -> int:
-    """Return the ranks of a host: `ranks`, or those of torchrun's `shape`. Raises `ConfigError` for both."""
+    """Return the number of ranks of a host: `ranks`, or that of torchrun's `shape`. Raises `ConfigError` for both."""
     if shape is None:
         return 2 if ranks is None else ranks
     if ranks is not None or hosts > 1:
@@ -315,7 +318,7 @@ def torchrun_shape() -> tuple[int, int] | None:
 
 
 def ratios(cells: Sequence[CommCell], copied: CopyBandwidth) -> list[CommRatio]:
-    """Return how every cell compares with the first gloo arm's of the same op and size, and with a plain copy."""
+    """Return the ratios of every cell to the first gloo arm's of the same op and size, and to a plain copy."""
     gloo = {(cell.op, cell.bytes): cell.time_us for cell in reversed(cells) if cell.backend == "gloo"}
     return [
         CommRatio(

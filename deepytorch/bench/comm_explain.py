@@ -1,4 +1,4 @@
-"""`deepytorch bench comm --explain`: what the deepytorch backend would choose at each size, and what it predicts."""
+"""`deepytorch bench comm --explain`: the choice of the deepytorch backend at each size, and its predictions."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _KINDS: dict[str, OperationKind] = {kind: kind for kind in KINDS}
 
 
 def explain_lines(options: CommOptions, described: Described) -> list[str]:
-    """Return, for each op, a table of the predicted times of every algorithm over size, with what is chosen.
+    """Return, for each op, a table of the predicted times of every algorithm over size, with the choices.
 
-    Nominal speeds stand in where no links were measured, and `select`'s choice where no backend tells its own.
+    Nominal speeds replace links that were not measured, and `select`'s choice that of a backend that reports none.
     """
     topology, lines = described.topology, []
     where = "1 host" if topology.num_hosts == 1 else f"{topology.num_hosts} hosts"

@@ -24,16 +24,16 @@ WORKER = (sys.executable, "-m", "deepytorch.bench.comm_worker")
 _POLL_S = 0.05
 _END_S = 20.0  # for a rank to end by itself after the measurement
 _GRACE_S = 3.0  # between asking a rank to end and ending it
-_LAST_WORDS_S = 0.3  # for ranks that fail together to say why: the first is to blame
+_LAST_WORDS_S = 0.3  # for ranks that fail together to report why: the first is the cause
 _LOG_LINES = 15
 
 
 class RankPlan(Protocol):
-    """What every rank of a measurement is told."""
+    """The plan of a measurement, which every rank receives."""
 
     @property
     def timeout_s(self) -> float:
-        """Seconds without a word after which all ranks are ended."""
+        """Return the seconds without a message after which all ranks are ended."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as plain JSON values."""
@@ -52,12 +52,12 @@ class _Rank:
 def run_ranks(
     plan: RankPlan, ranks: int, lab: LabOptions | None = None, worker: Sequence[str] = WORKER
 ) -> Generator[dict[str, Any], None, None]:
-    """Start the ranks that run `plan`, and yield what rank 0 tells: see `rank_process`.
+    """Start the ranks that run `plan`, and yield the messages of rank 0: see `rank_process`.
 
     There are `ranks` of them on this machine, which talk over loopback, or those of `lab`. `worker` is the command of a
     rank; it gets the plan's file. The ranks meet at a file in a folder that only this user can read. When the generator
     ends or is closed, no process is left. Raises `RankError` when a rank fails, or when `plan.timeout_s` pass without a
-    word, and `ConfigError` where the machine cannot have a lab.
+    message, and `ConfigError` if the machine cannot have a lab.
     """
     with contextlib.ExitStack() as running:
         folder = Path(running.enter_context(tempfile.TemporaryDirectory(prefix="deepytorch-comm-")))
@@ -78,9 +78,9 @@ def run_ranks(
 def found_by_ranks(
     plan: RankPlan, ranks: int, lab: LabOptions | None, worker: Sequence[str], notify: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Start the ranks as `run_ranks` does, and return what rank 0 tells when it is done.
+    """Start the ranks as `run_ranks` does, and return rank 0's final message.
 
-    notify: is told what they are doing. Raises as `run_ranks` does, and `RankError` where none is ever done.
+    notify: is told what the ranks are doing. Raises as `run_ranks` does, and `RankError` if no rank ever finishes.
     """
     found: dict[str, Any] | None = None
     with contextlib.closing(run_ranks(plan, ranks, lab, worker)) as records:
@@ -102,7 +102,7 @@ def _on_this_machine(command: Sequence[str], ranks: int, folder: Path) -> Genera
             with log.open("wb") as output:
                 process = subprocess.Popen(
                     [*command, "--watch-stdin"],
-                    stdin=subprocess.PIPE,  # closes when this process is gone, however it went
+                    stdin=subprocess.PIPE,  # closes when this process ends in any way
                     stdout=output,
                     stderr=output,
                     env=_environment(rank, ranks),
@@ -115,7 +115,7 @@ def _on_this_machine(command: Sequence[str], ranks: int, folder: Path) -> Genera
 
 @contextlib.contextmanager
 def _sigterm_unwinds() -> Generator[None, None, None]:
-    """Make SIGTERM end this process by way of its `finally` blocks. Elsewhere than in the main thread, do nothing."""
+    """Make SIGTERM end this process through its `finally` blocks. Outside the main thread, do nothing."""
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         yield
         return
@@ -131,14 +131,14 @@ def _environment(rank: int, ranks: int) -> dict[str, str]:
     environment = {**os.environ, **{name: str(value) for name, value in own.items()}}
     environment.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: ranks share the cores
     if sys.platform == "linux":
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no other interface need be up, and none hears of it
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no other interface has to be up, and none sees the traffic
     return environment
 
 
 def _listen(
     records: TextIO, ranks: Sequence[_Rank], folder: Path, timeout_s: float
 ) -> Generator[dict[str, Any], None, None]:
-    """Yield the records until every process has ended well."""
+    """Yield the records until every process has ended successfully."""
     heard, rest, last, complete = time.monotonic(), "", "the start", False
     while True:
         codes = [rank.process.poll() for rank in ranks]
@@ -165,7 +165,7 @@ def _listen(
 
 
 def _failure(ranks: Sequence[_Rank], folder: Path, last: str) -> RankError:
-    """Return the error of the rank that failed first: others fail because it did. A killed one leaves no word."""
+    """Return the error of the rank that failed first: others fail because of it. A killed rank leaves no message."""
     failed = {index: rank.process.returncode for index, rank in enumerate(ranks) if rank.process.poll()}
     words = {}
     for index in failed:

@@ -1,7 +1,7 @@
-"""What goes into a collective and what has to come out: whole numbers that differ by rank and position, sums exact.
+"""Inputs and expected outputs of collectives: whole numbers that differ by rank and position, with exact sums.
 
-The numbers repeat after `TILE` positions, a prime, so that a chunk that lands at another place shows: no power of two
-is a multiple of it. A tile is filled in and compared block by block, at memory speed.
+The numbers repeat after `TILE` positions, a prime, so that a misplaced chunk is detected: no power of two is a multiple
+of it. A tile is filled in and compared block by block, at memory speed.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from deepytorch.errors import ConfigError
 
 TILE = 65_521
 
-_BLOCK_TILES = 32  # compared at a time: what a comparison allocates stays below 40 MB
-# Up to where sums of whole numbers are exact. bfloat16 counts to 2**8; the 8-bit integers must not wrap around.
+_BLOCK_TILES = 32  # compared at a time: a comparison allocates less than 40 MB
+# Limits up to which sums of whole numbers are exact. bfloat16 counts to 2**8; 8-bit integers must not wrap around.
 _EXACT = {torch.bfloat16: 256, torch.float16: 2048, torch.int8: 127, torch.uint8: 255}
 _EXACT_WIDE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """One rank's side of a collective; one tensor for both where the op works in place."""
+    """The buffers of one rank in a collective; one tensor for both if the op works in place."""
 
     input: Tensor  # (elements,)
     output: Tensor  # (elements,)
@@ -37,7 +37,7 @@ class Buffers:
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """Inputs and expected outputs of `ranks` ranks. Raises `ConfigError` where no sum could be exact."""
+    """Inputs and expected outputs of `ranks` ranks. Raises `ConfigError` if no sum could be exact."""
 
     dtype: torch.dtype
     redop: str  # sum, avg, min or max
@@ -58,12 +58,15 @@ class Pattern:
         return (min(exact, 256) if self.compressed else exact) // self.ranks
 
     def fill(self, buffers: Buffers, rank: int) -> None:
-        """Write what `rank` contributes; a separate output becomes zeros, so that nothing old can pass for a result."""
+        """Write the contribution of `rank`.
+
+        A separate output becomes zeros, so that no old value can pass for a result.
+        """
         buffers.output.zero_()
         _fill(buffers.input, self._tile(rank).to(self.dtype))
 
     def num_wrong(self, op: str, buffers: Buffers, rank: int) -> int:
-        """Return how many elements of the output are not what `op` has to give on `rank`."""
+        """Return the number of elements of the output that differ from the result of `op` on `rank`."""
         output = buffers.output
         if op == "barrier":
             return 0
@@ -82,13 +85,16 @@ class Pattern:
 
     @property
     def _tolerance(self) -> float:
-        """Absolute: of an average over a number of ranks that is no power of two, whose terms are not exact."""
+        """Return the absolute tolerance.
+
+        An average over a number of ranks that is no power of two has inexact terms.
+        """
         if self.redop != "avg" or self.ranks & (self.ranks - 1) == 0:
             return 0.0
         return (self.ranks + 1) * torch.finfo(self.dtype).eps * self._largest
 
     def _tile(self, rank: int) -> Tensor:
-        """Return the (TILE,) int64 numbers of `rank`: drawn once and for all by a generator of its own."""
+        """Return the (TILE,) int64 numbers of `rank`, drawn once by a generator of its own."""
         lowest = 0 if self.dtype == torch.uint8 else -self._largest
         generator = torch.Generator().manual_seed(1 + rank)
         return torch.randint(lowest, self._largest + 1, (TILE,), generator=generator)

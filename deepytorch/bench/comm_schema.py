@@ -17,13 +17,13 @@ OPS = (*PREDICTED_OPS, "all_to_all", "barrier")
 REDUCING_OPS = ("all_reduce", "reduce_scatter")
 DTYPES = ("float32", "bfloat16", "float16", "float64", "int32", "int64", "int8", "uint8")
 REDOPS = ("sum", "avg", "min", "max")
-NO_REDOP = "none"  # what an op that reduces nothing shows, as in nccl-tests
+NO_REDOP = "none"  # shown for an op that reduces nothing, as in nccl-tests
 
 
 def bus_factor(op: str, ranks: int) -> float:
     """Return bus bandwidth / algorithm bandwidth: the share of a buffer that one rank's link has to carry.
 
-    As in nccl-tests, so that figures of different numbers of ranks compare with the hardware's.
+    The definition is that of nccl-tests, so that figures of different numbers of ranks compare with the hardware's.
     """
     if op in ("broadcast", "barrier"):
         return float(op == "broadcast")
@@ -34,12 +34,12 @@ def bus_factor(op: str, ranks: int) -> float:
 class CommCell:
     """One op of one size in one arm. GB are 1e9 bytes; a time is the slowest rank's, per collective.
 
-    `bytes` is the larger side: the output of all_gather, the input of reduce_scatter. A barrier moves none of them.
+    `bytes` is the larger side: the output of all_gather, the input of reduce_scatter. A barrier moves none.
     """
 
     op: str
     backend: str
-    algorithm: str  # the one that ran; what a backend does not tell is its default
+    algorithm: str  # the one that ran; the default, if a backend does not report it
     dtype: str
     redop: str
     bytes: int
@@ -49,12 +49,12 @@ class CommCell:
     time_us_quartiles: list[float]  # over the rounds
     algbw: float  # bytes / time, in GB/s
     busbw: float  # algbw x `bus_factor`
-    wrong: int  # elements that were not what they have to be, summed over the ranks
+    wrong: int  # wrong elements, summed over the ranks
     # beyond what was asked for
-    arm: str  # the name that tells arms of one backend apart
-    compress: str | None  # dtype that goes between hosts, or null
+    arm: str  # the name that distinguishes arms of one backend
+    compress: str | None  # dtype that is sent between hosts, or null
     allocated: bool  # buffers from `comm.allocate`
-    iterations: int  # collectives a round
+    iterations: int  # collectives per round
 
     def __post_init__(self) -> None:
         """Raise `DataError` for a value that no run can give."""
@@ -72,7 +72,7 @@ class CommCell:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommRatio:
-    """How one cell compares. None stands for what was not measured, or has no meaning for the op."""
+    """The ratios of one cell. None: not measured, or without a meaning for the op."""
 
     op: str
     arm: str
@@ -88,7 +88,7 @@ class CommRatio:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommSummary:
-    """The ratio of every cell, and where it was measured."""
+    """The ratio of every cell, and the machine and links that were measured."""
 
     ratios: list[CommRatio]
     machine: str
@@ -98,9 +98,9 @@ class CommSummary:
     link_bit_per_s: float | None  # of the simulated hosts' links; None where no link was shaped
     flow_bit_per_s: float | None  # cap of one connection, likewise
     rounds: int
-    min_time_ms: float  # what a cell was measured for at least
-    # of the cost model, and so of the simulator: |predicted - measured| / measured over the cells, from the links that
-    # the deepytorch backend measured; None where it chose by none
+    min_time_ms: float  # the least time that a cell was measured for
+    # error of the cost model, and so of the simulator: |predicted - measured| / measured over the cells, from the links
+    # that the deepytorch backend measured; None if no links were used
     median_prediction_error: float | None = None
     topology: dict[str, Any] | None = None
     links: dict[str, Any] | None = None
@@ -112,7 +112,7 @@ class CommSummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommResult:
-    """What `deepytorch bench comm` found."""
+    """The result of `deepytorch bench comm`."""
 
     cells: list[CommCell]
     summary: CommSummary

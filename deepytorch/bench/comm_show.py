@@ -1,4 +1,4 @@
-"""What `deepytorch bench comm` shows: rows in the columns of nccl-tests, the findings in sentences, the picture."""
+"""The output of `deepytorch bench comm`: rows in the columns of nccl-tests, the findings in sentences, the picture."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ from deepytorch.bench.plots import BandwidthCurve, BandwidthPanel, plot_bandwidt
 from deepytorch.errors import ParityError
 
 # Bytes that a rank of one host has to read and write for each byte of the op's size: each once, in and out.
-# reduce_scatter reads its share of every rank, which is the size, and writes a share.
+# reduce_scatter reads a share from every rank, in all the size, and writes a share.
 _MOVED = {"all_reduce": 2.0, "all_gather": 2.0, "broadcast": 2.0}
 
 
 def run_and_show(options: CommOptions, console: Console, *, in_place: bool) -> CommResult | None:
-    """Measure, with the rows on `console` as they come; return the result, or None on torchrun's ranks other than 0."""
+    """Measure, and print the rows on `console` as they come; return the result.
+
+    On torchrun's ranks other than 0 the result is None.
+    """
     shown: set[str] = set()
 
     def show(lines: Sequence[str]) -> None:
@@ -46,7 +49,7 @@ def run_and_show(options: CommOptions, console: Console, *, in_place: bool) -> C
 
 
 def explain_and_show(options: CommOptions, console: Console, *, in_place: bool) -> None:
-    """Show what the deepytorch backend would choose and what it predicts, from the links that the ranks measure."""
+    """Show the choices and predictions of the deepytorch backend, from the links that the ranks measure."""
     with contextlib.nullcontext() if in_place else console.status("Starting the ranks") as status:
         described = describe_ranks(options, status.update if status else lambda text: None, in_place=in_place)
     if not in_place or os.environ["RANK"] == "0":
@@ -54,7 +57,7 @@ def explain_and_show(options: CommOptions, console: Console, *, in_place: bool) 
 
 
 def refuse_wrong(result: CommResult) -> None:
-    """Raise `ParityError` when an element was wrong: the times of such a collective mean nothing."""
+    """Raise `ParityError` when an element was wrong: the times of such a collective are meaningless."""
     wrong = [cell for cell in result.cells if cell.wrong]
     if wrong:
         first = wrong[0]
@@ -66,7 +69,7 @@ def refuse_wrong(result: CommResult) -> None:
 
 
 def table_head(op: str, options: CommOptions) -> list[str]:
-    """Return the lines above the rows of `op`: what it is, the columns of nccl-tests, their units."""
+    """Return the lines above the rows of `op`: its name and settings, the columns of nccl-tests, their units."""
     width = _arm_width(options)
     shape = f"{options.ranks} ranks" if options.hosts == 1 else f"{options.hosts} hosts of {options.ranks} ranks"
     columns = _line(
@@ -79,7 +82,7 @@ def table_head(op: str, options: CommOptions) -> list[str]:
 
 
 def table_rows(cells: Sequence[CommCell], options: CommOptions) -> list[str]:
-    """Return a line for each of the cells, which are the arms' of one op and size."""
+    """Return a line for each of the cells, which are those of all arms for one op and size."""
     gloo_us = next((cell.time_us for cell in cells if cell.backend == "gloo"), None)
     lines = []
     for cell in cells:
@@ -98,7 +101,7 @@ def table_rows(cells: Sequence[CommCell], options: CommOptions) -> list[str]:
 
 
 def summary_lines(result: CommResult) -> list[str]:
-    """Return what the run as a whole found, in sentences."""
+    """Return the findings of the whole run, in sentences."""
     summary, wrong = result.summary, sum(cell.wrong for cell in result.cells)
     lines = [
         f"Copy bandwidth, all ranks at a time, read and written: {summary.copy_gb_per_s_rank:.1f} GB/s a rank, "
@@ -132,7 +135,7 @@ def _line(arm_width: int, *columns: str) -> str:
 
 
 def plot_result(path: Path, result: CommResult) -> None:
-    """Write a PNG: algorithm bandwidth over size, a panel an op, a line an arm, and what the hardware allows.
+    """Write a PNG: algorithm bandwidth over size, a panel per op, a line per arm, and the hardware's limit.
 
     Raises `ConfigError` when the file cannot be written or matplotlib is not installed.
     """
@@ -154,10 +157,11 @@ def plot_result(path: Path, result: CommResult) -> None:
 
 
 def limit(op: str, ranks: int, hosts: int, summary: CommSummary) -> tuple[float | None, str]:
-    """Return the algorithm bandwidth in GB/s that `op` cannot exceed for large buffers sent as they are, and its name.
+    """Return the algorithm bandwidth in GB/s that `op` cannot exceed for large uncompressed buffers, and its name.
 
-    On one host, the bytes that a rank has to read and write meet the copy bandwidth. Between hosts with shaped links,
-    the bytes that have to enter or leave a host meet the link's rate. None where the link's rate is not known.
+    On one host, the bytes that a rank has to read and write are limited by the copy bandwidth. Between hosts with
+    shaped links, the bytes that have to enter or leave a host are limited by the link's rate. None if the link's rate
+    is not known.
     """
     if hosts == 1:
         return summary.copy_gb_per_s_rank / _MOVED.get(op, 1 + 1 / ranks), "copy bandwidth of memory"

@@ -1,8 +1,8 @@
-"""What each rank of `deepytorch bench comm` runs: `python -m deepytorch.bench.comm_worker PLAN.json`.
+"""The program of each rank of `deepytorch bench comm`: `python -m deepytorch.bench.comm_worker PLAN.json`.
 
 One process holds the groups of every arm, so that the arms take turns within each round and a change of the machine's
-speed meets all of them alike. What ranks tell each other (times, counts) goes through the default group, outside of
-what is timed.
+speed affects all of them alike. Messages between ranks (times, counts) go through the default group, outside of the
+timed parts.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from deepytorch.comm.group.groups import group_of
 from deepytorch.errors import ConfigError
 
 AUTO = "auto"
-COPY_BYTES = 64 << 20  # beyond every cache that a rank has to itself
+COPY_BYTES = 64 << 20  # larger than every cache that a rank has to itself
 
 _REDOPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
-_MAX_ITERATIONS = 2000  # a round
+_MAX_ITERATIONS = 2000  # per round
 _MANY_ITERATIONS = 4
-_CALIBRATION_S = 5e-3  # one collective of a microsecond says little: calibrate over this time
-_PATIENCE = 5  # how many times its share of the time the slowest arm may take for the fastest one's sake
+_CALIBRATION_S = 5e-3  # a single collective of a microsecond is too short: calibrate over this time
+_PATIENCE = 5  # the slowest arm may take this many times its share of the time, for the benefit of the fastest
 
 # (op, buffers, redop, group): runs one collective and waits for it.
 Collective = Callable[[str, Buffers, str, ProcessGroup], None]
@@ -45,7 +45,7 @@ Collective = Callable[[str, Buffers, str, ProcessGroup], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommArm:
-    """One way to run the collectives, with a process group of its own."""
+    """One way to run the collectives, with its own process group."""
 
     name: str
     backend: str
@@ -56,7 +56,7 @@ class CommArm:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommPlan:
-    """What is measured: equal on all ranks."""
+    """The plan of the measurement: equal on all ranks."""
 
     arms: tuple[CommArm, ...]
     ops: tuple[str, ...]
@@ -67,7 +67,7 @@ class CommPlan:
     rounds: int
     min_time_ms: float  # of a cell, over all its rounds
     timeout_s: float  # of one collective
-    explain: bool = False  # measure nothing, only tell what the deepytorch backend chooses by
+    explain: bool = False  # measure nothing; only report the basis of the deepytorch backend's choices
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as plain JSON values."""
@@ -84,11 +84,11 @@ class CommPlan:
 
 @dataclass(frozen=True, slots=True)
 class CopyBandwidth:
-    """What `copy_` reaches while every rank copies: bytes read and written, in GB/s."""
+    """The bandwidth of `copy_` while every rank copies: bytes read and written, in GB/s."""
 
     rank: float  # mean of the ranks
     total: float  # sum of the ranks
-    measured_by: dict[str, Any] | None = None  # topology and links that the deepytorch backend chooses by, as JSON
+    measured_by: dict[str, Any] | None = None  # topology and links behind the deepytorch backend's choices, as JSON
 
 
 def run_collective(op: str, buffers: Buffers, redop: str, group: ProcessGroup) -> None:
@@ -118,10 +118,10 @@ def measure(
     notify: Callable[[str], None] = lambda text: None,
     collective: Collective = run_collective,
 ) -> CopyBandwidth:
-    """Measure every cell of `plan`; the default group is there already, on CPU. Called by all ranks.
+    """Measure every cell of `plan`; the default group already exists, on CPU. All ranks call this function.
 
-    Rank 0 calls `on_cells` with the arms' cells of one op and size as soon as they are there, and `notify` with what is
-    being done. Returns the copy bandwidth, measured before and after the cells.
+    Rank 0 calls `on_cells` with the arms' cells of one op and size as soon as they are measured, and `notify` with the
+    current activity. Returns the copy bandwidth, measured before and after the cells.
     """
     notify("Opening the groups of every arm")
     groups = [_open_group(arm, plan.timeout_s) for arm in plan.arms]
@@ -150,10 +150,10 @@ def _chosen_by(groups: Sequence[ProcessGroup]) -> dict[str, Any] | None:
 
 
 def describe(plan: CommPlan) -> dict[str, Any] | None:
-    """Return, as plain JSON values, what groups of the deepytorch backend choose, and by which topology and links.
+    """Return, as plain JSON values, the choices of groups of the deepytorch backend, with their topology and links.
 
-    `chosen[compress][op]` has one entry a size: what `Choice` is made of. None where the backend leaves everything to
-    the stock ones, because its native code cannot be built.
+    `chosen[compress][op]` has one entry per size: the fields of a `Choice`. None if the backend leaves everything to
+    the stock backends, because its native code cannot be built.
     """
     content: dict[str, Any] = {"chosen": {}}
     for compress in dict.fromkeys(arm.compress for arm in plan.arms if arm.backend == "deepytorch"):
@@ -172,7 +172,7 @@ def describe(plan: CommPlan) -> dict[str, Any] | None:
 
 
 def init_default_group(timeout_s: float, store: dist.Store | None = None, rank: int = -1, ranks: int = -1) -> None:
-    """Open the gloo group over which ranks tell each other what they measured; without a store, as torchrun says."""
+    """Open the gloo group over which ranks exchange measurements; without a store, by torchrun's environment."""
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout_s))
 
 
@@ -195,7 +195,7 @@ class _SizeBench:
         ]
 
     def run(self, notify: Callable[[str], None]) -> list[CommCell]:
-        """Check, calibrate, measure in alternation, check again; return one cell an arm (of use on rank 0 only)."""
+        """Check, calibrate, measure in alternation, check again; return one cell per arm (of use on rank 0 only)."""
         arms, what = range(len(self.groups)), f"{self.op}, {self.count * self.dtype.itemsize} bytes"
         notify(f"{what}: first check")
         wrong_before = [self._check(arm) for arm in arms]
@@ -215,17 +215,17 @@ class _SizeBench:
         return [self._cell(arm, seconds[arm].tolist(), iterations, int(wrong[arm])) for arm in arms]
 
     def _check(self, arm: int) -> int:
-        """Run once on numbers whose result is known; return how many elements of this rank are wrong."""
+        """Run once on numbers whose result is known; return the number of wrong elements of this rank."""
         buffers = self.buffers[arm]
         self.pattern.fill(buffers, self.rank)
         self._timed(arm, 1)
         return self.pattern.num_wrong(self.op, buffers, self.rank)
 
     def _calibrate(self) -> int:
-        """Return how many collectives a round takes in every arm: what beginning together costs then weighs alike.
+        """Return the number of collectives per round, in every arm: the cost of starting together then counts equally.
 
-        The fastest arm gets its share of the time, unless the slowest then takes too many times as long. The same on
-        all ranks, since it decides what they call.
+        The fastest arm gets its share of the time, unless the slowest then takes too many times as long. The number is
+        the same on all ranks, since it decides what they call.
         """
         seconds = []
         for arm in range(len(self.groups)):
@@ -237,9 +237,9 @@ class _SizeBench:
         return min(_MAX_ITERATIONS, max(1, round(wanted)))
 
     def _timed(self, arm: int, iterations: int) -> float:
-        """Return the seconds a collective that this rank took over `iterations` of them, begun together.
+        """Return the seconds per collective that this rank took over `iterations` of them, started together.
 
-        Where there are many, one more goes first: it wakes the arm's threads and brings the ranks closer together.
+        If there are many, one more runs first: it wakes the arm's threads and brings the ranks closer together.
         """
         buffers, group = self.buffers[arm], self.groups[arm]
         dist.barrier()
@@ -301,13 +301,13 @@ def _algorithm(arm: CommArm, group: ProcessGroup, op: str, num_bytes: int) -> st
     if arm.backend != "deepytorch":
         return "default"
     try:
-        if op not in PREDICTED_OPS:  # through memory where all ranks share some, by gloo elsewhere
+        if op not in PREDICTED_OPS:  # through memory if all ranks share some, else by gloo
             known = group_of(group)
             shares = known.topology.num_hosts == 1 and known.backend.segment is not None
             return "shared_memory" if shares and known.options.algorithm in (None, "shared_memory") else "engine"
         return comm.chosen(group, op, num_bytes).algorithm
     except ConfigError:
-        return "delegated"  # its native code cannot be built here: stock backends serve
+        return "delegated"  # the native code cannot be built here: stock backends are used
 
 
 def _allocate(dtype: torch.dtype, group: ProcessGroup, count: int) -> Tensor:
@@ -322,7 +322,7 @@ def _slowest(seconds: float) -> float:
 
 
 def _copy_seconds(times: int = 5) -> list[float]:
-    """Return the seconds that this rank takes to copy `COPY_BYTES`, while all ranks do, `times` times."""
+    """Return the seconds that this rank takes to copy `COPY_BYTES`, while all ranks copy, `times` times."""
     source = torch.ones(COPY_BYTES, dtype=torch.uint8)
     target = torch.zeros_like(source)
     seconds = []
@@ -335,8 +335,9 @@ def _copy_seconds(times: int = 5) -> list[float]:
 
 
 def main(collective: Collective = run_collective) -> None:
-    """Run the plan of `sys.argv[1]` as one rank; rank 0 tells what is being done, cells, and at the end the copy
-    bandwidth, or what `describe` found.
+    """Run the plan of `sys.argv[1]` as one rank.
+
+    Rank 0 reports the current activity, the cells, and at the end the copy bandwidth, or the result of `describe`.
     """
 
     def work(content: dict[str, Any], seat: Seat) -> None:

@@ -1,4 +1,4 @@
-"""`deepytorch bench ddp`: a data-parallel step in stock DDP and in deepytorch, and how much is hidden."""
+"""`deepytorch bench ddp`: a data-parallel step in stock DDP and in deepytorch, and the communication that is hidden."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ WORKER = (sys.executable, "-m", "deepytorch.bench.ddp_worker")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DdpOptions:
-    """What `deepytorch bench ddp` is asked for.
+    """The options of `deepytorch bench ddp`.
 
-    backend: the process group of the deepytorch arm, beside gloo's or nccl's. compress: what that group casts to
-    between hosts. data: what llama learns from. timeline: a PNG of one step; a Chrome trace goes beside it,
-    with `.json`.
+    backend: the process group of the deepytorch arm, besides gloo's or nccl's. compress: the type that this group casts
+    to between hosts. data: the data that llama learns from. timeline: a PNG of one step; a Chrome trace is written next
+    to it, with `.json`.
     """
 
     model: str = "vgg16"
@@ -114,7 +114,7 @@ class DdpOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DdpArm:
-    """What one arm took: medians over all ranks and steps, in seconds, unless named otherwise."""
+    """The times of one arm: medians over all ranks and steps, in seconds, unless named otherwise."""
 
     name: str
     percentile_seconds: dict[str, float]  # of forward and backward, pooled over the ranks
@@ -123,15 +123,15 @@ class DdpArm:
     backward_seconds: float  # likewise
     optimizer_seconds: float
     comm_seconds: float  # its buckets alone
-    exposed_comm_seconds: float  # what a step takes beyond compute alone
-    overlap_efficiency: float  # (forward + max(backward, communication)) / step: 1 is all that overlap can reach
+    exposed_comm_seconds: float  # the time of a step beyond that of compute alone
+    overlap_efficiency: float  # (forward + max(backward, communication)) / step: 1 is the best that overlap can reach
     max_grad_rel_diff: float  # to the first arm
     bucket_bytes: list[int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DdpResult:
-    """What `deepytorch bench ddp` found. Ratios are the other arm's step / deepytorch's: above 1 is faster."""
+    """The result of `deepytorch bench ddp`. Ratios are the other arm's step / deepytorch's: above 1 is faster."""
 
     model: str
     size: str
@@ -181,7 +181,10 @@ def write_ddp_result(path: Path, result: DdpResult) -> None:
 def run_ddp(
     options: DdpOptions, notify: Callable[[str], None] = lambda text: None, worker: Sequence[str] = WORKER
 ) -> DdpResult:
-    """Start the ranks, measure, and end them however it ends. Raises `RankError` when one fails or all stand still."""
+    """Start the ranks, measure, and end the ranks however the measurement ends.
+
+    Raises `RankError` when a rank fails or all stand still.
+    """
     found = found_by_ranks(options.plan(), options.ranks, options.lab(), worker, notify)
     return _result(options, found)
 
@@ -265,7 +268,7 @@ def _arm(name: str, found: Mapping[str, Any], batch_size: int) -> DdpArm:
 
 
 def line_of(arm: DdpArm, ranks: int, per_host: int) -> str:
-    """Return an arm in the line format of PyTorch's DDP benchmark: seconds and examples of a rank a second."""
+    """Return an arm in the line format of PyTorch's DDP benchmark: seconds, and examples of a rank per second."""
     rates = arm.examples_per_second
     parts = [f"{name}: {seconds:7.3f}s {rates[name]:7.0f}/s" for name, seconds in arm.percentile_seconds.items()]
     return f"{arm.name:>18} {ranks} ranks -- {ranks // per_host}M/{per_host}R:  " + "  ".join(parts)

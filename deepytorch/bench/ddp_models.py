@@ -26,9 +26,10 @@ _VGG16 = (64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A model whose forward returns its loss, and what makes batches of it.
+    """A model whose forward returns its loss, and a maker of batches for it.
 
-    batches: of (examples of a batch, seed, how many batches), each what the model's forward takes by name.
+    batches: called with (examples of a batch, seed, number of batches); each batch holds the forward's arguments by
+    name.
     """
 
     model: nn.Module
@@ -63,7 +64,7 @@ def build_workload(name: str, size: str = "cpu", seed: int = 0, data: Path | Non
 
 
 class _Loss(nn.Module):
-    """A language model of which only the loss is wanted."""
+    """A language model that returns only its loss."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -83,14 +84,14 @@ class _Classifier(nn.Module):
 
 
 def _tokens(rows: int, positions: int, vocab: int, seed: int, count: int) -> list[dict[str, Tensor]]:
-    """Text without padding, as PyTorch's benchmarks give it to BERT."""
+    """Return text without padding, as PyTorch's benchmarks give it to BERT."""
     generator = torch.Generator().manual_seed(seed)
     ids = [torch.randint(5, vocab, (rows, positions), generator=generator) for _ in range(count)]
     return [{"input_ids": each, "attention_mask": torch.ones_like(each), "labels": each.clone()} for each in ids]
 
 
 def _texts(rows: int, data: Path | None, seed: int, count: int) -> list[dict[str, Tensor]]:
-    """Text of uneven lengths, whose prompts are not learnt, padded to the longest of a batch."""
+    """Return text of uneven lengths, whose prompts are not learnt, padded to the longest of a batch."""
     examples = load_rows(data)
     return list(
         batches(examples, train_tokenizer(examples), batch_size=rows, max_length=MAX_POSITIONS, seed=seed, steps=count)
@@ -121,7 +122,7 @@ def _vgg16(scale: int) -> nn.Module:
 
 
 def _alexnet(scale: int) -> nn.Module:
-    """Krizhevsky 2014, "One weird trick", the form of one tower."""
+    """Return the network of Krizhevsky 2014, "One weird trick", in the form of one tower."""
     c1, c2, c3, c4 = (width // scale for width in (64, 192, 384, 256))
     return nn.Sequential(
         nn.Conv2d(3, c1, 11, stride=4, padding=2), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1),
@@ -138,7 +139,7 @@ def _head(inputs: int, hidden: int) -> list[nn.Module]:
 
 
 def _resnet50(scale: int) -> nn.Module:
-    """He et al. 2015, with the stride in the 3x3 convolution."""
+    """Return the network of He et al. 2015, with the stride in the 3x3 convolution."""
     width = 64 // scale
     layers: list[nn.Module] = [
         nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False), nn.BatchNorm2d(width), nn.ReLU(),

@@ -1,8 +1,8 @@
-"""What each rank of `deepytorch bench ddp` runs: `python -m deepytorch.bench.ddp_worker PLAN.json`.
+"""The program of each rank of `deepytorch bench ddp`: `python -m deepytorch.bench.ddp_worker PLAN.json`.
 
 One process holds the models of every arm, so that the arms take turns within each round. Compute alone (steps under
-`no_sync`) and communication alone (the arm's buckets, one after the other) are measured beside, since they set the
-bound of what overlap can reach.
+`no_sync`) and communication alone (the arm's buckets, one after the other) are measured in addition, since they bound
+what overlap can reach.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from deepytorch.comm.group.options import Options
 from deepytorch.torch_internals import dynamo_config, inductor_config
 
 ARMS = ("ddp", "ddp_compile", "ddp_python_reducer", "deepytorch")
-# `torch._dynamo.config.optimize_ddp` of each arm: stock cuts a model into the buckets of DDP, or traces its reducer.
+# `torch._dynamo.config.optimize_ddp` of each arm: stock splits a model by DDP's buckets, or traces its reducer.
 _OPTIMIZE_DDP: dict[str, bool | str] = {
     "ddp": False, "ddp_compile": True, "ddp_python_reducer": "python_reducer", "deepytorch": False,
 }  # fmt: skip
-# What overlaps and buckets collectives in stock's graphs; `reorder_for_compute_comm_overlap` alone does nothing now.
-# Torch times what is computed on GPUs alone, so that on a CPU it is estimated by formula on either.
+# Settings that overlap and bucket collectives in stock's graphs; `reorder_for_compute_comm_overlap` alone does nothing.
+# Torch can measure compute times on GPUs only, so a formula estimates them, on GPUs and CPUs alike.
 _OVERLAP = {
     "aten_distributed_optimizations.enable_overlap_scheduling": True,
     "aten_distributed_optimizations.collective_bucketing": True,
     "aten_distributed_optimizations.insert_overlap_deps": True,
     "aten_distributed_optimizations.compute_estimator": "analytical",
 }
-_WARM_UP = 4  # deepytorch watches three
+_WARM_UP = 4  # deepytorch profiles three
 _BUCKET_BYTES = 25 << 20  # of stock DDP
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DdpPlan:
-    """What is measured: equal on all ranks."""
+    """The plan of the measurement: equal on all ranks."""
 
     model: str
     size: str
@@ -58,7 +58,7 @@ class DdpPlan:
     arms: tuple[str, ...]
     backend: str
     rounds: int
-    steps: int  # of an arm in a round, each on another batch
+    steps: int  # per arm and round, each on another batch
     timeout_s: float
     device: str = "cpu"
     compress: str | None = None  # between hosts, in the deepytorch group
@@ -72,7 +72,7 @@ class DdpPlan:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds of the parts of one step, on one rank."""
+    """The seconds of the parts of one step, on one rank."""
 
     forward: float
     backward: float
@@ -96,7 +96,7 @@ class Arm:
             elif name != "ddp":
                 self.call = torch.compile(self.model, backend=plan.lowering)
         self.optimizer = torch.optim.SGD(self.model.parameters(), 1e-3, momentum=0.9, weight_decay=1e-4)
-        self.last: tuple[float, Times] = 0.0, Times(0.0, 0.0, 0.0)  # when the last step began, and what it took
+        self.last: tuple[float, Times] = 0.0, Times(0.0, 0.0, 0.0)  # the start and the times of the last step
 
     @contextlib.contextmanager
     def _dynamo(self) -> Iterator[None]:
@@ -110,7 +110,7 @@ class Arm:
             yield
 
     def step(self, batch: dict[str, Tensor], *, sync: bool = True) -> Times:
-        """Train on one batch; without `sync` gradients stay where they are."""
+        """Train on one batch; without `sync` gradients stay on their rank."""
         autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=self._precision == "amp")
         with self._dynamo(), contextlib.nullcontext() if sync else self.model.no_sync():
             self.optimizer.zero_grad()
@@ -132,12 +132,12 @@ class Arm:
         return time.perf_counter()
 
     def reducer(self) -> GradientReducer | None:
-        """What reduces this arm's gradients, where that is ours."""
+        """Return the reducer of this arm's gradients, if it is deepytorch's."""
         first = next(self.model.parameters())
         return next((each for each in REDUCERS.values() if each.parameters[0] is first), None)
 
     def bucket_bytes(self) -> list[int]:
-        """Bytes of what it sends in a step."""
+        """Return the bytes of each bucket that the arm sends in a step."""
         reducer = self.reducer()
         if reducer is not None:
             return [transfer.num_bytes for transfer in reducer.counts.transfers]
@@ -148,7 +148,10 @@ class Arm:
         return [min(_BUCKET_BYTES, total - start) for start in range(0, total, _BUCKET_BYTES)]
 
     def communication_seconds(self) -> float:
-        """Seconds of its buckets alone, one after the other, or of stock's on its group where these take less."""
+        """Return the seconds of the arm's buckets alone, one after the other.
+
+        If stock's buckets take less on the arm's group, their time counts.
+        """
         return min(self._seconds_of(self.bucket_bytes()), self._seconds_of(self._stock_bytes()))
 
     def _seconds_of(self, sizes: list[int]) -> float:
@@ -160,7 +163,7 @@ class Arm:
         return self._now() - begin
 
     def spans(self) -> list[Span]:
-        """The last step as spans of time, from its beginning."""
+        """Return the last step as spans of time, from its beginning."""
         begin, times = self.last
         ends = (times.forward, times.forward + times.backward)
         found = [Span("compute", "forward", 0.0, ends[0]), Span("compute", "backward", *ends)]
@@ -230,7 +233,7 @@ def _on(plan: DdpPlan, batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _difference(arms: list[Arm], batch: dict[str, Tensor]) -> dict[str, float]:
-    """The largest relative difference of a gradient to the first arm's, all arms from the same weights."""
+    """Return the largest relative difference of a gradient to the first arm's, with all arms at the same weights."""
     weights = {name: value.clone() for name, value in arms[0].model.module.state_dict().items()}
     wanted: list[Tensor] = []
     found = {}
@@ -240,7 +243,7 @@ def _difference(arms: list[Arm], batch: dict[str, Tensor]) -> dict[str, float]:
         gradients = [each.grad.clone() for each in arm.model.parameters() if each.grad is not None]
         if arm is arms[0]:
             wanted = gradients
-        # a gradient that is zero but for rounding says nothing
+        # a gradient that is zero except for rounding has no meaningful difference
         floor = 1e-3 * max(float(each.norm()) for each in wanted)
         pairs = zip(gradients, wanted, strict=True)
         found[arm.name] = max(

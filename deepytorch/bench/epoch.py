@@ -1,8 +1,8 @@
-"""`deepytorch bench epoch`: real tokens a second over an epoch, against what a good user has: batches of like lengths.
+"""`deepytorch bench epoch`: real tokens per second over an epoch, relative to a good user's baseline: sorted lengths.
 
-Padding can be avoided by the order of the rows, too: Trainer's `group_by_length` puts rows of similar lengths into a
-batch. That changes what a step sees (batches are no longer drawn at random), so it is no speed-up of the same training;
-it is the baseline that a user would name.
+Padding can also be avoided by the order of the rows: Trainer's `group_by_length` puts rows of similar lengths into a
+batch. That changes the batches of a step (they are no longer drawn at random), so it is no speed-up of the same
+training; it is the baseline that a user would name.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from deepytorch.data import batches, load_rows, num_positions, num_tokens, train
 from deepytorch.data.batching import Labels, Order
 from deepytorch.errors import ConfigError
 
-# (backend, order): what runs. The first is what others are compared with.
+# (backend, order) of each arm. The first is the baseline.
 ARMS: tuple[tuple[str, Order], ...] = (
     ("inductor", "length"),
     ("inductor", "random"),
     ("deepytorch", "random"),
     ("deepytorch", "length"),
 )
-_WARM_UP = 4  # steps of each arm that may compile, its longest batch and its shortest among them
+_WARM_UP = 4  # steps of each arm that may compile, including its longest and its shortest batch
 _BLOCK = 4  # steps between two looks at the clock
 
 
 @dataclass(frozen=True, kw_only=True)
 class EpochOptions:
-    """What to measure: an epoch over `rows` rows, `steps` of its batches, spread evenly over it."""
+    """The options of the measurement: an epoch over `rows` rows, `steps` of its batches, spread evenly over it."""
 
     model: str = "llama"
     size: str = "small"
@@ -67,7 +67,7 @@ class EpochOptions:
 
 @dataclass(frozen=True)
 class EpochArm:
-    """One way to train. tokens_per_s: real tokens (no pads). ratio: against the first arm, above 1 is faster."""
+    """One way to train. tokens_per_s: real tokens (no pads). ratio: to the first arm, above 1 is faster."""
 
     backend: str
     order: str
@@ -79,7 +79,7 @@ class EpochArm:
 
 @dataclass(frozen=True)
 class EpochResult:
-    """What was found, and of what."""
+    """The result of the measurement, and its options."""
 
     model: str
     model_size: str
@@ -95,7 +95,7 @@ class EpochResult:
     machine: str
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Return plain JSON values."""
         return asdict(self)
 
 
@@ -104,7 +104,7 @@ class _Runner:
     arm: Arm
     optimizer: torch.optim.Optimizer
     data: list[Batch]
-    seconds: list[list[float]]  # of each block, one a round
+    seconds: list[list[float]]  # of each block, one per round
     compiled_steps: int = 0
 
     def step(self, batch: Batch, precision: Precision) -> None:
@@ -117,7 +117,7 @@ class _Runner:
         self.compiled_steps += num_compilations() > before
 
     def block(self, at: int, precision: Precision) -> None:
-        """Time one block; once more where something compiled in it."""
+        """Time one block; repeat it if something compiled in it."""
         for _ in range(2):
             compiled = self.compiled_steps
             precision.synchronize()
@@ -132,7 +132,7 @@ class _Runner:
 
 
 def run_epoch(options: EpochOptions, notify: Callable[[str], None] = lambda text: None) -> EpochResult:
-    """Train every arm on its own batches of one epoch, in turns of a few steps, with AdamW; the clock runs in blocks.
+    """Train every arm on its own batches of one epoch, in turns of a few steps, with AdamW; the clock times blocks.
 
     All arms begin with the same weights. Steps that compile come first and are not timed.
     """
@@ -182,7 +182,7 @@ def run_epoch(options: EpochOptions, notify: Callable[[str], None] = lambda text
 
 
 def epoch_batches(options: EpochOptions, order: Order) -> list[Batch]:
-    """`steps` batches of one epoch over `rows` rows in that order, evenly spread over it."""
+    """Return `steps` batches of one epoch over `rows` rows in that order, evenly spread over it."""
     rows = load_rows(options.data)
     every = list(
         batches(

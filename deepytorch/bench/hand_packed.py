@@ -1,7 +1,7 @@
-"""What a user could reach by hand: the same model on one packed row, in eager, with our attention operator.
+"""The baseline of packing by hand: the same model on one packed row, in eager, with deepytorch's attention operator.
 
 The collator would have to pack (labels shifted first, positions counted anew in every row), and the attention would
-have to be registered with transformers. Only decoders take a packed row without more changes.
+have to be registered with transformers. Only decoders accept a packed row without further changes.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ ATTENTION_NAME = "deepytorch_varlen"
 
 
 def pack(batch: Batch) -> Batch:
-    """Return the batch as one row of tokens: what a collator would do.
+    """Return the batch as one row of tokens, as a collator would make it.
 
-    `batch` holds ids, mask and labels of shape (rows, positions). The result holds `input_ids` and `position_ids`
-    (1, tokens), `shift_labels` (tokens,), `cu_seqlens` (rows + 1,) int32 and `max_length`. Labels are shifted inside
-    their row first: the last token of a row predicts nothing.
+    `batch` holds ids, mask and labels of shape (rows, positions). The result holds `input_ids` and `position_ids` (1,
+    tokens), `shift_labels` (tokens,), `cu_seqlens` (rows + 1,) int32 and `max_length`. Labels are shifted inside their
+    row first: the last token of a row predicts nothing.
     """
     mask = batch["attention_mask"].bool()
     lengths = mask.sum(1)
@@ -54,7 +54,7 @@ def hand_packed_arm(name: str, model: nn.Module) -> Arm:
 
 
 def register_attention() -> None:
-    """Make `ATTENTION_NAME` known to transformers, for models built after this call."""
+    """Register `ATTENTION_NAME` with transformers, for models built after this call."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION_NAME, _attention)
@@ -73,7 +73,10 @@ def _attention(
     dropout: float = 0.0,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention as transformers calls it: (1, heads, tokens, head_dim) to (1, tokens, heads, head_dim)."""
+    """Compute causal attention as transformers calls it.
+
+    The shapes are (1, heads, tokens, head_dim) for the arguments and (1, tokens, heads, head_dim) for the result.
+    """
     from deepytorch.passes.ops.varlen_attention import varlen_attention
 
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))

@@ -1,6 +1,6 @@
 """The training loops of `deepytorch bench hosts`: each host's own way to run steps and to keep checkpoints.
 
-The loops are what their users write; nothing in them knows of deepytorch.
+The loops are written as users write them; nothing in them refers to deepytorch.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Step:
 class Loop(ABC):
     """One host, with a model and this rank's batches.
 
-    resumes_in_process: whether a second training in one process goes on from a checkpoint as one in a process of its
-    own does, without deepytorch. turn: taken for every step, where another script runs in alternation.
+    resumes_in_process: whether, without deepytorch, a second training in one process continues from a checkpoint
+    exactly as one in a new process. turn: taken for every step, if another script runs in alternation.
     """
 
     resumes_in_process = True
@@ -48,16 +48,16 @@ class Loop(ABC):
 
     @abstractmethod
     def train(self, first: int, save_at: int | None, save: Path, resume: Path | None) -> list[Step]:
-        """Train from step `first` to the last batch; save before step `save_at`, and begin with what `resume` holds."""
+        """Train from step `first` to the last batch; save before step `save_at`, and start from checkpoint `resume`."""
 
     def begin(self) -> float:
-        """What the clock shows as a step begins."""
+        """Return the clock's time at the beginning of a step."""
         if self.turn is not None:
             self.turn.take()
         return time.perf_counter()
 
     def end(self, began: float) -> float:
-        """The seconds that a step took."""
+        """Return the seconds that a step took."""
         seconds = time.perf_counter() - began
         if self.turn is not None:
             self.turn.hand_on()
@@ -65,14 +65,14 @@ class Loop(ABC):
 
 
 class OwnLoop(Loop):
-    """A loop in the script itself."""
+    """A loop written in the script itself."""
 
     def __init__(self, model: nn.Module, batches: Sequence[Batch], folder: Path) -> None:
         super().__init__(model, batches, folder)
         self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), LEARNING_RATE)
 
     def train(self, first: int, save_at: int | None, save: Path, resume: Path | None) -> list[Step]:
-        """Batch after batch."""
+        """Train batch after batch."""
         if resume is not None:
             self.load(resume)
         steps = []
@@ -87,7 +87,7 @@ class OwnLoop(Loop):
         return steps
 
     def step(self, batch: Batch) -> Tensor:
-        """One optimizer step; returns the loss."""
+        """Run one optimizer step; return the loss."""
         loss = self.model(**batch).loss
         loss.backward()
         self.optimizer.step()
@@ -107,7 +107,7 @@ class OwnLoop(Loop):
             dist.barrier()
 
     def load(self, path: Path) -> None:
-        """Go on from a checkpoint."""
+        """Continue from a checkpoint."""
         inner = self._inner()
         state = torch.load(path / "state.pt", weights_only=True)
         inner.load_state_dict(state["model"])
@@ -135,7 +135,7 @@ class FullyShard(OwnLoop):
         super().__init__(fully_shard(model), batches, folder)
 
     def save(self, path: Path) -> None:
-        """Each rank writes its shards."""
+        """Write the shards, each rank its own."""
         import torch.distributed.checkpoint as checkpoint
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
@@ -143,7 +143,7 @@ class FullyShard(OwnLoop):
         checkpoint.save({"model": model, "optimizer": optimizer}, checkpoint_id=path)
 
     def load(self, path: Path) -> None:
-        """Each rank reads its shards."""
+        """Read the shards, each rank its own."""
         import torch.distributed.checkpoint as checkpoint
         from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -164,7 +164,7 @@ class LowRank(OwnLoop):
         super().__init__(get_peft_model(model, config), batches, folder)
 
     def save(self, path: Path) -> None:
-        """Write the adapters, and the optimizer beside them."""
+        """Write the adapters, and the optimizer next to them."""
         self.model.save_pretrained(path)
         torch.save(self.optimizer.state_dict(), path / "optimizer.pt")
 
@@ -187,7 +187,7 @@ class Accelerated(OwnLoop):
         self.model, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
 
     def step(self, batch: Batch) -> Tensor:
-        """One optimizer step; returns the loss."""
+        """Run one optimizer step; return the loss."""
         loss = self.model(**batch).loss
         self.accelerator.backward(loss)
         self.optimizer.step()
@@ -199,12 +199,12 @@ class Accelerated(OwnLoop):
         self.accelerator.save_state(str(path))
 
     def load(self, path: Path) -> None:
-        """Read it back."""
+        """Read everything that was prepared."""
         self.accelerator.load_state(str(path))
 
 
 class Zero(OwnLoop):
-    """DeepSpeed's ZeRO at one stage. offload: the parts of it that live in the host's memory."""
+    """DeepSpeed's ZeRO at one stage. offload: the parts of its state that are in the host's memory."""
 
     stage = 1
     offload: tuple[str, ...] = ()
@@ -216,7 +216,7 @@ class Zero(OwnLoop):
         config = {
             "train_micro_batch_size_per_gpu": batches[0]["input_ids"].shape[0],
             "zero_optimization": {"stage": self.stage, **{part: {"device": "cpu"} for part in self.offload}},
-            "zero_force_ds_cpu_optimizer": False,  # its own has to be built
+            "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's own optimizer would have to be built
             "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "torch_adam": True}},
             "steps_per_print": 10**9,
         }
@@ -224,41 +224,41 @@ class Zero(OwnLoop):
         self.engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
 
     def step(self, batch: Batch) -> Tensor:
-        """One optimizer step; returns the loss."""
+        """Run one optimizer step; return the loss."""
         loss = self.engine(**batch).loss
         self.engine.backward(loss)
         self.engine.step()
         return loss
 
     def save(self, path: Path) -> None:
-        """Each rank writes its part."""
+        """Write the checkpoint, each rank its part."""
         self.engine.save_checkpoint(str(path), tag="bench")
 
     def load(self, path: Path) -> None:
-        """Each rank reads its part."""
+        """Read the checkpoint, each rank its part."""
         self.engine.load_checkpoint(str(path), tag="bench")
 
 
 class Zero2(Zero):
-    """Gradients sharded as well."""
+    """ZeRO stage 2: gradients are sharded as well."""
 
     stage = 2
 
 
 class Zero2Offload(Zero2):
-    """With the optimizer's state offloaded."""
+    """ZeRO stage 2 with the optimizer's state offloaded."""
 
     offload = ("offload_optimizer",)
 
 
 class Zero3(Zero):
-    """Weights sharded as well."""
+    """ZeRO stage 3: weights are sharded as well."""
 
     stage = 3
 
 
 class Zero3Offload(Zero3):
-    """With weights and the optimizer's state offloaded."""
+    """ZeRO stage 3 with weights and the optimizer's state offloaded."""
 
     offload = ("offload_optimizer", "offload_param")
 
@@ -267,7 +267,7 @@ class Trainer(Loop):
     """Hugging Face Trainer."""
 
     def train(self, first: int, save_at: int | None, save: Path, resume: Path | None) -> list[Step]:
-        """A Trainer of its own for every run, as a script that is started again has."""
+        """Train with a new Trainer for every run, as a restarted script has."""
         trainer = self._trainer(save, save_at or len(self.batches) + 1)
         steps: list[Step] = []
         trainer.add_callback(_recorder(self, steps))
@@ -275,7 +275,7 @@ class Trainer(Loop):
         return steps
 
     def arguments(self, save: Path, save_steps: int) -> dict[str, Any]:
-        """What its TrainingArguments are given."""
+        """Return the arguments of its TrainingArguments."""
         return {
             "output_dir": str(save),
             "per_device_train_batch_size": 1,  # batches come collated
@@ -301,7 +301,7 @@ class Trainer(Loop):
         return HfTrainer(self.model, arguments, _only, train_dataset=self._dataset())
 
     def _dataset(self) -> list[Batch]:
-        """Of all ranks, in the order in which the Trainer deals them out."""
+        """Return the batches of all ranks, in the order in which the Trainer distributes them."""
         ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
         dealt: list[Batch] = [{}] * (len(self.batches) * ranks)
         dealt[rank::ranks] = self.batches
@@ -331,12 +331,12 @@ class SupervisedTrainer(Trainer):
 
 
 class Lightning(Loop):
-    """Lightning: a LightningModule around the model, data-parallel where there are ranks."""
+    """Lightning: a LightningModule around the model, data-parallel if there are several ranks."""
 
-    resumes_in_process = False  # its second step differs by 1e-4 between the two, with and without the import
+    resumes_in_process = False  # the second step differs by 1e-4 between the two, also without the import
 
     def train(self, first: int, save_at: int | None, save: Path, resume: Path | None) -> list[Step]:
-        """A Trainer of its own for every run."""
+        """Train with a new Trainer for every run."""
         import lightning
 
         steps: list[Step] = []

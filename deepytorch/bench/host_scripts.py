@@ -1,4 +1,4 @@
-"""The processes of `deepytorch bench hosts`: one script's ranks, started, given their turns, and ended."""
+"""The processes of `deepytorch bench hosts`: the ranks of a script, started, given their turns, and ended."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from deepytorch.config import process_environment
 
 
 class ScriptFailed(Exception):
-    """A process of a script failed; holds the last of what it said."""
+    """A process of a script failed; the error holds the end of its output."""
 
 
 class Script:
-    """One job in processes of its own, with the import or without.
+    """One job in its own processes, with or without the import of deepytorch.
 
-    timeout_s: seconds from now until `result` gives up. in_turns: steps are run when `step` says so.
+    timeout_s: seconds from now until `result` gives up. in_turns: steps run only when `step` is called.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Script:
             self._turns.started()
 
     def step(self) -> bool:
-        """Let every rank run one step; False where there is none left. Raises `ScriptFailed` at the deadline."""
+        """Let every rank run one step; return False if there is none left. Raises `ScriptFailed` at the deadline."""
         assert self._turns is not None
         try:
             return self._turns.give(self._deadline)
@@ -66,7 +66,7 @@ class Script:
             raise self._late() from None
 
     def result(self) -> list[dict[str, Any]]:
-        """Wait for the end; return what each rank found. Raises `ScriptFailed`."""
+        """Wait for the end; return the results of each rank. Raises `ScriptFailed`."""
         try:
             codes = [process.wait(max(self._deadline - time.monotonic(), 0.0)) for process in self._processes]
         except subprocess.TimeoutExpired:
@@ -80,7 +80,7 @@ class Script:
         return [json.loads(file.read_text(encoding="utf-8")) for file in files]
 
     def end(self) -> None:
-        """Kill what still runs."""
+        """Kill all processes that still run."""
         for process in self._processes:
             process.kill()
             process.wait()
@@ -95,7 +95,7 @@ class Script:
 
 
 def results(*scripts: Script) -> list[list[dict[str, Any]]]:
-    """What the ranks of each script found; steps of several scripts are run in alternation. All have ended then."""
+    """Return the results of the ranks of each script, after all have ended. Steps of several scripts alternate."""
     try:
         if len(scripts) > 1:
             alternate([script.step for script in scripts])

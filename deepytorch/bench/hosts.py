@@ -30,7 +30,7 @@ RESUMED_TOLERANCE = 1e-3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostsOptions:
-    """What `deepytorch bench hosts` is asked for."""
+    """The options of `deepytorch bench hosts`."""
 
     hosts: tuple[str, ...] = tuple(HOSTS)
     models: tuple[str, ...] = MODELS
@@ -63,8 +63,8 @@ class Cell:
     """One host with one model.
 
     seconds: median step without the import and with it, over the second half of the steps, rank 0. speedup: the ratio
-    of the two. checkpoint_rel_diff: of the losses after each has gone on from the other's checkpoint. named: why a cell
-    is empty or not green.
+    of the two. checkpoint_rel_diff: of the losses after each has continued from the other's checkpoint. named: why a
+    cell is empty or not green.
     """
 
     host: str
@@ -81,7 +81,7 @@ class Cell:
 
     @property
     def green(self) -> bool:
-        """Whether losses agree and checkpoints are interchangeable."""
+        """Return whether losses agree and checkpoints are interchangeable."""
         differences = (self.max_loss_rel_diff, self.checkpoint_rel_diff)
         bounds = (LOSS_TOLERANCE, RESUMED_TOLERANCE)
         return all(each is not None and each <= bound for each, bound in zip(differences, bounds, strict=True))
@@ -89,7 +89,7 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostsResult:
-    """What `deepytorch bench hosts` found."""
+    """The result of `deepytorch bench hosts`."""
 
     options: HostsOptions
     machine: str
@@ -104,8 +104,9 @@ class HostsResult:
 
 
 def run_hosts(options: HostsOptions, notify: Callable[[str], None]) -> Iterator[HostsResult]:
-    """Run every cell, one after the other, and yield what was found so far after each. A host that fails or is not
-    installed leaves a cell with its name.
+    """Run every cell, one after the other, and yield the results so far after each.
+
+    A host that fails or is not installed leaves a cell with its name.
     """
     cells: list[Cell] = []
     for host in options.hosts:
@@ -161,14 +162,14 @@ def _cell(host: str, model: str, options: HostsOptions) -> Cell:
             )
 
         def script(name: str, *, on: bool, in_turns: bool = False, **given: Any) -> Script:
-            timeout_s = options.timeout_s * (2 if in_turns else 1)  # the other's steps count
+            timeout_s = options.timeout_s * (2 if in_turns else 1)  # the other script's steps take part of the time
             return Script(job(name, **given), folders[name], ranks, timeout_s, on=on, in_turns=in_turns)
 
         other = saves["plain"] if HOSTS[host][0].resumes_in_process else None
         try:
             plain, ours = results(
                 script("plain", on=False, in_turns=True),
-                script("ours", on=True, in_turns=True, other=other),  # whose last step comes after the other's
+                script("ours", on=True, in_turns=True, other=other),  # its last step comes after the other's
             )
             if other is None:
                 [resumed] = results(script("again", on=True, first=save_at, resume=saves["plain"]))
@@ -205,7 +206,7 @@ def _how(regions: Sequence[dict[str, Any]]) -> str:
 
 
 def _difference(one: list[Any], other: list[Any], mine: str, others: str) -> float:
-    """The largest relative difference of losses, over ranks and steps; infinite where a step is missing."""
+    """Return the largest relative difference of losses, over ranks and steps; infinite if a step is missing."""
     largest = 0.0
     for expected, found in zip(one, other, strict=True):
         losses = [[each["loss"] for each in run] for run in (expected[mine], found[others])]
@@ -218,7 +219,7 @@ def _difference(one: list[Any], other: list[Any], mine: str, others: str) -> flo
 
 
 def table(result: HostsResult) -> Table:
-    """What is shown on a terminal."""
+    """Return the table that is shown on a terminal."""
     shown = Table(title="deepytorch bench hosts", title_justify="left")
     for name in ("host", "model", "ranks", "losses", "speedup", "checkpoints", "padding"):
         shown.add_column(name, overflow="fold")
@@ -228,12 +229,12 @@ def table(result: HostsResult) -> Table:
 
 
 def line(result: HostsResult) -> str:
-    """The cell that was run last."""
+    """Return a line about the last cell that was run."""
     return ", ".join(each for each in _row(result.cells[-1]) if each)
 
 
 def remarks(result: HostsResult) -> list[str]:
-    """Why cells are empty or not green."""
+    """Return the reasons why cells are empty or not green."""
     return [f"{cell.host}, {cell.model}: {cell.named}" for cell in result.cells if cell.named]
 
 
@@ -252,7 +253,7 @@ def _row(cell: Cell) -> tuple[str, ...]:
 
 
 def write_markdown(result: HostsResult, path: Path) -> None:
-    """Write the matrix as a page of the documentation. Raises `DataError` where that cannot be."""
+    """Write the matrix as a page of the documentation. Raises `DataError` if the file cannot be written."""
     options = result.options
     versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
     data = "the embedded text" if options.data is None else f"`{options.data.name}`"

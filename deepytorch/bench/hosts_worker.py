@@ -1,7 +1,7 @@
-"""What each rank of `deepytorch bench hosts` runs: `python -m deepytorch.bench.hosts_worker JOB.json [PIPE PIPE]`.
+"""The program of each rank of `deepytorch bench hosts`: `python -m deepytorch.bench.hosts_worker JOB.json [PIPE PIPE]`.
 
-The same script with and without the import: DEEPYTORCH=off in the environment makes the import do nothing. Through the
-pipes it is told when to run a step (`turns`).
+The same script runs with and without the import: DEEPYTORCH=off in the environment makes the import do nothing. The
+pipes tell it when to run a step (`turns`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from deepytorch.data import batches, library_rows, read_alpaca, train_tokenizer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostJob:
-    """One process's work: train from `first`, save before `save_at`; then go on from `other`, if that is given."""
+    """The work of one process: train from `first`, save before `save_at`; then continue from `other`, if given."""
 
     host: str
     model: str
@@ -43,7 +43,7 @@ class HostJob:
 
 
 def work(job: HostJob, folder: Path, turn: Turn | None = None) -> dict[str, Any]:
-    """Run the job as this rank, its first training in turns; return its steps, and what deepytorch did."""
+    """Run the job as this rank, its first training in turns; return its steps, and deepytorch's report."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     if job.lowering != "inductor":
@@ -85,7 +85,7 @@ def work(job: HostJob, folder: Path, turn: Turn | None = None) -> dict[str, Any]
 
 
 def main() -> None:
-    """Do what `sys.argv[1]` says; rank r leaves `rankR.json` beside it."""
+    """Run the job in the file `sys.argv[1]`; rank r writes `rankR.json` next to it."""
     path, pipes = Path(sys.argv[1]), [int(each) for each in sys.argv[2:4]]
     job = HostJob(**json.loads(path.read_text(encoding="utf-8")))
     found = work(job, path.parent, Turn(*pipes) if pipes else None)

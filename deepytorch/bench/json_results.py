@@ -1,4 +1,4 @@
-"""What the layouts of all result files share: one JSON object a file, its fields checked by a dataclass."""
+"""The common part of all result files: one JSON object per file, with fields that a dataclass checks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from deepytorch.errors import DataError
 
 
 def read_json(path: Path) -> Any:
-    """Return what a result file holds. Raises `DataError` when it cannot be read."""
+    """Return the contents of a result file. Raises `DataError` when it cannot be read."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -40,7 +40,7 @@ def match_fields(content: Any, kind: Any, what: str) -> None:
 
 
 def is_number(value: Any) -> bool:
-    """Whether `value` is a finite number."""
+    """Return whether `value` is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 

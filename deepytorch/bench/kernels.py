@@ -1,4 +1,4 @@
-"""`deepytorch bench kernels`: what each Triton kernel is compiled to, for GPUs that need not be there."""
+"""`deepytorch bench kernels`: the compiled form of each Triton kernel, also for GPUs that are not present."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MODULES = (
 
 @dataclass(frozen=True)
 class KernelRow:
-    """One way to launch a kernel, compiled for one compute capability; `troubles` is empty where all is well."""
+    """One way to launch a kernel, compiled for one compute capability; `troubles` is empty if all is well."""
 
     kernel: str
     variant: str
@@ -37,9 +37,9 @@ class KernelRow:
 
 
 def variants(named: str = "") -> Iterator[Variant]:
-    """Every kernel as real models launch it; only those with `named` in their names.
+    """Yield every kernel as real models launch it; only those with `named` in their names.
 
-    Raises `ConfigError` where Triton is not installed, or nothing goes by that name.
+    Raises `ConfigError` if Triton is not installed, or no kernel has that name.
     """
     try:
         import_module("triton")
@@ -54,7 +54,7 @@ def variants(named: str = "") -> Iterator[Variant]:
 def run_kernels(
     capabilities: Sequence[int] = CAPABILITIES, named: str = "", notify: Callable[[str], None] = lambda text: None
 ) -> list[KernelRow]:
-    """Compile every variant for each capability (80 for sm_80). Triton's errors go through."""
+    """Compile every variant for each capability (80 for sm_80). Triton's errors are passed on."""
     unknown = [each for each in capabilities if each not in CAPABILITIES]
     if unknown:
         raise ConfigError(f"capability {unknown[0]}; expected some of {', '.join(map(str, CAPABILITIES))}.")
@@ -82,7 +82,7 @@ def run_kernels(
 
 
 def to_json(rows: Sequence[KernelRow]) -> dict[str, Any]:
-    """The table as JSON holds it, with the versions that compiled it."""
+    """Return the table as JSON values, with the versions that compiled it."""
     import torch
     import triton
 

@@ -1,6 +1,6 @@
 """The lab: hosts simulated by network namespaces on one machine, joined by links of a chosen rate.
 
-Each host is a namespace with one device, a bridge in a namespace of its own is the switch: the machine's own network is
+Each host is a namespace with one device. A bridge in another namespace is the switch: the machine's own network is
 never touched. No namespace has a name; the kernel removes one, with its devices, when its last process and file
 descriptor are gone.
 """
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-DEVICE = "lab0"  # a host's only device beside lo; the same name everywhere, as on real hosts
+DEVICE = "lab0"  # a host's only device besides lo; the same name everywhere, as on real hosts
 MAX_HOSTS = 250
-TIMED_OUT = 124  # exit status, as of timeout(1)
+TIMED_OUT = 124  # exit status, as that of timeout(1)
 
-_FIRST_PORT = 29500  # torchrun's default, below the ports that connections are given
+_FIRST_PORT = 29500  # torchrun's default, below the ephemeral ports of connections
 _TERM_GRACE_S = 3.0
 _POLL_S = 0.05
 _TAIL_LINES = 20
@@ -60,7 +60,7 @@ _KERNEL_PARTS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LabOptions:
-    """What the lab simulates. Raises `ConfigError` for a value that is not accepted."""
+    """The options of a lab. Raises `ConfigError` for a value that is not accepted."""
 
     hosts: int = 2
     ranks: int = 1  # of each host
@@ -86,18 +86,18 @@ class LabOptions:
 
     @property
     def rate_bits_per_s(self) -> int:
-        """What a host may send, and what it may receive."""
+        """Return the rate that a host may send, and may receive."""
         return parse_rate(self.rate)
 
     @property
     def flow_bits_per_s(self) -> int | None:
-        """What a TCP connection between hosts may carry in each direction."""
+        """Return the rate of a TCP connection between hosts in each direction, or None for no cap."""
         return None if self.flow_rate is None else parse_rate(self.flow_rate, "flow-rate")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rank:
-    """One process that the lab started; it leads a session, and so a process group, of its own."""
+    """One process that the lab started, the leader of its own session and process group."""
 
     index: int  # of all ranks
     host: int
@@ -105,14 +105,14 @@ class Rank:
     log: Path
 
 
-# ranks that ended with their return codes, and signals to this process, in the order of their coming
+# ranks that ended with their return codes, and signals to this process, in the order of arrival
 _Events: TypeAlias = "queue.SimpleQueue[tuple[Rank, int] | signal.Signals]"
 
 
 class Lab:
-    """Simulated hosts, for as long as the `with` block runs; whatever runs inside of them ends with it.
+    """Simulated hosts, for as long as the `with` block runs. Everything that runs inside ends with it.
 
-    Raises `ConfigError` where the machine cannot have it: see `check_machine`.
+    Raises `ConfigError` if the machine cannot have a lab: see `check_machine`.
     """
 
     def __init__(self, options: LabOptions) -> None:
@@ -143,10 +143,10 @@ class Lab:
     def start(
         self, command: Sequence[str], env: Mapping[str, str] | None = None, logs: Path | None = None
     ) -> list[Rank]:
-        """Start `command` once a rank and return the ranks, which run on.
+        """Start `command` once per rank and return the ranks, which keep running.
 
-        `env` is set on top of this process's environment, and what torchrun sets on top of that. Output goes to
-        `hostN-rankM.log` in `logs` (default: the lab's folder), over what an earlier call left there.
+        `env` is set on top of this process's environment, and torchrun's variables on top of that. Output goes to
+        `hostN-rankM.log` in `logs` (default: the lab's folder), and replaces that of an earlier call.
         """
         command = _resolve(command)
         logs = logs or self.logs
@@ -167,11 +167,11 @@ class Lab:
         return started
 
     def inside(self, host: int, function: Callable[[], T]) -> T:
-        """Call `function` in a thread on `host`: what it starts and each socket that it opens belong there."""
+        """Call `function` in a thread on `host`: its processes and sockets belong to that host."""
         return namespaces.inside(self._hosts[host], function)
 
     def end(self) -> None:
-        """End all ranks and whatever else runs on the hosts: SIGTERM to the ranks' groups, 3 seconds later SIGKILL."""
+        """End all ranks and everything else on the hosts: SIGTERM to the ranks' groups, 3 seconds later SIGKILL."""
         running = [rank for rank in self.ranks if rank.process.poll() is None]
         for rank in running:
             with contextlib.suppress(ProcessLookupError):
@@ -191,7 +191,7 @@ class Lab:
         self.ranks.clear()
 
     def _connect(self, switch: int) -> None:
-        """Give each host its device, its address and its rate, and plug it into the switch."""
+        """Give each host its device, its address and its rate, and connect it to the switch."""
         rate, flow = self.options.rate_bits_per_s, self.options.flow_bits_per_s
         size = f"mtu {MTU_BYTES} gso_max_size {segment_bytes(rate)}"
         links = ["link add switch type bridge", "link set lo up", "link set switch up"]
@@ -202,7 +202,7 @@ class Lab:
             ]
         _set_network(switch, {"ipv6/conf/default/disable_ipv6": "1"})
         _batch(switch, "ip", links, self._hosts)
-        # a host's share of what others send it, then what it sends
+        # the rate of a host's incoming traffic, then of its outgoing traffic
         ports = [line for host in range(len(self._hosts)) for line in link_commands(f"host{host}", rate)]
         _batch(switch, "tc", ports)
         sending = link_commands(DEVICE, rate) if flow is None else flow_commands(DEVICE, rate, flow)
@@ -215,13 +215,13 @@ class Lab:
             _batch(namespace, "tc", sending)
 
     def _common_environment(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """What torchrun would set, the same for all ranks, on top of `environment`."""
+        """Return the variables that torchrun would set equally for all ranks, on top of `environment`."""
         hosts, ranks = self.options.hosts, self.options.ranks
         # an outer torchrun's store and identity are not these ranks'
         kept = {name: value for name, value in environment.items() if not name.startswith("TORCHELASTIC_")}
         return {
             "OMP_NUM_THREADS": "1",
-            "PYTHONUNBUFFERED": "1",  # logs that can be followed, and that are whole when a rank is killed
+            "PYTHONUNBUFFERED": "1",  # logs can be followed, and are complete when a rank is killed
             "DEEPYTORCH_LINKS": "measure",  # this network is not the one of the last lab, nor of the machine
             **kept,
             "WORLD_SIZE": str(hosts * ranks),
@@ -234,10 +234,10 @@ class Lab:
 
 
 def run_lab(options: LabOptions, command: Sequence[str], console: Console) -> int:
-    """Run `command` once a rank, show rank 0's output on `console` and return the exit status.
+    """Run `command` once per rank, show rank 0's output on `console` and return the exit status.
 
-    That is 0; the first failing rank's (128 + n for one that signal n ended), which ends the others; 124 after the time
-    limit; 128 + n when this process gets SIGINT, SIGTERM or SIGHUP. Raises `ConfigError`.
+    The status is 0; that of the first failing rank (128 + n for one that signal n ended), which ends the others; 124
+    after the time limit; 128 + n when this process gets SIGINT, SIGTERM or SIGHUP. Raises `ConfigError`.
     """
     command = _resolve(command)
     events: _Events = queue.SimpleQueue()
@@ -262,7 +262,7 @@ def run_lab(options: LabOptions, command: Sequence[str], console: Console) -> in
 
 
 def check_machine() -> None:
-    """Raise `ConfigError` where hosts cannot be simulated: not Linux, not root, or no iproute2."""
+    """Raise `ConfigError` if hosts cannot be simulated: not Linux, not root, or no iproute2."""
     if sys.platform != "linux":
         raise ConfigError(
             f"The lab was started on {sys.platform}, expected Linux: its hosts are network namespaces. "
@@ -282,7 +282,7 @@ def check_machine() -> None:
 
 
 class _Follower:
-    """Copies to the console what a log file has gained."""
+    """Copies the new contents of a log file to the console."""
 
     def __init__(self, log: Path, console: Console) -> None:
         self._console = console
@@ -298,7 +298,7 @@ class _Follower:
 
     def copy(self) -> None:
         text = self._decoder.decode(self._file.read())
-        if text:  # as it is: carriage returns of progress bars, colours
+        if text:  # unchanged: with carriage returns of progress bars, and colours
             self._console.file.write(text)
             self._console.file.flush()
 
@@ -313,7 +313,7 @@ def _wait(
     deadline: float,
     follower: _Follower,
 ) -> tuple[int, str | None]:
-    """Return the lab's exit status and, unless every rank succeeded, what to say about it."""
+    """Return the lab's exit status and, unless every rank succeeded, a message about it."""
     while num_ranks:
         follower.copy()
         try:
@@ -352,7 +352,7 @@ def _signals_into(events: _Events) -> Iterator[None]:
         yield
         return
     asked = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    # one that is ignored (nohup) stays so
+    # an ignored signal (nohup) stays ignored
     before = {number: signal.getsignal(number) for number in asked if signal.getsignal(number) != signal.SIG_IGN}
     for number in before:
         signal.signal(number, lambda number, _: events.put(signal.Signals(number)))
@@ -365,7 +365,10 @@ def _signals_into(events: _Events) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _keeper(held: Sequence[int]) -> Iterator[None]:
-    """Have a process end what runs in the namespaces `held` at the end, also if this one dies before (SIGKILL)."""
+    """Run a process that, at the end, ends everything in the namespaces `held`.
+
+    The keeper does so even if this process dies before (SIGKILL).
+    """
     keeper = subprocess.Popen(
         namespaces.keeper_command(held), stdin=subprocess.PIPE, pass_fds=held, start_new_session=True, cwd="/"
     )
@@ -373,7 +376,7 @@ def _keeper(held: Sequence[int]) -> Iterator[None]:
         yield
     finally:
         try:
-            keeper.communicate(timeout=_KEEPER_LIMIT_S)  # closes the pipe; the keeper looks once more, and ends
+            keeper.communicate(timeout=_KEEPER_LIMIT_S)  # closes the pipe; the keeper checks once more, and ends
         finally:
             keeper.kill()
 
@@ -395,7 +398,7 @@ def _create_namespace(resources: ExitStack) -> int:
 
 
 def _batch(namespace: int, tool: str, commands: Sequence[str], pass_fds: Sequence[int] = ()) -> None:
-    """Have `ip` or `tc` carry out `commands` inside `namespace`."""
+    """Run `commands` with `ip` or `tc` inside `namespace`."""
     done = namespaces.inside(
         namespace,
         lambda: subprocess.run(
@@ -413,7 +416,7 @@ def _batch(namespace: int, tool: str, commands: Sequence[str], pass_fds: Sequenc
 
 
 def _describe_refusal(tool: str, commands: Sequence[str], stderr: str) -> str:
-    """Name the command of the batch that failed and, where it is known, what the kernel lacks for it."""
+    """Name the command of the batch that failed and, if known, the kernel feature that it lacks."""
     said, _, line = stderr.strip().partition("Command failed -:")
     command = commands[int(line) - 1] if line.isdecimal() and 0 < int(line) <= len(commands) else commands[0]
     words = command.split()
@@ -426,12 +429,12 @@ def _describe_refusal(tool: str, commands: Sequence[str], stderr: str) -> str:
 
 
 def _tool(name: str) -> str | None:
-    """Return where `name` is; root's PATH lacks the system folders after a plain `su`."""
+    """Return the path of the program `name`; root's PATH lacks the system folders after a plain `su`."""
     return shutil.which(name, path=os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"]))
 
 
 def _set_network(namespace: int, values: Mapping[str, str]) -> None:
-    """Write settings below /proc/sys/net for one namespace; one that the kernel does not have stays away."""
+    """Write settings below /proc/sys/net for one namespace; settings that the kernel lacks are skipped."""
 
     def write() -> None:
         for name, value in values.items():
@@ -442,7 +445,7 @@ def _set_network(namespace: int, values: Mapping[str, str]) -> None:
 
 
 def _resolve(command: Sequence[str]) -> list[str]:
-    """Return `command` with this Python before a script. Raises `ConfigError` where there is nothing to run."""
+    """Return `command` with this Python before a script. Raises `ConfigError` if there is nothing to run."""
     if not command:
         raise ConfigError("No command was given, expected one after `--`: deepytorch lab -- train.py --steps 10.")
     if command[0].endswith(".py"):

@@ -1,6 +1,6 @@
-"""`deepytorch bench loss`: a linear layer and its cross-entropy, forward and backward: time and memory.
+"""`deepytorch bench loss`: time and memory of a linear layer and its cross-entropy, forward and backward.
 
-In eager, compiled by Inductor, and in one operator that never holds all logits (`deepytorch.passes.ops`).
+The loss runs in eager, compiled by Inductor, and in one operator that never holds all logits (`deepytorch.passes.ops`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossOptions:
-    """What is measured. rows: tokens. ignored: the fraction of them without a label."""
+    """The options of the measurement. rows: tokens. ignored: the fraction of them without a label."""
 
     rows: int = 4096
     hidden_size: int = 256
@@ -54,13 +54,13 @@ class LossOptions:
 
 @dataclass(frozen=True, slots=True)
 class LossArm:
-    """One way to compute it.
+    """One way to compute the loss.
 
     Attributes:
         seconds: of forward and backward, the median of the rounds.
-        time_ratio: against eager, below 1 is faster.
-        peak_mb: memory at its highest beyond the inputs, MiB; the gradients are in it. None where it cannot be told.
-        memory_ratio: against eager.
+        time_ratio: to eager, below 1 is faster.
+        peak_mb: peak memory beyond the inputs, including the gradients, MiB. None if it cannot be measured.
+        memory_ratio: to eager.
     """
 
     name: str
@@ -73,7 +73,7 @@ class LossArm:
 
 @dataclass(frozen=True, slots=True)
 class LossResult:
-    """What was found. gradients_mb: of the hidden states and of the weight, MiB."""
+    """The result of the measurement. gradients_mb: of the hidden states and of the weight, MiB."""
 
     options: LossOptions
     arms: list[LossArm]
@@ -83,12 +83,12 @@ class LossResult:
     machine: str
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Return plain JSON values."""
         return asdict(self)
 
 
 def run_loss(options: LossOptions, notify: Callable[[str], None] = lambda text: None) -> LossResult:
-    """Measure every arm on the same tensors, in turns. Raises `ParityError` where their losses differ."""
+    """Measure every arm on the same tensors, in turns. Raises `ParityError` if their losses differ."""
     precision = Precision.parse(options.device, options.dtype, options.dtype)
     inputs = _inputs(options, precision)
     arms: dict[str, Loss] = {"eager": _plain, "inductor": torch.compile(_plain), "deepytorch": _fused}
@@ -131,7 +131,7 @@ def run_loss(options: LossOptions, notify: Callable[[str], None] = lambda text: 
 
 
 def _inputs(options: LossOptions, precision: Precision) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states (rows, hidden), weight (classes, hidden) and targets (rows,)."""
+    """Return hidden states (rows, hidden), weight (classes, hidden) and targets (rows,)."""
     generator = torch.Generator().manual_seed(options.seed)
     hidden = torch.randn(options.rows, options.hidden_size, generator=generator)
     weight = torch.randn(options.vocab_size, options.hidden_size, generator=generator) / options.hidden_size**0.5
@@ -150,7 +150,7 @@ def _fused(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 
 def _step(loss: Loss, inputs: tuple[Tensor, Tensor, Tensor], precision: Precision) -> float:
-    """Forward and backward, from no gradients; the loss."""
+    """Run forward and backward, starting without gradients; return the loss."""
     for each in inputs[:2]:
         each.grad = None
     found = loss(*inputs)
@@ -166,7 +166,7 @@ def _compare(losses: dict[str, float], dtype: torch.dtype) -> None:
 
 
 def _peak_bytes(run: Callable[[], object], precision: Precision) -> int | None:
-    """How much memory `run` takes at its highest beyond what is there before it, which holds no gradients."""
+    """Return the peak of the memory that `run` takes beyond the memory held before, which has no gradients."""
     if precision.device.type == "cuda":
         before = torch.cuda.memory_allocated(precision.device)
         torch.cuda.reset_peak_memory_stats(precision.device)
@@ -178,7 +178,7 @@ def _peak_bytes(run: Callable[[], object], precision: Precision) -> int | None:
         before = _status_bytes(process, "VmRSS")
         run()
         return _status_bytes(process, "VmHWM") - before
-    except OSError:  # Linux alone tells a peak that can be reset
+    except OSError:  # only Linux reports a peak that can be reset
         return None
 
 

@@ -1,4 +1,4 @@
-"""Times of several arms over the same batches, and what is said of them."""
+"""Times of several arms over the same batches, and statistics of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Measurement:
-    """What alternating runs gave: `seconds[arm][batch]` holds one time a round; differences are against eager."""
+    """The results of alternating runs: `seconds[arm][batch]` holds one time per round; differences are to eager."""
 
     seconds: dict[str, list[list[float]]]
     max_loss_rel_diff: dict[str, float] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The most memory that a step holds beyond what was there before it."""
+"""The peak memory of a step, beyond the memory held before it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def peak_step_bytes(step: Callable[[], object], device: torch.device) -> int:
     """Run `step` and return the most bytes of tensors on `device` that it held at once, beyond those held before it.
 
     On CUDA the caching allocator counts them. On the CPU the allocator's own reports are added up (every allocation and
-    release of a tensor, from eager and from compiled code): unlike the resident size of the process, this neither
-    depends on what ran before nor on how the C library gives memory back.
+    release of a tensor, from eager and from compiled code). Unlike the resident size of the process, this sum depends
+    neither on what ran before nor on how the C library returns memory.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -42,7 +42,7 @@ def _peak_cpu_bytes(step: Callable[[], object]) -> int:
 
 @contextlib.contextmanager
 def _silent_stderr() -> Iterator[None]:
-    """Send the process's stderr nowhere: the profiler's C++ writes a line there for every tensor older than itself."""
+    """Discard the process's stderr: the profiler's C++ writes a line there for every tensor older than itself."""
     sys.stderr.flush()
     saved = os.dup(2)
     try:

@@ -1,4 +1,4 @@
-"""What one training step of a model is to the simulator: times of compute, and when which gradients become ready."""
+"""The simulator's input for a model: the times of compute in one training step, and when gradients become ready."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class BackwardPiece:
 
 @dataclass(frozen=True, slots=True)
 class ModelProfile:
-    """One rank's step. `backward` is in the order in which it runs: the last layer first."""
+    """The step of one rank. `backward` is in the order in which it runs: the last layer first."""
 
     name: str
     forward_us: float
@@ -35,17 +35,17 @@ class ModelProfile:
 
     @property
     def compute_us(self) -> float:
-        """What the step takes on one rank alone."""
+        """Return the time of the step on one rank alone."""
         return self.forward_us + sum(piece.compute_us for piece in self.backward) + self.optimizer_us
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of all gradients."""
+        """Return the bytes of all gradients."""
         return sum(piece.gradient_bytes for piece in self.backward)
 
     @staticmethod
     def from_json(content: Any) -> ModelProfile:
-        """The profile that a JSON value holds. Raises `DataError` for another layout."""
+        """Return the profile that a JSON value holds. Raises `DataError` for another layout."""
         required = ("name", "forward_us", "backward", "bucket_cap_bytes")
         values = as_object(content, "the profile", required, ("optimizer_us", "dtype", "device", "note"))
         backward = tuple(_piece(value, f"backward[{at}]") for at, value in enumerate(_pieces(values["backward"])))

@@ -28,18 +28,18 @@ class Size:
 
 SIZES = {
     "tiny": Size(num_layers=2, hidden_size=64, num_heads=4, intermediate_size=128),  # for tests
-    "quarter": Size(num_layers=12, hidden_size=192, num_heads=3, intermediate_size=768),  # base, a quarter as wide
+    "quarter": Size(num_layers=12, hidden_size=192, num_heads=3, intermediate_size=768),  # base, but a quarter as wide
     "demo": Size(num_layers=4, hidden_size=256, num_heads=4, intermediate_size=704),
     "small": Size(num_layers=4, hidden_size=512, num_heads=8, intermediate_size=1376),
-    "base": Size(num_layers=12, hidden_size=768, num_heads=12, intermediate_size=3072),  # GPT-2's and BERT's first
+    "base": Size(num_layers=12, hidden_size=768, num_heads=12, intermediate_size=3072),  # as the first GPT-2 and BERT
     "large": Size(num_layers=16, hidden_size=2048, num_heads=16, intermediate_size=8192),  # about a billion weights
 }
 
-MAX_POSITIONS = 1024  # of learned position tables, and what longer rows are cut to
+MAX_POSITIONS = 1024  # of learned position tables; longer rows are cut to it
 
 
 def batch_kind(name: str) -> Kind:
-    """Return which layout of batches (see `deepytorch.data.batches`) the model `name` learns from."""
+    """Return the layout of batches (see `deepytorch.data.batches`) that the model `name` learns from."""
     return _family(name).kind
 
 
@@ -77,7 +77,7 @@ def build_model(
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """How one family of models spells its configuration."""
+    """The spelling of the configuration in one family of models."""
 
     config_name: str
     model_name: str
@@ -104,7 +104,7 @@ def _llama_heads(size: Size) -> dict[str, Any]:
 def _qwen2(size: Size) -> dict[str, Any]:
     return _llama(size) | {
         "num_key_value_heads": max(1, size.num_heads // 4)
-    }  # grouped queries, as its checkpoints have
+    }  # grouped queries, as in the published checkpoints
 
 
 def _gpt2(size: Size) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Network namespaces without a name, and the processes inside of them.
 
 A namespace lives as long as a process or a file descriptor holds it: nothing has to be removed by hand. Run as a
-script, this file is the keeper that ends what is left inside when its parent dies: standard library only.
+script, this file is the keeper that ends all processes left inside when its parent dies: standard library only.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def create() -> int:
 
 
 def inside(namespace: int, function: Callable[[], T]) -> T:
-    """Call `function` in a thread inside `namespace`: what it starts and each socket that it opens belong there."""
+    """Call `function` in a thread inside `namespace`: its processes and sockets belong there."""
 
     def enter() -> T:
         _call("setns", namespace, _CLONE_NEWNET)
@@ -48,7 +48,7 @@ def processes_in(namespaces: Collection[int]) -> list[int]:
     wanted = {(stat.st_dev, stat.st_ino) for stat in map(os.fstat, namespaces)}
     found = []
     for pid in (int(name) for name in os.listdir("/proc") if name.isdecimal()):
-        with contextlib.suppress(OSError):  # it ended in between
+        with contextlib.suppress(OSError):  # the process has ended since
             stat = os.stat(f"/proc/{pid}/ns/net")
             if (stat.st_dev, stat.st_ino) in wanted and pid != os.getpid():
                 found.append(pid)
@@ -58,7 +58,7 @@ def processes_in(namespaces: Collection[int]) -> list[int]:
 def end_processes(namespaces: Collection[int]) -> list[int]:
     """Kill every process inside of `namespaces`, whatever its parent, group or session.
 
-    Returns the ids of those that are still there after 5 seconds (waiting for a device, say).
+    Returns the ids of those that still exist after 5 seconds (waiting for a device, say).
     """
     deadline = time.monotonic() + _END_LIMIT_S
     num_empty_scans = 0  # one scan can miss the child of a process that ends by itself meanwhile
@@ -80,7 +80,7 @@ def keeper_command(namespaces: Collection[int]) -> list[str]:
 
 
 def _keep(namespaces: Collection[int]) -> None:
-    """Wait until the parent is gone, however it went, then end what it left."""
+    """Wait until the parent has ended in any way, then end everything that it left."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     while os.read(0, 1):  # the other end closes with the parent
@@ -89,7 +89,7 @@ def _keep(namespaces: Collection[int]) -> None:
 
 
 def _in_fresh_thread(function: Callable[[], T]) -> T:
-    """Call `function` in a thread of its own: only that thread changes its namespace, and it ends."""
+    """Call `function` in a new thread: only that thread changes its namespace, and then ends."""
     with ThreadPoolExecutor(max_workers=1) as pool:
         return pool.submit(function).result()
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from deepytorch.errors import ConfigError
 
-# Wide and pale below, narrow and dark above: curves that fall on one another stay visible.
+# Wide and pale below, narrow and dark above: curves that coincide stay visible.
 _STYLES = (
     {"color": "#bbbbbb", "linewidth": 6.0},
     {"color": "#e69f00", "linewidth": 3.0},
@@ -19,7 +19,7 @@ _STYLES = (
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """What one arm's training looked like: the loss and the seconds of every step."""
+    """The training of one arm: the loss and the seconds of every step."""
 
     name: str
     losses: Sequence[float]
@@ -151,7 +151,7 @@ def _bytes(size: float) -> str:
 
 
 def new_figure(width_inches: float, height_inches: float) -> Any:
-    """An empty figure of matplotlib's. Raises `ConfigError` when that is not installed."""
+    """Return an empty figure of matplotlib. Raises `ConfigError` when that is not installed."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -160,7 +160,7 @@ def new_figure(width_inches: float, height_inches: float) -> Any:
             "matplotlib is not installed, and the plot is drawn with it. Install it with: pip install 'deepytorch[hf]'"
         ) from error
     figure = Figure(figsize=(width_inches, height_inches), layout="constrained")
-    FigureCanvasAgg(figure)  # no pyplot: nothing of the user's own figures or backend is touched
+    FigureCanvasAgg(figure)  # no pyplot: the user's own figures and backend stay untouched
     return figure
 
 

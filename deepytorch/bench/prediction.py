@@ -1,4 +1,4 @@
-"""Predictions against what was measured: how far the cost model, and so the simulator, can be believed."""
+"""Predictions compared with measurements: the accuracy of the cost model, and so of the simulator."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class PredictionError:
 
     @property
     def relative_error(self) -> float:
-        """How far the prediction is off, as a part of the measured time."""
+        """Return the error of the prediction, as a part of the measured time."""
         return abs(self.predicted_us - self.measured_us) / self.measured_us
 
 
@@ -38,15 +38,16 @@ def prediction_errors(
 ) -> tuple[PredictionError, ...]:
     """Predict each measured cell: `{op, algorithm, bytes, ranks, hosts, time_us}`, as `bench comm` writes them.
 
-    `dtype`, `redop` and `compress` are heeded where a cell has them. An algorithm is predicted with its best settings;
-    a name that is none of ours is the inner backend's own. `links` are those of `topology`, and scaled for cells of
-    other numbers of ranks or hosts. Raises `DataError` for a cell that cannot be, or that the algorithm cannot do.
+    `dtype`, `redop` and `compress` are used if a cell has them. An algorithm is predicted with its best settings; a
+    name that is none of deepytorch's algorithms stands for the inner backend's own. `links` are those of `topology`,
+    and scaled for cells of other numbers of ranks or hosts. Raises `DataError` for a cell that is impossible, or that
+    the algorithm cannot do.
     """
     return tuple(_error(cell, f"cell {at}", topology, links) for at, cell in enumerate(cells))
 
 
 def median_error(errors: Sequence[PredictionError]) -> float:
-    """The median of the relative errors. Raises `DataError` for no cell."""
+    """Return the median of the relative errors. Raises `DataError` for no cell."""
     if not errors:
         raise DataError("There is no measured cell, expected one or more to compare predictions with.")
     return median(error.relative_error for error in errors)

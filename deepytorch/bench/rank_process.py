@@ -1,4 +1,4 @@
-"""What every rank of a measurement does as a process: take the plan, tell what it finds, leave a word when it fails."""
+"""The common part of every rank's process: read the plan, report results, and leave a message on failure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Tell = Callable[[dict[str, Any]], None]
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """Which rank this process is, and how it speaks: `tell` adds a line to the records, on rank 0."""
+    """The rank of this process, and its way to report: `tell` adds a line to the records, on rank 0."""
 
     rank: int
     ranks: int
@@ -32,15 +32,15 @@ class Seat:
 
 
 def run_rank(work: Callable[[dict[str, Any], Seat], None]) -> None:
-    """Do `work` with the plan of `sys.argv[1]` as one rank; its folder holds the store and takes what is found.
+    """Run `work` with the plan of `sys.argv[1]` as one rank; the plan's folder holds the store and takes the results.
 
     Rank 0 adds lines to `records.jsonl`. A rank that fails leaves `rankR.error`: when it failed (of the system-wide
-    monotonic clock) and how. With `--watch-stdin`, the process ends as soon as whoever holds the other end of its stdin
-    is gone.
+    monotonic clock) and how. With `--watch-stdin`, the process ends as soon as the process at the other end of its
+    stdin is gone.
     """
     path, rank, ranks = Path(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    SWITCH.enabled = False  # arms say themselves what is compiled
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole foreground: whoever started us ends us
+    SWITCH.enabled = False  # arms decide themselves what is compiled
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all foreground processes: the parent ends this one
     if "--watch-stdin" in sys.argv:
         threading.Thread(target=_end_with_stdin, daemon=True).start()
     try:
@@ -62,7 +62,7 @@ def run_rank(work: Callable[[dict[str, Any], Seat], None]) -> None:
         unfinished.rename(report)
         sys.stderr.write(text)
         sys.stderr.flush()
-        os._exit(1)  # without the destructors of groups in which collectives still hang
+        os._exit(1)  # skips the destructors of groups in which collectives still hang
 
 
 def _end_with_stdin() -> None:

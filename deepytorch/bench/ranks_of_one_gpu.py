@@ -1,7 +1,8 @@
-"""Several ranks on one GPU that share memory as GPUs joined by NVLink do: are their all-reduces right, and do they end.
+"""A test of all-reduces through shared memory with several ranks on one GPU: are their results right, and do they end?
 
-One GPU is enough to see whether ranks wait for each other as they should: torch lets several of them map each other's
-memory on one device. How fast GPUs with NVLink are it does not tell.
+GPUs joined by NVLink share memory in the same way. One GPU is enough to see whether ranks wait for each other
+correctly: torch lets several of them map each other's memory on one device. The test says nothing about the speed of
+GPUs with NVLink.
 """
 
 from __future__ import annotations
@@ -27,24 +28,24 @@ from deepytorch.config import process_environment
 NAMES = (OneShot.name, TwoShot.name, CopyEngines.name)
 WORKER = (sys.executable, "-m", "deepytorch.bench.ranks_of_one_gpu")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_SIZES = (8, 40, 4096, 1 << 18, (1 << 20) + 8)  # in elements: of one vector, of few, of one tile a program, of more
-_COUNTS = (4, 28, 4000, 80_000)  # of the many calls: whole vectors of float32
-_TOGETHER = 100  # calls between two looks at what they gave
+_SIZES = (8, 40, 4096, 1 << 18, (1 << 20) + 8)  # in elements: one vector, a few, one tile per program, more
+_COUNTS = (4, 28, 4000, 80_000)  # sizes of the many calls: whole vectors of float32
+_TOGETHER = 100  # calls between two checks of their results
 
 AllReduce = Callable[[str, Tensor, bool], None]
 """Adds up a tensor in place over all ranks by the algorithm of that name, or averages it."""
 
 
 class WrongSum(Exception):
-    """An all-reduce gave other bits than the sum has."""
+    """An all-reduce gave a result that differs from the sum in some bit."""
 
 
 @dataclass(frozen=True, slots=True)
 class OneGpuPlan:
-    """How many calls of changing sizes follow those that compare every dtype, and how long they may take.
+    """The number of calls of changing sizes after the comparisons of every dtype, and the time limit.
 
-    timeout_s: ranks that have not been heard of for so long are ended; the first compile is in it. `device` "cpu" runs
-    a stand-in for the kernels, to try the rest.
+    timeout_s: ranks without a message for this long are ended; the first compile is included. `device` "cpu" runs a
+    stand-in for the kernels, to test the rest.
     """
 
     device: str = "cuda"
@@ -53,13 +54,13 @@ class OneGpuPlan:
     timeout_s: float = 120.0
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as plain JSON values."""
+        """Return the plan as plain JSON values."""
         return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
 class OneGpuFound:
-    """What ranks that were all right did: comparisons of every dtype, then `calls`, in seconds."""
+    """The counts of a successful run: comparisons of every dtype, then `calls`, in seconds."""
 
     ranks: int
     compared: int
@@ -75,7 +76,7 @@ def run_one_gpu(
 ) -> OneGpuFound:
     """Start `ranks` processes on one device, and let them all-reduce by each algorithm.
 
-    Raises `RankError` where a rank finds a wrong sum, fails otherwise, or hangs; no process is left.
+    Raises `RankError` if a rank finds a wrong sum, fails otherwise, or hangs; no process is left.
     """
     found = found_by_ranks(plan, ranks, None, worker, notify)
     return OneGpuFound(ranks, int(found["compared"]), int(found["calls"]), float(found["seconds"]))
@@ -84,7 +85,7 @@ def run_one_gpu(
 def compare_sums(all_reduce: AllReduce, rank: int, ranks: int, device: torch.device) -> int:
     """Compare every algorithm, dtype and reduction with the float32 sum in the order of the ranks, rounded once.
 
-    Returns how many were compared. Raises `WrongSum` where a bit differs.
+    Returns the number of comparisons. Raises `WrongSum` if a bit differs.
     """
     kinds = list(product(NAMES, _DTYPES, (False, True), _SIZES))
     for name, dtype, average, size in kinds:
@@ -110,10 +111,10 @@ def many_calls(
     calls: int,
     go_on: Callable[[int], bool],
 ) -> int:
-    """Calls of changing algorithms and sizes, one behind the other, in the same order on all ranks.
+    """Make calls of changing algorithms and sizes back to back, in the same order on all ranks.
 
-    go_on: is told after every 100 calls how many there were, and whether there are to be more, alike on all ranks.
-    Returns how many there were. Raises `WrongSum`.
+    go_on: is told after every 100 calls how many there were, and returns whether to continue, alike on all ranks.
+    Returns the number of calls. Raises `WrongSum`.
     """
     drawn = random.Random(0)
     wrong = torch.zeros((), dtype=torch.int64, device=device)
@@ -137,7 +138,7 @@ def _drawn(peer: int, size: int, dtype: torch.dtype) -> Tensor:
 
 
 def _on_gpu(device: torch.device) -> AllReduce:
-    """The kernels that GPUs joined by NVLink run."""
+    """Return an all-reduce by the kernels that GPUs joined by NVLink run."""
     from deepytorch.comm.group.symmetric import SymmetricCollectives
 
     group = dist.group.WORLD
@@ -151,7 +152,7 @@ def _on_gpu(device: torch.device) -> AllReduce:
 
 
 def stand_in(name: str, tensor: Tensor, average: bool) -> None:
-    """What the kernels compute, by gloo on the CPU."""
+    """Compute the result of the kernels, by gloo on the CPU."""
     every = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(every, tensor)
     total = every[0].float()
@@ -180,7 +181,7 @@ def _work(given: dict[str, Any], seat: Seat) -> None:
         return bool(more)
 
     calls = many_calls(all_reduce, seat.rank, seat.ranks, device, plan.calls, go_on)
-    dist.barrier()  # no rank gives its memory back while another one reads it
+    dist.barrier()  # no rank frees its memory while another one reads it
     seat.tell({"done": {"compared": compared, "calls": calls, "seconds": time.monotonic() - begin}})
 
 

@@ -1,8 +1,8 @@
-"""What a good user has without deepytorch, measured beside it where it can run; where it cannot, the reason is told.
+"""Baselines of a good user without deepytorch, measured next to it if they can run; otherwise the reason is reported.
 
 Grouped: stock torch.compile on batches whose rows have similar lengths, as Trainer's `group_by_length` makes them: the
-same rows in as many batches, so that times of all of them compare. Flattened: transformers' collator without padding,
-flash attention over its row and Liger's kernels, under torch.compile.
+same rows in as many batches, so that the times of all of them compare. Flattened: transformers' collator without
+padding, flash attention over its row and Liger's kernels, under torch.compile.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _PADS = {"input_ids": PAD_ID, "attention_mask": 0, "labels": IGNORE_INDEX}
 
 
 def grouped(data: Sequence[Batch], kind: Kind) -> list[Batch]:
-    """As many batches of the same rows, sorted by their lengths and padded to the longest of each.
+    """Return as many batches of the same rows, sorted by their lengths and padded to the longest of each.
 
-    An epoch's groups are sorted within 50 batches at a time; fewer than that are sorted as a whole. data: padded on the
-    right, as `deepytorch.data.batches` gives them.
+    An epoch's groups are sorted within 50 batches at a time; fewer are sorted as a whole. data: padded on the right, as
+    `deepytorch.data.batches` gives them.
     """
     rows = [{name: each[name][row] for name in _PADS} for each in data for row in range(len(each["input_ids"]))]
     spans = [_spans(row, kind) for row in rows]
@@ -42,7 +42,7 @@ def grouped(data: Sequence[Batch], kind: Kind) -> list[Batch]:
 
 
 def _spans(row: dict[str, torch.Tensor], kind: Kind) -> dict[str, int]:
-    """How many positions of a row are in use, on each side of an encoder-decoder."""
+    """Return the number of positions of a row that are in use, on each side of an encoder-decoder."""
     spans = dict.fromkeys(_PADS, int(row["attention_mask"].sum()))
     return spans | {"labels": int((row["labels"] != IGNORE_INDEX).sum())} if kind == "seq2seq" else spans
 
@@ -52,7 +52,7 @@ def _padded(name: str, rows: list[torch.Tensor]) -> torch.Tensor:
 
 
 def flattened_unavailable(kind: Kind, loss: str, model: str, precision: Precision) -> str | None:
-    """Why the flattening collator with flash attention and Liger cannot run here; None where it can."""
+    """Return why the flattening collator with flash attention and Liger cannot run here; None if it can."""
     if kind != "causal" or loss != "model":
         return "rows are flattened for decoders with a loss of their own"
     missing = [name for package, name in _PACKAGES.items() if find_spec(package) is None]
@@ -66,7 +66,7 @@ def flattened_unavailable(kind: Kind, loss: str, model: str, precision: Precisio
 
 
 def flatten(batch: Batch) -> Batch:
-    """What transformers' `DataCollatorWithFlattening` makes of the batch's rows: one row of all tokens, on the host.
+    """Return the batch as transformers' `DataCollatorWithFlattening` makes it: one row of all tokens, on the host.
 
     `input_ids`, `position_ids` and `labels` (1, tokens), `cu_seq_lens_q` and `cu_seq_lens_k` (rows + 1,) int32,
     `max_length_q` and `max_length_k`.
@@ -83,10 +83,10 @@ def flatten(batch: Batch) -> Batch:
 
 
 def flattened_arm(model: nn.Module, family: str, backend: str) -> Arm:
-    """`model`, built with `FLASH`, with Liger's kernels, through torch.compile, for batches of `flatten`.
+    """Return an arm of `model`, built with `FLASH`, with Liger's kernels, under torch.compile.
 
-    Liger's rotary embedding is left out: it would take the place of every model's in this process. The compiler fuses
-    the model's own.
+    The arm takes batches of `flatten`. Liger's rotary embedding is left out: it would replace that of every model in
+    this process. The compiler fuses the model's own.
     """
     patch = _liger(family)
     assert patch is not None, "asked for where it is not available"

@@ -1,9 +1,9 @@
-"""The least time that a training step can take on a GPU: of each kernel, the longer of its arithmetic and its traffic.
+"""The least time that a training step can take on a GPU: for each kernel, the longer of its arithmetic and its traffic.
 
 The roofline of Williams, Waterman and Patterson (Communications of the ACM 52(4), 2009), for bf16 weights and
 activations and AdamW with moments in fp32, on one GPU of a data-parallel group. Kernels are fused as far as is common:
 a norm with the sum before it, an activation with its product, attention in one (its backward computes scores again),
-the head with its loss. Nothing is measured here; a measured step goes beside by `measured`.
+the head with its loss. Nothing is measured here; `measured` puts a measured step next to the result.
 """
 
 from __future__ import annotations
@@ -17,15 +17,18 @@ from typing import Any
 from deepytorch.errors import ConfigError, DataError
 
 _ELEMENT = 2  # bytes, of bf16
-_ADAMW_BYTES = 22  # a parameter's: weight, gradient and two moments read, weight and moments written
-_ADAMW_TENSORS = 36  # of a launch, in torch's fused optimizers, and as many elements as:
+_ADAMW_BYTES = 22  # per parameter: weight, gradient and two moments read, weight and moments written
+_ADAMW_TENSORS = 36  # of a launch, in torch's fused optimizers, with at most this many elements:
 _ADAMW_ELEMENTS = 320 * 65536
 _BUCKET_BYTES = 25 << 20  # DistributedDataParallel's default
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """tflops: dense, in bf16. bandwidth: of its memory, in TB/s. Both from its maker's data sheet (SXM)."""
+    """One GPU.
+
+    tflops: dense, in bf16. bandwidth: of its memory, in TB/s. Both are from its maker's data sheet (SXM).
+    """
 
     name: str
     tflops: float
@@ -37,7 +40,9 @@ GPUS = (Gpu("A100", 312, 2.04), Gpu("H100", 989, 3.35), Gpu("H200", 989, 4.8), G
 
 @dataclass(frozen=True)
 class Shape:
-    """A transformer. causal: rows see what is before them; else it is an encoder with a masked-token head.
+    """A transformer.
+
+    causal: a decoder, where positions see earlier ones only; else an encoder with a masked-token head.
 
     gated: its MLP has a second product, of the gate. tied: head and embedding share a weight.
     """
@@ -55,7 +60,7 @@ class Shape:
     tied: bool = False
 
     def products(self) -> list[tuple[int, int]]:
-        """(inputs, outputs) of a layer's linear layers."""
+        """Return (inputs, outputs) of a layer's linear layers."""
         heads, kv_heads = self.heads * self.head_dim, self.kv_heads * self.head_dim
         up = [(self.hidden, self.intermediate)] * (2 if self.gated else 1)
         attention = [(self.hidden, heads), (self.hidden, kv_heads), (self.hidden, kv_heads), (heads, self.hidden)]
@@ -63,14 +68,14 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """Of its matrices; norms, biases and positions are left out."""
+        """Return the number of parameters in matrices; norms, biases and positions are left out."""
         layer = sum(inputs * outputs for inputs, outputs in self.products())
         embeddings = self.classes * self.hidden * (1 if self.tied else 2)
         return self.layers * layer + embeddings + (0 if self.causal else self.hidden * self.hidden)
 
     @property
     def tensors(self) -> int:
-        """Of these matrices."""
+        """Return the number of these matrices."""
         return self.layers * len(self.products()) + (1 if self.tied else 2) + (not self.causal)
 
 
@@ -83,7 +88,7 @@ SHAPES = (
 
 @dataclass(frozen=True)
 class Work:
-    """What kernels of one kind do in a step. flops and bytes (read and written): of all of them."""
+    """The work of all kernels of one kind in a step. flops and bytes (read and written): of all of them."""
 
     kind: str
     flops: float
@@ -91,37 +96,37 @@ class Work:
     launches: int
 
     def seconds(self, gpu: Gpu) -> float:
-        """The least that they can take."""
+        """Return the least time that the kernels can take."""
         return max(self.flops / (gpu.tflops * 1e12), self.bytes / (gpu.bandwidth * 1e12))
 
 
 @dataclass(frozen=True)
 class Step:
-    """A training step's work, of the positions that are computed."""
+    """The work of a training step, for the positions that are computed."""
 
     tokens: int
-    pairs: int  # of queries and keys, of a head
+    pairs: int  # of queries and keys, per head
     forward: tuple[Work, ...]
     backward: tuple[Work, ...]
     optimizer: Work
 
     @property
     def works(self) -> tuple[Work, ...]:
-        """All of it."""
+        """Return all kinds of work."""
         return (*self.forward, *self.backward, self.optimizer)
 
     @property
     def launches(self) -> int:
-        """Kernels."""
+        """Return the number of kernels."""
         return sum(work.launches for work in self.works)
 
     def seconds(self, gpu: Gpu) -> float:
-        """The least that the step can take, kernel after kernel."""
+        """Return the least time that the step can take, kernel after kernel."""
         return sum(work.seconds(gpu) for work in self.works)
 
 
 def row_lengths(rows: int, positions: int, real: float) -> list[int]:
-    """Tokens of each row, spread from short to `positions`, of which all rows together fill the share `real`.
+    """Return the tokens of each row, spread from short to `positions`, so that all rows together fill the share `real`.
 
     Raises `ConfigError` for a share that such rows cannot have.
     """
@@ -139,10 +144,10 @@ def row_lengths(rows: int, positions: int, real: float) -> list[int]:
 
 
 def step_of(shape: Shape, lengths: Sequence[int], *, packed: bool) -> Step:
-    """The work of a step over rows of so many tokens: padded to the longest, or packed.
+    """Return the work of a step over rows of these lengths: padded to the longest, or packed.
 
-    Padded rows go with a mask, for which all scores are computed; packed ones are cut at their lengths, and causal
-    ones at the diagonal.
+    Padded rows have a mask, for which all scores are computed; packed rows are cut at their lengths, and causal ones at
+    the diagonal.
     """
     longest = max(lengths)
     tokens = sum(lengths) if packed else len(lengths) * longest
@@ -170,12 +175,15 @@ def step_of(shape: Shape, lengths: Sequence[int], *, packed: bool) -> Step:
 
 
 def collectives(shape: Shape) -> int:
-    """All-reduces of a step: of buckets of `DistributedDataParallel`'s default size, gradients in bf16."""
+    """Return the number of all-reduces of a step.
+
+    Buckets have `DistributedDataParallel`'s default size, and gradients are in bf16.
+    """
     return math.ceil(shape.parameters * _ELEMENT / _BUCKET_BYTES)
 
 
 def _linear(tokens: int, inputs: int, outputs: int, times: int) -> tuple[float, float]:
-    """Flops and bytes of as many products of the same three matrices."""
+    """Return flops and bytes of `times` products of the same three matrices."""
     traffic = tokens * inputs + inputs * outputs + tokens * outputs
     return 2.0 * times * tokens * inputs * outputs, float(times * traffic * _ELEMENT)
 
@@ -187,7 +195,10 @@ def _products(shape: Shape, tokens: int, times: int) -> Work:
 
 
 def _attention(shape: Shape, tokens: int, pairs: int, *, products: int, launches: int, read_and_written: int) -> Work:
-    """products: of (pairs, head_dim). read_and_written: how often queries and outputs, and keys and values, pass."""
+    """Return the work of attention.
+
+    products: of (pairs, head_dim). read_and_written: how often queries and outputs, and keys and values, are moved.
+    """
     flops = 2.0 * products * pairs * shape.heads * shape.head_dim
     width = (shape.heads + shape.kv_heads) * shape.head_dim
     return Work(
@@ -199,8 +210,10 @@ def _attention(shape: Shape, tokens: int, pairs: int, *, products: int, launches
 
 
 def _elementwise(shape: Shape, tokens: int, *, norm: int, rope: int, activation: int, launches: int) -> Work:
-    """How often values pass: two norms with their sums, rotary positions (of decoders), and the activation, which reads
-    or writes one more where it is gated.
+    """Return the work of elementwise kernels, by how often values are moved.
+
+    The kernels are two norms with their sums, rotary positions (of decoders), and the activation, which reads or writes
+    one value more if it is gated.
     """
     heads = (shape.heads + shape.kv_heads) * shape.head_dim if shape.causal else 0
     gated = shape.intermediate * (activation + (activation - 1 if shape.gated else 0))
@@ -209,7 +222,10 @@ def _elementwise(shape: Shape, tokens: int, *, norm: int, rope: int, activation:
 
 
 def _head(shape: Shape, tokens: int, times: int) -> Work:
-    """The head with its loss; encoders have one more linear layer before it. Logits pass three times in all."""
+    """Return the work of the head with its loss; encoders have one more linear layer before it.
+
+    Logits are moved three times in all.
+    """
     flops, traffic = _linear(tokens, shape.hidden, shape.classes, times)
     if not shape.causal:
         more_flops, more_traffic = _linear(tokens, shape.hidden, shape.hidden, times)
@@ -222,7 +238,7 @@ def _head(shape: Shape, tokens: int, times: int) -> Work:
 
 @dataclass(frozen=True)
 class RooflineRow:
-    """One model on one GPU: padded and packed. measured: milliseconds of a step that was run there, where one was."""
+    """One model on one GPU: padded and packed. measured: milliseconds of a step that was run there, if one was."""
 
     model: str
     gpu: str
@@ -239,14 +255,15 @@ class RooflineRow:
 
     @property
     def gain(self) -> float:
-        """How many times faster packed is, by the roofline."""
+        """Return how many times faster packed is, by the roofline."""
         return self.padded_ms / self.packed_ms
 
 
 def roofline(lengths: Sequence[int], measured: Mapping[str, Mapping[str, Any]] | None = None) -> list[RooflineRow]:
-    """A row for each of `SHAPES` on each of `GPUS`. measured: "MODEL on GPU" -> {"padded_ms": ..., "packed_ms": ...}.
+    """Return a row for each of `SHAPES` on each of `GPUS`.
 
-    Raises `ConfigError` for a measured step of a model or GPU that is not among them.
+    measured: "MODEL on GPU" -> {"padded_ms": ..., "packed_ms": ...}. Raises `ConfigError` for a measured step of a
+    model or GPU that is not among them.
     """
     measured = dict(measured or {})
     rows = []
@@ -277,7 +294,7 @@ def roofline(lengths: Sequence[int], measured: Mapping[str, Mapping[str, Any]] |
 
 
 def to_json(rows: Sequence[RooflineRow], lengths: Sequence[int]) -> dict[str, Any]:
-    """Everything that was computed, and of what."""
+    """Return all computed values, and the lengths and shapes they are computed from."""
     return {
         "lengths": list(lengths),
         "gpus": [asdict(gpu) for gpu in GPUS],
@@ -287,7 +304,7 @@ def to_json(rows: Sequence[RooflineRow], lengths: Sequence[int]) -> dict[str, An
 
 
 def markdown(rows: Sequence[RooflineRow], lengths: Sequence[int], command: str) -> str:
-    """A page of the documentation."""
+    """Return a page of the documentation."""
     share = sum(lengths) / (len(lengths) * max(lengths))
     gpus = "; ".join(f"{gpu.name} {gpu.tflops:g} TFLOP/s, {gpu.bandwidth:g} TB/s" for gpu in GPUS)
     lines = [
@@ -321,7 +338,7 @@ def markdown(rows: Sequence[RooflineRow], lengths: Sequence[int], command: str) 
 
 
 def measured_text(row: RooflineRow) -> str:
-    """What was measured of it, for people to read."""
+    """Return the measured times of a row, for people to read."""
     if row.measured_padded_ms is None and row.measured_packed_ms is None:
         return "none yet"
     found = ("-" if each is None else f"{each:.3g}" for each in (row.measured_padded_ms, row.measured_packed_ms))
@@ -329,7 +346,7 @@ def measured_text(row: RooflineRow) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Raises `DataError` where that cannot be."""
+    """Write `text` to `path`. Raises `DataError` if the file cannot be written."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -14,10 +14,10 @@ ONE_BY_ONE, BACK_TO_BACK = "one by one", "back to back"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnpadResult:
-    """What `deepytorch bench unpad` found. Ratios of time are "the other one's time / deepytorch's": above 1 is faster.
+    """The result of `deepytorch bench unpad`. Ratios of time are "the other's time / deepytorch's": above 1 is faster.
 
     A time of an arm is the sum over the batches of the median over the rounds, so a ratio compares whole runs over the
-    same data. None stands for what was not measured; `not_run` says why.
+    same data. None stands for values that were not measured; `not_run` says why.
     """
 
     model: str
@@ -33,7 +33,7 @@ class UnpadResult:
     recompiles: int
     steps_packed: int
     steps_padded: int
-    compile_seconds: float  # of deepytorch: the batches' first pass, from empty caches, less their later steady times
+    compile_seconds: float  # of deepytorch: the batches' first pass, from empty caches, minus their later steady times
     compile_seconds_inductor: float  # likewise, of stock torch.compile
     peak_memory_ratio_vs_eager: float  # deepytorch's peak of tensor bytes beyond the weights / eager's: below 1 is less
     # beyond what was asked for
@@ -41,11 +41,11 @@ class UnpadResult:
     loss: (
         str  # "model": the model's own; "outside": a loop's, labels ignored at pads; "everywhere": one that counts pads
     )
-    token_ceiling: float  # 1 / real_token_fraction: what dropping pads alone could give, attention left aside
+    token_ceiling: float  # 1 / real_token_fraction: the gain that dropping pads alone could give, without attention
     labelled_fraction: float  # labels that are not ignored / tokens
     ratio_no_padding: float  # stock torch.compile's time / deepytorch's on batches where every position is a label
     host_ms_per_step: float  # of deepytorch, outside the compiled graph
-    grad_rel_diffs: dict[str, float]  # arm -> its max_grad_rel_diff: what rounding alone does shows in stock's
+    grad_rel_diffs: dict[str, float]  # arm -> its max_grad_rel_diff: that of stock shows the effect of rounding alone
     step_ms: dict[str, float]  # arm -> mean over the batches of the median over the rounds
     ratio_quartiles: dict[str, list[float]]  # arm -> quartiles over the batches of that batch's ratio
     peak_bytes: dict[str, int]  # arm -> most bytes that one step held beyond the weights
@@ -55,11 +55,11 @@ class UnpadResult:
     model_size: str
     torch_version: str
     machine: str
-    # what files of older versions lack
+    # fields that files of older versions lack
     weights: str = "fp32"
     vocab_size: int = 8192
     timing: str = ONE_BY_ONE
-    tokens_per_s: dict[str, float] = field(default_factory=dict)  # arm -> tokens (no pads) a second
+    tokens_per_s: dict[str, float] = field(default_factory=dict)  # arm -> tokens (no pads) per second
     ratio_vs_grouped: float | None = (
         None  # against stock torch.compile on the same rows, those of like lengths together
     )

@@ -1,4 +1,4 @@
-"""How the links of simulated hosts are slowed down: rates, and the tc commands that enforce them."""
+"""The shaping of links between simulated hosts: rates, and the tc commands that enforce them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import re
 from deepytorch.errors import ConfigError
 
 MTU_BYTES = 1500
-NUM_FLOW_LEAVES = 1024  # two of four connections share one in 0.6 % of the cases; made in 0.1 s
+NUM_FLOW_LEAVES = 1024  # two of four connections share a leaf in 0.6 % of the cases; made in 0.1 s
 
-# From single TCP flows of 50 Mbit to 4 Gbit, cores idle and busy: a burst of 32 us loses up to 18 % at 4 Gbit, one of
-# 128 us lets 64 KB pass at 1.2x the rate. Segments of 250 us spare the cores, which end at 340 Mbit with single frames.
+# Measured with single TCP flows of 50 Mbit to 4 Gbit, cores idle and busy: a burst of 32 us loses up to 18 % at 4 Gbit;
+# one of 128 us lets 64 KB pass at 1.2x the rate. Segments of 250 us spare the cores, whose limit is 340 Mbit with
+# single frames.
 _BURST_US = 64
 _SEGMENT_US = 250
 _QUEUE_MS = 50
@@ -19,7 +20,7 @@ _MAX_SEGMENT_BYTES = 65536
 _UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 _MIN_BITS_PER_S, _MAX_BITS_PER_S = 10**6, 10**11
 
-_OTHER_LEAF = 0x2  # what is not TCP over IPv4 (ARP), or everything where flows have no cap
+_OTHER_LEAF = 0x2  # for frames other than TCP over IPv4 (ARP), or for everything if flows have no cap
 _FIRST_FLOW_LEAF = 0x10
 
 
@@ -36,7 +37,7 @@ def parse_rate(text: str, name: str = "rate") -> int:
 
 
 def segment_bytes(rate_bits_per_s: int) -> int:
-    """Return the largest segment that a sender may hand to its link in one piece (GSO)."""
+    """Return the largest segment that a sender may pass to its link in one piece (GSO)."""
     return _bytes_in(rate_bits_per_s, _SEGMENT_US, _FRAME_BYTES, _MAX_SEGMENT_BYTES)
 
 
@@ -49,7 +50,7 @@ def link_commands(device: str, rate_bits_per_s: int) -> list[str]:
 
 
 def flow_commands(device: str, rate_bits_per_s: int, flow_bits_per_s: int) -> list[str]:
-    """Return the tc commands that let `device` send `rate_bits_per_s` in total and `flow_bits_per_s` a TCP connection.
+    """Return the tc commands that limit what `device` sends, in total and per TCP connection.
 
     A connection has the leaf that its ports and its destination hash to; leaves borrow from the total up to the cap.
     """
@@ -91,7 +92,10 @@ def _bytes_in(rate_bits_per_s: int, time_us: int, at_least: int, at_most: int) -
 
 
 def _flow_hash() -> str:
-    """Return a classic BPF program that gives a frame its leaf: `(code, jump if true, jump if false, operand)` each."""
+    """Return a classic BPF program that assigns a leaf to a frame.
+
+    Each instruction is `(code, jump if true, jump if false, operand)`.
+    """
     hash_bits = NUM_FLOW_LEAVES.bit_length() - 1
     program = [
         (0x28, 0, 0, 12),  # A = EtherType
@@ -103,7 +107,7 @@ def _flow_hash() -> str:
         (0x02, 0, 0, 0),  # keep A
         (0x20, 0, 0, 30),  # A = destination address
         (0x07, 0, 0, 0),  # X = A
-        (0x60, 0, 0, 0),  # A = what was kept
+        (0x60, 0, 0, 0),  # A = the kept value
         (0xAC, 0, 0, 0),  # A ^= X
         (0x24, 0, 0, 0x9E3779B1),  # A *= 2^32 / golden ratio, which spreads ports that follow each other
         (0x74, 0, 0, 32 - hash_bits),  # A = its upper bits

@@ -1,4 +1,4 @@
-"""`deepytorch bench sharded`: FSDP2 with values rounded between hosts, beside exact ones: step times and losses."""
+"""`deepytorch bench sharded`: step times and losses of FSDP2, with values rounded between hosts and exact."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from deepytorch.bench.sharded_worker import ARMS, ShardedPlan
 from deepytorch.errors import ConfigError
 
 WORKER = (sys.executable, "-m", "deepytorch.bench.sharded_worker")
-_UNTIMED = 2  # first steps, which make buffers
+_UNTIMED = 2  # first steps, which allocate buffers
 LAST_LOSSES = 10  # steps over which the loss at the end is averaged
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardedOptions:
-    """What `deepytorch bench sharded` is asked for. The first of `arms` is what the others are compared with."""
+    """The options of `deepytorch bench sharded`. The first of `arms` is the baseline."""
 
     size: str = "demo"
     batch_size: int = 2
@@ -64,7 +64,10 @@ class ShardedOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardedArm:
-    """What one arm took and learnt. Ratios are to the first arm: its step / this one's, this one's loss / its loss."""
+    """The times and losses of one arm.
+
+    Ratios are to the first arm: its step / this one's, this one's loss / its loss.
+    """
 
     name: str
     step_seconds: float  # the median over steps of the slowest rank's forward, backward and optimizer
@@ -76,7 +79,7 @@ class ShardedArm:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardedResult:
-    """What `deepytorch bench sharded` found."""
+    """The result of `deepytorch bench sharded`."""
 
     size: str
     batch_size: int
@@ -115,9 +118,9 @@ def write_sharded_result(path: Path, result: ShardedResult) -> None:
 def run_sharded(
     options: ShardedOptions, notify: Callable[[str], None] = lambda text: None, worker: Sequence[str] = WORKER
 ) -> ShardedResult:
-    """Start the ranks in the lab, train, and end them however it ends.
+    """Start the ranks in the lab, train, and end the ranks however the training ends.
 
-    Raises `RankError` when a rank fails or all stand still, `ConfigError` where the machine cannot have a lab.
+    Raises `RankError` when a rank fails or all stand still, `ConfigError` if the machine cannot have a lab.
     """
     lab = replace(LabOptions(hosts=options.hosts, ranks=options.ranks), rate=options.rate)
     found = found_by_ranks(options.plan(), options.ranks, lab, worker, notify)

@@ -1,4 +1,4 @@
-"""What each rank of `deepytorch bench sharded` runs: `python -m deepytorch.bench.sharded_worker PLAN.json`.
+"""The program of each rank of `deepytorch bench sharded`: `python -m deepytorch.bench.sharded_worker PLAN.json`.
 
 One process holds the sharded models of every arm; after each step of one arm the next arm takes the same batch.
 """
@@ -27,12 +27,12 @@ from deepytorch.comm.group.quantized import Wire, quantize
 from deepytorch.data import batches, load_rows, train_tokenizer
 
 _VOCAB = 8192
-ARMS = ("gloo", "exact", *get_args(Wire))  # stock's group; ours, with what values are rounded to between hosts
+ARMS = ("gloo", "exact", *get_args(Wire))  # stock's group; deepytorch's, by the rounding between hosts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardedPlan:
-    """What is measured: equal on all ranks."""
+    """The plan of the measurement: equal on all ranks."""
 
     size: str
     batch_size: int
@@ -75,7 +75,10 @@ class Arm:
 
 
 def measure(plan: ShardedPlan, notify: Callable[[str], None]) -> dict[str, Any]:
-    """Train in every arm, in turns; return for each its steps: the slowest rank's seconds, and the ranks' mean loss."""
+    """Train in every arm, in turns; return the times and losses of each arm's steps.
+
+    A time is the slowest rank's seconds, a loss the mean of the ranks.
+    """
     rows = load_rows(None if plan.data is None else Path(plan.data))
     tokenizer = train_tokenizer(rows)
     arms = [Arm(name, plan, build_model("llama", plan.size, vocab_size=_VOCAB)) for name in plan.arms]

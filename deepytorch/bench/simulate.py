@@ -1,7 +1,7 @@
-"""Plays the timeline of a data-parallel step, compute and collectives, on a topology of any size.
+"""Simulation of the timeline of a data-parallel step, compute and collectives, on a topology of any size.
 
 One queue of collectives overlaps with the backward pass: a bucket's all-reduce starts when its gradients are ready and
-the queue is free. Communication is taken to leave compute as fast as it was.
+the queue is free. The model assumes that communication does not slow compute down.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from deepytorch.comm.topology.cost import Links
 from deepytorch.comm.topology.nominal import complete, scaled_links
 from deepytorch.comm.topology.topology import Topology, scaled_topology
 
-AUTO = "auto"  # each bucket by what `select` chooses
+AUTO = "auto"  # each bucket by the choice of `select`
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,9 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step, on `num_ranks` ranks, by one algorithm (the engine where that cannot do a bucket).
+    """One step, on `num_ranks` ranks, by one algorithm (the engine for buckets that it cannot do).
 
-    Times from the step's start: `forward_us` and `backward_us` are when these end. `exposed_us` is how long the
+    Times count from the step's start: `forward_us` and `backward_us` are when these end. `exposed_us` is how long the
     optimizer waits for collectives after the backward pass. `efficiency`: the compute of one rank / `step_us`.
     """
 
@@ -60,14 +60,14 @@ class Step:
 
     @property
     def algorithms(self) -> Mapping[str, int]:
-        """Number of buckets by the algorithm that reduces them."""
+        """Return the number of buckets by the algorithm that reduces them."""
         names = [transfer.choice.algorithm for transfer in self.transfers]
         return {name: names.count(name) for name in dict.fromkeys(names)}
 
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """What `deepytorch simulate` found: a step for each number of ranks and each algorithm that can be used there.
+    """The result of `deepytorch simulate`: a step for each number of ranks and each algorithm that can be used there.
 
     `nominal`: the links that were assumed and not measured, by the number of ranks.
     """
@@ -77,7 +77,7 @@ class Simulation:
     nominal: Mapping[int, tuple[str, ...]]
 
     def to_json(self) -> dict[str, Any]:
-        """The simulation as plain JSON values."""
+        """Return the simulation as plain JSON values."""
         steps = [asdict(step) | {"algorithms": dict(step.algorithms)} for step in self.steps]
         nominal = {str(ranks): list(names) for ranks, names in self.nominal.items()}
         return {"model": self.model, "steps": steps, "nominal": nominal}
@@ -90,9 +90,9 @@ def simulate(
     ranks: Sequence[int],
     allow_compress: Compression | None = None,
 ) -> Simulation:
-    """Play a step on each number of ranks, by `select`'s choices and by each algorithm that can do a bucket.
+    """Simulate a step on each number of ranks, by `select`'s choices and by each algorithm that can do a bucket.
 
-    `links` are those of `topology` as it is; for other numbers of ranks both are scaled (see `scaled_topology` and
+    `links` are those of `topology` as given; for other numbers of ranks both are scaled (see `scaled_topology` and
     `scaled_links`). Raises `DataError` for ranks that would fill a host in part.
     """
     sizes = sorted({bucket.num_bytes for bucket in buckets(profile)})
@@ -118,7 +118,7 @@ def simulate(
 
 
 def buckets(profile: ModelProfile) -> tuple[Bucket, ...]:
-    """The gradients in the order in which they become ready, cut at the cap; the rest makes the last bucket.
+    """Return the gradients in the order in which they become ready, cut at the cap; the rest makes the last bucket.
 
     A piece's gradients may be divided between buckets; all of them are ready when the piece ends.
     """
@@ -136,7 +136,7 @@ def buckets(profile: ModelProfile) -> tuple[Bucket, ...]:
 def play(
     profile: ModelProfile, topology: Topology, algorithm: str, cost_of: Callable[[int], tuple[float, Choice]]
 ) -> Step:
-    """Play one step. `cost_of` gives the us of an all-reduce of so many bytes, and how it is carried out."""
+    """Simulate one step. `cost_of` gives the us of an all-reduce of a number of bytes, and how it is carried out."""
     free_us, transfers = 0.0, []
     for bucket in buckets(profile) if topology.num_ranks > 1 else ():
         cost_us, choice = cost_of(bucket.num_bytes)
@@ -161,7 +161,7 @@ def play(
 
 
 def _cost(row: Explanation, algorithm: str) -> tuple[float, Choice]:
-    """Time and settings of one algorithm for the size of a row; the engine's where it cannot do that size."""
+    """Return time and settings of one algorithm for the size of a row; the engine's if it cannot do that size."""
     if algorithm == AUTO:
         algorithm = row.choice.algorithm
     found = _of(row, algorithm)

@@ -1,4 +1,4 @@
-"""A simulation for people: a table of steps, a picture of timelines, and the file."""
+"""A simulation shown to people: a table of steps, a picture of timelines, and the file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_RANKS = 1 << 20
 
 
 def parse_ranks(text: str) -> tuple[int, ...]:
-    """Numbers of ranks from a list such as "8,64,1000", each once. Raises `ConfigError` for anything else."""
+    """Return the numbers of ranks of a list such as "8,64,1000", each once. Raises `ConfigError` for anything else."""
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() and 1 <= int(word) <= _MOST_RANKS for word in words):
         raise ConfigError(f"--ranks {text!r}; expected numbers from 1 to {_MOST_RANKS}, such as 8,64,1000.")
@@ -26,7 +26,7 @@ def parse_ranks(text: str) -> tuple[int, ...]:
 
 
 def step_table(simulation: Simulation) -> RenderableType:
-    """A line for each number of ranks and each algorithm."""
+    """Return a table with a line for each number of ranks and each algorithm."""
     num_buckets = max(len(step.transfers) for step in simulation.steps)
     table = Table(
         title=f"{simulation.model}, {num_buckets} buckets", title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0)
@@ -51,7 +51,7 @@ def step_table(simulation: Simulation) -> RenderableType:
 
 
 def assumptions(simulation: Simulation) -> list[str]:
-    """What was assumed and not measured, a line for each set of numbers of ranks; none where all was measured."""
+    """Return what was assumed and not measured, a line for each set of numbers of ranks; none if all was measured."""
     by_names: dict[tuple[str, ...], list[str]] = {}
     for ranks, names in simulation.nominal.items():
         by_names.setdefault(names, []).append(f"{ranks:,}")
@@ -80,7 +80,7 @@ def write_simulation(path: Path, simulation: Simulation) -> None:
 
 
 def _name(step: Step) -> str:
-    """The algorithm, and which ones reduce its buckets where the name does not say it."""
+    """Return the algorithm, and which ones reduce its buckets if the name does not say it."""
     if set(step.algorithms) <= {step.algorithm}:
         return step.algorithm
     if len(step.algorithms) == 1:

@@ -1,8 +1,8 @@
 """`deepytorch bench start`: how soon a run trains, and whether it is behind eager at any point.
 
-One script, in processes of its own: in eager, with the import from empty caches ("cold"), and once more from the caches
-that the run before has filled ("warm"). What counts is the time since the process began at which each step was over.
-Cold runs wait behind the last of these until all that they compile beside is kept.
+One script runs in its own processes: in eager, with the import from empty caches ("cold"), and once more from the
+caches that the previous run has filled ("warm"). The result is the time since the process began at which each step was
+over. Cold runs wait after the last of these steps until everything that is compiled in the background is stored.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from deepytorch.errors import ConfigError, ScriptError
 EAGER, COLD, WARM = "eager", "cold", "warm"
 ARMS = (EAGER, COLD, WARM)
 _IMPORTS = {EAGER: "", COLD: "fill", WARM: "import"}  # see start_worker
-_REST_SECONDS = 2.0  # after a run: what it had started ends within a second, and is not to be in the next one's way
+_REST_SECONDS = 2.0  # after a run: its child processes end within a second, and must not disturb the next run
 _CACHES = ("XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 _WORKER = Path(__file__).with_name("start_worker.py")
 _LAST_LINES = 12
@@ -39,10 +39,10 @@ _LAST_LINES = 12
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartOptions:
-    """What `deepytorch bench start` is asked for.
+    """The options of `deepytorch bench start`.
 
-    command: a script and its arguments; empty: a model of ours. ranks: processes of the script, on this host. threads:
-    of each; None leaves them as they are.
+    command: a script and its arguments; empty: a built-in model. ranks: processes of the script, on this host. threads:
+    of each; None leaves them unchanged.
     """
 
     command: tuple[str, ...] = ()
@@ -62,7 +62,7 @@ class StartOptions:
 
     @property
     def script(self) -> tuple[str, ...]:
-        """What is run."""
+        """Return the script that is run, with its arguments."""
         return self.command or (str(Path(__file__).with_name("start_script.py")),)
 
 
@@ -70,8 +70,8 @@ class StartOptions:
 class Arm:
     """One way of running the script. Seconds are since the process began, medians over the rounds.
 
-    steps: when each step was over. first_packed: when the first step was over that ran without padding. compiles: of
-    the last round. change_over: when compiled code began to run; None: it never did, or at the first call.
+    steps: when each step was over. first_packed: when the first step without padding was over. compiles: of the last
+    round. change_over: when compiled code began to run; None: never, or at the first call.
     """
 
     name: str
@@ -81,11 +81,11 @@ class Arm:
     change_over: float | None = None
 
     def ratios(self, eager: Arm) -> list[float]:
-        """How long it took until each step, in times of what eager took until then."""
+        """Return, for each step, the time until its end divided by eager's time."""
         return [mine / theirs for mine, theirs in zip(self.steps, eager.steps, strict=False)]
 
     def ahead_from(self, eager: Arm) -> int | None:
-        """The step (from 1) from which on it is never behind eager; None where it is at the end."""
+        """Return the step (from 1) from which on the arm is never behind eager; None if it is behind at the end."""
         behind = [number for number, ratio in enumerate(self.ratios(eager), 1) if ratio > 1.0]
         last = max(behind, default=0)
         return None if last == len(self.steps) else last + 1
@@ -93,7 +93,7 @@ class Arm:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartResult:
-    """What `deepytorch bench start` found."""
+    """The result of `deepytorch bench start`."""
 
     options: StartOptions
     machine: str
@@ -102,11 +102,11 @@ class StartResult:
 
     @property
     def eager(self) -> Arm:
-        """What the others are compared with."""
+        """Return the arm that the others are compared with."""
         return self.arms[0]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data. worst: the largest of `Arm.ratios`."""
+        """Return plain data. worst: the largest of `Arm.ratios`."""
         options = asdict(self.options) | {"command": [Path(self.options.script[0]).name, *self.options.command[1:]]}
         arms = [
             asdict(arm)
@@ -121,7 +121,7 @@ class StartResult:
 
 
 def run_start(options: StartOptions, notify: Callable[[str], None] = lambda _: None) -> StartResult:
-    """Run every arm `rounds` times, in turns. Raises `ScriptError` where the script fails or is not over in time."""
+    """Run every arm `rounds` times, in turns. Raises `ScriptError` if the script fails or is not over in time."""
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in ARMS}
     notify("Once in eager, which is not counted: files are read from the disk")
     with tempfile.TemporaryDirectory(prefix="deepytorch-bench-") as scratch:
@@ -129,7 +129,7 @@ def run_start(options: StartOptions, notify: Callable[[str], None] = lambda _: N
     for number in range(options.rounds):
         with tempfile.TemporaryDirectory(
             prefix="deepytorch-bench-"
-        ) as scratch:  # warm runs read what the cold one left
+        ) as scratch:  # warm runs read the caches of the cold one
             for name in ARMS:
                 notify(f"Round {number + 1} of {options.rounds}: {name}")
                 found[name].append(_run(options, name, Path(scratch), options.steps))
@@ -155,10 +155,10 @@ def _arm(name: str, runs: list[dict[str, Any]]) -> Arm:
 
 
 def _run(options: StartOptions, name: str, scratch: Path, steps: int) -> dict[str, Any]:
-    """One run; what its rank 0 has left."""
+    """Run the script once; return the record of its rank 0."""
     environment = dict(process_environment())
     environment["DEEPYTORCH"] = "off" if name == EAGER else "on"
-    environment["DEEPYTORCH_COMPILE"] = "beside"  # other benchmarks wait for what they measure
+    environment["DEEPYTORCH_COMPILE"] = "beside"  # unlike other benchmarks, which wait for compilation
     paths = [str(Path(__file__).parents[2]), environment.get("PYTHONPATH")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     for variable in _CACHES:
@@ -184,7 +184,7 @@ def _run(options: StartOptions, name: str, scratch: Path, steps: int) -> dict[st
                         stdin=subprocess.DEVNULL,
                         stdout=log,
                         stderr=subprocess.STDOUT,
-                        start_new_session=True,  # what it has started ends with it
+                        start_new_session=True,  # its child processes end with it
                     )
                 )
         _wait(processes, options, scratch, name)
@@ -208,7 +208,7 @@ def _wait(processes: list[subprocess.Popen[bytes]], options: StartOptions, scrat
             if process.poll() is None:
                 continue
             if rank == 0 and process.returncode == 0:
-                return  # it has told what is asked for, and others that are still in their last step miss it
+                return  # rank 0 has written its record; other ranks, still in their last step, fail without it
             del running[rank]
             if process.returncode:
                 lines = _log(scratch, rank).read_text(encoding="utf-8", errors="replace").rstrip().splitlines()

@@ -1,5 +1,6 @@
-"""What `deepytorch bench start` runs where it is given no script: a Llama of four layers trains on rows of uneven
-lengths, as anybody would write it; under DistributedDataParallel where there are ranks.
+"""The default script of `deepytorch bench start`: a Llama of four layers trains on rows of uneven lengths.
+
+The code is written as any user would write it, under DistributedDataParallel if there are ranks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One run of a script for `deepytorch bench start`: `python start_worker.py RECORD STEPS IMPORT SCRIPT [ARGUMENTS]`.
 
-Run by its path: without the import nothing of deepytorch is loaded beside the script. RECORD takes the seconds since
-this process began at which each step of an optimizer was over. IMPORT is "import", "fill" or "". With "fill" the run
-waits, behind the steps that count, until all that is being compiled beside is kept.
+The worker is run by its path: without the import nothing of deepytorch is loaded with the script. RECORD takes the
+seconds since this process began at which each step of an optimizer was over. IMPORT is "import", "fill" or "". With
+"fill" the run waits, after the steps that count, until everything that is compiled in the background is stored.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-# Its file alone, without the package around it.
+# Loads only this file, without the package around it.
 seconds_since_start = runpy.run_path(str(Path(__file__).parents[1] / "process_age.py"))["seconds_since_start"]
 
 
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 class _Watch:
-    """Notes when steps are over, and ends the process after the last one."""
+    """Records when steps are over, and ends the process after the last one."""
 
     def __init__(self, record: Path, steps: int, fills: bool) -> None:
         self._record, self._steps, self._fills = record, steps, fills
@@ -55,7 +55,7 @@ class _Watch:
             os._exit(0)
 
     def finish(self) -> None:
-        """Write the record; where caches are to be filled, wait for that."""
+        """Write the record; if caches are to be filled, wait for that."""
         found = {"seconds": self._seconds, "first_packed": self._first_packed, "report": self._report()}
         unfinished = self._record.with_suffix(".unfinished")
         unfinished.write_text(json.dumps(found), encoding="utf-8")
@@ -64,7 +64,10 @@ class _Watch:
             time.sleep(0.2)
 
     def _compiles_beside(self) -> bool:
-        """Whether more is to be kept; rank 0 says when it is over, the others are ended with it."""
+        """Return whether more is to be stored.
+
+        Rank 0 decides when this is over; the other ranks are ended with it.
+        """
         if os.environ.get("RANK", "0") != "0":
             return True
         beside = sys.modules.get("deepytorch.background")

@@ -1,4 +1,4 @@
-"""One step as a picture, and as a trace for chrome://tracing or Perfetto: compute, what is on its way, and waits."""
+"""One step as a picture, and as a trace for chrome://tracing or Perfetto: compute, communication and waits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _LANES = {"compute": "#0072b2", "communication": "#e69f00", "waiting": "#d55e00"
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What one lane ("compute", "communication", "waiting") did from `begin_s` to `end_s`, in seconds of the step."""
+    """The activity of one lane from `begin_s` to `end_s`, in seconds of the step.
+
+    lane: "compute", "communication" or "waiting".
+    """
 
     lane: str
     name: str
@@ -25,7 +28,10 @@ class Span:
 
 
 def chrome_trace(steps: Mapping[str, Sequence[Span]]) -> dict[str, Any]:
-    """The steps of several arms in the Trace Event Format: an arm is a process, a lane a thread, times are in us."""
+    """Return the steps of several arms in the Trace Event Format.
+
+    An arm is a process, a lane a thread, and times are in us.
+    """
     events: list[dict[str, Any]] = []
     for process, (arm, spans) in enumerate(steps.items()):
         events.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": arm}})

@@ -27,7 +27,7 @@ _SPELLED = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 def dtype_name(text: str) -> str:
-    """One of `DTYPES`, given so or as torch spells it. Raises `ConfigError` for any other text."""
+    """Return one of `DTYPES`, given so or as torch spells it. Raises `ConfigError` for any other text."""
     name = _SPELLED.get(text, text)
     if name not in DTYPES:
         raise ConfigError(f'The dtype is "{text}", expected one of {", ".join(DTYPES)}.')
@@ -36,20 +36,20 @@ def dtype_name(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Where and in which dtype steps run: a dtype below that of the weights is reached by autocast, as in Trainer."""
+    """The device and dtype of steps. A dtype below that of the weights is reached by autocast, as in Trainer."""
 
     device: torch.device
     dtype: torch.dtype = torch.float32
     weights: torch.dtype = torch.float32
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context in which the forward runs: autocast to `dtype`, or nothing where weights have it."""
+        """Return the context in which the forward runs: autocast to `dtype`, or nothing if weights have it."""
         if self.dtype == self.weights:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.dtype)
 
     def synchronize(self) -> None:
-        """Wait until the device has done what was asked of it, so that the clock can be read."""
+        """Wait until the device has finished all its work, so that the clock can be read."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -81,7 +81,7 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one forward and backward gave: the loss as a number, the wall time in seconds, whether anything compiled."""
+    """The result of one forward and backward: the loss as a number, the seconds, and whether anything compiled."""
 
     loss: float
     seconds: float
@@ -89,9 +89,9 @@ class Step:
 
 
 def compiled_arm(name: str, model: nn.Module, backend: str | None, loss: str = "model") -> Arm:
-    """Return an arm that runs `model` through `torch.compile(backend=...)`, or as it is when `backend` is None.
+    """Return an arm that runs `model` through `torch.compile(backend=...)`, or unchanged when `backend` is None.
 
-    loss: which one is trained on, one of `LOSSES`.
+    loss: the loss that is trained on, one of `LOSSES`.
     """
     callable_model = model if backend is None else torch.compile(model, backend=backend)
     if loss == "model":
@@ -105,7 +105,7 @@ def compiled_arm(name: str, model: nn.Module, backend: str | None, loss: str = "
     return Arm(name, model, outside)
 
 
-# The model's own; of a plain loop, over next tokens: with the batch's labels, or with labels at pads too.
+# The model's own loss; or that of a plain loop, over next tokens: with the batch's labels, or with labels at pads too.
 LOSSES = ("model", "outside", "everywhere")
 
 
@@ -126,7 +126,7 @@ def forward_backward(arm: Arm, batch: Batch, precision: Precision) -> Step:
 def num_compilations() -> int:
     """Return a count that grows whenever Dynamo, AOTAutograd or Inductor compiles, now or lazily in a backward.
 
-    It is read off torch's own timers, so that a slow step of a busy machine is not taken for one that compiled.
+    The count is read from torch's own timers, so that a slow step of a busy machine is not taken for one that compiled.
     """
     from deepytorch.torch_internals import compilation_time_metrics
 
@@ -146,9 +146,9 @@ def rotated(items: Sequence[T], turn: int) -> list[T]:
 
 @contextlib.contextmanager
 def empty_compile_caches() -> Iterator[None]:
-    """Begin with no compiled code, in memory or on disk: what is compiled inside was not compiled before.
+    """Start without compiled code, in memory or on disk, so that everything inside the block is compiled anew.
 
-    Inductor and Triton write to a folder of their own, which is gone at the end; code that was loaded stays usable.
+    Inductor and Triton write to a temporary folder, which is removed at the end; code that was loaded stays usable.
     """
     from deepytorch.torch_internals import clear_inductor_caches
 
@@ -161,9 +161,9 @@ def empty_compile_caches() -> Iterator[None]:
 
 
 def start_compiler(backend: str, precision: Precision) -> None:
-    """Compile something small, so that imports and worker processes are not counted as the compile time of an arm.
+    """Compile something small, so that imports and worker processes do not count as the compile time of an arm.
 
-    deepytorch lowers through Inductor: loading it and starting Inductor is all, and its counters stay untouched.
+    deepytorch lowers through Inductor: loading it and starting Inductor is enough, and its counters stay untouched.
     """
     lookup_backend(backend)
     with empty_compile_caches():

@@ -1,4 +1,4 @@
-"""`deepytorch bench unpad`: what stripping padding gains on real lengths, and that nothing else changes."""
+"""`deepytorch bench unpad`: the gain of stripping padding on real lengths, and that nothing else changes."""
 
 from __future__ import annotations
 
@@ -46,12 +46,15 @@ from deepytorch.errors import ConfigError, ParityError
 EAGER, STOCK, HAND_PACKED, DEEPYTORCH = "eager", "inductor", "handpacked", "deepytorch"
 
 _NUM_WARM_BATCHES = 3  # stock torch.compile is stable after three compiles
-_MAX_MEMORY_BATCHES = 4  # the profiler that counts bytes is slow; those with the most positions decide
+_MAX_MEMORY_BATCHES = 4  # the profiler that counts bytes is slow; the batches with the most positions decide
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnpadOptions:
-    """What to measure. `backend` and `stock_backend` are what the two compiled arms give to torch.compile."""
+    """The options of the measurement.
+
+    `backend` and `stock_backend` are those of the two compiled arms in torch.compile.
+    """
 
     model: str = "llama"
     size: str = "small"
@@ -60,9 +63,9 @@ class UnpadOptions:
     data: Path | None = None
     batch_size: int = 8
     steps: int = 8  # batches
-    rounds: int = 3  # how often each batch is measured
+    rounds: int = 3  # number of measurements of each batch
     dtype: str = "fp32"
-    weights: str = "fp32"  # or as `dtype`, without autocast
+    weights: str = "fp32"  # or the same as `dtype`, without autocast
     device: str = "cpu"
     back_to_back: bool | None = None  # train, without a wait between steps; None: on a device
     max_length: int = MAX_POSITIONS
@@ -91,17 +94,17 @@ class UnpadOptions:
 
     @property
     def trains(self) -> bool:
-        """Whether steps are timed back to back, with their optimizer."""
+        """Return whether steps are timed back to back, with their optimizer."""
         return self.device.partition(":")[0] == "cuda" if self.back_to_back is None else self.back_to_back
 
 
 def run_unpad(options: UnpadOptions, notify: Callable[[str], None] = lambda text: None) -> UnpadResult:
-    """Measure every arm on the same batches and weights; `notify` is told what is being done.
+    """Measure every arm on the same batches and weights; `notify` is told the current activity.
 
-    1. Each compiled arm runs all batches once, alone, from empty compile caches: what the steps that compile take
-       beyond the steady times of the same batches is its compile time. Both compilers were started before.
+    1. Each compiled arm runs all batches once, alone, from empty compile caches. Its compile time is the time of the
+       steps that compile minus the steady times of the same batches. Both compilers were started before.
     2. Every batch goes through every arm, the order rotated from batch to batch and round to round, so that a change
-       of the machine's speed meets all arms alike. A step is zeroing the gradients, forward and backward; packing by
+       of the machine's speed affects all arms alike. A step is zeroing the gradients, forward and backward; packing by
        hand is not in the time of the hand-packed arm, since a collator would do it.
     3. Losses and gradients of the first round are compared with eager's. Weights do not change in it.
     4. Back to back, step 2 is for that comparison alone. Then every arm trains with AdamW on batches that come from the
@@ -142,11 +145,11 @@ def run_unpad(options: UnpadOptions, notify: Callable[[str], None] = lambda text
 
 @dataclass(frozen=True, slots=True)
 class _Findings:
-    """What was measured: the first passes, the alternating runs, our counters, bytes by arm, and what was not."""
+    """The raw results: the first passes, the alternating runs, deepytorch's counters, bytes, and what was not run."""
 
     first_stock: list[Step]
     first_ours: list[Step]
-    compared: Measurement  # step by step; back to back, `measured` has other times
+    compared: Measurement  # step by step; if back to back, `measured` has other times
     measured: Measurement
     counts: Mapping[str, Any]
     unpadded: Measurement
@@ -187,7 +190,7 @@ def _result(options: UnpadOptions, precision: Precision, data: Sequence[Batch], 
         grad_rel_diffs={name: worst for name, worst in measured.max_grad_rel_diff.items() if name != EAGER},
         step_ms={name: statistics.fmean(measured.steady(name)) * 1e3 for name in measured.seconds},
         tokens_per_s={name: tokens / sum(measured.steady(name)) for name in measured.seconds},
-        ratio_quartiles={  # batches of other rows do not compare one by one
+        ratio_quartiles={  # batches with other rows cannot be compared one by one
             name: measured.ratio_quartiles(name) for name in ratios if name not in (DEEPYTORCH, GROUPED)
         },
         peak_bytes=found.peak_bytes,
@@ -205,7 +208,7 @@ def _result(options: UnpadOptions, precision: Precision, data: Sequence[Batch], 
 
 
 def rivals_not_run(options: UnpadOptions, precision: Precision) -> dict[str, str]:
-    """The arms that are not measured, and why."""
+    """Return the arms that are not measured, each with the reason."""
     kind = batch_kind(options.model)
     found = {}
     if kind != "causal" or options.loss != "model":
@@ -219,7 +222,7 @@ def rivals_not_run(options: UnpadOptions, precision: Precision) -> dict[str, str
 
 
 def _build(options: UnpadOptions, device: torch.device, attn_implementation: str = "sdpa") -> nn.Module:
-    """The model, its weights drawn anew and always the same."""
+    """Return the model, with weights drawn anew but always equal."""
     made: nn.Module = build_model(
         options.model,
         options.size,
@@ -247,8 +250,8 @@ def build_arms(options: UnpadOptions, device: torch.device) -> dict[str, Arm]:
 def full_batches(data: Sequence[Batch], kind: Kind) -> list[Batch]:
     """Return as many batches of the same tokens, laid out without any padding, with a label wherever there can be one.
 
-    Tokens of all batches are strung together and cut into rows of one length, the mean of the real rows; what is left
-    over is dropped. A masked model keeps its labels, since they belong to its masked tokens.
+    The tokens of all batches are joined and cut into rows of one length, the mean of the real rows; the rest is
+    dropped. A masked model keeps its labels, since they belong to its masked tokens.
     """
     on = [batch["attention_mask"].bool() for batch in data]
     ids = torch.cat([batch["input_ids"][mask] for batch, mask in zip(data, on, strict=True)])
@@ -299,7 +302,7 @@ def _steady_step(arm: Arm, batch: Batch, precision: Precision) -> Step:
 
 
 def _compile_seconds(first: Sequence[Step], steady: Sequence[float]) -> float:
-    """Return what the steps that compiled took beyond the steady time of the same batch."""
+    """Return the time of the steps that compiled, beyond the steady time of the same batches."""
     return sum(max(0.0, step.seconds - later) for step, later in zip(first, steady, strict=True) if step.compiled)
 
 
@@ -310,7 +313,7 @@ def _measure(
     inputs = arm_inputs(arms, data)
     result = Measurement({name: [[] for _ in data] for name in arms})
     for name in (EAGER, HAND_PACKED):
-        if name in arms:  # the compiled ones have run before
+        if name in arms:  # the compiled arms have run before
             forward_backward(arms[name], inputs[name][0], precision)
     for turn in range(rounds):
         for index in range(len(data)):
@@ -326,7 +329,7 @@ def _measure(
 
 
 def arm_inputs(arms: Mapping[str, Arm], data: Sequence[Batch]) -> dict[str, list[Batch]]:
-    """The batches as each arm takes them: what a collator does is in nobody's time."""
+    """Return the batches as each arm takes them: the work of a collator is in no arm's time."""
     collators = {HAND_PACKED: pack, FLATTENED: flatten}
     return {name: [collators[name](batch) for batch in data] if name in collators else [*data] for name in arms}
 
@@ -334,7 +337,10 @@ def arm_inputs(arms: Mapping[str, Arm], data: Sequence[Batch]) -> dict[str, list
 def _train(
     options: UnpadOptions, arms: Mapping[str, Arm], precision: Precision, notify: Callable[[str], None]
 ) -> dict[str, list[list[float]]]:
-    """Seconds of steps back to back: by arm, batch and round; stock torch.compile on grouped batches, too."""
+    """Return the seconds of steps back to back, by arm, batch and round.
+
+    Stock torch.compile runs on grouped batches, too.
+    """
     data = draw_batches(options, torch.device("cpu"))
     inputs = arm_inputs(arms, data) | {GROUPED: grouped(data, batch_kind(options.model))}
     training = trainees({**arms, GROUPED: arms[STOCK]}, inputs)
@@ -342,7 +348,7 @@ def _train(
 
 
 def _compare(result: Measurement, arms: Mapping[str, Arm], losses: Mapping[str, float], index: int) -> None:
-    """Enter the differences of each arm's loss and gradients against eager's. Raises `ParityError` for NaN."""
+    """Record the differences of each arm's loss and gradients to eager's. Raises `ParityError` for NaN."""
     for name, arm in arms.items():
         loss = abs(losses[name] - losses[EAGER]) / abs(losses[EAGER])
         gradient = max_relative_difference(arm.model, arms[EAGER].model)

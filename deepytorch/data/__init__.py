@@ -1,7 +1,7 @@
 """Real text of uneven lengths for fine-tuning runs, on any machine and without a network.
 
-The embedded rows are the signatures and docstrings of the installed standard library and of torch, as instruction ->
-response rows; a file in the Alpaca layout takes their place when the user has one.
+The embedded rows are made from the signatures and docstrings of the installed standard library and of torch, as
+instruction -> response rows. A file in the Alpaca layout replaces them if the user has one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rows to padded batches, laid out as the usual collators of Hugging Face lay them out."""
+"""Conversion of rows to padded batches, in the layouts of the usual collators of Hugging Face."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from deepytorch.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-IGNORE_INDEX = -100  # what cross_entropy ignores by default
+IGNORE_INDEX = -100  # ignored by cross_entropy by default
 
 Kind = Literal["causal", "masked", "seq2seq"]
 Order = Literal["random", "length"]
@@ -29,7 +29,7 @@ _MASKED_SHARE = 0.15  # of the tokens, with the 80/10/10 split of BERT (Devlin e
 
 @dataclass(frozen=True, slots=True)
 class _Example:
-    """Token ids of one row: bos, prompt, response, eos, cut at the right to the longest length."""
+    """The token ids of one row: bos, prompt, response, eos, cut at the right to the longest length."""
 
     prompt: list[int]
     response: list[int]
@@ -92,12 +92,12 @@ def batches(
 
 
 def num_positions(batch: dict[str, Tensor], kind: Kind) -> int:
-    """Count rows x positions; a decoder with positions of its own has them in the labels."""
+    """Count rows x positions. An encoder-decoder also has those of its decoder, which are the labels' positions."""
     return batch["input_ids"].numel() + (batch["labels"].numel() if kind == "seq2seq" else 0)
 
 
 def num_tokens(batch: dict[str, Tensor], kind: Kind) -> int:
-    """Count the positions that are not pads, likewise on both sides of an encoder-decoder."""
+    """Count the positions that are not pads, on both sides of an encoder-decoder."""
     return int(batch["attention_mask"].sum()) + (num_labels(batch) if kind == "seq2seq" else 0)
 
 
@@ -121,7 +121,7 @@ def _check_options(batch_size: int, max_length: int, labels: str, pad_side: str,
 
 
 def _examples(rows: Sequence[Row], tokenizer: Tokenizer, max_length: int, *, split: bool) -> list[_Example]:
-    """Tokenise `rows`. `split`: prompt and response are two sequences of their own, each cut; else one."""
+    """Tokenise `rows`. `split`: prompt and response are two sequences, each cut on its own; else one."""
     prompts = tokenizer.encode_batch([prompt_text(row) for row in rows], add_special_tokens=False)
     responses = tokenizer.encode_batch([row.output for row in rows], add_special_tokens=False)
     examples = []
@@ -161,7 +161,7 @@ def _generate(
 
 
 def _draws(examples: list[_Example], batch_size: int, draw: random.Random) -> Iterator[list[_Example]]:
-    """Yield batches without end; an epoch's last rows that do not fill a batch open the next epoch's first."""
+    """Yield batches without end. An epoch's last rows that do not fill a batch start the next epoch's first."""
     waiting: list[_Example] = []
     while True:
         waiting += draw.sample(examples, len(examples))
@@ -171,7 +171,10 @@ def _draws(examples: list[_Example], batch_size: int, draw: random.Random) -> It
 
 
 def _by_length(examples: list[_Example], batch_size: int, seed: int) -> Iterator[list[_Example]]:
-    """Likewise, rows of similar lengths together; what does not fill a batch at an epoch's end is left out."""
+    """Yield batches without end, with rows of similar lengths together.
+
+    Rows that do not fill a batch at an epoch's end are left out.
+    """
     from transformers.trainer_pt_utils import get_length_grouped_indices
 
     lengths = [len(example.prompt) + len(example.response) for example in examples]

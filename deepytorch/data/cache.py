@@ -1,6 +1,6 @@
-"""JSON files kept in the user's cache directory, for what is slow to make and easy to make again.
+"""JSON files in the user's cache directory, for values that are slow to make but easy to make again.
 
-Nothing here may stop a run: a cache that cannot be trusted, read or written is left alone, and the value is made anew.
+Nothing here may stop a run: a cache that cannot be trusted, read or written is ignored, and the value is made anew.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from deepytorch.private_files import cache_directory, prepare_private, replace_f
 def cached_json(name: str, build: Callable[[], Any], *, directory: Path | None = None) -> Any:
     """Return the value of `build()`, from `<directory>/<name>.json` when that file holds one.
 
-    `build` returns plain JSON values, and `name` says everything that the value depends on (versions included).
+    `build` returns plain JSON values, and `name` contains everything that the value depends on (versions included).
     `directory` is the user's cache directory unless given. The file is replaced in one rename, so that a reader never
-    sees half of one.
+    sees half a file.
     """
     directory = cache_directory() if directory is None else directory
     refusal = prepare_private(directory)
@@ -41,5 +41,5 @@ def cached_json(name: str, build: Callable[[], Any], *, directory: Path | None =
 
 
 def source_digest(path: str) -> str:
-    """Return a short digest of a source file, for the name of what it makes: changed code finds no stale value."""
+    """Return a short digest of a source file, for the name of its cached value: changed code finds no stale value."""
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]

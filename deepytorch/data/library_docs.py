@@ -1,6 +1,6 @@
-"""The embedded data set: what the installed standard library and torch say about themselves.
+"""The embedded data set: the documentation of the installed standard library and of torch.
 
-The source is parsed, not imported: importing hundreds of modules would be slow, and some act when they are imported.
+The source is parsed, not imported: importing hundreds of modules would be slow, and some modules act when imported.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from deepytorch.data.rows import Row
 from deepytorch.errors import DataError
 
 _LIBRARY_PARTS = ("*.py", "*/**/*.py")
-# Read in this order. Of torch, the folders that users read the documentation of.
+# Read in this order. For torch, the folders whose documentation users read.
 _TORCH_FOLDERS = ("nn", "optim", "distributions", "autograd", "utils", "distributed")
 _TORCH_PARTS = ("*.py", *(f"{folder}/**/*.py" for folder in _TORCH_FOLDERS))
 _SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "encodings"}
 )
-_ADDERS = ("add_docstr", "add_docstr_all")  # how torch documents what is written in C++
+_ADDERS = ("add_docstr", "add_docstr_all")  # how torch documents functions written in C++
 _MIN_ROWS = 500
 # A docstring is cut at the end of a paragraph before this many characters. With 1600, tokens per row have the spread of
 # Alpaca's: a randomly drawn padded batch of 8 is about half real tokens (see tests/api/test_data.py).
@@ -47,9 +47,9 @@ class _Entry:
 
 
 def library_rows() -> list[Row]:
-    """Return the embedded rows, thousands of them, in an order that the versions of Python and torch decide.
+    """Return the embedded rows, thousands of them, in an order that depends on the versions of Python and torch.
 
-    Raises `DataError` where the library's source is not installed.
+    Raises `DataError` if the library's source is not installed.
     """
     name = f"rows-{source_digest(__file__)}-python{platform.python_version()}-torch{version('torch')}"
     rows = cached_json(name, lambda: [astuple(row) for row in _build()])
@@ -99,7 +99,7 @@ def _module_name(root: Path, path: Path, package: str) -> str:
 def _entries(path: Path, module: str) -> Iterator[_Entry]:
     """Yield the documented public names of one file, in the order of its lines."""
     try:
-        with warnings.catch_warnings():  # old escapes in somebody else's strings
+        with warnings.catch_warnings():  # outdated escapes in other people's strings
             warnings.simplefilter("ignore")
             tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError):
@@ -162,7 +162,10 @@ def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
 
 
 def _row(entry: _Entry) -> Row:
-    """Ask for the documentation or, once in five, for the signature: the name decides, so that rows stay the same."""
+    """Ask for the documentation or, once in five, for the signature.
+
+    The name decides which, so that rows stay the same.
+    """
     draw = zlib.crc32(entry.name.encode())
     if draw % 5 == 0:
         summary = entry.doc.partition("\n\n")[0]

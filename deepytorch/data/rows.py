@@ -32,9 +32,10 @@ def load_rows(path: str | Path | None = None) -> list[Row]:
 
 
 def read_alpaca(path: Path) -> list[Row]:
-    """Read a JSON list of objects with "instruction", "output" and, optionally, "input" (text each), nothing else read.
+    """Read a JSON list of objects with "instruction", "output" and, optionally, "input" (text each).
 
-    Rows with an empty output are left out: there is nothing to learn from them. Raises `DataError`.
+    Other keys are not read. Rows with an empty output are left out: there is nothing to learn from them. Raises
+    `DataError`.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -42,7 +43,7 @@ def read_alpaca(path: Path) -> list[Row]:
         raise DataError(
             f"The data file {path} cannot be read: {error.strerror}. Check the path given with --data."
         ) from error
-    except ValueError as error:  # both bad JSON and text that is not UTF-8
+    except ValueError as error:  # raised for bad JSON and for text that is not UTF-8
         raise DataError(f"The data file {path} is not JSON: {error}. {_LAYOUT}") from error
     if not isinstance(content, list):
         raise DataError(f"The data file {path} holds one {type(content).__name__}, not a list. {_LAYOUT}")

@@ -1,4 +1,4 @@
-"""A byte-level BPE trained on the rows themselves: no download, no unknown character."""
+"""A byte-level BPE tokenizer, trained on the rows themselves: no download, no unknown character."""
 
 from __future__ import annotations
 

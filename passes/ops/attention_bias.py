@@ -1,4 +1,4 @@
-"""The bias of `varlen_attention` as one tile sees it, and its gradient: padded positions against packed tokens."""
+"""The bias of `varlen_attention` for one tile, and its gradient: padded positions of the bias against packed tokens."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from deepytorch.passes.ops.attention_tile import statistics_dtype
 
 
 class Span(NamedTuple):
-    """Where consecutive tokens of one row stand along one dimension of the bias: from `start`, or at `at`."""
+    """The places of consecutive tokens of one row along one dimension of the bias: from `start` on, or at `at`."""
 
     start: int
     length: int
     at: Tensor | None = None
 
     def of(self, x: Tensor, dim: int) -> Tensor:
-        """The entries of `x` for these tokens; all of it where `dim` is broadcast."""
+        """Return the entries of `x` for these tokens, or all of `x` if `dim` is broadcast."""
         if x.size(dim) == 1 and self.at is None:
             return x
         return x.narrow(dim, self.start, self.length) if self.at is None else x.index_select(dim, self.at)
 
 
 def span(x: Tensor, dim: int, positions: Tensor | None, start: int, stop: int, row_start: int) -> Span:
-    """Where tokens start:stop of the row that begins at token `row_start` stand along `dim` of `x`."""
+    """Return the places, along `dim` of `x`, of tokens start:stop of the row that begins at token `row_start`."""
     if x.size(dim) == 1:
         return Span(0, 1)
     if positions is None:
         return Span(start - row_start, stop - start)
     wanted = positions[start:stop]
     values = wanted.tolist()
-    if values == list(range(values[0], values[0] + len(values))):  # so it is where padding stands at the ends only
+    if values == list(range(values[0], values[0] + len(values))):  # true if padding is only at the ends of rows
         return Span(values[0], len(values))
     return Span(0, len(values), wanted)
 
 
 class BiasGradient:
-    """Sums the gradients of scores, tile by tile, into the gradient of the bias that was added to them."""
+    """The gradient of the bias, summed tile by tile from the gradients of the scores that the bias was added to."""
 
     def __init__(self, bias: Tensor) -> None:
         self._dtype = bias.dtype
@@ -51,7 +51,7 @@ class BiasGradient:
         if broadcast:
             grad_scores = grad_scores.sum(broadcast, keepdim=True)
         grad_scores = grad_scores.to(target.dtype)
-        if at_k.at is not None:  # index_add_ takes one dimension: the keys first, into full width
+        if at_k.at is not None:  # index_add_ takes one dimension, so keys are added up first, into full width
             widened = grad_scores.new_zeros(*grad_scores.shape[:2], target.size(2))
             grad_scores, at_k = widened.index_copy_(2, at_k.at, grad_scores), Span(0, target.size(2))
         target = at_k.of(target, 2)
@@ -61,5 +61,5 @@ class BiasGradient:
             at_q.of(target, 1).add_(grad_scores)
 
     def result(self) -> Tensor:
-        """The gradient in the bias's dtype and shape."""
+        """Return the gradient in the bias's dtype and shape."""
         return self._total.to(self._dtype)

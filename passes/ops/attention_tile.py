@@ -1,4 +1,4 @@
-"""Attention of a block of queries to a block of keys, spelled out with its backward: every feature, every device.
+"""Attention of a block of queries to a block of keys, written out with its backward: every feature, every device.
 
 The forms of `varlen_attention` cut their work into tiles (the CPU form: a piece of one row; the dense form: several
 padded rows) and call `tile_forward` and `tile_backward`. Shapes: query (rows, heads_q, num_q, head_dim), key (rows,
@@ -18,7 +18,7 @@ NEGATIVE_INFINITY = float("-inf")
 
 
 class Rule(NamedTuple):
-    """How scores are made from products; the same for all rows of one call. See `varlen_attention`."""
+    """The computation of scores from products, equal for all rows of one call. See `varlen_attention`."""
 
     scale: float
     window_left: int = -1
@@ -49,16 +49,22 @@ class Hidden(NamedTuple):
 
 
 class Extras(NamedTuple):
-    """What is laid over the scores of one tile; tensors broadcast to (rows, heads_q, num_q, num_k)."""
+    """The bias, the hidden pairs and the dropout of one tile's scores.
+
+    Tensors broadcast to (rows, heads_q, num_q, num_k).
+    """
 
     hidden: Hidden | None = None
     bias: Tensor | None = None  # added to the scores
-    dropout: Tensor | None = None  # factor of each probability: 0 or 1 / (1 - dropout_p)
+    dropout: Tensor | None = None  # the factor of each probability: 0 or 1 / (1 - dropout_p)
     may_be_empty: bool = False  # some query may see no key at all
 
 
 class TileGradients(NamedTuple):
-    """Gradients of `tile_forward`; `scores` is that of the scores after softcap, which is what a bias was added to."""
+    """The gradients of `tile_forward`.
+
+    `scores` is the gradient of the scores after softcap, which the bias was added to.
+    """
 
     query: Tensor
     key: Tensor
@@ -67,12 +73,12 @@ class TileGradients(NamedTuple):
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of scores, logsumexp and sums: float64 for float64, else float32."""
+    """Return the dtype of scores, logsumexp and sums: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def hidden_by_window(num_q: int, num_k: int, shift: int, rule: Rule, device: torch.device) -> Hidden | None:
-    """What the window hides of `num_q` queries and `num_k` keys, or None when it hides nothing.
+    """Return the pairs of `num_q` queries and `num_k` keys that the window hides, or None if it hides none.
 
     `shift` is the index of the first query minus the index of the first key, both counted inside their row.
     """
@@ -92,7 +98,7 @@ def hidden_by_window(num_q: int, num_k: int, shift: int, rule: Rule, device: tor
 
 
 def tile_forward(query: Tensor, key: Tensor, value: Tensor, rule: Rule, extras: Extras) -> tuple[Tensor, Tensor]:
-    """Output (rows, heads_q, num_q, head_dim_v) in the query's dtype and logsumexp (rows, heads_q, num_q).
+    """Return the output (rows, heads_q, num_q, head_dim_v) in the query's dtype and logsumexp (rows, heads_q, num_q).
 
     A query that sees no key has output 0 and logsumexp -inf.
     """
@@ -100,7 +106,7 @@ def tile_forward(query: Tensor, key: Tensor, value: Tensor, rule: Rule, extras: 
     scores, _ = _scores(_fold_heads(query, key.size(1)), key, rule, extras, heads)
     probabilities = torch.softmax(scores, dim=-1)
     top = scores.amax(dim=-1, keepdim=True)
-    # The largest probability is exp(largest score - logsumexp): a logsumexp without a second pass of exponentials.
+    # The largest probability is exp(largest score - logsumexp). This gives logsumexp without another exponential pass.
     logsumexp = top - probabilities.amax(dim=-1, keepdim=True).log_()
     if extras.may_be_empty:
         empty = top == NEGATIVE_INFINITY
@@ -116,7 +122,7 @@ def tile_forward(query: Tensor, key: Tensor, value: Tensor, rule: Rule, extras: 
 def tile_backward(
     grad_output: Tensor, query: Tensor, key: Tensor, value: Tensor, rule: Rule, extras: Extras
 ) -> TileGradients:
-    """Gradients of `tile_forward`, whose probabilities are computed again."""
+    """Return the gradients of `tile_forward`, computing its probabilities again."""
     rows, heads, num_q, head_dim = query.shape
     heads_k = key.size(1)
     folded_query, folded_grad = _fold_heads(query, heads_k), _fold_heads(grad_output, heads_k)
@@ -142,18 +148,18 @@ def tile_backward(
 def dropout_factor(
     seed: Tensor, rows: Tensor, heads: int, queries: Tensor, keys: Tensor, dropout_p: float, dtype: torch.dtype
 ) -> Tensor:
-    """Factors 0 or 1 / (1 - dropout_p) of probabilities, (rows, heads, num_q, num_k).
+    """Return factors 0 or 1 / (1 - dropout_p) of probabilities, (rows, heads, num_q, num_k).
 
     `rows` (rows,) are numbers of rows; `queries` (rows or 1, num_q) and `keys` (rows or 1, num_k) are indexes inside
-    the row. A factor is a hash of (seed, row, head, query, key): it does not depend on how the work is cut up, so the
-    backward, a recomputed forward and every form of the operator see the same draws, without a generator and without
-    waiting for the device.
+    the row. A factor is a hash of (seed, row, head, query, key) and does not depend on how the work is cut up. The
+    backward, a recomputed forward and every form of the operator therefore see the same draws, without a generator and
+    without waiting for the device.
     """
     head = torch.arange(heads, device=seed.device).view(1, heads, 1)
     row = _mix64(_mix64(seed.view(1)) + rows.to(torch.int64)).view(-1, 1, 1)
     left = _mix64(row + _mix64(head) * 3 + queries.unsqueeze(1)).to(torch.int32).unsqueeze(-1)
     bits = left ^ (_mix64(keys.to(torch.int64)) >> 17).to(torch.int32).view(-1, 1, 1, keys.size(1))
-    # lowbias32 (Wellons, hash-prospector) without its last step, which betters the low bits only; >> is arithmetic.
+    # lowbias32 (Wellons, hash-prospector) without its last step, which improves only the low bits; >> is arithmetic.
     bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF)).mul_(0x7FEB352D)
     bits.bitwise_xor_((bits >> 15).bitwise_and_(0x1FFFF)).mul_(0x846CA68B - (1 << 32))
     threshold = min(round(dropout_p * 2**32), 2**32 - 1) - 2**31
@@ -161,7 +167,7 @@ def dropout_factor(
 
 
 def _mix64(x: Tensor) -> Tensor:
-    """The finaliser of splitmix64 on int64, whose arithmetic shifts are masked to logical ones."""
+    """Apply the finaliser of splitmix64 to int64, whose arithmetic shifts are masked to logical ones."""
     x = x + -0x61C8864680B583EB
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
@@ -169,9 +175,9 @@ def _mix64(x: Tensor) -> Tensor:
 
 
 def _scores(folded_query: Tensor, key: Tensor, rule: Rule, extras: Extras, heads: int) -> tuple[Tensor, Tensor | None]:
-    """Scores (rows, heads_q, num_q, num_k) with everything laid over them, and the tanh of a softcap."""
+    """Return the scores (rows, heads_q, num_q, num_k) with all `extras` applied, and the tanh of a softcap."""
     rows, heads_k, folded_q, _ = folded_query.shape
-    # In half precision the products would be rounded before the softmax, at some cost in accuracy.
+    # Products in half precision would be rounded before the softmax, at some cost in accuracy.
     dtype = statistics_dtype(folded_query.dtype)
     products = torch.matmul(folded_query.to(dtype), key.to(dtype).transpose(2, 3))
     scores = products.mul_(rule.scale).view(rows, heads, folded_q * heads_k // heads, key.size(2))
@@ -189,12 +195,12 @@ def _scores(folded_query: Tensor, key: Tensor, rule: Rule, extras: Extras, heads
 
 
 def _fold_heads(x: Tensor, heads_k: int) -> Tensor:
-    """(rows, heads_q, num_q, d) -> (rows, heads_k, heads_q // heads_k * num_q, d): queries that share keys in one."""
+    """Fold queries that share keys: (rows, heads_q, num_q, d) -> (rows, heads_k, heads_q // heads_k * num_q, d)."""
     rows, heads, num_q, dim = x.shape
     return x if heads == heads_k else x.reshape(rows, heads_k, heads // heads_k * num_q, dim)
 
 
 def _fold_scores(scores: Tensor, heads_k: int) -> Tensor:
-    """(rows, heads_q, num_q, num_k) -> (rows, heads_k, heads_q // heads_k * num_q, num_k), a view."""
+    """View (rows, heads_q, num_q, num_k) as (rows, heads_k, heads_q // heads_k * num_q, num_k)."""
     rows, heads, num_q, num_k = scores.shape
     return scores if heads == heads_k else scores.view(rows, heads_k, heads // heads_k * num_q, num_k)

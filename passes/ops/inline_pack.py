@@ -1,4 +1,4 @@
-"""Opens `pack_rows` and `unpack_rows` in a graph behind autograd, so that Inductor fuses them into their neighbours."""
+"""Replacement of `pack_rows` and `unpack_rows` in graphs after autograd, so that Inductor fuses them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def inline_pack(graph: fx.Graph) -> int:
     """Replace every pack and unpack in `graph`, in place, by indexing that Inductor lowers without atomics.
 
     Args:
-        graph: a forward or backward graph behind AOTAutograd, functional, with `meta["val"]` on its nodes.
+        graph: a forward or backward graph after AOTAutograd, functional, with `meta["val"]` on its nodes.
 
     Returns:
-        How many nodes were replaced.
+        The number of nodes that were replaced.
     """
     inlined = {
         torch.ops.deepytorch.pack_rows.default: _inline_pack,
@@ -59,7 +59,7 @@ def _size(graph: fx.Graph, x: fx.Node, dim: int) -> int | fx.Node:
 
 
 def _call(graph: fx.Graph, x: fx.Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
-    """A node of `target` with the value that it has on the fake values of its arguments, in the fake mode of `x`."""
+    """Add a node of `target`, with its value on the fake values of the arguments, in the fake mode of `x`."""
     node = graph.call_function(target, args, kwargs)
     values: tuple[Any, ...]
     named: dict[str, Any]

@@ -1,13 +1,13 @@
-"""`deepytorch::linear_cross_entropy`: a linear layer and the cross-entropy of what it gives, a piece of rows at a time.
+"""`deepytorch::linear_cross_entropy`: a linear layer and the cross-entropy of its output, a piece of rows at a time.
 
-Logits are never whole in memory: for 4,096 tokens and a vocabulary of 128,000 they, their softmax and its gradient
-would take 2 GB each in fp32. Gradients of the hidden states, the weight and the bias are made in the same sweep, while
-a piece's logits are at hand, as in Liger Kernel's fused loss (arXiv:2410.10989); the backward scales them. A loss for
-each row has a gradient for each row, which is known in the backward alone: there logits are computed once more.
+Logits are never whole in memory: for 4,096 tokens and a vocabulary of 128,000 the logits, their softmax and its
+gradient would take 2 GB each in fp32. Gradients of the hidden states, the weight and the bias are computed in the same
+sweep, while a piece's logits exist, as in Liger Kernel's fused loss (arXiv:2410.10989); the backward scales them. A
+loss for each row has a gradient for each row, which only the backward knows, so there the logits are computed again.
 
-Work for N rows that are counted, hidden size H and V classes: 6 N H V flops (2 N H V without gradients, 8 N H V for
-a loss of each row), read and written: the weight and its gradient once a piece. Ignored rows cost nothing on a CPU; on
-CUDA `linear_cross_entropy_triton` says when.
+Work for N counted rows, hidden size H and V classes: 6 N H V flops (2 N H V without gradients, 8 N H V for a loss of
+each row). Reads and writes: the weight and its gradient once per piece. Ignored rows cost nothing on a CPU; for CUDA
+see `linear_cross_entropy_triton`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def linear_cross_entropy(
     upcast: bool = False,
     z_loss: float = 0.0,
 ) -> Tensor:
-    """`cross_entropy(linear(hidden, weight, bias), target)` without its logits.
+    """Compute `cross_entropy(linear(hidden, weight, bias), target)` without holding all logits.
 
     Args:
         hidden: (tokens, hidden), floating.
@@ -71,14 +71,14 @@ def linear_cross_entropy(
             row's loss, 0 where it is ignored, and takes a third more work for gradients.
         ignore_index: the target of rows without a loss.
         label_smoothing: in [0, 1).
-        softcap: logits become softcap * tanh(logits / softcap) where it is positive.
-        upcast: whether the loss is float32 whatever the logits are, as where they are cast before it. It is computed in
-            float32 (float64 for float64) in any case.
+        softcap: if positive, logits become softcap * tanh(logits / softcap).
+        upcast: whether the loss is float32 whatever the dtype of the logits, as if they were cast before the loss. The
+            loss is computed in float32 (float64 for float64) in any case.
         z_loss: a factor: z_loss * logsumexp(logits) ** 2 is added to the loss of each row that is not ignored, reduced
-            as the loss is. Class weights do not weigh it: its mean is over the number of rows.
+            as the loss is. Class weights do not apply to it: its mean is over the number of rows.
 
     Returns:
-        (), or (tokens,) under "none", in the dtype of `hidden`, or float32 with `upcast`.
+        The loss: (), or (tokens,) under "none", in the dtype of `hidden`, or float32 with `upcast`.
 
     Raises:
         ValueError: shapes, dtypes or numbers that do not fit together.
@@ -131,7 +131,7 @@ def _wrong(found: str, expected: str) -> ValueError:
 def _whole(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None, **rule: Any
 ) -> Tensor:
-    """Above autograd, where it shows which gradients will be asked for."""
+    """Call the operator above autograd, where it is visible which gradients will be asked for."""
     wants = [each is not None and each.requires_grad and torch.is_grad_enabled() for each in (hidden, weight, bias)]
     return torch.ops.deepytorch.linear_cross_entropy_sweep.default(
         hidden, weight, bias, target, class_weight, **rule, gradients=wants
@@ -156,7 +156,7 @@ def _forward(
 
 
 def _triton_form(hidden: Tensor) -> ModuleType | None:
-    """The module with kernels for these hidden states, or None where there are none."""
+    """Return the module with kernels for these hidden states, or None if there are none."""
     if hidden.device.type != "cuda" or hidden.dtype not in _TRITON_DTYPES or not _has_triton():
         return None
     from deepytorch.passes.ops import linear_cross_entropy_triton
@@ -207,7 +207,7 @@ def _gradients(
     **rule: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if rule.get("reduction", chunked.MEAN) != chunked.NONE:
-        # a number without dimensions is not rounded before
+        # a 0-d number takes part in the product without being rounded first
         one, two, three = ((each * grad_loss).to(hidden.dtype) for each in made)
         return one, two, three
     given, wanted = (hidden, weight, bias, target, class_weight), LossRule(**rule)
@@ -256,7 +256,7 @@ def _setup_backward_context(
 
 
 def _backward_of_backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Second derivatives, of the operator's meaning in plain torch: slow, with logits that are whole."""
+    """Return second derivatives, of the operator's meaning in plain torch: slow, and with all logits in memory."""
     grad_loss, hidden, weight, bias, target, class_weight = ctx.saved_tensors
     options = dict(ctx.options)
     wants = [True, *options.pop("gradients")]

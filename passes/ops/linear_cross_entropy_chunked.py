@@ -1,4 +1,4 @@
-"""The form of `linear_cross_entropy` for every device: pieces of rows, each by torch's own operators."""
+"""The form of `linear_cross_entropy` for every device: pieces of rows, each computed by torch's own operators."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 NONE, MEAN, SUM = 0, 1, 2
-# Of a piece's logits in the dtype of the loss; on GPUs their softmax takes as much. Each piece reads the weight twice
-# and adds to its gradient: on two CPU cores 4,096 rows x 256 x 128,256 took 6.6, 5.9, 5.35, 5.5 s with 60, 120, 256,
-# 400 MiB.
+# Bytes of a piece's logits in the dtype of the loss; on GPUs their softmax takes as much again. Each piece reads the
+# weight twice and adds to its gradient: on two CPU cores 4,096 rows x 256 x 128,256 took 6.6, 5.9, 5.35, 5.5 s with 60,
+# 120, 256, 400 MiB.
 _CHUNK_BYTES, _CHUNK_BYTES_CPU = 120 << 20, 256 << 20
 _LEAST_ROWS = 64
-_ENOUGH_ROWS_CPU, _ENOUGH_BYTES_CPU = 512, 4 << 20  # more of both leave the caches sooner
-_NEXT_TO_NOTHING = 1e-20  # a probability whose logarithm is not sure of all its digits
+_ENOUGH_ROWS_CPU, _ENOUGH_BYTES_CPU = 512, 4 << 20  # larger pieces do not stay in the caches
+_NEXT_TO_NOTHING = 1e-20  # below this, the logarithm of a probability loses accuracy
 
 
 class LossRule(NamedTuple):
-    """How the loss is made of logits. reduction: `NONE`, `MEAN` or `SUM`, numbered as in ATen."""
+    """The computation of the loss from logits. reduction: `NONE`, `MEAN` or `SUM`, numbered as in ATen."""
 
     reduction: int = MEAN
     ignore_index: int = -100
@@ -30,7 +30,7 @@ class LossRule(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Of hidden, weight and bias, in `gradient_dtype`; empty where they are not asked for."""
+    """The gradients of hidden, weight and bias, in `gradient_dtype`; a gradient that is not asked for is empty."""
 
     hidden: Tensor
     weight: Tensor
@@ -38,14 +38,14 @@ class Gradients(NamedTuple):
 
 
 class RowWeights(NamedTuple):
-    """What rows count in the loss, each (tokens,) but the last.
+    """The weights of rows in the loss, each (tokens,) except `nothing`.
 
     Attributes:
         target: 0 at ignored rows.
         counted: whether the row is not ignored.
-        share: what its cross-entropy is multiplied by; 0 at ignored rows.
-        z_share: what `z_loss` times its squared logsumexp is multiplied by.
-        nothing: (), what the sum over rows begins with: NaN for the mean of no rows, else 0.
+        share: the factor of the row's cross-entropy; 0 at ignored rows.
+        z_share: the factor of `z_loss` times the row's squared logsumexp.
+        nothing: (), the start of the sum over rows: NaN for the mean of no rows, else 0.
     """
 
     target: Tensor
@@ -56,27 +56,30 @@ class RowWeights(NamedTuple):
 
 
 def computed_in(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of softmax and sums."""
+    """Return the dtype of softmax and sums."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which gradients wait for the loss's own.
+    """Return the dtype in which gradients are held until the loss's own gradient is known.
 
-    They are made as if that were 1, where float16 would lose the small ones before they are scaled.
+    Gradients are computed as if the loss's gradient were 1. float16 would lose the small ones before they are scaled.
     """
     return torch.float32 if dtype == torch.float16 else dtype
 
 
 def loss_dtype(dtype: torch.dtype, upcast: bool) -> torch.dtype:
-    """The dtype of the loss of hidden states of `dtype`."""
+    """Return the dtype of the loss of hidden states of `dtype`."""
     return computed_in(dtype) if upcast else dtype
 
 
 def row_weights(
     target: Tensor, class_weight: Tensor | None, rule: LossRule, dtype: torch.dtype, grad_loss: Tensor | None = None
 ) -> RowWeights:
-    """`RowWeights` in `dtype`, without waiting for the device; times `grad_loss` (tokens,) where it is given."""
+    """Return `RowWeights` in `dtype`, without waiting for the device.
+
+    If `grad_loss` (tokens,) is given, it multiplies them.
+    """
     counted = target != rule.ignore_index
     safe = target.where(counted, 0)
     z_share = counted.to(dtype)
@@ -92,7 +95,7 @@ def row_weights(
 
 
 def losses_of_rows(cross_entropy: Tensor, logsumexp: Tensor, weights: RowWeights, z_loss: float) -> Tensor:
-    """(tokens,): the loss's part of each row."""
+    """Return each row's part of the loss, (tokens,)."""
     losses = (cross_entropy * weights.share).masked_fill(weights.share == 0, 0.0)
     if z_loss:
         losses = losses + (z_loss * logsumexp.square() * weights.z_share).masked_fill(weights.z_share == 0, 0.0)
@@ -109,10 +112,10 @@ def forward(
     gradients: Sequence[bool],
     chunk_rows: int | None = None,
 ) -> tuple[Tensor, Gradients, Tensor]:
-    """The loss, gradients where the loss's own is 1, and (tokens,) logsumexp for `backward`.
+    """Return the loss, the gradients for a loss gradient of 1, and (tokens,) logsumexp for `backward`.
 
-    Under reduction `NONE` rows have gradients of their own, which are not known yet: then gradients are empty. In the
-    other cases logsumexp is.
+    Under reduction `NONE` each row has a loss gradient of its own, which is not known yet: then the gradients are
+    empty. In the other cases logsumexp is empty.
     """
     dtype = hidden.dtype
     hidden, weight, bias = _computable(hidden, weight, bias)
@@ -138,7 +141,7 @@ def backward(
     gradients: Sequence[bool],
     chunk_rows: int | None = None,
 ) -> Gradients:
-    """Gradients under reduction `NONE`, for grad_loss (tokens,); logits are computed once more."""
+    """Return the gradients under reduction `NONE`, for grad_loss (tokens,). Logits are computed again."""
     dtype = hidden.dtype
     hidden, weight, bias = _computable(hidden, weight, bias)
     weights = row_weights(target, class_weight, rule, computed_in(dtype), grad_loss.to(computed_in(dtype)))
@@ -148,7 +151,7 @@ def backward(
 def _computable(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     if hidden.dtype != torch.float16:
         return hidden, weight, bias
-    # sums over many rows leave its range, and where this form runs it is no faster
+    # sums over many rows overflow float16, and on the devices that use this form float16 is no faster
     return hidden.float(), weight.float(), None if bias is None else bias.float()
 
 
@@ -161,11 +164,11 @@ def _sweep(
     gradients: Sequence[bool],
     chunk_rows: int | None,
 ) -> tuple[Tensor, Tensor, Gradients]:
-    """Cross-entropy and logsumexp of each row, 0 where it is ignored, and gradients for the rows' weights."""
+    """Return the cross-entropy and logsumexp of each row (0 where ignored), and gradients for the rows' weights."""
     dtype = computed_in(hidden.dtype)
     rows, number = None, hidden.size(0)
     target, counted, share, z_share, _ = weights
-    if hidden.device.type == "cpu":  # elsewhere to count them would wait for the device
+    if hidden.device.type == "cpu":  # on other devices, counting the rows would wait for the device
         rows = counted.nonzero().squeeze(1)
         if rows.numel() == number:
             rows = None
@@ -173,7 +176,7 @@ def _sweep(
             hidden, target, counted, share, z_share = (each[rows] for each in (hidden, target, counted, share, z_share))
     cross_entropy, logsumexp = (share.new_zeros(hidden.size(0)) for _ in range(2))
     wants_hidden, wants_weight, wants_bias = gradients
-    # contiguous whatever the inputs are, as a graph's compiler is told
+    # always contiguous, whatever the inputs' strides: a graph's compiler relies on the strides of the fake form
     grad_hidden = hidden.new_empty(hidden.shape) if wants_hidden else hidden.new_empty(0)
     grad_weight = weight.new_empty(weight.shape, dtype=dtype) if wants_weight else weight.new_empty(0)
     if wants_weight and hidden.size(0) == 0:
@@ -194,8 +197,8 @@ def _sweep(
         logsumexp[piece], cross_entropy[piece] = found.squeeze(1), losses.squeeze(1)
         if not any(gradients):
             continue
-        less = torch.ones_like(factor)  # what a row counts is multiplied where a row is short
-        if rule.z_loss:  # here two numbers of a row count
+        less = torch.ones_like(factor)  # row weights multiply the hidden states, which are shorter than rows of logits
+        if rule.z_loss:  # a row has two different weights here, so they multiply the logits instead
             probabilities.mul_(factor + 2.0 * rule.z_loss * found * z_share[piece].unsqueeze(1))
             less, factor = factor, less
         if rule.label_smoothing > 0:
@@ -236,20 +239,20 @@ def _rows_of_a_piece(weight: Tensor, dtype: torch.dtype) -> int:
 
 
 class _Logits:
-    """Logits of one piece after the other, and their softmax, in the same memory: fresh memory costs a CPU its time."""
+    """The logits of one piece after the other, and their softmax, in the same memory: fresh memory is slow on a CPU."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, softcap: float, dtype: torch.dtype, most_rows: int) -> None:
-        """`dtype`: of what is handed out. softcap: 0 for none."""
+        """Allocate the memory. dtype: that of the logits handed out. softcap: 0 for none."""
         self._weight, self._bias, self._softcap = weight, bias, softcap
         shape = (most_rows, weight.size(0))
         self._product = weight.new_empty(shape)
         self._logits = self._product if dtype == weight.dtype else weight.new_empty(shape, dtype=dtype)
-        # in place on the CPU, whose kernel writes a row behind the last look at it; a softcap's slope needs the logits
+        # In place on the CPU, whose kernel writes a row after its last read of it. A softcap's slope needs the logits.
         in_place = weight.device.type == "cpu" and softcap == 0
         self._probabilities = self._logits if in_place else torch.empty_like(self._logits)
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """(rows, classes) for hidden states (rows, hidden size); they last until the next call."""
+        """Return logits (rows, classes) for hidden states (rows, hidden size); they are valid until the next call."""
         product, logits = self._product[: hidden.size(0)], self._logits[: hidden.size(0)]
         if self._bias is None:
             torch.mm(hidden, self._weight.t(), out=product)
@@ -258,7 +261,10 @@ class _Logits:
         return self._capped(product if logits.dtype == product.dtype else logits.copy_(product))
 
     def softmax(self, logits: Tensor, hidden: Tensor, target: Tensor, at_target: Tensor) -> tuple[Tensor, Tensor]:
-        """Of `logits`, which it may overwrite; and (rows, 1) logsumexp: a probability is exp(logit - logsumexp)."""
+        """Return the softmax of `logits`, which may be overwritten, and (rows, 1) logsumexp.
+
+        A probability is exp(logit - logsumexp), which gives logsumexp from one logit and its probability.
+        """
         on_cpu = logits.device.type == "cpu"
         if not on_cpu:
             target = logits.argmax(-1, keepdim=True)
@@ -267,7 +273,7 @@ class _Logits:
         torch.softmax(logits, -1, out=probabilities)
         probability = probabilities.gather(1, target)
         logsumexp = at_target - probability.log()
-        if on_cpu:  # the target's is at hand without a search, but where it is next to nothing
+        if on_cpu:  # no search for the target, but it may be tiny
             lost = probability.squeeze(1) < _NEXT_TO_NOTHING
             if lost.any():
                 again = torch.nn.functional.linear(hidden[lost], self._weight, self._bias).to(logits.dtype)

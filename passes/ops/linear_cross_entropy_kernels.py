@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Kernels of `linear_cross_entropy_triton`, how they are launched, and the variants that are compiled to check them."""
+"""Kernels of `linear_cross_entropy_triton`, their launch settings, and the variants that are compiled to check them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import triton.language as tl
 
 from deepytorch.machine_code import Variant
 
-_LOWEST: tl.constexpr = tl.constexpr(-3.0e38)  # a maximum's start that can be subtracted from -inf
+_LOWEST: tl.constexpr = tl.constexpr(-3.0e38)  # the start of a maximum: unlike -inf it can be subtracted from -inf
 
 
 class Tile(NamedTuple):
-    """Of a product by `_product`."""
+    """The tile sizes and launch options of `product`."""
 
     rows: int
     columns: int
@@ -24,27 +24,30 @@ class Tile(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """How the sweep is launched. block: classes at a time of a row; tile: None for the library's products."""
+    """The launch setting of the sweep.
+
+    block: classes of a row handled at a time; tile: None for the library's products.
+    """
 
     block: int
     num_warps: int
     tile: Tile | None
 
 
-# By guess, as none is measured yet; the first is taken where nothing can be measured. Blocks are 8 or 16 elements a
-# thread: ptxas spills some of 4096 elements over 8 warps. Tiles of 128 x 256 x 64 spill on sm_80.
+# Guesses: none is measured yet. The first is used where nothing can be measured. Blocks are 8 or 16 elements a thread:
+# ptxas spills some of 4096 elements over 8 warps. Tiles of 128 x 256 x 64 spill on sm_80.
 SETTINGS = (
     Setting(4096, 16, None),
     Setting(2048, 4, None),
     Setting(4096, 16, Tile(128, 256, 32, 8, 4)),
     Setting(4096, 16, Tile(128, 128, 64, 8, 3)),
 )
-FLOAT32 = Tile(128, 128, 64, 8, 3)  # wider ones spill where they write float32, or add to it
+FLOAT32 = Tile(128, 128, 64, 8, 3)  # wider tiles spill where they write or add to float32
 
 
 @triton.jit
 def _logits_of(place, bias_place, inside, softcap, HAS_BIAS: tl.constexpr, CAPPED: tl.constexpr):
-    """Logits in fp32, -inf outside, and the derivative of the cap."""
+    """Load logits in fp32, -inf outside, and the derivative of the softcap."""
     x = tl.load(place, mask=inside, other=float("-inf")).to(tl.float32)
     if HAS_BIAS:
         x += tl.load(bias_place, mask=inside, other=0.0).to(tl.float32)
@@ -59,7 +62,7 @@ def _logits_of(place, bias_place, inside, softcap, HAS_BIAS: tl.constexpr, CAPPE
 
 @triton.jit
 def _row_begin(logits_ptr, last_ptr, piece, num_pieces, row, piece_classes, piece_stride, last_stride):
-    """Where a row's logits of a piece are."""
+    """Return where a row's logits of a piece begin."""
     begin = logits_ptr + tl.cast(piece, tl.int64) * piece_stride + row * piece_classes
     return tl.where(piece == num_pieces - 1, last_ptr + row * last_stride, begin)
 
@@ -70,9 +73,9 @@ def softmax_rows(
     last_ptr,  # the last piece, its rows last_stride apart
     bias_ptr,  # (classes,)
     target_ptr,  # (rows,) int64, negative where ignored
-    factor_ptr,  # (rows,) fp32: what the cross-entropy's gradient is multiplied by
-    z_factor_ptr,  # (rows,) fp32: likewise that of logsumexp ** 2
-    count_ptr,  # () int64: rows beyond it are not there
+    factor_ptr,  # (rows,) fp32: the factor of the cross-entropy's gradient
+    z_factor_ptr,  # (rows,) fp32: likewise for logsumexp ** 2
+    count_ptr,  # () int64: the number of rows that count
     loss_ptr,  # (rows,) fp32, written
     logsumexp_ptr,  # (rows,) fp32, written, or read where KNOWN
     classes,
@@ -86,12 +89,12 @@ def softmax_rows(
     SMOOTHED: tl.constexpr,
     CAPPED: tl.constexpr,
     Z: tl.constexpr,
-    ORDERED: tl.constexpr,  # rows that count come first, count_ptr of them
-    KNOWN: tl.constexpr,  # logsumexp is
-    GRADIENTS: tl.constexpr,  # take the place of the logits
+    ORDERED: tl.constexpr,  # rows that count come first; there are count_ptr of them
+    KNOWN: tl.constexpr,  # logsumexp is known
+    GRADIENTS: tl.constexpr,  # gradients are written over the logits
     BLOCK: tl.constexpr,
 ):
-    """A row of logits: its cross-entropy, logsumexp and the gradient of its logits. One program a row."""
+    """Compute the cross-entropy, logsumexp and the gradient of the logits of one row. One program per row."""
     row = tl.program_id(0)
     if ORDERED:  # noqa: SIM102, one is known when it is compiled
         if row >= tl.load(count_ptr):
@@ -120,7 +123,7 @@ def softmax_rows(
                     at = start + offsets
                     inside = at < width
                     x, _ = _logits_of(begin + at, bias_ptr + first + at, inside, softcap, HAS_BIAS, CAPPED)
-                    # each lane by itself, with one exponential: of the distance to its highest yet
+                    # each lane sums by itself, with one exponential: of the distance to its maximum so far
                     small = tl.exp(-tl.abs(x - highest))
                     total = tl.where(x > highest, total * small + 1.0, total + small)
                     highest = tl.maximum(highest, x)
@@ -180,16 +183,16 @@ def product(
     b_stride_k,
     b_stride_n,
     c_stride_m,
-    INNER_COUNTED: tl.constexpr,  # whether count is of k, not of m
+    INNER_COUNTED: tl.constexpr,  # whether count limits k, not m
     ADD: tl.constexpr,
-    WIDE: tl.constexpr,  # for the interpreter, which multiplies the bits of bfloat16
+    WIDE: tl.constexpr,  # for the interpreter, which would multiply bfloat16 as integers
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """The product a b, or its sum with c, where only count of a's rows, or of its columns, are there.
+    """Compute the product a b, or its sum with c, where only the first `count` of a's rows, or of its columns, count.
 
-    2 count n k flops (2 m n count). Each element is summed by one program, in one order.
+    2 count n k flops (2 m n count). Each element is summed by one program, in one fixed order.
     """
     count = tl.load(count_ptr).to(tl.int32)
     if INNER_COUNTED:
@@ -197,7 +200,7 @@ def product(
     else:
         m = tl.minimum(m, count)
     pid = tl.program_id(0)
-    # 8 tiles of rows by all columns at a time: what they read stays in L2
+    # 8 tiles of rows by all columns at a time, so that their operands stay in L2
     tiles_n = tl.cdiv(n, BLOCK_N)
     group = pid // (8 * tiles_n)
     tiles_m = tl.cdiv(m, BLOCK_M)
@@ -256,7 +259,10 @@ def _rows_variant(dtype: str, label: str, block: int, num_warps: int, **switches
 
 
 def _product_variants(dtype: str, tile: Tile) -> list[Variant]:
-    """Of logits, of the gradient of hidden, of that of weight: what differs is where elements are side by side."""
+    """Return the variants of products for logits, the gradient of hidden, and the gradient of weight.
+
+    The variants differ in which dimension has adjacent elements.
+    """
     found, wide = [], tile.columns > FLOAT32.columns
     for label, ones, out, inner, add in (
         ("logits", ("a_stride_k", "b_stride_k"), dtype, False, False),
@@ -287,7 +293,7 @@ def _product_variants(dtype: str, tile: Tile) -> list[Variant]:
 
 
 # Llama and Qwen (plain), Gemma 2 (softcap), GPT-J and Phi (bias), PaLM's z-loss; the sweep without gradients, and the
-# backward of a loss of each row. Class weights are a row's factor, and no variant of their own.
+# backward of a loss per row. Class weights need no variant: they are a factor of the row.
 VARIANTS: tuple[Variant, ...] = (
     *(
         _rows_variant(dtype, "plain", setting.block, setting.num_warps)

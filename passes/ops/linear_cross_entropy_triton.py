@@ -1,39 +1,40 @@
 """The form of `linear_cross_entropy` for CUDA: large matrix products, and Triton for what lies between them.
 
-Sizes: N rows, hidden size H, V classes; s bytes an element. Products are 6 N H V flops forward and backward together
-(12.9 TFLOP at 4,096 x 4,096 x 128,256), everything else is traffic: products have to be large and few, and no logits
-made twice. The logits have to be somewhere until their row's logsumexp is known. Ways to do that, for bf16:
+Sizes: N rows, hidden size H, V classes; s bytes per element. Products are 6 N H V flops, forward and backward together
+(12.9 TFLOP at 4,096 x 4,096 x 128,256). Everything else is traffic: products have to be large and few, and no logits
+computed twice. The logits have to be stored until their row's logsumexp is known. Ways to do that, for bf16:
 
 - **Pieces of rows** (as in `linear_cross_entropy_chunked`): five pieces in 256 MB. The weight's gradient is summed
   over them in fp32: 4 V H bytes of memory (2.1 GB), written once, read and written 4 times (19 GB, 4 ms on an H200).
-- **Pieces of classes, logits made twice**: 8 N H V flops (6 ms more); no sums but the gradient of hidden.
-- **Logits where the weight's gradient will be** (this form): its V H places hold H rows of logits. Classes are cut into
-  pieces of P; the gradient of a piece's weight, P H elements, takes the place of the logits of the piece before, which
+- **Pieces of classes, logits computed twice**: 8 N H V flops (6 ms more); no sums except the gradient of hidden.
+- **Logits in the memory of the weight's gradient** (this form): its V H places hold H rows of logits. Classes are cut
+  into pieces of P; the gradient of a piece's weight, P H elements, overwrites the logits of the previous piece, which
   have been used by then. 6 N H V flops, and the gradient's storage is longer by one piece.
-- **A product with the softmax in it** saves the logits' way to memory and back in the forward alone (0.4 ms), and has
+- **A product with the softmax in it** saves writing and reading the logits in the forward only (0.4 ms), and would have
   to be as fast as the library's products, which take 17 ms at 750 TFLOP/s.
 
-So, where N <= H (<= 2 H in float16, whose gradients wait in fp32):
+So, if N <= H (<= 2 H in float16, whose gradients are held in fp32):
 
 1. for each piece: logits = hidden weight^T, N x P
-2. one kernel, a program a row: logsumexp in one sweep, the gradient of the logits in place in a second one. Read twice
-   (from L2 the second time, if rows in flight fit in it), written once: 3 N V s bytes, 3.2 GB, 0.8 ms
+2. one kernel, one program per row: logsumexp in one sweep, the gradient of the logits in place in a second one. Read
+   twice (from L2 the second time, if rows in flight fit in it), written once: 3 N V s bytes, 3.2 GB, 0.8 ms
 3. for each piece: grad_hidden += grad_logits weight in fp32 (8 N H bytes a piece, 2 GB in all), and
    grad_weight = grad_logits^T hidden, final
 
-More rows go in chunks of H; the weight's gradient is summed over them in fp32, and the low-precision one, which is not
-needed yet, holds the logits. Where the weight has no gradient, rows go in pieces of `_SCRATCH_BYTES` of logits.
-A loss of each row has its gradients in the backward, with logsumexp known: pieces of classes, of all rows.
+More rows are handled in chunks of H; the weight's gradient is summed over the chunks in fp32, and the low-precision
+gradient, which is not needed yet, holds the logits. If the weight has no gradient, rows are handled in pieces of
+`_SCRATCH_BYTES` of logits. A loss per row gets its gradients in the backward, where logsumexp is known: in pieces of
+classes, of all rows.
 
 **Memory** beyond inputs, gradients and fp32 sums, at 4,096 x 4,096 x 128,256 in bf16: 69 MB at the end of the weight's
-gradient (P H s, P = 8,448), 34 MB where the gradient of hidden is cast, and 34 MB more where rows are put in order: 137
-MB at most, and nothing of the weight's size in fp32. V that is no multiple of 8 takes up to N P s (69 MB) more, for
-aligned rows in the last piece. Without gradients: 201 MB of logits.
+gradient (P H s, P = 8,448), 34 MB when the gradient of hidden is cast, and 34 MB more when rows are put in order: 137
+MB at most, and nothing of the weight's size in fp32. If V is no multiple of 8, up to N P s (69 MB) more, for aligned
+rows in the last piece. Without gradients: 201 MB of logits.
 
-**Ignored rows**: nothing waits to hear how many there are. Either products are the library's, over all rows, with a
-gradient of 0 where they are ignored; or they are `product`, for which rows are put in order, those that count first:
-programs beyond their number, which stays on the device, return at once. `fastest` measures both on the rows of the
-first batch; its share of ignored ones is read from the device then, once. These figures are computed, none is measured.
+**Ignored rows**: the host never waits for their number. Either products are the library's, over all rows, with a
+gradient of 0 for ignored rows; or they are `product`, for which the rows that count are put first: programs beyond
+their number, which stays on the device, return at once. `fastest` measures both on the rows of the first batch, whose
+share of ignored rows is read from the device then, once. All figures here are computed; none is measured.
 """
 
 from __future__ import annotations
@@ -58,21 +59,25 @@ from deepytorch.passes.ops.linear_cross_entropy_chunked import (
 from deepytorch.passes.ops.linear_cross_entropy_kernels import FLOAT32, SETTINGS, Setting, Tile, product, softmax_rows
 from deepytorch.tuning import fastest
 
-_SCRATCH_BYTES = 192 << 20  # of logits, where there is no weight's gradient to hold them
+_SCRATCH_BYTES = 192 << 20  # of logits, if the weight has no gradient whose memory could hold them
 # Tiles of 128 x 256 of a product of 4,096 rows or columns: 8 waves on 132 multiprocessors, of an H100 or H200.
 _PIECE_CLASSES = 64 * 132
-_ALIGNED = 16  # elements; rows that begin there are loaded in whole
-_FLOAT16_SCALE = 64.0  # of a gradient of logits, most of which are below float16's least normal number
+_ALIGNED = 16  # elements; rows that begin at a multiple of it are loaded with wide loads
+_FLOAT16_SCALE = 64.0  # scale of a gradient of logits: most are below float16's least normal number
 
 
 class _Rows(NamedTuple):
-    """What is known of rows before a sweep. Tensors follow `order` where it is there.
+    """The rows of a sweep, and their weights. Tensors follow `order` if it is given.
 
-    order: (tokens,) the rows' places, those that count first; None where rows stay where they are.
-    number: () how many count.
-    target: (tokens,) negative where ignored.
-    factor, z_factor: (tokens,) fp32, of gradients of logits.
-    unscale: () what gradients are multiplied by in the end; None for 1.
+    Attributes:
+        hidden: (tokens, hidden size), the hidden states.
+        order: (tokens,) the rows' places, with those that count first; None if rows stay in place.
+        number: () the number of rows that count.
+        target: (tokens,) negative where ignored.
+        weights: the rows' weights in the loss.
+        factor: (tokens,) fp32, the factor of the cross-entropy's gradient of logits.
+        z_factor: (tokens,) fp32, likewise for the z-loss.
+        unscale: () the factor of all gradients at the end; None for 1.
     """
 
     hidden: Tensor
@@ -95,7 +100,10 @@ def forward(
     gradients: Sequence[bool],
     setting: Setting | None = None,
 ) -> tuple[Tensor, Gradients, Tensor]:
-    """As `linear_cross_entropy_chunked.forward`, of half precision or float32. setting: this instead of the fastest."""
+    """Return the same as `linear_cross_entropy_chunked.forward`, for half precision or float32.
+
+    setting: used instead of the fastest setting.
+    """
 
     def run(setting: Setting) -> tuple[Tensor, Gradients, Tensor]:
         later = rule.reduction == NONE
@@ -124,7 +132,7 @@ def backward(
     gradients: Sequence[bool],
     setting: Setting | None = None,
 ) -> Gradients:
-    """As `linear_cross_entropy_chunked.backward`, with logsumexp (tokens,) as `forward` gave it."""
+    """Return the same as `linear_cross_entropy_chunked.backward`, given logsumexp (tokens,) from `forward`."""
 
     def run(setting: Setting) -> Gradients:
         weights = row_weights(target, class_weight, rule, torch.float32, grad_loss.float())
@@ -146,7 +154,7 @@ def _rows(hidden: Tensor, target: Tensor, weights: RowWeights, rule: LossRule, s
         weights = RowWeights(safe, counted, share, z_share, weights.nothing)
     factor, z_factor, unscale = weights.share, rule.z_loss * weights.z_share, None
     if hidden.dtype == torch.float16 and hidden.size(0):
-        # gradients of logits fill float16's range, whatever a row counts
+        # gradients of logits use float16's range well, whatever the rows' weights
         most = torch.maximum(factor.abs().amax(), z_factor.abs().amax())
         unscale = most.where(most != 0, 1.0) / _FLOAT16_SCALE
         factor, z_factor = factor / unscale, z_factor / unscale
@@ -160,7 +168,10 @@ def _placed_back(values: Tensor, order: Tensor | None) -> Tensor:
 
 
 class _Pieces(NamedTuple):
-    """Room for logits: a view of (rows, classes) for each piece of classes. stride: elements from one to the next."""
+    """Memory for logits: a view of (rows, classes) for each piece of classes.
+
+    stride: elements from one piece to the next.
+    """
 
     views: list[Tensor]
     stride: int
@@ -170,7 +181,7 @@ def _pieces(flat: Tensor, num_rows: int, num_classes: int, width: int, stride: i
     views = []
     for number in range(-(-num_classes // width)):
         last = min(width, num_classes - number * width)
-        if last % 8:  # rows that begin anywhere are slow
+        if last % 8:  # unaligned rows are slow
             views.append(flat.new_empty(num_rows, _multiple(last, 8))[:, :last])
         else:
             views.append(flat[number * stride : number * stride + num_rows * last].view(num_rows, last))
@@ -184,7 +195,7 @@ def _multiple(number: int, of: int) -> int:
 def _sweep(
     rows: _Rows, weight: Tensor, bias: Tensor | None, rule: LossRule, gradients: Sequence[bool], setting: Setting
 ) -> tuple[Tensor, Tensor, Gradients]:
-    """(tokens,) cross-entropy and logsumexp in fp32, 0 where ignored, and gradients."""
+    """Return (tokens,) cross-entropy and logsumexp in fp32, 0 where ignored, and gradients."""
     hidden = rows.hidden
     (num_rows, size), num_classes = hidden.shape, weight.size(0)
     wants_hidden, wants_weight, wants_bias = gradients
@@ -195,9 +206,9 @@ def _sweep(
     grad_weight, total = weight.new_empty(0, dtype=out_dtype), None
     if wants_weight:
         width = min(_PIECE_CLASSES, num_classes)
-        held = size * (out_dtype.itemsize // hidden.dtype.itemsize)  # rows of logits in the place of the gradient
+        held = size * (out_dtype.itemsize // hidden.dtype.itemsize)  # rows of logits that fit in the gradient
         if num_rows <= held:
-            # one piece longer: the gradient of a piece's weight goes where the logits of the piece before were
+            # one piece longer: a piece's gradient overwrites the logits of the previous piece
             store = weight.new_empty((width + num_classes) * size, dtype=out_dtype)
             flat = store[width * size :].view(hidden.dtype)
         else:
@@ -210,7 +221,7 @@ def _sweep(
         width = num_classes
         step = max(_ALIGNED, _SCRATCH_BYTES // (_multiple(width, 8) * hidden.itemsize) // _ALIGNED * _ALIGNED)
         flat, stride = weight.new_empty(min(step, num_rows) * width if width % 8 == 0 else 0), 0
-    if step % _ALIGNED == 0 and num_rows > step:  # pieces alike
+    if step % _ALIGNED == 0 and num_rows > step:  # pieces of equal size
         step = _multiple(-(-num_rows // -(-num_rows // step)), _ALIGNED)
     for start in range(0, num_rows, step):
         part = slice(start, min(start + step, num_rows))
@@ -251,7 +262,7 @@ def _sweep_classes(
     gradients: Sequence[bool],
     setting: Setting,
 ) -> Gradients:
-    """Gradients where logsumexp is known: a piece of classes at a time, of all rows."""
+    """Return the gradients for a known logsumexp: a piece of classes at a time, of all rows."""
     hidden = rows.hidden
     (num_rows, size), num_classes = hidden.shape, weight.size(0)
     wants_hidden, wants_weight, wants_bias = gradients
@@ -302,13 +313,13 @@ def _finished(rows: _Rows, *made: Tensor) -> Gradients:
 
 
 class _Products:
-    """Matrix products: the library's, or `product` in which only the first `count` rows are there."""
+    """Matrix products: the library's, or `product`, in which only the first `count` rows count."""
 
     def __init__(self, tile: Tile | None, count: Tensor) -> None:
         self._tile, self._count = tile, count
 
     def __call__(self, a: Tensor, b: Tensor, out: Tensor, add: bool = False, inner_counted: bool = False) -> None:
-        """Write a b to `out`, or add it. inner_counted: whether `count` is of a's columns, not of its rows."""
+        """Write a b to `out`, or add it. inner_counted: whether `count` limits a's columns, not its rows."""
         if self._tile is None:
             _multiply(a, b, out, add)
             return
@@ -327,13 +338,13 @@ class _Products:
 def _multiply(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
     if a.dtype == out.dtype:
         torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
-    elif a.device.type != "cuda":  # the interpreter's, where half precision is not multiplied into fp32
+    elif a.device.type != "cuda":  # the interpreter runs on CPU, where half precision is not multiplied into fp32
         made = a.float() @ b.float()
         out.add_(made) if add else out.copy_(made)
     elif add:
         try:
             torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
-        except RuntimeError:  # a torch that adds to what is in a's dtype alone
+        except RuntimeError:  # this torch can only add to a result in a's dtype
             out.add_(torch.mm(a, b, out_dtype=out.dtype))
     else:
         torch.mm(a, b, out_dtype=out.dtype, out=out)
@@ -356,9 +367,12 @@ def _launch(
     exits: bool,
     first: int = 0,
 ) -> None:
-    """`softmax_rows` of what is in `room`. first: the first class there. exits: ignored rows may stay as they are."""
+    """Launch `softmax_rows` on the contents of `room`.
+
+    first: the first class there. exits: ignored rows may stay unchanged.
+    """
     target, last = rows.target[part], room.views[-1]
-    if known:  # of the classes here; one that is elsewhere is none of them
+    if known:  # relative to the classes of this piece; a target in another piece matches none of them
         target = (target - first).where(target >= 0, -1)
         target = target.where((target >= 0) | (rows.target[part] < 0), 1 << 40)
     softmax_rows[(target.size(0),)](
@@ -375,7 +389,10 @@ _CHOSEN: dict[tuple[object, ...], Setting] = {}
 
 
 def _setting(kind: str, hidden: Tensor, weight: Tensor, target: Tensor, rule: LossRule, launch: Any) -> Setting:
-    """The fastest setting, looked for once in a process: then the share of ignored rows is read from the device."""
+    """Return the fastest setting, measured once per process.
+
+    The measurement reads the share of ignored rows from the device.
+    """
     usable = [each for each in SETTINGS if each.tile is None or _takes_tiles(hidden, weight)]
     if hidden.device.type != "cuda" or hidden.size(0) == 0:
         return usable[0]
@@ -391,5 +408,5 @@ def _setting(kind: str, hidden: Tensor, weight: Tensor, target: Tensor, rule: Lo
 
 
 def _takes_tiles(hidden: Tensor, weight: Tensor) -> bool:
-    """Whether `product` multiplies these: in half precision, with offsets in 32 bits."""
+    """Return whether `product` can multiply these: in half precision, with offsets in 32 bits."""
     return hidden.dtype != torch.float32 and weight.is_contiguous() and hidden.numel() < 1 << 31

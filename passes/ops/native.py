@@ -1,4 +1,4 @@
-"""The C++ of `csrc`: attention over packed rows on a CPU, used from when it is compiled on."""
+"""The C++ extension of `csrc`: attention over packed rows on a CPU, used as soon as it is compiled."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ native = Extension(
     Path(__file__).parent,
     what="attention on a CPU",
     without="attention on a CPU stays on torch's own kernel",
-    # Loops become vector instructions where comparisons may be done ahead and `errno` is not set; numbers stay as they
-    # are, NaN and infinities too. Of OpenMP only the header of `at::parallel_for` has need: torch has the library.
+    # Loops become vector instructions if comparisons may be speculated and `errno` is not set. Results stay the same,
+    # also for NaN and infinities. Only the header of `at::parallel_for` needs OpenMP: torch has the library.
     flags=("-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-mprefer-vector-width=512"),
     alone=("bindings",),
 )
 
-_PATIENCE_SECONDS = 60.0  # a compiler takes 15 s of a core, which a shorter run would not win back
+_PATIENCE_SECONDS = 60.0  # compiling takes 15 s of a core, which a shorter run would not win back
 _LOOK_SECONDS = 1.0
 
 
 def can_build() -> bool:
-    """Whether the C++ is for machines of this kind."""
+    """Return whether the C++ supports machines of this kind."""
     return sys.platform == "linux" and platform.machine() == "x86_64"
 
 
 def can_run() -> bool:
-    """Whether this CPU has the instructions that the kernels and the products of oneDNN below them are made of."""
+    """Return whether this CPU has the instructions that the kernels and the oneDNN products below them need."""
     return can_build() and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 
 
 class Kernels:
-    """What `native` has to offer to this process by now.
+    """The kernels of `native` that are available to this process at present.
 
-    Nothing waits for a compiler, unless steps are to wait for all that they need (`Environment.wait`). In a run that
-    goes on for a while another process compiles, after the graphs.
+    No step waits for a compiler, unless steps are to wait for everything that they need (`Environment.wait`). In a run
+    that lasts for a while, another process compiles the kernels after the graphs.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Kernels:
         self._next_look = 0.0
 
     def get(self) -> ModuleType | None:
-        """The module; None where there is none, or none yet."""
+        """Return the module, or None if there is none, or none yet."""
         if self._settled:
             return self._module
         now = time.monotonic()
@@ -71,7 +71,7 @@ class Kernels:
             self._module = module if module is not None and module.varlen_attention_is_supported() else None
             self._settled = True
         elif native.failed() is not None or (self._started and not native.builds_beside()):
-            self._settled = True  # `deepytorch doctor` says why, or that it is not compiled: once is enough
+            self._settled = True  # no second try: `deepytorch doctor` says why, or that it is not compiled
         elif not self._started and seconds >= _PATIENCE_SECONDS and not background.is_working():
             self._started = True
             native.build_beside()

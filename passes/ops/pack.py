@@ -1,7 +1,7 @@
-"""`deepytorch::pack_rows` and `unpack_rows`: between padded rows and packed tokens, each the other's backward.
+"""`deepytorch::pack_rows` and `unpack_rows`: conversion between padded rows and packed tokens.
 
-As operators they stay whole through autograd, so the backward of a gather over distinct indices is a copy and not an
-accumulation with atomics; `inline_pack` opens them for Inductor afterwards.
+Each is the other's backward. As operators they stay whole through autograd, so that the backward of a gather over
+distinct indices is a copy instead of an accumulation with atomics. `inline_pack` replaces them for Inductor afterwards.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from deepytorch.torch_internals import disable_dynamo, has_triton_package
 
 _PACK = "pack_rows(Tensor x, Tensor indices) -> Tensor"
 _UNPACK = "unpack_rows(Tensor x, Tensor indices, SymInt num_rows) -> Tensor"
-# Computed, not measured: writing so much takes 5 us at 3 TB/s, as long as two launches more.
+# Computed, not measured: writing this much takes 5 us at 3 TB/s, as long as two more launches.
 _LEAST_BYTES = 16 << 20
 
 
 def pack_rows(x: Tensor, indices: Tensor) -> Tensor:
-    """The rows of `x` at `indices`: (num_rows, ...) -> (len(indices), ...), any dtype.
+    """Return the rows of `x` at `indices`: (num_rows, ...) -> (len(indices), ...), any dtype.
 
     Args:
         x: (num_rows, ...).
-        indices: (tokens,) int64, each in 0 .. num_rows - 1 and no two alike (its backward copies, it does not add).
+        indices: (tokens,) int64, each in 0 .. num_rows - 1 and all different (the backward copies, it does not add).
 
     Raises:
         ValueError: `x` has no dimension, or `indices` is not a vector of int64.
@@ -35,7 +35,7 @@ def pack_rows(x: Tensor, indices: Tensor) -> Tensor:
 
 
 def unpack_rows(x: Tensor, indices: Tensor, num_rows: int) -> Tensor:
-    """Zeros with the rows at `indices` set to those of `x`: (len(indices), ...) -> (num_rows, ...), any dtype.
+    """Return zeros with the rows at `indices` set to those of `x`: (len(indices), ...) -> (num_rows, ...), any dtype.
 
     Raises:
         ValueError: `indices` is not a vector of int64 with one entry for each row of `x`, or `num_rows` is negative.
@@ -74,7 +74,10 @@ def _unpack(x: Tensor, indices: Tensor, num_rows: int) -> Tensor:
 
 
 def spreads(x: Tensor, num_rows: int) -> bool:
-    """Whether a kernel saves more than its launches take: a second write of the tokens, see `pack_triton`."""
+    """Return whether a kernel saves more than its launches take.
+
+    The kernel saves a second write of the tokens, see `pack_triton`.
+    """
     fits = x.is_contiguous() and not x.is_complex() and num_rows < 1 << 31 and x.numel() < len(x) << 31
     return fits and x.nbytes >= _LEAST_BYTES
 
@@ -120,7 +123,7 @@ def _register() -> None:
         ("pack_rows", _pack, _pack_fake, _pack_setup, _pack_backward),
         ("unpack_rows", _unpack, _unpack_fake, _unpack_setup, _unpack_backward),
     ):
-        LIBRARY.impl(name, disable_dynamo(kernel), "CompositeExplicitAutograd")  # a graph that runs is not traced
+        LIBRARY.impl(name, disable_dynamo(kernel), "CompositeExplicitAutograd")  # a running graph must not be traced
         torch.library.register_fake(qualified(name), fake, lib=LIBRARY)
         torch.library.register_autograd(qualified(name), backward, setup_context=setup, lib=LIBRARY)
 

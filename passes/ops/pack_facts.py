@@ -1,8 +1,8 @@
-"""Of a mask and its labels in one launch: where tokens and labels stand, how many a row has, what must not be there.
+"""Facts of a mask and its labels in one launch: the places of tokens and labels, their counts per row, and violations.
 
-For batches that only a device knows: `pack_facts` writes every index tensor before the host has read a number, at the
-size of the padded grid, so that one read of `Packing.counts` is all that a step waits for. Where the host knows the
-batch it computes the same and sends it (`compiler.host_facts`), with no launch at all; that is faster still.
+`pack_facts` is for batches that only the device knows. The kernel writes every index tensor before the host has read a
+number, at the size of the padded grid, so that a step waits for only one read, of `Packing.counts`. If the host knows
+the batch, the host computes the same facts and sends them (`compiler.host_facts`), without a launch: faster still.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from deepytorch.torch_internals import has_triton_package
 
-READINGS = ("nonzero", "zero", "not negative")  # those of `passes.unpad.masks`, by the number that the kernel takes
+READINGS = ("nonzero", "zero", "not negative")  # those of `passes.unpad.masks`; the kernel takes their number
 TOKENS, LABELS, STRAY, HOLES, LATE, ODD = range(6)  # rows of `Packing.counts`
 
 _MASK_DTYPES = {
@@ -27,14 +27,21 @@ _MOST_ENTRIES = 1 << 30  # offsets inside a grid are int32
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """What `pack_facts` writes, on the device. The first `counts[TOKENS].sum()` entries of `flat` and the first
-    `counts[LABELS].sum()` of `labelled_flat` and `labelled_ranks` are there, what follows is not.
+    """The tensors that `pack_facts` writes, on the device.
 
-    mask: (rows, positions) bool. labelled: likewise, None without a target. counts: (6, rows) int32: tokens, labels,
-    labels at pads, runs of tokens beyond the first, tokens right behind a pad, values of the mask besides 0 and 1.
-    flat: (rows * positions,) int64, row * positions + position of each token. ranks: likewise, how many tokens there
-    are up to each position, less one. labelled_flat, labelled_ranks: of each label, where it stands in the grid and
-    among the tokens. cu_seqlens: (rows + 1,) int32.
+    Only the first `counts[TOKENS].sum()` entries of `flat` and the first `counts[LABELS].sum()` entries of
+    `labelled_flat` and `labelled_ranks` are valid.
+
+    Attributes:
+        mask: (rows, positions) bool.
+        labelled: likewise; None without a target.
+        counts: (6, rows) int32: tokens, labels, labels at pads, runs of tokens beyond the first, tokens right after a
+            pad, values of the mask other than 0 and 1.
+        flat: (rows * positions,) int64, row * positions + position of each token.
+        ranks: (rows * positions,) int64, the number of tokens up to each position, minus one.
+        labelled_flat: the place of each label in the grid.
+        labelled_ranks: the place of each label among the tokens.
+        cu_seqlens: (rows + 1,) int32.
     """
 
     mask: Tensor
@@ -49,8 +56,9 @@ class Packing:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Labels of a loss: `values` (rows, num) int64 or int32 stand at the positions from `offset` on; elsewhere and at
-    `ignore_index` there is none.
+    """The labels of a loss: `values` (rows, num) int64 or int32 stand at the positions from `offset` on.
+
+    Other positions, and values equal to `ignore_index`, have no label.
     """
 
     values: Tensor
@@ -59,7 +67,7 @@ class Target:
 
 
 def takes(mask: Tensor, reading: str, target: Target | None = None) -> bool:
-    """Whether `pack_facts` takes these: a grid on a CUDA device, of a dtype and size that the kernel was made for."""
+    """Return whether `pack_facts` accepts these: a grid on a CUDA device, of a supported dtype and size."""
     if not _has_kernels(mask.device) or reading not in READINGS:
         return False
     if mask.dim() != 2 or mask.dtype not in _MASK_DTYPES or not 0 < mask.numel() <= _MOST_ENTRIES:
@@ -77,7 +85,7 @@ def takes(mask: Tensor, reading: str, target: Target | None = None) -> bool:
 
 
 def pack_facts(mask: Tensor, reading: str, target: Target | None = None) -> Packing:
-    """The facts of one grid, without waiting for the device.
+    """Return the facts of one grid, without waiting for the device.
 
     Args:
         mask: (rows, positions) of any real dtype, any strides.

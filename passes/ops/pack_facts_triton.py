@@ -1,14 +1,15 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The kernel of `pack_facts`: a program a row; what stands before its row it counts itself, so that nobody waits.
+"""The kernel of `pack_facts`: one program per row, which itself counts the tokens before its row, so that none waits.
 
-Where a row's tokens go depends on how many the rows before it have. A barrier across the grid would need all programs
-to be resident, and a chain of waiting programs can hang; so each program reads the rows before its own again, out of
-the cache. That is work of rows^2 / 2: beyond `_ONE_LAUNCH` entries rows are counted by a launch of their own first.
+The place of a row's tokens depends on the number of tokens in the rows before it. A barrier across the grid would need
+all programs to be resident, and a chain of waiting programs can hang. Each program therefore reads all rows before its
+own again, out of the cache. This is work of rows^2 / 2: beyond `_ONE_LAUNCH` entries a separate launch counts the rows
+first.
 
-Bytes, with n entries, m and l bytes an entry of mask and labels, t tokens, s labels and r rows: n (m + l) read; 2 n of
+Bytes, with n entries, m and l bytes per entry of mask and labels, t tokens, s labels and r rows: n (m + l) read; 2 n of
 flags, 8 n of ranks, 8 t + 16 s of indices and 28 r of counts written: 26 n to 50 n for masks and labels of int64. The
-rows before are read again: (r - 1) / 2 times n (m + l), from the L2 cache; in two launches n (m + l) once more and
-4 r (r - 1) of counts. Flops: none.
+rows before are read again: (r - 1) / 2 times n (m + l), from the L2 cache; in two launches n (m + l) once more and 4 r
+(r - 1) of counts. Flops: none.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from torch import Tensor
 from deepytorch.machine_code import Variant
 from deepytorch.passes.ops.pack_facts import Packing, Target
 
-BLOCK, NUM_WARPS = 1024, 4  # not measured: eight entries a thread, two 16-byte loads of bool, four of int64
-# Not measured: the last program reads so many entries at most, 256 KB of int64 masks and labels, in a few microseconds.
+BLOCK, NUM_WARPS = 1024, 4  # not measured: eight entries per thread, two 16-byte loads of bool, four of int64
+# Not measured: the last program reads at most this many entries, 256 KB of int64 masks and labels, in a few us.
 _ONE_LAUNCH = 16384
 _INTEGERS = ["rows", "positions", "mask_row", "target_row", "offset", "num_targets", "ignore_index"]
 
 
 @triton.jit
 def _mask_value(place, inside, HALF: tl.constexpr):
-    """Of the mask, and 0 outside."""
+    """Load values of the mask, 0 outside."""
     value = tl.load(place, mask=inside, other=0)
     if HALF:
         value = value.to(tl.float32)
@@ -40,7 +41,7 @@ def _mask_value(place, inside, HALF: tl.constexpr):
 
 @triton.jit
 def _is_token(value, inside, READING: tl.constexpr):
-    """What is read as a token: 1, else 0, as int32."""
+    """Return 1 for each value that is read as a token, else 0, as int32."""
     if READING == 0:
         found = value != 0
     elif READING == 1:
@@ -52,7 +53,7 @@ def _is_token(value, inside, READING: tl.constexpr):
 
 @triton.jit
 def _is_labelled(target_ptr, row, column, inside, row_stride, column_stride, offset, num_targets, ignore_index):
-    """Where a label counts: 1, else 0, as int32."""
+    """Return 1 for each label that counts, else 0, as int32."""
     at = column - offset
     inside = inside & (at >= 0) & (at < num_targets)
     place = target_ptr + row.to(tl.int64) * row_stride + at.to(tl.int64) * column_stride
@@ -64,8 +65,8 @@ def _is_labelled(target_ptr, row, column, inside, row_stride, column_stride, off
 def pack_row(
     mask_ptr,  # (rows, positions)
     target_ptr,  # (rows, num_targets), from position `offset` on; not read without LABELLED
-    counts_ptr,  # (6, rows) int32: written, but read where COUNTED
-    on_ptr,  # (rows, positions) uint8, written, as all that follows
+    counts_ptr,  # (6, rows) int32: written, or read if COUNTED
+    on_ptr,  # (rows, positions) uint8; written, like all that follow
     labelled_ptr,  # (rows, positions) uint8
     flat_ptr,  # (rows * positions,) int64
     ranks_ptr,  # (rows * positions,) int64
@@ -84,11 +85,11 @@ def pack_row(
     READING: tl.constexpr,
     HALF: tl.constexpr,  # the mask is of a floating dtype that is compared in float32
     LABELLED: tl.constexpr,
-    COUNTED: tl.constexpr,  # by a launch before this one
-    PLACED: tl.constexpr,  # indices are written, else counts
+    COUNTED: tl.constexpr,  # counts were written by an earlier launch
+    PLACED: tl.constexpr,  # indices are written; otherwise counts
     BLOCK: tl.constexpr,
 ):
-    """One row: its counts, its part of the indices, its flags."""
+    """Compute one row: its counts, its part of the indices, its flags."""
     row = tl.program_id(0)
     offsets = tl.arange(0, BLOCK)
     before = tl.full([], 0, tl.int32)
@@ -168,11 +169,11 @@ def pack_row(
 
 
 def launch(mask: Tensor, reading: int, target: Target | None, block: int = BLOCK) -> Packing:
-    """`pack_facts` on the current stream; reading: the number of one in `pack_facts.READINGS`."""
+    """Run `pack_facts` on the current stream. reading: the index of one in `pack_facts.READINGS`."""
     rows, positions = mask.shape
     device = mask.device
     on, labelled = (torch.empty(rows, positions, dtype=torch.bool, device=device) for _ in range(2))
-    # of their own memory each: a compiled graph takes them for aligned, and would guard where they begin in another
+    # Each has its own memory: a compiled graph assumes that they are aligned, and would guard on storage offsets.
     flat, ranks, labelled_flat, labelled_ranks = (
         torch.empty(rows * positions, dtype=torch.int64, device=device) for _ in range(4)
     )

@@ -1,11 +1,11 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Packed tokens back to padded rows: each padded row is written once, with its token or with zeros.
+"""Kernels that unpack tokens to padded rows: each padded row is written once, with its token or with zeros.
 
-Zeros that rows are copied into write the rows with tokens twice. Here every padded row looks up its token instead, in
-an inverse of the indices that a launch before has written.
+Zeros that rows are copied into would write the rows with tokens twice. Here every padded row looks up its token
+instead, in an inverse of the indices that an earlier launch has written.
 
-Bytes, with t tokens and n padded rows of w bytes: w (n + t), the least, and 4 n + 12 t + 4 n of the inverse; zeros and
-a copy move w (n + 2 t) and 8 t. Flops: none.
+Bytes, with t tokens and n padded rows of w bytes: w (n + t), the minimum, and 4 n + 12 t + 4 n for the inverse; zeros
+and a copy move w (n + 2 t) and 8 t. Flops: none.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch import Tensor
 
 from deepytorch.machine_code import Variant
 
-BLOCK, NUM_WARPS = 1024, 4  # not measured: at two bytes an element, one 16-byte load a thread
-_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # bits are moved, whatever they mean
+BLOCK, NUM_WARPS = 1024, 4  # not measured: at two bytes per element, one 16-byte load per thread
+_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # bits are moved, whatever their meaning
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def invert_indices(indices_ptr, inverse_ptr, tokens, BLOCK: tl.constexpr):
-    """Inverse (rows,) int32, -1 before: at each of indices (tokens,) int64, which one it is."""
+    """Write inverse (rows,) int32 of indices (tokens,) int64: at each index its token; -1, set before, elsewhere."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = token < tokens
     row = tl.load(indices_ptr + token, mask=inside, other=0)
@@ -34,7 +34,10 @@ def invert_indices(indices_ptr, inverse_ptr, tokens, BLOCK: tl.constexpr):
 
 @triton.jit
 def spread_rows(x_ptr, inverse_ptr, out_ptr, width, BLOCK: tl.constexpr):
-    """Out (rows, width): the row of x (tokens, width) that inverse names, zeros at -1. A program a row and block."""
+    """Write out (rows, width): the row of x (tokens, width) that inverse names, zeros at -1.
+
+    One program per row and block.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(inverse_ptr + row)
@@ -45,7 +48,7 @@ def spread_rows(x_ptr, inverse_ptr, out_ptr, width, BLOCK: tl.constexpr):
 
 
 def spread(x: Tensor, indices: Tensor, num_rows: int, block: int = BLOCK) -> Tensor:
-    """`unpack_rows` of a contiguous tensor with at least one element, on the current stream."""
+    """Run `unpack_rows` for a contiguous tensor with at least one element, on the current stream."""
     out = torch.empty(num_rows, *x.shape[1:], dtype=x.dtype, device=x.device)
     inverse = torch.full((num_rows,), -1, dtype=torch.int32, device=x.device)
     tokens, width = len(x), x[0].numel()

@@ -1,9 +1,9 @@
 """`deepytorch::reduce_start` and `reduce_wait`: gradients leave a compiled backward while the rest of it runs.
 
-`reduce_part` and `reduce_rows` start one gradient in two steps: all of it but rows of an embedding, then these, which
-take what the first step gave, so that no compiler puts them before it.
-All look up at run time what is to happen (`comm.gradients`), so that one compiled graph serves steps that reduce and
-steps that only accumulate. `reduce_wait` returns memory of the reducer's own, never that of its arguments.
+`reduce_part` and `reduce_rows` start one gradient in two steps: first everything except rows of an embedding, then the
+rows. The second step takes the result of the first, so that no compiler reorders the two. All operators look up at run
+time what is to happen (`comm.gradients`), so that one compiled graph serves steps that reduce and steps that only
+accumulate. `reduce_wait` returns memory of the reducer, never that of its arguments.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PART = "reduce_part(Tensor gradient, int member, str name) -> Tensor"
 _ROWS = "reduce_rows(Tensor ids, Tensor values, Tensor? kept, Tensor? part, int member, str name) -> Tensor"
 _WAIT = "reduce_wait(Tensor[] started, int[] members, str name) -> Tensor[]"
 
-# Whether they reduce is decided at run time, so a CUDA graph must not record them.
+# These operators decide at run time if they reduce, so a CUDA graph must not record them.
 _STATEFUL = (torch.Tag.cudagraph_unsafe,)
 
 
@@ -63,7 +63,7 @@ def _wait_fake(started: Sequence[Tensor], members: Sequence[int], name: str) -> 
     return [torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype, device in layouts]
 
 
-# Gradients of reducers that are to come, for graphs that are compiled before: shape, stride, type and device of each.
+# Gradients of future reducers, for graphs that are compiled earlier: shape, stride, type and device of each.
 EXPECTED: dict[str, Mapping[int, tuple[Any, Any, torch.dtype, torch.device]]] = {}
 
 

@@ -1,6 +1,6 @@
-"""What the operators mean, in plain torch: slow, and differentiable any number of times.
+"""Reference implementations of the operators in plain torch: slow, and differentiable any number of times.
 
-Used for second derivatives and by tests, and read by people.
+The references serve second derivatives, tests, and readers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def varlen_attention_reference(
     seed: Tensor | None = None,
     rule: Rule,
 ) -> Tensor:
-    """Attention row by row, by autograd; arguments and result as those of `varlen_attention`."""
+    """Compute attention row by row, differentiated by autograd; arguments and result as those of `varlen_attention`."""
     group = query.size(1) // key.size(1)
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     output = query.new_zeros(query.size(0), query.size(1), value.size(2))
@@ -71,7 +71,7 @@ def varlen_attention_reference(
 def linear_cross_entropy_reference(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None, rule: LossRule
 ) -> Tensor:
-    """The loss with all of its logits in memory; arguments and result as those of `linear_cross_entropy`."""
+    """Compute the loss with all logits in memory; arguments and result as those of `linear_cross_entropy`."""
     logits = torch.nn.functional.linear(hidden, weight, bias)
     if rule.softcap > 0:
         logits = rule.softcap * torch.tanh(logits / rule.softcap)
@@ -92,7 +92,10 @@ def linear_cross_entropy_reference(
 
 
 def pack_facts_reference(mask: Tensor, labelled: Tensor | None, values: Tensor | None = None) -> Packing:
-    """What `pack_facts` writes, of flags (rows, positions) bool: exactly as long as it is. values: the mask's own."""
+    """Return the result of `pack_facts`, at its exact length, from flags (rows, positions) bool.
+
+    values: those of the mask.
+    """
     values = mask if values is None else values
     odd = ((values != 0) & (values != 1)).sum(1)
     counted = torch.zeros_like(mask) if labelled is None else labelled

@@ -1,6 +1,6 @@
-"""`deepytorch::varlen_attention`: attention over rows of uneven lengths packed one after another, without padding.
+"""`deepytorch::varlen_attention`: attention over rows of different lengths packed one after another, without padding.
 
-A row's queries see keys of the same row only. This file registers the operator: schema, shapes, autograd, autocast; the
+A row's queries see only keys of the same row. This file registers the operator: schema, shapes, autograd, autocast. The
 work is done in `varlen_attention_cpu`, `varlen_attention_cuda` and `varlen_attention_dense`.
 """
 
@@ -52,7 +52,7 @@ def varlen_attention(
     dropout_p: float = 0.0,
     softcap: float = 0.0,
 ) -> Tensor:
-    """Attention over packed rows: softmax(softcap(scale * query @ key.T) + bias) @ value, each row on its own.
+    """Compute attention over packed rows: softmax(softcap(scale * query @ key.T) + bias) @ value, each row on its own.
 
     Args:
         query: (tokens_q, heads_q, head_dim), floating.
@@ -180,7 +180,7 @@ def _wrong(found: str, expected: str) -> ValueError:
 
 
 def _kernels(form: Any) -> tuple[Any, Any]:
-    """The forward and backward kernels that one of the forms gives; Dynamo is kept out of them when a graph runs."""
+    """Return the forward and backward kernels of one form. Dynamo is kept out of them when a graph runs."""
 
     @disable_dynamo
     def forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **rule: Any) -> tuple[Tensor, Tensor]:
@@ -247,7 +247,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[
 
 def _backward(ctx: Any, grad_output: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     query, key, value, output, logsumexp, cu_seqlens_q, cu_seqlens_k, *rest = ctx.saved_tensors
-    # The dispatcher leaves out trailing arguments that have their default value, so there may be no entry for the bias.
+    # The dispatcher omits trailing arguments that have their default value, so there may be no entry for the bias.
     bias_gradient = any(ctx.needs_input_grad[7:8])
     grad_query, grad_key, grad_value, grad_bias = torch.ops.deepytorch.varlen_attention_backward.default(
         grad_output,
@@ -288,7 +288,7 @@ def _setup_backward_context(
 
 
 def _backward_of_backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Second derivatives, of the operator's meaning in plain torch: slow, as they are rare."""
+    """Return second derivatives, of the operator's meaning in plain torch: slow, but rarely needed."""
     saved: list[Any] = [*ctx.saved_tensors, None, None, None, None]
     grad_output, query, key, value, cu_seqlens_q, cu_seqlens_k, bias, positions_q, positions_k, seed, *_ = saved
     creates_graph = torch.is_grad_enabled()
@@ -317,14 +317,14 @@ def _backward_of_backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor |
             allow_unused=True,
         )
     of = {id(each): found for each, found in zip(given, second, strict=True)}
-    output_to_max_k = (None,) * 6  # output and logsumexp are functions of what is differentiated here
+    output_to_max_k = (None,) * 6  # output and logsumexp are functions of the inputs that are differentiated here
     behind_bias = (None,) * 3
     inputs = [of.get(id(each)) for each in (grad, q, k, v)]
     return *inputs, *output_to_max_k, of.get(id(added[0])) if added else None, *behind_bias
 
 
 def _autocast(device_type: str, dispatch_key: str) -> Any:
-    """Casts query, key and value as `scaled_dot_product_attention` does under autocast."""
+    """Return a kernel that casts query, key and value as `scaled_dot_product_attention` does under autocast."""
     key_set = DispatchKeySet(getattr(DispatchKey, dispatch_key))
 
     def cast(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **rule: Any) -> tuple[Tensor, Tensor]:

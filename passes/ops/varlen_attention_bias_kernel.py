@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Triton kernel for the gradient of the bias of `varlen_attention`, without atomics.
+"""A Triton kernel for the gradient of the bias of `varlen_attention`, without atomics.
 
-One program adds up one tile of the bias over rows and heads that share it. Where a dimension of the bias is broadcast,
-or where too few tiles would leave the device idle, programs leave partial sums side by side, which the launch adds up.
+One program adds up one tile of the bias over the rows and heads that share it. If a dimension of the bias is broadcast,
+or if too few tiles would leave the device idle, programs write separate partial sums, which the launch adds up.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from deepytorch.passes.ops.varlen_attention_kernels import (
 
 @triton.jit
 def _index_at(indexes, row, slot, width, num):
-    """Which token of `row` stands at each slot; `num` where none does."""
+    """Return the token of `row` that stands at each slot, or `num` where there is none."""
     if indexes is None:
         return slot
     else:
@@ -31,7 +31,7 @@ def _index_at(indexes, row, slot, width, num):
 
 @triton.jit
 def _gather(pointer, start, index, num, stride, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """(indexes, BLOCK): tokens `index` of the row that begins at `start`."""
+    """Load tokens `index` of the row that begins at `start`: (indexes, BLOCK)."""
     dims = tl.arange(0, BLOCK)[None, :]
     mask = (index < num)[:, None]
     if DIM < BLOCK:
@@ -50,10 +50,10 @@ def grad_bias_kernel(
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr, SUM_Q: tl.constexpr, SUM_K: tl.constexpr,
 ):  # fmt: skip
-    """One tile of `partial` (parts, bias_rows, bias_heads, width_q or num_blocks_q, width_k or num_blocks_k).
+    """Compute one tile of `partial` (parts, bias_rows, bias_heads, width_q or num_blocks_q, width_k or num_blocks_k).
 
     `shared` pairs of row and head share an entry, and `shared_each` of them are added up here. `indexes_q` (rows,
-    width_q) says which query stands where, -1 for none; without it query i stands at i. Likewise for keys.
+    width_q) holds the query at each place, -1 for none; without it query i stands at place i. Likewise for keys.
     """
     program = tl.program_id(0)
     block_k = program % num_blocks_k

@@ -1,8 +1,8 @@
-"""The CPU form of `varlen_attention`: kernels of ours over all rows, or a loop over the rows inside the operator.
+"""The CPU form of `varlen_attention`: deepytorch's kernels over all rows, or a loop over rows inside the operator.
 
-Calls without features go to the kernels of `native` where they are compiled, else row by row to torch's own CPU flash
-kernel, forward and backward; all others are computed by `attention_tile`. A row under a window is cut into pieces of
-queries, each with the keys that it can see.
+Calls without extra features run on the kernels of `native` if these are compiled, else row by row on torch's own CPU
+flash kernel, forward and backward. All other calls are computed by `attention_tile`. A row under a window is cut into
+pieces of queries, each with the keys that it can see.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from deepytorch.torch_internals import cpu_flash_attention, cpu_flash_attention_
 
 _TILE_QUERIES = 64  # 64 to 128 were the fastest of 32 to 256 (8 heads of 64, rows of 32 to 1024, fp32): a tile in cache
 
-_MOST_KEYS = 4096  # of a row for our kernels: the scores of 64 queries take half of a large second cache
+_MOST_KEYS = 4096  # of a row, for the kernels of `native`: the scores of 64 queries take half of a large L2 cache
 
 
 class Tile(NamedTuple):
-    """Queries q0:q1 of one row against its keys k0:k1; all count tokens of the whole batch."""
+    """Queries q0:q1 of one row against its keys k0:k1. All of these count tokens of the whole batch."""
 
     row: int
     q0: int
@@ -46,21 +46,21 @@ class Tile(NamedTuple):
     row_q0: int  # where the row's queries begin
     row_k0: int  # where its keys begin and end
     row_k1: int
-    causal: bool | None  # whether the flash kernel is to be causal; None where it cannot compute this tile
+    causal: bool | None  # whether the flash kernel must be causal; None if it cannot compute this tile
 
     @property
     def queries(self) -> range:
-        """Indexes inside the row."""
+        """Return the queries' indexes inside the row."""
         return range(self.q0 - self.row_q0, self.q1 - self.row_q0)
 
     @property
     def keys(self) -> range:
-        """Indexes inside the row."""
+        """Return the keys' indexes inside the row."""
         return range(self.k0 - self.row_k0, self.k1 - self.row_k0)
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Output (tokens_q, heads_q, head_dim_v) and logsumexp (heads_q, tokens_q)."""
+    """Return output (tokens_q, heads_q, head_dim_v) and logsumexp (heads_q, tokens_q)."""
     if (kernels := _kernels(query, value, call)) is not None:
         output, logsumexp = kernels.varlen_attention(
             _in_float32(query), _in_float32(key), _in_float32(value), *_rows(call), call.rule.scale, _is_causal(call)
@@ -100,7 +100,7 @@ def backward(
     call: Call,
     bias_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query, key, value and bias; the last is empty when it is not asked for."""
+    """Return the gradients of query, key, value and bias; the last is empty when it is not asked for."""
     if (kernels := _kernels(query, value, call)) is not None:
         tensors = map(_in_float32, (grad_output, query, key, value, output))
         rows, scale, causal = _rows(call), call.rule.scale, _is_causal(call)
@@ -145,9 +145,10 @@ def backward(
 
 
 def _kernels(query: Tensor, value: Tensor, call: Call) -> ModuleType | None:
-    """Our kernels, if they are there and can compute this call: float32, causal or full, and nothing else.
+    """Return the kernels of `native` if they are available and can compute this call.
 
-    Where float32 may be computed in less, torch does that: a backward of ours would not fit its forward.
+    The call must be float32, causal or full, and have no other feature. If float32 products may be computed in lower
+    precision, torch does so and takes the call: a backward of `native` would not match torch's forward.
     """
     rule = call.rule
     in_float32 = query.dtype == torch.float32 or _casts(query.dtype)
@@ -175,7 +176,7 @@ def _in_float32(x: Tensor) -> Tensor:
 
 
 def _tiles(call: Call, same_head_dim: bool) -> Iterator[Tile]:
-    """The queries of every row, in order and without a gap, in pieces that have the keys they may see."""
+    """Yield the queries of every row, in order and without a gap, in pieces with the keys that they may see."""
     left, right = call.rule.window_left, call.rule.window_right
     plain = same_head_dim and call.bias is None and call.rule.softcap == 0 and call.rule.dropout_p == 0
     starts_q = call.cu_seqlens_q.tolist()
@@ -198,7 +199,10 @@ def _tiles(call: Call, same_head_dim: bool) -> Iterator[Tile]:
 
 
 class _Overlay:
-    """What lies over the scores of the tiles of one call. Tiles of one shape share what the window hides."""
+    """The bias, hidden pairs and dropout of the tiles of one call.
+
+    Tiles of one shape share the pairs that the window hides.
+    """
 
     def __init__(self, call: Call, heads: int, dtype: torch.dtype) -> None:
         self._call = call
@@ -207,7 +211,7 @@ class _Overlay:
         self._hidden: dict[tuple[int, int, int], Hidden | None] = {}
 
     def of(self, tile: Tile) -> tuple[Extras, Span, Span]:
-        """The extras of `tile`, and where its queries and keys stand in the bias."""
+        """Return the extras of `tile`, and the places of its queries and keys in the bias."""
         call, bias, dropout = self._call, None, None
         at_q = at_k = Span(0, 0)
         if call.bias is not None:
@@ -241,7 +245,7 @@ class _Summed:
 
     def add(self, tile: Tile, gradient: Tensor) -> None:
         """Add the gradient (1, num_k, heads, dim) of the keys of a tile; tiles come in order."""
-        if tile.row_k1 > self._end:  # the first of its row
+        if tile.row_k1 > self._end:  # the first tile of its row
             self._fill(tile.row_k0)
             if (tile.k0, tile.k1) == (tile.row_k0, tile.row_k1):
                 self._parts.append(gradient)
@@ -251,7 +255,7 @@ class _Summed:
         self._parts[-1].narrow(1, tile.k0 - tile.row_k0, tile.k1 - tile.k0).add_(gradient)
 
     def joined(self, dtype: torch.dtype) -> Tensor:
-        """(tokens, heads, dim), contiguous."""
+        """Return the gradient (tokens, heads, dim), contiguous."""
         tokens = self._like.size(2)
         if tokens > self._end or not self._parts:
             self._fill(tokens)
@@ -265,21 +269,22 @@ class _Summed:
 
 
 def _casts(dtype: torch.dtype) -> bool:
-    """Whether the work is done in float32 for tensors of a narrower dtype."""
+    """Return whether tensors of this narrower dtype are computed in float32."""
     return dtype in _HALF_UNITS and not _HALF_UNITS[dtype]()
 
 
 def _heads_first(x: Tensor) -> Tensor:
-    """(tokens, heads, dim) -> (1, heads, tokens, dim) in the dtype that the work is done in."""
+    """Convert (tokens, heads, dim) to (1, heads, tokens, dim) in the dtype of the computation."""
     if _casts(x.dtype):
         x = x.float()
-    # The flash kernel reads head elements as if they were adjacent, and does not check it.
+    # The flash kernel assumes that head elements are adjacent, and does not check it.
     x = x if x.stride(2) == 1 else x.contiguous()
     return x.transpose(0, 1).unsqueeze(0)
 
 
-# Without matrix units for them, torch's half kernels are slower than fp32 with a cast (backward of a row of 256 tokens,
-# 8 heads of 64, AVX-512 with bf16: bf16 2.4 ms, fp16 19.9 ms, fp32 1.9 ms), short rows most of all, and less accurate.
+# On CPUs without matrix units for half precision, torch's half kernels are slower than fp32 with a cast (backward of a
+# row of 256 tokens, 8 heads of 64, AVX-512 with bf16: bf16 2.4 ms, fp16 19.9 ms, fp32 1.9 ms), most of all for short
+# rows, and less accurate.
 _HALF_UNITS = {
     torch.bfloat16: cache(getattr(torch.cpu, "_is_amx_tile_supported", bool)),
     torch.float16: cache(getattr(torch.cpu, "_is_amx_fp16_supported", bool)),
@@ -287,5 +292,5 @@ _HALF_UNITS = {
 
 
 def _no_keys(like: Tensor, num_q: int) -> Tensor:
-    """The logsumexp (1, heads_q, num_q) of queries that see no key."""
+    """Return the logsumexp (1, heads_q, num_q) of queries that see no key."""
     return torch.full((1, like.size(1), num_q), NEGATIVE_INFINITY, dtype=statistics_dtype(like.dtype))

@@ -1,8 +1,8 @@
-"""The CUDA form of `varlen_attention`: the fastest of the forms that take a call, measured once on the device.
+"""The CUDA form of `varlen_attention`: the fastest form that takes a call, measured once on the device.
 
-Each form says of a call why it does not take it. Where several do, they are timed, forward and backward, at the first
-call of a class of shapes (`deepytorch.tuning`), and what was found is kept on disk. The dense form takes everything, is
-slow, and is never measured: it computes what no other form does.
+Each form states why it does not take a call. If several forms take it, they are timed, forward and backward, at the
+first call of a class of shapes (`deepytorch.tuning`), and the result is kept on disk. The dense form takes everything,
+is slow, and is never measured: it computes what no other form does.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from deepytorch.passes.ops import varlen_attention_flash as flash
 from deepytorch.passes.ops.attention_tile import Call
 from deepytorch.tuning import fastest, known, records_a_graph
 
-_TRITON_CAPABILITY = (8, 0)  # what the Triton kernels are compiled for in the tests, and newer
+_TRITON_CAPABILITY = (8, 0)  # the tests compile the Triton kernels for this capability and newer ones
 _KERNEL = "varlen_attention_form/1"
-_LONG = (256, 1024, 4096)  # keys of the longest row, between which the choice may differ
-_MARGIN = 0.1  # of the likeliest form's time: less is noise, and ranks would differ
-_FORMS: dict[tuple[object, ...], ModuleType] = {}  # found in this process, by all that a choice depends on
+_LONG = (256, 1024, 4096)  # limits of classes by the keys of the longest row; each class has a choice of its own
+_MARGIN = 0.1  # share of the likeliest form's time: smaller gains are noise, on which ranks would disagree
+_FORMS: dict[tuple[object, ...], ModuleType] = {}  # choices of this process, by everything that a choice depends on
 
 
 class Choice(NamedTuple):
-    """The form that computes a call: "flash", "triton", "efficient" or "dense", and why the others do not."""
+    """The form that computes a call ("flash", "triton", "efficient" or "dense"), and why the others do not."""
 
     form: str
     reasons: tuple[str, ...] = ()
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Output (tokens_q, heads_q, head_dim_v) and logsumexp (heads_q, tokens_q)."""
+    """Return output (tokens_q, heads_q, head_dim_v) and logsumexp (heads_q, tokens_q)."""
     return _form(query, key, value, call).forward(query, key, value, call)
 
 
@@ -51,16 +51,16 @@ def backward(
     call: Call,
     bias_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query, key, value and bias; the last is empty when it is not asked for.
+    """Return the gradients of query, key, value and bias; the last is empty when it is not asked for.
 
-    All forms mean the same by logsumexp, so it does not matter which of them has made it.
+    Logsumexp means the same in all forms, so it does not matter which form computed it.
     """
     form = _form(query, key, value, call)
     return form.backward(grad_output, query, key, value, output, logsumexp, call, bias_gradient)
 
 
 def choose_form(query: Tensor, key: Tensor, value: Tensor, call: Call) -> Choice:
-    """Which form computes this call, forward and backward alike, as far as it was measured; and why no other does."""
+    """Return the form that computes this call, forward and backward, as far as measured, and why no other form does."""
     taking, reasons = _ladder(query, key, value, call)
     if len(taking) < 2:
         return Choice(taking[0] if taking else "dense", reasons)
@@ -74,14 +74,14 @@ def choose_form(query: Tensor, key: Tensor, value: Tensor, call: Call) -> Choice
 
 
 def _form(query: Tensor, key: Tensor, value: Tensor, call: Call) -> ModuleType:
-    """The form that computes this call; at the first of its class, several are measured."""
-    if call.bias is not None:  # its strides count too, and are many
+    """Return the form that computes this call. At the first call of its class, several forms are measured."""
+    if call.bias is not None:  # the choice depends on the bias's strides too, which have many values
         return _choose(query, key, value, call)
     kind = _kind(query, key, value, call)
     form = _FORMS.get(kind)
     if form is None:
         form = _choose(query, key, value, call)
-        if not records_a_graph():  # nothing is measured then
+        if not records_a_graph():  # nothing is measured while a graph is recorded
             _FORMS[kind] = form
     return form
 
@@ -97,7 +97,7 @@ def _choose(query: Tensor, key: Tensor, value: Tensor, call: Call) -> ModuleType
 
 
 def _kind(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[object, ...]:
-    """All that the ladder and the class of shapes of a call without a bias depend on; no string is made for it."""
+    """Return what the ladder and the class of shapes depend on, for a call without a bias; no string is made."""
     rule = call.rule
     return (
         query.device.index,
@@ -121,12 +121,12 @@ def _kind(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[object
 
 
 def _length(call: Call) -> int:
-    """Between which of `_LONG` the longest row is."""
+    """Return the class of the longest row's length, by the limits in `_LONG`."""
     return bisect_left(_LONG, call.max_k)
 
 
 def _ladder(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The forms but the dense one that take a call, the likeliest first, and why the others do not."""
+    """Return the forms except the dense one that take a call, the likeliest first, and why the others do not."""
     if torch.version.cuda is None:
         return (), ("flash, triton, efficient: no device of NVIDIA's",)
     capability = _capability(query.device.index)
@@ -148,7 +148,10 @@ def _why_not_triton(query: Tensor, key: Tensor, value: Tensor, call: Call, capab
 
 
 def _shape_class(query: Tensor, key: Tensor, value: Tensor, call: Call, taking: tuple[str, ...]) -> str:
-    """What the choice may depend on; few values, as each is measured."""
+    """Return the properties that the choice may depend on.
+
+    The properties have few values, as each combination is measured.
+    """
     rule = call.rule
     windowed = rule.window_left >= 0 or rule.window_right > 0
     seen = "window" if windowed else "causal" if rule.window_right == 0 else "whole"
@@ -160,7 +163,7 @@ def _shape_class(query: Tensor, key: Tensor, value: Tensor, call: Call, taking: 
 
 
 def _run(query: Tensor, key: Tensor, value: Tensor, call: Call, form: str) -> None:
-    """A step of one form, to be timed."""
+    """Run a step of one form, to be timed."""
     module = _module(form)
     output, logsumexp = module.forward(query, key, value, call)
     module.backward(output, query, key, value, output, logsumexp, call, False)
@@ -168,7 +171,7 @@ def _run(query: Tensor, key: Tensor, value: Tensor, call: Call, form: str) -> No
 
 @cache
 def _triton() -> ModuleType | None:
-    """The Triton form, imported at the first call that needs it; None where there is no Triton."""
+    """Return the Triton form, imported at the first call that needs it, or None if there is no Triton."""
     try:
         from deepytorch.passes.ops import varlen_attention_triton
     except ImportError:

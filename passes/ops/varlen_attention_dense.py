@@ -1,7 +1,8 @@
 """The form of `varlen_attention` for every device: padded rows and dense scores, a bounded number of them at a time.
 
-Correct everywhere, fast nowhere; it never waits for the device. Tokens are laid into slots, (rows, width): by their
-index inside the row, or by their position where a bias is indexed by positions, so that the bias needs no gathering.
+This form is correct everywhere, fast nowhere, and never waits for the device. Tokens are laid into slots, (rows,
+width): by their index inside the row, or, if a bias is indexed by positions, by their position, so that the bias needs
+no gather.
 """
 
 from __future__ import annotations
@@ -23,39 +24,39 @@ from deepytorch.passes.ops.attention_tile import (
     tile_forward,
 )
 
-MAX_SCORES = 1 << 26  # at most so many scores at once where one query of one row allows it: 256 MiB in fp32
+MAX_SCORES = 1 << 26  # most scores at once, unless one query of one row has more: 256 MiB in fp32
 
 
 class Slots(NamedTuple):
-    """Where the tokens of one side are laid."""
+    """The slots of the tokens of one side (queries or keys)."""
 
-    slot: Tensor  # (tokens,) int64, into rows * width slots and one more for tokens that stand in no row
+    slot: Tensor  # (tokens,) int64, into rows * width slots and one more for tokens that belong to no row
     row_index: Tensor  # (rows, width) int64, the token's index inside its row; -1: no token is here
     rows: int
     width: int
 
     def lay(self, x: Tensor) -> Tensor:
-        """(tokens, heads, dim) -> (rows, heads, width, dim), zeros where there is no token."""
+        """Lay out (tokens, heads, dim) as (rows, heads, width, dim), with zeros where there is no token."""
         laid = x.new_zeros(self.rows * self.width + 1, *x.shape[1:]).index_copy_(0, self.slot, x)
         return laid[:-1].view(self.rows, self.width, *x.shape[1:]).transpose(1, 2)
 
     def empty(self, like: Tensor, dim: int) -> Tensor:
-        """Zeros to be filled in and picked up: (rows * width + 1, heads, dim)."""
+        """Return zeros (rows * width + 1, heads, dim), to be filled in and picked from."""
         return like.new_zeros(self.rows * self.width + 1, like.size(1), dim)
 
     def view(self, laid: Tensor) -> Tensor:
-        """(rows * width + 1, heads, dim) -> (rows, heads, width, dim), a view."""
+        """View (rows * width + 1, heads, dim) as (rows, heads, width, dim)."""
         return laid[:-1].view(self.rows, self.width, *laid.shape[1:]).transpose(1, 2)
 
     def pick(self, laid: Tensor) -> Tensor:
-        """(rows * width + 1, heads, dim) -> (tokens, heads, dim)."""
+        """Pick the tokens: (rows * width + 1, heads, dim) -> (tokens, heads, dim)."""
         return laid.index_select(0, self.slot)
 
 
 def forward(
     query: Tensor, key: Tensor, value: Tensor, call: Call, max_scores: int = MAX_SCORES
 ) -> tuple[Tensor, Tensor]:
-    """Output (tokens_q, heads_q, head_dim_v) and logsumexp (heads_q, tokens_q)."""
+    """Return output (tokens_q, heads_q, head_dim_v) and logsumexp (heads_q, tokens_q)."""
     slots_q, slots_k = _slots(query, key, call)
     q_all, k_all, v_all = slots_q.lay(query), slots_k.lay(key), slots_k.lay(value)
     output = slots_q.empty(query, value.size(2))
@@ -79,7 +80,7 @@ def backward(
     bias_gradient: bool,
     max_scores: int = MAX_SCORES,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query, key, value and bias; the last is empty when it is not asked for."""
+    """Return the gradients of query, key, value and bias; the last is empty when it is not asked for."""
     slots_q, slots_k = _slots(query, key, call)
     g_all, q_all, k_all, v_all = slots_q.lay(grad_output), slots_q.lay(query), slots_k.lay(key), slots_k.lay(value)
     grad_query = slots_q.empty(query, query.size(2))
@@ -120,11 +121,11 @@ def _slots(query: Tensor, key: Tensor, call: Call) -> tuple[Slots, Slots]:
 
 
 def laid_out(tokens: int, cumulative: Tensor, width: int, positions: Tensor | None) -> Slots:
-    """Tokens by their position, or by their index inside the row, in rows of `width` slots."""
+    """Return the slots of tokens by their position, or by their index inside the row, in rows of `width` slots."""
     rows = cumulative.size(0) - 1
     cumulative = cumulative.to(torch.int64)
     token = torch.arange(tokens, device=cumulative.device)
-    row = torch.searchsorted(cumulative[1:], token, right=True)  # rows, for tokens beyond the last row
+    row = torch.searchsorted(cumulative[1:], token, right=True)  # the number of rows, for tokens beyond the last row
     index = token - cumulative[row]
     within = index if positions is None else positions
     slot = torch.where(row < rows, row * width + within, rows * width)
@@ -133,9 +134,9 @@ def laid_out(tokens: int, cumulative: Tensor, width: int, positions: Tensor | No
 
 
 def _tiles(slots_q: Slots, slots_k: Slots, heads: int, max_scores: int) -> Iterator[tuple[slice, slice]]:
-    """Slices of rows and of query slots, so that one tile has about `max_scores` scores at most."""
+    """Yield slices of rows and of query slots, so that one tile has about `max_scores` scores at most."""
     if not (slots_q.rows and slots_q.width and slots_k.width):
-        return  # nothing to compute: outputs and gradients are the zeros that they begin as
+        return  # nothing to compute: outputs and gradients keep their initial zeros
     queries = max(1, min(slots_q.width, max_scores // (heads * slots_k.width)))
     rows = max(1, max_scores // (heads * slots_q.width * slots_k.width))
     for row in range(0, slots_q.rows, rows):
@@ -164,7 +165,7 @@ def _extras(rows: slice, queries: slice, slots_q: Slots, slots_k: Slots, query: 
 
 
 def _bias_slice(bias: Tensor, rows: slice, queries: slice, width_k: int) -> Tensor:
-    """The part of `bias` for these slots, a view: dimensions of size 1 are broadcast."""
+    """Return the part of `bias` for these slots, as a view. Dimensions of size 1 are broadcast."""
     bias = bias[rows] if bias.size(0) > 1 else bias
     bias = bias[:, :, queries] if bias.size(2) > 1 else bias
     return bias[:, :, :, :width_k] if bias.size(3) > 1 else bias

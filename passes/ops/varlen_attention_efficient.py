@@ -1,7 +1,7 @@
-"""torch's memory-efficient kernels as a form of `varlen_attention`: float32 too, and GPUs older than Ampere.
+"""torch's memory-efficient kernels as a form of `varlen_attention`: also for float32, and for GPUs older than Ampere.
 
-Their rows lie one after another as ours do, under a batch dimension of 1. Their logsumexp does not: it is (rows, heads,
-longest row rounded up to 32), infinite behind a row's end, as the backward reads whole tiles of it.
+Rows lie one after another as in `varlen_attention`, under a batch dimension of 1. Logsumexp has another shape: (rows,
+heads, longest row rounded up to 32), infinite after a row's end, as the backward reads whole tiles of it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from deepytorch.passes.ops.varlen_attention_flash import one_token_space
 from deepytorch.torch_internals import efficient_attention_backward, efficient_attention_forward
 
 _CAPABILITY = (5, 0)
-_BYTES = 16  # the kernels read so many at once: elements of a head dim have to fill them
+_BYTES = 16  # the kernels read this many at once, so a head dim must be a multiple of them
 _LSE_ALIGNMENT = 32
-_WHOLE, _CAUSAL = 0, 1  # of `custom_mask_type`: no mask, or causal from the top left
+_WHOLE, _CAUSAL = 0, 1  # values of `custom_mask_type`: no mask, or causal from the top left
 
 
 def why_not_efficient(query: Tensor, key: Tensor, value: Tensor, call: Call, capability: tuple[int, int]) -> str | None:
-    """The reason why these kernels cannot compute this call on an NVIDIA device, or None when they can."""
+    """Return the reason why these kernels cannot compute this call on an NVIDIA device, or None if they can."""
     rule = call.rule
     if query.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"dtype {query.dtype}"
@@ -32,23 +32,23 @@ def why_not_efficient(query: Tensor, key: Tensor, value: Tensor, call: Call, cap
     elements = _BYTES // query.element_size()
     if query.size(2) % elements or value.size(2) % elements or 0 in (query.size(2), value.size(2)):
         return f"head_dim {query.size(2)} of keys and {value.size(2)} of values"
-    if call.bias is not None:  # strides of theirs are those of padded rows
+    if call.bias is not None:  # the kernels expect a bias with the strides of padded rows
         return "a bias"
     if rule.softcap > 0:
         return "softcap"
-    if rule.dropout_p > 0:  # see [Note: No dropout of theirs] in `varlen_attention_flash`
+    if rule.dropout_p > 0:  # see [Note: No dropout by torch's kernels] in `varlen_attention_flash`
         return "dropout, which a recomputed forward would draw anew"
     if rule.window_left >= 0 or rule.window_right > 0:
         return "a window"
     if call.max_q == 0 or call.max_k == 0:
         return "no tokens"
-    if not one_token_space(call):  # a row may have no key, of which theirs promise nothing
+    if not one_token_space(call):  # a row may have no key, for which the kernels promise nothing
         return "two token spaces"
     return None
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Output (tokens, heads_q, head_dim_v) and logsumexp (heads_q, tokens)."""
+    """Return output (tokens, heads_q, head_dim_v) and logsumexp (heads_q, tokens)."""
     group = query.size(1) // key.size(1)
     output, padded, *_ = efficient_attention_forward(
         *(_batched(x) for x in (query, _repeated(key, group), _repeated(value, group))),
@@ -76,7 +76,7 @@ def backward(
     call: Call,
     bias_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value; the last, of the bias that there is not, is empty."""
+    """Return the gradients of query, key and value, and an empty one of the bias, which this form never has."""
     group = query.size(1) // key.size(1)
     nothing_drawn = torch.zeros((), dtype=torch.int64, device=query.device)
     grad_query, grad_key, grad_value, _ = efficient_attention_backward(
@@ -101,19 +101,19 @@ def backward(
 
 
 def _batched(x: Tensor) -> Tensor:
-    """(tokens, heads, head_dim) to (1, tokens, heads, head_dim), in memory as the kernels read it."""
+    """Convert (tokens, heads, head_dim) to (1, tokens, heads, head_dim), in the memory layout that the kernels read."""
     elements = _BYTES // x.element_size()
     aligned = x.stride(2) == 1 and not any(each % elements for each in (x.stride(0), x.stride(1)))
     return (x if aligned and x.data_ptr() % _BYTES == 0 else x.contiguous())[None]
 
 
 def _repeated(x: Tensor, group: int) -> Tensor:
-    """Heads of keys or values, one for each query head."""
+    """Repeat heads of keys or values: one for each query head."""
     return x if group == 1 else x.repeat_interleave(group, 1)
 
 
 def _summed(grad: Tensor, group: int) -> Tensor:
-    """The gradient of what `_repeated` was given."""
+    """Return the gradient of the input of `_repeated`."""
     return grad if group == 1 else grad.unflatten(1, (-1, group)).sum(2)
 
 
@@ -122,13 +122,13 @@ def _mask_type(call: Call) -> int:
 
 
 def _places(tokens: int, call: Call) -> tuple[Tensor, Tensor]:
-    """Each token's row and its index inside the row, (tokens,) int64 both."""
+    """Return each token's row and its index inside the row, (tokens,) int64 both."""
     slot = laid_out(tokens, call.cu_seqlens_q, call.max_q, None).slot
     return slot // call.max_q, slot % call.max_q
 
 
 def _padded(logsumexp: Tensor, call: Call) -> Tensor:
-    """(heads, tokens) to (rows, heads, longest row rounded up)."""
+    """Convert (heads, tokens) to (rows, heads, longest row rounded up)."""
     heads, tokens = logsumexp.shape
     width = -(-call.max_q // _LSE_ALIGNMENT) * _LSE_ALIGNMENT
     padded = logsumexp.new_full((call.cu_seqlens_q.size(0) - 1, heads, width), float("inf"))

@@ -1,13 +1,12 @@
 """torch's flash kernels for rows of different lengths, as a form of `varlen_attention`.
 
-They are those behind `torch.nn.attention.varlen.varlen_attn`, called below its own autograd; its signature moved
-between versions, theirs did not. `torch.nn.attention.activate_flash_attention_impl` puts others (FA3, FA4) in their
-place, under the same name: whoever has done that gets them here.
+These are the kernels behind `torch.nn.attention.varlen.varlen_attn`, called below its own autograd: its signature
+changed between versions, that of the kernels did not. `torch.nn.attention.activate_flash_attention_impl` puts other
+implementations (FA3, FA4) in their place, under the same name; this form then runs the activated implementation.
 
-[Note: No dropout of theirs]
-The kernels draw what they drop from the state of torch's generator. `varlen_attention` promises that its seed alone
-decides: a forward that is recomputed, under a checkpoint in a compiled graph too, would draw anew and its gradients
-would be those of another function. Calls with dropout go to forms that hash the seed.
+[Note: No dropout by torch's kernels] The kernels draw dropout from the state of torch's generator. `varlen_attention`
+promises that its seed alone decides: a forward that is recomputed, also under a checkpoint in a compiled graph, would
+draw anew, and its gradients would be those of another function. Calls with dropout go to forms that hash the seed.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ from deepytorch.torch_internals import FakeTensor, flash_attention_backward, fla
 
 _MAX_HEAD_DIM = 256
 _CAPABILITY = (8, 0)
-# What an implementation that can be activated in their place takes: majors of devices, and head dims of its backward.
+# Limits of each implementation that can be activated: majors of devices, and head dims of its backward.
 _ACTIVATED = {"FA3": ((9,), 256), "FA4": ((9, 10), 128)}
 
 
 def activated() -> str | None:
-    """The name of the implementation that stands in the place of torch's own kernels, None where none does."""
+    """Return the name of the implementation that replaces torch's own kernels, or None if none does."""
     current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
     return None if current is None else current()
 
 
 def why_not_flash(query: Tensor, value: Tensor, call: Call, capability: tuple[int, int]) -> str | None:
-    """The reason why the flash kernels cannot compute this call on an NVIDIA device, or None when they can."""
+    """Return the reason why the flash kernels cannot compute this call on an NVIDIA device, or None if they can."""
     head_dim, rule, name = query.size(2), call.rule, activated()
     if query.dtype not in (torch.float16, torch.bfloat16):
         return f"dtype {query.dtype}"
@@ -48,18 +47,18 @@ def why_not_flash(query: Tensor, value: Tensor, call: Call, capability: tuple[in
         return "a bias"
     if rule.softcap > 0:
         return "softcap"
-    if rule.dropout_p > 0:  # see [Note: No dropout of theirs]
+    if rule.dropout_p > 0:  # see [Note: No dropout by torch's kernels]
         return "dropout, which a recomputed forward would draw anew"
     if call.max_q == 0 or call.max_k == 0:
         return "no tokens"
-    # The kernels align windows at a row's last query and key, we at its first: the same only where both are as many.
+    # The kernels align windows at a row's last query and key, the operator at its first: equal if both are as many.
     if (rule.window_left >= 0 or rule.window_right >= 0) and not one_token_space(call):
         return "a window between two token spaces"
     return None
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Output (tokens_q, heads_q, head_dim_v) and logsumexp (heads_q, tokens_q)."""
+    """Return output (tokens_q, heads_q, head_dim_v) and logsumexp (heads_q, tokens_q)."""
     rule = call.rule
     output, logsumexp, *_ = flash_attention_forward(
         *(inner_adjacent(x) for x in (query, key, value)),
@@ -87,7 +86,7 @@ def backward(
     call: Call,
     bias_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value; the last, of the bias that there is not, is empty."""
+    """Return the gradients of query, key and value, and an empty one of the bias, which this form never has."""
     rule = call.rule
     grad_query, grad_key, grad_value = flash_attention_backward(
         grad_output.contiguous(),
@@ -100,7 +99,7 @@ def backward(
         call.max_k,
         0.0,
         _is_causal(call),
-        torch.zeros(2, dtype=torch.uint64, device=query.device),  # the state of a dropout that there is not
+        torch.zeros(2, dtype=torch.uint64, device=query.device),  # the state of dropout, which is not used
         torch.empty(0, device=query.device),
         scale=rule.scale,
         window_size_left=rule.window_left,
@@ -114,7 +113,7 @@ def _is_causal(call: Call) -> bool:
 
 
 def one_token_space(call: Call) -> bool:
-    """Whether the queries are the keys' tokens, as far as can be told without reading the device."""
+    """Return whether queries and keys are the same tokens, as far as is known without reading the device."""
     x, y = call.cu_seqlens_q, call.cu_seqlens_k
     if x is y:
         return True
@@ -123,5 +122,5 @@ def one_token_space(call: Call) -> bool:
 
 
 def inner_adjacent(x: Tensor) -> Tensor:
-    """(tokens, heads, head_dim) whose last dimension is adjacent in memory."""
+    """Return (tokens, heads, head_dim) with a last dimension that is adjacent in memory."""
     return x if x.stride(2) == 1 else x.contiguous()

@@ -1,18 +1,18 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Triton kernels of `varlen_attention`; `varlen_attention_triton` launches them and says what the arguments are.
+"""Triton kernels of `varlen_attention`; `varlen_attention_triton` launches them and explains the arguments.
 
-Scores of one row's block of queries and block of keys are made, used and forgotten in registers. With `pairs` the
+Scores of one row's block of queries and block of keys are computed, used and dropped in registers. With `pairs` the
 visible pairs of one head, d and v the head dims of keys and values, and heads those of queries, they take
 
 - forward: 2 * heads * pairs * (d + v) flops; it reads queries once, keys and values once for each block of queries
-  (mostly from the cache), and writes outputs and 4 bytes a query and head;
-- gradient of queries: 2 * heads * pairs * (2 d + v) flops, and the forward's bytes with output gradients in addition;
+ (mostly from the cache), and writes outputs and 4 bytes per query and head;
+- gradient of queries: 2 * heads * pairs * (2 d + v) flops, and the forward's bytes plus output gradients;
 - gradients of keys and values: 2 * heads * pairs * (2 d + 2 v) flops; it reads keys and values once, queries and output
-  gradients once for each block of keys;
+ gradients once for each block of keys;
 - gradient of the bias: 2 * heads * pairs * (d + v) flops; it reads all four once for each tile;
 - sums of outputs times their gradients: 2 * heads * tokens * v flops, both read once.
 
-A bias adds its own bytes for each pair. Nothing is added by atomics: the same call gives the same bits.
+A bias adds its own bytes for each pair. No kernel uses atomics: the same call gives the same bits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.4426950408889634)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 LN_2 = tl.constexpr(0.6931471805599453)
-# Sizes that change from batch to batch: a kernel must not be compiled again when one of them is 1 or a multiple of 16.
+# Sizes that change from batch to batch: Triton must not recompile a kernel when one of them is 1 or a multiple of 16.
 SIZES = [
     "num_blocks", "heads", "group", "tokens_q", "max_k", "window_left", "window_right", "threshold",
     "num_blocks_q", "num_blocks_k", "bias_heads", "bias_rows", "shared_heads", "shared", "shared_each",
@@ -33,15 +33,15 @@ SIZES = [
 
 @triton.jit
 def dot(x, y, added, PRECISION: tl.constexpr):
-    """The product of `x` and `y` in float32, plus `added` where that is not None."""
-    if INTERPRETED:  # the interpreter multiplies the bits of bfloat16
+    """Return the product of `x` and `y` in float32, plus `added` if that is not None."""
+    if INTERPRETED:  # the interpreter would multiply bfloat16 as integers
         x, y = x.to(tl.float32), y.to(tl.float32)
     return tl.dot(x, y, added, input_precision=PRECISION)
 
 
 @triton.jit
 def _place(num_blocks, heads):
-    """Block, head and row of this program."""
+    """Return the block, the head and the row of this program."""
     program = tl.program_id(0)
     rest = program // num_blocks
     return program % num_blocks, rest % heads, rest // heads
@@ -49,7 +49,7 @@ def _place(num_blocks, heads):
 
 @triton.jit
 def _read(pointer, first, left, stride, DIM: tl.constexpr, NUM: tl.constexpr, BLOCK: tl.constexpr):
-    """(NUM, BLOCK): `left` tokens from token `first` on with `DIM` numbers each, and zeros."""
+    """Load (NUM, BLOCK): `left` tokens from token `first` on with `DIM` numbers each, and zeros."""
     token, dims = tl.arange(0, NUM)[:, None], tl.arange(0, BLOCK)[None, :]
     mask = token < left
     if DIM < BLOCK:
@@ -59,7 +59,7 @@ def _read(pointer, first, left, stride, DIM: tl.constexpr, NUM: tl.constexpr, BL
 
 @triton.jit
 def _write(pointer, x, first, left, stride, DIM: tl.constexpr, NUM: tl.constexpr, BLOCK: tl.constexpr):
-    """The counterpart of `_read`."""
+    """Store `x` to the places that `_read` loads from."""
     token, dims = tl.arange(0, NUM)[:, None], tl.arange(0, BLOCK)[None, :]
     mask = token < left
     if DIM < BLOCK:
@@ -70,7 +70,7 @@ def _write(pointer, x, first, left, stride, DIM: tl.constexpr, NUM: tl.constexpr
 
 @triton.jit
 def _bias_offset(positions, start, index, num, stride):
-    """Where tokens `index` of the row that begins at token `start` stand along a dimension of the bias."""
+    """Return the places, along a dimension of the bias, of tokens `index` of the row that begins at token `start`."""
     if positions is None:
         return index * stride
     else:
@@ -79,7 +79,7 @@ def _bias_offset(positions, start, index, num, stride):
 
 @triton.jit
 def _tanh(x):
-    """With the error of a float32 for small `x` too."""
+    """Return tanh of `x`, with the error of a float32 for small `x` too."""
     square = x * x
     near = x * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 - square * (17.0 / 315.0))))
     power = tl.exp2(tl.abs(x) * (-2.0 * LOG2_E))
@@ -92,7 +92,7 @@ def scores_of(
     products, i, j, num_q, num_k, bias, offset_q, offset_k, scale, softcap, window_left, window_right,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Scores times log2(e), -inf for hidden pairs, and the tanh of a softcap.
+    """Return scores times log2(e), -inf for hidden pairs, and the tanh of a softcap.
 
     `i` and `j` are indexes of queries and keys inside the row, one of them a column and the other a row.
     """
@@ -113,7 +113,7 @@ def scores_of(
 
 @triton.jit
 def _mix64(x):
-    """As in `attention_tile`."""
+    """Return the hash of `attention_tile._mix64`."""
     x = x + 0x9E3779B97F4A7C15
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
@@ -124,9 +124,9 @@ def _mix64(x):
 def draws_kernel(
     seed, cu_seqlens_q, drawn_q, drawn_k, num_blocks, heads, tokens_q, max_k, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The parts of `attention_tile.dropout_factor` that depend on the query alone, and on the key alone.
+    """Write the parts of `attention_tile.dropout_factor` that depend on the query alone, and on the key alone.
 
-    `drawn_q` is (heads, tokens_q), `drawn_k` (max_k,), both int32. Made once a call: other kernels have no
+    `drawn_q` is (heads, tokens_q), `drawn_k` (max_k,), both int32. A call computes the two once: other kernels have no
     registers left for 64-bit products.
     """
     block, head, row = _place(num_blocks, heads)
@@ -143,7 +143,7 @@ def draws_kernel(
 
 @triton.jit
 def kept_pairs(draws_q, draws_k, threshold):
-    """Which pairs dropout keeps."""
+    """Return which pairs dropout keeps."""
     bits = (draws_q ^ draws_k).to(tl.uint32, bitcast=True)
     bits = (bits ^ (bits >> 16)) * 0x7FEB352D
     bits = (bits ^ (bits >> 15)) * 0x846CA68B
@@ -152,7 +152,10 @@ def kept_pairs(draws_q, draws_k, threshold):
 
 @triton.jit
 def stored_exponents(logsumexp, start, i, num_q):
-    """The logsumexp times log2(e) for queries `i`; inf for those that see no key, so that their probabilities are 0."""
+    """Return logsumexp times log2(e) for queries `i`.
+
+    For queries that see no key the result is inf, so that their probabilities are 0.
+    """
     loaded = tl.load(logsumexp + start + i, mask=i < num_q, other=float("-inf"))
     return tl.where(loaded == float("-inf"), float("inf"), loaded * LOG2_E)
 
@@ -167,10 +170,10 @@ def forward_kernel(
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One block of queries of one row and head against the keys that they see."""
+    """Compute one block of queries of one row and head against the keys that they see."""
     block, head, row = _place(num_blocks, heads)
     if RIGHT:
-        block = num_blocks - 1 - block  # late queries see the most keys: they begin first
+        block = num_blocks - 1 - block  # the last blocks of queries see the most keys, so they start first
     start_q, start_k = tl.load(cu_seqlens_q + row), tl.load(cu_seqlens_k + row)
     num_q, num_k = tl.load(cu_seqlens_q + row + 1) - start_q, tl.load(cu_seqlens_k + row + 1) - start_k
     first = block * BLOCK_Q
@@ -252,7 +255,7 @@ def grad_query_kernel(
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of one block of queries of one row and head."""
+    """Compute the gradient of one block of queries of one row and head."""
     block, head, row = _place(num_blocks, heads)
     if RIGHT:
         block = num_blocks - 1 - block
@@ -317,10 +320,10 @@ def grad_key_value_kernel(
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of one block of keys and values of one row, from all query heads that share them.
+    """Compute the gradients of one block of keys and values of one row, from all query heads that share them.
 
-    `heads` counts those of keys. Scores are (queries, keys) here too, and turned for the products: what belongs to a
-    query then takes few registers, where keys by queries spilled.
+    `heads` counts those of keys. Scores are (queries, keys) here too, and transposed for the products: values per query
+    then take few registers, where a layout of keys by queries spilled.
     """
     block, head_k, row = _place(num_blocks, heads)
     start_q, start_k = tl.load(cu_seqlens_q + row), tl.load(cu_seqlens_k + row)

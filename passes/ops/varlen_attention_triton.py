@@ -1,8 +1,8 @@
 """The Triton form of `varlen_attention`: every feature of the operator in float32 and half precision, on NVIDIA GPUs.
 
-It never waits for the device: the grid comes from the longest row and the number of rows, and programs beyond the end
-of their row return at once. Kernels, their flops and bytes are in `varlen_attention_kernels` and
-`varlen_attention_bias_kernel`; dropout draws what `attention_tile.dropout_factor` draws.
+The form never waits for the device: the grid follows from the longest row and the number of rows, and programs beyond
+the end of their row return at once. The kernels, with their flops and bytes, are in `varlen_attention_kernels` and
+`varlen_attention_bias_kernel`. Dropout draws the same as `attention_tile.dropout_factor`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from deepytorch.tuning import fastest
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_HEAD_DIM = 256
-_MAX_HALF_HEAD_DIM = 128  # beyond it gradients of keys were wrong on an H100, by some of the tiles that are tried
+_MAX_HALF_HEAD_DIM = 128  # beyond it, some of the tiles that are tried gave wrong gradients of keys on an H100
 _MOST_OFFSET = 2**31 - 1
-_NO_LIMIT = 1 << 30  # windows beyond it hide nothing, and would overflow in a kernel
+_NO_LIMIT = 1 << 30  # wider windows hide nothing, and would overflow in a kernel
 _DELTA_TOKENS = 32
 _DRAWN = 256
-_BIAS_PROGRAMS = 1024  # of the bias gradient at least, where sums can be cut so: several for each multiprocessor
+_BIAS_PROGRAMS = 1024  # of the bias gradient at least, if its sums can be cut so: several per multiprocessor
 _MODULE = "deepytorch.passes.ops.varlen_attention_"
 
 
@@ -47,8 +47,8 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-# By kernel, precision, and the padded head dim up to which they hold. The first of each list compiles for sm_80, sm_90
-# and sm_100 without spilling (VARIANTS). No GPU has measured them yet: beyond that the order is a guess.
+# By kernel, precision, and the largest padded head dim they apply to. The first of each list compiles for sm_80, sm_90
+# and sm_100 without spilling (VARIANTS). They are not measured on a GPU yet: otherwise the order is a guess.
 _TILES: dict[tuple[str, str, int], tuple[Tiles, ...]] = {
     ("forward", "half", 64): (
         Tiles(64, 64, 8, 2),
@@ -83,7 +83,7 @@ _TILES: dict[tuple[str, str, int], tuple[Tiles, ...]] = {
 
 
 def why_not_triton(query: Tensor, key: Tensor, value: Tensor, call: Call) -> str | None:
-    """The reason why these kernels cannot compute a call, or None when they can. Devices are the caller's question."""
+    """Return the reason why these kernels cannot compute a call, or None if they can. The caller checks the device."""
     if query.dtype not in _DTYPES:
         return f"dtype {query.dtype}"
     if not query.dtype == key.dtype == value.dtype:
@@ -101,7 +101,10 @@ def why_not_triton(query: Tensor, key: Tensor, value: Tensor, call: Call) -> str
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, call: Call, tiles: Tiles | None = None) -> tuple[Tensor, Tensor]:
-    """Output (tokens_q, heads_q, head_dim_v) and logsumexp (heads_q, tokens_q); `tiles` instead of the tuned ones."""
+    """Return output (tokens_q, heads_q, head_dim_v) and logsumexp (heads_q, tokens_q).
+
+    tiles: used instead of the tuned ones.
+    """
     query, key, value = (_inner_adjacent(x) for x in (query, key, value))
     heads, rows = query.size(1), call.cu_seqlens_q.size(0) - 1
     output = query.new_zeros(query.size(0), heads, value.size(2))
@@ -134,7 +137,7 @@ def backward(
     bias_gradient: bool,
     tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query, key, value and bias; the last is empty when it is not asked for."""
+    """Return the gradients of query, key, value and bias; the last is empty when it is not asked for."""
     grad_output, query, key, value = (_inner_adjacent(x) for x in (grad_output, query, key, value))
     output, logsumexp = output.contiguous(), logsumexp.contiguous()
     (tokens_q, heads, _), (heads_k, dim_v), rows = query.shape, value.shape[1:], call.cu_seqlens_q.size(0) - 1
@@ -180,7 +183,7 @@ def backward(
 
 
 def _grad_bias(tensors: Sequence[Tensor], call: Call, arguments: dict[str, Any], tiles: Tiles) -> Tensor:
-    """The gradient of the bias, in its shape and dtype: partial sums of tiles, then their sum."""
+    """Return the gradient of the bias, in its shape and dtype: partial sums of tiles, then their sum."""
     query, key, bias = tensors[0], tensors[1], call.bias
     assert bias is not None
     heads, rows = query.size(1), call.cu_seqlens_q.size(0) - 1
@@ -221,7 +224,7 @@ def _nothing_seen(query: Tensor, key: Tensor, call: Call) -> bool:
 
 
 def _shared_arguments(query: Tensor, call: Call) -> dict[str, Any]:
-    """What all kernels take besides tensors of tokens, by name; None for what the call does not have."""
+    """Return the arguments that all kernels take besides tensors of tokens, by name; None for absent ones."""
     rule, bias = call.rule, call.bias
     steps = (0,) * 4 if bias is None else tuple(0 if bias.size(dim) == 1 else bias.stride(dim) for dim in range(4))
     drawn_q, drawn_k = _draws(query, call)
@@ -244,12 +247,12 @@ def _shared_arguments(query: Tensor, call: Call) -> dict[str, Any]:
 
 
 def _places(positions: Tensor | None, bias: Tensor | None, dim: int) -> Tensor | None:
-    """Positions along a dimension of the bias, which are of no use where there is one place."""
+    """Return the positions along a dimension of the bias, or None if the dimension has one place only."""
     return None if positions is None or bias is None or bias.size(dim) == 1 else positions.contiguous()
 
 
 def _draws(query: Tensor, call: Call) -> tuple[Tensor | None, Tensor | None]:
-    """What decides about dropout, (heads, tokens_q) and (max_k,), int32: a hash, the same in the backward."""
+    """Return the hashes that decide dropout, (heads, tokens_q) and (max_k,), int32; the backward computes the same."""
     if call.rule.dropout_p == 0:
         return None, None
     assert call.seed is not None
@@ -272,7 +275,7 @@ def _draws(query: Tensor, call: Call) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _strides(**tensors: Tensor) -> dict[str, int]:
-    """Strides of tokens and heads, by the names that the kernels give them."""
+    """Return the strides of tokens and heads, by the names that the kernels give them."""
     return {
         f"{name}_{what}": x.stride(dim) for name, x in tensors.items() for dim, what in enumerate(("token", "head"))
     }
@@ -289,7 +292,7 @@ def _constants(query: Tensor, value: Tensor, call: Call) -> dict[str, Any]:
 
 
 def _precision(query: Tensor) -> str:
-    """Of products of float32, as torch is told to compute them."""
+    """Return the precision of float32 products that torch is configured for."""
     tf32 = query.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     return "tf32" if tf32 else "ieee"
 
@@ -360,7 +363,10 @@ _ARGUMENTS = {
 
 
 def variant(kernel: str, dtype: str, head_dim: int, features: frozenset[str], tiles: Tiles) -> Variant:
-    """One way to launch a kernel of `_ARGUMENTS`; features are of "left", "right", "bias", "dropout" and "softcap"."""
+    """Return one way to launch a kernel of `_ARGUMENTS`.
+
+    features: of "left", "right", "bias", "dropout" and "softcap".
+    """
     name, function = _ARGUMENTS[kernel]
     constants = _dims(head_dim, head_dim) | {
         "BLOCK_Q": tiles.queries, "BLOCK_K": tiles.keys, "LEFT": "left" in features, "RIGHT": "right" in features,
@@ -371,7 +377,7 @@ def variant(kernel: str, dtype: str, head_dim: int, features: frozenset[str], ti
     constants |= {each: None for each in _PLACES if each in function.arg_names}
     if "dropout" not in features:
         constants |= {"drawn_q": None, "drawn_k": None}
-    constants |= {"bias_k": 1} if "bias" in features else {"bias": None}  # no bias is turned in memory, as a rule
+    constants |= {"bias_k": 1} if "bias" in features else {"bias": None}  # a bias is usually not transposed in memory
     signature = {each: "constexpr" if each in constants else _type_of(each, dtype) for each in function.arg_names}
     aligned = tuple(
         each for each, kind in signature.items()
@@ -382,7 +388,7 @@ def variant(kernel: str, dtype: str, head_dim: int, features: frozenset[str], ti
 
 
 def _type_of(argument: str, dtype: str) -> str:
-    """As Triton spells it, for tokens of `dtype` and a bias in float32."""
+    """Return the type of an argument as Triton spells it, for tokens of `dtype` and a bias in float32."""
     if argument in _OF_TOKENS:
         return f"*{dtype}"
     if argument in _IN_FLOAT32:

@@ -1,1 +1,1 @@
-"""Stripping padding: the proof that nobody sees what stands at pads, and the rewrite to one axis of tokens."""
+"""Stripping of padding: the proof that values at pads are never seen, and the rewrite to one axis of tokens."""

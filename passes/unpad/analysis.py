@@ -1,4 +1,4 @@
-"""Finding out what a graph allows: its attentions and their masks, its losses, and which positions are tokens."""
+"""Analysis of a graph: its attentions and their masks, its losses, and which positions are tokens."""
 
 from __future__ import annotations
 
@@ -41,7 +41,11 @@ _LOSSES = frozenset({aten.cross_entropy_loss.default, aten.nll_loss_nd.default, 
 def analyse(
     module: fx.GraphModule, context: Context, *, loss_rows: bool, defer_outputs: bool, zero_outputs: bool
 ) -> Region:
-    """Everything that does not depend on who sees what; raises `Declined` where nothing can be packed."""
+    """Return all findings about a graph that do not depend on which values are seen.
+
+    Raises:
+        Declined: nothing can be packed.
+    """
     graph = module.graph
     slicer = Slicer(graph)
     attentions = find_attentions(graph)
@@ -66,12 +70,12 @@ def analyse(
     for attention, meaning in decided:
         spaces[positions_of(known[attention.key])[0].symbol].attentions.append((attention, meaning))
     outputs = list(next(iter(reversed(graph.nodes))).args[0])
-    # Positions past the last label are real ones: whoever looks at them gets them from the padded step, which must then
-    # be free to run again.
+    # Positions past the last label are real positions. Code that reads them gets them from a padded replay of the step,
+    # so running the step again must be harmless.
     may_trim = defer_outputs and not slicer.writes_inputs and not context.ends_in_break
     _keep_sequences_apart(graph, spaces, known, attentions, losses, slicer, declined)
     _token_sources(graph, spaces, known, losses, symbols, slicer, declined, may_trim=may_trim)
-    decided = _all_attentions(spaces)  # but for those that disagreed
+    decided = _all_attentions(spaces)  # without the attentions that disagreed
     packs = any(space.strips for space in spaces.values()) and bool(decided)
     if not packs and not (losses and loss_rows):
         raise Declined(why_not(declined))
@@ -100,16 +104,17 @@ def analyse(
 
 
 def why_not(declined: list[Decline]) -> str:
-    """Why nothing is packed, in one line."""
+    """Return the reason why nothing is packed, in one line."""
     if declined:
         return "; ".join(dict.fromkeys(decline.reason for decline in declined))
     return "no attention has a mask that says which keys are tokens, so there is no padding to see"
 
 
 def _forget_foreign(graph: fx.Graph, known: dict[fx.Node, Layout], attentions: list[Attention], slicer: Slicer) -> None:
-    """Drop the layouts of what an operator without a rule made of token values, and of all that follows from it.
+    """Drop the layouts of results of token values whose operator has no rule, and of everything computed from them.
 
-    Sizes say that it has positions, but not that they are still the same ones: `x.flip(1)`, `x[:, order]`.
+    Sizes show that such a value has positions, but not that the positions are still the same: `x.flip(1)`, `x[:,
+    order]`.
     """
     trusted = {node for attention in attentions for node in attention.inner}
     from_batch = {node: slicer.from_batch(node) for node in graph.nodes}
@@ -140,7 +145,10 @@ def _meanings(
     slicer: Slicer,
     declined: list[Decline],
 ) -> list[tuple[Attention, Meaning]]:
-    """What each attention's mask says; those that cannot be told are declined, with the reason."""
+    """Return the meaning of each attention's mask.
+
+    An attention whose mask is not understood is declined, with the reason.
+    """
     prober = Prober(graph, symbols, slicer)
     cache: dict[Any, Meaning] = {}
     decided = []
@@ -157,7 +165,11 @@ def _meanings(
 
 
 def _check_operands(attention: Attention, known: Mapping[fx.Node, Layout]) -> tuple[sympy.Symbol, sympy.Symbol]:
-    """The token spaces of queries and keys, once every operand has the dimensions of a packed attention."""
+    """Return the token spaces of queries and keys.
+
+    Raises:
+        Undecided: an operand lacks the dimensions of a packed attention.
+    """
     names = ("query", "key", "value", "output")
     found = [known.get(getattr(attention, name)) for name in names]
     for name, layout in zip(names, found, strict=True):
@@ -175,7 +187,7 @@ def _check_operands(attention: Attention, known: Mapping[fx.Node, Layout]) -> tu
 
 
 def _check_heads(attention: Attention, found: list[Layout]) -> None:
-    """Positions stand where attention looks along them, and heads pair up as the packed operator pairs them."""
+    """Check that attention runs along the positions, and that heads pair up as in the packed operator."""
     for index, layout in enumerate(found):
         place = -1 if index == 1 and attention.key_is_transposed else -2
         if len(layout[place]) != 1 or not isinstance(layout[place][0], Positions):
@@ -193,7 +205,10 @@ def _check_heads(attention: Attention, found: list[Layout]) -> None:
 
 
 def _is_token_loss(node: fx.Node, known: Mapping[fx.Node, Layout], slicer: Slicer) -> bool:
-    """Whether a loss compares one row of logits a token with one label a token that follows from the batch."""
+    """Return whether a loss compares one row of logits per token with one label per token.
+
+    Labels must follow from the batch.
+    """
     logits, target = node.args[0], node.args[1]
     if not isinstance(target, fx.Node) or not isinstance(logits, fx.Node) or not slicer.from_batch(target):
         return False
@@ -202,7 +217,7 @@ def _is_token_loss(node: fx.Node, known: Mapping[fx.Node, Layout], slicer: Slice
         return False
     assert logits_layout is not None
     assert target_layout is not None
-    if packed_sizes(target_layout):  # several labels a token
+    if packed_sizes(target_layout):  # several labels per token
         return False
     grid, labels = positions_of(logits_layout)[0], positions_of(target_layout)[0]
     classes = 1 if len(logits_layout) > 1 else 0
@@ -231,7 +246,10 @@ def _keep_sequences_apart(
     slicer: Slicer,
     declined: list[Decline],
 ) -> None:
-    """Leave a space padded where two sequences have the same number of positions because the model wants it so."""
+    """Leave a space padded if it holds two different sequences.
+
+    The model then requires both to have the same number of positions.
+    """
     found = origins(graph, known, attentions, slicer)
     seen = [node for attention, _ in _all_attentions(spaces) for node in (attention.query, attention.key)]
     seen += [loss.args[0] for loss in losses]  # type: ignore[misc]
@@ -263,11 +281,14 @@ def _token_sources(
     *,
     may_trim: bool,
 ) -> None:
-    """Say for every space which of its positions are tokens; attentions that disagree on it are taken off its list."""
+    """Determine for every space which of its positions are tokens.
+
+    Attentions that disagree about the tokens of a space are removed from the space's list.
+    """
     outputs = [node for node in next(iter(reversed(graph.nodes))).all_input_nodes if is_token(known.get(node))]
     for space in spaces.values():
         shown = [node for node in outputs if _stands_in(node, space, known)]
-        can_wait = all(is_float(node) or slicer.from_batch(node) for node in shown)  # only these are deferred
+        can_wait = all(is_float(node) or slicer.from_batch(node) for node in shown)  # only floats are deferred
         sources = list(dict.fromkeys(m.tokens for _, m in space.attentions if m.tokens is not None))
         bare = [(a, m) for a, m in space.attentions if m.tokens is None]
         sees_pads = [a for a, m in bare if not _is_causal_self(a, m, known)]
@@ -291,7 +312,7 @@ def _is_causal_self(attention: Attention, meaning: Meaning, known: Mapping[fx.No
 
 
 def _agree(sources: list[TokenSource], graph: fx.Graph, symbols: Symbols, slicer: Slicer) -> bool:
-    """Whether several token masks are one: told by evaluating them on the same probes."""
+    """Return whether several token masks are equal, found by evaluating them on the same probes."""
     if len(sources) == 1:
         return True
     prober = Prober(graph, symbols, slicer)
@@ -304,7 +325,7 @@ def _agree(sources: list[TokenSource], graph: fx.Graph, symbols: Symbols, slicer
 
 
 def _picks(graph: fx.Graph, known: Mapping[fx.Node, Layout], slicer: Slicer) -> list[fx.Node]:
-    """Nodes that take one position of each row: `x[:, 0]`, `x[rows, last]`."""
+    """Return the nodes that take one position of each row: `x[:, 0]`, `x[rows, last]`."""
     found = []
     for node in graph.nodes:
         x = node.args[0] if node.args else None
@@ -341,8 +362,10 @@ def _picks_by_index(node: fx.Node, layout: Layout, known: Mapping[fx.Node, Layou
 def _zeroing(
     graph: fx.Graph, known: Mapping[fx.Node, Layout], slicer: Slicer, attentions: Sequence[Attention]
 ) -> dict[fx.Node, fx.Node]:
-    """Values that are zero wherever a batch-only factor is: `x * mask`, `x.masked_fill(~mask, 0)`, `where(mask, x,
-    0)`. A product is so only where the other factor is finite: zero times infinity is NaN.
+    """Return the values that are zero wherever a batch-only factor is zero, each with its factor.
+
+    Such values are `x * mask`, `x.masked_fill(~mask, 0)` and `where(mask, x, 0)`. A product counts only if its other
+    factor is finite: zero times infinity is NaN.
     """
     found: dict[fx.Node, fx.Node] = {}
     infinite = may_be_infinite(graph, slicer, attentions)
@@ -377,7 +400,7 @@ _KEEPS_ZEROS = frozenset({
 
 
 def _bare_factor(factor: fx.Node, known: Mapping[fx.Node, Layout]) -> fx.Node | None:
-    """The factor before it was repeated along plain dimensions: one number a token; None if there is none such."""
+    """Return the factor before its repetition along plain dimensions, one number per token; None if there is none."""
     node: Any = factor
     while isinstance(node, fx.Node) and is_token(known.get(node)):
         layout = known[node]

@@ -1,4 +1,7 @@
-"""Finding the attentions of a graph: SDPA, or matmul - softmax - matmul spelled out, and what is added between."""
+"""Recognition of attentions in a graph, and of the terms added to their scores.
+
+An attention is SDPA, or matmul - softmax - matmul written out.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +17,17 @@ from deepytorch.passes.unpad.layout import VIEWS
 
 aten = torch.ops.aten
 
-# A score lowered by this much has a weight of exactly zero: exp(-1e4 + difference) underflows for any difference
-# under 9,900.
+# A score lowered by this amount gets a weight of exactly zero: exp(-1e4 + difference) underflows for any difference
+# below 9,900.
 MASKED = -1e4
 
 
 @dataclass(frozen=True)
 class Attention:
-    """One attention: `output = softmax(query @ key / ... + terms) @ value`, in padded form.
+    """One attention in padded form: `output = softmax(query @ key / ... + terms) @ value`.
 
-    `query` is (..., positions_q, head_dim); `key` is (..., positions_k, head_dim) for SDPA and (..., head_dim,
-    positions_k) where it is spelled out; their layouts tell. `terms` are what is added to the scaled scores.
+    `query` is (..., positions_q, head_dim). `key` is (..., positions_k, head_dim) for SDPA, and (..., head_dim,
+    positions_k) if the attention is written out; the layouts of both tell. `terms` are added to the scaled scores.
     """
 
     output: fx.Node
@@ -37,15 +40,16 @@ class Attention:
     dropout_p: float = 0.0
     softcap: float = 0.0
     terms: tuple[Term, ...] = ()
-    inner: tuple[fx.Node, ...] = ()  # the nodes that the packed form replaces, the output among them
+    inner: tuple[fx.Node, ...] = ()  # the nodes that the packed form replaces, including the output
     mask_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
 class Term:
-    """Something added to the scores. `kind`: "visible" (true where seen), "hidden" (true where not seen), "added".
+    """A term added to the scores.
 
-    `ndim`: the scores' number of dimensions where it is added: 3 where rows and heads are merged, else 4.
+    `kind`: "visible" (true where seen), "hidden" (true where not seen) or "added". `ndim`: number of dimensions of the
+    scores at the addition: 3 if rows and heads are merged, else 4.
     """
 
     node: fx.Node
@@ -54,7 +58,7 @@ class Term:
 
 
 def find_attentions(graph: fx.Graph) -> list[Attention]:
-    """Every attention of the graph whose inner values nobody else looks at."""
+    """Return every attention of the graph whose inner values no other node reads."""
     found = []
     for node in graph.nodes:
         if node.target is aten.scaled_dot_product_attention.default:
@@ -90,7 +94,7 @@ def _fused(node: fx.Node) -> Attention:
 
 
 def bind(node: fx.Node) -> dict[str, Any]:
-    """The arguments of an ATen call by name, defaults filled in."""
+    """Return the arguments of an ATen call by name, with defaults filled in."""
     values: dict[str, Any] = {}
     for index, argument in enumerate(node.target._schema.arguments):
         if index < len(node.args):
@@ -136,7 +140,7 @@ def _spelled_out(softmax: fx.Node) -> Attention | None:
 
 
 def _closed(inner: list[fx.Node], output: fx.Node) -> bool:
-    """Whether only nodes of the pattern read the pattern's inner values."""
+    """Return whether only nodes of the pattern read the pattern's inner values."""
     members = set(inner)
     return all(user in members for node in inner if node is not output for user in node.users)
 
@@ -159,7 +163,7 @@ def _scores(node: fx.Node) -> tuple[fx.Node, fx.Node, float, float, list[Term], 
         if target in _CASTS or _splits_heads(node):
             node = args[0]
         elif target is aten.add.Tensor and node.kwargs.get("alpha", 1) == 1:
-            # A term scaled further down would no longer be what is added to the scaled scores.
+            # A term that is scaled after its addition would no longer be a term of the scaled scores.
             if scale != 1.0 or softcap:
                 return None
             side = _towards_product(args)
@@ -174,7 +178,7 @@ def _scores(node: fx.Node) -> tuple[fx.Node, fx.Node, float, float, list[Term], 
             node = args[0]
         elif target in (aten.where.ScalarOther, aten.where.self) and _is_masking(args[2]):
             if isinstance(args[2], fx.Node) and node.args[1] in args[2].all_input_nodes:
-                inner.append(args[2])  # full_like(scores, low): looks at their shape
+                inner.append(args[2])  # full_like(scores, low) reads only the shape of the scores
             if scale != 1.0 or softcap:
                 return None
             terms.append(Term(args[0], "visible", ndim))
@@ -195,7 +199,7 @@ def _scores(node: fx.Node) -> tuple[fx.Node, fx.Node, float, float, list[Term], 
 
 
 def _softcap(node: fx.Node) -> tuple[float, fx.Node, list[fx.Node]] | None:
-    """`cap * tanh(scores / cap)`: the cap, the scores and the nodes between."""
+    """Match `cap * tanh(scores / cap)`; return the cap, the scores and the nodes between."""
     if node.target not in (aten.mul.Tensor, aten.mul.Scalar) or not isinstance(node.args[0], fx.Node):
         return None
     tanh, cap = node.args[0], _number(node.args[1])
@@ -208,7 +212,7 @@ def _softcap(node: fx.Node) -> tuple[float, fx.Node, list[fx.Node]] | None:
 
 
 def _towards_product(args: tuple[Any, ...]) -> int | None:
-    """Which of two operands comes from a product of two activations."""
+    """Return which of two operands, 0 or 1, comes from a product of two activations."""
     for side in (0, 1):
         node = args[side]
         while isinstance(node, fx.Node):
@@ -248,7 +252,7 @@ def _weighted_sum(softmax: fx.Node) -> tuple[float, fx.Node, list[fx.Node]] | No
 
 
 def split_terms(node: fx.Node, ndim: int) -> Iterator[Term]:
-    """Take an additive mask apart: what is added, and where it is replaced by a very low number."""
+    """Split an additive mask into its terms: what is added, and where scores are replaced by a very low number."""
     target, args = node.target, node.args
     if target is aten.add.Tensor and node.kwargs.get("alpha", 1) == 1 and all(isinstance(a, fx.Node) for a in args):
         yield from split_terms(args[0], ndim)
@@ -266,7 +270,7 @@ def split_terms(node: fx.Node, ndim: int) -> Iterator[Term]:
 
 
 def _splits_heads(node: fx.Node) -> bool:
-    """A view that splits or merges rows and heads and leaves every score where it is."""
+    """Return whether a node is a view that splits or merges rows and heads and leaves every score in place."""
     if node.target not in VIEWS or not isinstance(node.args[0], fx.Node):
         return False
     before, after = node.args[0].meta["val"].shape, node.meta["val"].shape
@@ -294,7 +298,7 @@ def _is_masking(value: Any) -> bool:
 
 
 def _number(value: Any) -> float | None:
-    """A Python number, or the one in a 0-d constant."""
+    """Return a Python number, or the number in a 0-d constant; None for anything else."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
     if isinstance(value, fx.Node):

@@ -1,9 +1,10 @@
-"""Which entries of a value anybody can see.
+"""Demand analysis: which entries of each value can be seen.
 
-Backward through the graph: `NOTHING` < the entries that one loss looks at < `TOKENS` < `EVERYTHING`. What stands at
-padded positions is seen by nobody when a value only meets masked keys, losses whose labels are ignored there, masks
-that zero it, picks of real tokens, and outputs of one entry a token (what Python does with them is seen at run time).
-Every other operator sees everything, so its inputs must be padded and exact, and what feeds them too.
+Demand flows backward through the graph: `NOTHING` < the entries that one loss reads < `TOKENS` < `EVERYTHING`. The
+entries of a value at pads are not seen if the value only meets masked keys, losses whose labels are ignored there,
+masks that zero it, picks of real tokens, and outputs with one entry per token (what Python does with such outputs is
+observed at run time). Every other operator sees everything. Its inputs, and all that they are computed from, must
+therefore be padded and exact.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ _NOTHING, _LOSS, _TOKENS, _EVERYTHING = range(4)
 
 @dataclass(frozen=True)
 class Demand:
-    """How much of a value is seen; `loss` numbers the loss where only its labelled entries are."""
+    """The amount of a value that is seen.
+
+    loss: the number of a loss, if only that loss's labelled entries are seen.
+    """
 
     level: int
     loss: int | None = None
@@ -35,7 +39,7 @@ class Demand:
 
     @property
     def packable(self) -> bool:
-        """Whether padded positions are seen by nobody."""
+        """Return whether padded positions are not seen."""
         return self.level <= _TOKENS
 
 
@@ -45,38 +49,38 @@ EVERYTHING = Demand(_EVERYTHING)
 
 
 def labelled(loss: int) -> Demand:
-    """Only the entries whose label loss number `loss` does not ignore."""
+    """Return the demand for only the entries whose label loss number `loss` does not ignore."""
     return Demand(_LOSS, loss)
 
 
 @dataclass
 class Seen:
-    """What `demands` needs to know of a graph beyond its nodes."""
+    """The facts about a graph, beyond its nodes, that `demands` needs."""
 
     layouts: Mapping[fx.Node, Layout]
     from_batch: Mapping[fx.Node, bool]
-    attentions: Mapping[fx.Node, Attention]  # by output node, those whose mask is known
+    attentions: Mapping[fx.Node, Attention]  # by output node; only attentions whose mask is understood
     losses: Mapping[fx.Node, int]  # loss node -> its number
-    loss_rows: bool  # whether losses leave out the rows whose label is ignored
-    token_outputs: frozenset[fx.Node]  # outputs that may leave the region with their tokens alone
-    biases: Mapping[fx.Node, tuple[fx.Node, ...]]  # attention's output -> what is added to its scores
-    unreduced: frozenset[fx.Node]  # losses with a value for every token
-    picks: Mapping[fx.Node, int]  # node that takes one token a row -> its number
-    zero_at_pads: frozenset[fx.Node]  # their padded entries are zeros, whatever their inputs hold there
-    deferred: frozenset[fx.Node]  # outputs that are computed later, if at all
-    keep_tokens: frozenset[fx.Node] = frozenset()  # seen at every token, although only a loss asks
+    loss_rows: bool  # whether losses skip the rows whose label is ignored
+    token_outputs: frozenset[fx.Node]  # outputs that may leave the region packed, with tokens only
+    biases: Mapping[fx.Node, tuple[fx.Node, ...]]  # attention's output -> the terms added to its scores
+    unreduced: frozenset[fx.Node]  # losses that return a value for every token
+    picks: Mapping[fx.Node, int]  # node that takes one token per row -> its number
+    zero_at_pads: frozenset[fx.Node]  # values that are zero at pads, whatever their inputs hold there
+    deferred: frozenset[fx.Node]  # outputs that are computed at their first use, if ever
+    keep_tokens: frozenset[fx.Node] = frozenset()  # values computed at every token, although only a loss demands them
     refused: dict[fx.Node, str] = field(default_factory=dict)  # filled in: token values whose operator has no rule
 
 
 def demands(graph: fx.Graph, seen: Seen) -> dict[fx.Node, Demand]:
-    """The demand on every node of `graph`."""
+    """Return the demand on every node of `graph`."""
     demand: dict[fx.Node, Demand] = dict.fromkeys(graph.nodes, NOTHING)
     inside = {
         node: output for output, attention in seen.attentions.items() for node in attention.inner if node is not output
     }
     for node in reversed(list(graph.nodes)):
         if node in inside and demand[inside[node]].packable:
-            continue  # the packed attention takes its place
+            continue  # the packed attention replaces this node
         if node.op == "output":
             for source in node.all_input_nodes:
                 demand[source] |= _output_demand(source, seen)
@@ -95,7 +99,7 @@ def _output_demand(node: fx.Node, seen: Seen) -> Demand:
 
 
 def _inputs(node: fx.Node, demand: Demand, seen: Seen) -> Iterable[tuple[fx.Node, Demand]]:
-    """What a node that is demanded so much demands of its inputs."""
+    """Yield the demand on each input of a node, given the demand on the node."""
     attention = seen.attentions.get(node)
     if attention is not None and demand.packable:
         yield from ((source, TOKENS) for source in (attention.query, attention.key, attention.value))
@@ -125,12 +129,18 @@ def _inputs(node: fx.Node, demand: Demand, seen: Seen) -> Iterable[tuple[fx.Node
 
 
 def by_token(node: fx.Node, demand: Demand, seen: Seen) -> bool:
-    """Whether an unreduced loss may run on all tokens: nobody sees it at pads, so its labels there do not matter."""
+    """Return whether an unreduced loss may run on all tokens.
+
+    Such a loss is not seen at pads, so that its labels there do not matter.
+    """
     return node in seen.unreduced and demand.packable and bool(seen.attentions)
 
 
 def admitted_rule(node: fx.Node, seen: Seen) -> Rule | None:
-    """The rule that packs this node, if its output has one entry a token and its operator works token by token."""
+    """Return the rule that packs this node, or None.
+
+    The node's output must have one entry per token, and its operator must work token by token.
+    """
     rule = rule_for(node)
     if rule is None:
         return None
@@ -141,17 +151,17 @@ def admitted_rule(node: fx.Node, seen: Seen) -> Rule | None:
 
 
 def _refuse(node: fx.Node, seen: Seen) -> None:
-    """Remember the first reason why token values must stay padded: an operator that looks across positions."""
+    """Record the first reason why token values must stay padded: an operator that may look across positions."""
     if any(is_token(seen.layouts.get(source)) and not seen.from_batch[source] for source in tensor_inputs(node)):
         seen.refused.setdefault(node, str(node.target))
 
 
 def random_nodes(nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    """The nodes that draw random numbers."""
+    """Return the nodes that draw random numbers."""
     return [node for node in nodes if is_random(node)]
 
 
 def is_float(node: fx.Node) -> bool:
-    """Whether a node's value is a floating-point tensor."""
+    """Return whether a node's value is a floating-point tensor."""
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and value.is_floating_point()

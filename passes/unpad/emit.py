@@ -1,4 +1,4 @@
-"""Writes a packed graph: values change between their padded and their packed form here, and nowhere else."""
+"""Emission of a packed graph: the one place where values are converted between padded and packed form."""
 
 from __future__ import annotations
 
@@ -36,10 +36,15 @@ ops = torch.ops.deepytorch
 
 
 class Emitter:
-    """Builds one graph from nodes of a padded one. `entries` says which nodes get a packed form, and over what.
+    """Builds one graph from the nodes of a padded graph.
 
-    `spaces` numbers the token spaces by their positions' symbol; `sizes` says for each where its rows and positions
-    are read from: (placeholder, dim, dim).
+    Args:
+        source: the padded graph.
+        layouts: the layouts of its values.
+        entries: the nodes that get a packed form, and the entries that each form holds.
+        spaces: the number of each token space, by the symbol of its positions.
+        sizes: for each space, where its numbers of rows and positions are read from: (placeholder, dim, dim).
+        slicer: that of the padded graph.
     """
 
     def __init__(
@@ -55,7 +60,7 @@ class Emitter:
         self.layouts = layouts
         self.entries = entries
         self.indices: list[IndexInput] = []
-        self.swallowed: set[fx.Node] = set()  # nodes whose place a packed attention takes
+        self.swallowed: set[fx.Node] = set()  # nodes that a packed attention replaces
         self.inputs: list[fx.Node] = [node for node in source.nodes if node.op == "placeholder"]
         self._spaces, self._sizes, self._slicer = spaces, sizes, slicer
         self._padded: dict[fx.Node, fx.Node] = {}
@@ -64,8 +69,8 @@ class Emitter:
         self._derived: dict[tuple[Any, ...], fx.Node] = {}
         for node in self.inputs:
             self._padded[node] = self.graph.node_copy(node)
-        # New inputs go before the first mark, what follows from sizes and indices alone between the two; both go in
-        # the end.
+        # Two temporary nodes mark places. New inputs go before the first one; values that follow from sizes and indices
+        # alone go between the two. `finish` removes both.
         self._inputs_end = self.graph.call_function(operator.pos, (0,))
         self._header_end = self.graph.call_function(operator.pos, (0,))
 
@@ -87,16 +92,16 @@ class Emitter:
         return self.graph.call_function(target, tuple(args), kwargs)
 
     def copied(self, arguments: Any) -> Any:
-        """Arguments with every node in its padded form."""
+        """Return the arguments with every node in its padded form."""
         return fx.node.map_arg(arguments, self.padded)
 
     def count(self, entries: IndexSet) -> fx.Node:
-        """How many entries there are: a size."""
+        """Return the number of entries, as a size node."""
         flat = self.index(IndexInput("flat", entries))
         return self._once(("count", entries), lambda: self.graph.call_function(aten.sym_size.int, (flat, 0)))
 
     def packed(self, node: Any, entries: IndexSet) -> fx.Node:
-        """The packed form of a token value over `entries`."""
+        """Return the packed form of a token value over `entries`."""
         key = (node, entries)
         if key not in self._packed:
             home = self.entries.get(node)
@@ -121,7 +126,7 @@ class Emitter:
         return self._packed[key]
 
     def aligned(self, node: Any, out: Layout, entries: IndexSet) -> fx.Node:
-        """The packed form of an operand that broadcasts against a value of layout `out`; a number stays what it is."""
+        """Return the packed form of an operand that broadcasts against a value of layout `out`. Numbers stay."""
         if not isinstance(node.meta.get("val"), torch.Tensor):
             return self.padded(node)
         layout = self.layouts[node]
@@ -168,7 +173,7 @@ class Emitter:
     # ------------------------------------------------------------------ padded values
 
     def padded(self, node: fx.Node) -> fx.Node:
-        """The padded form of a value: a copy of its computation, or its packed form scattered into zeros."""
+        """Return the padded form of a value: a copy of its computation, or its packed form scattered into zeros."""
         if node not in self._padded:
             home = self.entries.get(node)
             if home is None or (node, home) not in self._packed:
@@ -183,7 +188,7 @@ class Emitter:
         return self._padded[node]
 
     def provide(self, node: fx.Node, value: fx.Node, entries: IndexSet | None) -> None:
-        """Say that `value` of the new graph is `node`, packed over `entries` or padded."""
+        """Declare that `value` of the new graph is `node`: packed over `entries`, or padded if `entries` is None."""
         if entries is None:
             self._padded[node] = value
         else:
@@ -200,19 +205,19 @@ class Emitter:
         return made
 
     def input(self, name: str) -> fx.Node:
-        """A new input of the graph."""
+        """Add a new input to the graph."""
         with self.graph.inserting_before(self._inputs_end):
             return self.graph.placeholder(name)
 
     def index(self, index: IndexInput) -> fx.Node:
-        """An index input, made at its first use."""
+        """Return an index input, which is added at its first use."""
         if index not in self._index_nodes:
             self._index_nodes[index] = self.input(f"{index.kind}_{len(self.indices)}")
             self.indices.append(index)
         return self._index_nodes[index]
 
     def rows(self, entries: IndexSet) -> fx.Node:
-        """The row of every entry, (entries,)."""
+        """Return the row of every entry, (entries,)."""
         flat = self.index(IndexInput("flat", entries))
         _, positions = self.sizes(entries.space)
         return self._once(
@@ -220,7 +225,7 @@ class Emitter:
         )
 
     def columns(self, entries: IndexSet, offset: int = 0) -> fx.Node:
-        """The position of every entry, counted from `offset`, (entries,)."""
+        """Return the position of every entry, counted from `offset`, (entries,)."""
         flat = self.index(IndexInput("flat", entries))
         _, positions = self.sizes(entries.space)
         columns = self._once(("columns", entries), lambda: self.call(aten.remainder.Scalar, (flat, positions), {}))
@@ -229,7 +234,7 @@ class Emitter:
         return columns
 
     def sizes(self, space: int) -> tuple[fx.Node, fx.Node]:
-        """The number of rows and of positions of a token space."""
+        """Return the numbers of rows and of positions of a token space."""
         source, rows, positions = self._sizes[space]
         tensor = self._padded[source]
         return (
@@ -238,7 +243,7 @@ class Emitter:
         )
 
     def finish(self, outputs: Sequence[Any]) -> fx.Graph:
-        """Close the graph."""
+        """Add the outputs, remove dead code, and return the graph."""
         self.graph.output(tuple(outputs))
         self.graph.erase_node(self._inputs_end)
         self.graph.erase_node(self._header_end)
@@ -280,7 +285,7 @@ class Emitter:
         return made
 
     def _heads(self, node: fx.Node, entries: IndexSet) -> fx.Node:
-        """A packed value as (tokens, heads, head_dim)."""
+        """Return a packed value as (tokens, heads, head_dim)."""
         sizes = packed_sizes(self.layouts[node])
         heads = 1
         for size in sizes[:-1]:
@@ -289,7 +294,10 @@ class Emitter:
         return x if len(sizes) == 2 else self.call(aten.reshape.default, (x, [-1, heads, sizes[-1]]), {})
 
     def _grouped(self, attention: Attention) -> tuple[fx.Node, fx.Node]:
-        """Keys and values before their heads were repeated for grouped queries: the operator groups them itself."""
+        """Return keys and values before their heads were repeated for grouped queries.
+
+        The packed operator groups heads itself.
+        """
         key, value = (_before_repeat(node, self.layouts) for node in (attention.key, attention.value))
         if key in self.entries and value in self.entries and key is not None and value is not None:
             return key, value
@@ -311,11 +319,11 @@ class Emitter:
     # ------------------------------------------------------------------ gathers and scatters
 
     def grid(self, node: fx.Node) -> fx.Node:
-        """A padded token value with one number a token, as (rows, positions)."""
+        """Return a padded token value with one number per token, as (rows, positions)."""
         return self._by_token(self.padded(node), self.layouts[node], merge=False)
 
     def gathered(self, node: fx.Node, entries: IndexSet) -> fx.Node:
-        """A padded value's entries."""
+        """Return the entries of a padded value."""
         return self._gather(node, entries, positions_of(self.layouts[node])[0])
 
     def _gather(self, node: fx.Node, entries: IndexSet, grid: Positions) -> fx.Node:
@@ -325,7 +333,7 @@ class Emitter:
         return self.call(ops.pack_rows.default, (x, self._own_flat(entries, grid.offset, grid.cut)), {})
 
     def _by_token(self, x: fx.Node, layout: Layout, merge: bool) -> fx.Node:
-        """Bring rows and positions to the front: (rows * positions, ...), or (rows, positions, ...) unmerged."""
+        """Move rows and positions to the front: (rows * positions, ...) if `merge`, else (rows, positions, ...)."""
         space = self.space_of(layout)
         rows, whole = self.sizes(space)
         grid = positions_of(layout)[0]
@@ -345,7 +353,7 @@ class Emitter:
         return x if len(atoms) == 2 else self.call(aten.reshape.default, (x, [rows, positions]), {})
 
     def scattered(self, packed: fx.Node, layout: Layout, entries: IndexSet) -> fx.Node:
-        """A packed value in its padded layout, zeros where it has no entry."""
+        """Return a packed value in its padded layout, with zeros where it has no entry."""
         space = self.space_of(layout)
         rows, whole = self.sizes(space)
         grid = positions_of(layout)[0]
@@ -379,7 +387,7 @@ class Emitter:
         return size
 
     def _own_flat(self, entries: IndexSet, offset: int, cut: int) -> fx.Node:
-        """Row * (positions - cut) + position - offset of every entry, (entries,)."""
+        """Return row * (positions - cut) + position - offset of every entry, (entries,)."""
         flat = self.index(IndexInput("flat", entries))
         if offset == 0 and cut == 0:
             return flat
@@ -393,21 +401,22 @@ class Emitter:
         return self._once(("own", entries, offset, cut), own)
 
     def space_of(self, layout: Layout) -> int:
-        """The number of the token space that a layout's positions belong to."""
+        """Return the number of the token space that a layout's positions belong to."""
         return self._spaces[positions_of(layout)[0].symbol]
 
     # ------------------------------------------------------------------ places in the new graph
 
     def _once(self, key: tuple[Any, ...], make: Callable[[], fx.Node]) -> fx.Node:
-        """Make a value of sizes and indices alone, once, at the head of the graph."""
+        """Make a value that depends on sizes and indices alone, once, at the head of the graph."""
         if key not in self._derived:
             with self.graph.inserting_before(self._header_end):
                 self._derived[key] = make()
         return self._derived[key]
 
     def _after(self, place: fx.Node, make: Callable[[], fx.Node], follow: bool = False) -> fx.Node:
-        """Make a value right after `place`, so that it does not fall under a later `no_grad`; at the end with
-        `follow`.
+        """Make a value right after `place`, so that it does not fall under a later `no_grad`.
+
+        follow: make it at the end of the graph instead.
         """
         if follow:
             return make()
@@ -422,7 +431,7 @@ class Emitter:
 
 
 def _contains(home: IndexSet, entries: IndexSet) -> bool:
-    """Whether every entry of one set is known to be in another."""
+    """Return whether every entry of one set is known to be in another."""
     if entries.loss is not None or home.loss is not None:
         return home == entries or home.loss is None
     ends_before = entries.cut - entries.offset >= home.cut - home.offset
@@ -430,8 +439,9 @@ def _contains(home: IndexSet, entries: IndexSet) -> bool:
 
 
 def _aligned_sizes(layout: Layout, out: Layout) -> list[int]:
-    """The sizes, after the tokens, with which an operand of `layout` broadcasts against packed values of layout
-    `out`.
+    """Return the sizes, after the tokens, with which an operand broadcasts against packed values.
+
+    layout: that of the operand. out: that of the values.
     """
     shift = len(out) - len(layout)
     return [
@@ -440,7 +450,7 @@ def _aligned_sizes(layout: Layout, out: Layout) -> list[int]:
 
 
 def _before_repeat(node: fx.Node, layouts: Mapping[fx.Node, Layout]) -> fx.Node | None:
-    """`x` where `node` is `reshape(expand(unsqueeze(x)))`, every head of `x` repeated in place; None elsewhere."""
+    """Match `reshape(expand(unsqueeze(x)))`, which repeats every head of `x` in place; return `x`, or None."""
     while node.target in (aten.transpose.int, aten.permute.default):
         node = node.args[0]  # type: ignore[assignment]
     if node.target not in VIEWS or not isinstance(node.args[0], fx.Node):

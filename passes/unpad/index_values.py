@@ -1,4 +1,4 @@
-"""What the inputs that a packed graph takes beside the region's look like: fake tensors whose sizes are new symbols."""
+"""Fake tensors, with new size symbols, for the inputs that a packed graph takes in addition to the region's inputs."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from deepytorch.torch_internals import ConstantSource, detect_fake_mode
 
 
 class IndexValues:
-    """One symbol for the number of entries of each set, and one for each space's longest row.
+    """The symbols of a packed graph: one for the entries of each set, and one for the longest row of each space.
 
-    sizes: of each space, the placeholder, rows' dim and positions' dim that its sizes are read from.
+    sizes: for each space, the placeholder, the dim of rows and the dim of positions that its sizes are read from.
     """
 
     def __init__(self, sizes: Sequence[tuple[fx.Node, int, int]], shape_env: Any) -> None:
@@ -25,7 +25,7 @@ class IndexValues:
         self._counts: dict[Hashable, Any] = {}
 
     def describe(self, node: fx.Node, index: IndexInput) -> None:
-        """Say in `node.meta` what the placeholder of `index` is."""
+        """Store the value and the role of the placeholder of `index` in `node.meta`."""
         source, rows_dim, positions_dim = self._sizes[index.entries.space]
         batch = source.meta["val"]
         rows, positions = batch.shape[rows_dim], batch.shape[positions_dim]
@@ -46,7 +46,7 @@ class IndexValues:
         node.meta["input"] = GraphInput(node.name, Role.INDEX)
 
     def _count(self, what: Hashable, at_most: Any) -> Any:
-        """A size of its own, whose number differs from those of sizes that it must not be taken for."""
+        """Return a size with its own symbol, whose hint differs from the sizes that it must not be confused with."""
         if what not in self._counts:
             most = at_most.node.hint if isinstance(at_most, torch.SymInt) else at_most
             hint = max(2, most - 1 - len(self._counts))

@@ -1,7 +1,8 @@
-"""Which values of a graph may be infinite or no number at pads, whose tokens are finite.
+"""Detection of values that may be infinite or NaN at pads, although they are finite at tokens.
 
-What stands at pads is what the model makes of pad ids, finite as what it makes of tokens. A graph can make it infinite
-by what it fills in (`masked_fill(mask, -inf)`), by logarithms of what may be zero, and by dividing by what may be zero.
+The model computes the values at pads from pad ids, and they are as finite as those of tokens. Exceptions are numbers
+that the graph fills in (`masked_fill(mask, -inf)`), logarithms of values that may be zero, and divisions by values that
+may be zero.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from deepytorch.passes.unpad.attentions import Attention
 
 aten = torch.ops.aten
 
-# The place of the number that is filled in.
+# Operator -> the argument that holds the number that is filled in.
 _FILLS = {
     aten.masked_fill.Scalar: 2, aten.masked_fill_.Scalar: 2, aten.where.ScalarOther: 2, aten.where.ScalarSelf: 1,
     aten.full.default: 1, aten.full_like.default: 1, aten.new_full.default: 2, aten.scalar_tensor.default: 0,
@@ -26,7 +27,7 @@ _FILLS = {
 }  # fmt: skip
 _LOGARITHMS = frozenset({aten.log.default, aten.log2.default, aten.log10.default, aten.reciprocal.default})
 _DIVISIONS = frozenset({aten.div.Tensor, aten.div_.Tensor})
-# A divisor that one of these has given was kept away from zero, by whoever wrote it.
+# A divisor that one of these operators returned was deliberately kept away from zero by the model's author.
 _KEEP_FROM_ZERO = frozenset({
     aten.clamp.default, aten.clamp_min.default, aten.clamp_.default, aten.maximum.default, aten.add.Tensor,
     aten.add.Scalar, aten.add_.Tensor, aten.add_.Scalar, aten.exp.default, aten.sigmoid.default, aten.softplus.default,
@@ -38,9 +39,9 @@ _AS_FAR_FROM_ZERO = frozenset({
 
 
 def may_be_infinite(graph: fx.Graph, slicer: Slicer, attentions: Sequence[Attention]) -> set[fx.Node]:
-    """Return the values that may be so, and what is computed from them.
+    """Return the values that may be infinite or NaN at pads, and all values computed from them.
 
-    attentions: their masks may hold infinities, their outputs do not for that.
+    attentions: their masks may hold infinities, which do not make their outputs infinite.
     """
     found: set[fx.Node] = set()
     outputs = {each.output: [each.query, each.key, each.value] for each in attentions}
@@ -59,7 +60,7 @@ def _makes_infinite(node: fx.Node, slicer: Slicer) -> bool:
         place = _FILLS[target]
         number = node.args[place] if len(node.args) > place else node.kwargs.get("fill_value", node.kwargs.get("value"))
         return isinstance(number, float) and not math.isfinite(number)
-    if slicer.from_batch(node):  # masks and counts, which the batch itself shows
+    if slicer.from_batch(node):  # masks and counts: the batch itself shows their values
         return False
     if target in _DIVISIONS:
         divisor = node.args[1]

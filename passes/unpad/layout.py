@@ -1,12 +1,12 @@
-"""Which dimensions of a value are rows, which are positions.
+"""Layouts: which dimensions of a value are rows and which are positions.
 
-A layout has one entry a dimension, each a tuple of atoms whose sizes multiply to the dimension's size: `ROWS`, a
-`Positions` of some token space, or a plain number. `(rows, positions, 512)` reads `((ROWS,), (Positions,), (512,))`;
-merged, `(rows * positions, 512)` reads `((ROWS, Positions), (512,))`. A dimension of size 1 is `()`.
+A layout has one entry per dimension, each a tuple of atoms whose sizes multiply to the dimension's size: `ROWS`, a
+`Positions` of some token space, or a plain number. `(rows, positions, 512)` has the layout `((ROWS,), (Positions,),
+(512,))`; merged, `(rows * positions, 512)` has `((ROWS, Positions), (512,))`. A dimension of size 1 is `()`.
 
-Sizes are symbols, so a dimension's expression says what it is; only merged dimensions need their history, for the
-order of their atoms. Whether an operator mixes positions is not asked here: that is the business of the rules in
-`unpad`.
+Sizes are symbols, so the expression of a dimension's size identifies the dimension. Only merged dimensions need their
+history, for the order of their atoms. A layout does not say whether an operator mixes positions: the rules in
+`passes/unpad/rules.py` do.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class Positions:
 
     @property
     def size(self) -> sympy.Expr:
-        """How many positions: an expression in `symbol`."""
+        """Return the number of positions: an expression in `symbol`."""
         return self.symbol - self.cut
 
     @property
     def whole(self) -> bool:
-        """Whether these are all positions of the space."""
+        """Return whether these are all positions of the space."""
         return self.offset == 0 and self.cut == 0
 
 
@@ -64,26 +64,29 @@ VIEWS = frozenset({
 
 @dataclass(frozen=True)
 class Symbols:
-    """What the sizes of a region mean: one symbol counts rows, each of `positions` the positions of a token space."""
+    """The meaning of a region's sizes.
+
+    `rows` counts rows, and each of `positions` counts the positions of a token space.
+    """
 
     rows: sympy.Symbol
     positions: frozenset[sympy.Symbol]
     shape_env: Any
 
     def expr(self, size: int | torch.SymInt) -> sympy.Expr:
-        """The size as an expression in canonical symbols."""
+        """Return the size as an expression in canonical symbols."""
         if isinstance(size, torch.SymInt):
             return sympy.expand(self.shape_env.replace(size.node.expr))
         return sympy.Integer(size)
 
     def atom_size(self, atom: Atom) -> sympy.Expr:
-        """The number of elements that an atom stands for."""
+        """Return the number of elements that an atom stands for."""
         if atom is ROWS:
             return self.rows
         return atom.size if isinstance(atom, Positions) else sympy.Integer(atom)
 
     def pure(self, size: sympy.Expr) -> Dim | None:
-        """The atoms of a dimension that is one thing only; None when it is merged or foreign."""
+        """Return the atoms of a dimension that is one thing only, or None if the dimension is merged or unknown."""
         if size.is_Integer:
             return () if size == 1 else (int(size),)
         if size == self.rows:
@@ -96,10 +99,10 @@ class Symbols:
 
 
 def layouts(graph: fx.Graph, symbols: Symbols, from_batch: Callable[[fx.Node], bool]) -> dict[fx.Node, Layout]:
-    """The layout of every tensor of `graph` for which one is known.
+    """Return the layout of every tensor of `graph` for which one is known.
 
-    Where positions start matters for values of the model alone: what is computed from the batch alone (labels that were
-    shifted, masks) is gathered by its own index, so its offset is 0, and no other value takes its offset from it.
+    The start of positions matters only for values that the model computes. A value that follows from the batch alone
+    (shifted labels, masks) is gathered by its own index: its offset is 0, and no other value takes its offset from it.
     """
     known: dict[fx.Node, Layout] = {}
     for node in graph.nodes:
@@ -125,7 +128,7 @@ def _layout(
     from_batch: Callable[[fx.Node], bool],
 ) -> Layout | None:
     sources = [source for source in tensor_operands(node) if source in known]
-    operands = [known[source] for source in sorted(sources, key=from_batch)]  # the model's own values first
+    operands = [known[source] for source in sorted(sources, key=from_batch)]  # the model's values come first
     if node.target in VIEWS:
         return resplit(operands[0], shape, symbols) if operands else None
     if node.target is aten.slice.Tensor and operands:
@@ -141,7 +144,7 @@ def _layout(
 
 
 def _carried(size: sympy.Expr, index: int, ndim: int, operands: list[Layout], symbols: Symbols) -> Dim | None:
-    """A dimension that stands in an operand already, at the same place from the right or, merged, anywhere."""
+    """Return a dimension that an operand already has, at the same place from the right or, if merged, at any place."""
     if size.is_Integer:
         return None
     for operand in operands:
@@ -163,7 +166,10 @@ def _dim_size(dim: Dim, symbols: Symbols) -> sympy.Expr:
 
 
 def tensor_operands(node: fx.Node) -> Iterator[fx.Node]:
-    """The tensors that a node reads, in order; those of a multi-output operator stand for its `getitem`."""
+    """Yield the tensors that a node reads, in order.
+
+    The operands of a multi-output operator stand for the result of its `getitem`.
+    """
     for source in node.all_input_nodes:
         if isinstance(source.meta.get("val"), torch.Tensor):
             yield source
@@ -172,7 +178,7 @@ def tensor_operands(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def resplit(layout: Layout, shape: Sequence[sympy.Expr], symbols: Symbols) -> Layout | None:
-    """The layout after a view to `shape`: atoms keep their order, numbers split and merge, symbols never split."""
+    """Return the layout after a view to `shape`. Atoms keep their order; numbers split and merge; symbols do not."""
     atoms = [atom for dim in layout for atom in dim]
     result: list[Dim] = []
     for size in shape:
@@ -224,17 +230,20 @@ def _sliced(node: fx.Node, layout: Layout, shape: list[sympy.Expr], symbols: Sym
 
 
 def positions_of(layout: Layout) -> list[Positions]:
-    """Every positions atom of a layout."""
+    """Return every positions atom of a layout."""
     return [atom for dim in layout for atom in dim if isinstance(atom, Positions)]
 
 
 def has_rows(layout: Layout) -> bool:
-    """Whether some dimension counts rows."""
+    """Return whether some dimension counts rows."""
     return any(atom is ROWS for dim in layout for atom in dim)
 
 
 def is_token(layout: Layout | None) -> bool:
-    """Whether a value has one entry a token: rows once, positions of one space once, numbers besides."""
+    """Return whether a value has one entry per token.
+
+    The dimensions of such a value are rows once, positions of one space once, and otherwise only numbers.
+    """
     if layout is None:
         return False
     rows = sum(atom is ROWS for dim in layout for atom in dim)
@@ -243,7 +252,7 @@ def is_token(layout: Layout | None) -> bool:
 
 
 def leads_with_tokens(layout: Layout | None) -> bool:
-    """Whether a value is (rows, positions, ...) or (rows * positions, ...), with plain dimensions besides."""
+    """Return whether a value is (rows, positions, ...) or (rows * positions, ...), with plain dimensions after that."""
     if layout is None or not is_token(layout):
         return False
     if len(layout[0]) == 2:
@@ -258,12 +267,12 @@ def leads_with_tokens(layout: Layout | None) -> bool:
 
 
 def token_dims(layout: Layout) -> list[int]:
-    """The dimensions that hold the rows or the positions, in order."""
+    """Return the dimensions that hold the rows or the positions, in order."""
     return [index for index, dim in enumerate(layout) if any(not isinstance(atom, int) for atom in dim)]
 
 
 def plain_size(dim: Dim) -> int:
-    """The product of the numbers in a dimension."""
+    """Return the product of the numbers in a dimension."""
     size = 1
     for atom in dim:
         if isinstance(atom, int):
@@ -272,17 +281,17 @@ def plain_size(dim: Dim) -> int:
 
 
 def vanishes(dim: Dim) -> bool:
-    """Whether a dimension has no place in the packed value: it is rows, positions or both, and nothing else."""
+    """Return whether the packed value lacks a dimension: one that is rows, positions or both, and nothing else."""
     return bool(dim) and all(not isinstance(atom, int) for atom in dim)
 
 
 def packed_sizes(layout: Layout) -> list[int]:
-    """The packed value's sizes after its first dimension, the tokens."""
+    """Return the packed value's sizes after its first dimension, the tokens."""
     return [plain_size(dim) for dim in layout if not vanishes(dim)]
 
 
 def packed_dim(layout: Layout, dim: int) -> int | None:
-    """Where dimension `dim` of the padded value stands in the packed one; None when it vanishes."""
+    """Return the place of dimension `dim` of the padded value in the packed value, or None if `dim` vanishes."""
     if vanishes(layout[dim]):
         return None
     return 1 + sum(not vanishes(layout[index]) for index in range(dim))

@@ -1,8 +1,9 @@
-"""What the mask of an attention means, found by evaluating it on probe batches.
+"""Recognition of the meaning of an attention's mask, by evaluating the mask on probe batches.
 
 The part of a mask that follows from the batch alone is run on small random batches and compared with the known
-meanings: every position, causal, a sliding window, each and-ed with "the key is a token". Probing is robust where
-matching how a mask was written is not. What stands beside the mask (a learned bias) is handed on as an additive term.
+meanings: every position, causal, a sliding window, each combined with "the key is a token". Probing does not depend on
+how a mask was written, as pattern matching would. Terms beside the mask, such as a learned bias, are handed on as
+additive terms.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class TokenSource:
-    """Where a token mask comes from: `node`, read by `reading` ("nonzero", "zero", "not negative")."""
+    """The origin of a token mask: the value `node`, read by `reading` ("nonzero", "zero", "not negative")."""
 
     node: fx.Node
     reading: str
 
     def read(self, value: torch.Tensor) -> torch.Tensor:
-        """The token mask as bool, in `value`'s shape."""
+        """Return the token mask as bool, in `value`'s shape."""
         return READINGS[self.reading](value)
 
 
@@ -45,9 +46,11 @@ READINGS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @dataclass(frozen=True)
 class Meaning:
-    """What an attention's mask says: key j is seen by query i iff i - left <= j <= i + right (-1: no limit) and, where
-    `tokens` is given, j is a token. What a step has to check: batches no longer than `max_positions`; `buffers`
-    unchanged; inputs in `assumed` hold 0 or 1 only ("binary"), or 0 and very low numbers ("additive").
+    """The meaning of an attention's mask.
+
+    Query i sees key j iff i - left <= j <= i + right (-1: no limit) and, if `tokens` is given, j is a token. Every step
+    has to check: batches are no longer than `max_positions`; `buffers` are unchanged; each input in `assumed` holds
+    only 0 or 1 ("binary"), or only 0 and very low numbers ("additive").
     """
 
     window_left: int = -1
@@ -60,12 +63,12 @@ class Meaning:
 
     @property
     def windowed(self) -> bool:
-        """Whether a limited window looks at distances, so that tokens must be contiguous."""
+        """Return whether a limited window measures distances, so that tokens must be contiguous."""
         return self.window_left > 0 or self.window_right > 0
 
 
 class Undecided(Exception):
-    """The mask's meaning was not found; the message says why."""
+    """The meaning of a mask was not found; the message says why."""
 
 
 class Prober:
@@ -75,7 +78,11 @@ class Prober:
         self._graph, self._symbols, self._slicer = graph, symbols, slicer
 
     def meaning(self, attention: Attention, rows: sympy.Expr, queries: sympy.Symbol, keys: sympy.Symbol) -> Meaning:
-        """What the attention's mask says, or `Undecided`."""
+        """Return the meaning of the attention's mask.
+
+        Raises:
+            Undecided: the meaning was not found.
+        """
         visible, bias = [], []
         for term in attention.terms:
             if term.kind != "added":
@@ -132,8 +139,9 @@ class Prober:
         raise Undecided(reason)
 
     def _candidates(self, subgraph: list[fx.Node], read: frozenset[fx.Node], keys: sympy.Symbol) -> list[fx.Node]:
-        """Values with one entry a row and key: what a token mask may be read from, nearest to the mask first: what it
-        really looked at, however it came about.
+        """Return the values with one entry per row and key that a token mask may be read from.
+
+        The value nearest to the mask comes first: it is what the mask really depends on, however it was computed.
         """
         found = []
         for node in subgraph:
@@ -168,7 +176,7 @@ class Prober:
         added = tuple(term.node for term in terms if term.kind == "added") if has_bias else ()
         readings: list[Any] = [(node, reading) for node in candidates for reading in READINGS]
         if not any(role_of(node) is Role.BATCH for node in read):
-            readings = [None]  # nothing of the batch is looked at, so no key can be told from another
+            readings = [None]  # the mask does not depend on the batch, so it treats all keys alike
         for choice in readings:
             window = _window(runs, choice, queries == keys, max(lengths))
             if window is not None:
@@ -181,9 +189,10 @@ class Prober:
     def _before_moves(
         self, choice: tuple[fx.Node, str], candidates: list[fx.Node], runs: list[dict[fx.Node, Any]]
     ) -> TokenSource:
-        """The same token mask before it was cast to bool, viewed, or indexed with every row and position in order.
+        """Return the same token mask before operators that only move values.
 
-        Such operators do not look at values, so what comes out equal on random ones is equal on all.
+        Operators of this kind are casts to bool, views, and indexing with every row and position in order. Moving
+        ignores what the values are, so results that are equal on random values are equal on all values.
         """
         node, reading = choice
         while _moves(node, reading):
@@ -198,8 +207,10 @@ class Prober:
         return TokenSource(node, reading)
 
     def _telling_numbers(self, subgraph: list[fx.Node]) -> list[int]:
-        """Whole numbers that a batch may hold and a mask may tell apart: those that it is written with, such as a pad
-        id, and their neighbours; what small tables hold; and places in a table, in case ids are looked up there.
+        """Return whole numbers that a batch may hold and that a mask may distinguish.
+
+        Such numbers are those that the mask is written with, for example a pad id, and their neighbours; the contents
+        of small tables; and places in a table, in case ids are looked up there.
         """
         exact, places = set(whole_numbers(subgraph)), set[int]()
         for table in self._tables(subgraph):
@@ -211,7 +222,7 @@ class Prober:
         return sorted({*exact, *(number + 1 for number in exact), *(number - 1 for number in exact), *places})
 
     def _tables(self, subgraph: list[fx.Node]) -> Iterator[torch.Tensor]:
-        """The constants and buffers that are read."""
+        """Yield the constants and buffers that are read."""
         for node in subgraph:
             value = None
             if node.op == "get_attr":
@@ -222,7 +233,7 @@ class Prober:
                 yield value
 
     def probe_together(self, nodes: list[fx.Node]) -> Iterator[list[torch.Tensor]]:
-        """The values of several batch-only nodes, probe by probe."""
+        """Yield the values of several batch-only nodes, probe by probe."""
         subgraph = self._slicer.slice(nodes)
         read = frozenset(self._slicer.inputs_read(nodes))
         constants = self._telling_numbers(subgraph)
@@ -235,7 +246,7 @@ class Prober:
                     yield [values[node] for node in nodes]
 
     def evaluate(self, subgraph: list[fx.Node], read: frozenset[fx.Node], probe: Probe) -> dict[fx.Node, Any]:
-        """Run batch-only nodes on real CPU tensors; of inputs that are not `read` only the sizes are made."""
+        """Run batch-only nodes on real CPU tensors. Inputs that are not in `read` get only sizes, no values."""
         values: dict[fx.Node, Any] = {}
         for node in subgraph:
             if node.op == "placeholder":
@@ -263,7 +274,7 @@ class Prober:
             return graph_input.value.detach().cpu()
         if not isinstance(fake, torch.Tensor):
             return self._size(fake, probe)
-        if not read:  # nothing but its sizes is looked at, each by itself
+        if not read:  # only its sizes are used, and each is computed by itself
             return None
         return random_values([self._size(size, probe) for size in fake.shape], fake.dtype, probe)
 
@@ -285,7 +296,7 @@ _TO_DTYPE = frozenset({aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten
 
 
 def _moves(node: fx.Node, reading: str) -> bool:
-    """Whether a node hands on the values of its first argument, as far as this reading of them goes."""
+    """Return whether a node passes on the values of its first argument, as far as this reading of the values goes."""
     if node.op != "call_function" or not isinstance(node.args[0], fx.Node):
         return False
     before, after = node.args[0].meta["val"].dtype, node.meta["val"].dtype
@@ -295,7 +306,10 @@ def _moves(node: fx.Node, reading: str) -> bool:
 
 
 def _places(table: torch.Tensor) -> list[int]:
-    """Indices into the first dimension that is not 1: some for every value that it tells apart, and some all over."""
+    """Return indices into the first dimension of size above 1.
+
+    Some are for every value that the table distinguishes, and some are spread over the whole table.
+    """
     table = table.detach().cpu().squeeze()
     if table.dim() == 0:
         return []
@@ -308,7 +322,10 @@ def _places(table: torch.Tensor) -> list[int]:
 
 
 def _combine(terms: list[Term], values: dict[fx.Node, Any], sizes: tuple[int, int, int]) -> tuple[torch.Tensor, bool]:
-    """All terms as one bool mask (rows, queries, keys), and whether an added term says more than seen or not seen."""
+    """Return all terms as one bool mask (rows, queries, keys), and whether an added term says more than that mask.
+
+    Such a term adds a value other than zero to a score that is seen.
+    """
     rows, queries, keys = sizes
     visible = torch.ones(rows, 1, queries, keys, dtype=torch.bool)
     says_more = False
@@ -324,7 +341,7 @@ def _combine(terms: list[Term], values: dict[fx.Node, Any], sizes: tuple[int, in
             seen = value > MASKED
             says_more = says_more or bool((value[seen] != 0).any())
         if term.ndim == 3 and seen.dim() == 3 and seen.shape[0] != 1:
-            # rows and heads merged, as nn.MultiheadAttention has them
+            # rows and heads are merged, as in nn.MultiheadAttention
             if seen.shape[0] % rows:
                 raise Undecided(f"the mask {term.node.name} does not have a row's dimension first")
             seen = seen.reshape(rows, -1, *seen.shape[1:])
@@ -339,14 +356,14 @@ def _combine(terms: list[Term], values: dict[fx.Node, Any], sizes: tuple[int, in
 
 
 def _offsets(offset: torch.Tensor, chosen: torch.Tensor) -> list[int]:
-    """The distinct key - query offsets (queries, keys) of the chosen pairs (rows, queries, keys)."""
+    """Return the distinct key - query offsets (queries, keys) of the chosen pairs (rows, queries, keys)."""
     return offset[chosen.any(0)].unique().tolist()
 
 
 def _window(
     runs: list[Any], choice: tuple[fx.Node, str] | None, same_space: bool, longest: int
 ) -> tuple[int, int] | None:
-    """The window (left, right) that explains every run with this choice of token mask, or None."""
+    """Return the window (left, right) that explains every run with this choice of token mask, or None."""
     seen: set[int] = set()
     unseen: set[int] = set()
     told_apart = False

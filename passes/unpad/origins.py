@@ -1,8 +1,8 @@
-"""Which inputs a token value follows, position by position: the ids that were embedded, the embeddings that were given.
+"""Origins: which inputs a token value follows, position by position, such as embedded ids or given embeddings.
 
-Two sequences that a model forces to one length share the symbol of their positions, and are two sequences all the same:
-a pad of the source is none of the target. What tells them apart is where their values come from. An attention passes on
-the origins of its queries: each query keeps its position, whatever keys it has looked at.
+Two sequences that a model forces to one length share the symbol of their positions, but are still two sequences: a pad
+of the source is no pad of the target. The origins of their values tell the two apart. An attention passes on the
+origins of its queries: each query keeps its position, whichever keys it attends to.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Origins = frozenset[fx.Node]
 def origins(
     graph: fx.Graph, known: Mapping[fx.Node, Layout], attentions: Iterable[Attention], slicer: Slicer
 ) -> dict[fx.Node, Origins]:
-    """The batch inputs that every value of the model follows token by token; empty where there is none."""
+    """Return the batch inputs that every value of the model follows token by token; an empty set if there is none."""
     query_of = {attention.output: attention.query for attention in attentions}
     found: dict[fx.Node, Origins] = {}
     of_batch: dict[fx.Node, Origins] = {}
@@ -51,7 +51,7 @@ def origins(
 
 
 def are_one_sequence(all_origins: Iterable[Origins]) -> bool:
-    """Whether values with these origins belong together: each shares an input with another, and so on."""
+    """Return whether values with these origins belong together, linked to each other by a chain of shared inputs."""
     groups: list[Origins] = []
     for each in filter(None, all_origins):
         touching = [group for group in groups if group & each]

@@ -1,8 +1,8 @@
-"""Cuts a packed graph in two: what follows from the batch alone, and a body that knows nothing of the padded sizes.
+"""Division of a packed graph: a prologue that follows from the batch alone, and a body independent of the padded sizes.
 
 A batch's rows are padded to another length each time, so a step that takes ids and masks as they come has other sizes
-each time. What is gathered from them has as many entries as there are tokens: the body takes that, and where token
-counts are rounded (`compiler/step/rounded_step`) it sees a few sizes only.
+each time. Values gathered from them have as many entries as there are tokens. The body takes these values, and where
+token counts are rounded (`compiler/step/rounded_step`) it sees only a few different sizes.
 """
 
 from __future__ import annotations
@@ -28,12 +28,20 @@ _MODES = (enter_autocast, exit_autocast, set_grad_enabled_in_graphs)
 
 @dataclass(frozen=True)
 class PackedBody:
-    """A packed graph in two. Both take some of its inputs, and the body also what `prologue` makes of the batch.
+    """A packed graph in two parts.
 
-    prologue: without parameters and random numbers; returns `num_between` further inputs of the body, and then outputs
-    of the packed graph that follow from the batch alone. outputs: where each of the packed graph's is: ("body", i),
-    ("prologue", i), where i counts these outputs, or ("constant", value). varying: of each input of the body, the
-    dimensions whose sizes are symbols.
+    Both take some of its inputs; the body also takes what `prologue` makes of the batch.
+
+    Attributes:
+        prologue: has no parameters and no random numbers; returns `num_between` further inputs of the body, and then
+            the outputs of the packed graph that follow from the batch alone.
+        prologue_inputs: the packed graph's inputs that the prologue takes.
+        body: the rest of the graph.
+        body_inputs: the packed graph's inputs that the body takes, before those from the prologue.
+        num_between: number of tensors that the prologue hands to the body.
+        outputs: where each output of the packed graph comes from: ("body", i), ("prologue", i), where i counts these
+            outputs, or ("constant", value).
+        varying: for each input of the body, the dimensions whose sizes are symbols.
     """
 
     prologue: fx.GraphModule
@@ -46,10 +54,13 @@ class PackedBody:
 
 
 def cut(module: fx.GraphModule, padded_sizes: Collection[sympy.Symbol]) -> PackedBody:
-    """Cut the graph of `module`, whose nodes have their values, and which is left as it is.
+    """Cut the graph of `module`, whose nodes have values, in two. The graph itself stays unchanged.
 
-    padded_sizes: the symbols of the spaces' positions. Raises `Declined` where the body would have a size besides the
-    batch's rows and those of the index inputs, or would write into an input.
+    padded_sizes: the symbols of the spaces' positions.
+
+    Raises:
+        Declined: the body would have a size besides the batch's rows and those of the index inputs, or would write into
+            an input.
     """
     return _Cut(module, frozenset(padded_sizes)).made()
 
@@ -65,22 +76,22 @@ class _Cut:
             raise Declined("the model writes into its inputs", "sizes")
         self._number = {node: i for i, node in enumerate(n for n in graph.nodes if n.op == "placeholder")}
         self._varies = self._of_the_batch()
-        # sizes that are rounded, and the batch's rows
+        # the sizes that are rounded, and the number of the batch's rows
         given = [node.meta["val"] for node in self._number if node.meta["input"].role is Role.INDEX]
         self._rounded = self._symbols_of(size for value in given for size in value.shape) - padded_sizes
-        self._between: list[fx.Node] = []  # of the whole graph: what the prologue gives the body
-        self._carriers: list[fx.Node] = []  # likewise sizes, which travel as tensors
+        self._between: list[fx.Node] = []  # nodes of the whole graph: values that the prologue gives the body
+        self._carriers: list[fx.Node] = []  # likewise sizes, which are passed as tensors
         self._body = fx.Graph()
         self._in_body: dict[fx.Node, fx.Node] = {}
-        self._begin = self._body.call_function(operator.pos, (0,))  # inputs go before it; it goes in the end
+        self._begin = self._body.call_function(operator.pos, (0,))  # a temporary mark: inputs go before it
 
     def made(self) -> PackedBody:
         for node in self._graph.nodes:
             if self._is_of_the_body(node):
                 self._in_body[node] = self._body.node_copy(node, self._needed)
         outputs: list[tuple[str, Any]] = []
-        found: list[fx.Node] = []  # outputs of the body
-        early: list[fx.Node] = []  # and of the prologue
+        found: list[fx.Node] = []  # outputs that the body computes
+        early: list[fx.Node] = []  # outputs that the prologue computes
         for value in next(iter(reversed(self._graph.nodes))).args[0]:  # type: ignore[union-attr]
             if not isinstance(value, fx.Node):
                 outputs.append(("constant", value))
@@ -114,7 +125,10 @@ class _Cut:
     # ------------------------------------------------------------------ the body
 
     def _is_of_the_body(self, node: fx.Node) -> bool:
-        """What is computed there: what needs parameters, and what buffers and constants alone give."""
+        """Return whether the body computes a node.
+
+        The body computes nodes that need parameters, and nodes that follow from buffers and constants alone.
+        """
         if node.op != "call_function" or node.target in _MODES:
             return node.op == "call_function"
         if isinstance(node.meta.get("val"), torch.SymInt):
@@ -125,7 +139,7 @@ class _Cut:
         return node in self._in_body and bool(self._in_body[node].users)
 
     def _needed(self, node: fx.Node) -> fx.Node:
-        """The node of the body that stands for one of the whole graph."""
+        """Return the node of the body that stands for a node of the whole graph."""
         if node not in self._in_body:
             self._in_body[node] = self._make(node)
         return self._in_body[node]
@@ -142,7 +156,10 @@ class _Cut:
         return self._input(node, f"between_{len(self._between)}")
 
     def _size(self, node: fx.Node) -> fx.Node:
-        """A size: read from an index input, computed from other sizes, or read from an empty tensor that carries it."""
+        """Return a size of the body.
+
+        The size is read from an index input, computed from other sizes, or read from an empty tensor that carries it.
+        """
         if node.target is aten.sym_size.int:
             source = node.args[0]
             assert isinstance(source, fx.Node)
@@ -190,7 +207,10 @@ class _Cut:
     def _prologue(
         self, between: list[fx.Node], carriers: list[fx.Node], outputs: list[fx.Node]
     ) -> tuple[fx.GraphModule, tuple[int, ...]]:
-        """The graph that returns `between`, tensors that carry the sizes `carriers`, and `outputs`; and its inputs."""
+        """Return the graph that computes values for the body and early outputs, and the inputs that the graph takes.
+
+        The graph returns `between`, tensors that carry the sizes `carriers`, and `outputs`.
+        """
         acts = [
             n for n in self._graph.nodes if n.op == "call_function" and self._slicer.from_batch(n) and n.is_impure()
         ]
@@ -212,7 +232,7 @@ class _Cut:
         return fx.GraphModule(self._module, graph), tuple(taken)
 
     def _of_the_batch(self) -> dict[fx.Node, bool]:
-        """Whether each node is another from batch to batch."""
+        """Return, for each node, whether its value varies from batch to batch."""
         varies: dict[fx.Node, bool] = {}
         for node in self._graph.nodes:
             if node.op == "placeholder":
@@ -228,9 +248,9 @@ def _symbolic(sizes: list[Any]) -> tuple[int, ...]:
 
 
 def _gather_ids_first(graph: fx.Graph) -> None:
-    """`table[ids][columns]` becomes `table[ids[columns]]`: the same rows, without all the padded batch's positions.
+    """Rewrite `table[ids][columns]` as `table[ids[columns]]`: the same rows, without all positions of the padded batch.
 
-    Learned positions are looked up for every position, (1, positions, hidden), and gathered then.
+    Learned positions, for example, are looked up for every position, (1, positions, hidden), and only then gathered.
     """
     for node in list(graph.nodes):
         if node.target is not aten.index_select.default or node.args[1] != 0:

@@ -1,4 +1,4 @@
-"""The small batches that masks are evaluated on: so long that a mask shows what it is, and what they hold."""
+"""Probe batches: small random batches, long enough for a mask to show its meaning, on which masks are evaluated."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from deepytorch.torch_internals import OpOverload, tree_flatten
 
 aten = torch.ops.aten
 
-# Probes are (rows, positions, positions); above this many positions a constant of the mask is left to a run-time check.
+# Probes are (rows, positions, positions). A constant of the mask above this many positions is left to a run-time check.
 MAX_PROBE_POSITIONS = 2048
 
 
@@ -34,17 +34,17 @@ class Probe:
 
 
 def role_of(node: fx.Node) -> Role | None:
-    """Of an input; None of anything else."""
+    """Return the role of an input, or None for any other node."""
     return node.meta["input"].role if node.op == "placeholder" else None
 
 
 def random_values(shape: list[int], dtype: torch.dtype, probe: Probe) -> torch.Tensor:
-    """Values that a batch may hold: token masks of every kind among them."""
+    """Return values that a batch may hold, including token masks of every kind."""
     choose = torch.randint(0, 2, shape, generator=probe.generator).bool()
-    if len(shape) >= 2:  # one row starts with holes, one ends with them, so that left and right padding both occur
+    if len(shape) >= 2:  # one row starts with holes and one ends with holes, so that left and right padding both occur
         choose[0, ..., : shape[-1] // 2] = True
         choose[-1, ..., shape[-1] // 2 :] = True
-        choose[..., shape[-1] // 3] = True  # no row without a token
+        choose[..., shape[-1] // 3] = True  # no row is without a token
     if dtype is torch.bool:
         return choose
     if dtype.is_floating_point:
@@ -65,9 +65,9 @@ def random_values(shape: list[int], dtype: torch.dtype, probe: Probe) -> torch.T
 
 
 def whole_numbers(subgraph: list[fx.Node]) -> list[int]:
-    """The whole numbers that a mask is written with, one for each use: windows, pad ids.
+    """Return the whole numbers that a mask is written with, one for each use: windows, pad ids.
 
-    Open ends of slices and very low scores are none of them.
+    Open ends of slices and very low scores do not count.
     """
     found = []
     for node in subgraph:
@@ -82,10 +82,10 @@ def whole_numbers(subgraph: list[fx.Node]) -> list[int]:
 
 
 def probe_lengths(subgraph: list[fx.Node], symbols: Symbols) -> tuple[list[int], int | None]:
-    """How long the probes are, and up to which length they prove anything (None: any).
+    """Return the lengths of the probes, and the length up to which they prove a meaning (None: any length).
 
-    Where positions are only added, subtracted and compared, a mask can change its form at sums of its whole numbers and
-    nowhere else, so probes that reach past their total settle it. Where a mask does anything else with positions, or
+    If positions are only added, subtracted and compared, a mask can change its form only at sums of its whole numbers,
+    so probes longer than the total of these numbers settle its meaning. If a mask uses positions in any other way, or
     reads a buffer, only lengths up to the longest probe are proved.
     """
     positional, only_linear = _positional(subgraph)
@@ -120,8 +120,9 @@ _LINEAR = frozenset({
 
 
 def _positional(subgraph: list[fx.Node]) -> tuple[set[fx.Node], bool]:
-    """The values that hold positions, and whether nothing but sums, differences and comparisons with whole numbers is
-    done to them.
+    """Return the values that hold positions, and whether they are only used linearly.
+
+    Linear use means sums, differences and comparisons with whole numbers, and nothing else.
     """
     positional: set[fx.Node] = set()
     only_linear = True
@@ -139,7 +140,7 @@ def _positional(subgraph: list[fx.Node]) -> tuple[set[fx.Node], bool]:
         known = name in _COMPARISONS or name in _LINEAR or (is_bool and name in _LOGICAL)
         only_linear = only_linear and not fraction and known
         found_there = name in ("index", "gather", "index_select") and node.args[0] not in positional
-        if not is_bool and not found_there:  # what is found at a position is no position, nor is what is true of one
+        if not is_bool and not found_there:  # what stands at a position, or a truth about one, is no position
             positional.add(node)
     return positional, only_linear
 

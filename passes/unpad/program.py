@@ -1,4 +1,7 @@
-"""What `StripPadding` hands to the run time besides the packed graph: how to feed it and how to read its outputs."""
+"""The program of a packed graph, which `StripPadding` hands to the run time.
+
+The program says how to feed the graph and how to read its outputs.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,13 @@ from torch import fx
 
 
 class IndexSet(NamedTuple):
-    """Some entries of a token space, in row-major order: its tokens, or those of them that a loss looks at.
+    """A set of entries of a token space, in row-major order: its tokens, or only the tokens that a loss reads.
 
-    `space` numbers the token space. `loss` is None for tokens, else the number of the loss whose label is not ignored
-    there. `offset` and `cut` narrow tokens to the positions `offset` to `positions - cut + offset`.
+    Attributes:
+        space: the number of the token space.
+        loss: None for tokens; else the number of the loss whose label is not ignored there.
+        offset: narrows tokens, with `cut`, to the positions `offset` to `positions - cut + offset`.
+        cut: see `offset`.
     """
 
     space: int
@@ -24,17 +30,20 @@ class IndexSet(NamedTuple):
 
     @property
     def is_tokens(self) -> bool:
-        """Whether these are all tokens of the space."""
+        """Return whether these are all tokens of the space."""
         return self.loss is None and self.offset == 0 and self.cut == 0
 
 
 class IndexInput(NamedTuple):
-    """An input that the packed graph takes after those of the region.
+    """An input that the packed graph takes after the inputs of the region.
 
-    kind "flat": row * positions + position of every entry of `entries`, (entries,) int64. "rank": where `entries` stand
-    among those of `among`, (entries,) int64. "cu_seqlens": cumulative lengths of the space's rows, (rows + 1,) int32.
-    "longest": a tensor of shape (longest row, 0), whose first size is the longest row's length. "picked": where the
-    token picked from each row stands among the space's tokens, (rows,) int64.
+    kind is one of:
+
+    - "flat": row * positions + position of every entry of `entries`, (entries,) int64;
+    - "rank": the place of each of `entries` among those of `among`, (entries,) int64;
+    - "cu_seqlens": cumulative lengths of the space's rows, (rows + 1,) int32;
+    - "longest": a tensor of shape (longest row, 0), whose first size is the longest row's length;
+    - "picked": the place of the token picked from each row among the space's tokens, (rows,) int64.
     """
 
     kind: str
@@ -45,8 +54,10 @@ class IndexInput(NamedTuple):
 
 @dataclass(frozen=True)
 class SpaceFacts:
-    """One token space: `mask` is the output of `Program.facts` that holds its token mask (None: every position, or,
-    with `trimmed_by`, the positions up to the last one whose label these losses do not ignore).
+    """The facts about one token space.
+
+    mask: the output of `Program.facts` that holds the token mask. None: all positions are tokens or, with `trimmed_by`,
+    the positions up to the last one whose label these losses do not ignore.
     """
 
     name: str
@@ -54,15 +65,16 @@ class SpaceFacts:
     reading: str | None
     trimmed_by: tuple[int, ...] = ()
     contiguous: bool = False  # a window measures distances between tokens
-    prefix: bool = False  # a causal attention without a key mask: tokens come first in each row
+    prefix: bool = False  # a causal attention has no key mask, so tokens must come first in each row
     max_positions: int | None = None
 
 
 @dataclass(frozen=True)
 class LossFacts:
-    """One loss over tokens: `target` is the output of `Program.facts` with its labels, (rows, positions - cut).
+    """The facts about one loss over tokens.
 
-    `ignores_pads`: it runs on tokens or on labelled entries only, so that no label may stand at a padded position.
+    target: the output of `Program.facts` with the labels, (rows, positions - cut). ignores_pads: the loss runs on
+    tokens or on labelled entries only, so that no label may stand at a padded position.
     """
 
     space: int
@@ -75,8 +87,10 @@ class LossFacts:
 
 @dataclass(frozen=True)
 class PickFacts:
-    """A pick of one position a row: a constant `position` (negative counts from the end), or an output of
-    `Program.facts` holding row * positions + position, (rows,).
+    """The facts about a pick of one position per row.
+
+    position: a constant; negative counts from the end. output: otherwise, the output of `Program.facts` that holds row
+    * positions + position, (rows,).
     """
 
     space: int
@@ -86,9 +100,9 @@ class PickFacts:
 
 @dataclass(frozen=True)
 class Assumption:
-    """A value that must hold at run time: output `output` of `Program.facts`.
+    """A condition on output `output` of `Program.facts` that must hold at run time.
 
-    kind "zero at pads": it is zero or false wherever no token of `space` stands. "binary": 0 or 1 only. "additive": 0
+    kind "zero at pads": the value is zero or false wherever `space` has no token. "binary": 0 or 1 only. "additive": 0
     or very low numbers only.
     """
 
@@ -101,7 +115,7 @@ class Assumption:
 
 @dataclass(frozen=True)
 class BufferState:
-    """A buffer as it was when masks were proved with it; `sample` is some of its values."""
+    """The state of a buffer when masks were proved with it. sample: some of its values."""
 
     input: int
     tensor: torch.Tensor
@@ -111,25 +125,34 @@ class BufferState:
 
 @dataclass(frozen=True)
 class OutputMeta:
-    """What a deferred output looks like. `sizes_of` maps the rows and the positions of every space to its shape."""
+    """The metadata of a deferred output.
+
+    sizes_of: maps the numbers of rows and of every space's positions to its shape.
+    """
 
     name: str
     dtype: torch.dtype
     sizes_of: Callable[..., Sequence[int]]
 
     def shape(self, sizes: Sequence[tuple[int, int]]) -> list[int]:
-        """The shape for a batch whose spaces have these (rows, positions)."""
+        """Return the shape for a batch whose spaces have these (rows, positions)."""
         return [*map(int, self.sizes_of(sizes[0][0], *[positions for _, positions in sizes]))]
 
 
 @dataclass(frozen=True)
 class Output:
-    """One output of the region. kind "value": output `index` of the packed graph. "tokens": its tokens, which the
-    packed graph's output `index` holds. "tail": deferred, computed by tail `index`. "twin": deferred, computed by the
-    padded step.
+    """One output of the region.
 
-    entries: of "tokens" and "tail", what they hold one row of; None where they hold the whole padded value. merged:
-    whether the padded value is (rows * positions, ...). zero_at_pads: whether it is known to be.
+    Attributes:
+        kind: "value": output `index` of the packed graph. "tokens": only the tokens of the output, in the packed
+            graph's output `index`. "tail": deferred, computed by tail `index`. "twin": deferred, computed by a padded
+            replay of the step.
+        index: see `kind`.
+        meta: the shape, dtype and name of an output that leaves the region packed or deferred.
+        entries: for "tokens" and "tail", the entries that the value holds one row for; None if it is the whole padded
+            value.
+        merged: whether the padded value is (rows * positions, ...).
+        zero_at_pads: whether the padded value is known to be zero at pads.
     """
 
     kind: str
@@ -142,8 +165,10 @@ class Output:
 
 @dataclass(frozen=True)
 class Tail:
-    """A deferred output: `module` takes the region's inputs `inputs`, the packed graph's outputs `values` and the index
-    inputs `indices`, in this order, and returns the output, padded or its tokens (`Output.entries`).
+    """The computation of a deferred output.
+
+    `module` takes the region's inputs `inputs`, the packed graph's outputs `values` and the index inputs `indices`, in
+    this order, and returns the output: padded, or only the entries that `Output.entries` names.
     """
 
     module: fx.GraphModule
@@ -165,19 +190,19 @@ class Program:
     indices: tuple[IndexInput, ...]
     outputs: tuple[Output, ...]
     tails: tuple[Tail, ...]
-    sizes: tuple[tuple[int, int, int], ...]  # of each space: the input, its rows' dim and its positions' dim
+    sizes: tuple[tuple[int, int, int], ...]  # for each space: the input, its dim of rows and its dim of positions
     buffers: tuple[BufferState, ...] = ()
     packed_inputs: tuple[int, ...] = ()
-    values: tuple[IndexSet | None, ...] = ()  # of each output of the packed graph the entries that it holds, if it does
-    reference: Callable[..., Sequence[torch.Tensor]] | None = None  # gives the packed graph's outputs, computed padded
-    reference_inputs: tuple[int, ...] = ()  # what it takes: these inputs of the region, and then
+    values: tuple[IndexSet | None, ...] = ()  # for each output of the packed graph: its entries, if it is packed
+    reference: Callable[..., Sequence[torch.Tensor]] | None = None  # the packed graph's outputs, padded
+    reference_inputs: tuple[int, ...] = ()  # `reference` takes these inputs of the region, and then the following
     reference_indices: tuple[IndexInput, ...] = ()
-    costs: tuple[tuple[IndexSet, float], ...] = ()  # multiply-adds for every entry of a set, in what is packed
+    costs: tuple[tuple[IndexSet, float], ...] = ()  # multiply-adds per entry of a set, in the packed operators
     sites: list[str] = field(default_factory=list)
-    on_host: Any = None  # `facts` for batches that are known on the host, made when one is met
+    on_host: Any = None  # `facts` for batches that are known on the host, made at the first such batch
 
     def relative_cost(self, tokens: Sequence[int], labels: Sequence[int], sizes: Sequence[tuple[int, int]]) -> float:
-        """The packed step's matrix work over that of the padded one, for what is packed."""
+        """Return the packed step's matrix work divided by the padded step's, for the operators that are packed."""
         packed = padded = 0.0
         for entries, cost in self.costs:
             rows, positions = sizes[entries.space]

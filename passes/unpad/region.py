@@ -1,4 +1,4 @@
-"""What the analyses find out about one graph: its token spaces and everything that is decided about its values."""
+"""The findings of the analyses about one graph: its token spaces, and all decisions about its values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from deepytorch.passes.unpad.program import IndexSet
 
 
 class Declined(Exception):
-    """The region stays as it is."""
+    """The region stays unchanged."""
 
     def __init__(self, reason: str, where: str = "region") -> None:
         super().__init__(reason)
@@ -39,13 +39,13 @@ class Space:
 
     @property
     def strips(self) -> bool:
-        """Whether some positions of this space may be left out."""
+        """Return whether some positions of this space may be left out."""
         return self.source is not None or bool(self.trimmed_by)
 
 
 @dataclass
 class Region:
-    """Everything that the analyses found out about one graph."""
+    """All findings of the analyses about one graph."""
 
     graph: fx.Graph
     slicer: Slicer
@@ -63,14 +63,14 @@ class Region:
     entries: dict[fx.Node, IndexSet]
     declined: list[Decline]
     packs: bool
-    twins: set[fx.Node] = field(default_factory=set)  # outputs that only the padded step computes, if they are used
+    twins: set[fx.Node] = field(default_factory=set)  # outputs that only a padded replay computes, if they are used
 
     def space(self, node: fx.Node) -> Space:
-        """The token space of a token value."""
+        """Return the token space of a token value."""
         return self.spaces[positions_of(self.layouts[node])[0].symbol]
 
     def is_boundary(self, node: fx.Node) -> bool:
-        """Whether a deferred output may start from this value, because the step computes it for all tokens anyway."""
+        """Return whether a deferred output may start from this value, because the step computes it for all tokens."""
         if node.op != "call_function" or self.seen.from_batch[node] or not is_float(node):
             return False
         if self.demand[node] == NOTHING:
@@ -79,7 +79,7 @@ class Region:
         return entries is None or entries.loss is None
 
     def tail_nodes(self, output: fx.Node) -> list[fx.Node]:
-        """What has to be computed for a deferred output besides what the step computes."""
+        """Return the nodes that a deferred output needs in addition to those that the step computes."""
         if self.is_boundary(output):
             return []
         stop = frozenset(node for node in self.graph.nodes if self.is_boundary(node))

@@ -1,9 +1,9 @@
-"""Which operators work position by position, and what each becomes on packed tokens.
+"""Rules: which operators work position by position, and what each becomes on packed tokens.
 
 A rule answers two questions about one node of a padded graph. `admits`: does the output at a token follow from the
-inputs at that token (and from values that are the same for all tokens, a row or a position) alone? And `emit`: the
-same computation on packed values, whose first dimension counts tokens and which keep the padded value's other
-dimensions in their order.
+inputs at that token alone (and from values that are the same for all tokens, for a row or for a position)? `emit`: what
+is the same computation on packed values, whose first dimension counts tokens and which keep the padded value's other
+dimensions in their order?
 
 An operator without a rule stays padded. Rules are keyed by overload and by `torch.Tag.pointwise`, never by model.
 """
@@ -43,11 +43,11 @@ Layouts = Mapping[fx.Node, Layout]
 
 
 class Rule(ABC):
-    """How one kind of operator behaves on tokens."""
+    """The behaviour of one kind of operator on tokens."""
 
     @abstractmethod
     def admits(self, node: fx.Node, layouts: Layouts, from_batch: Mapping[fx.Node, bool]) -> bool:
-        """Whether `node`, whose output has one entry a token, works token by token."""
+        """Return whether `node`, whose output has one entry per token, works token by token."""
 
     @abstractmethod
     def emit(self, node: fx.Node, emitter: Emitter, entries: IndexSet) -> fx.Node:
@@ -55,7 +55,7 @@ class Rule(ABC):
 
 
 def tensor_inputs(node: fx.Node) -> list[fx.Node]:
-    """The nodes among the arguments that are tensors (or lists of them, for `getitem`)."""
+    """Return the nodes among the arguments that are tensors (or lists of tensors, for `getitem`)."""
     return [source for source in node.all_input_nodes if _is_value(source)]
 
 
@@ -64,7 +64,7 @@ def _is_value(node: fx.Node) -> bool:
 
 
 def broadcasts(layout: Layout | None, out: Layout, from_batch: bool) -> bool:
-    """Whether an operand of this layout lines up with `out`, dimension by dimension from the right."""
+    """Return whether an operand of this layout lines up with `out`, dimension by dimension from the right."""
     if layout is None or len(layout) > len(out):
         return False
     for dim, target in zip(reversed(layout), reversed(out), strict=False):
@@ -75,12 +75,15 @@ def broadcasts(layout: Layout | None, out: Layout, from_batch: bool) -> bool:
         return False
     if is_token(layout):
         return token_dims(layout) == [index - (len(out) - len(layout)) for index in token_dims(out)]
-    # What is constant along rows or along positions is gathered whole, so its one dimension must stand alone.
+    # A value that is constant along rows or positions is gathered whole, so its one token dimension must not be merged.
     return all(len(layout[index]) == 1 for index in token_dims(layout)) and len(token_dims(layout)) <= 1
 
 
 def _same_grid(dim: Dim, target: Dim) -> bool:
-    """Equal but for where positions start, which has no meaning for what is computed from the batch alone."""
+    """Return whether two dimensions are equal except for where positions start.
+
+    The start has no meaning for values computed from the batch alone.
+    """
     if len(dim) != len(target):
         return False
     for atom, other in zip(dim, target, strict=True):
@@ -99,7 +102,7 @@ class Pointwise(Rule):
     def admits(self, node: fx.Node, layouts: Layouts, from_batch: Mapping[fx.Node, bool]) -> bool:
         out = layouts[node]
         if node.kwargs.get("memory_format") in (torch.channels_last, torch.channels_last_3d):
-            return False  # packed values have fewer dimensions than it takes
+            return False  # packed values have fewer dimensions than the memory format needs
         return all(broadcasts(layouts.get(source), out, from_batch[source]) for source in tensor_inputs(node))
 
     def emit(self, node: fx.Node, emitter: Emitter, entries: IndexSet) -> fx.Node:
@@ -127,7 +130,7 @@ class Linear(Rule):
                 if layout is None or token_dims(layout) or len(layout) > 2:
                     return False
         if node.target in (aten.mm.default, aten.addmm.default) and len(packed_sizes(x)) != 1:
-            return False  # a matrix has no room for what is merged with its rows, such as heads
+            return False  # mm takes two dimensions: none is left for a plain size merged with the rows, such as heads
         return x[:-1] == layouts[node][:-1] and _plain(layouts[node][-1])
 
     def emit(self, node: fx.Node, emitter: Emitter, entries: IndexSet) -> fx.Node:
@@ -138,7 +141,7 @@ class Linear(Rule):
 
 @dataclass(frozen=True)
 class PerTokenMatmul(Rule):
-    """A product of two matrices that every token has for itself."""
+    """A product of two matrices where every token has its own pair."""
 
     def admits(self, node: fx.Node, layouts: Layouts, from_batch: Mapping[fx.Node, bool]) -> bool:
         a, b = (layouts.get(source) for source in node.args[:2])  # type: ignore[arg-type]
@@ -171,8 +174,8 @@ class Norm(Rule):
 class AlongPlain(Rule):
     """An operator along dimensions that are neither rows nor positions: reductions, softmax, slices, sorts.
 
-    `name` is the argument that holds the dimension or the dimensions. Tensor arguments other than the first (an
-    index) have one entry a token as well.
+    `name` is the argument that holds the dimension or the dimensions. Tensor arguments other than the first (an index)
+    must have one entry per token as well.
     """
 
     name: str = "dim"
@@ -232,8 +235,9 @@ class Reshape(Rule):
 
 @dataclass(frozen=True)
 class Permute(Rule):
-    """Reorderings of dimensions. Rows and positions have one place in a packed value, so often nothing is left to
-    do.
+    """Reorderings of dimensions.
+
+    Rows and positions have one fixed place in a packed value, so often nothing is left to do.
     """
 
     def admits(self, node: fx.Node, layouts: Layouts, from_batch: Mapping[fx.Node, bool]) -> bool:
@@ -251,7 +255,7 @@ class Permute(Rule):
 
 
 def permutation(node: fx.Node, ndim: int) -> list[int]:
-    """Which dimension of the input each dimension of the output is."""
+    """Return, for each dimension of the output, the corresponding dimension of the input."""
     order = list(range(ndim))
     if node.target is aten.permute.default:
         return [dim % ndim for dim in node.args[1]]  # type: ignore[union-attr]
@@ -322,7 +326,7 @@ class Cat(Rule):
 
 @dataclass(frozen=True)
 class Insert(Rule):
-    """`unsqueeze` and `squeeze`: dimensions of size 1 come and go."""
+    """`unsqueeze` and `squeeze`: insertion and removal of dimensions of size 1."""
 
     def admits(self, node: fx.Node, layouts: Layouts, from_batch: Mapping[fx.Node, bool]) -> bool:
         return is_token(layouts.get(node.args[0]))  # type: ignore[arg-type]
@@ -334,13 +338,13 @@ class Insert(Rule):
 
 @dataclass(frozen=True)
 class Embedding(Rule):
-    """A table's rows, looked up by token ids."""
+    """A lookup of a table's rows by token ids."""
 
     def admits(self, node: fx.Node, layouts: Layouts, from_batch: Mapping[fx.Node, bool]) -> bool:
         table, ids = node.args[:2]
         if not is_token(layouts.get(ids)) or table not in layouts:  # type: ignore[arg-type,operator]
             return False
-        if bind(node)["scale_grad_by_freq"]:  # counts the ids of the whole batch, pads among them
+        if bind(node)["scale_grad_by_freq"]:  # the scaling counts the ids of the whole batch, including pads
             return False
         return not token_dims(layouts[table])  # type: ignore[index]
 
@@ -351,7 +355,7 @@ class Embedding(Rule):
 
 @dataclass(frozen=True)
 class Item(Rule):
-    """One output of an operator with several."""
+    """One output of an operator that has several."""
 
     def admits(self, node: fx.Node, layouts: Layouts, from_batch: Mapping[fx.Node, bool]) -> bool:
         parent = node.args[0]
@@ -469,7 +473,7 @@ _UNREDUCED_LOSSES = frozenset({
 
 
 def rule_for(node: fx.Node) -> Rule | None:
-    """The rule of a node's operator, or None: then the value stays padded."""
+    """Return the rule of a node's operator, or None: then the value stays padded."""
     target = node.target
     if target in RULES:
         return RULES[target]
@@ -488,7 +492,7 @@ def rule_for(node: fx.Node) -> Rule | None:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether a node draws random numbers when it runs."""
+    """Return whether a node draws random numbers when it runs."""
     if node.target is aten.dropout.default:
         return bool(node.args[2]) and node.args[1] != 0
     return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags

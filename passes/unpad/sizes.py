@@ -1,7 +1,7 @@
-"""Which symbols stand for rows and which for positions; sizes that must agree are made to agree.
+"""Symbols of rows and positions, and unification of sizes that must agree.
 
-Dynamo gives every input symbols of its own. What is compared here becomes a guard, so that a later batch in which two
-of them differ is compiled anew instead of being misread.
+Dynamo gives every input symbols of its own. Each comparison of two symbols here becomes a guard, so that a later batch
+in which the two differ is compiled anew instead of being misread.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from deepytorch.passes.unpad.region import Declined, Space
 
 
 def seed(attentions: list[Attention], context: Context) -> tuple[sympy.Symbol, list[sympy.Symbol]]:
-    """The symbols of rows and of positions, as the attentions' operands show them."""
+    """Return the symbols of rows and of positions, as the attentions' operands show them."""
     env = context.shape_env
     rows: list[sympy.Symbol] = []
     positions: list[sympy.Symbol] = []
@@ -49,7 +49,7 @@ def _expr(size: Any, env: Any) -> sympy.Expr:
 def unify_masks(
     graph: fx.Graph, slicer: Slicer, attentions: list[Attention], rows: sympy.Symbol, context: Context
 ) -> None:
-    """Let sizes that must agree agree: a mask has the rows and the positions of the keys that it masks.
+    """Unify sizes that must agree: a mask has the rows and the positions of the keys that it masks.
 
     Dynamo gives every input symbols of its own. Comparing two of them here adds a guard, so that a later batch where
     they differ is compiled anew instead of being misread.
@@ -72,7 +72,7 @@ def unify_labels(
     positions: list[sympy.Symbol],
     context: Context,
 ) -> None:
-    """The same for labels, which have the rows and the positions of the logits."""
+    """Unify the sizes of labels with the rows and the positions of the logits, as `unify_masks` does for masks."""
     env = context.shape_env
     sizes = _input_sizes(graph, env)
     for loss in losses:
@@ -85,7 +85,7 @@ def unify_labels(
 
 
 def _input_sizes(graph: fx.Graph, env: Any) -> dict[sympy.Expr, torch.SymInt]:
-    """A symbolic integer for every symbol that is the size of some input."""
+    """Return a symbolic integer for every symbol that is the size of some input."""
     sizes: dict[sympy.Expr, torch.SymInt] = {}
     for node in graph.nodes:
         if node.op == "placeholder" and isinstance(node.meta["val"], torch.Tensor):
@@ -112,7 +112,7 @@ def _match_sizes(
 
 
 def spaces_of(graph: fx.Graph, symbols: Symbols, positions: list[sympy.Symbol]) -> dict[sympy.Symbol, Space]:
-    """Number the token spaces, and find an input that each one's sizes can be read from."""
+    """Number the token spaces, and find an input from which the sizes of each can be read."""
     spaces: dict[sympy.Symbol, Space] = {}
     for symbol in positions:
         for node in graph.nodes:

@@ -1,8 +1,8 @@
-"""Padded batch -> packed tokens: the pass that finds out what can be packed, and rewrites the graph.
+"""The pass from a padded batch to packed tokens: it finds out what can be packed, and rewrites the graph.
 
-Read `StripPadding.rewrite` top to bottom: what the graph allows (`analysis`, with `sizes`, `masks` and `layout`), who
-sees what (`demand`), what is therefore packed (`decide`, here), then the packed graph (`emit`, `write_program`) and,
-for the run time, how to feed it and read it (`program`).
+Read `StripPadding.rewrite` top to bottom: what the graph allows (`analysis`, with `sizes`, `masks` and `layout`), which
+values are seen (`demand`), what is packed in consequence (`decide`, here), then the packed graph (`emit`,
+`write_program`) and, for the run time, how to feed the graph and read its outputs (`program`).
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ from deepytorch.passes.unpad.write_program import write_program
 
 @dataclass(frozen=True)
 class StripPadding(Pass):
-    """Rewrites a padded region into one on packed tokens. Exact: pads are seen by nobody, or checked at run time.
+    """Rewrites a padded region into one on packed tokens.
 
-    `loss_rows`: entries whose label is ignored run neither head nor loss. `defer_outputs`: outputs beside a loss are
-    computed at their first use, and what leaves the region has its tokens alone until somebody looks at pads.
+    The rewrite is exact: pads are never seen, or checked at run time.
+
+    `loss_rows`: entries whose label is ignored run neither head nor loss. `defer_outputs`: outputs besides a loss are
+    computed at their first use, and values leave the region packed, with tokens only, until pads are read.
     `zero_outputs`: outputs are zeros at pads.
     """
 
@@ -40,7 +42,7 @@ class StripPadding(Pass):
     zero_outputs: bool = False
 
     def rewrite(self, module: fx.GraphModule, context: Context) -> Rewrite:
-        """Pack what can be packed; the program tells the run time how to feed the new graph."""
+        """Pack what can be packed. The program of the result tells the run time how to feed the new graph."""
         rewrite = Rewrite()
         try:
             region = analyse(
@@ -62,12 +64,12 @@ class StripPadding(Pass):
 
 
 def decide(region: Region, *, defer_outputs: bool, zero_outputs: bool) -> None:
-    """Compute demand, and from it which values are packed over what; settle which outputs can wait."""
+    """Compute demand, and decide from it which values are packed over which entries, and which outputs are deferred."""
     may_wait = defer_outputs and bool(region.losses) and not region.exact_outputs
     modes = _modes(region.graph)
     deferred = {node for node in region.outputs if may_wait and _is_token_output(node, region)}
     if defer_outputs and not zero_outputs and not region.exact_outputs and region.packs:
-        # such as a cache, whose pads have no place in an object of tokens
+        # such as a key-value cache, whose layout does not fit an output that holds tokens only
         region.twins |= {
             node
             for node in region.outputs
@@ -90,7 +92,7 @@ def decide(region: Region, *, defer_outputs: bool, zero_outputs: bool) -> None:
         region.demand = demands(region.graph, region.seen)
         region.entries = _entries(region)
         before = (len(deferred), len(region.twins), len(keep))
-        if zero_outputs:  # what is left out are real positions
+        if zero_outputs:  # the positions that were left out are real ones, not pads
             region.twins |= {node for node in deferred if region.space(node).trimmed_by}
         if may_wait and not region.slicer.writes_inputs:
             region.twins |= _outputs_in_the_way(region)
@@ -105,14 +107,14 @@ def decide(region: Region, *, defer_outputs: bool, zero_outputs: bool) -> None:
             break
     for node, target in region.seen.refused.items():
         if all(source in region.entries or region.seen.from_batch[source] for source in tensor_inputs(node)):
-            continue  # what it sees at pads is zero in the padded graph as well
+            continue  # its inputs are zero at pads in the padded graph as well
         region.declined.append(Decline(node.name, f"{target} may look across positions: what feeds it stays padded"))
     if not region.entries:
         raise Declined(why_not(region.declined))
 
 
 def _modes(graph: fx.Graph) -> dict[fx.Node, tuple[Any, ...]]:
-    """The autocast and grad modes that the graph itself switched on around each node; empty at its top level."""
+    """Return the autocast and grad modes that the graph itself switched on around each node; empty at its top level."""
     modes: dict[fx.Node, tuple[Any, ...]] = {}
     autocasts: list[fx.Node] = []
     grad: tuple[Any, ...] = ()
@@ -129,7 +131,7 @@ def _modes(graph: fx.Graph) -> dict[fx.Node, tuple[Any, ...]]:
 
 
 def _outputs_in_the_way(region: Region) -> set[fx.Node]:
-    """Outputs beside the loss, such as the last part of a key-value cache, that alone keep token values padded."""
+    """Return the outputs besides the loss that alone keep token values padded, such as a part of a key-value cache."""
     loss_needs = set(region.slicer.slice(region.losses))
     refused = [node for node in region.seen.refused if node not in loss_needs]
     found = set()
@@ -155,7 +157,7 @@ def _is_token_output(node: Any, region: Region) -> bool:
 
 
 def _entries(region: Region) -> dict[fx.Node, IndexSet]:
-    """Which nodes get a packed form, and over which entries of their space."""
+    """Return the nodes that get a packed form, and the entries of their space that each form holds."""
     entries: dict[fx.Node, IndexSet] = {}
     for node in region.graph.nodes:
         found = _entry(region, node)

@@ -1,4 +1,4 @@
-"""From a decided region to its packed graph, the graph of its facts, and the tails of its deferred outputs."""
+"""Writing of a decided region: its packed graph, the graph of its facts, and the tails of its deferred outputs."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ aten = torch.ops.aten
 
 
 def write_program(module: fx.GraphModule, region: Region, *, zero_outputs: bool) -> Program:
-    """Replace the module's graph by its packed form and say how to run it.
+    """Replace the module's graph by its packed form, and return how to run it.
 
-    zero_outputs: token outputs are padded with zeros in the graph; otherwise they leave it packed.
+    zero_outputs: token outputs are padded with zeros in the graph; otherwise they leave the graph packed.
     """
     placeholders = [node for node in region.graph.nodes if node.op == "placeholder"]
     number = {node: index for index, node in enumerate(placeholders)}
@@ -50,7 +50,7 @@ def write_program(module: fx.GraphModule, region: Region, *, zero_outputs: bool)
         _write_node(region, emitter, node)
     outputs: list[Output] = []
     values: list[Any] = []
-    sources: list[tuple[Any, IndexSet | None]] = []  # of each value, what it is, and over which entries
+    sources: list[tuple[Any, IndexSet | None]] = []  # for each value: its node, and the entries that it holds
     for node in region.outputs:
         if node in region.twins:
             outputs.append(Output("twin", 0, _output_meta(region, node)))
@@ -110,7 +110,7 @@ def write_program(module: fx.GraphModule, region: Region, *, zero_outputs: bool)
 def _reference(
     module: fx.GraphModule, region: Region, sources: list[tuple[Any, IndexSet | None]]
 ) -> tuple[fx.GraphModule, tuple[int, ...], tuple[IndexInput, ...]]:
-    """The padded graph with the packed one's outputs: gathered from padded values."""
+    """Return the padded graph with the outputs of the packed graph, which are gathered from padded values."""
     emitter = _emitter(region, {})
     for node in region.graph.nodes:
         if node.op not in ("placeholder", "output"):
@@ -144,7 +144,7 @@ def _emitter(region: Region, entries: Mapping[fx.Node, IndexSet]) -> Emitter:
 
 
 def _write_node(region: Region, emitter: Emitter, node: fx.Node) -> None:
-    """Add one node of the padded graph to the packed one, in the form that was decided."""
+    """Add one node of the padded graph to the packed graph, in the form that was decided."""
     seen = region.seen
     if node.op in ("placeholder", "output"):
         return
@@ -187,7 +187,7 @@ def _write_loss(region: Region, emitter: Emitter, node: fx.Node) -> None:
 
 
 def _label_layout(region: Region, node: fx.Node) -> Layout:
-    """The labels' layout with the positions of the logits, which say where the labels stand in the space."""
+    """Return the labels' layout with the positions of the logits, which say where the labels stand in the space."""
     grid = positions_of(region.layouts[node.args[0]])[0]  # type: ignore[index]
     labels = region.layouts[node.args[1]]  # type: ignore[index]
     return tuple(tuple(grid if isinstance(atom, Positions) else atom for atom in dim) for dim in labels)
@@ -196,7 +196,10 @@ def _label_layout(region: Region, node: fx.Node) -> Layout:
 def _tails(
     module: fx.GraphModule, region: Region, number: Mapping[fx.Node, int], zero_outputs: bool
 ) -> tuple[list[tuple[Tail, list[fx.Node]]], dict[fx.Node, int], dict[fx.Node, IndexSet | None]]:
-    """A small graph for every deferred output, from values that the step computes anyway; and what each gives."""
+    """Return a small graph for every deferred output, and the entries that each graph returns.
+
+    The graphs start from values that the step computes anyway.
+    """
     tails: list[tuple[Tail, list[fx.Node]]] = []
     tail_of: dict[fx.Node, int] = {}
     gives: dict[fx.Node, IndexSet | None] = {}
@@ -252,11 +255,11 @@ class _Found:
 
 
 def _facts(module: fx.GraphModule, region: Region) -> tuple[fx.GraphModule, tuple[int, ...], _Found]:
-    """The graph that tells, from a batch alone, what is a token, what has a label, and whether the assumptions hold."""
+    """Return the graph that tells, from a batch alone, what has a token or a label, and if the assumptions hold."""
     emitter = _emitter(region, {})
     nodes = region.slicer.slice(_facts_nodes(region))
     written = next((node for node in nodes if node.op == "placeholder" and region.slicer.is_written(node)), None)
-    if written is not None:  # looking at the batch would write a second time
+    if written is not None:  # computing the facts would write a second time
         raise Declined(f"what is a token or a label depends on {written.meta['input'].name}, which the model writes to")
     for node in nodes:
         if node.op != "placeholder":
@@ -328,7 +331,7 @@ def _facts_nodes(region: Region) -> list[fx.Node]:
 
 
 def _labels(region: Region, loss: fx.Node) -> fx.Node:
-    """A loss's labels before they were flattened for it: the same numbers in the same order, with fewer operations."""
+    """Return a loss's labels before they were flattened: the same numbers in the same order, with fewer operations."""
     node: fx.Node = loss.args[1]  # type: ignore[assignment]
     while node.target in (aten.view.default, aten.reshape.default, aten.contiguous.default):
         source: fx.Node = node.args[0]  # type: ignore[assignment]
@@ -373,14 +376,14 @@ def _output_meta(region: Region, node: fx.Node) -> OutputMeta:
 
 
 def _spoken_name(node: fx.Node) -> str:
-    """What the model's own code calls a value, where the line that made it says so."""
+    """Return the name that the model's code gives a value, if the line that computed the value assigns one."""
     lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip(" ^~")]
     named = re.match(r"(?:self\.)?(\w+)(?::[^=]+)?\s*=(?!=)", lines[-1]) if lines else None
     return named[1] if named is not None else node.name
 
 
 def _costs(region: Region) -> tuple[tuple[IndexSet, float], ...]:
-    """Multiply-adds of the matrix products, for every entry of the set that they run on."""
+    """Return the multiply-adds of the matrix products, per entry of the set that the products run on."""
     costs: dict[IndexSet, float] = {}
     for node, entries in region.entries.items():
         if isinstance(rule_for(node), Linear):
@@ -393,7 +396,7 @@ def _costs(region: Region) -> tuple[tuple[IndexSet, float], ...]:
 
 
 def _prune(graph: fx.Graph, count: int) -> tuple[int, ...]:
-    """Drop the region's inputs that are not read; say which stay."""
+    """Drop the region's inputs that are not read; return those that stay."""
     kept = []
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     for index, node in enumerate(placeholders[:count]):
@@ -405,7 +408,7 @@ def _prune(graph: fx.Graph, count: int) -> tuple[int, ...]:
 
 
 def _sites(region: Region) -> list[str]:
-    """What was done, in a user's words."""
+    """Return what was done, in a user's words."""
     sites = []
     packed = [node for node in region.seen.attentions if node in region.entries]
     if packed:

@@ -6,7 +6,7 @@
 #include <xmmintrin.h>
 
 // Compiled for each of these instruction sets; the loader takes the best that the CPU has. Loops are written so that
-// compilers make vector instructions of them: no branch, no call, neighbours beside each other.
+// compilers turn them into vector instructions: no branches, no calls, adjacent elements.
 #define FOR_EACH_CPU __attribute__((target_clones("avx512f", "avx2", "default")))
 
 namespace deepytorch {
@@ -24,7 +24,7 @@ FOR_EACH_CPU void raise_to_largest(Tile tile, const float* scores, float* larges
 }
 
 // exp(x) = 2^n * exp(rest): n is the integer nearest to x / log(2), rest within half of log(2), where a polynomial of
-// degree 7 (Cephes, expf) is right to a rounding or two.
+// degree 7 (Cephes, expf) is accurate to one or two roundings.
 FOR_EACH_CPU void exponentials(Tile tile, float* scores, const float* from) {
   for (int64_t key = 0; key < tile.keys; ++key) {
     float* const line = scores + key * tile.queries;
@@ -32,7 +32,7 @@ FOR_EACH_CPU void exponentials(Tile tile, float* scores, const float* from) {
       float x = line[query] - from[query];
       const bool hidden = x < -87.0f;
       x = hidden ? -87.0f : x;
-      constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: a sum with it has no place for fractions
+      constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: a sum with it is rounded to a whole number
       const float sum = x * 1.44269504088896341f + kRounder;
       const float n = sum - kRounder;
       const float rest = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // log(2) in two parts
@@ -43,7 +43,7 @@ FOR_EACH_CPU void exponentials(Tile tile, float* scores, const float* from) {
       power = power * rest + 1.6666665459e-1f;
       power = power * rest + 5.0000001201e-1f;
       power = power * rest * rest + rest + 1.0f;
-      const uint32_t exponent = (std::bit_cast<uint32_t>(sum) << 23) + 0x3f800000u;  // its low bits are n
+      const uint32_t exponent = (std::bit_cast<uint32_t>(sum) << 23) + 0x3f800000u;  // the low bits of the sum are n
       const float result = power * std::bit_cast<float>(exponent);
       line[query] = hidden ? 0.0f : result;
     }
@@ -52,7 +52,7 @@ FOR_EACH_CPU void exponentials(Tile tile, float* scores, const float* from) {
 
 FOR_EACH_CPU void add_sums(Tile tile, const float* probabilities, float* sums) {
   for (int64_t query = 0; query < tile.queries; query += kStep) {
-    float now[kStep] = {};  // of this tile alone: long rows lose less so
+    float now[kStep] = {};  // sums of this tile alone: long rows lose less accuracy
     for (int64_t key = 0; key < tile.keys; ++key) {
       const float* const line = probabilities + key * tile.queries + query;
       for (int64_t lane = 0; lane < kStep; ++lane) now[lane] += line[lane];

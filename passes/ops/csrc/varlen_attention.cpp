@@ -1,11 +1,11 @@
-// Scores are computed turned over, keys by queries, so that no product needs its operand turned: with S^T = K Q^T,
+// Scores are computed transposed, keys by queries, so that no product needs a transposed operand: with S^T = K Q^T,
 //
 //   forward    O^T = V^T P^T
 //   backward   dP^T = V dO^T,  dS^T = P^T (dP^T - delta),  dV += P^T dO,  dK += dS^T Q,  dQ^T += K^T dS^T
 //
-// The probabilities of a block of queries are made for the whole row at once (forward), so that the softmax is exact, or
-// again from the logsumexp (backward: FlashAttention-2, arXiv 2307.08691). Products are those of oneDNN for tiles in cache,
-// of few and fixed shapes, since it makes machine code for each; rows are therefore copied into whole tiles first.
+// The probabilities of a block of queries are computed for the whole row at once (forward), so that the softmax is exact,
+// or again from the logsumexp (backward: FlashAttention-2, arXiv 2307.08691). Products are oneDNN's for tiles in cache, of
+// few fixed shapes, since oneDNN makes machine code for each shape; rows are therefore copied into whole tiles first.
 #include "varlen_attention.h"
 
 #include <ATen/Parallel.h>
@@ -29,11 +29,11 @@ namespace deepytorch {
 namespace {
 
 constexpr int64_t kTileSize = kTile * kTile;
-constexpr int64_t kBlocksOfTask = 4;  // blocks of queries that share the keys that a thread of the forward has copied
+constexpr int64_t kBlocksOfTask = 4;  // blocks of queries that share the keys copied by one thread of the forward
 
 int64_t num_tiles(int64_t tokens) { return (tokens + kTile - 1) / kTile; }
 
-// How many of `tokens` are in the tile from `first` on, and how long it is with what it is filled up with.
+// The number of `tokens` in the tile from `first` on, and the length of the tile including its filling.
 int64_t in_tile(int64_t first, int64_t tokens) { return std::min(kTile, tokens - first); }
 int64_t length_of_tile(int64_t first, int64_t tokens) { return (in_tile(first, tokens) + kStep - 1) / kStep * kStep; }
 
@@ -57,31 +57,31 @@ struct Heads {
   }
 };
 
-// C (m x n, dense) = A (m x k, dense) B (k x n, dense), or that added to it.
+// C (m x n, dense) = A (m x k, dense) B (k x n, dense), or the product is added to C.
 void multiply(int64_t m, int64_t n, int64_t k, const float* a, const float* b, float* c, bool adds) {
   at::native::cpublas::brgemm(m, n, k, k, n, n, adds, a, b, c);
 }
 
-// The tile from token `first` on, tokens x dim, dense; zeros where it is filled up.
+// The tile from token `first` on, tokens x dim, dense, filled up with zeros.
 void copy_tile(Head from, int64_t first, int64_t tokens, int64_t dim, float* to) {
   const int64_t here = in_tile(first, tokens);
   for (int64_t row = 0; row < here; ++row) std::memcpy(to + row * dim, from.at(first + row).data, dim * sizeof(float));
   std::memset(to + here * dim, 0, (length_of_tile(first, tokens) - here) * dim * sizeof(float));
 }
 
-// Likewise dim x tokens, and multiplied by `factor`.
+// The same tile as dim x tokens, multiplied by `factor`.
 void transpose_tile(Head from, int64_t first, int64_t tokens, int64_t dim, float factor, float* to) {
   transpose_in(from.at(first).data, from.stride, in_tile(first, tokens), dim, factor, to, length_of_tile(first, tokens));
 }
 
-// The keys of one row that a tile of queries from `first_query` on sees.
+// The keys of one row that are visible to a tile of queries from `first_query` on.
 struct Keys {
   int64_t tokens, first_query, queries;
   bool causal;
 
   int64_t tiles() const { return num_tiles(causal ? std::min(tokens, first_query + queries) : tokens); }
   Tile tile(int64_t index) const { return {length_of_tile(index * kTile, tokens), queries}; }
-  // Whether the tile has a pair that must not count.
+  // Returns whether the tile has a pair that must not count.
   bool hides_in(int64_t index) const {
     const int64_t end = index * kTile + tile(index).keys;
     return end > tokens || (causal && end > first_query + 1);
@@ -119,7 +119,7 @@ struct Task {
   double cost;
 };
 
-// Runs the tasks on torch's threads, the dearest first; `make` makes what runs them, once a thread.
+// Runs the tasks on torch's threads, the most expensive first; `make` creates the worker of each thread.
 template <class Make>
 void share_out(std::vector<Task>& tasks, const Make& make) {
   std::stable_sort(tasks.begin(), tasks.end(), [](const Task& a, const Task& b) { return a.cost > b.cost; });
@@ -131,7 +131,7 @@ void share_out(std::vector<Task>& tasks, const Make& make) {
   });
 }
 
-// Where the rows are, and how large all is.
+// The places of the rows, and all sizes.
 struct Shapes {
   const int32_t *starts_q, *starts_k;
   int64_t rows, tokens_q, heads_q, heads_k, dim, dim_v, group, longest = 0;
@@ -266,7 +266,7 @@ struct BackwardThread {
     scores = scratch.take(kTileSize);
   }
 
-  // One row and one head of keys, with all heads of queries that share it.
+  // One row and one head of keys, with all heads of queries that share that head.
   void operator()(const Task& task) {
     const int64_t num_k = shapes.num_k(task.row), first_k = shapes.first_k(task.row), tiles = num_tiles(num_k);
     const int64_t size = kTile * shapes.dim, size_v = kTile * shapes.dim_v;
@@ -289,7 +289,7 @@ struct BackwardThread {
     }
   }
 
-  // Adds what a tile of queries of one head gives.
+  // Adds the contribution of a tile of queries of one head.
   void differentiate(int64_t row, int64_t head, int64_t first_query) {
     const int64_t first_token = shapes.first_q(row), num_q = shapes.num_q(row), dim = shapes.dim, dim_v = shapes.dim_v;
     const int64_t here = in_tile(first_query, num_q);
@@ -320,7 +320,7 @@ struct BackwardThread {
   }
 };
 
-// Zeros in the tokens that no task writes: those of rows without a partner, and those in no row.
+// Writes zeros to the tokens that no task writes: those of rows without a partner, and those in no row.
 void clear_rest(const Shapes& shapes, const at::Tensor& x, const int32_t* starts, const int32_t* others) {
   const int64_t size = x.size(1) * x.size(2);
   float* const data = x.data_ptr<float>();
