@@ -40,7 +40,7 @@ class RegionRecord:
     plan_digest: str = ""
     steps_packed: int = 0
     steps_padded: int = 0
-    steps_watched: int = 0  # the first, in eager
+    steps_profiled: int = 0  # the first, in eager
     steps_meanwhile: int = 0  # in eager, packed or padded, until they were compiled
     steps_replayed: int = 0  # packed ones that ran padded as well, because somebody looked at pads
     replay_seconds: float = 0.0
@@ -71,7 +71,7 @@ class RegionRecord:
     @property
     def steps(self) -> int:
         """Steps of either kind."""
-        return self.steps_packed + self.steps_padded + self.steps_watched
+        return self.steps_packed + self.steps_padded + self.steps_profiled
 
 
 class Report:
@@ -97,7 +97,7 @@ class Report:
         return {
             "steps_packed": self.total("steps_packed"),
             "steps_padded": self.total("steps_padded"),
-            "steps_watched": self.total("steps_watched"),
+            "steps_profiled": self.total("steps_profiled"),
             "steps_replayed": self.total("steps_replayed"),
             "steps_read_back": self.total("steps_read_back"),
             "tokens_real": self.total("tokens_real"),
@@ -168,7 +168,7 @@ class Ledger:
 
 
 _COUNTED = (
-    "steps_packed", "steps_padded", "steps_watched", "steps_meanwhile", "steps_replayed", "replay_seconds",
+    "steps_packed", "steps_padded", "steps_profiled", "steps_meanwhile", "steps_replayed", "replay_seconds",
     "steps_read_back", "steps_rounded", "own_sizes_because",
     "verified_steps", "verify_seconds", "padded_because", "tokens_real", "tokens_padded", "labels", "compiles",
     "recompiles", "host_seconds", "compile_seconds", "fallbacks",

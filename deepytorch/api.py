@@ -189,7 +189,7 @@ class Summary:
                 f"{1e3 * region.host_seconds / region.steps:.2f}" if region.steps else "",
                 "\n".join([*reasons, *region.declined, *region.fallbacks]),
             )
-        watched = sum(region.steps_watched for region in self._report.regions)
+        profiled = sum(region.steps_profiled for region in self._report.regions)
         again = sum(region.steps_replayed for region in self._report.regions)
         seconds = sum(region.replay_seconds for region in self._report.regions)
         saved = f"{found['tokens_saved']:,} padded positions left out of {found['tokens_padded']:,}"
@@ -201,8 +201,8 @@ class Summary:
         told += self._beside(found)
         for group in found["groups_meanwhile"]:
             told += f"\nProcess group {group['name']} began before its C++ was compiled: it is {group['state']}."
-        if watched:
-            told += f"\n{watched} first step{'s' * (watched > 1)} ran in eager to see how outputs are used"
+        if profiled:
+            told += f"\n{profiled} first step{'s' * (profiled > 1)} ran in eager to see how outputs are used"
             told += f"; {again} ran once more for their pads, in {seconds:.1f} s." if again else "."
         read = sum(region.steps_read_back for region in self._report.regions)
         if read:

@@ -113,7 +113,11 @@ def _values_on_host(program: Program, inputs: Sequence[Any]) -> Sequence[torch.T
 
 def _narrowed(program: Program) -> list[IndexSet]:
     """The parts of spaces whose tokens a step asks for."""
-    asked = [*program.indices, *program.reference_indices, *(index for tail in program.tails for index in tail.indices)]
+    asked = [
+        *program.indices,
+        *program.reference_indices,
+        *(index for epilogue in program.epilogues for index in epilogue.indices),
+    ]
     sets = dict.fromkeys(index.entries for index in asked)
     return [each for each in sets if each.loss is None and not each.is_tokens]
 

@@ -153,9 +153,9 @@ class Region:
         places = Places(indices, facts.sizes, packing.program.outputs)
         if chosen is Route.PROFILED:
             plain = tuple(self._eager(*inputs))
-            self._record.steps_watched += 1
+            self._record.steps_profiled += 1
             self._events.profiled(plain)
-            return packing.outputs.watched(plain, places)
+            return packing.outputs.profiled(plain, places)
         call = packing.call(inputs, facts, indices)
         if packing.takes_turn_to_verify():
             if not packing.agrees(inputs, places, call):

@@ -1,6 +1,6 @@
 """What a region's step hands back: its outputs, deferred, and how each is made if somebody needs it.
 
-A packed step's outputs are made from its values, from a tail of the graph, or by running the step once more; a watched
+A packed step's outputs are made from its values, from an epilogue of the graph, or by running the step once more; a profiled
 step's are there, and their uses are noted.
 """
 
@@ -84,7 +84,7 @@ class StepOutputs:
         ]
         return tuple(outputs)
 
-    def watched(self, plain: Sequence[Any], places: Places) -> tuple[Any, ...]:
+    def profiled(self, plain: Sequence[Any], places: Places) -> tuple[Any, ...]:
         """The outputs of a step in eager, their uses noted."""
         family = Family()
         outputs = list(plain)
@@ -102,8 +102,8 @@ class StepOutputs:
                 tokens=places.of_padded(value, output) if output.entries is not None else None,
                 events=self._events,
                 family=family,
-                watched=True,
-                whole=output.kind == "tail" and output.entries is None,
+                profiled=True,
+                whole=output.kind == "epilogue" and output.entries is None,
             )
         return tuple(outputs)
 
@@ -118,8 +118,8 @@ class StepOutputs:
 
     def _defer(self, output: Output, number: int, taken: _Taken) -> torch.Tensor:
         """Output `number` of the region, for whoever comes to use it."""
-        if output.kind == "twin":
-            return self._defer_twin(output, number, taken)
+        if output.kind == "replayed":
+            return self._defer_replayed(output, number, taken)
         meta = output.meta
         assert meta is not None
         places = taken.places
@@ -137,15 +137,17 @@ class StepOutputs:
                 events=self._events,
                 family=taken.family,
             )
-        return self._defer_tail(output, number, taken, places)
+        return self._defer_epilogue(output, number, taken, places)
 
-    def _defer_tail(self, output: Output, number: int, taken: _Taken, places: Places) -> torch.Tensor:
-        tail, meta = self._program.tails[output.index], output.meta
+    def _defer_epilogue(self, output: Output, number: int, taken: _Taken, places: Places) -> torch.Tensor:
+        epilogue, meta = self._program.epilogues[output.index], output.meta
         assert meta is not None
-        given = [taken.inputs[index] for index in tail.inputs]
-        learned = [number for number, index in enumerate(tail.inputs) if index in self._parameters]
+        given = [taken.inputs[index] for index in epilogue.inputs]
+        learned = [number for number, index in enumerate(epilogue.inputs) if index in self._parameters]
         weights = [given[number] for number in learned]
-        rest = [taken.values[index] for index in tail.values] + [taken.indices.get(index) for index in tail.indices]
+        rest = [taken.values[index] for index in epilogue.values] + [
+            taken.indices.get(index) for index in epilogue.indices
+        ]
         batch = taken.batch
 
         def compute(weights_then: list[torch.Tensor]) -> torch.Tensor:
@@ -153,10 +155,10 @@ class StepOutputs:
             arguments = list(given)
             for number, weight in zip(learned, weights_then, strict=True):
                 arguments[number] = weight
-            return tail.module(*arguments, *rest)[0]
+            return epilogue.module(*arguments, *rest)[0]
 
         requires_grad = any(value.requires_grad for value in (*rest, *weights))
-        if output.entries is None:  # the tail gives it whole
+        if output.entries is None:  # the epilogue gives it whole
             return defer(
                 meta.shape(taken.places.sizes),
                 compute,
@@ -203,7 +205,7 @@ class StepOutputs:
 
         return compute
 
-    def _defer_twin(self, output: Output, number: int, taken: _Taken) -> torch.Tensor:
+    def _defer_replayed(self, output: Output, number: int, taken: _Taken) -> torch.Tensor:
         meta = output.meta
         assert meta is not None
         return defer(

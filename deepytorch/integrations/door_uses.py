@@ -76,7 +76,7 @@ class Buffers:
 class OutputUses:
     """What a script does with the outputs of one kind of calls.
 
-    Ranks that hold parts of one model have to find the same: the first call of each is watched, whatever its batch is,
+    Ranks that hold parts of one model have to find the same: the first call of each is profiled, whatever its batch is,
     and before the second one they tell each other what they saw. A use that comes up later is an error there.
     """
 
@@ -100,7 +100,7 @@ class OutputUses:
         """Take over how much of its outputs another rank uses."""
         self.events.state = self.events.state.used(uses, "another rank looks at padded positions")
 
-    def watching(self) -> Show:
+    def profiling(self) -> Show:
         """Makes of a padded tensor what a script gets at the first call."""
         family = Family()
 
@@ -117,7 +117,7 @@ class OutputUses:
                 tokens=tokens,
                 events=self.events,
                 family=family,
-                watched=True,
+                profiled=True,
             )
 
         return show

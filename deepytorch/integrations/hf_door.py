@@ -251,9 +251,9 @@ class Door:
             return self.target._call_impl(*args, **kwargs) if chosen is Route.EAGER else run(*args, **kwargs)
         if chosen is Route.PROFILED:
             assert uses is not None
-            self.record.steps_watched += 1
+            self.record.steps_profiled += 1
             uses.end_profiling()
-            return found.watched(run(*args, **kwargs), uses.watching())
+            return found.profiled(run(*args, **kwargs), uses.profiling())
         again = None if uses is None else self._again(uses, args, kwargs)
         show = zeros_at_pads if uses is None else uses.showing(again, self.record)
         token = INSIDE.set((self, found))

@@ -135,7 +135,7 @@ class PackedBatch:
                 return show(value, side, dim, name, find)
         return value
 
-    def watched(self, outputs: Any, show: Show) -> Any:
+    def profiled(self, outputs: Any, show: Show) -> Any:
         """As `outputs`, of those of a padded run."""
 
         def shown(value: Tensor, dim: int, name: str, find: Find) -> Tensor:

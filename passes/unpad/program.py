@@ -145,11 +145,11 @@ class Output:
 
     Attributes:
         kind: "value": output `index` of the packed graph. "tokens": only the tokens of the output, in the packed
-            graph's output `index`. "tail": deferred, computed by tail `index`. "twin": deferred, computed by a padded
+            graph's output `index`. "epilogue": deferred, computed by epilogue `index`. "replayed": deferred, computed by a padded
             replay of the step.
         index: see `kind`.
         meta: the shape, dtype and name of an output that leaves the region packed or deferred.
-        entries: for "tokens" and "tail", the entries that the value holds one row for; None if it is the whole padded
+        entries: for "tokens" and "epilogue", the entries that the value holds one row for; None if it is the whole padded
             value.
         merged: whether the padded value is (rows * positions, ...).
         zero_at_pads: whether the padded value is known to be zero at pads.
@@ -164,7 +164,7 @@ class Output:
 
 
 @dataclass(frozen=True)
-class Tail:
+class Epilogue:
     """The computation of a deferred output.
 
     `module` takes the region's inputs `inputs`, the packed graph's outputs `values` and the index inputs `indices`, in
@@ -189,7 +189,7 @@ class Program:
     assumptions: tuple[Assumption, ...]
     indices: tuple[IndexInput, ...]
     outputs: tuple[Output, ...]
-    tails: tuple[Tail, ...]
+    epilogues: tuple[Epilogue, ...]
     sizes: tuple[tuple[int, int, int], ...]  # for each space: the input, its dim of rows and its dim of positions
     buffers: tuple[BufferState, ...] = ()
     packed_inputs: tuple[int, ...] = ()

@@ -63,7 +63,7 @@ class Region:
     entries: dict[fx.Node, IndexSet]
     declined: list[Decline]
     packs: bool
-    twins: set[fx.Node] = field(default_factory=set)  # outputs that only a padded replay computes, if they are used
+    replayed: set[fx.Node] = field(default_factory=set)  # outputs that only a padded replay computes, if they are used
 
     def space(self, node: fx.Node) -> Space:
         """Return the token space of a token value."""
@@ -78,7 +78,7 @@ class Region:
         entries = self.entries.get(node)
         return entries is None or entries.loss is None
 
-    def tail_nodes(self, output: fx.Node) -> list[fx.Node]:
+    def epilogue_nodes(self, output: fx.Node) -> list[fx.Node]:
         """Return the nodes that a deferred output needs in addition to those that the step computes."""
         if self.is_boundary(output):
             return []

@@ -70,7 +70,7 @@ def decide(region: Region, *, defer_outputs: bool, zero_outputs: bool) -> None:
     deferred = {node for node in region.outputs if may_wait and _is_token_output(node, region)}
     if defer_outputs and not zero_outputs and not region.exact_outputs and region.packs:
         # such as a key-value cache, whose layout does not fit an output that holds tokens only
-        region.twins |= {
+        region.replayed |= {
             node
             for node in region.outputs
             if _is_token_output(node, region) and not leads_with_tokens(region.layouts[node])
@@ -86,24 +86,24 @@ def decide(region: Region, *, defer_outputs: bool, zero_outputs: bool) -> None:
         )
     keep: set[fx.Node] = set()
     for _ in range(2 * len(region.outputs) + 4):
-        region.seen.deferred = frozenset(deferred | region.twins)
+        region.seen.deferred = frozenset(deferred | region.replayed)
         region.seen.keep_tokens = frozenset(keep)
         region.seen.refused.clear()
         region.demand = demands(region.graph, region.seen)
         region.entries = _entries(region)
-        before = (len(deferred), len(region.twins), len(keep))
+        before = (len(deferred), len(region.replayed), len(keep))
         if zero_outputs:  # the positions that were left out are real ones, not pads
-            region.twins |= {node for node in deferred if region.space(node).trimmed_by}
+            region.replayed |= {node for node in deferred if region.space(node).trimmed_by}
         if may_wait and not region.slicer.writes_inputs:
-            region.twins |= _outputs_in_the_way(region)
-        for node in list(deferred - region.twins):
-            late = region.tail_nodes(node)
+            region.replayed |= _outputs_in_the_way(region)
+        for node in list(deferred - region.replayed):
+            late = region.epilogue_nodes(node)
             keep |= set(random_nodes(late))
             inside = [other for other in late if not region.seen.from_batch[other] and other.op == "call_function"]
             written = any(region.slicer.is_written(other) for other in late if other.op == "placeholder")
             if written or any(n in region.seen.attentions or n in region.losses or modes[n] for n in inside):
                 deferred.discard(node)
-        if before == (len(deferred), len(region.twins), len(keep)):
+        if before == (len(deferred), len(region.replayed), len(keep)):
             break
     for node, target in region.seen.refused.items():
         if all(source in region.entries or region.seen.from_batch[source] for source in tensor_inputs(node)):

@@ -1,4 +1,4 @@
-"""Writing of a decided region: its packed graph, the graph of its facts, and the tails of its deferred outputs."""
+"""Writing of a decided region: its packed graph, the graph of its facts, and the epilogues of its deferred outputs."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from deepytorch.passes.unpad.layout import Layout, Positions, is_token, position
 from deepytorch.passes.unpad.program import (
     Assumption,
     BufferState,
+    Epilogue,
     IndexInput,
     IndexSet,
     LossFacts,
@@ -29,7 +30,6 @@ from deepytorch.passes.unpad.program import (
     PickFacts,
     Program,
     SpaceFacts,
-    Tail,
 )
 from deepytorch.passes.unpad.region import Declined, Region
 from deepytorch.passes.unpad.rules import Linear, rule_for
@@ -44,7 +44,7 @@ def write_program(module: fx.GraphModule, region: Region, *, zero_outputs: bool)
     """
     placeholders = [node for node in region.graph.nodes if node.op == "placeholder"]
     number = {node: index for index, node in enumerate(placeholders)}
-    tails, tail_of, tail_entries = _tails(module, region, number, zero_outputs)
+    epilogues, epilogue_of, epilogue_entries = _epilogues(module, region, number, zero_outputs)
     emitter = _emitter(region, region.entries)
     for node in region.graph.nodes:
         _write_node(region, emitter, node)
@@ -52,12 +52,12 @@ def write_program(module: fx.GraphModule, region: Region, *, zero_outputs: bool)
     values: list[Any] = []
     sources: list[tuple[Any, IndexSet | None]] = []  # for each value: its node, and the entries that it holds
     for node in region.outputs:
-        if node in region.twins:
-            outputs.append(Output("twin", 0, _output_meta(region, node)))
+        if node in region.replayed:
+            outputs.append(Output("replayed", 0, _output_meta(region, node)))
         elif node in region.seen.deferred:
-            entries = tail_entries[node]
+            entries = epilogue_entries[node]
             merged = entries is not None and len(region.layouts[node][0]) == 2
-            outputs.append(Output("tail", tail_of[node], _output_meta(region, node), entries, merged))
+            outputs.append(Output("epilogue", epilogue_of[node], _output_meta(region, node), entries, merged))
         elif not zero_outputs and node in region.seen.token_outputs and node in region.entries:
             zeros, merged = node in region.zeroing, len(region.layouts[node][0]) == 2
             entries = region.entries[node]
@@ -69,13 +69,13 @@ def write_program(module: fx.GraphModule, region: Region, *, zero_outputs: bool)
             values.append(emitter.padded(node) if isinstance(node, fx.Node) else node)
             sources.append((node, None))
     wired = []
-    for tail, boundary in tails:
+    for epilogue, boundary in epilogues:
         start = len(values)
         for node in boundary:
             home = region.entries.get(node)
             values.append(emitter.padded(node) if home is None else emitter.packed(node, home))
             sources.append((node, home))
-        wired.append(Tail(tail.module, tail.inputs, tail.indices, tuple(range(start, len(values)))))
+        wired.append(Epilogue(epilogue.module, epilogue.inputs, epilogue.indices, tuple(range(start, len(values)))))
     reference, reference_inputs, reference_indices = _reference(module, region, sources)
     facts, facts_inputs, found = _facts(module, region)
     graph = emitter.finish(values)
@@ -94,7 +94,7 @@ def write_program(module: fx.GraphModule, region: Region, *, zero_outputs: bool)
         assumptions=found.assumptions,
         indices=tuple(emitter.indices),
         outputs=tuple(outputs),
-        tails=tuple(wired),
+        epilogues=tuple(wired),
         sizes=tuple((number[s.size[0]], s.size[1], s.size[2]) for s in region.spaces.values()),
         buffers=_buffers(region, number),
         packed_inputs=kept,
@@ -193,27 +193,27 @@ def _label_layout(region: Region, node: fx.Node) -> Layout:
     return tuple(tuple(grid if isinstance(atom, Positions) else atom for atom in dim) for dim in labels)
 
 
-def _tails(
+def _epilogues(
     module: fx.GraphModule, region: Region, number: Mapping[fx.Node, int], zero_outputs: bool
-) -> tuple[list[tuple[Tail, list[fx.Node]]], dict[fx.Node, int], dict[fx.Node, IndexSet | None]]:
+) -> tuple[list[tuple[Epilogue, list[fx.Node]]], dict[fx.Node, int], dict[fx.Node, IndexSet | None]]:
     """Return a small graph for every deferred output, and the entries that each graph returns.
 
     The graphs start from values that the step computes anyway.
     """
-    tails: list[tuple[Tail, list[fx.Node]]] = []
-    tail_of: dict[fx.Node, int] = {}
+    epilogues: list[tuple[Epilogue, list[fx.Node]]] = []
+    epilogue_of: dict[fx.Node, int] = {}
     gives: dict[fx.Node, IndexSet | None] = {}
     for output in region.outputs:
-        if output not in region.seen.deferred or output in tail_of or output in region.twins:
+        if output not in region.seen.deferred or output in epilogue_of or output in region.replayed:
             continue
-        nodes = region.tail_nodes(output)
+        nodes = region.epilogue_nodes(output)
         inside = set(nodes)
         boundary = [output] if not nodes else []
         for node in nodes:
             for source in node.all_input_nodes:
                 if source not in inside and source not in boundary and source.op == "call_function":
                     boundary.append(source)
-        entries = _tail_entries(region, nodes, boundary)
+        entries = _epilogue_entries(region, nodes, boundary)
         emitter = _emitter(region, entries)
         for index, node in enumerate(boundary):
             emitter.provide(node, emitter.input(f"value_{index}"), entries.get(node))
@@ -228,12 +228,12 @@ def _tails(
         gives[output] = home
         graph = emitter.finish([emitter.padded(output) if home is None else emitter.packed(output, home)])
         kept = _prune(graph, len(number))
-        tail_of[output] = len(tails)
-        tails.append((Tail(fx.GraphModule(module, graph), kept, tuple(emitter.indices), ()), boundary))
-    return tails, tail_of, gives
+        epilogue_of[output] = len(epilogues)
+        epilogues.append((Epilogue(fx.GraphModule(module, graph), kept, tuple(emitter.indices), ()), boundary))
+    return epilogues, epilogue_of, gives
 
 
-def _tail_entries(region: Region, nodes: list[fx.Node], boundary: list[fx.Node]) -> dict[fx.Node, IndexSet]:
+def _epilogue_entries(region: Region, nodes: list[fx.Node], boundary: list[fx.Node]) -> dict[fx.Node, IndexSet]:
     entries = {node: region.entries[node] for node in boundary if node in region.entries}
     if not region.packs:
         return entries

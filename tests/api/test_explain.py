@@ -89,7 +89,7 @@ def test_asking_in_the_middle_of_training_leaves_its_door_open() -> None:
         model(**given[2]).loss.backward()
         assert handle.door is not None
         [record] = [each for each in LEDGER.report().regions if each.name.startswith("door")]
-        assert (record.steps_watched, record.steps_packed, record.steps_padded) == (1, 1, 0)
+        assert (record.steps_profiled, record.steps_packed, record.steps_padded) == (1, 1, 0)
         assert autowrap.armed(model)
     finally:
         handle.restore()

@@ -99,7 +99,7 @@ def test_a_script_that_agrees(monkeypatch, capsys):
     assert answer["steps"] == {"without": 3, "with": 3, "moved": 3}
     assert answer["differs_first"] is None
     assert answer["differences"] == []
-    assert answer["report"]["steps_packed"] + answer["report"]["steps_watched"] == 3
+    assert answer["report"]["steps_packed"] + answer["report"]["steps_profiled"] == 3
     assert answer["report"]["regions"][0]["lowering"] == "aot_eager"
     assert answer["draws_random_numbers"] == []
     assert [len(losses) for losses in answer["losses"].values()] == [3, 3, 3]

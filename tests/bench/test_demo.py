@@ -141,5 +141,5 @@ def test_deepytorch_stays_on_eager_s_path_and_reports(options, tmp_path, console
     result = run_demo(options(ways=(EAGER, Way("deepytorch", "deepytorch"))), console)
     assert result.loss_difference(result.runs[1]) < 1e-5
     report = deepytorch.report().to_json()
-    assert (report["steps_watched"], report["steps_packed"]) == (1, 3)
+    assert (report["steps_profiled"], report["steps_packed"]) == (1, 3)
     assert "packed" in console.file.getvalue()

@@ -200,7 +200,7 @@ def expect_packed(report: Report, *, steps: int | None = None, padded: int | Non
     skip_masks_by_vmap(report)
     assert report.total("steps_packed") > 0, f"nothing was packed: {story}"
     if steps is not None:
-        assert report.total("steps_packed") + report.total("steps_watched") == steps, story
+        assert report.total("steps_packed") + report.total("steps_profiled") == steps, story
     if padded is not None:
         assert report.total("steps_padded") == padded, story
     assert not [fallback for region in report.regions for fallback in region.fallbacks], story

@@ -74,7 +74,9 @@ def program(indices: tuple[IndexInput, ...] = INDICES, reading: str = "nonzero",
         "assumptions": (),
         "sizes": ((0, 0, 1),),
     }
-    return Program(fx.symbolic_trace(_Given()), (0, 1), indices=indices, outputs=(), tails=(), **{**given, **changes})
+    return Program(
+        fx.symbolic_trace(_Given()), (0, 1), indices=indices, outputs=(), epilogues=(), **{**given, **changes}
+    )
 
 
 def batch(rows: int = 4, positions: int = 19, side: str = "right") -> list[torch.Tensor]:

@@ -264,7 +264,7 @@ def test_several_calls_before_a_backward_are_watched_together() -> None:
 
     pair = Pair(bert(), call=call)
     report = pair.train(right_padded()[:2])
-    assert (report.total("steps_watched"), report.total("steps_packed")) == (3, 0), describe(report)
+    assert (report.total("steps_profiled"), report.total("steps_packed")) == (3, 0), describe(report)
     assert report.total("steps_replayed") == 0
 
 

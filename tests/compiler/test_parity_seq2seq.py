@@ -114,7 +114,7 @@ def test_logits_are_those_of_eager_at_every_position_of_the_decoder(build: Any) 
     """Also behind its last label, where nothing was computed: whoever looks there gets padded steps."""
     pair = Pair(build("sdpa").train())
     report = pair.train(pairs(*SIZES[:3]), compare_whole())
-    assert (report.total("steps_watched"), report.total("steps_padded")) == (1, 2), describe(report)
+    assert (report.total("steps_profiled"), report.total("steps_padded")) == (1, 2), describe(report)
 
 
 @pytest.mark.slow

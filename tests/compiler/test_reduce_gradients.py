@@ -774,9 +774,9 @@ def step(model, call, optimizer, number):
     call(**given[number]).loss.backward()
 model = train(llama, steps=6, what="padded text", step=step)
 report = LEDGER.report()
-taken = report.total("steps_packed") + report.total("steps_watched")
+taken = report.total("steps_packed") + report.total("steps_profiled")
 assert taken == (6 if rank == 0 else 3), taken
-assert report.total("steps_watched") == 1  # in eager, whose gradients come by hooks: before they are ours on rank 0
+assert report.total("steps_profiled") == 1  # in eager, whose gradients come by hooks: before they are ours on rank 0
 assert adopted(model).reducer.counts.late == (0 if rank == 0 else len(list(model.parameters())))
 """
 

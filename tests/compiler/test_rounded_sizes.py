@@ -40,7 +40,7 @@ def program(**changed: Any) -> Program:
             IndexInput("flat", LABELLED),
         ),
         "outputs": (),
-        "tails": (),
+        "epilogues": (),
         "sizes": ((0, 0, 1),),
     }
     return Program(**{**given, **changed})

@@ -77,7 +77,7 @@ def since_5(what: str) -> None:
 
 def taken(door: Any) -> int:
     """Calls that came to be packed, the first of a kind among them, which is watched."""
-    return door.record.steps_packed + door.record.steps_watched
+    return door.record.steps_packed + door.record.steps_profiled
 
 
 def of_a_library(kind: type) -> type:
@@ -417,7 +417,7 @@ def test_key_value_caches_and_hidden_states_are_those_of_eager() -> None:
     pair.step(given[1], compare, when="before backward")
     pair.step(given[2], compare, when="after backward")
     record = pair.door.record
-    assert (record.steps_watched, record.steps_packed, record.steps_replayed, record.steps_padded) == (1, 1, 1, 1)
+    assert (record.steps_profiled, record.steps_packed, record.steps_replayed, record.steps_padded) == (1, 1, 1, 1)
 
 
 def test_losses_of_an_accumulation_and_tuples() -> None:
@@ -676,7 +676,7 @@ def test_calls_that_dynamo_would_not_see_are_not_compiled(kind: str) -> None:
     try:
         pair.train(given)
         [door] = [each for each in report().regions if each.name.startswith("door")]
-        assert (door.outcome, door.steps_packed + door.steps_watched) == ("packed", len(given))
+        assert (door.outcome, door.steps_packed + door.steps_profiled) == ("packed", len(given))
     finally:
         handle.restore()
 

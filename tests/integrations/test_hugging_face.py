@@ -99,7 +99,7 @@ def test_a_trainer_script_trains_alike_and_faster_with_the_import_alone(tmp_path
     assert ours["type"] == plain["type"] == "LlamaForCausalLM"
     assert ours["keys"] == plain["keys"]
     assert (
-        ours["report"]["steps_packed"] + ours["report"]["steps_watched"] == 6
+        ours["report"]["steps_packed"] + ours["report"]["steps_profiled"] == 6
     )  # evaluation and generation stayed in eager
     assert ours["report"]["recompiles"] <= 1
     assert plain["report"]["regions"] == []
@@ -179,5 +179,5 @@ print("FOUND" + json.dumps(deepytorch.report().to_json()))
 @pytest.mark.slow
 def test_the_trainer_takes_the_name(tmp_path: Path) -> None:
     found = run(NAMED.format(first="import deepytorch", folder=tmp_path))
-    assert found["steps_packed"] + found["steps_watched"] == 2
+    assert found["steps_packed"] + found["steps_profiled"] == 2
     assert len(found["regions"]) == 1

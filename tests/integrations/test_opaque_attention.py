@@ -100,7 +100,7 @@ def test_the_dropout_of_flash_attention_2_is_drawn_in_packed_rows(monkeypatch: p
     assert door is not None
     [batch] = batches(causal_batch, (4, 11, "right"))
     losses = [door.call(model._call_impl, (), batch).loss for _ in range(3)]
-    assert (door.record.steps_watched, door.record.steps_packed) == (1, 2)
+    assert (door.record.steps_profiled, door.record.steps_packed) == (1, 2)
     assert losses[1] != losses[2]
     model.eval()  # without it, packed and padded are the same
     with torch.no_grad():

@@ -11,7 +11,7 @@ from tests.passes.padded_graph import PaddedGraph
 aten = torch.ops.aten
 
 
-def test_a_tail_starts_from_what_the_step_computes_for_all_tokens() -> None:
+def test_an_epilogue_starts_from_what_the_step_computes_for_all_tokens() -> None:
     g = PaddedGraph()
     x = g.call(aten.relu.default, g.x("r", "p", 4))
     labelled_alone = g.call(aten.tanh.default, x)
@@ -24,8 +24,8 @@ def test_a_tail_starts_from_what_the_step_computes_for_all_tokens() -> None:
     assert region.is_boundary(x)
     assert not region.is_boundary(labelled_alone)  # it has the labelled entries alone
     assert not region.is_boundary(logits)  # nobody computes it
-    assert region.tail_nodes(logits) == [labelled_alone, logits]
-    assert region.tail_nodes(x) == []
+    assert region.epilogue_nodes(logits) == [labelled_alone, logits]
+    assert region.epilogue_nodes(x) == []
 
 
 def test_what_is_of_the_batch_or_whole_is_no_boundary() -> None:

@@ -40,7 +40,7 @@ def defer(
     tokens: Callable[[], Tokens | None] | None = None,
     events: RegionEvents | None = None,
     family: Family | None = None,
-    watched: bool = False,
+    profiled: bool = False,
     whole: bool = False,
 ) -> torch.Tensor:
     """A tensor of `shape`, `dtype` and `device` that `compute` makes when its values are first used, once.
@@ -52,7 +52,7 @@ def defer(
     `requires_grad` holds only while gradients are enabled, as for the result of any operation.
 
     tokens: gives the value's tokens, for uses that take no more. events: is told of every use. family: of all deferred
-    outputs of one step. watched: `compute` gives a tensor of the graph that eager has made already. whole: it has no
+    outputs of one step. profiled: `compute` gives a tensor of the graph that eager has made already. whole: it has no
     pads that cost anything.
 
     Raises (at the use, not here) `DeferredError` when a dependency has changed other than by `Optimizer.step`.
@@ -63,8 +63,8 @@ def defer(
     requires_grad = requires_grad and torch.is_grad_enabled()
     kept = Kept(depends_on, name) if depends_on else None
     pending = Pending(tuple(shape), dtype, device, requires_grad, name, compute, kept, family)
-    pending.make_tokens, pending.events, pending.watched, pending.whole = tokens, events, watched, whole
-    deferred = _Deferred.of(pending, compute([]) if watched else None)
+    pending.make_tokens, pending.events, pending.profiled, pending.whole = tokens, events, profiled, whole
+    deferred = _Deferred.of(pending, compute([]) if profiled else None)
     return computed(deferred) if must_be_plain() else deferred
 
 
@@ -193,7 +193,7 @@ def _register_hook(tensor: torch.Tensor, pending: Pending, hook: Any) -> Removab
         return None
     if pending.events is not None and is_users(hook):
         pending.events.asked_for_graph(pending.name, torch.Tensor.register_hook)
-    if pending.watched:
+    if pending.profiled:
         return pending.compute().register_hook(hook)
     return pending.add_hook(hook)
 
@@ -201,7 +201,7 @@ def _register_hook(tensor: torch.Tensor, pending: Pending, hook: Any) -> Removab
 def _retain_grad(tensor: torch.Tensor, pending: Pending) -> None:
     if pending.events is not None:
         pending.events.asked_for_graph(pending.name, torch.Tensor.retain_grad)
-    if pending.watched:
+    if pending.profiled:
         pending.compute().retain_grad()
         return
     once(

@@ -47,12 +47,12 @@ class Pending:
         "make_tokens",
         "memory",
         "name",
+        "profiled",
         "requires_grad",
         "shape",
         "sources",
         "value",
         "version",
-        "watched",
         "whole",
     )  # fmt: skip
 
@@ -79,7 +79,7 @@ class Pending:
         self.value: torch.Tensor | None = None
         self.make_tokens: Callable[[], Tokens | None] | None = None
         self.events: RegionEvents | None = None
-        self.watched = self.whole = False
+        self.profiled = self.whole = False
         self.family = Family() if family is None else family
         self.memory = object()  # what stands for the memory that it would share with its views
         self.sources: tuple[Pending, ...] = ()  # what it was computed from
