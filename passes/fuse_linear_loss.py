@@ -47,9 +47,9 @@ class FuseLinearLoss(Pass):
 
     `faster_bytes`: size from which the fusion also gains time, or at least loses none. The threshold holds for a
     float32 layer on a CPU with 1,024 classes or more whose losses are reduced to one number. Measured on two cores,
-    forward and backward, relative to Inductor's time (rows x hidden size x classes): 32 x 512 x 8192 0.94, 128 x 256 x
-    2048 0.83, 1366 x 256 x 2048 0.93, 500 x 512 x 8192 0.81, 1366 x 512 x 8192 0.89, 1366 x 512 x 32000 0.97, 1000 x
-    768 x 50257 1.02.
+    forward and backward, relative to Inductor's time (rows x hidden size x classes): 32 x 512 x 8192: 0.94;
+    128 x 256 x 2048: 0.83; 1366 x 256 x 2048: 0.93; 500 x 512 x 8192: 0.81; 1366 x 512 x 8192: 0.89;
+    1366 x 512 x 32000: 0.97; 1000 x 768 x 50257: 1.02.
     """
 
     least_bytes: int | None = 1 << 30

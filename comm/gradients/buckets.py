@@ -1,4 +1,4 @@
-"""Planning of buckets, which gradients travel together, from parameters, arrivals and links; equal on every rank.
+"""Planning of buckets (gradients sent together) from parameters, arrivals and links; the same on every rank.
 
 Gradients come out of the backward one after the other. A bucket can be sent when its last gradient is there, and
 buckets are sent one after the other. Communication after the end of the backward is exposed. Small buckets start early

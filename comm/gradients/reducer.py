@@ -8,7 +8,7 @@ whatever its graphs look like. Buckets that are incomplete when the backward end
 Autograd receives views of the buckets, in the layouts of the parameters. Autograd stores the views as `param.grad`, so
 a reduced gradient is never copied out.
 
-The first three backwards are profiled, and each replans the buckets: see `replanning.Phase`.
+The first three backwards are profiled, and the plan is made anew from the profiles: see `replanning.Phase`.
 
 Before the reducer takes over, and after `release`, the gradients of compiled backwards only pass through.
 

@@ -59,8 +59,8 @@ class Bench:
         topology: that of the group.
         engine: the inner backend's all-reduce of the whole group.
         memory: the all-reduce among the ranks of one host; None if they share no memory.
-        between: sends each rank's tensor to its fellows on the other hosts, over that many connections per rank; None
-            on one host.
+        between: the all-reduce of each rank's tensor with its fellows on the other hosts, over the same number of
+            connections from every rank; None on one host.
         agree: returns the largest of every rank's numbers, equal on all ranks.
     """
 
