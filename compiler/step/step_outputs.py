@@ -1,7 +1,7 @@
-"""What a region's step hands back: its outputs, deferred, and how each is made if somebody needs it.
+"""The outputs that a region's step hands back, deferred, and how each is made if somebody needs it.
 
-A packed step's outputs are made from its values, from an epilogue of the graph, or by running the step once more; a profiled
-step's are there, and their uses are noted.
+Outputs of a packed step are made from its values, by an epilogue of the graph, or by running the step once more, padded
+and in eager. Those of a profiled step are there, and their uses are noted.
 """
 
 from __future__ import annotations

@@ -145,12 +145,12 @@ class Output:
 
     Attributes:
         kind: "value": output `index` of the packed graph. "tokens": only the tokens of the output, in the packed
-            graph's output `index`. "epilogue": deferred, computed by epilogue `index`. "replayed": deferred, computed by a padded
-            replay of the step.
+            graph's output `index`. "epilogue": deferred, computed by epilogue `index`. "replayed": deferred, computed
+            by a padded replay of the step.
         index: see `kind`.
         meta: the shape, dtype and name of an output that leaves the region packed or deferred.
-        entries: for "tokens" and "epilogue", the entries that the value holds one row for; None if it is the whole padded
-            value.
+        entries: for "tokens" and "epilogue", the entries that the value holds one row for; None if it is the whole
+            padded value.
         merged: whether the padded value is (rows * positions, ...).
         zero_at_pads: whether the padded value is known to be zero at pads.
     """
