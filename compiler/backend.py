@@ -14,7 +14,7 @@ from torch import fx
 
 from deepytorch.compiler.attention_forms import attention_forms
 from deepytorch.compiler.capture import Untraceable, capture, is_batch_input
-from deepytorch.compiler.code.compiled_step import compile_seconds
+from deepytorch.compiler.code.compilers import compile_seconds
 from deepytorch.compiler.code.later_graph import graph_for_later
 from deepytorch.compiler.code.lower_region import RegionLowering
 from deepytorch.compiler.config import CompilerConfig

@@ -14,7 +14,8 @@ import torch
 from torch import fx
 
 from deepytorch.compiler.budget import BUDGET
-from deepytorch.compiler.code.beside.queue import HERE, Pending, compile_beside
+from deepytorch.compiler.code.beside.queue import HERE, Pending
+from deepytorch.compiler.code.compilers import IN_PLACE, WORKER, Compiler, Graph, compile_seconds
 from deepytorch.compiler.code.lower_region import RegionLowering
 from deepytorch.compiler.code.nested import compile_nested, prepare_nested
 from deepytorch.compiler.report import RegionRecord
@@ -26,20 +27,6 @@ from deepytorch.process_age import seconds_since_start
 from deepytorch.torch_internals import OpOverload, compiler_counters
 
 _CALLS_A_STEP = 256  # whoever takes more has an optimizer that torch does not know
-
-# Guesses on the high side of what stops training, by the nodes of a graph: Inductor in this process, of which a small
-# model took 8 to 25 s on 2 cores; and loading what another process has compiled, 1 to 2 s of a Llama of four layers.
-_COMPILE_SECONDS, _COMPILE_SECONDS_A_NODE = 10.0, 0.1
-_LOAD_SECONDS, _LOAD_SECONDS_A_NODE = 1.0, 0.005
-
-
-def compile_seconds(module: fx.GraphModule) -> float:
-    """Return what compiling a graph in this process is thought to take."""
-    return _COMPILE_SECONDS + _COMPILE_SECONDS_A_NODE * _num_nodes(module)
-
-
-def _num_nodes(module: fx.GraphModule) -> int:
-    return sum(len(part.graph.nodes) for part in module.modules() if isinstance(part, fx.GraphModule))
 
 
 class CompiledStep:
@@ -61,7 +48,9 @@ class CompiledStep:
         self._pending: Pending | None = None
         self._is_budgeted = current_trace() is not None  # else somebody has asked for `torch.compile`
         self._border, self._calls = Border(), 0  # of the script's steps; calls since it was compiled beside
-        self._loads = self._begun = self._failed = False
+        self._is_there = self._begun = self._failed = False
+        self._graph = Graph(record.name, module, varying, lowering, self._prepare)
+        self._compiler: Compiler = WORKER
         # what eager would keep of a graph whose parts are to be computed again: all of it
         self.recomputes = any("recompute" in node.meta for node in module.graph.nodes)
 
@@ -84,26 +73,29 @@ class CompiledStep:
         if self._failed:
             return False
         if self._pending is None:
-            self._pending = compile_beside(
-                self._record.name, self._module, list(arguments), self._varying, self._lowering
-            )
-        if self._pending.where == HERE and not self._pending.done.is_set():
-            if not self._affords(compile_seconds(self._module)):
+            self._start(arguments)
+        assert self._pending is not None
+        if not self._is_there:
+            if not self._compiler.poll(self._graph, self._pending, arguments, self._affords):
                 return False
-            self._compile_here(self._pending, list(arguments))
-        if not self._loads:
-            self._loads = self._pending.done.is_set() and (
-                self._pending.where == HERE
-                or self._pending.error is not None
-                or self._affords(_LOAD_SECONDS + _LOAD_SECONDS_A_NODE * _num_nodes(self._module))
-            )
-        if not self._loads:
-            return False
+            self._is_there = True
+            self._record.compile_seconds += self._pending.seconds if self._pending.where == HERE else 0.0
         if self._pending.error is not None:
             self._give_up(self._pending.error)
         elif self._is_at_border() and self._lowering.may_begin():
             self._begin(self._pending)
         return self._begun
+
+    def _start(self, arguments: Sequence[Any]) -> None:
+        """Have the graph compiled: in the background, else in place."""
+        for self._compiler in (WORKER, IN_PLACE):
+            self._pending = self._compiler.start(self._graph, arguments)
+            if self._pending is not None:
+                return
+
+    def _prepare(self, arguments: Sequence[Any]) -> Callable[..., Any]:
+        """Compile the graph in this process, and run nothing."""
+        return prepare_nested(self._module, self._backend, arguments, self._varying, self._may_recompile)
 
     def _may_recompile(self) -> bool:
         return self._affords(compile_seconds(self._module))
@@ -111,24 +103,8 @@ class CompiledStep:
     def _affords(self, seconds: float) -> bool:
         return not self._is_budgeted or BUDGET.affords(seconds)
 
-    def _compile_here(self, pending: Pending, arguments: list[Any]) -> None:
-        """Compile it while training waits, as `torch.compile` has it, and run nothing."""
-        started = time.perf_counter()
-        logger.info("%s is compiled now, and training waits for it", self._record.name)
-        try:
-            with BUDGET.pause():
-                self._compiled = prepare_nested(
-                    self._module, self._backend, arguments, self._varying, self._may_recompile
-                )
-        except Exception as error:
-            logger.debug("traceback of the failure", exc_info=True)
-            pending.finish(f"{type(error).__name__}: {str(error)[:500]}")
-        else:
-            pending.finish(seconds=time.perf_counter() - started)
-        self._record.compile_seconds += time.perf_counter() - started
-
     def _begin(self, pending: Pending) -> None:
-        self._begun, record = True, self._record
+        self._begun, self._compiled, record = True, pending.compiled, self._record
         record.change_over_seconds = seconds_since_start()
         record.compile_seconds_beside += 0.0 if pending.where == HERE else pending.seconds
         record.compile_peak_mb_beside = max(record.compile_peak_mb_beside, pending.peak_mb)

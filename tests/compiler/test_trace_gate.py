@@ -12,7 +12,7 @@ from torch import nn
 
 from deepytorch.compiler import budget, compile_module, trace_gate
 from deepytorch.compiler.budget import SHARE, Budget
-from deepytorch.compiler.code import compiled_step
+from deepytorch.compiler.code import compilers
 from deepytorch.compiler.code.beside.queue import Pending
 from deepytorch.compiler.code.compiled_step import CompiledStep
 from deepytorch.compiler.compile_module import compiled_call
@@ -259,7 +259,7 @@ def test_steps_run_padded_until_they_are_compiled_where_packing_in_eager_does_no
     run: Run, monkeypatch: pytest.MonkeyPatch, packs: bool
 ) -> None:
     under_way = Pending("a graph")
-    monkeypatch.setattr(compiled_step, "compile_beside", lambda *_: under_way)
+    monkeypatch.setattr(compilers, "compile_beside", lambda *_: under_way)
     monkeypatch.setattr(CompiledStep, "_run", lambda self, arguments: self._module.forward(*arguments))
     model = Plain(sdpa_bool).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

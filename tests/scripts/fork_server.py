@@ -144,11 +144,11 @@ def _in_the_default_mode() -> Any:
     os.environ["DEEPYTORCH_COMPILE"] = "beside"
     import deepytorch
     from deepytorch import process_age
-    from deepytorch.compiler.code import compiled_step
-    from deepytorch.compiler.code.beside.queue import HERE, Pending
+    from deepytorch.compiler.code import compilers
+    from deepytorch.compiler.code.beside.queue import Pending
 
     process_age._BEGAN -= 1e6
-    compile_beside, under_way = compiled_step.compile_beside, list[Pending]()
+    compile_beside, under_way = compilers.compile_beside, list[Pending]()
 
     def compile_and_note(*arguments: Any) -> Pending:
         under_way.append(compile_beside(*arguments))
@@ -156,11 +156,10 @@ def _in_the_default_mode() -> Any:
 
     def wait(*_: Any) -> None:
         for each in under_way:
-            if each.where != HERE:
-                each.done.wait()
+            each.done.wait()
         under_way.clear()
 
-    compiled_step.compile_beside = compile_and_note
+    compilers.compile_beside = compile_and_note
     register_optimizer_step_post_hook(wait)
     return deepytorch
 

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,24 +20,21 @@ from torch import fx
 
 from deepytorch.background import start
 from deepytorch.compiler.code.beside import store
-from deepytorch.compiler.code.beside.graph_data import CannotSend, to_bytes
+from deepytorch.compiler.code.beside.graph_data import to_bytes
 from deepytorch.compiler.code.beside.job import Job
 from deepytorch.compiler.code.beside.worker import send
 from deepytorch.compiler.code.lower_region import RegionLowering
 from deepytorch.log import logger
 
-# Where training waits for a graph to be compiled, as under `torch.compile`. A thread would not make it wait; but while
-# torch compiles it replaces `nn.Module.__call__` for all threads, and in the end gives random generators back the state
-# from before, so that dropout of the steps meanwhile would come once more.
-HERE = "this process"
+HERE = "this process"  # compiles while training waits, see `compilers.InPlace`
 
 
 @dataclass(eq=False)
 class Pending:
-    """One graph that is compiled beside. Set by another thread; `done` last.
+    """One graph that is being compiled. Its fields may be set by another thread; `done` last.
 
     error: why it came to nothing. seconds: of compiling. peak_mb: memory of the process that compiled. where: who
-    compiled it; `HERE` where this process is to do so.
+    compiles it. compiled: what runs it, where this process has compiled it.
     """
 
     name: str
@@ -46,6 +43,7 @@ class Pending:
     seconds: float = 0.0
     peak_mb: float = 0.0
     where: str = "a process"
+    compiled: Callable[..., Any] | None = None
     done: threading.Event = field(default_factory=threading.Event)
 
     def finish(self, error: str | None = None, seconds: float = 0.0, peak_mb: float = 0.0) -> None:
@@ -63,24 +61,18 @@ def compile_beside(
 ) -> Pending:
     """Have a graph compiled that is to run with arguments like these; return at once.
 
-    One that cannot be sent is left to the caller, see `HERE`.
+    Raises `CannotSend` where no other process can compile it.
     """
     pending = Pending(name)
-    try:
-        described = Job.of(module, arguments, varying, lowering)
-        digest, job = described.digest(), to_bytes(described)
-    except CannotSend as reason:
-        logger.info("%s is not compiled beside: %s", name, reason)
-        pending.where = HERE
-        _expect_no_longer()
-        return pending
-    logger.info("%s is compiled beside; training goes on in eager meanwhile", name)
+    described = Job.of(module, arguments, varying, lowering)
+    digest, job = described.digest(), to_bytes(described)
+    logger.info("%s is compiled in the background; training goes on in eager meanwhile", name)
     asked = _Asked(pending, digest, _MODEL.get(), job)
     if store.find(digest) is None:
         _hand_over(asked)
     else:
         pending.where = "an earlier run"
-        _expect_no_longer()
+        expect_no_longer()
         threading.Thread(target=_take, args=(asked,), name="deepytorch-load", daemon=True).start()
     return pending
 
@@ -118,8 +110,8 @@ def expect(model: str) -> None:
             _WORKER.start()
 
 
-def _expect_no_longer() -> None:
-    """A process that was started for a job is not needed."""
+def expect_no_longer() -> None:
+    """Let a process end that was started for a job: it is not needed."""
     with _LOCK:
         if _WORKER is not None:
             _WORKER.is_enough()
