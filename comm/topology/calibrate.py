@@ -72,18 +72,7 @@ _MEASURED: list[tuple[Topology, Links]] = []  # by this process: parts of a grou
 def calibrated(
     prepare: Callable[[], Bench], topology: Topology, store: dist.Store, rank: int, timeout: timedelta
 ) -> Links:
-    """The links of `topology`, the same on all ranks: as `known_links`, else measured with `prepare()`."""
-    known = known_links(topology, store, rank, timeout)
-    if known is not None:
-        _MEASURED.append((topology, known))
-        return known
-    links = measure(prepare())
-    remember(topology, links, rank)
-    return links
-
-
-def known_links(topology: Topology, store: dist.Store, rank: int, timeout: timedelta) -> Links | None:
-    """What rank 0 knows of the links of `topology`, the same on all ranks.
+    """The links of `topology`, the same on all ranks: what rank 0 knows of them, else measured with `prepare()`.
 
     It knows what this process measured, on these hosts or on more of them, and what its cache holds.
     """
@@ -92,7 +81,13 @@ def known_links(topology: Topology, store: dist.Store, rank: int, timeout: timed
         store.set("links", json.dumps(None if known is None else known.to_json()))
     store.wait(["links"], timeout)
     content = json.loads(store.get("links"))
-    return None if content is None else Links.from_json(content)
+    if content is not None:
+        links = Links.from_json(content)
+        _MEASURED.append((topology, links))
+        return links
+    links = measure(prepare())
+    remember(topology, links, rank)
+    return links
 
 
 def _path(topology: Topology) -> Path:
