@@ -106,8 +106,8 @@ def _tell_of_stock(found: Sequence[str], why: str, rank: int) -> None:
             once(
                 logging.WARNING,
                 "deepytorch's C++ is not compiled yet: process groups that are made meanwhile run on stock gloo and "
-                "nccl to their end. It is compiled in the background, for groups that are made later and for the next "
-                "run. `deepytorch build` compiles it ahead",
+                "nccl to their end. It is compiled in the background while this run lasts, for groups that are made "
+                "later and for the next run. `deepytorch build` compiles it ahead",
             )
     elif len(set(found)) > 1:
         once(logging.WARNING, "%s: the group runs on stock gloo and nccl", why)
