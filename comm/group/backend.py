@@ -36,7 +36,10 @@ from deepytorch.log import once
 
 
 def create(options: Any, group_options: Any) -> Any:
-    """What c10d calls to make the backend of one group: a native backend, or a stock group where that cannot be."""
+    """Make the backend of one group, for c10d: a native one, or a stock group where not all ranks have the same C++.
+
+    A group is one or the other to its end.
+    """
     rank, size, timeout = options.group_rank, options.group_size, options.timeout
     if not isinstance(timeout, timedelta):
         timeout = timedelta(seconds=float(timeout))
@@ -114,7 +117,7 @@ def _tell_of_stock(found: Sequence[str], why: str, rank: int) -> None:
 
 
 def _said_by_all(store: dist.Store, rank: int, size: int, mine: str, timeout: timedelta) -> list[str]:
-    """Which native module each rank has; one of the two words above where it has none.
+    """Return which native module each rank has; one of the two words above where it has none.
 
     Ranks that differ would wait for each other in vain.
     """

@@ -16,7 +16,7 @@ from deepytorch.config import process_environment
 
 
 def stock_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    """A process group of torch's own backends, which c10d takes as it is.
+    """Return a process group of torch's own backends, which c10d takes as it is.
 
     A Python subclass of `ProcessGroup` could delegate each method as well, but every method that it leaves to the base
     deadlocks sooner or later, because the base is called with the interpreter's lock held.
@@ -36,17 +36,10 @@ def stock_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> 
 def inner_backends(
     store: dist.Store, rank: int, size: int, timeout: timedelta, single_host: bool = False
 ) -> tuple[Any, Any | None]:
-    """Gloo with one thread, and stock nccl where there is a GPU for it (else None).
-
-    single_host: gloo then shares its listener with the other groups of this process.
-    """
-    return _gloo_in_order(store, rank, size, timeout, single_host), _nccl(store, rank, size, timeout)
-
-
-def _gloo_in_order(store: dist.Store, rank: int, size: int, timeout: timedelta, single_host: bool) -> Any:
-    """Gloo with one thread.
+    """Return gloo with one thread, and stock nccl where there is a GPU for it (else None).
 
     Stock gloo's two threads run two calls at a time, so that a second one may read what the first has yet to write.
+    single_host: gloo then shares its listener with the other groups of this process.
     Raises RuntimeError where a rank does not come.
     """
     gloo: Any = dist.ProcessGroupGloo
@@ -60,7 +53,7 @@ def _gloo_in_order(store: dist.Store, rank: int, size: int, timeout: timedelta, 
         raise
     options._threads = 2  # what is told of the group: gloo's one and ours
     _count_from_one_number(cpu)
-    return cpu
+    return cpu, _nccl(store, rank, size, timeout)
 
 
 def _count_from_one_number(backend: Any) -> None:

@@ -72,9 +72,9 @@ _MEASURED: list[tuple[Topology, Links]] = []  # by this process: parts of a grou
 def calibrated(
     prepare: Callable[[], Bench], topology: Topology, store: dist.Store, rank: int, timeout: timedelta
 ) -> Links:
-    """The links of `topology`, the same on all ranks: what rank 0 knows of them, else measured with `prepare()`.
+    """Return the links of `topology`, the same on all ranks: what rank 0 knows of them, else measured by `prepare()`.
 
-    It knows what this process measured, on these hosts or on more of them, and what its cache holds.
+    Rank 0 knows what this process measured, on these hosts or on more of them, and what its cache holds.
     """
     if rank == 0:
         known = _known(topology)
