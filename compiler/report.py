@@ -115,7 +115,7 @@ class Report:
             "break_even_seconds": STARTS.break_even,
             "host_ms_per_step": 1e3 * self.total("host_seconds") / steps if steps else 0.0,
             "gradients": self.gradients,
-            "groups_meanwhile": _standings(),
+            "groups_on_stock": _groups_on_stock(),
             "regions": [asdict(region) for region in self.regions],
         }
 
@@ -127,10 +127,10 @@ def _reducers() -> list[GradientReducer]:
     return list(module.REDUCERS.values()) if module else []
 
 
-def _standings() -> list[dict[str, Any]]:
-    """Return what this process's groups of ranks communicate with."""
-    module = sys.modules.get("deepytorch.comm.group.change_over")
-    return module.standings() if module else []
+def _groups_on_stock() -> list[dict[str, str]]:
+    """Return the process groups of this process that run on stock gloo and nccl, and why."""
+    module = sys.modules.get("deepytorch.comm.group.groups")
+    return module.on_stock() if module else []
 
 
 class Ledger:

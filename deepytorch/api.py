@@ -199,8 +199,8 @@ class Summary:
             told += "\nSo far steps ran as in eager: a model is traced once the run is long enough for the pause"
             told += " (docs/starting.md). DEEPYTORCH_COMPILE=wait compiles at the first step."
         told += self._beside(found)
-        for group in found["groups_meanwhile"]:
-            told += f"\nProcess group {group['name']} began before its C++ was compiled: it is {group['state']}."
+        for group in found["groups_on_stock"]:
+            told += f"\nProcess group {group['name']} runs on stock gloo and nccl: {group['why']}."
         if profiled:
             told += f"\n{profiled} first step{'s' * (profiled > 1)} ran in eager to see how outputs are used"
             told += f"; {again} ran once more for their pads, in {seconds:.1f} s." if again else "."

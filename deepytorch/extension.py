@@ -143,15 +143,15 @@ class Extension:
         """Whether the process that `build_beside` has started is still at it."""
         return self._beside is not None and self._beside.poll() is None
 
-    def failed(self, lately: bool = False) -> str | None:
+    def failed(self) -> str | None:
         """Why it could not be compiled, if that was tried before. `deepytorch build` tries again.
 
-        A compiler that was killed, as where memory is short for a while, counts at its second time; lately: or now.
+        A compiler that was killed, as where memory is short for a while, counts at its second time.
         """
-        for name in ("failure", "killed") if lately else ("failure",):
-            with contextlib.suppress(OSError):
-                return (self._folder() / name).read_text(encoding="utf-8")
-        return None
+        try:
+            return (self._folder() / "failure").read_text(encoding="utf-8")
+        except OSError:
+            return None
 
     def is_built(self) -> bool:
         """Whether the installed package or the cache holds the native module."""

@@ -125,12 +125,6 @@ class Backend final : public c10d::Backend {
   std::string poison_message() const { return health_->message(); }
   c10::intrusive_ptr<c10d::Backend> engine_of(bool on_cuda) const;  // null where there is none
   void show_as_gloo() { as_gloo_ = true; }
-  // Keeps in mind what the inner backend for CPU tensors was given: what this group runs itself waits for it.
-  void remember(const c10::intrusive_ptr<c10d::Work>& work);
-  // The group ran on `gloo`, which has two threads and so runs two calls at a time, some of which `remember` was not told
-  // of: the next barrier is gloo's own, which waits for them. Messages between two ranks stay with it.
-  void inherit(c10::intrusive_ptr<c10d::Backend> gloo);
-  std::chrono::milliseconds timeout() const { return timeout_; }
   bool on_one_host() const { return setup_.num_hosts == 1; }
   std::shared_ptr<Segment> segment() const { return setup_.segment; }
 
@@ -192,8 +186,6 @@ class Backend final : public c10d::Backend {
   };
 
   c10::intrusive_ptr<c10d::Backend> inner(bool on_cuda) const;
-  c10::intrusive_ptr<c10d::Backend> inner_for_messages(bool on_cuda) const;
-  c10::intrusive_ptr<c10d::Backend> before_change_over() const;  // null where there was none
   Backends between(int streams);
   void guard() const;
   uint64_t shared_at(const void* data, size_t bytes) const;
@@ -205,6 +197,7 @@ class Backend final : public c10d::Backend {
   bool forked() const { return num_forks_ != num_forks.load(std::memory_order_relaxed); }
   bool idle() const { return !busy_ && queue_.empty(); }  // called with the lock
   void enqueue(const std::shared_ptr<Job>& job, std::unique_lock<std::mutex>& lock);
+  void remember(const WorkPtr& work);
   bool inner_is_at_work() const;
   bool moves_itself(const Wanted& wanted) const;
   Row row_to_move(const Wanted& wanted, const at::Tensor& tensor, uint64_t bytes);
@@ -244,9 +237,6 @@ class Backend final : public c10d::Backend {
   std::vector<Region> regions_;
   uint64_t num_regions_ = 0;
   std::map<std::string, Residual> residuals_;
-  c10::intrusive_ptr<c10d::Backend> before_;  // what this group ran on, before it changed over in mid-life
-  std::atomic<bool> inherits_{false};
-  std::atomic<bool> shares_threads_{false};
   bool as_gloo_ = false;  // whether the group goes by that name
   Wire quantize_ = Wire::exact;
   std::map<int64_t, uint64_t> scattered_;  // by size, since the last step

@@ -1,7 +1,6 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "backend.h"
-#include "change_over.h"
 
 namespace py = pybind11;
 using namespace deepytorch;
@@ -158,18 +157,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def_property_readonly("overflows", &Backend::overflows)
       .def_property_readonly("poisoned", &Backend::poisoned)
       .def_property_readonly("poison_message", &Backend::poison_message);
-
-  py::class_<ChangeOver, c10::intrusive_ptr<ChangeOver>, c10d::Backend>(module, "ChangeOver")
-      .def(py::init([](c10::intrusive_ptr<c10d::Backend> stock, c10::intrusive_ptr<Backend> ours,
-                       c10::intrusive_ptr<c10d::Store> store, uint64_t begun) {
-             return c10::make_intrusive<ChangeOver>(std::move(stock), std::move(ours), std::move(store), begun);
-           }),
-           py::arg("stock"), py::arg("ours"), py::arg("store"), py::arg("begun"))
-      .def("position", &ChangeOver::position, py::call_guard<py::gil_scoped_release>())
-      .def("arm", &ChangeOver::arm, py::arg("at"), py::arg("key"), py::arg("kept"), py::call_guard<py::gil_scoped_release>())
-      .def("decide", &ChangeOver::decide, py::arg("key"), py::arg("go"), py::call_guard<py::gil_scoped_release>())
-      .def_property_readonly("is_over", &ChangeOver::is_over)
-      .def_property_readonly("ours", &ChangeOver::ours);
 
   module.def("kernel_name", [] { return kernels().name; });
   // For tests and calibration: the kernel called `kernel` on CPU tensors.

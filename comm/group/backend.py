@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -18,26 +18,28 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from deepytorch.comm.group import change_over, nccl, symmetric
+from deepytorch.comm.group import nccl, symmetric
 from deepytorch.comm.group.areas import area_bytes, near_node, num_areas, room_bytes
-from deepytorch.comm.group.groups import Group, remember
-from deepytorch.comm.group.inner_backends import Streams, gloo_in_order, inner_backends, stock_group
+from deepytorch.comm.group.groups import Group, remember, remember_stock
+from deepytorch.comm.group.inner_backends import Streams, inner_backends, stock_group
 from deepytorch.comm.group.link_costs import links_of, try_again
 from deepytorch.comm.group.native import native
 from deepytorch.comm.group.options import Options
 from deepytorch.comm.group.rendezvous import same_everywhere, share_segment
 from deepytorch.comm.group.tables import num_streams_of, tables_of, with_remembered
-from deepytorch.comm.topology.calibrate import known_links
 from deepytorch.comm.topology.cost import Links
 from deepytorch.comm.topology.topology import Topology, discover_host, gather_topology
 from deepytorch.config import Environment, process_environment
 from deepytorch.errors import ConfigError
 from deepytorch.extension import BUILD_TIMEOUT
-from deepytorch.log import logger, once
+from deepytorch.log import once
 
 
 def create(options: Any, group_options: Any) -> Any:
-    """What c10d calls to make the backend of one group: a native backend, or a stock group where that cannot be."""
+    """Make the backend of one group, for c10d: a native one, or a stock group where not all ranks have the same C++.
+
+    A group is one or the other to its end.
+    """
     rank, size, timeout = options.group_rank, options.group_size, options.timeout
     if not isinstance(timeout, timedelta):
         timeout = timedelta(seconds=float(timeout))
@@ -50,42 +52,72 @@ def create(options: Any, group_options: Any) -> Any:
     # What was said of an earlier group of this name is not read. A life counts once all have come: whoever tries again,
     # since others were late, meets them.
     asked = dist.PrefixStore(f"asked/{options.store.add(f'lives/{rank}', 0)}", options.store)
-    enabled = Environment.read().enabled
-    # who asks for something of its own waits for it
-    unbuilt = enabled and not native.is_built() and not Environment.read().wait and wanted == Options()
-    later = unbuilt and native.failed() is None
-    if unbuilt and not later:
-        once(
-            logging.WARNING,
-            "the deepytorch process group runs on stock gloo and nccl: %s. `deepytorch doctor` says what is missing, "
-            "`deepytorch build` tries again",
-            native.failed(),
-        )
-    if later:
-        native.build_beside()
-        logger.info("collectives of this group run on gloo and nccl while deepytorch's are compiled")
-    elif enabled and not native.is_built():
-        asked.set(f"compiles/{rank}", "")
-    module = native.load() if enabled and not unbuilt else None
-    mine = native.digest() if module is not None else _LATER if later else _NONE
+    environment = Environment.read()
+    module, mine = None, _NONE
+    if environment.enabled:  # who asks for something of its own waits for it
+        module, mine = _module(asked, rank, environment.wait or wanted != Options())
     found = _said_by_all(asked, rank, size, mine, timeout)
     store = _of_this_life(options.store, rank)
     if module is not None and set(found) == {mine}:
         group = _make(module, store, options.group_id, rank, size, timeout, wanted)
         remember(options.group_id, group)
         return group.backend
-    stock, gloo, has_nccl = stock_group(store, rank, size, timeout)
-    if _LATER in found and _NONE not in found and wanted == Options() and size > 1 and not has_nccl:
-        make = partial(_make_in_mid_life, options.group_id, rank, size)
-        change_over.begin(stock, gloo, options.group_id, dist.PrefixStore("change over", store), rank, size, make)
-    return stock
+    if environment.enabled:
+        why = _why_stock(found)
+        remember_stock(options.group_id, why)
+        _tell_of_stock(found, why, rank)
+    return stock_group(store, rank, size, timeout)
 
 
 _LATER, _NONE = "later", "none"  # what a rank says that compiles its native module, and one that has and will have none
 
 
+def _module(asked: dist.Store, rank: int, waits: bool) -> tuple[Any | None, str]:
+    """Return this rank's native module, None if there is none by now, and what the rank says of it to the others."""
+    if native.is_built() or waits:
+        if not native.is_built():
+            asked.set(f"compiles/{rank}", "")
+        module = native.load()
+        return module, _NONE if module is None else native.digest()
+    failure = native.failed()
+    if failure is None:
+        native.build_beside()
+        return None, _LATER
+    once(
+        logging.WARNING,
+        "the deepytorch process group runs on stock gloo and nccl: %s. `deepytorch doctor` says what is missing, "
+        "`deepytorch build` tries again",
+        failure,
+    )
+    return None, _NONE
+
+
+def _why_stock(found: Sequence[str]) -> str:
+    """Return why a group whose ranks have said this runs on stock gloo and nccl."""
+    none, later = ([rank for rank, said in enumerate(found) if said == word] for word in (_NONE, _LATER))
+    if none:
+        return f"ranks {none} lack deepytorch's native code"
+    if later:
+        return f"deepytorch's C++ was not compiled yet on ranks {later} when it was made"
+    return "ranks have different builds of deepytorch"
+
+
+def _tell_of_stock(found: Sequence[str], why: str, rank: int) -> None:
+    """Log that a group runs on stock gloo and nccl, unless each of its ranks has said that it has no native module."""
+    if _LATER in found and _NONE not in found:
+        if rank == 0 and len(found) > 1:  # one line for all ranks and groups of a process
+            once(
+                logging.WARNING,
+                "deepytorch's C++ is not compiled yet: process groups that are made meanwhile run on stock gloo and "
+                "nccl to their end. It is compiled in the background while this run lasts, for groups that are made "
+                "later and for the next run. `deepytorch build` compiles it ahead",
+            )
+    elif len(set(found)) > 1:
+        once(logging.WARNING, "%s: the group runs on stock gloo and nccl", why)
+
+
 def _said_by_all(store: dist.Store, rank: int, size: int, mine: str, timeout: timedelta) -> list[str]:
-    """Which native module each rank has; one of the two words above where it has none.
+    """Return which native module each rank has; one of the two words above where it has none.
 
     Ranks that differ would wait for each other in vain.
     """
@@ -104,71 +136,24 @@ def _said_by_all(store: dist.Store, rank: int, size: int, mine: str, timeout: ti
                 f"all {size} ranks: look at what they print, or give a longer timeout"
             ) from None
         store.wait(keys, BUILD_TIMEOUT - timeout)
-    found = [store.get(key).decode() for key in keys]
-    without = [peer for peer, digest in enumerate(found) if digest == _NONE]
-    if len(set(found)) > 1 and _LATER not in found:
-        if without:
-            once(
-                logging.WARNING,
-                "ranks %s lack deepytorch's native code: the group runs on stock gloo and nccl",
-                without,
-            )
-        else:
-            once(logging.WARNING, "ranks have different builds of deepytorch: the group runs on stock gloo and nccl")
-    return found
-
-
-def _make_in_mid_life(
-    name: str, rank: int, size: int, module: Any, store: dist.Store, gloo: Any
-) -> tuple[Any, Callable[[], None]]:
-    """The native backend of a group that runs on `gloo` already, while which nothing can be measured.
-
-    Between hosts it has connections of its own, since an error closes them, and torch holds gloo's for good. Also
-    returns what makes it known, once it is in place.
-    """
-    within, timeout = change_over.MAKE_TIMEOUT, gloo.options._timeout  # which may have been changed meanwhile
-    topology = gather_topology(dist.PrefixStore("topology", store), rank, size, discover_host(), within)
-    options = Options(links=known_links(topology, dist.PrefixStore("links", store), rank, within) or Links())
-    if topology.num_hosts > 1:
-        gloo = gloo_in_order(store, rank, size, timeout, within)
-    group = _compose(module, store, topology, gloo, None, name, rank, timeout, options, within)
-    if not group.shares:
-        raise change_over.Stays("its ranks share no memory")
-    return group.backend, partial(remember, name, replace(group, backend=None, options=Options()))
+    return [store.get(key).decode() for key in keys]
 
 
 def _make(
     module: Any, store: dist.Store, name: str, rank: int, size: int, timeout: timedelta, options: Options
 ) -> Group:
+    """Make a group's native backend over stock ones, with its choices."""
     topology = gather_topology(dist.PrefixStore("topology", store), rank, size, discover_host(), timeout)
     nccl.prepare(topology)
     cpu, cuda = inner_backends(store, rank, size, timeout, topology.num_hosts == 1)
-    return _compose(module, store, topology, cpu, cuda, name, rank, timeout, options)
-
-
-def _compose(
-    module: Any,
-    store: dist.Store,
-    topology: Topology,
-    cpu: Any,
-    cuda: Any | None,
-    name: str,
-    rank: int,
-    timeout: timedelta,
-    options: Options,
-    within: timedelta | None = None,
-) -> Group:
-    """The native backend over these inner ones, with its choices. within: how long ranks wait for each other here."""
-    measures = options.algorithm is None and (options.links is None or within is not None)
-    within = within or timeout
     host = topology.host_of[rank]
     local = topology.ranks_on(host)
     local_rank = local.index(rank)
     single = topology.num_hosts == 1
-    segment = _segment(module, store, topology, host, local_rank, cuda is not None, options, within)
-    shares = same_everywhere(store, topology, rank, segment is not None or len(local) == 1, within)
-    streams = Streams(store, topology, rank, timeout, shares, within)
-    group = Group(None, topology, Links(), options, dist.PrefixStore("group", store), rank, within, shares)
+    segment = _segment(module, store, topology, host, local_rank, cuda is not None, options, timeout)
+    shares = same_everywhere(store, topology, rank, segment is not None or len(local) == 1, timeout)
+    streams = Streams(store, topology, rank, timeout, shares)
+    group = Group(None, topology, Links(), options, dist.PrefixStore("group", store), rank, timeout, shares)
     group = replace(group, links=links_of(group, module, cpu, streams))
     tables = tables_of(group)
     between = streams.up_to(num_streams_of(group, tables, cuda is not None))
@@ -195,11 +180,12 @@ def _compose(
         backend.set_symmetric(symmetric.SymmetricCollectives(name))
         if segment is not None:
             backend.set_pin(partial(pin, segment))
-    group = replace(group, backend=backend, timeout=timeout, gpus=_gpus(group) if cuda is not None else ())
+    group = replace(group, backend=backend, gpus=_gpus(group) if cuda is not None else ())
     for (kind, device, fixed), rows in tables.items():
         backend.set_table(kind, device == "cuda", rows, fixed)
     if cuda is not None and options.algorithm is None:
         group = with_remembered(group)
+    measures = options.algorithm is None and options.links is None
     if measures and shares and topology.num_ranks > 1 and (single or between):
         try_again(group, name, len(between))
     return group

@@ -39,11 +39,23 @@ class Group:
 
 
 _GROUPS: dict[str, Group] = {}  # by the name of the process group
+_ON_STOCK: dict[str, str] = {}  # by name, why a group runs on stock gloo and nccl
 
 
 def remember(name: str, group: Group) -> None:
     """What is known of the process group of this name; its memory is its own, so the backend is left out."""
     _GROUPS[name] = replace(group, backend=None)
+    _ON_STOCK.pop(name, None)  # an earlier group of this name
+
+
+def remember_stock(name: str, why: str) -> None:
+    """Keep in mind why the process group of this name runs on stock gloo and nccl."""
+    _ON_STOCK[name] = why
+
+
+def on_stock() -> list[dict[str, str]]:
+    """Return each group that was to be ours and runs on stock gloo and nccl, and why."""
+    return [{"name": name, "why": why} for name, why in _ON_STOCK.items()]
 
 
 def group_of(group: dist.ProcessGroup | None = None) -> Group:
@@ -88,8 +100,6 @@ def native_backend(process_group: dist.ProcessGroup) -> Any | None:
     for device in process_group._device_types:
         found = process_group._get_backend(device)
         found = getattr(found, "wrapped_pg", found)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
-        if module is not None and isinstance(found, module.ChangeOver) and found.is_over:
-            found = found.ours
         if module is not None and isinstance(found, module.Backend):
             return found
     return None

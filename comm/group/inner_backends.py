@@ -15,8 +15,8 @@ from deepytorch.comm.topology.topology import Topology
 from deepytorch.config import process_environment
 
 
-def stock_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> tuple[dist.ProcessGroup, Any, bool]:
-    """A process group of torch's own backends, which c10d takes as it is; its gloo, and whether there is an nccl too.
+def stock_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+    """Return a process group of torch's own backends, which c10d takes as it is.
 
     A Python subclass of `ProcessGroup` could delegate each method as well, but every method that it leaves to the base
     deadlocks sooner or later, because the base is called with the interpreter's lock held.
@@ -30,40 +30,30 @@ def stock_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> 
     group._register_backend(torch.device("cpu"), kinds.GLOO, cpu)
     if cuda is not None:
         group._register_backend(torch.device("cuda"), kinds.NCCL, cuda)
-    return group, cpu, cuda is not None
+    return group
 
 
 def inner_backends(
     store: dist.Store, rank: int, size: int, timeout: timedelta, single_host: bool = False
 ) -> tuple[Any, Any | None]:
-    """Gloo with one thread, and stock nccl where there is a GPU for it (else None).
-
-    single_host: gloo then shares its listener with the other groups of this process.
-    """
-    return gloo_in_order(store, rank, size, timeout, timeout, single_host), _nccl(store, rank, size, timeout)
-
-
-def gloo_in_order(
-    store: dist.Store, rank: int, size: int, timeout: timedelta, within: timedelta, single_host: bool = False
-) -> Any:
-    """Gloo with one thread. Its ranks connect `within` so long, its calls have `timeout`.
+    """Return gloo with one thread, and stock nccl where there is a GPU for it (else None).
 
     Stock gloo's two threads run two calls at a time, so that a second one may read what the first has yet to write.
+    single_host: gloo then shares its listener with the other groups of this process.
     Raises RuntimeError where a rank does not come.
     """
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._devices = _listeners(os.getpid()) if single_host else _listen()
-    options._threads, options._timeout = 1, _to_connect(within, timeout)
+    options._threads, options._timeout = 1, timeout
     try:
         cpu = gloo(dist.PrefixStore("gloo", store), rank, size, options)
     except RuntimeError:
         options._devices = []  # nobody may connect any more: what a connection would go to is gone
         raise
-    cpu._set_default_timeout(timeout)
     options._threads = 2  # what is told of the group: gloo's one and ours
     _count_from_one_number(cpu)
-    return cpu
+    return cpu, _nccl(store, rank, size, timeout)
 
 
 def _count_from_one_number(backend: Any) -> None:
@@ -85,20 +75,13 @@ def _nccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any | 
 class Streams:
     """Gloo over the same local rank of every host, each with connections of its own; made as they are asked for.
 
-    They may be asked for where every host has as many ranks, by all ranks alike. within: how long connecting may take,
-    else as long as a call.
+    They may be asked for where every host has as many ranks, by all ranks alike.
     """
 
     def __init__(
-        self,
-        store: dist.Store,
-        topology: Topology,
-        rank: int,
-        timeout: timedelta,
-        usable: bool = True,
-        within: timedelta | None = None,
+        self, store: dist.Store, topology: Topology, rank: int, timeout: timedelta, usable: bool = True
     ) -> None:
-        self._store, self._timeout, self._within = store, timeout, _to_connect(within or timeout, timeout)
+        self._store, self._timeout = store, timeout
         self._num_hosts, self._host = topology.num_hosts, topology.host_of[rank]
         self._place = topology.local_rank(rank)
         self._usable = usable and topology.num_hosts > 1 and topology.is_regular
@@ -108,16 +91,8 @@ class Streams:
         """So many, none where there is nothing to connect."""
         for stream in range(len(self._made), number if self._usable else 0):
             prefix = dist.PrefixStore(f"between/{self._place}/{stream}", self._store)
-            gloo: Any = dist.ProcessGroupGloo(prefix, self._host, self._num_hosts, self._within)
-            gloo._set_default_timeout(self._timeout)
-            self._made.append(gloo)
+            self._made.append(dist.ProcessGroupGloo(prefix, self._host, self._num_hosts, self._timeout))
         return self._made[:number]
-
-
-def _to_connect(within: timedelta, timeout: timedelta) -> timedelta:
-    """How long connecting may take. gloo that connects in the first calls keeps that as their deadline."""
-    lazily = process_environment().get("TORCH_GLOO_LAZY_INIT", "0") not in ("", "0")
-    return timeout if lazily else within
 
 
 @functools.cache

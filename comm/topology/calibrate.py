@@ -77,27 +77,22 @@ _MEASURED: list[tuple[Topology, Links]] = []  # by this process: subgroups do no
 def calibrated(
     prepare: Callable[[], Bench], topology: Topology, store: dist.Store, rank: int, timeout: timedelta
 ) -> Links:
-    """Return the links of `topology`, the same on all ranks: from `known_links`, else measured with `prepare()`."""
-    known = known_links(topology, store, rank, timeout)
-    if known is not None:
-        _MEASURED.append((topology, known))
-        return known
-    links = measure(prepare())
-    remember(topology, links, rank)
-    return links
+    """Return the links of `topology`, the same on all ranks: rank 0's knowledge of them, else measured by `prepare()`.
 
-
-def known_links(topology: Topology, store: dist.Store, rank: int, timeout: timedelta) -> Links | None:
-    """Return rank 0's knowledge of the links of `topology`, the same on all ranks; None if it has none.
-
-    Rank 0 knows the links that this process measured, on these hosts or on more of them, and those in its cache.
+    Rank 0 knows what this process measured, on these hosts or on more of them, and what its cache holds.
     """
     if rank == 0:
         known = _known(topology)
         store.set("links", json.dumps(None if known is None else known.to_json()))
     store.wait(["links"], timeout)
     content = json.loads(store.get("links"))
-    return None if content is None else Links.from_json(content)
+    if content is not None:
+        links = Links.from_json(content)
+        _MEASURED.append((topology, links))
+        return links
+    links = measure(prepare())
+    remember(topology, links, rank)
+    return links
 
 
 def _path(topology: Topology) -> Path:

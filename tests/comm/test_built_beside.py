@@ -1,4 +1,7 @@
-"""A group does not wait for a compiler: it starts on gloo, goes over to ours when it can, and later ones are ours."""
+"""A group does not wait for a compiler: it runs on stock gloo, and groups made behind the compile are ours.
+
+Most tests have a stand-in for the compiler: the C++ is there, and a rank is told so when its script says `finish()`.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,46 @@ import pytest
 from deepytorch import extension
 from deepytorch.errors import BuildError
 from deepytorch.extension import Extension
+from tests.comm import ranks
+
+BESIDE = {"DEEPYTORCH_COMPILE": "beside"}
+
+STAND_IN = """
+import logging
+from deepytorch.comm.group.groups import native_backend
+from deepytorch.comm.group.native import native
+built, started, lines = [], [], []
+native.build_beside = lambda: started.append(True)
+native.is_built = lambda: bool(built)
+
+class Lines(logging.Handler):
+    def emit(self, record):
+        lines.append(record.getMessage())
+
+logging.getLogger("deepytorch").addHandler(Lines(logging.WARNING))
+
+def finish():
+    built.append(True)
+
+def is_ours(group=None):
+    return native_backend(group or dist.group.WORLD) is not None
+
+def sums(group=None, backend="deepytorch"):
+    assert dist.get_backend(group) == backend
+    for size_of in (3, 100_000):
+        total = torch.full((size_of,), rank + 1.0)
+        dist.all_reduce(total, group=group)
+        assert total.unique().tolist() == [sum(range(1, size + 1))], total
+
+def on_stock():
+    return {each["name"]: each["why"] for each in deepytorch.report().to_json()["groups_on_stock"]}
+"""
 
 SCRIPT = """
 import os, sys, time
 import torch, torch.distributed as dist
 import deepytorch
-from deepytorch.comm.group import change_over
+from deepytorch.comm.group.groups import native_backend
 from deepytorch.comm.group.native import native
 begun = time.monotonic()
 dist.init_process_group("gloo")
@@ -38,19 +75,8 @@ if native.is_built():
     dist.all_reduce(again, group=group)
     assert again.tolist() == total.tolist() == [3.0] * 4
     deepytorch.comm.chosen(group)  # raises for a group that is not ours
+    assert native_backend(dist.group.WORLD) is None
     later = "ours"
-    weight = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    for _ in range(3000):
-        weight.grad = torch.ones(1)
-        optimizer.step()
-        time.sleep(0.01)
-        over = torch.tensor([float(change_over.standings()[0]["state"].startswith("deepytorch's"))])
-        dist.all_reduce(over, op=dist.ReduceOp.MIN)
-        if over.item():
-            deepytorch.comm.chosen()
-            later = "both"
-            break
 took = "quick" if seconds < 20 else f"{seconds:.0f}s"
 sys.stdout.write(f"{rank} {took} {total.tolist()[0]} {dist.get_backend()} {later}\\n")
 dist.destroy_process_group()
@@ -74,6 +100,169 @@ def script(tmp_path: Path, wait_seconds: float, **environment: str) -> subproces
     return subprocess.run(
         [*command, str(path), str(wait_seconds)], env=full, capture_output=True, text=True, timeout=570, check=False
     )
+
+
+def test_a_group_stays_on_gloo_for_its_life_and_one_made_behind_the_compile_is_ours() -> None:
+    script = """
+init()
+sums()
+finish()
+sums()
+if rank == 0:
+    dist.send(torch.ones(3), 1)
+else:
+    message = torch.zeros(3)
+    dist.recv(message, 0)
+    assert message.tolist() == [1.0] * 3
+dist.group.WORLD.monitored_barrier(timedelta(seconds=20))
+assert not is_ours() and started == [True]
+error, _ = told(deepytorch.comm.chosen)
+assert "`deepytorch build` does it ahead" in error, error
+[(name, why)] = on_stock().items()
+assert name == dist.group.WORLD.group_name and "not compiled yet on ranks [0, 1]" in why, why
+assert "Process group " + name + " runs on stock gloo" in str(deepytorch.report())
+later = dist.new_group()
+sums(later)
+assert is_ours(later) and not is_ours()
+deepytorch.comm.chosen(group=later)  # raises for a group that is not ours
+assert list(on_stock()) == [name]
+dist.destroy_process_group()
+init(suffix="again")
+sums()
+assert is_ours() and on_stock() == {}
+dist.destroy_process_group()
+say(*lines)
+"""
+    first, second = ranks.run(STAND_IN + script, 2, timeout=60, env=BESIDE)
+    [line] = first.strip().splitlines()  # rank 0 says it for all
+    assert "is not compiled yet" in line
+    assert "run on stock gloo and nccl to their end" in line
+    assert "`deepytorch build` compiles it ahead" in line
+    assert not second.strip()
+
+
+def test_groups_asked_for_as_gloo_do_the_same() -> None:
+    script = """
+import deepytorch.integrations.process_groups
+deepytorch.switch.SWITCH.enabled = True
+init("gloo")
+pair = dist.new_group()
+for group in (None, pair):
+    sums(group, "gloo")
+finish()
+later = dist.new_group()
+sums(later, "gloo")
+assert (is_ours(), is_ours(pair), is_ours(later)) == (False, False, True)
+assert len(on_stock()) == 2
+torch.manual_seed(0)
+ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 1))
+ddp(torch.full((2, 3), rank + 1.0)).sum().backward()
+assert ddp.module.weight.grad.tolist() == [[3.0] * 3], ddp.module.weight.grad
+dist.destroy_process_group()
+say(*lines)
+"""
+    outputs = ranks.run(STAND_IN + script, 2, timeout=60, env=BESIDE)
+    assert [len(output.strip().splitlines()) for output in outputs] == [1, 0]  # for all groups of the process
+
+
+def test_where_some_ranks_have_it_already_all_are_on_stock() -> None:
+    script = """
+if rank == 1:
+    finish()
+init()
+sums()
+assert not is_ours()
+[why] = on_stock().values()
+assert "not compiled yet on ranks [0]" in why, why
+finish()
+later = dist.new_group()
+sums(later)
+assert is_ours(later)
+say("done")
+dist.destroy_process_group()
+"""
+    for output in ranks.run(STAND_IN + script, 2, timeout=60, env=BESIDE):
+        assert "done" in output
+
+
+@pytest.mark.parametrize("broken", [pytest.param(0, marks=pytest.mark.matrix), 1])
+def test_where_one_rank_cannot_compile_all_are_on_stock_and_say_so(broken: int) -> None:
+    script = f"""
+if rank == {broken}:
+    native.failed = lambda: "its C++ does not compile here"
+init()
+sums()
+finish()
+sums()
+assert not is_ours() and started == [True] * (rank != {broken})
+[why] = on_stock().values()
+say("\\n".join([why, *lines]))
+dist.destroy_process_group()
+"""
+    for rank, output in enumerate(ranks.run(STAND_IN + script, 2, timeout=60, env=BESIDE)):
+        lines = output.splitlines()
+        assert f"ranks [{broken}] lack deepytorch's native code" in lines[0]
+        assert f"ranks [{broken}] lack deepytorch's native code: the group runs on stock" in lines[-1]
+        assert (len(lines) == 3) == ("does not compile here" in output) == (rank == broken)
+
+
+def test_ranks_of_different_builds_are_on_stock_and_say_so() -> None:
+    script = """
+native.load()
+native.digest = lambda: f"build {rank}"
+finish()
+init()
+sums()
+assert not is_ours()
+say(*lines, on_stock())
+dist.destroy_process_group()
+"""
+    for output in ranks.run(STAND_IN + script, 2, timeout=60, env=BESIDE):
+        assert output.count("ranks have different builds of deepytorch") == 2
+
+
+@pytest.mark.parametrize(
+    ("environment", "options"),
+    [({"DEEPYTORCH_COMPILE": "wait"}, ""), (BESIDE, "pg_options=Options(one_shot_bytes=1024)")],
+)
+def test_who_asks_for_it_waits_for_the_compiler(environment: dict[str, str], options: str) -> None:
+    script = f"""
+init({options})
+sums()
+assert is_ours() and not started and on_stock() == {{}}
+say("ours")
+dist.destroy_process_group()
+"""
+    for output in ranks.run(STAND_IN + script, 2, timeout=60, env=environment):
+        assert "ours" in output
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_come_or_is_killed_is_named_while_others_have_no_compiled_code() -> None:
+    script = """
+if rank == 1:
+    time.sleep(10)
+    os._exit(0)
+error, seconds = told(lambda: init(timeout=3.0))
+assert "ranks [1] did not come to make the group within 3 s" in error, error
+say("named", seconds < 9.0)
+os._exit(0)
+"""
+    with ranks.Ranks(STAND_IN + script, 2, BESIDE) as both:
+        outcomes = both.wait(60)
+    assert "named True" in outcomes[0].output, outcomes
+    killed = """
+init(timeout=10.0)
+sums()
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+error, seconds = told(sums)
+say("error", seconds < 20.0)
+os._exit(0)
+"""
+    with ranks.Ranks(STAND_IN + killed, 2, BESIDE) as both:
+        outcomes = both.wait(60)
+    assert "error True" in outcomes[0].output, outcomes
 
 
 def test_a_short_run_starts_on_gloo_and_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -129,7 +318,7 @@ def test_a_compiler_that_is_killed_is_tried_once_more_by_a_later_run(
         assert "Killed signal terminated" in str(each.exception())
     assert len(started) == 1  # by one for both
     assert module.failed() is None
-    assert "memory is short" in str(module.failed(lately=True))
+    assert "memory is short" in next((tmp_path / "xdg").rglob("killed")).read_text()
     with pytest.raises(BuildError):
         module.build()
     assert len(started) == 2
@@ -143,10 +332,10 @@ def test_sources_that_do_not_compile_are_not_tried_again(tmp_path: Path, monkeyp
     assert "expected unqualified-id" in str(module.failed())
 
 
-@pytest.mark.matrix  # compiles all of the C++; test_group_change_over has what follows
+@pytest.mark.matrix  # compiles all of the C++
 # 62 s alone; the process that compiles has a low priority, beside tests that have not
-def test_the_group_goes_over_to_ours_and_later_ones_of_the_same_run_are_ours(tmp_path: Path) -> None:
-    assert run(tmp_path, 480.0) == ["0 quick 3.0 gloo both", "1 quick 3.0 gloo both"]
+def test_a_group_of_the_same_run_is_ours_once_the_compiler_has_ended(tmp_path: Path) -> None:
+    assert run(tmp_path, 480.0) == ["0 quick 3.0 gloo ours", "1 quick 3.0 gloo ours"]
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import pytest
 
 from deepytorch.comm.group.native import native
 from tests.comm.ranks import run
+from tests.warm import run_script
 
 pytestmark = pytest.mark.timeout(240, func_only=True)
 
@@ -276,3 +277,30 @@ def test_each_rank_reserves_its_own_memory():
     assert 3 << 20 <= alone < 4 << 20
     assert reserved() - alone == 3 << 20
     assert second.num_bytes == first.num_bytes == 6 << 20
+
+
+DROPPED = """
+import sys
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+from deepytorch.comm.group.native import native
+module = native.load()
+sys.setswitchinterval(10)  # this thread keeps the interpreter's lock wherever nobody lets go of it
+for _ in range(300):
+    store = dist.HashStore()
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), 0, 1, timedelta(seconds=10))
+    gloo._set_sequence_number_for_group()
+    one = {"rank": 0, "size": 1, "num_hosts": 1, "host": 0, "ranks": [0], "timeout_ms": 10_000}
+    last = module.Backend(cpu=gloo, cuda=None, segment=None, between=[], **one)
+    del gloo
+    last.allreduce([torch.ones(2)], dist.AllreduceOptions()).wait()
+    del last
+print("done")
+"""
+
+
+def test_python_drops_the_last_reference_while_gloo_drops_a_tensor_of_python():
+    native.load()  # compiled here, where no deadline runs
+    done = run_script(DROPPED, timeout=60)
+    assert done.stdout.split() == ["done"], done.stderr

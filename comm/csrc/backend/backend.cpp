@@ -57,7 +57,6 @@ Backend::~Backend() {
   if (forked()) {  // a forked child has none of the threads: what they hold is left as it is
     (void)setup_.cpu.release();
     (void)setup_.cuda.release();
-    (void)before_.release();
     for (auto& backend : setup_.between) (void)backend.release();
     (void)new auto(std::move(workers_));
     (void)listener_.release();
@@ -69,7 +68,6 @@ Backend::~Backend() {
   const WithoutGil unlocked;  // gloo waits for its threads, and those drop tensors
   setup_.cpu.reset();
   setup_.cuda.reset();
-  before_.reset();
   setup_.between.clear();
 }
 
@@ -115,24 +113,6 @@ c10::intrusive_ptr<c10d::Backend> Backend::inner(bool on_cuda) const {
   raise(on_cuda ? "this process group has no inner backend for CUDA tensors: it was made where none is available; expected "
                   "CPU tensors, or a machine with NCCL and a GPU for every rank"
                 : "this process group has no inner backend for CPU tensors");
-}
-
-c10::intrusive_ptr<c10d::Backend> Backend::inner_for_messages(bool on_cuda) const {
-  auto before = on_cuda ? nullptr : before_change_over();
-  return before ? before : inner(on_cuda);
-}
-
-c10::intrusive_ptr<c10d::Backend> Backend::before_change_over() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return before_;
-}
-
-void Backend::inherit(c10::intrusive_ptr<c10d::Backend> gloo) {
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (!poisoned()) before_ = std::move(gloo);
-  }
-  inherits_ = shares_threads_ = true;
 }
 
 Backends Backend::between(int streams) {
@@ -234,10 +214,8 @@ void Backend::abort() {
 
 void Backend::let_go() {
   auto held = std::make_unique<Setup>();
-  c10::intrusive_ptr<c10d::Backend> before;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    before = std::move(before_);
     held->cpu = std::move(setup_.cpu);
     held->cuda = std::move(setup_.cuda);
     held->between = std::move(setup_.between);
@@ -248,7 +226,6 @@ void Backend::let_go() {
     if (poisoned()) {  // something may be stuck in them
       // torch holds these too, the first one on one host, and would wait for what is stuck in them: they are never ended.
       if (on_one_host()) (void)held->cpu.release();
-      (void)before.release();
       Setup* const rest = held.release();
       std::thread([rest] { delete rest; }).detach();
     } else {
@@ -256,7 +233,6 @@ void Backend::let_go() {
       if (held->cpu) held->cpu->shutdown();
       if (held->cuda) held->cuda->shutdown();
       held.reset();
-      before.reset();
     }
   } catch (const std::exception& error) {
     TORCH_WARN("an inner backend did not shut down: ", error.what());
@@ -288,7 +264,6 @@ void Backend::setTimeout(std::chrono::milliseconds timeout) {
   for (const bool on_cuda : {false, true}) {
     if (const auto engine = engine_of(on_cuda)) engine->setTimeout(timeout);
   }
-  if (const auto before = before_change_over()) before->setTimeout(timeout);
 }
 
 void Backend::eagerConnectSingleDevice(at::Device device) {

@@ -118,7 +118,7 @@ void Backend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_al
                             [this] { return idle(); });
     --num_await_idle_;
   }
-  inner_for_messages(false)->monitoredBarrier(options, wait_all);
+  inner(false)->monitoredBarrier(options, wait_all);
 }
 
 // Between two ranks, so not counted among the collectives of all. The work of a call on CPU tensors is kept while calls
@@ -128,7 +128,7 @@ Backend::WorkPtr Backend::between_two(const Tensors& given, Run run) {
   auto tensors = each(given, alias_of);
   const bool on_cuda = first_of(tensors, Kind::none).is_cuda();
   guard();
-  WorkPtr work = run(*inner_for_messages(on_cuda), tensors);
+  WorkPtr work = run(*inner(on_cuda), tensors);
   if (coalescing_ && !on_cuda) coalesced_.push_back(work);
   return work;
 }

@@ -216,12 +216,10 @@ Backend::WorkPtr Backend::reduce_scatter(Tensors& outputs, TensorLists& inputs, 
 Backend::WorkPtr Backend::barrier(const c10d::BarrierOptions& options) {
   const bool on_cuda = engine_of(true) && (!engine_of(false) || !options.device_ids.empty() || (options.device && options.device->is_cuda()));
   const Wanted wanted{Kind::barrier, at::kByte, -1, RedOp::UNUSED, -1, on_cuda, options.timeout};
-  guard();
-  const auto before = on_cuda || !inherits_.exchange(false) ? nullptr : inner_for_messages(false);
-  if (moves_itself(wanted) && !before) {
+  if (moves_itself(wanted)) {
     return submit(wanted, [](Call&, const Fingerprint&) {}, {}, options.asyncOp);
   }
-  return delegate(wanted, [options, before](c10d::Backend& engine) { return (before ? *before : engine).barrier(options); }, {});
+  return delegate(wanted, [options](c10d::Backend& engine) { return engine.barrier(options); }, {});
 }
 
 }  // namespace deepytorch

@@ -57,8 +57,7 @@ Fingerprint Backend::announce(const Wanted& wanted, uint64_t plan, uint64_t shar
 Backend::WorkPtr Backend::delegate(Wanted wanted, std::function<WorkPtr(c10d::Backend&)> call, Tensors outputs,
                                    Copied copied) {
   guard();
-  const bool takes_turns = wanted.prepares || shares_threads_.load(std::memory_order_relaxed);
-  const bool at_once = copied.given.empty() && !(takes_turns && inner_is_at_work());
+  const bool at_once = copied.given.empty() && (!wanted.prepares || !inner_is_at_work());
   std::unique_lock<std::mutex> lock(mutex_);
   if (wanted.on_cuda || (at_once && idle())) {
     const Fingerprint fingerprint = announce(wanted, 0, 0, lock);
@@ -247,6 +246,7 @@ void Backend::work_through(Worker& self) {
   }
 }
 
+// Keeps in mind what the inner backend for CPU tensors was given: what this group runs itself waits for it.
 void Backend::remember(const WorkPtr& work) {
   std::vector<WorkPtr> others;  // dropped without the lock: each may be the last reference
   const std::lock_guard<std::mutex> lock(mutex_);
