@@ -27,12 +27,12 @@ from torch import nn
 
 from deepytorch.compiler.attends_by_name import attends_by_name
 from deepytorch.compiler.budget import BUDGET
+from deepytorch.compiler.code.agreement import SameStep
 from deepytorch.compiler.report import STARTS
 from deepytorch.process_age import seconds_since_start
 
 _PADDED = (1, 3)  # which calls after the one in which the door was asked run padded
 _TRIED = 3  # packed calls before a door that does not pay is shut
-_PATIENCE = 20  # calls in which a rank could afford its trace, before it waits for rank 0's word no longer
 _CAUTION = 0.85
 STEP_IN_FORWARDS = 3  # with its backward
 PAUSE_SECONDS = 7.0  # to trace, to prove and to load a model of some layers
@@ -41,35 +41,6 @@ _TRACE_SECONDS, _TRACE_SECONDS_A_MODULE = 2.5, 0.05  # to trace and to prove a m
 _ONE_TRACE = 0.8
 _ASK_SECONDS = 0.25  # to ask a door
 _DOES_NOT_PAY = "padded until it is compiled: packing these batches takes longer than it saves"
-
-
-class SameStep:
-    """On which call the ranks of a DistributedDataParallel module trace it: rank 0 says so in the group's store, one
-    call ahead. Whoever comes to that call has been through the backward before it, which rank 0 was in as well, and so
-    sees the word. (With gradient accumulation a rank may be further ahead, and traces when it sees it.) Nobody waits.
-    """
-
-    def __init__(self, name: str, store: Any, rank: int) -> None:
-        self._store, self._rank, self._at, self._could = store, rank, 0, 0
-        self._key = f"deepytorch/first-trace/{name}"
-
-    def now(self, call: int, mine: bool) -> bool:
-        """Whether this call, counted from 1, is the one or lies behind it. mine: this rank could afford it."""
-        self._could += mine
-        if not self._at and self._rank == 0 and mine:
-            self._at = call + 1
-            self._store.set(self._key, str(self._at))
-            self._store.get(self._key)  # it has arrived
-        elif not self._at and self._rank != 0:
-            self._at = self._word() or (call if self._could > _PATIENCE else 0)
-        return 0 < self._at <= call
-
-    def _word(self) -> int:
-        """Which call rank 0 has named; 0 if none so far."""
-        try:
-            return int(self._store.get(self._key)) if self._store.check([self._key]) else 0
-        except RuntimeError:  # the store has gone: what that means for the run is not ours to say
-            return 0
 
 
 def _same_step() -> SameStep | None:
@@ -149,7 +120,7 @@ class FirstSteps:
             since = self._calls - self._asked
             measured = self._asked > 0 and (self._door is None or since > _PADDED[-1])
             affordable = measured and BUDGET.affords(self._cost)
-            self._over = affordable if self._together is None else self._together.now(self._calls, affordable)
+            self._over = affordable if self._together is None else self._together.has_come(self._calls, affordable)
         return self._over
 
     def call(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

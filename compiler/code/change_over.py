@@ -20,6 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from deepytorch.compiler.code.agreement import Word
 from deepytorch.log import logger, once
 
 _NEVER = "never"
@@ -44,6 +45,7 @@ class ChangeOver:
         self.name = name
         self.settings = ""  # of this rank: ranks that were told different things do not agree
         self.store, self._store = store, dist.PrefixStore(f"deepytorch/change-over/{name}", store)
+        self._word = Word(self._store, "at")
         self._rank, self._size = rank, size
         self._take_over, self._settle = take_over, settle
         self._reduced = 0  # backwards
@@ -114,18 +116,11 @@ class ChangeOver:
             return 0
 
     def _publish(self, word: str) -> None:
-        try:
-            self._store.set("at", word)
-            self._store.get("at")  # it has arrived
-        except RuntimeError:  # likewise
-            self._never = True
+        self._never |= not self._word.say(word)
         self._heard(word)
 
     def _look(self) -> None:
-        try:
-            word = self._store.get("at").decode() if self._store.check(["at"]) else None
-        except RuntimeError:  # likewise
-            word = None
+        word = self._word.heard()
         if word is not None:
             self._heard(word)
 

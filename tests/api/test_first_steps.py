@@ -18,8 +18,10 @@ from deepytorch import first_steps
 from deepytorch.api import Summary
 from deepytorch.compiler import budget
 from deepytorch.compiler.budget import SHARE, Budget
+from deepytorch.compiler.code import agreement
+from deepytorch.compiler.code.agreement import SameStep
 from deepytorch.compiler.report import STARTS, RegionRecord, Report
-from deepytorch.first_steps import FirstSteps, SameStep
+from deepytorch.first_steps import FirstSteps
 
 
 class Clock:
@@ -220,23 +222,23 @@ def test_all_ranks_trace_in_the_same_step_which_rank_0_names(order: tuple[int, .
     ranks, traced = words(3), {}
     for call in range(1, 20):
         for rank in order:
-            if ranks[rank].now(call, mine=call >= 5 - rank):  # the others could have done so earlier
+            if ranks[rank].has_come(call, affordable=call >= 5 - rank):  # the others could have done so earlier
                 traced.setdefault(rank, call)
     assert traced == {0: 6, 1: 6, 2: 6}
 
 
 def test_a_rank_that_is_further_ahead_traces_as_soon_as_it_hears_of_it() -> None:
     first, second = words(2)
-    assert not any(second.now(call, mine=False) for call in range(1, 9))
-    assert not first.now(4, mine=True)
-    assert second.now(9, mine=False)
-    assert first.now(5, mine=True)
+    assert not any(second.has_come(call, affordable=False) for call in range(1, 9))
+    assert not first.has_come(4, affordable=True)
+    assert second.has_come(9, affordable=False)
+    assert first.has_come(5, affordable=True)
 
 
 def test_a_rank_that_hears_nothing_goes_by_itself_in_the_end() -> None:
     _, second = words(2)
-    found = [second.now(call, mine=call > 3) for call in range(1, 40)]
-    assert found.index(True) == 3 + first_steps._PATIENCE
+    found = [second.has_come(call, affordable=call > 3) for call in range(1, 40)]
+    assert found.index(True) == 3 + agreement._PATIENCE
     assert all(found[found.index(True) :])
 
 
@@ -246,8 +248,8 @@ def test_a_store_that_has_gone_is_as_one_that_says_nothing() -> None:
             raise dist.DistNetworkError("it was closed")
 
     rank = SameStep("1", Gone(), 1)
-    found = [rank.now(call, mine=True) for call in range(1, 40)]
-    assert found.index(True) == first_steps._PATIENCE
+    found = [rank.has_come(call, affordable=True) for call in range(1, 40)]
+    assert found.index(True) == agreement._PATIENCE
 
 
 TWO_RANKS = """
@@ -301,4 +303,4 @@ def test_two_ranks_under_ddp_trace_in_the_step_that_rank_0_names(tmp_path: Path)
     assert done.returncode == 0, done.stderr[-4000:]
     first, second = (int((tmp_path / rank).read_text()) for rank in "01")
     assert first == second
-    assert 10 < first < 10 + first_steps._PATIENCE
+    assert 10 < first < 10 + agreement._PATIENCE
