@@ -40,6 +40,7 @@ class RegionRecord:
     plan_digest: str = ""
     steps_packed: int = 0
     steps_padded: int = 0
+    route: str = ""  # of the last call: "eager", "profiled", "padded" or "packed"
     steps_profiled: int = 0  # the first, in eager
     steps_meanwhile: int = 0  # in eager, packed or padded, until they were compiled
     steps_replayed: int = 0  # packed ones that ran padded as well, because somebody looked at pads

@@ -105,6 +105,7 @@ class Region:
         started = time.perf_counter()
         call = _Call(self._packing, inputs)
         chosen, why = route(self._events.state, call)
+        self._record.route = chosen.value
         if chosen is Route.EAGER:
             return self._run_eager(inputs, why)
         if chosen is Route.PADDED:

@@ -245,6 +245,7 @@ class Door:
         found = call.found = self._pack(call, UserHooks(self.target), args, kwargs, uses)
         state = _OF_PROOF if uses is None else uses.events.state
         chosen, why = route(state, _Asked(found.reason if isinstance(found, Refusal) else None))
+        self.record.route = chosen.value
         if isinstance(found, Refusal):
             self.record.steps_padded += 1
             self.record.padded_because[why] = self.record.padded_because.get(why, 0) + 1
