@@ -1,1 +1,1 @@
-"""One call of a region: which route it takes, and what is handed out of it."""
+"""One call of a region: the choice of its route, and the outputs that are handed out."""

@@ -1,4 +1,4 @@
-"""Where gradients go from an autograd node, in a form that can be compared: a node and a number, or a leaf's id."""
+"""The edges of an autograd node, along which its gradients go: comparable as a node and a number, or as a leaf's id."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ import torch
 
 
 def edge_of(given: torch.Tensor) -> Any:
-    """Where the gradient of a tensor goes, in a form that can be compared."""
+    """Return the edge that the gradient of a tensor goes to; None for a tensor that is neither a result nor a leaf."""
     if given.grad_fn is not None:
         return given.grad_fn, given.output_nr
     return (id(given), 0) if given.is_leaf else None
 
 
 def edge_behind(copy: torch.Tensor) -> Any:
-    """Where the gradient of what `copy` was copied from goes."""
+    """Return the edge that the gradient of the tensor behind `copy`, from which `copy` was made, goes to."""
     return None if copy.grad_fn is None else comparable(*copy.grad_fn.next_functions[0])
 
 
 def comparable(node: Any, number: int) -> Any:
-    """An edge of a node, as `edge_of` has it."""
+    """Return an edge of autograd's in the form that `edge_of` gives."""
     return (id(node.variable), 0) if type(node).__name__ == "AccumulateGrad" else (node, number)
 
 
 def edges_of(node: Any, known: Collection[Any]) -> list[Any]:
-    """Where the gradients that a node returns go. One that goes by an alias of a known edge's tensor, which was made to
-    carry marks for Dynamo, goes to that edge.
+    """Return the edges that the gradients of a node go to.
+
+    An alias of a known edge's tensor, which was made to carry marks for Dynamo, stands for that edge.
     """
     found = []
     for each in node.next_functions:

@@ -1,8 +1,8 @@
-"""Once a step, from the batch alone: what is a token, what has a label, and whether what the plan assumed holds.
+"""Batch facts, read once a step: which entries are tokens, which have a label, and whether the plan's assumptions hold.
 
-Where the batch is known on the host (`host_copies`) it is read there, and index tensors are sent after it: no
-synchronisation with the device. Elsewhere one pass over masks and labels and one synchronisation give every number that
-the host needs, and the index tensors follow without another; on CUDA a kernel has written them (`device_facts`).
+A batch that is known on the host (`host_copies`) is read there, and its index tensors are sent to the device without a
+synchronisation. Elsewhere one pass over masks and labels and one synchronisation give every number that the host needs.
+Index tensors need no further synchronisation; on CUDA a kernel has written them already (`device_facts`).
 """
 
 from __future__ import annotations
@@ -28,15 +28,17 @@ _BUFFER_CHANGED = "a buffer that the mask is made from has changed"
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why this batch runs padded."""
+    """The reason for which a batch runs padded."""
 
     reason: str
 
 
 @dataclass
 class Facts:
-    """What one batch says. Sizes are Python integers, masks are (rows, positions) bool on the batch's device, or all
-    tensors are on the host where it was read there.
+    """The facts of one batch.
+
+    Sizes are Python integers and masks are (rows, positions) bool. Tensors are on the batch's device, or on the host if
+    the batch was read there.
     """
 
     sizes: list[tuple[int, int]]  # rows and positions of each space
@@ -52,17 +54,17 @@ class Facts:
 
     @property
     def tokens(self) -> list[int]:
-        """Tokens of each space."""
+        """Return the number of tokens of each space."""
         return [sum(each) for each in self.lengths]
 
     @property
     def num_positions(self) -> int:
-        """Positions of all spaces, pads among them."""
+        """Return the number of positions of all spaces together, pads among them."""
         return sum([rows * positions for rows, positions in self.sizes])
 
 
 def read_facts(program: Program, inputs: Sequence[Any]) -> Facts | Refusal:
-    """Evaluate the batch; a `Refusal` where an assumption does not hold for it."""
+    """Return the facts of a batch, or a `Refusal` if one of the plan's assumptions does not hold for it."""
     for buffer in program.buffers:
         if inputs[buffer.input] is not buffer.tensor or buffer.tensor._version != buffer.version:
             return Refusal(_BUFFER_CHANGED)
@@ -102,7 +104,7 @@ def read_facts(program: Program, inputs: Sequence[Any]) -> Facts | Refusal:
 
 
 def _values_on_host(program: Program, inputs: Sequence[Any]) -> Sequence[torch.Tensor] | Refusal | None:
-    """The outputs of `Program.facts`, computed on the host; None where not all that they are made of is known there."""
+    """Return the outputs of `Program.facts`, computed on the host; None if the host does not know all their inputs."""
     if program.on_host is None:
         program.on_host = HostFacts(program)
     values = program.on_host.values(inputs)
@@ -112,7 +114,7 @@ def _values_on_host(program: Program, inputs: Sequence[Any]) -> Sequence[torch.T
 
 
 def _narrowed(program: Program) -> list[IndexSet]:
-    """The parts of spaces whose tokens a step asks for."""
+    """Return the parts of spaces whose tokens a step asks for."""
     asked = [
         *program.indices,
         *program.reference_indices,
@@ -123,7 +125,7 @@ def _narrowed(program: Program) -> list[IndexSet]:
 
 
 def _part(mask: torch.Tensor, entries: IndexSet) -> torch.Tensor:
-    """Of a space's mask, the tokens that stand in a part of the positions, on the whole grid."""
+    """Return a space's mask, on its whole grid, with tokens outside of the part `entries` of its positions left out."""
     part = torch.zeros_like(mask)
     stop = mask.shape[1] - entries.cut + entries.offset
     part[:, entries.offset : stop] = mask[:, entries.offset : stop]
@@ -131,8 +133,9 @@ def _part(mask: torch.Tensor, entries: IndexSet) -> torch.Tensor:
 
 
 def count_true(grids: Sequence[torch.Tensor]) -> list[list[int]]:
-    """How many entries are true, of each row of a grid (rows, positions) bool, and of any other tensor as a whole;
-    int32 (rows,) are counted already. With one synchronisation.
+    """Count true entries, with one synchronisation: of a grid (rows, positions) bool by row, of others as a whole.
+
+    Tensors int32 (rows,) are counts already.
     """
     shape = grids[0].shape
     if len(shape) == 2 and {each.shape for each in grids} == {shape}:
@@ -151,7 +154,7 @@ def _counts(flags: torch.Tensor) -> torch.Tensor:
 def _grids(
     program: Program, values: Sequence[torch.Tensor], sizes: Sequence[tuple[int, int]]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], OnDevice | None]:
-    """What is a token in each space, and labelled for each loss, (rows, positions) bool; what a kernel has written."""
+    """Return tokens of each space and labelled entries of each loss, (rows, positions) bool, and a kernel's results."""
     waiting = True in [read_would_sync(each) for each in values]
     trimming = set().union(*[space.trimmed_by for space in program.spaces])
     labelled: list[Any] = [None] * len(program.losses)
@@ -174,7 +177,7 @@ def _there(grid: torch.Tensor | None) -> torch.Tensor:
 
 
 def _labelled(loss: LossFacts, target: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
-    """Which positions have a label that counts, on the space's whole grid."""
+    """Return the positions with a label that counts, as a mask on the space's whole grid."""
     counts = target != loss.ignore_index
     if loss.cut == 0:
         return counts
@@ -186,7 +189,7 @@ def _labelled(loss: LossFacts, target: torch.Tensor, size: tuple[int, int]) -> t
 def _mask(
     program: Program, number: int, values: Sequence[torch.Tensor], labelled: list[Any], size: tuple[int, int]
 ) -> tuple[torch.Tensor, str]:
-    """Values (rows, positions) of a space, and which of `READINGS` says what of them is a token."""
+    """Return values (rows, positions) of a space, and the name in `READINGS` of the rule that finds tokens in them."""
     space = program.spaces[number]
     if space.mask is not None:
         assert space.reading is not None
@@ -217,7 +220,7 @@ def _violations(
     picks: list[torch.Tensor],
     packed: OnDevice | None,
 ) -> list[tuple[str, torch.Tensor]]:
-    """Every assumption with a tensor that is true where it does not hold, or has counted there (`count_true`)."""
+    """Return each assumption's message with a tensor that is true, or a count (`count_true`), where it is violated."""
     found = []
     values_wait = read_would_sync(masks[0])  # else the device's are looked at later: `HostFacts`
     for buffer in program.buffers:
@@ -257,7 +260,7 @@ def _violations(
 
 
 def _late_and_holes(mask: torch.Tensor, counts: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of a space, tokens behind a pad of their row, and rows whose tokens are not all neighbours."""
+    """Return a space's tokens that follow a pad of their row, and its rows whose tokens are not all neighbours."""
     if counts is not None:
         return counts[LATE], counts[HOLES]
     starts = mask[:, 1:] & ~mask[:, :-1]
@@ -265,7 +268,7 @@ def _late_and_holes(mask: torch.Tensor, counts: torch.Tensor | None) -> tuple[to
 
 
 class Indices:
-    """Makes the index tensors of one batch, each at its first use."""
+    """The index tensors of one batch, each made at its first use."""
 
     def __init__(self, facts: Facts) -> None:
         self._facts = facts
@@ -274,7 +277,7 @@ class Indices:
         self._ranks: dict[IndexSet, torch.Tensor] = {}
 
     def get(self, index: IndexInput) -> torch.Tensor:
-        """The tensor of one index input."""
+        """Return the tensor of one index input."""
         if index not in self._made:
             self._made[index] = send(self._make(index), self._facts.device)
         return self._made[index]
@@ -309,14 +312,14 @@ class Indices:
         return self._flat[entries]
 
     def _written(self, entries: IndexSet) -> torch.Tensor | None:
-        """Where the entries stand, and behind them what is not there; None where no kernel has written it."""
+        """Return a kernel's list of the entries' places, with undefined values behind them; None if there is none."""
         packed = self._facts.packed
         if packed is None or not (entries.is_tokens or entries.loss is not None):
             return None
         return packed.spaces[entries.space].flat if entries.loss is None else packed.losses[entries.loss].labelled_flat
 
     def _rank(self, entries: IndexSet) -> torch.Tensor:
-        """Where each position of the grid stands among the entries."""
+        """Return the place of each position of the grid among the entries."""
         if entries.is_tokens and self._facts.packed is not None:
             return self._facts.packed.spaces[entries.space].ranks
         if entries not in self._ranks:
@@ -334,12 +337,12 @@ class Indices:
 
 
 def cumulative(lengths: Sequence[int]) -> torch.Tensor:
-    """Where each row begins, and where the last one ends: (rows + 1,) int32, on the host."""
+    """Return the begin of each row, and the end of the last one: (rows + 1,) int32, on the host."""
     return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
 
 
 def places_of(flags: torch.Tensor, count: int | None) -> torch.Tensor:
-    """Where `flags` (entries,) are true, `count` of them if that is known."""
-    if count is not None and read_would_sync(flags):  # knows its size, so it does not wait for the device
+    """Return the places at which `flags` (entries,) are true; `count` is their number, if it is known."""
+    if count is not None and read_would_sync(flags):  # with a known size the call does not wait for the device
         return torch.nonzero_static(flags, size=count).squeeze(1)
     return flags.nonzero().squeeze(1)

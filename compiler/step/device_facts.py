@@ -1,4 +1,4 @@
-"""Facts of a batch that only a device knows, by `pack_facts`: index tensors are there before the host reads a count."""
+"""Facts of a batch that only a device knows: `pack_facts` writes index tensors before the host reads a count."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from deepytorch.passes.unpad.program import Program
 
 @dataclass(frozen=True)
 class OnDevice:
-    """What the kernel wrote of one batch: of each space its tokens, of each loss the labels and its space's tokens."""
+    """The kernel's results for one batch: tokens of each space; for each loss, labels and tokens of its space."""
 
     spaces: tuple[Packing, ...]
     losses: tuple[Packing, ...]
@@ -23,7 +23,7 @@ class OnDevice:
 
 @dataclass
 class _Failure:
-    """Whether a kernel failed in this process; it is not tried again."""
+    """The memory of a kernel's failure in this process: after one, no kernel is tried again."""
 
     seen: bool = False
 
@@ -34,10 +34,11 @@ _FAILURE = _Failure()
 def pack_on_device(
     program: Program, values: Sequence[torch.Tensor], masks: Sequence[tuple[torch.Tensor, str]]
 ) -> OnDevice | None:
-    """The facts of a batch in a launch or two for each loss, and for each space without one; None where torch's
-    operators have to find them: not on a CUDA device, no Triton, a dtype or shape that the kernel was not made for.
+    """Return the facts of a batch, by a launch or two for each loss and for each space without a loss.
 
-    values: the outputs of `Program.facts`. masks: of each space, values (rows, positions) and how they are read.
+    None if torch's operators have to find them: without a CUDA device or Triton, or for a dtype or shape that the
+    kernel was not made for. values: the outputs of `Program.facts`. masks: of each space, values (rows, positions) and
+    the name of their reading.
     """
     if _FAILURE.seen:
         return None

@@ -1,7 +1,7 @@
-"""What happens to a region while it runs: each event gives the region's next state, and is said where it matters.
+"""Events of a region while it runs: each one leads to the region's next state, and a change of route is logged.
 
-The first calls of a region run in eager and their outputs are profiled: what is done with them decides how later calls
-begin. Later uses are seen as well.
+The first calls of a region run in eager, and the uses of their outputs are profiled. These uses decide the route of
+later calls; uses of later outputs are seen as well.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ class RegionEvents:
     # ------------------------------------------------------------------ uses of outputs
 
     def used_tokens(self, output: str, function: Any) -> None:
-        """A script has used an output as its tokens."""
+        """Note that a script has used only the tokens of an output."""
         self._note(output, name_of(function))
 
     def looked_at_pads(self, output: str, function: Any) -> None:
-        """A script has used an output in a way that takes its pads."""
+        """Note that a script has used an output in a way that needs its pads."""
         self._used(Uses.PADS, output, function, "padded positions")
 
     def asked_for_graph(self, output: str, function: Any) -> None:
-        """A script has used an output in a way that takes its place between the weights and the loss."""
+        """Note that a script has used an output in a way that needs its place in autograd's graph."""
         self._used(Uses.GRAPH, output, function, "the gradient")
 
     def _used(self, uses: Uses, output: str, function: Any, looks_at: str) -> None:
@@ -61,7 +61,7 @@ class RegionEvents:
     # ------------------------------------------------------------------ steps
 
     def double_backward(self, asked: str) -> None:
-        """A backward of the region was asked for what compiled code cannot give."""
+        """Note that a backward of the region was asked for something that compiled code cannot give."""
         before, self.state = self.state, self.state.double_backward(asked)
         if self.state is before:
             return
@@ -70,11 +70,11 @@ class RegionEvents:
         self._say()
 
     def differed(self) -> None:
-        """A packed step of the region was compared with eager, and differed: that was said already."""
+        """Note that a packed step of the region differed from eager when compared; the caller has logged it."""
         self.state = self.state.differed()
 
     def profiled(self, outputs: Sequence[Any]) -> None:
-        """A profiled call has given these outputs."""
+        """Note the outputs of a profiled call."""
         trained = [each for each in outputs if isinstance(each, torch.Tensor) and each.requires_grad]
         self.state = self.state.profiled_call(trains=bool(trained))
         for each in trained:
@@ -86,7 +86,7 @@ class RegionEvents:
             self.double_backward("create_graph=True")
 
     def failed(self, broken: Route, error: Exception, step: str = "") -> None:
-        """The code of a route failed, and eager did not: so the batch was not to blame. step: as `fell_back` has it."""
+        """Note that a route's code failed where eager did not: the batch was not to blame. step: as for `fell_back`."""
         fell_back(self._record, step or broken.value, error)
         self.state = self.state.failed(broken)
 
@@ -104,7 +104,7 @@ class RegionEvents:
 
 
 def fell_back(record: RegionRecord, step: str, error: Exception) -> None:
-    """Report that the code of a step failed. step: which one, "packed" for example."""
+    """Report that the code of a step failed. step: its kind, "packed" for example."""
     message = f"{record.name}: the {step} step failed with {type(error).__name__}: {str(error)[:500]}"
     if message in record.fallbacks or len(record.fallbacks) >= MAX_FALLBACKS:  # it may fail in every step
         return

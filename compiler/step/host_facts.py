@@ -1,4 +1,4 @@
-"""`Program.facts` on the host, for batches on a device of which the host knows what they hold."""
+"""Evaluation of `Program.facts` on the host, for batches on a device whose values the host knows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SIZE = torch.ops.aten.sym_size.int
 
 
 class HostFacts:
-    """Evaluates a program's facts on the host, where all that they are made of is known there."""
+    """The facts of a program, evaluated on the host if all their inputs are known there."""
 
     def __init__(self, program: Program) -> None:
         self._program, self._failed = program, False
@@ -33,7 +33,7 @@ class HostFacts:
         self._only_sizes = [all(user.target is _SIZE for user in node.users) for node in placeholders]
 
     def values(self, inputs: Sequence[Any]) -> Sequence[torch.Tensor] | None:
-        """The outputs of `Program.facts`, of the region's inputs; None where these are not all known on the host."""
+        """Return the outputs of `Program.facts` for the region's inputs; None if the host does not know all of them."""
         if self._failed:
             return None
         given = self._on_host(inputs)
@@ -51,7 +51,10 @@ class HostFacts:
             return None
 
     def _on_host(self, inputs: Sequence[Any]) -> list[Any] | None:
-        """The inputs of `Program.facts` with what they hold on the host; None where none is on a device."""
+        """Return the inputs of `Program.facts` on the host.
+
+        None if no input has a host copy, or if the values of one are known on the device alone.
+        """
         found, known = [], False
         for index, only_sizes in zip(self._program.facts_inputs, self._only_sizes, strict=True):
             given = inputs[index]
@@ -73,13 +76,13 @@ class HostFacts:
         return found if known else None
 
     def _buffer(self, index: int) -> torch.Tensor:
-        """A buffer's values; they are read once."""
+        """Return a buffer's values on the host, which are read from the device once."""
         if index not in self._copies:
             self._copies[index] = self._buffers[index].tensor.detach().cpu()
         return self._copies[index]
 
     def buffer_changed(self) -> bool:
-        """Whether a buffer on the device was seen to have other values, by a look that an earlier step asked for."""
+        """Return whether a comparison that an earlier step began found other values in a buffer on the device."""
         if self._changed or self._sampled is not None:
             found = None if self._sampled is None else self._sampled.get()
             if found is not None:
@@ -97,7 +100,7 @@ class HostFacts:
 
 
 def on_host(module: fx.GraphModule) -> fx.GraphModule:
-    """The same graph with its tensors on the host."""
+    """Return a copy of the graph with its tensors on the host."""
     made = fx.GraphModule(module, copy.deepcopy(module.graph))
     host = torch.device("cpu")
     for node in made.graph.nodes:

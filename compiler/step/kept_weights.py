@@ -1,12 +1,12 @@
-"""Weights that something is computed from later, with the values that they had when it was put off.
+"""Weights from which a deferred output is computed later, with the values that they had when it was deferred.
 
 [Note: weights that an optimizer changes]
-Users read `out.logits`, or log it, after `optimizer.step()`, when the weights that it is made of are others. Before
-each step of each optimizer one hook copies those weights for deferred outputs that live and were not computed, each
-once: what is read afterwards is what eager would have shown. A loop that drops its outputs, such as the Trainer's,
-copies nothing. For pads, which take all weights, up to `MAX_COPIED_BYTES` are copied for all steps together, beyond
-which a look at pads is an error then. A weight that changes in any other way (in place under `no_grad`, through
-`.data`) is noticed, by its version and by a sample of its values, and the use raises `DeferredError`: an error, never
+Users read or log `out.logits` after `optimizer.step()`, when the weights behind the logits have changed. So one hook,
+before each step of each optimizer, copies those weights once for all deferred outputs that live and were not computed:
+what is read afterwards is what eager would have shown. A loop that drops its outputs, such as the Trainer's, copies
+nothing. Pads need all weights: up to `MAX_COPIED_BYTES` are copied for all steps together, and beyond that a look at
+pads after the optimizer's step is an error. A weight that changes in any other way (in place under `no_grad`, through
+`.data`) is noticed by its version and by a sample of its values. The use then raises `DeferredError` and never gives
 other numbers.
 """
 
@@ -34,7 +34,7 @@ ADVICE = (
 
 
 class Kept:
-    """Tensors that something will be computed from later, with the values they had when this was made."""
+    """Tensors from which an output will be computed later, with the values they had when this object was made."""
 
     __slots__ = ("__weakref__", "_name", "dependencies")
 
@@ -51,13 +51,13 @@ class Kept:
         return [dependency.usable(self._name) for dependency in self.dependencies]
 
     def release(self) -> None:
-        """Keep them no longer."""
+        """Keep the tensors no longer."""
         self.dependencies = []
         _KEPT.discard(self)
 
 
 class _Dependency:
-    """A tensor that a deferred value is made of, and how to tell that it is still what it was."""
+    """A tensor from which a deferred value is made, with a version and a sample that tell whether it has changed."""
 
     __slots__ = ("sample", "snapshot", "tensor", "version")
 
@@ -68,7 +68,7 @@ class _Dependency:
         self.snapshot: torch.Tensor | None = None
 
     def usable(self, name: str) -> torch.Tensor:
-        """Return the tensor with the values it had; raises `DeferredError` where they are gone."""
+        """Return the tensor with the values it had; raise `DeferredError` if they are gone."""
         if self.snapshot is None:
             if version_of(self.tensor) != self.version:
                 raise self._changed(name, "changed in place")
@@ -76,7 +76,7 @@ class _Dependency:
                 raise self._changed(name, "freed")
             source = self.tensor
         else:
-            source = self.snapshot.detach()  # a snapshot is shared: what is set on it below must not be
+            source = self.snapshot.detach()  # others share the snapshot: they must not get the flag and hook set below
             if self.tensor.requires_grad:
                 source.requires_grad_().register_hook(functools.partial(_refuse_gradient, name, self.tensor.shape))
         if self.sample is not None and not same_bits(self.sample, sample(source)):
@@ -84,9 +84,9 @@ class _Dependency:
         return source
 
     def keep(self, copies: dict[int, torch.Tensor]) -> None:
-        """Copy the tensor, which is about to change. copies: by id, those that others keep; a new one is added."""
+        """Copy the tensor, which is about to change. copies: existing ones, by the tensor's id; a new one is added."""
         if version_of(self.tensor) != self.version:
-            return  # too late: its use will say so
+            return  # too late: a use of the deferred value will raise
         if id(self.tensor) not in copies:
             copies[id(self.tensor)] = self.tensor.detach().clone()
         self.snapshot = copies[id(self.tensor)]
@@ -103,13 +103,13 @@ _PASTS: weakref.WeakSet[Past] = weakref.WeakSet()  # not run again, and held by 
 
 
 def keep_for(past: Past) -> None:
-    """Copy weights of a past, among its inputs, before an optimizer changes them."""
+    """Have the weights among a past's inputs copied before an optimizer changes them."""
     _listen()
     _PASTS.add(past)
 
 
 def forget(past: Past) -> None:
-    """Copy nothing more for a past."""
+    """Have nothing more copied for a past."""
     _PASTS.discard(past)
 
 
@@ -118,7 +118,7 @@ def _listen() -> None:
 
 
 def _keep_all() -> None:
-    """Copy all that is still needed: no step will be announced any more."""
+    """Copy all weights that are still needed: no later optimizer step will be announced."""
     copies: dict[int, torch.Tensor] = {}
     for dependency in _without_snapshot():
         dependency.keep(copies)
@@ -129,7 +129,7 @@ def _keep_all() -> None:
 
 @torch.compiler.disable(reason="weights that deferred outputs still need are copied before a step")
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Copy, once for all, what `optimizer` is about to change and somebody still needs."""
+    """Copy, once for all holders, the weights that `optimizer` is about to change and that somebody still needs."""
     endangered = _without_snapshot()
     if not endangered and not _PASTS:
         return
@@ -145,7 +145,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _keep_for_pasts(changed: set[int], copies: dict[int, torch.Tensor]) -> None:
-    """Copy what is about to change for pasts that need it, as far as there is room."""
+    """Copy weights that are about to change for the pasts that need them, up to `MAX_COPIED_BYTES`."""
     pasts = list(_PASTS)
     left = MAX_COPIED_BYTES - sum(past.copied_bytes for past in pasts)
     for past in pasts:

@@ -1,4 +1,4 @@
-"""The packed form of a region: whether a batch is worth packing, and the packed step on it."""
+"""The packed form of a region: it decides if a batch is worth packing, and runs the packed step on it."""
 
 from __future__ import annotations
 
@@ -26,9 +26,12 @@ MIN_SAVING = 0.02
 class Packing:
     """The packed form of one region.
 
-    eager: runs the region's graph on padded inputs. parameters: which inputs are weights. min_padding: the share of
-    pads from which on a batch is packed. differentiates: whether the verification may run backwards of its own.
-    packs_in_eager: whether packed steps run operator by operator until they are compiled.
+    Args:
+        eager: Runs the region's graph on padded inputs.
+        parameters: Places of the inputs that are weights.
+        min_padding: The share of pads from which on a batch is packed.
+        differentiates: Whether the verification may run backwards of its own.
+        packs_in_eager: Whether packed steps run operator by operator until they are compiled.
     """
 
     def __init__(
@@ -55,7 +58,7 @@ class Packing:
     # ------------------------------------------------------------------ the batch
 
     def read(self, inputs: Sequence[Any]) -> Facts | Refusal:
-        """Read from a batch where its tokens stand, or why it is not to be packed."""
+        """Return the facts of a batch, or a refusal with the reason for which it is not packed."""
         record = self._record
         with torch.no_grad():
             try:
@@ -79,7 +82,7 @@ class Packing:
         return facts
 
     def call(self, inputs: Sequence[Any], facts: Facts, indices: Indices) -> PackedCall:
-        """Return the packed step for a batch: with dummy tokens, where there is one, else with its own sizes."""
+        """Return the packed step for a batch: with dummy tokens if the batch can have them, else with its own sizes."""
         if self._rounded is not None:
             try:
                 call = self._rounded.call(inputs, facts)
@@ -106,7 +109,10 @@ class Packing:
         *,
         is_compiled: bool,
     ) -> tuple[Any, ...]:
-        """Run a packed step and return the region's outputs. started: as `Region` has it."""
+        """Run a packed step and return the region's outputs.
+
+        started: the time by `time.perf_counter` at which the host began to work for this call.
+        """
         record, compiles = self._record, call.code.compiles
         begun = self.outputs.begin(inputs)
         host = time.perf_counter() - started
@@ -116,14 +122,14 @@ class Packing:
         record.steps_packed += 1
         record.steps_rounded += call.code is not self._code
         host += time.perf_counter() - started
-        if call.code.compiles > compiles:  # what is done for the first time loads code and is not a step's cost
+        if call.code.compiles > compiles:  # a first run loads code, which is not the cost of a step
             record.compile_seconds += host
         else:
             record.host_seconds += host
         return outputs
 
     def gives_up_rounding(self, call: PackedCall, error: Exception) -> bool:
-        """Drop the step with dummy tokens where `call` was one; return whether it was."""
+        """Drop the step with dummy tokens if `call` was one; return whether it was."""
         if call.code is self._code:
             return False
         self._without_rounding(error)
@@ -134,7 +140,7 @@ class Packing:
         self._rounded = None
 
     def _again(self, inputs: Sequence[Any], indices: Indices, *arguments: Any) -> Sequence[Any]:
-        """Return what the packed step gives, computed padded and in eager, where each operator has two derivatives."""
+        """Return the packed step's outputs, computed padded and in eager, where each operator has two derivatives."""
         program = self.program
         given = list(inputs)
         for index, argument in zip(program.packed_inputs, arguments, strict=False):
@@ -150,7 +156,7 @@ class Packing:
         return self._verification is not None and torch.is_grad_enabled() and self._verification.take_turn()
 
     def agrees(self, inputs: Sequence[Any], places: Places, call: PackedCall) -> bool:
-        """Return whether the packed step gives at tokens what eager gives, and weights the same gradients."""
+        """Return whether the packed step and eager agree on outputs at tokens and on gradients of weights."""
         assert self._verification is not None
         compared = [
             (number, output) for number, output in enumerate(self.program.outputs) if output.kind in ("value", "tokens")

@@ -1,10 +1,10 @@
-"""A call as it began: what it takes to run it again, as eager would have run it.
+"""The state in which a call began, from which it can be run again as eager would have run it.
 
 [Note: Past]
-Outputs that are computed when they are used, second backwards and packing at model entry run a call once more, long
-after it. A `Past` is made in front of each such call, so it holds little: references to the inputs, counts of the
-writes into them, and where random generators stood. Tensors are copied in two cases only: what the call itself writes
-into, by whoever makes the past, and weights right before an optimizer changes them (`kept_weights`).
+Deferred outputs, second backwards and packing at model entry run a call once more, long after it. A `Past` is made
+before each such call, so it holds little: references to the inputs, counts of the writes into them, and the states of
+random generators. Tensors are copied in two cases only. Whoever makes the past copies tensors that the call itself
+writes into; weights are copied right before an optimizer changes them (`kept_weights`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Modes:
     __slots__ = ("_autocasts", "_entered", "_grad", "_inference")
 
     def __init__(self, grad: bool | None = None) -> None:
-        """grad: the grad mode, if it is to be another one than now."""
+        """Record the modes. grad: the grad mode to enter later; None for the present one."""
         self._grad = torch.is_grad_enabled() if grad is None else grad
         self._inference = torch.is_inference_mode_enabled()
         self._autocasts = (
@@ -38,7 +38,7 @@ class Modes:
         self._entered.enter_context(torch.set_grad_enabled(self._grad))
         for kind, enabled, dtype in self._autocasts:
             if enabled or torch.is_autocast_enabled(kind):
-                # without its cache: a cast of a weight cached elsewhere may be one made without gradients
+                # without autocast's cache: it may hold a cast of a weight that was made without gradients
                 self._entered.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
 
     def __exit__(self, *error: object) -> None:
@@ -46,12 +46,15 @@ class Modes:
 
 
 class Past:
-    """A call as it began.
+    """The state in which a call began.
 
-    eager: runs it on its inputs, operator by operator. inputs: of the call; tensors may be held by others alone (see
-    `let_go`).
-    versions: counts of writes into inputs, by place. copies: of inputs that are written to, by place, from before.
-    random: the generators that the call may draw from, and where they stood. modes: grad mode, autocast.
+    Attributes:
+        eager: Runs the call on its inputs, operator by operator.
+        inputs: The inputs of the call; after `let_go`, weak references to tensors.
+        versions: Counts of writes into inputs, by place.
+        copies: Copies, from before the call, of the inputs that it writes to, by place.
+        random: The generators that the call may draw from, with their states.
+        modes: Grad mode, inference mode and autocast.
     """
 
     __slots__ = ("__weakref__", "copied_bytes", "copies", "eager", "inputs", "modes", "random", "versions")
@@ -70,30 +73,30 @@ class Past:
         self.copied_bytes = 0  # of weights, before an optimizer changed them
 
     def let_go(self) -> None:
-        """Keep the inputs no longer than others do."""
+        """Hold the input tensors weakly, so that they live no longer than others keep them."""
         self.inputs = [weakref.ref(each) if isinstance(each, torch.Tensor) else each for each in self.inputs]
 
     def kept(self) -> Sequence[Any] | None:
-        """Return the inputs, or None where one is gone."""
+        """Return the inputs, or None if one is gone."""
         found = [each() if isinstance(each, weakref.ref) else each for each in self.inputs]
         gone = [isinstance(one, weakref.ref) and other is None for one, other in zip(self.inputs, found, strict=True)]
         return None if any(gone) else found
 
     def changed(self) -> list[int]:
-        """Return the places of inputs that were written to since, of those that are still there."""
+        """Return the places of inputs that were written to since the call began; none if an input is gone."""
         inputs = self.kept()
         return [] if inputs is None else [place for place, at in self.versions.items() if inputs[place]._version != at]
 
     def rewind(self) -> None:
-        """Have random numbers drawn from where the call began."""
+        """Set the random generators to their states at the begin of the call."""
         for generator, state in self.random:
             generator.set_state(state)
 
     @contextlib.contextmanager
     def as_it_was(self, others: Sequence[torch.Generator] = ()) -> Iterator[None]:
-        """Set modes and generators as they were at the call; what is drawn inside is not missing outside.
+        """Set modes and generators as they were at the call, and restore them behind the block.
 
-        others: further generators that what runs inside may draw from.
+        others: further generators from which the code in the block may draw; they are restored too.
         """
         generators = {id(each): each for each in (*(generator for generator, _ in self.random), *others)}
         now = [(generator, generator.get_state()) for generator in generators.values()]
@@ -108,7 +111,7 @@ class Past:
     # ------------------------------------------------------------------ weights that an optimizer changes
 
     def bytes_of(self, changed: set[int], copies: dict[int, torch.Tensor]) -> int:
-        """Return how many bytes copying the inputs in `changed`, by id, would take; `copies` are there already."""
+        """Return the bytes that copies of the inputs in `changed`, by id, would take; `copies` exist already."""
         return sum(
             each.nbytes
             for place, each in enumerate(self.inputs)
@@ -116,7 +119,7 @@ class Past:
         )
 
     def keep(self, changed: set[int], copies: dict[int, torch.Tensor]) -> None:
-        """Copy the inputs that are about to change, by id. copies: those that others keep; new ones are added."""
+        """Copy the inputs in `changed`, by id, which are about to change. copies: existing ones; new ones are added."""
         for place, each in enumerate(self.inputs):
             if id(each) not in changed or place in self.copies or self.versions.get(place) != each._version:
                 continue

@@ -1,7 +1,7 @@
-"""What Dynamo calls in place of one of its graphs: each call takes the route that `route` chooses.
+"""The region, which Dynamo calls in place of one of its graphs: each call takes the route that `route` chooses.
 
-The forms of a graph are compiled at their first use, each by a nested `torch.compile` with guards of its own, so that a
-size that varies from batch to batch (the number of tokens) is symbolic without touching Dynamo's graph around it.
+The forms of a graph are compiled at their first use, each by a nested `torch.compile` with guards of its own. So a size
+that varies from batch to batch (the number of tokens) is symbolic without a change to Dynamo's graph around it.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ class Code(Protocol):
     """Compiled code of a graph, or code that is being compiled."""
 
     def poll(self, arguments: Sequence[Any]) -> bool:
-        """Go on with compiling it; return whether a call with these arguments runs compiled code now."""
+        """Advance the compilation; return whether a call with these arguments runs compiled code now."""
         ...
 
     def __call__(self, arguments: Sequence[Any]) -> Sequence[Any]:
-        """Run it."""
+        """Run the code."""
         ...
 
 
 class Compiled:
-    """Code that was compiled in place already."""
+    """Code that is compiled already."""
 
     def __init__(self, function: Callable[..., Sequence[Any]]) -> None:
         self._function = function
@@ -54,8 +54,8 @@ class Compiled:
 class Padded:
     """The compiled form of a graph for the batch as it came, ready for second backwards.
 
-    reads: the places of the inputs that `code` takes. again: gives the same outputs in eager, of all inputs, or where
-    `takes_read` of those that `code` takes.
+    reads: the places of the inputs that `code` takes. again: gives the same outputs in eager. takes_read: whether
+    `again` takes the inputs in `reads` only, and not all of them.
     """
 
     def __init__(
@@ -71,20 +71,20 @@ class Padded:
         self._again, self._takes_read = again, takes_read
 
     def poll(self, inputs: Sequence[Any]) -> bool:
-        """Go on with compiling it; return whether it is compiled."""
+        """Advance the compilation; return whether the code is compiled."""
         return self._code.poll([inputs[index] for index in self._reads])
 
     def __call__(self, inputs: Sequence[Any]) -> Sequence[Any]:
-        """Run it."""
+        """Run the compiled code, or eager if no second backward could be made ready."""
         arguments = [inputs[index] for index in self._reads]
         return self._second.run(self._code, arguments, self._again, arguments if self._takes_read else inputs)
 
 
 class Region:
-    """What Dynamo calls in place of one of its graphs.
+    """The callable that Dynamo calls in place of one of its graphs.
 
     eager: runs the graph operator by operator, as the model has it. falls_back: whether a call whose code fails runs in
-    eager; not where it may have written to its inputs, or where nobody knows.
+    eager; False if the code may have written to its inputs, or if that is not known.
     """
 
     def __init__(
@@ -149,7 +149,10 @@ class Region:
     def _run_tokens(
         self, packing: Packing, inputs: Sequence[Any], facts: Facts, chosen: Route, started: float
     ) -> tuple[Any, ...]:
-        """started: when the host began to work for this call, by `time.perf_counter`."""
+        """Run a call on its tokens, or profile it.
+
+        started: the time by `time.perf_counter` at which the host began to work for this call.
+        """
         indices = Indices(facts)
         places = Places(indices, facts.sizes, packing.program.outputs)
         if chosen is Route.PROFILED:
@@ -174,7 +177,7 @@ class Region:
             except (torch.OutOfMemoryError, KeyboardInterrupt):
                 raise
             except Exception as error:
-                if packing.gives_up_rounding(call, error):  # it writes to no input
+                if packing.gives_up_rounding(call, error):  # a rounded step writes to no input: it can be run again
                     call, started = packing.call(inputs, facts, indices), time.perf_counter()
                     continue
                 if not self._falls_back:
@@ -184,7 +187,7 @@ class Region:
 
 
 class _Call:
-    """What `route` asks of a call that begins."""
+    """The properties that `route` asks of a call that begins."""
 
     def __init__(self, packing: Packing | None, inputs: Sequence[Any]) -> None:
         self._packing, self._inputs = packing, inputs
@@ -204,12 +207,12 @@ class _Call:
 
     @property
     def has_read(self) -> bool:
-        """Whether the batch was read."""
+        """Return whether the batch was read."""
         return self._facts is not None
 
     @property
     def facts(self) -> Facts | Refusal:
-        """What the batch says of its tokens."""
+        """Return the facts of the batch, or a refusal; the batch is read at the first use."""
         if self._facts is None:
             assert self._packing is not None
             self._facts = self._packing.read(self._inputs)

@@ -28,9 +28,9 @@ from deepytorch.passes.unpad.program import Program
 
 @dataclass(frozen=True)
 class Effects:
-    """What a region does besides computing its outputs.
+    """The side effects of a region.
 
-    written: the inputs that it writes to. draws: whether it draws random numbers.
+    written: places of the inputs that it writes to. draws: whether it draws random numbers.
     """
 
     written: tuple[int, ...] = ()
@@ -55,9 +55,20 @@ def packed_region(
 ) -> Region:
     """Return a region that strips the padding of its batches.
 
-    padded, packed: its graph in two forms; `program` says how inputs and outputs of the two belong together. fakes: of
-    the inputs. eager: runs it operator by operator. verify_every: of so many packed steps one is compared with eager;
-    None compares none. round_sizes: whether packed steps get few sizes only.
+    Args:
+        padded: The region's graph in its padded form.
+        packed: The graph in its packed form.
+        program: The relation between the inputs and outputs of the two forms.
+        inputs: The roles of the inputs.
+        fakes: Fake tensors of the inputs.
+        eager: Runs the graph operator by operator.
+        lowering: The lowering of both forms.
+        record: The region's record in the report.
+        effects: The side effects of the region.
+        min_padding: The share of pads from which on a batch is packed.
+        zero_outputs: Whether outputs are zeros at pads.
+        verify_every: One of so many packed steps is compared with eager; None compares none.
+        round_sizes: Whether packed steps get few sizes only.
     """
     batch = tuple(index for index, given in enumerate(inputs) if given.role is Role.BATCH)
     parameters = tuple(index for index, given in enumerate(inputs) if given.role is Role.PARAMETER)
@@ -97,7 +108,7 @@ def rewritten_region(
     record: RegionRecord,
     effects: Effects,
 ) -> Region:
-    """Return a region whose graph was rewritten for every batch alike; arguments as `packed_region` takes them."""
+    """Return a region whose graph was rewritten for every batch alike. Arguments: as for `packed_region`."""
     events = RegionEvents(record, State())
     padded = _padded(module, fakes, lowering, record, events)
     return Region(eager, padded, events, record, falls_back=not effects.written)
@@ -120,10 +131,10 @@ def whole_region(
     unread: Collection[int] = (),
     parts: Parts | None = None,
 ) -> Region:
-    """Return a region that is compiled as it is, as stock would, in the background.
+    """Return a region whose graph is compiled in the background, unchanged, as stock would compile it.
 
-    later: its graph as `graph_for_later` gives it, for the region to keep. unread, parts: as `SecondBackward` takes
-    them, of all inputs.
+    later: the graph as `graph_for_later` gives it, for the region to keep. unread, parts: as for `SecondBackward`, of
+    all inputs.
     """
     placeholders = [node for node in later.graph.nodes if node.op == "placeholder"]
     fakes = [node.meta.get("example_value", node.meta.get("val")) for node in placeholders]
@@ -140,7 +151,7 @@ def compiled_region(
     unread: Collection[int] = (),
     parts: Parts | None = None,
 ) -> Region:
-    """Return a region that is compiled as it is, and was already; arguments as `whole_region` takes them."""
+    """Return a region whose unchanged graph is compiled already. Arguments: as for `whole_region`."""
     return _as_it_is(Compiled(compiled), range(num_inputs), eager, record, unread, parts)
 
 

@@ -1,17 +1,18 @@
 """Sizes of packed steps, rounded up to a few by dummy tokens, so that CUDA graphs are recorded a few times only.
 
 [Note: Dummy tokens]
-A dummy token is a pad of the batch that is not left out. The proof that the pads of a batch may be left out says that
-nobody sees what stands there: no label counts, no token of another row, no output. So it says the same of each of them
-that stays. What the packed graph needs for that: a dummy stands behind all tokens; it is in a row of its own, which
-only other dummies share, so keys at dummies are seen by dummies alone; outputs are cut to the tokens before anybody
-gets them. Labelled entries are filled up with entries whose label is ignored. Values are finite at dummies as they are
-at pads, and their gradients are zero, so sums over tokens (weights, embeddings) are those without them.
+A dummy token is a pad of the batch that is not left out. The proof that pads may be left out says that nothing sees the
+values at pads: no label that counts, no token of another row, no output. So the proof holds for each pad that stays.
+The packed graph needs three things for that. A dummy stands behind all tokens. A dummy is in a row that it shares with
+other dummies only, so keys at dummies are seen by dummies alone. Outputs are cut to the tokens before anybody gets
+them. Labelled entries are filled up with entries whose label is ignored. Values at dummies are finite, as at pads, and
+their gradients are zero, so sums over tokens (weights, embeddings) are the same with dummies and without.
 
 [Note: Waste]
-Between a power of two and its double there are eight sizes: for 2^k < n <= 2^(k+1) the next one is less than 2^k / 8
-away, so less than n / 8. Dummies are spread evenly over one row for every eight of the batch: fewer than a
-longest row's eighth for each row of the batch are fewer than a longest row for each of these, so none is longer.
+Between a power of two and its double there are eight sizes: for 2^k < n <= 2^(k+1) the next size is less than 2^k / 8
+away, so less than n / 8. Dummies are spread evenly over dummy rows, one for every eight rows of the batch. Their number
+is less than an eighth of the longest row for each row of the batch, so less than the longest row for each dummy row: no
+dummy row is longer than the longest row.
 """
 
 from __future__ import annotations
@@ -24,28 +25,29 @@ import torch
 from deepytorch.compiler.step.batch_facts import Facts, Indices, cumulative, places_of
 from deepytorch.passes.unpad.program import IndexInput, IndexSet, Program
 
-# combinations of sizes, each a recording: 500 random mixtures of 8 rows make 31 to 48, where labels vary too 104 to 140
+# Most combinations of sizes, each a recording: 500 random mixtures of 8 rows make 31 to 48; 104 to 140 if labels vary.
 MAX_SIZES = 64
 _STEPS = 4  # 2 ** 3 sizes up to a power of two
 _ROWS = 8  # rows of the batch for a row of dummies
 
 
 def round_up(count: int) -> int:
-    """The least size that is not below `count`: a multiple of the eighth of the power of two below it."""
+    """Return the least size that is not below `count`: a multiple of an eighth of the power of two below `count`."""
     step = 1 << max(0, (count - 1).bit_length() - _STEPS)
     return math.ceil(count / step) * step
 
 
 def dummy_rows(rows: int) -> int:
-    """How many rows the dummies of a batch of so many rows stand in."""
+    """Return the number of rows for the dummies of a batch with `rows` rows."""
     return math.ceil(rows / _ROWS)
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of one packed step: what a CUDA graph is recorded for.
+    """The sizes of one packed step, for which a CUDA graph is recorded.
 
-    tokens, longest: of each space, dummies among them. labels: of each loss, its number and labelled entries.
+    tokens, longest: the tokens of each space and a bound of its longest row, with dummies. labels: the number of each
+    loss, and its count of labelled entries.
     """
 
     rows: int
@@ -55,16 +57,16 @@ class Sizes:
 
 
 class SizeLadder:
-    """Rounds the sizes of one program's batches, to `max_sizes` combinations at most."""
+    """The rounding of the sizes of one program's batches, to `max_sizes` combinations at most."""
 
     def __init__(self, program: Program, max_sizes: int = MAX_SIZES) -> None:
         self._program, self._max_sizes = program, max_sizes
         self._losses = sorted({i.entries.loss for i in program.indices if i.entries.loss is not None})
-        self._longest = [1] * len(program.spaces)  # it bounds loops of kernels only, so it never shrinks again
+        self._longest = [1] * len(program.spaces)  # bounds of kernels' loops only: they never shrink
         self.known: set[Sizes] = set()
 
     def fit(self, facts: Facts) -> Sizes | str:
-        """The sizes for one batch, or why it runs with its own."""
+        """Return the sizes for one batch, or the reason for which it runs with its own."""
         tokens = [round_up(count) for count in facts.tokens]
         for (rows, positions), own, rounded in zip(facts.sizes, facts.tokens, tokens, strict=True):
             if rounded > own == rows * positions:
@@ -89,7 +91,7 @@ def _power(count: int) -> int:
 
 
 class RoundedIndices(Indices):
-    """Index tensors with dummies: see [Note: Dummy tokens]. Only sets of all tokens and of labelled ones are known."""
+    """Index tensors with dummies, for sets of all tokens and of labelled ones only: see [Note: Dummy tokens]."""
 
     def __init__(self, facts: Facts, sizes: Sizes) -> None:
         super().__init__(facts)
@@ -121,7 +123,7 @@ class RoundedIndices(Indices):
         return self._flat[entries]
 
     def _pads(self, space: int, count: int) -> torch.Tensor:
-        """Where `count` pads stand; the same ones again where there are not so many."""
+        """Return the places of `count` pads, with repetitions if there are fewer pads."""
         (rows, positions), tokens = self._facts.sizes[space], sum(self._facts.lengths[space])
         pads = places_of(~self._facts.masks[space].reshape(-1), rows * positions - tokens)
         if count > len(pads):
@@ -129,7 +131,7 @@ class RoundedIndices(Indices):
         return pads[:count]
 
     def _labelled(self, tokens: IndexSet, loss: int) -> torch.Tensor:
-        """Where the entries of a loss stand among the tokens, and behind them as many whose label is ignored."""
+        """Return the places of a loss's entries among the tokens, filled up with entries whose label is ignored."""
         if loss not in self._chosen:
             own = self._facts.labels[loss]
             counts = self._facts.labelled[loss].reshape(-1)[self._entries(tokens)]
@@ -139,12 +141,12 @@ class RoundedIndices(Indices):
 
 
 def spread(count: int, rows: int) -> list[int]:
-    """The lengths of so many rows that hold `count` tokens, as even as can be."""
+    """Return the lengths of `rows` rows that hold `count` tokens together, as even as can be."""
     return [count // rows + (row < count % rows) for row in range(rows)]
 
 
 def why_not_rounded(program: Program, *, zero_outputs: bool, has_bias: bool) -> str | None:
-    """Why a program's steps cannot have dummy tokens; None where they can.
+    """Return the reason for which a program's steps cannot have dummy tokens; None if they can.
 
     has_bias: whether something is added to the scores of an attention.
     """

@@ -1,7 +1,8 @@
-"""A packed step whose sizes are rounded up to a few, which is what CUDA graphs are recorded for.
+"""A packed step whose sizes are rounded up to a few, for which CUDA graphs are recorded.
 
-The packed graph is cut in two (`passes/unpad/packed_body`): what follows from the batch alone runs first, operator by
-operator; the rest sees rounded sizes only, is compiled once, and recorded for each combination of sizes that is met.
+The packed graph is cut in two (`passes/unpad/packed_body`). The prologue, which depends on the batch alone, runs first,
+operator by operator. The body sees rounded sizes only; it is compiled once, and recorded for each combination of sizes
+that is met.
 """
 
 from __future__ import annotations
@@ -32,8 +33,10 @@ from deepytorch.torch_internals import inductor_config
 
 
 class PackedCall(NamedTuple):
-    """A packed step with its arguments. again: its outputs in eager, for a second backward. finish: what is made of
-    its outputs before anybody gets them.
+    """A packed step with its arguments.
+
+    again: gives its outputs in eager, for a second backward. finish: is applied to its outputs before anybody gets
+    them.
     """
 
     code: CompiledStep
@@ -52,9 +55,9 @@ class PackedCall(NamedTuple):
 
 
 class RoundedStep:
-    """The packed step of one region with dummy tokens, for batches that sizes are found for.
+    """The packed step of one region with dummy tokens, for batches that a combination of sizes is found for.
 
-    Raises `Declined` where the region cannot have one. padded_sizes: the symbols of the spaces' positions.
+    Raises `Declined` if the region cannot have one. padded_sizes: the symbols of the spaces' positions.
     """
 
     def __init__(
@@ -68,7 +71,10 @@ class RoundedStep:
         *,
         zero_outputs: bool,
     ) -> None:
-        """lowering, zero_outputs: as `packed_region` takes them. asked_twice: called at a second backward."""
+        """Cut the packed graph in two.
+
+        lowering, zero_outputs: as for `packed_region`. asked_twice: called at a second backward.
+        """
         reason = why_not_rounded(program, zero_outputs=zero_outputs, has_bias=_has_bias(packed.graph))
         if reason is not None:
             raise Declined(reason, "sizes")
@@ -80,7 +86,7 @@ class RoundedStep:
         self._is_recorded = lowering.config.lowering == "inductor" and lowering.config.records_graphs
 
     def call(self, inputs: Sequence[Any], facts: Facts) -> PackedCall | None:
-        """The step for one batch; None where it runs with sizes of its own."""
+        """Return the step for one batch; None if the batch runs with sizes of its own."""
         sizes = self.ladder.fit(facts)
         if isinstance(sizes, str):
             reasons = self._record.own_sizes_because
@@ -99,7 +105,7 @@ class RoundedStep:
         return PackedCall(self._body, self._second, arguments, partial(self._again, inputs, indices), finish)
 
     def _finish(self, facts: Facts, early: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-        """The packed graph's outputs without dummies, in memory that no replay writes to."""
+        """Return the packed graph's outputs without dummies, in memory that no replay of a CUDA graph writes to."""
         found = []
         for (kind, where), entries in zip(self._cut.outputs, self._program.values, strict=True):
             value = values[where] if kind == "body" else early[where] if kind == "prologue" else where
@@ -111,7 +117,7 @@ class RoundedStep:
         return found
 
     def _again(self, inputs: Sequence[Any], indices: RoundedIndices, *arguments: Any) -> list[Any]:
-        """The body's outputs, computed padded and in eager, where every operator has a second derivative."""
+        """Return the body's outputs, computed padded and in eager, where every operator has a second derivative."""
         program, given = self._program, list(inputs)
         for index, argument in zip(self._cut.body_inputs, arguments, strict=False):
             if index < len(program.packed_inputs):
@@ -139,8 +145,9 @@ def rounded_step(
     asked_twice: Callable[[str], None],
     zero_outputs: bool,
 ) -> RoundedStep | None:
-    """The step for few sizes, arguments as `RoundedStep` takes them; None, with the reason in the record, where there
-    can be none. fakes: of the region's inputs.
+    """Return the step for few sizes; None, with the reason in the record, if the region cannot have one.
+
+    fakes: of the region's inputs. Other arguments: as for `RoundedStep`.
     """
     try:
         return RoundedStep(
@@ -162,7 +169,7 @@ def rounded_step(
 
 
 def _padded_sizes(program: Program, fakes: Sequence[Any]) -> frozenset[sympy.Symbol]:
-    """The symbols of the positions of a program's spaces."""
+    """Return the symbols of the positions of a program's spaces."""
     sizes = [fakes[index].shape[positions] for index, _, positions in program.sizes]
     return frozenset(
         symbol
@@ -173,18 +180,18 @@ def _padded_sizes(program: Program, fakes: Sequence[Any]) -> frozenset[sympy.Sym
 
 
 def recording(lowering: RegionLowering) -> RegionLowering:
-    """The lowering of a step with few sizes: stateful operators are cut out of its CUDA graphs."""
+    """Return the lowering of a step with few sizes: stateful operators are cut out of its CUDA graphs."""
     ours = {"graph_partition": True, "triton.cudagraph_dynamic_shape_warn_limit": MAX_SIZES}
     return _with(lowering, ours, over=False)
 
 
 def without_recording(lowering: RegionLowering) -> RegionLowering:
-    """The lowering of a step that has other sizes for each batch: no CUDA graphs."""
+    """Return the lowering of a step whose sizes vary from batch to batch: without CUDA graphs."""
     return _with(lowering, {"triton.cudagraphs": False}, over=True)
 
 
 def _with(lowering: RegionLowering, options: dict[str, Any], *, over: bool) -> RegionLowering:
-    """over: whether these options go over the user's."""
+    """Return the lowering with further options of Inductor. over: whether `options` override the user's."""
     config = lowering.config
     if config.lowering != "inductor" or not config.records_graphs:
         return lowering

@@ -1,4 +1,4 @@
-"""Which route a call of a region takes, and why: one state a region, and one function that chooses.
+"""The choice of the route that a call of a region takes: one state a region, and one function that chooses.
 
 [Note: Routes]
 A region is one graph of Dynamo's. Each call of it takes one of four routes:
@@ -8,9 +8,9 @@ A region is one graph of Dynamo's. Each call of it takes one of four routes:
     PADDED    compiled, for the batch as it came
     PACKED    compiled, for the tokens of the batch alone
 
-`route` chooses from two things: the region's `State`, which events change and which never goes back (what a script did
-once it may do again), and what `Call` tells of the call that begins. Until the code for a route is compiled the region
-runs in eager, packed or padded: that is `Region`'s, and changes no state.
+`route` chooses by two things: the region's `State` and the properties of the call that begins (`Call`). Events change
+the state, and no event takes it back: what a script did once it may do again. Until the code for a route is compiled
+the region runs in eager, packed or padded; `Region` sees to that, and no state changes by it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from dataclasses import dataclass, replace
 from enum import Enum, IntEnum
 from typing import Protocol
 
-# A script may call a model several times a step: so many calls are profiled at most while none has had its backward.
+# The most calls that are profiled while none has had its backward: a script may call a model several times a step.
 MAX_PROFILED = 8
 
 
 class Route(Enum):
-    """How one call of a region runs."""
+    """The route of one call of a region: see [Note: Routes]."""
 
     EAGER = "eager"
     PROFILED = "profiled"
@@ -33,7 +33,7 @@ class Route(Enum):
 
 
 class Uses(IntEnum):
-    """How much of its outputs a script uses: their tokens, their pads too, or their place in autograd's graph."""
+    """The parts of its outputs that a script uses: their tokens, their pads too, or their place in autograd's graph."""
 
     TOKENS = 0
     PADS = 1
@@ -42,13 +42,17 @@ class Uses(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What is known of one region.
+    """The knowledge of one region from which its routes are chosen.
 
-    packs: it has a packed form.
-    defers: some outputs of that form are computed when they are used. profiles: so their uses have to be known first.
-    uses: the most that a script was seen to use of the outputs. because: what it did.
-    profiled: calls that were profiled so far. had_backward: one of these has had its backward, or has none.
-    broken: the routes whose code failed when it ran.
+    Attributes:
+        packs: Whether it has a packed form.
+        defers: Whether some outputs of the packed form are computed when they are used.
+        profiles: Whether, for that reason, the uses of outputs have to be known first.
+        uses: The most that a script was seen to use of the outputs.
+        because: The script's action behind `uses`, for the report.
+        profiled: The number of calls that were profiled so far.
+        had_backward: Whether a profiled call has had its backward, or has none.
+        broken: The routes whose code failed when it ran.
     """
 
     packs: bool = False
@@ -62,17 +66,17 @@ class State:
 
     @property
     def is_profiled(self) -> bool:
-        """Whether it is known how a script uses the outputs, or does not matter."""
+        """Return whether the script's uses of the outputs are known, or do not matter."""
         return not self.profiles or self.profiled >= MAX_PROFILED or (self.profiled > 0 and self.had_backward)
 
     # ------------------------------------------------------------------ events
 
     def used(self, uses: Uses, because: str) -> State:
-        """Return the state after a script has used an output so."""
+        """Return the state after a script has used an output. because: the script's action, for the report."""
         return replace(self, uses=uses, because=because) if uses > self.uses else self
 
     def double_backward(self, asked: str) -> State:
-        """Return the state after a backward was asked for what compiled code cannot give."""
+        """Return the state after a backward was asked for something that compiled code cannot give."""
         return self.used(Uses.GRAPH, f"a backward with {asked}")
 
     def differed(self) -> State:
@@ -93,31 +97,31 @@ class State:
 
 
 class Call(Protocol):
-    """What is asked of a call that begins, in the order below, and only as far as the answer is needed."""
+    """The properties of a call that begins, asked in the order below and only as far as the answer is needed."""
 
     @property
     def is_forward_mode(self) -> bool:
-        """Whether forward-mode differentiation is on."""
+        """Return whether forward-mode differentiation is on."""
         ...
 
     @property
     def is_recomputed(self) -> bool:
-        """Whether the call is part of a checkpoint, or of a backward, and has to run as it ran before."""
+        """Return whether the call is part of a checkpoint or of a backward, and has to run as it ran before."""
         ...
 
     @property
     def is_searched(self) -> bool:
-        """Whether DistributedDataParallel looks for unused parameters behind the outputs."""
+        """Return whether DistributedDataParallel looks for unused parameters behind the outputs."""
         ...
 
     @property
     def refusal(self) -> str | None:
-        """Why this batch is not packed, if it is not: the batch is read for this."""
+        """Return the reason for which the batch is not packed, None if it is; the batch is read for this."""
         ...
 
 
 def route(state: State, call: Call) -> tuple[Route, str]:
-    """Return the route of a call, and why it is no faster one (empty for the fastest)."""
+    """Return the route of a call, and the reason for which it is no faster one (empty for the fastest)."""
     if call.is_forward_mode:
         return Route.EAGER, "forward-mode differentiation is on"
     if state.defers:

@@ -1,11 +1,11 @@
 """The forward of one call, kept so that it can be run again in eager and differentiated there.
 
-[Note: what is kept] The inputs of a call are kept until its backward: weights live anyway, and what comes from regions
-before mostly is saved for the backward too. Longer only where another backward may come as in eager, through an output
-that had no gradient for example: while the call's node lives, and what that output depends on is not changed. Inside
-of a checkpoint, which is there to have them gone, they are not kept: its own arguments are still alive, and where
-others are not the backward is what it was. What the region writes into is copied before, but for statistics that no
-output depends on (BatchNorm's).
+[Note: what is kept] The inputs of a call are kept until its backward: weights live anyway, and values from earlier
+regions are mostly saved for the backward too. Inputs are kept longer only if another backward may come as in eager,
+through an output that had no gradient for example: while the call's node lives, and the tensors that this output
+depends on are not changed. A checkpoint exists to free inputs, so inside of one they are held weakly: its own arguments
+are still alive, and if others are gone the backward is stock's. Inputs that the region writes into are copied before,
+except for statistics that no output depends on (BatchNorm's).
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from deepytorch.torch_internals import will_engine_execute_node
 
 
 def edges_before(call: Past) -> set[Any]:
-    """Return where gradients of the inputs go, as they were before the call."""
+    """Return the edges that gradients of the inputs, as they were before the call, go to."""
     found = {edge_of(each) for each in call.kept() or () if isinstance(each, torch.Tensor)}
     return found | {edge_behind(copy) for copy in call.copies.values()}
 
 
 class Passage(NamedTuple):
-    """What one backward went through: the outputs, by number, that had gradients, and the edges that wanted some (None:
-    all of them).
+    """The way of one backward through a node.
+
+    outputs: those, by number, that had gradients. edges: those that wanted gradients; None: all of them.
     """
 
     outputs: frozenset[int]
@@ -38,7 +39,7 @@ class Passage(NamedTuple):
 
 @dataclass(slots=True)
 class Rerun:
-    """A forward that was run again: its outputs, the inputs as it left them, and what stands for each input in it."""
+    """A forward that was run again: its outputs, its inputs as it left them, and the tensors that stood in for them."""
 
     outputs: Sequence[Any]
     inputs: list[Any]
@@ -53,11 +54,16 @@ def run_again(
     needed: Collection[int] | None,
     generators: Sequence[torch.Generator],
 ) -> Rerun | None:
-    """Run the forward of a call in eager; None where one of its inputs is gone.
+    """Run the forward of a call in eager; return None if one of its inputs is gone.
 
-    edges: what gradients are wanted for. unread: places of inputs that are written, and that no output depends on.
-    needed: places of inputs that what is wanted depends on; None: all. generators: all that the region could draw from.
-    Raises `RuntimeError`, as eager does, where a needed input has been changed since.
+    Raises `RuntimeError`, as eager does, if a needed input has been changed since.
+
+    Args:
+        call: The call as it began.
+        edges: The edges that gradients are wanted for.
+        unread: Places of inputs that are written, and that no output depends on.
+        needed: Places of inputs that the wanted gradients depend on; None: all.
+        generators: All generators that the region could draw from.
     """
     inputs = call.kept()
     if inputs is None:
@@ -82,7 +88,7 @@ def run_again(
 def _stand_in(
     given: torch.Tensor, copy: torch.Tensor | None, edges: Collection[Any], sources: dict[Any, torch.Tensor]
 ) -> torch.Tensor:
-    """What the forward is run on in place of an input, whose own hooks have no business in here."""
+    """Return the tensor on which the forward runs in place of an input, so that the input's own hooks do not run."""
     before, edge = (given, edge_of(given)) if copy is None else (copy, edge_behind(copy))
     if edge not in edges:
         return before.detach() if copy is None else before.detach().clone()
@@ -105,7 +111,7 @@ def _check(call: Past, inputs: Sequence[Any], needed: Collection[int] | None) ->
 def differentiate(
     node: Any, again: Rerun, edges: Sequence[Any], gradients: Sequence[Any], *, creates: bool, keeps: bool
 ) -> tuple[Any, ...] | None:
-    """What the node hands to its edges; None where they, or its outputs, cannot be told."""
+    """Return the gradients that the node hands to its edges; None if its edges or outputs cannot be identified."""
     values = _values(node._forward_cls.metadata, again, len(gradients))
     if values is None or len(edges) != sum(node.needs_input_grad) or any(edge not in again.sources for edge in edges):
         return None
@@ -130,9 +136,9 @@ def differentiate(
 
 
 def go_through(node: Any, again: Rerun, passage: Passage, count: int) -> None:
-    """Free what an earlier backward freed: autograd then says, as in eager, whether another one may come.
+    """Free what an earlier backward freed, so that autograd raises, as in eager, if no further backward may come.
 
-    count: how many outputs the node has.
+    count: the number of the node's outputs.
     """
     values = _values(node._forward_cls.metadata, again, count)
     came = [] if values is None else [values[number] for number in sorted(passage.outputs)]
@@ -143,12 +149,12 @@ def go_through(node: Any, again: Rerun, passage: Passage, count: int) -> None:
 
 
 def wanted_edges(node: Any, edges: Sequence[Any]) -> list[Any]:
-    """Those of a node's edges, each once, that the backward that runs now goes on to, or hands out what goes there."""
+    """Return those of a node's edges, each once, that the running backward goes on to or returns gradients of."""
     return list({edge: None for edge, each in zip(edges, _behind(node), strict=True) if _is_wanted(each)})
 
 
 def wants_all(node: Any) -> bool:
-    """Whether the backward that runs now goes on to all edges of a node."""
+    """Return whether the running backward goes on to all edges of a node."""
     try:
         return all(map(will_engine_execute_node, _behind(node)))
     except RuntimeError:  # see `_is_wanted`
@@ -162,12 +168,12 @@ def _behind(node: Any) -> list[Any]:
 def _is_wanted(node: Any) -> bool:
     try:
         return bool(will_engine_execute_node(node))
-    except RuntimeError:  # it does not tell of a leaf where only some gradients are asked for
+    except RuntimeError:  # the engine does not tell of a leaf if only some gradients are asked for
         return True
 
 
 def _values(metadata: Any, again: Rerun, count: int) -> list[Any] | None:
-    """Eager's values of the node's outputs: inputs that were changed, outputs, and what outputs are views of."""
+    """Return eager's values of the node's outputs: changed inputs, outputs, and the bases that outputs are views of."""
     changed, bases = metadata.mutated_inp_runtime_indices, metadata.num_intermediate_bases
     if count != len(changed) + metadata.num_outputs + bases or len(again.outputs) != metadata.num_outputs:
         return None

@@ -1,15 +1,18 @@
-"""What AOTAutograd's backwards cannot do: keep their graph for a second one, or be differentiated themselves.
+"""Backwards that AOTAutograd cannot give: one that keeps its graph for a second one, or is differentiated itself.
 
-A compiled region leaves one autograd node behind, which is a Python object, and autograd looks its `apply` up in it for
-every backward. So a node of one call can be given another one, with nothing between the region and its outputs, neither
-a copy nor a view. Ordinary backwards go on to what was there. One that is to keep what donated buffers would
-overwrite (`retain_graph=True`), or to have a graph of its own (`create_graph=True`), runs the region's forward again in
-eager, with random numbers, autocast and buffers as they were (`run_again`), and differentiates that. So does one that
-comes through what another one left: eager frees operator by operator what a backward met, AOTAutograd a whole region,
-though its parts may share nothing (`_Replacement`). And one that fails.
+A compiled region leaves one autograd node behind. The node is a Python object, and autograd looks up its `apply` for
+every backward. So the node of one call can be given another `apply`, with neither a copy nor a view between the region
+and its outputs. Ordinary backwards go on to the node's own `apply`. Four kinds of backward run the region's forward
+again in eager, with random numbers, autocast and buffers as they were (`run_again`), and differentiate that:
 
-Once that was asked for, the region runs in eager: asked once is asked at every step. A region whose node cannot be
-found, or is not known, runs there from its first call on.
+- one that has to keep values that donated buffers would overwrite (`retain_graph=True`);
+- one that has to have a graph of its own (`create_graph=True`);
+- one that goes through the remains of an earlier one: eager frees operator by operator what a backward met, AOTAutograd
+  frees a whole region, though its parts may share nothing (`_Replacement`);
+- one that fails.
+
+Once such a backward was asked for, the region runs in eager: what a script asked once it asks at every step. A region
+whose node cannot be found, or is of an unknown kind, runs in eager from its first call on.
 """
 
 from __future__ import annotations
@@ -44,17 +47,16 @@ from deepytorch.torch_internals import (
     top_saved_tensors_default_hooks,
 )
 
-_VIEWS = 8  # how many nodes lie, at most, between an output that is a view and the node of its region
+_VIEWS = 8  # the most nodes between an output that is a view and the node of its region
 
-_BACKWARD = ("apply", "apply_boxed")  # what autograd calls of a node; newer versions hand gradients over in a list
+_BACKWARD = ("apply", "apply_boxed")  # a node's methods that autograd calls; newer versions pass gradients in a list
 
 
 class SecondBackward:
-    """Watches the calls of one region, for backwards that need more than it compiled.
+    """The support of one region's calls for backwards that its compiled code cannot give.
 
     unread: places of inputs that are written, and that no output depends on. asked: called at the first such backward,
-    with what it asked for. parts: which inputs have a part in which outputs, if weights behind unused ones are to have
-    no gradient.
+    with its request. parts: the part of inputs in outputs, if weights behind unused outputs are to have no gradient.
     """
 
     def __init__(self, unread: Collection[int], asked: Callable[[str], None], parts: Parts | None = None) -> None:
@@ -62,16 +64,16 @@ class SecondBackward:
         self.behind: list[frozenset[int] | None] | None = None  # of each gradient that a node returns: see `parts`
         self.differentiable: list[bool] | None = None  # of each gradient that a node is given; None: it is not known
         self.stands_for: list[frozenset[int]] = []  # of each gradient that a node is given the outputs, as in `parts`
-        self.saves = True  # whether the forward saves tensors, so that no backward can go through it after another one
+        self.saves = True  # whether the forward saves tensors, so that only one backward can go through it
         self._waiting: weakref.WeakSet[_Replacement] = weakref.WeakSet()  # for another backward that may come
-        self._places: list[int] | None = None  # of tensors among the inputs, those that are written left out
+        self._places: list[int] | None = None  # of tensors among the inputs, without those that are written
         self._written: list[int] = []
         self._generators: list[torch.Generator] = []  # that the region draws from
-        self._all_generators: list[torch.Generator] = []  # that it could draw from
+        self._all_generators: list[torch.Generator] = []  # that the region could draw from
         self._node_class: Any = None
-        self._route: tuple[int, int] = (0, 0)  # from which output, and how many nodes back, its node is found
-        self._blind = False  # no output has a graph, or it is none that we know
-        self.declines = False  # its inputs are none that we know: it is to run in eager from its first call on
+        self._route: tuple[int, int] = (0, 0)  # the output from which the node is found, and the number of nodes back
+        self._blind = False  # no output has a graph, or the graph is of an unknown kind
+        self.declines = False  # the inputs are of an unknown kind: the region runs in eager from its first call on
 
     # ------------------------------------------------------------------ a call
 
@@ -82,7 +84,7 @@ class SecondBackward:
         again: Callable[..., Sequence[Any]],
         inputs: Sequence[Any],
     ) -> Sequence[Any]:
-        """Run compiled code, ready for what a backward of this call may ask.
+        """Run compiled code, and make its node ready for backwards that the code cannot give.
 
         again: gives the same outputs in eager, called as `again(*inputs)`.
         """
@@ -95,7 +97,10 @@ class SecondBackward:
         return outputs
 
     def begin(self, inputs: Sequence[Any], rerun: Callable[..., Sequence[Any]]) -> Past | None:
-        """Right before a call. `rerun(*inputs)` gives, in eager, what the compiled call gives, output for output."""
+        """Return the past of a call that is about to run; None if no backward can need it.
+
+        rerun: gives in eager, called as `rerun(*inputs)`, the outputs of the compiled call.
+        """
         if self._blind or not torch.is_grad_enabled():
             return None
         try:
@@ -121,7 +126,7 @@ class SecondBackward:
         )
 
     def watch(self, call: Past | None, outputs: Sequence[Any]) -> Sequence[Any]:
-        """Right behind the call that `call` stands for: what to hand out, its outputs mostly."""
+        """Make the node of a call that has just run ready; return the outputs to hand out, mostly the call's own."""
         if call is None:
             return outputs
         node = self._known_node(outputs)
@@ -129,7 +134,7 @@ class SecondBackward:
             try:
                 node = self._find_node(call, outputs)
                 known = node is not None and self._learn(call, node, outputs)
-            except Exception:  # likewise: to be ready for what may never be asked must not cost the step
+            except Exception:  # an unknown kind of node: support for a rare backward must not break the step
                 known = False
                 logger.debug("traceback of the failure", exc_info=True)
             if not known:
@@ -145,8 +150,9 @@ class SecondBackward:
         return outputs
 
     def _unwatched(self, call: Past, outputs: Sequence[Any]) -> Sequence[Any]:
-        """What to hand out of a call that cannot be watched: if a backward can go through it, and if it left nothing
-        behind, what eager makes of it.
+        """Return the outputs to hand out of a call whose node cannot be made ready.
+
+        Eager's outputs if a backward can go through the call and the call has changed none of its inputs; else its own.
         """
         self._blind = True
         before = {id(edge[0]) for edge in edges_before(call) if edge is not None}
@@ -181,19 +187,19 @@ class SecondBackward:
         self._generators = self._all_generators
 
     def _learn(self, call: Past, node: Any, outputs: Sequence[Any]) -> bool:
-        """Which inputs the region writes into and whether it is random; False where the node is not as we know them."""
+        """Learn what the region writes into and draws from; return False if its node is of an unknown kind."""
         metadata = node._forward_cls.metadata
         assert self._places is not None
         if any(info.mutates_metadata for info in metadata.input_info):
             return False
         written = set(self._unread)
-        if len(metadata.input_info) == len(call.inputs):  # else some were merged, and the rest has to show it
+        if len(metadata.input_info) == len(call.inputs):  # else some were merged: versions and copies show the writes
             written |= {place for place, info in enumerate(metadata.input_info) if info.mutates_data}
         written |= set(call.changed())
         written |= {place for place, copy in call.copies.items() if not _same(copy, call.inputs[place])}
         self._written = sorted(written - self._unread)
         if any(place not in call.copies for place in self._written):
-            self._node_class = None  # a parameter that its own region writes into: it is copied from now on
+            self._node_class = None  # the region writes into a parameter, which is copied from the next call on
             return True
         self._places = [place for place in self._places if place not in written]
         call.versions = {place: call.versions[place] for place in self._places}
@@ -206,8 +212,9 @@ class SecondBackward:
         return True
 
     def _learn_outputs(self, node: Any, outputs: Sequence[Any]) -> None:
-        """Which outputs of the region each gradient is of that the node is given. (Dynamo, which traced the region once
-        more, may return an output of the graph twice, and one that is a number not at all.)
+        """Learn to which outputs of the region each gradient that the node is given belongs.
+
+        Dynamo, which traced the region once more, may return an output of the graph twice, and a number not at all.
         """
         compiled = node._forward_cls
         metadata = compiled.metadata
@@ -260,9 +267,9 @@ class SecondBackward:
     # ------------------------------------------------------------------ a backward that asks for more
 
     def run_again(self, call: Past, edges: Collection[Any], numbers: Collection[int]) -> Rerun | None:
-        """Run the forward of a call in eager, if its inputs are still there.
+        """Run the forward of a call in eager; return None if one of its inputs is gone.
 
-        edges: what gradients are wanted for. numbers: of the gradients that came.
+        edges: the edges that gradients are wanted for. numbers: of the gradients that came.
         """
         needed, outputs = None, self.outputs(numbers)
         if self._parts is not None:
@@ -270,12 +277,13 @@ class SecondBackward:
         return run_again(call, edges, unread=self._unread, needed=needed, generators=self._all_generators)
 
     def outputs(self, numbers: Iterable[int]) -> frozenset[int]:
-        """Which outputs, as in `parts`, these gradients of the node's are of."""
+        """Return the outputs, as in `parts`, to which these gradients of the node belong."""
         return frozenset[int]().union(*[self.stands_for[number] for number in numbers])
 
     def left_by(self, passages: Sequence[Passage]) -> frozenset[int]:
-        """Numbers of the outputs that a backward may still come through, as in eager, after these freed what they met:
-        those that had no gradient, and all of them where some edges wanted none, or where nothing is saved.
+        """Return the numbers of the outputs through which, as in eager, a backward may still come after `passages`.
+
+        These are the outputs that had no gradient; all of them if some edges wanted none, or if nothing is saved.
         """
         if self.differentiable is None:
             return frozenset()
@@ -285,7 +293,10 @@ class SecondBackward:
         return all_outputs.difference(*[each.outputs for each in passages])
 
     def why_eager_may(self, error: Exception, call: Past | None) -> str | None:
-        """What to say of a backward that failed where eager's need not: nobody has any gradient of it yet."""
+        """Return the reason for a failed backward that eager's need not share; None if eager may not be tried.
+
+        No gradient of the failed backward was handed out yet.
+        """
         if call is None:
             return None
         if call.copies and "modified by an inplace operation" in str(error):
@@ -295,11 +306,11 @@ class SecondBackward:
         return f"an error in compiled code ({type(error).__name__}: {str(error)[:200]})"
 
     def wait(self, replacement: _Replacement) -> None:
-        """Keep the call that this stands for, until what its outputs depend on is changed."""
+        """Keep the call of a replacement until the tensors that its outputs depend on are changed."""
         self._waiting.add(replacement)
 
     def is_out_of_reach(self, call: Past, left: Collection[int]) -> bool:
-        """Whether none of these outputs can be had any more: something that each depends on was changed since."""
+        """Return whether none of the outputs `left` can be computed any more: an input of each was changed since."""
         changed = call.changed()
         if not changed or self._parts is None:
             return bool(changed)
@@ -308,17 +319,17 @@ class SecondBackward:
 
 
 def _stands_for_more(tensor: torch.Tensor) -> bool:
-    """Whether places of it share memory (`expand`): torch writes into no such tensor, and a copy holds them all."""
+    """Return whether entries of a tensor share memory (`expand`): torch writes into no such tensor."""
     return tensor.layout is torch.strided and any(
         stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
 
 
 class _Replacement:
-    """What a node runs as its backward.
+    """The backward that a node runs in place of its own.
 
-    Of a call nothing is kept but its inputs, and what backwards went through. Its forward, run again, is freed of what
-    they freed: autograd itself then says, as in eager, what may still be done.
+    Only the inputs of a call are kept, and the ways that backwards went through it. When its forward is run again, the
+    parts that those backwards freed are freed again: autograd itself then says, as in eager, what may still be done.
     """
 
     __slots__ = ("__weakref__", "_again", "_call", "_left", "_node", "_passages", "_second")
@@ -331,15 +342,15 @@ class _Replacement:
         self._left: frozenset[int] = frozenset()
 
     def apply(self, *gradients: Any) -> Any:
-        """Gradients of the inputs, from those of the outputs."""
+        """Return gradients of the inputs, from those of the outputs."""
         return self._run("apply", gradients, gradients)
 
     def apply_boxed(self, gradients: list[Any]) -> Any:
-        """The same, for a list that is emptied."""
+        """Return gradients of the inputs, from a list of those of the outputs, which is emptied."""
         return self._run("apply_boxed", (gradients,), gradients)
 
     def let_go_if_changed(self) -> None:
-        """Keep the call no longer if no backward can come through what is left of it."""
+        """Drop the call if no backward can come through any output that is left."""
         if self._call is None or self._second.is_out_of_reach(self._call, self._left):
             self._call = None
 
@@ -348,7 +359,7 @@ class _Replacement:
         node: Any = self._node()
         second, gradients = self._second, list(gradients)
         if second.behind is not None and not _numbers(gradients):
-            return (None,) * len(second.behind)  # autograd comes by with nothing, for weights and on to others
+            return (None,) * len(second.behind)  # autograd calls the node without any gradient
         if second.differentiable is not None:
             filled = with_zeros(node, gradients, second.differentiable)
             arguments = filled if name == _BACKWARD[0] else (filled,)
@@ -376,7 +387,7 @@ class _Replacement:
             return found
 
     def _asked(self, node: Any, *, keeps: bool, creates: bool) -> str | None:
-        """What a backward asks for that compiled code cannot do."""
+        """Return the request of a backward that compiled code cannot meet; None if there is none."""
         if creates:
             return "create_graph=True"
         if self._passages:
@@ -384,7 +395,7 @@ class _Replacement:
         return "retain_graph=True" if keeps and _donates(node) else None
 
     def _free(self, node: Any, gradients: Sequence[Any]) -> None:
-        """A backward goes through that frees what it meets: see whether another one may come."""
+        """Note a backward that frees what it meets, and drop the call if no other one may come."""
         came = _numbers(gradients)
         edges = None
         if not wants_all(node):
@@ -410,10 +421,13 @@ class _Replacement:
         keeps: bool,
         creates: bool,
     ) -> Any:
-        """What the node hands to its edges; None where that cannot be told. passages: those before."""
+        """Return the gradients that the node hands to its edges; None if they cannot be found.
+
+        passages: the ways of earlier backwards.
+        """
         edges = self._edges(node, call, again)
         if again is None or not (creates or keeps or passages) or (creates and passages):
-            # not one that a graph of a backward's leads into: whoever goes through that frees it on the way
+            # A kept rerun that the graph of a backward leads into is not used: a way through that graph would free it.
             again = None if call is None else self._second.run_again(call, edges, _numbers(gradients))
             if again is None:
                 return None
@@ -432,7 +446,7 @@ class _Replacement:
         return edges_of(node, known)
 
     def _stock(self, backward: Any, gradients: Sequence[Any], node: Any, *arguments: Any) -> Any:
-        """What the node would have run, without the zeros that it makes for weights of outputs that nobody used."""
+        """Run the node's own backward, with None in place of zeros for weights of outputs that nobody used."""
         behind, has, came = self._second.behind, self._second.differentiable, _numbers(gradients)
         if behind is None or has is None or len(came) == sum(has):
             return backward(node, *arguments)
@@ -454,7 +468,7 @@ def _numbers(gradients: Sequence[Any]) -> frozenset[int]:
 
 
 def _nodes_behind(output: Any) -> Iterator[Any]:
-    """The node of an output, and those that it is a view of."""
+    """Yield the node of an output, and the nodes that it is a view of."""
     node = output.grad_fn if isinstance(output, torch.Tensor) else None
     for _ in range(_VIEWS):
         if node is None:
@@ -464,7 +478,7 @@ def _nodes_behind(output: Any) -> Iterator[Any]:
 
 
 def _gradient_of(output: Any, node: Any) -> int | None:
-    """Which of the gradients that `node` is given this output's is part of; None where it is not one of the node's."""
+    """Return the number of the gradient given to `node` that contains this output's; None if the output is not its."""
     if not isinstance(output, torch.Tensor) or output.grad_fn is None:
         return None
     found: Any = output.grad_fn
@@ -479,13 +493,13 @@ def _gradient_of(output: Any, node: Any) -> int | None:
 
 
 def _is_compiled(node: Any) -> bool:
-    """Whether this is the node of a graph that AOTAutograd compiled, and nobody watches it."""
+    """Return whether a node is of a graph that AOTAutograd compiled, and still has its own backward."""
     metadata = getattr(getattr(node, "_forward_cls", None), "metadata", None)
     return hasattr(metadata, "output_info") and _BACKWARD[0] not in vars(node)
 
 
 def _is_of_call(node: Any, call: Past) -> bool:
-    """Whether this is the node of a compiled graph, called with these inputs."""
+    """Return whether a node is of a compiled graph, called with the inputs of `call`."""
     if not _is_compiled(node):
         return False
     known = edges_before(call)
@@ -493,9 +507,9 @@ def _is_of_call(node: Any, call: Past) -> bool:
 
 
 def _donates(node: Any) -> bool:
-    """Whether the compiled backward overwrites what the forward saved, so that it cannot run twice.
+    """Return whether the compiled backward overwrites tensors that the forward saved, so that it cannot run twice.
 
-    One that is compiled at its first call, which is this one, is told whether it may.
+    A backward that is compiled at its first call, which is this one, is told then whether it may overwrite them.
     """
     compiled = node._forward_cls
     return bool(
@@ -504,7 +518,7 @@ def _donates(node: Any) -> bool:
 
 
 class _Unwatchable(Exception):
-    """Of such inputs AOTAutograd makes others, of which nothing is known here."""
+    """An error for inputs that AOTAutograd replaces by others, of which nothing is known here."""
 
 
 def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -517,5 +531,5 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _saves_elsewhere() -> bool:
-    """Whether what is saved for a backward goes through hooks: a checkpoint, for example."""
+    """Return whether tensors that are saved for a backward go through hooks: a checkpoint's, for example."""
     return top_saved_tensors_default_hooks(False) is not None

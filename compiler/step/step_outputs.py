@@ -1,7 +1,7 @@
-"""The outputs that a region's step hands back, deferred, and how each is made if somebody needs it.
+"""The deferred outputs that a region's step hands back, and the computation of each if somebody needs it.
 
-Outputs of a packed step are made from its values, by an epilogue of the graph, or by running the step once more, padded
-and in eager. Those of a profiled step are there, and their uses are noted.
+Outputs of a packed step are made from its values, by an epilogue of the graph, or by a padded replay: the step run once
+more, padded and in eager. Outputs of a profiled step are computed already, and their uses are noted.
 """
 
 from __future__ import annotations
@@ -29,17 +29,24 @@ from deepytorch.passes.unpad.program import IndexInput, IndexSet, Output, Output
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A packed step that is about to run: its inputs as they are now, and how it runs once more on them."""
+    """A packed step that is about to run: its inputs as they are now, and the padded replay on them."""
 
     inputs: Sequence[Any]
     replay: Replay | None
 
 
 class StepOutputs:
-    """Hands out the outputs of one region's steps.
+    """The maker of the outputs of one region's steps.
 
-    batch, parameters: which of the region's inputs are these. written: the inputs that it writes to. draws: whether it
-    draws random numbers.
+    Args:
+        program: The packed form's relation to the region's inputs and outputs.
+        eager: Runs the region operator by operator.
+        events: The events of the region.
+        record: The region's record in the report.
+        batch: Places of the inputs that belong to the batch.
+        parameters: Places of the inputs that are weights.
+        written: Places of the inputs that the region writes to.
+        draws: Whether the region draws random numbers.
     """
 
     def __init__(
@@ -59,7 +66,7 @@ class StepOutputs:
         self.are_deferred = any(output.kind != "value" for output in program.outputs)
 
     def begin(self, inputs: Sequence[Any]) -> Begun:
-        """Right before a packed step: keep what its deferred outputs may need."""
+        """Keep what the deferred outputs of a packed step may need. To be called right before the step."""
         if not self.are_deferred:
             return Begun(inputs, None)
         kept = self._kept(inputs)
@@ -74,7 +81,7 @@ class StepOutputs:
         return Begun(kept, replay)
 
     def packed(self, begun: Begun, values: Sequence[Any], indices: Indices, places: Places) -> tuple[Any, ...]:
-        """The outputs of a packed step, from the `values` that its graph gave."""
+        """Return the outputs of a packed step, from the `values` that its graph gave."""
         batch = _Batch([begun.inputs[index] for index in self._batch])
         trains = True in [begun.inputs[index].requires_grad for index in self._parameters]
         taken = _Taken(begun.inputs, values, indices, places, batch, begun.replay, Family(), trains)
@@ -85,7 +92,7 @@ class StepOutputs:
         return tuple(outputs)
 
     def profiled(self, plain: Sequence[Any], places: Places) -> tuple[Any, ...]:
-        """The outputs of a step in eager, their uses noted."""
+        """Return the outputs of a step in eager, wrapped so that their uses are noted."""
         family = Family()
         outputs = list(plain)
         for number, (output, value) in enumerate(zip(self._program.outputs, plain, strict=True)):
@@ -108,7 +115,7 @@ class StepOutputs:
         return tuple(outputs)
 
     def _kept(self, inputs: Sequence[Any]) -> list[Any]:
-        """The inputs with ids, masks and labels copied: loops overwrite them with the next batch."""
+        """Return the inputs with ids, masks and labels copied: loops overwrite these with the next batch."""
         kept = list(inputs)
         for index in self._batch:
             given = kept[index]
@@ -117,7 +124,7 @@ class StepOutputs:
         return kept
 
     def _defer(self, output: Output, number: int, taken: _Taken) -> torch.Tensor:
-        """Output `number` of the region, for whoever comes to use it."""
+        """Return output `number` of the region, deferred."""
         if output.kind == "replayed":
             return self._defer_replayed(output, number, taken)
         meta = output.meta
@@ -191,7 +198,7 @@ class StepOutputs:
         )
 
     def _exact(self, number: int, meta: OutputMeta, taken: _Taken) -> Callable[[Any], torch.Tensor]:
-        """Makes output `number` padded, as eager does: the step runs once more."""
+        """Return a function that makes output `number` padded, as eager does, by the padded replay of the step."""
         replay = taken.replay
         assert replay is not None
 
@@ -222,7 +229,7 @@ class StepOutputs:
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """A packed step that was taken, for its deferred outputs; each keeps only the parts that it is made from."""
+    """A packed step that has run, for its deferred outputs; each output keeps only the parts it is made from."""
 
     inputs: Sequence[Any]
     values: Sequence[Any]
@@ -235,7 +242,7 @@ class _Taken:
 
 
 class _Batch:
-    """The batch's tensors as they were, to be told if one is overwritten."""
+    """The batch's tensors with their versions, which tell if one was overwritten."""
 
     __slots__ = ("_versions",)
 
@@ -244,7 +251,7 @@ class _Batch:
         self._versions = [(tensor, tensor._version) for tensor in tensors]
 
     def check(self, name: str) -> None:
-        """Raise `DeferredError` where the batch was overwritten since."""
+        """Raise `DeferredError` if the batch was overwritten since."""
         if any(tensor._version != version for tensor, version in self._versions):
             raise DeferredError(
                 f"{name} is computed from a batch that was overwritten since. Read it before the next batch is copied "
@@ -253,7 +260,7 @@ class _Batch:
 
 
 class Places:
-    """Where the tokens of one step's outputs stand. The batch is read now; the rest when somebody uses one."""
+    """The places of the tokens of one step's outputs: read from the batch now, the rest is made when one is used."""
 
     def __init__(self, indices: Indices, sizes: Sequence[tuple[int, int]], outputs: Sequence[Output]) -> None:
         self.sizes = sizes
@@ -262,7 +269,7 @@ class Places:
         self._known: dict[tuple[IndexSet, bool], Place] = {}
 
     def of(self, output: Output) -> Place:
-        """Of an output's entries."""
+        """Return the place of an output's entries."""
         entries = output.entries
         assert entries is not None
         key = (entries, output.merged)
@@ -276,7 +283,7 @@ class Places:
     def later(
         self, rows: Callable[[], torch.Tensor], output: Output, meta: OutputMeta, requires_grad: bool
     ) -> Callable[[], Tokens]:
-        """Gives an output's tokens, of packed rows that are made when they are needed."""
+        """Return a function that gives an output's tokens, from packed `rows` that are made when they are needed."""
 
         def make() -> Tokens:
             place = self.of(output)
@@ -289,13 +296,13 @@ class Places:
         return Memo(make)
 
     def of_padded(self, value: torch.Tensor, output: Output) -> Callable[[], Tokens]:
-        """Gives an output's tokens, of a padded value that is there."""
+        """Return a function that gives an output's tokens, from a padded value that is computed already."""
 
         def make() -> Tokens:
             place = self.of(output)
             features = tuple(value.shape[len(place.grid) :])
             seen = pads_of(value, place)
-            pads = seen if output.zero_at_pads else Pads(finite=seen.finite)  # as later steps will be taken to be
+            pads = seen if output.zero_at_pads else Pads(finite=seen.finite)  # the same is assumed of later steps
             packed = Once(lambda: place.take(value), grad=value.requires_grad)
             return Tokens(place, features, value.dtype, value.device, packed, pads, requires_grad=value.requires_grad)
 

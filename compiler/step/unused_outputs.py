@@ -1,7 +1,8 @@
-"""Which weights have a part in which outputs: a weight whose outputs nobody used has no gradient in eager, not zeros.
+"""The part of weights in outputs: in eager a weight whose outputs nobody used has no gradient, rather than zeros.
 
-AOTAutograd takes an output without a gradient for one with zeros, and gives zeros to every weight behind it. An
-optimizer with weight decay or momentum then moves what eager leaves alone: the pooler of a BERT whose tokens are used.
+AOTAutograd treats an output without a gradient as one with zeros, and gives zeros to every weight behind it. An
+optimizer with weight decay or momentum then moves a weight that eager leaves alone: the pooler of a BERT of which only
+the tokens are used.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from deepytorch.torch_internals import OpOverload, tree_leaves
 
 
 class Parts(NamedTuple):
-    """For every input of a graph the outputs, by number, that it has a part in. `~place` stands for what becomes of the
-    input at that place, which the graph may write into.
+    """The outputs, by number, in which each input of a graph has a part.
 
-    gradients: where a gradient may come from. values: where the numbers may depend on it, detached or not. written:
-    places of inputs that gradients may go through, and that the graph writes into.
+    `~place` stands for the new value of the input at that place, which the graph may write into.
+
+    gradients: the outputs from which a gradient may come to the input. values: the outputs whose numbers may depend on
+    it, detached or not. written: places of inputs that gradients may go through and that the graph writes into.
     """
 
     gradients: tuple[frozenset[int], ...]
@@ -31,7 +33,7 @@ class Parts(NamedTuple):
 
 
 def parts_in_outputs(graph: fx.Graph) -> Parts:
-    """Follow each value to the outputs, through writes in place, and through memory that several nodes look into."""
+    """Follow each value to the outputs, through writes in place and through memory that several nodes share."""
     memory = _Memory(graph)
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     written = frozenset(place for place, node in enumerate(inputs) if memory.is_written(node))
@@ -39,7 +41,7 @@ def parts_in_outputs(graph: fx.Graph) -> Parts:
 
 
 def _parts(graph: fx.Graph, memory: _Memory, untracked: Collection[fx.Node] | None) -> tuple[frozenset[int], ...]:
-    """untracked: nodes that run without gradients, if it is gradients that are followed."""
+    """Return the outputs behind each input. untracked: nodes that run without gradients; None: follow the numbers."""
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     parts: dict[fx.Node, frozenset[int]] = {node: frozenset([~place]) for place, node in enumerate(inputs)}
     for node in reversed(graph.nodes):
@@ -49,7 +51,7 @@ def _parts(graph: fx.Graph, memory: _Memory, untracked: Collection[fx.Node] | No
                     parts[each] = parts.get(each, frozenset()) | {number}
             continue
         found, written = parts.get(node, frozenset()), memory.written.get(node, ())
-        for each in written:  # whoever looks there later, by whichever name
+        for each in written:  # every node that reads this memory later, by any of its names, depends on the write
             found = found.union(*(parts.get(other, ()) for other in memory.names(each)))
         sources: Collection[fx.Node] = node.all_input_nodes if found else ()
         if untracked is not None and (node in untracked or _stops_gradients(node)):
@@ -60,7 +62,7 @@ def _parts(graph: fx.Graph, memory: _Memory, untracked: Collection[fx.Node] | No
 
 
 class _Memory:
-    """Which nodes of a graph may look into the same memory, and which write there.
+    """The nodes of a graph that may share memory, and those that write there.
 
     written: for each node that writes, the nodes whose memory it writes into.
     """
@@ -80,16 +82,16 @@ class _Memory:
                 self.written[node] = written
 
     def is_written(self, node: fx.Node) -> bool:
-        """Whether anything writes into its memory."""
+        """Return whether anything writes into the memory of a node."""
         return any(node in self.names(each) for written in self.written.values() for each in written)
 
     def names(self, node: fx.Node) -> set[fx.Node]:
-        """The nodes that may look into the memory of this one, itself among them."""
+        """Return the nodes that may share the memory of `node`, itself among them."""
         return self._names[node]
 
 
 def _may_share(node: fx.Node, source: fx.Node) -> bool:
-    """Whether what a call gives may look into the memory of what it was given."""
+    """Return whether the result of a call may share the memory of its argument `source`."""
     if node.op == "output":
         return False
     if isinstance(node.target, OpOverload):
@@ -99,7 +101,7 @@ def _may_share(node: fx.Node, source: fx.Node) -> bool:
 
 
 def _storages(node: fx.Node) -> set[int] | None:
-    """The memory that a node's value looks into; None where it is not known."""
+    """Return the storages of a node's value; None if they are not known."""
     value = node.meta.get("example_value", node.meta.get("val"))
     if value is None:
         return None
@@ -110,7 +112,7 @@ def _storages(node: fx.Node) -> set[int] | None:
 
 
 def _written(node: fx.Node) -> list[fx.Node]:
-    """What a call writes into, of tensors that gradients may go through."""
+    """Return the tensors that gradients may go through and that a call writes into."""
     found: list[Any] = []
     graphs = _graphs_called(node)
     if graphs:
@@ -142,14 +144,14 @@ _AUGMENTED = frozenset({
 
 
 def _graphs_called(node: fx.Node) -> list[fx.GraphModule]:
-    """The graphs that stand in this one, and that a call runs: a checkpointed part, for example."""
+    """Return the graphs nested in this one that a call runs: a checkpointed part, for example."""
     named = [each for each in (node, *node.all_input_nodes) if each.op in ("get_attr", "call_module")]
     parts = [getattr(node.graph.owning_module, str(each.target), None) for each in named]
     return [part for part in parts if isinstance(part, fx.GraphModule)]
 
 
 def _stops_gradients(node: fx.Node) -> bool:
-    """Whether no gradient goes through a call, whatever it is given."""
+    """Return whether no gradient goes through a call, whatever it is given."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     detaches = name in ("detach", "detach.default") and node.op in ("call_method", "call_function")
     return detaches or _is_without_gradient(node)
@@ -161,7 +163,7 @@ def _is_without_gradient(node: fx.Node) -> bool:
 
 
 def with_zeros(node: Any, gradients: Sequence[Any], differentiable: Sequence[bool]) -> list[Any]:
-    """Gradients as AOTAutograd expects them: zeros where an output that could have one has none."""
+    """Return gradients as AOTAutograd expects them: zeros for an output that could have one and has none."""
     return [
         torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device) if each is None and has else each
         for each, meta, has in zip(gradients, node._input_metadata, differentiable, strict=True)

@@ -1,7 +1,7 @@
-"""`DEEPYTORCH=verify`: inside a run, now and then, a packed step is also computed padded in eager, and both compared.
+"""Verification (`DEEPYTORCH=verify`): now and then a packed step is compared with the same step padded in eager.
 
-They are run for the comparison alone, so that what the script trains on is untouched: outputs at tokens, and gradients
-of every weight. A region whose steps differ says so, and runs padded from then on.
+Both are run for the comparison alone, so the values that the script trains on are untouched. Outputs at tokens and the
+gradients of every weight are compared. A region whose steps differ logs a warning, and runs padded from then on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Outputs = Callable[[], Sequence[torch.Tensor]]
 
 
 class Verification:
-    """Of one region: `every` packed step is compared, the first one among them."""
+    """The verification of one region: one of `every` packed steps is compared, the first one among them."""
 
     def __init__(self, every: int, record: RegionRecord) -> None:
         self._every, self._record, self._count = every, record, 0
@@ -34,7 +34,7 @@ class Verification:
         return self._count % self._every == 1 or self._every == 1
 
     def agree(self, packed: Outputs, eager: Outputs, weights: Sequence[torch.Tensor]) -> bool:
-        """Run both and compare their outputs, and the gradients of `weights` if there are any."""
+        """Run both forms; return whether their outputs, and the gradients of `weights` if there are any, agree."""
         started = time.perf_counter()
         devices = sorted({each.device.index for each in weights if each.is_cuda})
         results = []
@@ -48,7 +48,7 @@ class Verification:
         self._record.verified_steps += 1
         self._record.verify_seconds += time.perf_counter() - started
         self._record.largest_difference = max(self._record.largest_difference, found)
-        if found <= allowed:  # not so where it is no number
+        if found <= allowed:  # False for NaN
             return True
         message = f"{self._record.name}: packed and eager steps differ: {name} by {found:.1e} (relative)"
         self._record.fallbacks.append(message)
@@ -57,7 +57,7 @@ class Verification:
 
 
 def _gradients(outputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    """Of a number that every output has another part in."""
+    """Return the gradients of a weighted sum of all outputs' entries, with a different factor for each entry."""
     total = None
     for output in outputs:
         if not output.requires_grad or not weights:
@@ -74,7 +74,7 @@ def _differences(
     eager: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor | None]],
     packed: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor | None]],
 ) -> list[tuple[str, float, float]]:
-    """What was compared, how far it is apart, and how far it may be."""
+    """Return, for each comparison, its name, the relative difference and the allowed one."""
     found = []
     largest = max((float(each.norm()) for each in eager[1] if each is not None), default=0.0)
     for number, (one, other) in enumerate(zip(eager[0], packed[0], strict=True)):

@@ -1,1 +1,1 @@
-"""What becomes of a packed step's outputs: made when they are used, of tokens alone where no pad has a part in it."""
+"""The outputs of a packed step, made when they are used: of tokens alone if no pad has a part in the use."""

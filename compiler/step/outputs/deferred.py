@@ -1,10 +1,10 @@
-"""An output that is computed when it is first used, or of which only the tokens are: `outputs.logits`, as ever.
+"""The deferred output (`outputs.logits`, as ever): it is computed at its first use, or only its tokens are.
 
-A packed step needs no logits for its loss, and knows nothing of what stands at pads. It hands its user an object in
-their place: a tensor whose shape, dtype and device are known and whose numbers are made at the first operation that
-looks at them, from what its closures hold. What is done with it decides how much is made: uses that no pad has a part
-in (`pad_safe`) run on the tokens, and give such objects again; any other use gets the padded value, with eager's
-numbers at pads too, which from then on takes the object's place.
+A packed step needs no logits for its loss, and does not compute the values at pads. In their place its user gets a
+tensor whose shape, dtype and device are known. Its numbers are made, from tensors that its closures hold, at the first
+operation that looks at them. Uses in which no pad has a part (`pad_safe`) run on the tokens, and give deferred tensors
+again. Any other use gets the padded value, with eager's numbers at pads too; the padded value stands in for the
+deferred tensor from then on.
 """
 
 from __future__ import annotations
@@ -43,23 +43,32 @@ def defer(
     profiled: bool = False,
     whole: bool = False,
 ) -> torch.Tensor:
-    """A tensor of `shape`, `dtype` and `device` that `compute` makes when its values are first used, once.
+    """Return a tensor of `shape`, `dtype` and `device` that `compute` makes once, when its values are first used.
 
-    `compute(dependencies)` is given `depends_on` as it was now: the same tensors, or copies where an optimizer has
-    stepped since. It must read no other tensor that can change, draw no random numbers, and return a tensor of the
-    described shape, dtype and device. It runs under the grad mode, the inference mode and the autocast state of this
-    call, and is released after that.
-    `requires_grad` holds only while gradients are enabled, as for the result of any operation.
+    `compute(dependencies)` is given `depends_on` with its present values: the same tensors, or copies if an optimizer
+    has stepped since. `compute` must read no other tensor that can change, draw no random numbers, and return a tensor
+    of the described shape, dtype and device. It runs under the grad mode, the inference mode and the autocast state of
+    this call, and is released after that.
 
-    tokens: gives the value's tokens, for uses that take no more. events: is told of every use. family: of all deferred
-    outputs of one step. profiled: `compute` gives a tensor of the graph that eager has made already. whole: it has no
-    pads that cost anything.
+    Raises (at the use, not here) `DeferredError` if a dependency has changed other than by `Optimizer.step`.
 
-    Raises (at the use, not here) `DeferredError` when a dependency has changed other than by `Optimizer.step`.
+    Args:
+        shape: The shape of the padded value.
+        compute: Makes the padded value.
+        dtype: The value's dtype.
+        device: The value's device.
+        requires_grad: Whether the value requires gradients; only while gradients are enabled, as for any operation.
+        name: The output's name in messages.
+        depends_on: The tensors that `compute` reads and an optimizer may change.
+        tokens: Gives the value's tokens, for uses that need no more.
+        events: Notes every use.
+        family: All deferred outputs of the step.
+        profiled: Whether `compute` gives a tensor of the graph that eager has made already.
+        whole: Whether the value has no pads that cost anything.
     """
     device = torch.device(device)
     if device.type != "cpu" and device.index is None:
-        device = torch.empty(0, device=device).device  # "cuda" is the current one of them
+        device = torch.empty(0, device=device).device  # "cuda" means the current device
     requires_grad = requires_grad and torch.is_grad_enabled()
     kept = Kept(depends_on, name) if depends_on else None
     pending = Pending(tuple(shape), dtype, device, requires_grad, name, compute, kept, family)
@@ -69,9 +78,9 @@ def defer(
 
 
 def must_be_plain() -> bool:
-    """Whether DDP passes what the forward that runs here returns through a node of its own, which looks at its graph.
+    """Return whether DDP passes the running forward's results through a node of its own, which looks at their graph.
 
-    It does so to find unused parameters, and in a static graph's first step; not once gradients are ours.
+    DDP does so to find unused parameters, and in a static graph's first step; not once deepytorch reduces gradients.
     """
     ddp: Any = get_active_ddp_module()
     if ddp is None or not (ddp.find_unused_parameters or ddp.static_graph):
@@ -80,17 +89,17 @@ def must_be_plain() -> bool:
 
 
 def is_deferred(tensor: object) -> bool:
-    """Whether `tensor` is a deferred one that was not computed yet."""
+    """Return whether `tensor` is a deferred tensor that was not computed yet."""
     return isinstance(tensor, _Deferred) and tensor._pending.value is None
 
 
 def computed(tensor: torch.Tensor) -> torch.Tensor:
-    """The plain tensor behind a deferred one, computed now if it has to be; any other tensor as it is."""
+    """Return the plain tensor behind a deferred one, computed now if it has to be; return any other tensor as it is."""
     return tensor._pending.compute() if isinstance(tensor, _Deferred) else tensor
 
 
 class _Deferred(PendingTensor):
-    """The tensor that a user holds. What is done with it is done with the computed value, but for `_DESCRIPTION`."""
+    """The deferred tensor that a user holds. Operations go to the computed value, except for `_DESCRIPTION`."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -115,8 +124,8 @@ class _Deferred(PendingTensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        # Only what bypasses __torch_function__ comes here, below autograd: C++ callers, DisableTorchFunctionSubclass.
-        # Autograd has seen the wrapper's own node by now, so the value is what counts, not its history.
+        # Only calls that bypass __torch_function__ come here, below autograd: from C++, DisableTorchFunctionSubclass.
+        # Autograd has seen the wrapper's own node by now, so only the value counts, not its history.
         kwargs = kwargs or {}
         if func.namespace == "aten" and torch.is_grad_enabled() and _writes_to_deferred(func, args):
             raise DeferredError(
@@ -131,7 +140,7 @@ class _Deferred(PendingTensor):
 def _derive(
     source: Pending, dtype: torch.dtype, requires_grad: bool, operation: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """`operation` on a value, deferred too; it is computed with that value and then cheap."""
+    """Return the deferred result of `operation` on a deferred value. The operation is cheap once the value is there."""
     derived = Pending(
         source.shape, dtype, source.device, requires_grad, source.name, lambda _: operation(source.compute())
     )
@@ -145,12 +154,14 @@ def _derive(
 def _derived_tokens(source: Pending, operation: Callable[[torch.Tensor], torch.Tensor]) -> Tokens | None:
     tokens = source.tokens()
     result = None if tokens is None else pad_safe.run(operation, (tokens,), {})
-    return result if isinstance(result, Tokens) else None  # None: was computed since
+    return result if isinstance(result, Tokens) else None  # None: the source was computed since
 
 
 def by_token(function: Callable[..., Any], args: Sequence[Any], rows: Sequence[int]) -> Any:
-    """`function(*args)` for one that works row by row, as the `rows`-th of its arguments and its results go: on tokens
-    where these are what is known of its arguments. For integrations, which know such functions.
+    """Call a function that works row by row on the `rows`-th of its arguments; return its results.
+
+    The function runs on tokens if only the tokens of these arguments are known. For integrations, which know such
+    functions.
     """
     result = on_tokens(function, tuple(args), {}, functools.partial(pad_safe.row_by_row, rows))
     if result is NotImplemented:
@@ -159,7 +170,7 @@ def by_token(function: Callable[..., Any], args: Sequence[Any], rows: Sequence[i
 
 
 def plain_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """Arguments of a call of a module without deferred outputs among them: those have been computed."""
+    """Return the arguments of a module's call with deferred outputs replaced by their computed values."""
     if any(isinstance(each, _Deferred) for each in (*args, *kwargs.values())):
         args = [each._pending.asked(torch.nn.Module.__call__) if isinstance(each, _Deferred) else each for each in args]
         kwargs = {
@@ -178,7 +189,7 @@ def _writes_to_deferred(func: Any, args: tuple) -> bool:
 
 
 def _float(tensor: torch.Tensor, pending: Pending) -> torch.Tensor:
-    # accelerate casts every half-precision output so
+    # Accelerate casts every half-precision output in this way.
     if pending.dtype == torch.float32:
         return tensor
     return _derive(pending, torch.float32, pending.requires_grad and torch.is_grad_enabled(), torch.Tensor.float)
@@ -221,7 +232,7 @@ _LAZY: dict[Any, Callable[..., Any]] = {
 }
 
 
-# What a deferred tensor knows of itself. Strides are not among them: nobody promised that the value is contiguous.
+# Questions that a deferred tensor answers itself. Not its strides: nobody promised that the value is contiguous.
 _DESCRIPTION = frozenset(
     getattr(torch.Tensor, name).__get__
     for name in (

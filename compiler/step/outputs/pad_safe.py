@@ -1,17 +1,17 @@
-"""What may be done with a packed value and still give what eager gives: one table of torch functions.
+"""The torch functions that give eager's results on packed values: one table.
 
-An entry takes the arguments of a call in which `Tokens` stand for padded tensors, and gives `Tokens` again (the result
-at tokens, its pads left open), a plain tensor (nobody's pads are in it), or `NotImplemented`: then the padded value
-has to be had. Three kinds of functions are here: those that work position by position; those that look at some
-positions only, if these are tokens (indexing, a loss whose labels are ignored at pads); and sums over values that are
-zero at pads.
+An entry takes the arguments of a call in which `Tokens` stand for padded tensors. It gives one of three results:
+`Tokens` (the result at tokens, its pads left open), a plain tensor (no pad has a part in it), or `NotImplemented` if
+the padded value is needed. Three kinds of functions are in the table: functions that work position by position;
+functions that look at some positions only, if these are tokens (indexing, a loss whose labels are ignored at pads); and
+sums over values that are zero at pads.
 
-What holds of values holds of gradients: where no pad has a part in a result, none gets a gradient from it.
+Gradients follow values: if no pad has a part in a result, no pad gets a gradient from it.
 
-A pad that is multiplied by zero has a part in it if it is infinite or NaN. What a model gives is taken to be finite at
-pads (the first step, in eager, shows whether it is); what a script makes of it is followed: it may be infinite where a
-logarithm was taken, a division by who knows what, or infinity was filled in. Overflow is left out, of half precision
-alone it is not.
+A pad that is multiplied by zero still has a part in the product if it is infinite or NaN. The outputs of a model are
+assumed to be finite at pads (the first step, in eager, shows whether they are). The values that a script computes from
+them are followed: they may be infinite after a logarithm, a division by unknown numbers, or a fill with infinity.
+Overflow is ignored, except in half precision.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Rule = Callable[..., Any]
 
 
 def run(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """`function(*args, **kwargs)` on packed values; `NotImplemented` where only padded ones will do."""
+    """Call `function` on packed values; return its result, or `NotImplemented` if it needs padded values."""
     rule = TABLE.get(function)
     if rule is None or kwargs.get("out") is not None or kwargs.get("inplace"):
         return NotImplemented
@@ -42,13 +42,14 @@ def run(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return NotImplemented
     except torch.OutOfMemoryError:
         raise
-    except (RuntimeError, TypeError, ValueError, IndexError):  # a call that is wrong: eager says what is wrong with it
+    except (RuntimeError, TypeError, ValueError, IndexError):  # a wrong call: eager raises the right error
         return NotImplemented
 
 
 def row_by_row(rows: Sequence[int], function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A function of which it is known that it works row by row: some of its arguments, and its results, are
-    (rows, ...).
+    """Call a function that works row by row on tokens; return its result, or `NotImplemented`.
+
+    rows: places of the arguments that are, like the results, (rows, ...).
     """
     place = next((args[index].place for index in rows if isinstance(args[index], Tokens)), None)
     if place is None or len(place.grid) != 1:
@@ -72,7 +73,7 @@ def row_by_row(rows: Sequence[int], function: Any, args: Sequence[Any], kwargs: 
 
 
 def _named(*names: str) -> list[Any]:
-    """The functions of these names, of torch, of its tensors and of `torch.nn.functional`."""
+    """Return the functions of these names of torch, its tensors, `torch.nn.functional` and `torch.special`."""
     found = []
     for name in names:
         for home in (torch, torch.Tensor, F, torch.special):
@@ -184,7 +185,7 @@ TABLE: dict[Any, Rule] = {
 }  # fmt: skip
 
 
-# Functions that change their first argument: what they make of it, as a new value.
+# Functions that change their first argument, each with the function that returns the changed value as a new one.
 OUT_OF_PLACE: dict[Any, Any] = {
     torch.Tensor.__setitem__: by_position.with_masked,
     torch.Tensor.masked_fill_: torch.Tensor.masked_fill,

@@ -1,10 +1,11 @@
-"""A value that is computed when somebody needs it, and the tensor that stands for it until then.
+"""The pending value, which is computed when somebody needs it, and the tensor that stands for it until then.
 
 [Note: where gradients go]
-Gradients reach whatever the closure read, as in eager. A gradient that would have to reach a weight that has changed
-since raises, as in eager ("modified by an inplace operation"). The loss of the same step was not made from the deferred
-value, so `d loss / d logits` does not exist: `retain_grad()` on a deferred tensor logs so, once. Its `grad_fn` is a
-node of its own, there to be looked at (DeepSpeed hooks every output that has one); uses go through the value's history.
+Gradients reach every tensor that the closure read, as in eager. A gradient that would have to reach a weight that has
+changed since raises, as in eager ("modified by an inplace operation"). The loss of the same step was not made from the
+deferred value, so `d loss / d logits` does not exist: `retain_grad()` on a deferred tensor logs this once. A deferred
+tensor's `grad_fn` is a node of its own that can be looked at (DeepSpeed hooks every output that has one); uses of the
+tensor go through the value's history.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ Compute = Callable[[list[torch.Tensor]], torch.Tensor]
 
 
 class Pending:
-    """What a deferred tensor stands for: how to compute it, and its value once that was done.
+    """The value behind a deferred tensor: the function that computes it, and the value once it was computed.
 
-    The tensor and its autograd node own it and it owns neither, so it dies with the tensor.
+    The tensor and its autograd node own this object, and it owns neither, so it dies with the tensor.
     """
 
     __slots__ = (
@@ -81,16 +82,16 @@ class Pending:
         self.events: RegionEvents | None = None
         self.profiled = self.whole = False
         self.family = Family() if family is None else family
-        self.memory = object()  # what stands for the memory that it would share with its views
-        self.sources: tuple[Pending, ...] = ()  # what it was computed from
+        self.memory = object()  # a token for the memory that the value would share with its views
+        self.sources: tuple[Pending, ...] = ()  # the pending values that this one is computed from
         self.version = -1  # of the value when it was computed
 
     def tokens(self) -> Tokens | None:
-        """Its tokens, if it has them and nobody needed more."""
+        """Return the value's tokens; None if it has none, or if the padded value was computed."""
         return self.make_tokens() if self.make_tokens is not None and self.value is None else None
 
     def asked(self, function: Any) -> torch.Tensor:
-        """The value, for a function that takes all of it."""
+        """Return the value for a function that needs all of it, and note this use."""
         if self.value is None and self.events is not None:
             if function in _OF_GRAPHS:
                 self.events.asked_for_graph(self.name, function)
@@ -99,23 +100,23 @@ class Pending:
         return self.compute()
 
     def comes_from(self, other: Pending) -> bool:
-        """Whether it shares memory with `other` or was computed from it."""
+        """Return whether this value shares memory with `other` or was computed from it."""
         return self.memory is other.memory or any(each is other or each.comes_from(other) for each in self.sources)
 
     def moved(self) -> Pending:
-        """Another one for the same value, which this one is about to be no more."""
+        """Return another object for the present value, before this object becomes another value (`become`)."""
         assert self._compute is not None
         before = Pending(self.shape, self.dtype, self.device, self.requires_grad, self.name, self._compute, self.kept)
         before._modes, before.sources = self._modes, self.sources
         return before
 
     def become(self, tokens: Tokens, compute: Compute) -> None:
-        """Another value, by a write in place."""
+        """Stand for another value from now on, which a write in place makes."""
         self.make_tokens, self._compute, self.kept = (lambda: tokens), compute, None
 
     @torch.compiler.disable(reason="a deferred output is computed at its first use")
     def compute(self) -> torch.Tensor:
-        """The value, computed at the first call."""
+        """Return the value, computed at the first call."""
         if self.value is not None:
             return self.value
         assert self._compute is not None
@@ -142,13 +143,13 @@ class Pending:
             )
 
     def add_hook(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> RemovableHandle:
-        """`Tensor.register_hook` on what is not there yet (FSDP2 hooks every output that requires grad)."""
+        """Register a gradient hook on a value not computed yet (FSDP2 hooks every output that requires grad)."""
         handle = RemovableHandle(self.hooks)
         self.hooks[handle.id] = hook
         return handle
 
 
-# Uses that ask for a tensor's place between the weights and the loss.
+# Uses that need a tensor's place in autograd's graph, between the weights and the loss.
 _OF_GRAPHS = frozenset((torch.autograd.grad, torch.Tensor.register_hook, torch.Tensor.retain_grad))
 
 
@@ -164,19 +165,19 @@ class Family:
         self._tensors.append(weakref.ref(tensor))
 
     def others(self, tensor: torch.Tensor) -> list[Pending]:
-        """Of all that live, are not computed, and are not `tensor`."""
+        """Return the pending values of all other tensors that live and are not computed."""
         found = [held for each in self._tensors if (held := each()) is not None and held is not tensor]
         return [held._pending for held in found if held._pending.value is None]  # type: ignore[attr-defined]
 
 
 class PendingTensor(torch.Tensor):
-    """What stands for a value in a user's hands. A subclass says what is done with it."""
+    """The tensor that stands for a pending value. A subclass defines its operations."""
 
     _pending: Pending
 
     @classmethod
     def of(cls, pending: Pending, anchor: torch.Tensor | None = None) -> torch.Tensor:
-        """The tensor that stands for `pending`. anchor: the value, if it is there."""
+        """Return the tensor that stands for `pending`. anchor: the value, if it is computed already."""
         if pending.requires_grad:
             with torch.enable_grad():
                 tensor = _Source.apply(_ANCHOR if anchor is None else anchor, pending, cls)
@@ -187,7 +188,7 @@ class PendingTensor(torch.Tensor):
 
     @classmethod
     def bare(cls, pending: Pending) -> torch.Tensor:
-        """The same without an autograd node."""
+        """Return the tensor that stands for `pending`, without an autograd node."""
         tensor = make_wrapper_subclass(cls, pending.shape, dtype=pending.dtype, device=pending.device)
         tensor._pending = pending
         return tensor
@@ -196,13 +197,13 @@ class PendingTensor(torch.Tensor):
 class _Source(torch.autograd.Function):
     """The autograd node of a deferred tensor, for gradients of uses that Python does not see (`Function.apply`).
 
-    It runs the value's backward inside its own. One backward pass that comes both through it and through an ordinary
-    use reaches the value's graph twice, and autograd refuses that, aloud.
+    The node runs the value's backward inside its own. A backward pass that comes both through this node and through an
+    ordinary use reaches the value's graph twice; autograd raises then.
     """
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, pending: Pending, kind: type[PendingTensor]) -> torch.Tensor:
-        ctx.set_materialize_grads(False)  # a loss beside it, through a node that both share, has no gradient for it
+        ctx.set_materialize_grads(False)  # another loss, through a node that both share, has no gradient for this one
         ctx.pending, ctx.is_value = pending, anchor is not _ANCHOR
         return kind.bare(pending)
 
@@ -216,7 +217,7 @@ class _Source(torch.autograd.Function):
         return None, None, None
 
 
-_ANCHOR = torch.empty((), requires_grad=True)  # what the node of a deferred tensor hangs on; it never gets a gradient
+_ANCHOR = torch.empty((), requires_grad=True)  # the input of deferred tensors' nodes; it never gets a gradient
 
 
 def _run_hooks(hooks: dict[int, Callable[[torch.Tensor], torch.Tensor | None]], gradient: torch.Tensor) -> torch.Tensor:

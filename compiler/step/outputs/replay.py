@@ -1,4 +1,4 @@
-"""A step once more, as eager would have run it: for whoever looks at more of it than was computed."""
+"""The padded replay: a step run once more as eager would have run it, when a script looks at its pads."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ from deepytorch.passes.samples import Sampler
 
 
 class Replay:
-    """The padded step of a call that ran packed, for when somebody looks at its pads.
+    """The padded replay of a call that ran packed, for a look at its pads. Must be made before the step runs.
 
-    It must be made before the step runs. written: inputs that the step writes to; the replay writes to copies, with the
-    values from before. sampler: looks into the weights for writes that leave no version behind. draws: whether the step
-    draws random numbers; the replay draws what eager would have drawn.
+    Args:
+        eager: Runs the step operator by operator.
+        inputs: The inputs of the step.
+        parameters: Places of the inputs that are weights.
+        sampler: Samples the weights, to find writes that leave their versions unchanged.
+        written: Places of the inputs that the step writes to; the replay writes to copies with the values from before.
+        draws: Whether the step draws random numbers; the replay draws the numbers that eager would have drawn.
     """
 
     def __init__(
@@ -48,14 +52,14 @@ class Replay:
 
     @property
     def has_run(self) -> bool:
-        """Whether its outputs are there."""
+        """Return whether the replay has run."""
         return self._outputs is not None
 
     @torch.compiler.disable(reason="a step is replayed in eager")
     def outputs(self, name: str) -> tuple[Any, ...]:
         """Return the eager step's outputs, computed at the first call. name: of the output that is wanted.
 
-        Raises `DeferredError` where a weight or the batch is no longer what it was.
+        Raises `DeferredError` if a weight or the batch has changed.
         """
         if self._outputs is None:
             past = self._past
@@ -69,7 +73,7 @@ class Replay:
         return self._outputs
 
     def rewind(self) -> None:
-        """Have random numbers drawn from where the step began."""
+        """Set the random generators to their states at the begin of the step."""
         self._past.rewind()
 
     def _check(self, past: Past, name: str) -> None:

@@ -1,9 +1,9 @@
-"""Uses of deferred tensors that take no more than their tokens: what `pad_safe` gives of these, deferred again.
+"""Uses of deferred tensors that need their tokens only: the results of `pad_safe`, deferred again.
 
 [Note: writes into an object]
-An object whose memory would be another one's too in eager (a view), or which another one was computed from, cannot be
-written to as tokens: the padded values of all objects of the step are made first, in the order of their making, and
-then the write is what it is in eager.
+A deferred tensor cannot be written to as tokens if in eager it would share its memory with another one (a view), or if
+another one was computed from it. Then the padded values of all deferred tensors of the step are made first, in the
+order of their making, and the write happens as in eager.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from deepytorch.errors import DeferredError
 
 @torch.compiler.disable(reason="uses of an output's tokens are looked up when they happen")
 def on_tokens(function: Any, args: Any, kwargs: Any, rule: Callable[..., Any] | None = None) -> Any:
-    """`function` on the tokens of its deferred arguments, or `NotImplemented`."""
+    """Call `function` on the tokens of its deferred arguments; return its result, or `NotImplemented`."""
     in_place = function in pad_safe.OUT_OF_PLACE
     if not in_place and function not in pad_safe.TABLE and rule is None:
         return NotImplemented
@@ -79,7 +79,7 @@ def on_tokens(function: Any, args: Any, kwargs: Any, rule: Callable[..., Any] | 
 
 
 def _written(function: Any, args: Any, kwargs: Any, inside: Any, named: Any) -> Any:
-    """A write into the tokens of the first argument; of all that hangs together with it where that cannot be."""
+    """Write into the tokens of the first argument; else compute all other deferred tensors of the step, for eager."""
     tensor, tokens = args[0], inside[0]
     if not isinstance(tensor, PendingTensor):
         return NotImplemented
@@ -101,7 +101,7 @@ def _written(function: Any, args: Any, kwargs: Any, inside: Any, named: Any) -> 
 
 
 def may_write(function: Any, kwargs: Any) -> bool:
-    """Whether a torch function changes its first argument."""
+    """Return whether a torch function changes its first argument."""
     name = getattr(function, "__name__", "")
     return bool(kwargs.get("inplace")) or name in _WRITES or (name.endswith("_") and not name.startswith("_"))
 
@@ -113,15 +113,15 @@ _WRITES = ("__set__", "__setitem__", *(f"__i{name}__" for name in (
 
 @torch.compiler.disable(reason="before a write the other outputs of the step are computed")
 def compute_others(function: Any, tensor: PendingTensor) -> None:
-    """Before `function` writes into `tensor`: what may share its memory, or comes from it, is made."""
+    """Compute the step's other deferred tensors, before `function` writes into `tensor`: they may depend on it."""
     for each in tensor._pending.family.others(tensor):
         each.asked(function)
 
 
 class _Recipe:
-    """A call on padded values, to be made when somebody needs what it gives.
+    """A call on padded values, to be made when somebody needs its result.
 
-    Masks and labels are copied, as scripts change them in place; another argument that has changed since is an error.
+    Masks and labels are copied, as scripts change them in place. A change of any other argument in between is an error.
     """
 
     __slots__ = ("_args", "_function", "_key", "_kwargs", "_versions")
@@ -166,7 +166,7 @@ _SMALL = 1 << 20  # entries of a tensor of integers that is copied for later
 
 
 def _mapped(values: Any, change: Callable[[Any], Any]) -> Any:
-    """Arguments of a call with `change` applied to each, in lists too."""
+    """Return the arguments of a call with `change` applied to each, in lists too."""
     if isinstance(values, dict):
         return {name: _mapped_one(each, change) for name, each in values.items()}
     return tuple(_mapped_one(each, change) for each in values)

@@ -1,4 +1,4 @@
-"""Values of tokens alone, and where in a padded batch the tokens stand: what a packed step's outputs are made of."""
+"""Values of tokens alone, and the places of these tokens in a padded batch: the material of a packed step's outputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Grid = tuple[int, ...]
 
 
 class Place:
-    """Where the entries of packed rows stand in their padded grid.
+    """The places of the entries of packed rows in their padded grid.
 
     grid: the sizes of the token dimensions, (rows, positions) or, merged, (rows * positions,). at: (entries,) int64,
     ascending, the index of every entry in the flattened grid. Positions without an entry are pads.
@@ -26,7 +26,7 @@ class Place:
 
     def __init__(self, grid: Grid, at: torch.Tensor, unmerged: Grid | None = None) -> None:
         self.grid, self.at = grid, at
-        self.unmerged = grid if len(grid) == 2 else unmerged  # the grid of two dimensions that this one was
+        self.unmerged = grid if len(grid) == 2 else unmerged  # the grid of two dimensions that was merged into this one
         self.cut_from: tuple[Place, int, int] | None = None  # of a merged grid: the whole, start and stop
         self._derived: dict[tuple[object, ...], tuple[Place, torch.Tensor | None]] = {}
         self._masks: list[tuple[torch.Tensor, int, bool]] = []
@@ -34,16 +34,16 @@ class Place:
 
     @property
     def count(self) -> int:
-        """Entries."""
+        """Return the number of entries."""
         return self.at.shape[0]
 
     @property
     def size(self) -> int:
-        """Positions of the grid, pads among them."""
+        """Return the number of positions of the grid, pads among them."""
         return math.prod(self.grid)
 
     def is_like(self, other: Place) -> bool:
-        """Whether the entries of both stand at the same positions of grids of one shape."""
+        """Return whether the entries of both places stand at the same positions of grids of one shape."""
         if self is other:
             return True
         if self.grid != other.grid or self.count != other.count:
@@ -51,13 +51,13 @@ class Place:
         return self.at is other.at or (self.at.device == other.at.device and bool(torch.equal(self.at, other.at)))
 
     def coordinates(self) -> tuple[torch.Tensor, ...]:
-        """The index of every entry along each dimension of the grid, each (entries,) int64."""
+        """Return the index of every entry along each dimension of the grid, each (entries,) int64."""
         if len(self.grid) == 1:
             return (self.at,)
         return torch.div(self.at, self.grid[1], rounding_mode="floor"), self.at % self.grid[1]
 
     def reshaped(self, grid: Grid) -> Place:
-        """The same entries in another grid of as many positions."""
+        """Return the place of these entries in another grid of as many positions."""
         if grid == self.grid:
             return self
         key = ("reshaped", grid)
@@ -66,7 +66,7 @@ class Place:
         return self._derived[key][0]
 
     def sliced(self, dim: int, start: int, stop: int) -> tuple[Place, torch.Tensor | None]:
-        """The grid cut to `start:stop` along `dim`, and which entries are left, (entries,) int64; None for all."""
+        """Return the place cut to `start:stop` along `dim`, and the entries left, (entries,) int64; None for all."""
         if (start, stop) == (0, self.grid[dim]):
             return self, None
         key = ("sliced", dim, start, stop)
@@ -83,7 +83,7 @@ class Place:
         return self._derived[key]
 
     def moved(self, device: torch.device) -> Place:
-        """The same on another device."""
+        """Return the place with its tensors on another device."""
         if device == self.at.device:
             return self
         key = ("moved", device)
@@ -92,7 +92,7 @@ class Place:
         return self._derived[key][0]
 
     def entries_at(self, positions: torch.Tensor) -> torch.Tensor | None:
-        """Which entries stand at these positions of the flattened grid, int64; None where one of them is a pad."""
+        """Return the entries at these positions of the flattened grid, int64; None if one of the positions is a pad."""
         if self._ranks is None:
             self._ranks = self.at.new_full((self.size,), -1)
             self._ranks[self.at] = torch.arange(self.count, device=self.at.device)
@@ -100,14 +100,14 @@ class Place:
         return None if bool((found < 0).any()) else found
 
     def spread(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor's first dimensions are those of the grid, or 1 where it is the same along one."""
+        """Return whether a tensor's first dimensions are those of the grid, or 1."""
         sizes = tensor.shape[: len(self.grid)]
         return len(sizes) == len(self.grid) and all(
             size in (1, own) for size, own in zip(sizes, self.grid, strict=True)
         )
 
     def take(self, padded: torch.Tensor) -> torch.Tensor:
-        """The entries of a padded tensor (*grid, ...), or one that is the same along some of the grid, packed."""
+        """Return the entries of a padded tensor, packed. Its first dimensions are those of the grid, or 1."""
         dims = len(self.grid)
         if tuple(padded.shape[:dims]) == self.grid:
             flat = padded if dims == 1 else padded.flatten(0, 1)
@@ -119,8 +119,9 @@ class Place:
         return padded[tuple(each if size != 1 else zero for each, size in zip(along, padded.shape, strict=False))]
 
     def is_off_at_pads(self, flags: torch.Tensor) -> bool:
-        """Whether a tensor (*grid), which may be the same along some of it, is zero or false wherever a pad stands. One
-        synchronisation with the device, remembered.
+        """Return whether a tensor (*grid), or with 1 in place of some sizes, is zero or false at every pad.
+
+        This takes one synchronisation with the device; the answer is remembered.
         """
         if self.count == self.size:
             return True
@@ -134,21 +135,21 @@ class Place:
         return answer
 
 
-Condition = Callable[[], bool]  # asked for when somebody has to know
+Condition = Callable[[], bool]  # evaluated only when somebody has to know
 
 
 def always() -> bool:
-    """A condition that holds."""
+    """Return True: the condition that holds."""
     return True
 
 
 def never() -> bool:
-    """One of which nothing is known, and so one that does not hold."""
+    """Return False: the condition of which nothing is known, and which so does not hold."""
     return False
 
 
 def all_of(*conditions: Condition) -> Condition:
-    """That all of several hold."""
+    """Return the condition that all of several conditions hold."""
     left = [each for each in conditions if each is not always]
     if never in left:
         return never
@@ -156,7 +157,7 @@ def all_of(*conditions: Condition) -> Condition:
 
 
 def any_of(*conditions: Condition) -> Condition:
-    """That one of several holds; asked in their order."""
+    """Return the condition that one of several conditions holds; they are evaluated in their order."""
     left = [each for each in conditions if each is not never]
     if always in left:
         return always
@@ -164,7 +165,10 @@ def any_of(*conditions: Condition) -> Condition:
 
 
 class AsItWas:
-    """A condition on a tensor of the script's, as that was when this was made; looked at at most once."""
+    """A condition on the present value of a script's tensor; the tensor is looked at once at most.
+
+    The condition does not hold if the tensor has changed before the look.
+    """
 
     def __init__(self, watched: torch.Tensor, look: Condition) -> None:
         self._watched, self._look = watched, look
@@ -180,17 +184,17 @@ class AsItWas:
 
 @dataclass(frozen=True, eq=False)
 class Pads:
-    """What is known of a packed value's pads.
+    """The conditions on a packed value's pads.
 
-    zero: the padded value holds zeros, or False, at every pad. finite: it holds no infinity and no NaN there, of a
-    model whose own numbers are finite; only then is it zero times a mask.
+    zero: the padded value holds zeros, or False, at every pad. finite: it holds no infinity and no NaN there, for a
+    model whose own numbers are finite; only then the product with a mask is zero.
     """
 
     zero: Condition = never
     finite: Condition = always
 
     def are_zero(self) -> bool:
-        """Whether the padded value holds zeros, or False, at every pad."""
+        """Return whether the padded value holds zeros, or False, at every pad."""
         return self.zero()
 
 
@@ -203,8 +207,16 @@ UNSURE = Pads(finite=never)
 class Tokens:
     """A padded value of which only the tokens were computed.
 
-    rows: (entries, *features), made at the first use. features: their sizes. dtype, device: of the rows. swapped: the
-    padded value is (rows, features, positions), as `cross_entropy` wants it, and not (rows, positions, features).
+    Attributes:
+        place: The places of the tokens in the padded grid.
+        features: The sizes of the features.
+        dtype: Of the rows.
+        device: Of the rows.
+        make: Gives the rows (entries, *features), made at the first use.
+        pads: The conditions on the padded value's pads.
+        swapped: Whether the padded value is (rows, features, positions), as `cross_entropy` takes it, and not (rows,
+            positions, features).
+        requires_grad: Of the rows.
     """
 
     place: Place
@@ -218,7 +230,7 @@ class Tokens:
 
     @staticmethod
     def of(place: Place, rows: torch.Tensor, pads: Pads = UNKNOWN) -> Tokens:
-        """Of rows that are there."""
+        """Return the tokens of rows that are computed already."""
         make = lambda: rows  # noqa: E731
         if not rows.dtype.is_floating_point and not rows.dtype.is_complex:
             pads = replace(pads, finite=always)
@@ -228,18 +240,18 @@ class Tokens:
 
     @property
     def shape(self) -> Grid:
-        """The padded value's shape."""
+        """Return the padded value's shape."""
         if self.swapped:
             return (self.place.grid[0], *self.features, self.place.grid[1])
         return (*self.place.grid, *self.features)
 
     @property
     def num_token_dims(self) -> int:
-        """How many of the shape's first dimensions are token dimensions."""
+        """Return the number of token dimensions, which are the first of the shape."""
         return len(self.place.grid)
 
     def rows(self) -> torch.Tensor:
-        """The packed rows, (entries, *features)."""
+        """Return the packed rows, (entries, *features)."""
         return self.make()
 
     def later(
@@ -251,7 +263,7 @@ class Tokens:
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
     ) -> Tokens:
-        """What a view or a cast makes of it, itself made at the first use."""
+        """Return the tokens after a view or a cast; their rows are made at the first use."""
         return replace(
             self,
             place=self.place if place is None else place,
@@ -263,7 +275,7 @@ class Tokens:
         )
 
     def padded_with_zeros(self) -> torch.Tensor:
-        """The padded value, with zeros at pads."""
+        """Return the padded value, with zeros at pads."""
         flat = unpack_rows(self.rows(), self.place.at, self.place.size)
         whole = flat.reshape(*self.place.grid, *self.features)
         return whole.movedim(1, -1) if self.swapped else whole
@@ -273,7 +285,7 @@ Value = TypeVar("Value")
 
 
 class Memo(Generic[Value]):
-    """Something that is made at the first call."""
+    """A value that is made at the first call."""
 
     __slots__ = ("_make", "_value")
 
@@ -288,8 +300,9 @@ class Memo(Generic[Value]):
 
 
 class Once:
-    """A tensor that is made at the first call, under the grad mode and autocast state of now; `grad` is another grad
-    mode.
+    """A tensor that is made at the first call, under the present grad mode and autocast state.
+
+    grad: another grad mode.
     """
 
     __slots__ = ("_make", "_modes", "_value")

@@ -1,1 +1,1 @@
-"""What functions give of packed values, a kind of functions a file; `pad_safe` lists them."""
+"""The results of functions on packed values, one kind of functions per file; `pad_safe` lists them."""

@@ -1,4 +1,4 @@
-"""Functions along features, of each token for itself: `softmax`, `argmax`, `topk`, `gather`, norms."""
+"""Functions along features, which treat each token by itself: `softmax`, `argmax`, `topk`, `gather`, norms."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from deepytorch.compiler.step.outputs.tokens import Pads, Tokens
 
 
 def over_features(name: str, function: Any, *args: Any, place: int = 1, default: Any = None, **kwargs: Any) -> Any:
-    """A function along dimensions of features. name: of the argument that holds them, the `place`-th."""
+    """Apply a function along dimensions of features. name: of the argument that holds them, the `place`-th."""
     x = args[0] if args else kwargs.pop("input", None)
     given = list(args[1:])
     if not isinstance(x, Tokens) or x.swapped:
@@ -49,14 +49,14 @@ def over_features(name: str, function: Any, *args: Any, place: int = 1, default:
 
 
 class Several:
-    """What a function returns that gives several tensors under names, such as `max`."""
+    """The result of a function that gives several tensors under names, such as `max`."""
 
     def __init__(self, kind: type, items: Sequence[Any]) -> None:
         self.kind, self.items = kind, items
 
 
 def extreme(function: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """`max` and `min`: over features, or of two values."""
+    """Apply `max` or `min` over features, or to two values."""
     other = args[0] if args else kwargs.get("other")
     if isinstance(other, Tensor | Tokens):
         return pointwise(function, x, *args, **kwargs)
@@ -64,12 +64,12 @@ def extreme(function: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def softmax(function: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Along features."""
+    """Apply `softmax` or `log_softmax` along features."""
     return over_features("dim", function, x, *args, **kwargs)
 
 
 def gather(function: Any, x: Any, dim: Any, index: Any, **kwargs: Any) -> Any:
-    """Along features, at indices that are one of each token."""
+    """Gather along features, with indices of each token's own."""
     place, dims = shared((x, index))
     if not isinstance(x, Tokens) or not isinstance(dim, int) or dim % dims < x.num_token_dims or kwargs:
         raise NotPacked
@@ -83,27 +83,27 @@ def gather(function: Any, x: Any, dim: Any, index: Any, **kwargs: Any) -> Any:
 
 
 def take_along(function: Any, x: Any, index: Any, dim: Any = None) -> Any:
-    """`gather` by another name, with other places for its arguments."""
+    """Apply `take_along_dim`: `gather` with its arguments in another order."""
     return gather(torch.gather, x, dim, index)
 
 
 def normalize(function: Any, input: Any, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None) -> Any:
-    """`dim` is its third argument."""
+    """Apply `normalize`, whose third argument is `dim`."""
     return over_features("dim", function, input, p, dim, eps, place=2)
 
 
 def norm(function: Any, input: Any, p: Any = "fro", dim: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """`dim` is its third argument."""
+    """Apply `norm`, whose third argument is `dim`."""
     return over_features("dim", function, input, p, dim, *args, place=2, **kwargs)
 
 
 def vector_norm(function: Any, x: Any, ord: Any = 2, dim: Any = None, **kwargs: Any) -> Any:
-    """`dim` is its third argument."""
+    """Apply `vector_norm`, whose third argument is `dim`."""
     return over_features("dim", function, x, ord, dim, place=2, **kwargs)
 
 
 def similarity(function: Any, x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
-    """Of two values, along features."""
+    """Apply `cosine_similarity` to two values, along features."""
     place, dims = shared((x1, x2))
     if dim % dims < len(place.grid):
         raise NotPacked

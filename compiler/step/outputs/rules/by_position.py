@@ -1,6 +1,6 @@
 """Functions that work position by position: arithmetic, comparisons, activations, `where`, `masked_fill`.
 
-Each knows whether its result is zero at pads, and whether it is finite there, from what is known of its operands.
+From the conditions on its operands each one derives two conditions on its result: zero at pads, and finite at pads.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from deepytorch.compiler.step.outputs.tokens import UNSURE, ZERO, Condition, Pad
 
 
 def pointwise(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Position by position, finite where the arguments are; what comes of zeros is not known."""
+    """Apply a function position by position. The result is finite if the arguments are; zeros need not stay zeros."""
     return _of_all(function, args, kwargs)
 
 
 def singular(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Position by position; infinite or NaN for some finite numbers, so that nobody knows what stands at pads."""
+    """Apply a function that is infinite or NaN for some finite numbers, so that nothing is known of its pads."""
     return apply(function, args, kwargs, UNSURE)
 
 
 def exponential(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Finite where the argument is, but in half precision: e**12 is beyond it."""
+    """Apply an exponential. The result is finite if the argument is, but not in half precision: e**12 is too large."""
     made = _of_all(function, args, kwargs)
     return replace(made, pads=UNSURE) if made.dtype == torch.float16 else made
 
 
 def power(function: Any, base: Any, exponent: Any) -> Any:
-    """Of packed values to a natural number, or of a number above zero to packed values."""
+    """Raise packed values to a natural number, or a number above zero to packed values."""
     if isinstance(exponent, int | float) and exponent >= 0 and exponent == int(exponent):
         return _of_all(function, (base, exponent), {})
     if isinstance(base, int | float) and base > 0:
@@ -41,12 +41,12 @@ def power(function: Any, base: Any, exponent: Any) -> Any:
 
 
 def reflected_power(function: Any, exponent: Any, base: Any) -> Any:
-    """`base ** exponent`."""
+    """Compute `base ** exponent`, with the arguments in the other order."""
     return power(lambda base, exponent: function(exponent, base), base, exponent)
 
 
 def _of_all(function: Any, args: Any, kwargs: Any, x: Tokens | None = None) -> Any:
-    """Finite at pads where all arguments are. x: whose zeros stay zeros."""
+    """Apply a function whose result is finite at pads if all arguments are. x: the argument whose zeros stay zeros."""
     operands = [*args, *kwargs.values()]
     place, dims = shared(operands)
     zero = never if x is None else x.pads.zero
@@ -54,31 +54,31 @@ def _of_all(function: Any, args: Any, kwargs: Any, x: Tokens | None = None) -> A
 
 
 def keeps_zeros(function: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """f(0) = 0, whatever the other arguments are; finite where x is."""
+    """Apply a function with f(0) = 0, whatever the other arguments are. The result is finite if `x` is."""
     if not isinstance(x, Tokens) or any(isinstance(each, Tokens | Tensor) for each in (*args, *kwargs.values())):
         return pointwise(function, x, *args, **kwargs)
     return _of_all(function, (x, *args), kwargs, x)
 
 
 def keeps_zeros_only(function: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """f(0) = 0, and not finite for some other numbers."""
+    """Apply a function with f(0) = 0 that is not finite for some other numbers."""
     return apply(function, (x, *args), kwargs, Pads(x.pads.zero, x.pads.zero))
 
 
 def keeps_zeros_else_exponential(function: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """f(0) = 0, and large where x is: `expm1`."""
+    """Apply a function with f(0) = 0 that is large if `x` is: `expm1`."""
     made = keeps_zeros(function, x, *args, **kwargs)
     return replace(made, pads=Pads(x.pads.zero, x.pads.zero)) if made.dtype == torch.float16 else made
 
 
 def made_finite(function: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """`nan_to_num`: other numbers in place of what is not finite."""
+    """Apply `nan_to_num`, which replaces values that are not finite."""
     place, dims = shared((x,))
     return apply(function, (x, *args), kwargs, Pads(x.pads.zero, all_finite([*args, *kwargs.values()], place, dims)))
 
 
 def product(function: Any, x: Any, y: Any) -> Any:
-    """Zeros at pads where one factor is, and the other one finite: zero times infinity is NaN."""
+    """Multiply. The product is zero at pads if one factor is, and the other is finite: zero times infinity is NaN."""
     place, dims = shared((x, y))
     left, right = finite(x, place, dims), finite(y, place, dims)
     zero = any_of(all_of(off(x, place, dims), right), all_of(off(y, place, dims), left))
@@ -86,7 +86,7 @@ def product(function: Any, x: Any, y: Any) -> Any:
 
 
 def quotient(function: Any, x: Any, y: Any, **kwargs: Any) -> Any:
-    """Zeros stay zeros, and what is finite stays finite, unless they are divided by zero."""
+    """Divide. Zeros stay zeros, and finite values stay finite, unless they are divided by zero."""
     place, dims = shared((x, y))
     by = divides(y, place, dims)
     zero = all_of(x.pads.zero, by) if isinstance(x, Tokens) else never
@@ -94,7 +94,7 @@ def quotient(function: Any, x: Any, y: Any, **kwargs: Any) -> Any:
 
 
 def sum_of_two(function: Any, x: Any, y: Any, **kwargs: Any) -> Any:
-    """Zeros at pads where both are."""
+    """Add or subtract. The result is zero at pads if both operands are."""
     place, dims = shared((x, y))
     scale = all_finite([*kwargs.values()], place, dims)
     zero = all_of(scale, off(x, place, dims), off(y, place, dims))
@@ -102,7 +102,7 @@ def sum_of_two(function: Any, x: Any, y: Any, **kwargs: Any) -> Any:
 
 
 def where(function: Any, condition: Any, x: Any = None, y: Any = None) -> Any:
-    """Zeros at pads where the side that pads take is zero, or both are; finite likewise."""
+    """Apply `where`. The result is zero at pads if the side that pads take is zero, or both are; finite likewise."""
     if x is None or y is None:
         raise NotPacked
     place, dims = shared((condition, x, y))
@@ -118,7 +118,7 @@ def where(function: Any, condition: Any, x: Any = None, y: Any = None) -> Any:
 
 
 def masked_fill(function: Any, x: Any, mask: Any, value: Any) -> Any:
-    """Zeros at pads where they are filled with zeros, or keep theirs; finite likewise."""
+    """Apply `masked_fill`. The result is zero at pads that are filled with zeros or keep theirs; finite likewise."""
     place, dims = shared((x, mask, value))
     if isinstance(value, Tokens) or (isinstance(value, Tensor) and value.dim() != 0):
         raise NotPacked
@@ -137,19 +137,19 @@ def masked_fill(function: Any, x: Any, mask: Any, value: Any) -> Any:
 
 
 def zeros_like(function: Any, x: Any, **kwargs: Any) -> Any:
-    """Zeros everywhere."""
+    """Return zeros everywhere."""
     return apply(function, (x,), kwargs, ZERO)
 
 
 def with_masked(x: Tensor, key: Tensor, value: float) -> Tensor:
-    """What `x[key] = value` makes of `x`."""
+    """Return a copy of `x` after `x[key] = value`."""
     changed = x.clone()
     changed[key] = value
     return changed
 
 
 def masked_set(function: Any, x: Any, key: Any, value: Any) -> Any:
-    """What `x[key] = value` makes of `x`, for a mask of positions and a number."""
+    """Return a copy of `x` after `x[key] = value`, for a mask of positions and a number."""
     if not isinstance(x, Tokens) or x.swapped or not isinstance(key, Tensor) or key.dtype is not torch.bool:
         raise NotPacked
     if tuple(key.shape) != x.place.grid or not isinstance(value, int | float):

@@ -1,4 +1,4 @@
-"""Layers that work token by token, and losses whose labels are ignored at pads. Arguments go by torch's names."""
+"""Layers that work token by token, and losses whose labels are ignored at pads. Arguments have torch's names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from deepytorch.compiler.step.outputs.tokens import AsItWas, Pads, Tokens, any_o
 
 
 def linear(function: Any, input: Any, weight: Any, bias: Any = None) -> Any:
-    """One row of features in, one out."""
+    """Apply `linear` to each token's row of features."""
     if not isinstance(input, Tokens) or input.swapped or not input.features:
         raise NotPacked
     if isinstance(weight, Tokens) or isinstance(bias, Tokens):
@@ -22,14 +22,14 @@ def linear(function: Any, input: Any, weight: Any, bias: Any = None) -> Any:
 
 
 def matmul(function: Any, x: Any, y: Any) -> Any:
-    """With a matrix of the script's on the right."""
+    """Multiply each token's row by a plain matrix on the right."""
     if not isinstance(x, Tokens) or x.swapped or len(x.features) != 1 or not isinstance(y, Tensor) or y.dim() != 2:
         raise NotPacked
     return Tokens.of(x.place, function(x.rows(), y), Pads(finite=x.pads.finite))
 
 
 def norm_layer(function: Any, input: Any, normalized_shape: Any, *args: Any, **kwargs: Any) -> Any:
-    """`layer_norm` and `rms_norm` over features."""
+    """Apply `layer_norm` or `rms_norm` over features."""
     if not isinstance(input, Tokens) or input.swapped or len(normalized_shape) > len(input.features):
         raise NotPacked
     if any(isinstance(each, Tokens) for each in (*args, *kwargs.values())):
@@ -39,7 +39,7 @@ def norm_layer(function: Any, input: Any, normalized_shape: Any, *args: Any, **k
 
 
 def dropout(function: Any, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-    """Nothing to draw: the identity. Where there is, the padded value is, so that the draws are eager's."""
+    """Return the input if nothing is to be drawn; else the padded value is needed, so that draws are eager's."""
     if not isinstance(input, Tokens) or inplace or (training and p > 0):
         raise NotPacked
     return input.later(lambda rows: rows)
@@ -56,7 +56,7 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """With one label a position, ignored at every pad."""
+    """Apply `cross_entropy` or `nll_loss` with one label a position, which is ignored at every pad."""
     more = {} if function is F.nll_loss else {"label_smoothing": label_smoothing}
     if not isinstance(input, Tokens) or not isinstance(target, Tensor) or target.is_floating_point():
         raise NotPacked
@@ -77,7 +77,7 @@ def cross_entropy(
 
 
 def elementwise_loss(function: Any, input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
-    """A loss of every entry for itself, not reduced."""
+    """Apply a loss that treats each entry by itself and is not reduced."""
     if args:
         bound = inspect.signature(function).bind(input, target, *args, **kwargs)
         kwargs = {name: each for name, each in bound.arguments.items() if name not in ("input", "target")}

@@ -1,6 +1,6 @@
-"""How the operands of one call meet: packed rows, and what stands beside them in whole or in part.
+"""The operands of one call, brought together: packed rows, and plain tensors that span the padded grid or a part of it.
 
-`NotPacked` is raised where they do not: then the padded value has to be had.
+`NotPacked` is raised for operands that cannot be brought together: the padded value is needed then.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from deepytorch.compiler.step.outputs.tokens import AsItWas, Condition, Pads, Pl
 
 
 class NotPacked(Exception):
-    """The padded value has to be had."""
+    """An error for a call that needs the padded value."""
 
 
 def shared(operands: Sequence[Any]) -> tuple[Place, int]:
-    """The place that all packed operands share, and how many dimensions their padded values have."""
+    """Return the place that all packed operands share, and the number of dimensions of their padded values."""
     packed = [each for each in operands if isinstance(each, Tokens)]
     place, dims = packed[0].place, len(packed[0].shape)
     for each in packed:
@@ -30,7 +30,7 @@ def shared(operands: Sequence[Any]) -> tuple[Place, int]:
 
 
 def aligned(operand: Any, place: Place, dims: int) -> Any:
-    """An operand as it meets packed rows: (entries or 1, *features), or without token dimensions."""
+    """Return an operand in a form that broadcasts with packed rows: (entries or 1, *features), or features only."""
     if isinstance(operand, Tokens):
         return operand.rows()
     if not isinstance(operand, Tensor) or operand.dim() == 0:
@@ -47,7 +47,7 @@ def aligned(operand: Any, place: Place, dims: int) -> Any:
 
 
 def apply(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], pads: Pads) -> Any:
-    """A function that works position by position."""
+    """Apply a function that works position by position. pads: the conditions on its result's pads."""
     operands = [*args, *kwargs.values()]
     place, dims = shared(operands)
     rows = function(
@@ -60,8 +60,9 @@ def apply(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], pads: P
 
 
 def off(operand: Any, place: Place, dims: int, *, inverted: bool = False) -> Condition:
-    """That an operand is zero at pads, or, inverted, that it is not: a packed one's own pads, or a plain one's, looked
-    at when it matters.
+    """Return the condition that an operand is zero at pads, or, inverted, that it is nonzero there.
+
+    A plain tensor is looked at only when the condition is asked.
     """
     if isinstance(operand, Tokens):
         return never if inverted else operand.pads.zero
@@ -73,7 +74,7 @@ def off(operand: Any, place: Place, dims: int, *, inverted: bool = False) -> Con
 
 
 def finite(operand: Any, place: Place, dims: int) -> Condition:
-    """That an operand is neither infinite nor NaN at pads."""
+    """Return the condition that an operand is neither infinite nor NaN at pads."""
     if isinstance(operand, Tokens):
         return operand.pads.finite
     if isinstance(operand, float):
@@ -84,17 +85,17 @@ def finite(operand: Any, place: Place, dims: int) -> Condition:
 
 
 def all_finite(operands: Sequence[Any], place: Place, dims: int) -> Condition:
-    """That none of several is."""
+    """Return the condition that no operand is infinite or NaN at pads."""
     return all_of(*(finite(each, place, dims) for each in operands))
 
 
 def pads_of(value: Tensor, place: Place) -> Pads:
-    """What is seen at the pads of a padded value that is there, if somebody asks."""
+    """Return the conditions on the pads of a padded value that is computed; it is looked at when they are asked."""
     return Pads(off(value, place, value.dim()), finite(value, place, value.dim()))
 
 
 def divides(operand: Any, place: Place, dims: int) -> Condition:
-    """That something finite divided by an operand is finite at pads, and zeros stay zeros."""
+    """Return the condition that, at pads, division by an operand keeps finite values finite and zeros zero."""
     if isinstance(operand, Tokens):
         return never
     if not isinstance(operand, Tensor):
@@ -103,7 +104,7 @@ def divides(operand: Any, place: Place, dims: int) -> Condition:
 
 
 def _nowhere(bad: Callable[[Tensor], Tensor], operand: Tensor, place: Place, dims: int) -> Condition:
-    """That a plain operand is `bad` at no pad; nowhere, if it is the same at all positions."""
+    """Return the condition that a plain operand is `bad` at no pad; nowhere if it has no token dimensions."""
     tokens, missing = len(place.grid), dims - operand.dim()
 
     def look() -> bool:
@@ -117,8 +118,9 @@ def _nowhere(bad: Callable[[Tensor], Tensor], operand: Tensor, place: Place, dim
 
 
 def _flags(operand: Tensor, place: Place, dims: int, inverted: bool) -> Callable[[], Tensor] | None:
-    """Gives where a plain operand is not zero, or, inverted, where it is: (*grid), or the same along some of it. None
-    where it has no part in the grid.
+    """Return a function that flags the positions at which a plain operand is nonzero, or, inverted, zero.
+
+    Flags are (*grid), or 1 along dimensions of the grid. None if the operand does not span the grid.
     """
     if operand.dim() != dims or not place.spread(operand):
         return None

@@ -1,4 +1,4 @@
-"""Some of the positions, and positions put together again: slices, indices, masks, `split` and `cat`."""
+"""Functions that take some positions, or put positions together again: slices, indices, masks, `split` and `cat`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from deepytorch.compiler.step.outputs.tokens import Pads, Tokens, all_of
 
 
 def getitem(function: Any, x: Any, key: Any) -> Any:
-    """Slices of rows, of positions and of features; tokens by a mask; one position of each row."""
+    """Index by slices of rows, positions and features, by a mask of tokens, or by one position of each row."""
     if not isinstance(x, Tokens) or x.swapped:
         raise NotPacked
     if isinstance(key, Tensor | Tokens) and key.dtype is torch.bool:
@@ -45,7 +45,7 @@ def getitem(function: Any, x: Any, key: Any) -> Any:
 
 
 def _cut(x: Tokens, dim: int, key: Any) -> Tokens:
-    """`x` with `key` applied to one of its token dimensions."""
+    """Return `x` with `key` applied to one of its token dimensions."""
     if not isinstance(key, slice) or not all(each is None or isinstance(each, int) for each in (key.start, key.stop)):
         raise NotPacked
     start, stop, step = key.indices(x.place.grid[dim])
@@ -61,7 +61,7 @@ def _cut(x: Tokens, dim: int, key: Any) -> Tokens:
 
 
 def _masked(x: Tokens, mask: Tensor | Tokens) -> Tensor:
-    """`x[mask]` where the mask is off at pads: (true, *features)."""
+    """Return `x[mask]`, (true, *features), for a mask that is off at pads."""
     place = x.place
     if isinstance(mask, Tokens):
         if mask.features or mask.swapped or not mask.place.is_like(place) or not mask.pads.are_zero():
@@ -73,14 +73,14 @@ def _masked(x: Tokens, mask: Tensor | Tokens) -> Tensor:
 
 
 def masked_select(function: Any, x: Any, mask: Any) -> Any:
-    """Tokens by a mask."""
+    """Select tokens by a mask."""
     if not isinstance(x, Tokens) or x.swapped or x.features or not isinstance(mask, Tensor | Tokens):
         raise NotPacked
     return _masked(x, mask)
 
 
 def _picked_column(x: Tokens, of_tokens: Sequence[Any], of_features: Sequence[Any]) -> Tensor:
-    """`x[:, 0]`: one position of every row, a token in each."""
+    """Return one position of every row, which must be a token in each: `x[:, 0]`."""
     rows, positions = x.place.grid
     column = of_tokens[1]
     if of_tokens[0] != slice(None) or not -positions <= column < positions:
@@ -90,7 +90,7 @@ def _picked_column(x: Tokens, of_tokens: Sequence[Any], of_features: Sequence[An
 
 
 def _picked_by_index(x: Tokens, keys: Sequence[Any]) -> Tensor:
-    """`x[rows, positions]`: positions that are tokens, by their indices."""
+    """Return positions by their indices, which must be those of tokens: `x[rows, positions]`."""
     if x.num_token_dims != 2 or len(keys) < 2:
         raise NotPacked
     device, grid = x.place.at.device, x.place.grid
@@ -119,7 +119,7 @@ def _picked(x: Tokens, positions: Tensor, of_features: Sequence[Any]) -> Tensor:
 
 
 def narrow(function: Any, x: Any, dim: int, start: Any, length: int) -> Any:
-    """A slice along one dimension."""
+    """Return a slice along one dimension."""
     if not isinstance(x, Tokens) or not isinstance(start, int) or x.swapped:
         raise NotPacked
     dim = dim % len(x.shape)
@@ -128,7 +128,7 @@ def narrow(function: Any, x: Any, dim: int, start: Any, length: int) -> Any:
 
 
 def split(function: Any, x: Any, size: Any, dim: int = 0) -> Any:
-    """Pieces of given sizes along one dimension."""
+    """Return pieces of given sizes along one dimension."""
     if not isinstance(x, Tokens) or x.swapped:
         raise NotPacked
     dim = dim % len(x.shape)
@@ -140,7 +140,7 @@ def split(function: Any, x: Any, size: Any, dim: int = 0) -> Any:
 
 
 def chunk(function: Any, x: Any, chunks: int, dim: int = 0) -> Any:
-    """A number of pieces along one dimension."""
+    """Return a given number of pieces along one dimension."""
     if not isinstance(x, Tokens) or x.swapped or chunks < 1:
         raise NotPacked
     whole = x.shape[dim % len(x.shape)]
@@ -157,7 +157,7 @@ def _pieces(x: Tokens, sizes: Sequence[int], dim: int) -> tuple[Any, ...]:
 
 
 def cat(function: Any, tensors: Any, dim: int = 0, **kwargs: Any) -> Any:
-    """Concatenation along features; or, along positions, of all the parts that one value was split into."""
+    """Concatenate along features; or, along positions, all the parts that one value was split into."""
     dim = kwargs.pop("axis", dim)
     if kwargs or not all(isinstance(each, Tokens) and not each.swapped for each in tensors):
         raise NotPacked

@@ -1,4 +1,4 @@
-"""Sums, means and counts: over features as they are, over positions where pads are zeros."""
+"""Sums, means and counts: over features always, over positions only if pads are zeros."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from deepytorch.compiler.step.outputs.tokens import Tokens
 def sum_or_mean(
     function: Any, x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, **kwargs: Any
 ) -> Any:
-    """Sums and means; over positions where pads are zeros."""
+    """Sum or average; over positions only if pads are zeros."""
     dim = kwargs.pop("axis", dim)
     if not isinstance(x, Tokens) or x.swapped or kwargs:
         raise NotPacked
@@ -58,7 +58,7 @@ _MEANS = (torch.mean, torch.Tensor.mean)
 
 
 def any_true(function: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Whether anything is true or not zero."""
+    """Apply `any`: over features, or over everything if pads are zeros."""
     if args or kwargs:
         return over_features("dim", function, x, *args, **kwargs)
     if not isinstance(x, Tokens) or x.swapped or not x.pads.are_zero():
@@ -67,7 +67,7 @@ def any_true(function: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def count_nonzero(function: Any, x: Any, dim: Any = None) -> Any:
-    """Of everything."""
+    """Count nonzero values over everything, if pads are zeros."""
     if not isinstance(x, Tokens) or x.swapped or dim is not None or not x.pads.are_zero():
         raise NotPacked
     return function(x.rows())

@@ -1,4 +1,4 @@
-"""The same numbers in another shape, dtype or place: put off until somebody uses them."""
+"""Functions that give the same numbers in another shape, dtype or order: deferred until somebody uses the result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from deepytorch.compiler.step.outputs.tokens import Grid, Tokens
 
 
 def cast(function: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """`to` and its kin: another dtype, another device."""
+    """Convert to another dtype or device: `to` and its kin."""
     if not isinstance(x, Tokens) or any(isinstance(each, Tokens) for each in (*args, *kwargs.values())):
         raise NotPacked
     described = function(torch.empty(0, dtype=x.dtype, device=x.device), *args, **kwargs)
@@ -31,7 +31,7 @@ def cast(function: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def same_numbers(function: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """`contiguous`, `clone`, `detach`: the same numbers."""
+    """Apply `contiguous`, `clone` or `detach`, which keep the numbers."""
     if not isinstance(x, Tokens) or kwargs.get("memory_format", torch.preserve_format) not in _PLAIN_FORMATS:
         raise NotPacked
     if function is torch.Tensor.contiguous:
@@ -47,7 +47,7 @@ _PLAIN_FORMATS = (torch.preserve_format, torch.contiguous_format)
 
 
 def view(function: Any, x: Any, *shape: Any, **kwargs: Any) -> Any:
-    """Another shape of the same token dimensions, merged or not."""
+    """Reshape features; token dimensions are kept, merged or split again."""
     if not isinstance(x, Tokens) or x.swapped or kwargs.keys() - {"shape", "size"}:
         raise NotPacked
     asked: Any = [*shape, *kwargs.values()]
@@ -79,7 +79,7 @@ def _with_features(features: Grid, rows: Tensor) -> Tensor:
 
 
 def flatten(function: Any, x: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
-    """Token dimensions merged, or features."""
+    """Merge token dimensions, or features."""
     if not isinstance(x, Tokens) or x.swapped:
         raise NotPacked
     shape, dims = x.shape, len(x.shape)
@@ -88,7 +88,7 @@ def flatten(function: Any, x: Any, start_dim: int = 0, end_dim: int = -1) -> Any
 
 
 def unsqueeze(function: Any, x: Any, dim: int) -> Any:
-    """A dimension of one among the features."""
+    """Insert a dimension of size 1 among the features."""
     if not isinstance(x, Tokens) or x.swapped:
         raise NotPacked
     dims, tokens = len(x.shape) + 1, x.num_token_dims
@@ -101,7 +101,7 @@ def unsqueeze(function: Any, x: Any, dim: int) -> Any:
 
 
 def squeeze(function: Any, x: Any, dim: Any = None) -> Any:
-    """One less of these."""
+    """Remove a dimension of size 1 among the features."""
     if not isinstance(x, Tokens) or x.swapped or not isinstance(dim, int):
         raise NotPacked
     tokens = x.num_token_dims
@@ -115,7 +115,7 @@ def squeeze(function: Any, x: Any, dim: Any = None) -> Any:
 
 
 def transpose(function: Any, x: Any, dim0: int = 0, dim1: int = 1) -> Any:
-    """(rows, positions, features) to (rows, features, positions) and back; or features among themselves."""
+    """Turn (rows, positions, features) into (rows, features, positions) or back, or swap dimensions of features."""
     if not isinstance(x, Tokens) or x.num_token_dims != 2:
         raise NotPacked
     dims = len(x.shape)
@@ -130,7 +130,7 @@ def transpose(function: Any, x: Any, dim0: int = 0, dim1: int = 1) -> Any:
 
 
 def permute(function: Any, x: Any, *dims: Any) -> Any:
-    """The one permutation that a loss asks for: see `transpose`."""
+    """Apply the one permutation that a loss needs: see `transpose`."""
     order: Any = dims[0] if len(dims) == 1 and isinstance(dims[0], Sequence) else dims
     if isinstance(x, Tokens) and len(x.shape) == 3 and tuple(each % 3 for each in order) == (0, 2, 1):
         return transpose(function, x, 1, 2)
