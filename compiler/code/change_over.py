@@ -1,15 +1,16 @@
-"""When the gradients of a DistributedDataParallel module become ours: on all ranks in front of the same backward.
+"""The change-over of a DistributedDataParallel module's gradients to our reducer, before one backward on all ranks.
 
 [Note: Change-over]
-Until then DDP's own reducer reduces, also what compiled backwards hand over. Ranks have one clock in common without
-asking each other: how many backwards of the module they have reduced since its first forward. Nobody is through such a
-backward before all others have come to it. So what a rank writes into the group's store in front of one is seen by all
-behind it. A rank that is willing counts itself there at the end of a forward. The one that is the last of all says that
-gradients are ours behind the backward that follows, and there each rank finds its word.
+Until the change-over DDP's own reducer reduces all gradients, those of compiled backwards too. Ranks have one clock in
+common without asking each other: the number of the module's backwards that were reduced since its first forward. No
+rank completes such a backward before all others have come to it. So a value that a rank writes into the group's store
+before a backward is seen by all ranks after it. A rank that is ready counts itself in the store at the end of a
+forward. The last rank to do so writes that gradients switch after the backward that follows; after that backward each
+rank reads this.
 
-A rank that cannot compile, or that did not see the module's first forward, says "never". One that never comes here, as
-Dynamo gave its frame up, is not counted. In both cases DDP goes on on every rank, and nobody waits or raises.
-From the change-over on, it does not matter who runs compiled code and who eager: our reducer takes gradients from both.
+A rank that cannot compile, or that did not see the module's first forward, writes "never". A rank that never comes
+here, because Dynamo gave its frame up, is not counted. In both cases DDP goes on on every rank, and nobody waits or
+raises. After the change-over, some ranks may run compiled code and others eager: our reducer takes gradients from both.
 """
 
 from __future__ import annotations
@@ -27,10 +28,15 @@ _NEVER = "never"
 
 
 class ChangeOver:
-    """Of one module, on one rank of `size`. name: the same on all ranks. store: of the group that reduces.
+    """The change-over of one module's gradients, on one rank.
 
-    take_over: makes its gradients ours. settle: returns when all that this rank had reduced so far is reduced, where a
-    backward returns before (on GPUs).
+    Args:
+        name: The module's name, the same on all ranks.
+        store: The store of the group that reduces.
+        rank: This rank.
+        size: The number of ranks.
+        take_over: Hands the gradients to our reducer.
+        settle: Waits until all reductions that this rank has begun are done; on GPUs a backward returns before that.
     """
 
     def __init__(
@@ -43,37 +49,37 @@ class ChangeOver:
         settle: Callable[[], object] = lambda: None,
     ) -> None:
         self.name = name
-        self.settings = ""  # of this rank: ranks that were told different things do not agree
+        self.settings = ""  # of this rank: ranks with different settings do not agree
         self.store, self._store = store, dist.PrefixStore(f"deepytorch/change-over/{name}", store)
         self._word = Word(self._store, "at")
         self._rank, self._size = rank, size
         self._take_over, self._settle = take_over, settle
-        self._reduced = 0  # backwards
-        self._armed = False  # whether the backward that comes is to be reduced
-        self._looked = -1  # behind how many
+        self._reduced = 0  # the number of backwards
+        self._armed = False  # whether the next backward is to be reduced
+        self._looked = -1  # the number of backwards at the last look into the store
         self._willing = self._said = self._never = False
         self._at: int | None = None
-        self.is_over = False  # gradients are ours
+        self.is_over = False  # whether our reducer has the gradients
 
     # ------------------------------------------------------------------ what this rank wants
 
     def ready(self) -> None:
-        """This rank is to go on with gradients that are ours."""
+        """Note that this rank is ready for the change-over."""
         self._willing = True
 
     def failed(self, why: str = "could not compile its step") -> None:
-        """This rank cannot: then no rank does."""
+        """Note that this rank cannot change over, so that no rank does."""
         if not (self._said or self._never):
             self._never = True
             self._publish(f"{_NEVER}: rank {self._rank} {why}")
 
     def stop(self) -> None:
-        """Gradients stay with DDP on this rank, and for the same reason on all others."""
+        """Leave gradients to DDP on this rank; every other rank does so too, for the same reason."""
         self._never = True
 
     @property
     def lasts(self) -> bool:
-        """Whether gradients are ours, or may be."""
+        """Return whether our reducer has the gradients, or may still get them."""
         return not self._never
 
     def __reduce__(self) -> Any:
@@ -82,7 +88,7 @@ class ChangeOver:
     # ------------------------------------------------------------------ what DDP does
 
     def forward(self) -> None:
-        """A forward begins whose gradients are wanted."""
+        """Note the begin of a forward whose gradients are wanted; change over if it is time."""
         if self.is_over or self._never or not self._said or self._looked == self._reduced:
             return
         self._looked = self._reduced
@@ -94,7 +100,7 @@ class ChangeOver:
             self._take_over()
 
     def armed(self) -> None:
-        """A forward has ended whose backward DDP is to reduce."""
+        """Note the end of a forward whose backward DDP is to reduce; count this rank if it is ready."""
         self._armed = True
         if self._willing and not (self._said or self._never):
             self._settle()
@@ -103,7 +109,7 @@ class ChangeOver:
                 self._publish(str(self._reduced + 1))
 
     def accumulated(self) -> None:
-        """A backward has come to a parameter."""
+        """Note that a backward has come to a parameter."""
         self._reduced += self._armed
         self._armed = False
 
@@ -112,7 +118,7 @@ class ChangeOver:
     def _count(self) -> int:
         try:
             return self._store.add(f"ready {self.settings}", 1)
-        except RuntimeError:  # the store has gone: what that means for the run is not ours to say
+        except RuntimeError:  # the store has gone: the run itself has to deal with that
             return 0
 
     def _publish(self, word: str) -> None:

@@ -1,6 +1,6 @@
-"""A graph that is compiled at its first call, with the sizes that vary from batch to batch as symbols.
+"""The compiled step: a graph that is compiled at its first call, with sizes that vary between batches as symbols.
 
-A nested `torch.compile` with guards of its own does it, so that Dynamo's graph around it is not touched.
+A nested `torch.compile` with guards of its own compiles the graph, so that Dynamo's graph around it is not touched.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from deepytorch.optimizer_steps import Border
 from deepytorch.process_age import seconds_since_start
 from deepytorch.torch_internals import OpOverload, compiler_counters
 
-_CALLS_A_STEP = 256  # whoever takes more has an optimizer that torch does not know
+_CALLS_A_STEP = 256  # a script with more calls than this has an optimizer that torch does not know
 
 
 class CompiledStep:
     """A graph that is compiled at its first call, with the sizes that vary marked.
 
-    varying: for every argument the dimensions that vary from batch to batch.
+    varying: the dimensions of each argument that vary from batch to batch.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class CompiledStep:
         self.recomputes = any("recompute" in node.meta for node in module.graph.nodes)
 
     def __call__(self, arguments: Sequence[Any]) -> Sequence[Any]:
-        """Run compiled code. It is compiled here and now where it is not yet: see `poll`."""
+        """Run compiled code; compile it here and now if it is not yet compiled: see `poll`."""
         return self._run(list(arguments))
 
     def in_eager(self, arguments: Sequence[Any]) -> Sequence[Any]:
@@ -63,10 +63,11 @@ class CompiledStep:
         return tuple(self._module.forward(*arguments))
 
     def poll(self, arguments: Sequence[Any]) -> bool:
-        """Go on with compiling the graph: in the background, see [Note: Compiled beside], or here where that cannot be.
+        """Advance the compilation: in the background, see [Note: Compiled beside], or here if that is not possible.
 
-        Return whether a call with these arguments is to run compiled code now: that is there, gradients are ours on all
-        ranks if they will be, and a step of the script's begins. Always where steps wait until they are compiled.
+        Return whether a call with these arguments is to run compiled code now: the code is compiled, the change-over of
+        gradients is done on all ranks if there will be one, and a step of the script begins. Always True if steps wait
+        until they are compiled.
         """
         if self._begun or self._lowering.config.waits:
             return True
@@ -118,12 +119,12 @@ class CompiledStep:
         )
 
     def _is_at_border(self) -> bool:
-        """Whether a step of the script's begins, and not another part of one whose gradients are summed up."""
+        """Return whether the script is at an optimizer-step boundary, and not between parts of an accumulated step."""
         self._calls += 1
         return self._border.passed() or self._calls > _CALLS_A_STEP or not torch.is_grad_enabled()
 
     def _give_up(self, error: str) -> None:
-        """It could not be compiled: it goes on in eager."""
+        """Report that the graph could not be compiled; it goes on in eager."""
         self._failed = True
         message = f"{self._record.name}: compiling failed ({error})"
         self._record.fallbacks.append(message)
@@ -177,7 +178,7 @@ def _operator_calls(graph: fx.Graph) -> list[fx.Node]:
 
 
 def read_inputs(module: fx.GraphModule, count: int) -> tuple[int, ...]:
-    """Drop the inputs that a padded graph does not read (sizes, mostly); say which stay."""
+    """Drop the inputs that a padded graph does not read (sizes, mostly); return the places of those that stay."""
     kept = []
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     assert len(placeholders) == count

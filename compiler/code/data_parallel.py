@@ -1,9 +1,9 @@
-"""A DistributedDataParallel module around what is compiled: its gradients are reduced by us, and it is told so.
+"""The DistributedDataParallel module around a compiled model: our reducer reduces its gradients in place of DDP's.
 
-DDP keeps everything else: its flags (`no_sync`), the broadcast of buffers, the names of its parameters, and what it
-decided when it was made: which parameters it reduces, frozen or not. Something of ours stands before its reducer, from
-the first forward on, and sees which backwards are to be reduced. Once all ranks have agreed on it (see [Note:
-Change-over]) DDP's reducer is told nothing more, so that its own hooks send nothing.
+DDP keeps everything else: its flags (`no_sync`), the broadcast of buffers, the names of its parameters, and its choice
+of the parameters to reduce, frozen or not, which it made when it was built. From the first forward on, an object of
+ours stands before DDP's reducer and sees which backwards are to be reduced. Once all ranks have agreed (see [Note:
+Change-over]), DDP's reducer gets no more calls, so that its own hooks send nothing.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _FLAGS = ("find_unused_parameters", "_static_graph_delay_allreduce_enqueued")
 
 @dataclass
 class Members:
-    """The parameters of one DDP module, whose gradients a graph hands to the reducer of that name."""
+    """The parameters of one DDP module, whose gradients a graph hands to the reducer called `name`."""
 
     name: str
     numbers: dict[int, int]  # id of a parameter -> member of the plan
 
     def members(self, inputs: Any) -> tuple[tuple[int, int], ...]:
-        """(place among the inputs of a graph, member of the plan) for each parameter of the module."""
+        """Return (place among the inputs of a graph, member of the plan) for each parameter of the module."""
         return tuple(
             (place, self.numbers[id(value)]) for place, value in enumerate(inputs) if id(value) in self.numbers
         )
@@ -51,9 +51,9 @@ class Members:
 
 @dataclass
 class Prospect(Members):
-    """One DDP module whose gradients are ours, or are to be once all ranks are ready, see [Note: Change-over].
+    """One DDP module whose gradients our reducer has, or gets once all ranks are ready, see [Note: Change-over].
 
-    declined: why they are DDP's again.
+    declined: the reason for which DDP has the gradients again.
     """
 
     reducer: GradientReducer
@@ -65,18 +65,18 @@ class Prospect(Members):
 
 
 class _Between:
-    """Stands before DDP's reducer: sees what it is told, and keeps that from it once gradients are ours."""
+    """The object before DDP's reducer: it sees the reducer's calls, and withholds them after the change-over."""
 
     def __init__(self, ddp: Any, change_over: ChangeOver) -> None:
         self.theirs, self._ddp, self.change_over = ddp.reducer, weakref.ref(ddp), change_over
         self.ours: GradientReducer | None = None
         self._before: dict[str, Any] = {}
-        # in every backward the first of these calls counts
+        # Of these calls only the first in each backward counts.
         self._hooks = [on_accumulated(each, lambda _: change_over.accumulated()) for _, each in _parameters(ddp)]
 
     @disable_dynamo
     def prepare_for_forward(self) -> None:
-        """What DDP calls in every forward whose backward is to be reduced."""
+        """Pass on a call of DDP's, made in every forward whose backward is to be reduced."""
         if self._joins():
             self._leave()
         if self.ours is None:
@@ -84,7 +84,7 @@ class _Between:
 
     @disable_dynamo
     def _rebuild_buckets(self) -> bool:
-        """What DDP calls in every forward whose backward may follow, and a rank that has joined in its place."""
+        """Pass on a call of DDP's, made in every forward whose backward may follow, and by a joined rank instead."""
         if self._joins():
             self._leave()
         self.change_over.forward()
@@ -92,7 +92,7 @@ class _Between:
 
     @disable_dynamo
     def prepare_for_backward(self, outputs: Any) -> None:
-        """What DDP calls behind every forward whose backward is to be reduced."""
+        """Pass on a call of DDP's, made after every forward whose backward is to be reduced."""
         if self.ours is not None:
             self.ours.arm()
         else:
@@ -101,12 +101,12 @@ class _Between:
 
     @disable_dynamo
     def _delay_all_reduce(self) -> None:
-        """What DDP has called behind a static graph's first backward."""
+        """Pass on a call of DDP's, made after a static graph's first backward."""
         if self.ours is None:
             self.theirs._delay_all_reduce()
 
     def take_over(self, ddp: Any, ours: GradientReducer) -> None:
-        """Gradients are ours from this forward on."""
+        """Hand gradients to our reducer, from this forward on."""
         self._stop_counting()
         self.ours = ours
         ours.take_over()
@@ -115,7 +115,7 @@ class _Between:
         ddp.find_unused_parameters, ddp._static_graph_delay_allreduce_enqueued = False, True
 
     def give_back(self) -> None:
-        """Gradients are DDP's again, but for a backward that is awaited, and stay so."""
+        """Hand gradients back to DDP for good, except for those of a backward that is awaited."""
         self.change_over.stop()
         self._stop_counting()
         if self.ours is not None:
@@ -132,9 +132,9 @@ class _Between:
 
     def _leave(self) -> None:
         if self.ours is not None:
-            self.ours.disarm()  # a forward begins, and DDP's reducer is told of it
+            self.ours.disarm()  # a forward begins, and DDP's reducer gets the call
         _give_back(self._ddp(), "DistributedDataParallel.join is in use")
-        self.ours = None  # the call that is under way is DDP's, too
+        self.ours = None  # the call under way goes to DDP's reducer, too
 
     def _stop_counting(self) -> None:
         for hook in self._hooks:
@@ -146,12 +146,12 @@ class _Between:
 
 
 def active() -> Any | None:
-    """The DDP module in whose forward this code runs, or None."""
+    """Return the DDP module in whose forward this code runs, or None."""
     return get_active_ddp_module()  # type: ignore[attr-defined]
 
 
 def change_over_of(ddp: Any) -> ChangeOver:
-    """When the gradients of a DDP module become ours. To be called first in its first forward."""
+    """Return the change-over of a DDP module's gradients. To be called first in the module's first forward."""
     found = vars(ddp).get(_CHANGE_OVER)
     if found is None:
         found = _watch(ddp)
@@ -160,7 +160,7 @@ def change_over_of(ddp: Any) -> ChangeOver:
 
 
 def adopt(ddp: Any) -> Prospect | str:
-    """As `prospect`, and this rank is ready."""
+    """Return the `prospect` of a DDP module, and note that this rank is ready."""
     found = prospect(ddp)
     if isinstance(found, Prospect):
         found.change_over.ready()
@@ -168,7 +168,7 @@ def adopt(ddp: Any) -> Prospect | str:
 
 
 def prospect(ddp: Any) -> Prospect | str:
-    """What takes over the gradients of a DDP module, once all ranks are ready; or why they stay with DDP."""
+    """Return the prospect that gets a DDP module's gradients once all ranks are ready, or the reason against it."""
     change_over = change_over_of(ddp)
     known = vars(ddp).get(_ATTRIBUTE)
     if known is None:
@@ -178,7 +178,7 @@ def prospect(ddp: Any) -> Prospect | str:
 
 
 def delays_some(ddp: Any) -> bool:
-    """Whether DDP reduces gradients in the backward of another one, which has to come later, as it does in eager."""
+    """Return whether DDP delays the reduction of some gradients to another one's backward, which has to come later."""
     return bool(getattr(ddp, "_delay_all_reduce_all_params", False) or getattr(ddp, "_delay_all_reduce_params", None))
 
 
@@ -250,7 +250,7 @@ def _take_over(ddp: Any) -> None:
 
 
 def _give_back(ddp: Any, reason: str | None = None) -> None:
-    """Everything is DDP's again. reason: why, None where it was asked for."""
+    """Hand everything back to DDP. reason: for the log; None if the user asked for it."""
     if ddp is None or not isinstance(ddp.reducer, _Between):
         return
     between, known = ddp.reducer, vars(ddp).get(_ATTRIBUTE)
@@ -270,7 +270,7 @@ def _say_why(reason: str) -> None:
 
 
 def _registers(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`original` registers a communication hook with DDP's reducer, which takes no other for its own."""
+    """Wrap a method that registers a communication hook: DDP's reducer is put back first, as only it takes the hook."""
 
     def register(self: Any, *args: Any, **kwargs: Any) -> Any:
         _give_back(self, "a communication hook was registered after the first forward")
@@ -280,18 +280,21 @@ def _registers(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def layout(parameter: torch.Tensor) -> tuple[Any, Any, torch.dtype, torch.device]:
-    """Shape, stride, type and device of a parameter's gradient."""
+    """Return shape, stride, dtype and device of a parameter's gradient."""
     return parameter.shape, strides(parameter), parameter.dtype, parameter.device
 
 
 def preview(ddp: Any) -> dict[str, Any]:
-    """What would be done with the gradients of a DDP module, as JSON, for people to read. Nothing is taken over."""
+    """Return the plan for the gradients of a DDP module, as JSON, for people to read. Nothing is taken over."""
     reason = _why_not(ddp)
     return {"declined": reason} if reason else _plan(_parameters(ddp), ddp).to_json()
 
 
 def _parameters(ddp: Any) -> list[tuple[str, nn.Parameter]]:
-    """Those that DDP reduces: it decided when it was made, whatever is frozen, ignored, added or shared since then."""
+    """Return the parameters that DDP reduces, with their names.
+
+    DDP chose them when it was made, whatever is frozen, ignored, added or shared since then.
+    """
     reduced = [each for bucket in ddp.reducer._get_zeros_like_grad_buckets() for each in bucket.parameters()]
     names = {id(each): name for name, each in reversed(list(ddp.module.named_parameters()))}
     order = {number: place for place, number in enumerate(reversed(names))}
@@ -322,7 +325,7 @@ def _prospect(ddp: Any, change_over: ChangeOver) -> Prospect:
 
 
 def _plan(parameters: list[tuple[str, nn.Parameter]], ddp: Any) -> BucketPlan:
-    """For a start: as if the backward took as long as its communication, and the last parameters came first."""
+    """Return a first plan: as if the backward took as long as its communication, with the last parameters first."""
     members = [
         Member(name, str(each.dtype).removeprefix("torch."), each.numel(), each.element_size())
         for name, each in parameters
@@ -334,5 +337,5 @@ def _plan(parameters: list[tuple[str, nn.Parameter]], ddp: Any) -> BucketPlan:
 
 
 def _bucket_bytes(ddp: Any) -> int | None:
-    """What `bucket_cap_mb` says; None where it was not given."""
+    """Return the size that `bucket_cap_mb` asks for; None if it was not given."""
     return None if getattr(ddp, "bucket_bytes_cap_default", True) else ddp.bucket_bytes_cap

@@ -1,7 +1,7 @@
-"""One compiled graph for each set of parameters: a graph that reduces gradients knows whose they are.
+"""One compiled graph for each set of parameters, since a graph that reduces gradients is made for certain parameters.
 
-Dynamo takes parameters for inputs like any other. Modules of one class share a graph, such as the blocks of a model
-that is compiled block by block, or two models. What is the same computation is not the same gradient.
+Dynamo treats parameters as inputs like any other. Modules of one class share a graph: the blocks of a model that is
+compiled block by block, for example, or two models. Their computations are the same, but their gradients are not.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ Lower = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
 
 class GraphPerParameters:
-    """Calls `compiled` with the parameters that it was compiled for; for others it compiles the graph anew."""
+    """A callable that uses `compiled` for the parameters it was compiled for, and compiles anew for others."""
 
     def __init__(
         self, compiled: Callable[..., Any], module: fx.GraphModule, inputs: Sequence[Any], lower: Lower
     ) -> None:
-        """module: a copy of the graph, not compiled yet. inputs: those of `compiled`. lower: compiles the graph."""
+        """Note the parameters. module: an uncompiled copy of the graph. inputs: of `compiled`. lower: compiles it."""
         self._places = [place for place, each in enumerate(inputs) if isinstance(each, torch.nn.Parameter)]
         self._own = [weakref.ref(inputs[place]) for place in self._places]
         self._compiled, self._module, self._lower = compiled, module, lower

@@ -15,9 +15,10 @@ from deepytorch.torch_internals import HigherOrderOperator
 
 
 def graph_for_later(module: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule | str:
-    """Return a graph of Dynamo's in a form that Dynamo can trace once more, in another process; or why it has none.
+    """Return Dynamo's graph in a form that Dynamo can trace once more in another process; or the reason against it.
 
-    Checkpoints hold graphs of their own: of a graph with them it is the form that passes read, with their parts marked.
+    Checkpoints hold graphs of their own. A graph with checkpoints is returned in the form that passes read, with the
+    checkpointed parts marked.
     """
     if holds_checkpoints(module):
         try:
@@ -35,7 +36,7 @@ def graph_for_later(module: fx.GraphModule, example_inputs: Sequence[Any]) -> fx
 
 
 def _why_not_later(module: fx.GraphModule) -> str | None:
-    """Why Dynamo could not trace a graph of its own once more: it holds graphs, or numbers that are no sizes."""
+    """Return why Dynamo cannot trace its graph once more: it holds graphs, or numbers that are no sizes. Else None."""
     sizes = set()
     for node in module.graph.nodes:
         if node.op == "call_module":

@@ -1,9 +1,10 @@
-"""From a graph to a callable: Inductor with our passes in its slots, under cache keys of their own.
+"""The lowering of a graph to a callable: Inductor with our passes in its slots, under cache keys of their own.
 
 [Note: caches]
-Inductor keeps compiled graphs on disk, keyed by the graph and its own configuration. What rewrites a graph behind that
-key has to be part of it, or a warm cache hands out code that was rewritten otherwise, or not at all. So there is always
-a pass of ours in a slot, and its `uuid()` covers our version, every pass's source and fields, and the plan.
+Inductor keeps compiled graphs on disk, keyed by the graph and its own configuration. A pass that rewrites a graph after
+the key is made has to be part of the key, or a warm cache hands out code that was rewritten otherwise, or not at all.
+So there is always a pass of ours in a slot, and its `uuid()` covers our version, each pass's source and fields, and the
+plan.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ from deepytorch.version import __version__
 
 GraphPass = Callable[[fx.Graph], object]  # a frozen dataclass that can be called, or a plain function
 
-# Passes that are told whether the graph is one of inference; not in every version.
+# The class of passes that are told whether a graph is for inference; some versions of torch do not have it.
 _InferenceAware: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", None)
 
 
 @dataclass(frozen=True)
 class GraphPasses:
-    """Rewrites of the graphs that AOTAutograd makes of ours, by the place where Inductor calls them.
+    """The passes over graphs of AOTAutograd, by the place where Inductor calls them.
 
-    The joint ones see forward and backward in one graph (or the forward alone, without gradients); the post-grad ones
-    see each compiled graph, functional and decomposed.
+    The joint passes see forward and backward in one graph (or the forward alone, without gradients); the post-grad
+    passes see each compiled graph, functional and decomposed.
     """
 
     joint_pre: tuple[GraphPass, ...] = ()
@@ -46,7 +47,7 @@ class GraphPasses:
     post_grad_post: tuple[GraphPass, ...] = ()
 
     def uuid(self, plan_digest: str = "") -> str | None:
-        """What the compile caches know these passes by; None where a pass cannot be told from another one."""
+        """Return the passes' key in the compile caches; None if a pass cannot be told from another one."""
         slots = [self.joint_pre, self.joint_post, self.post_grad_pre, self.post_grad_post]
         prints = [[fingerprint(each) for each in slot] for slot in slots]
         if any(each is None for slot in prints for each in slot):
@@ -62,10 +63,10 @@ def lower(
     plan: Plan | None = None,
     passes: GraphPasses | None = None,
 ) -> Callable[..., Any]:
-    """What a backend of `torch.compile` does with a graph: a callable that takes `example_inputs`' like.
+    """Compile a graph, as a backend of `torch.compile` does; return a callable for inputs like `example_inputs`.
 
-    `module` may be changed and must not be used afterwards. `plan` is what the passes may depend on: it is part of the
-    cache keys. With gradients, the backward may be compiled only when it is first run.
+    `module` may be changed and must not be used afterwards. The passes may depend on `plan`, which is part of the cache
+    keys. With gradients, the backward may be compiled only when it is first run.
     """
     passes = passes or GraphPasses()
     if config.lowering == "eager":
@@ -82,10 +83,11 @@ def lower(
 
 
 def fingerprint(graph_pass: GraphPass) -> str | None:
-    """A hash of the source that `graph_pass` is written in and of its fields, equal in any process.
+    """Return a hash of a pass's source and of its fields, equal in any process.
 
-    Takes the whole module of its class: what a pass calls beside itself is part of what it does. None, "do not cache",
-    for what has no source or may hold anything: lambdas typed at a prompt, closures, objects that are no dataclasses.
+    The source is the whole module of the pass's class, since the functions that it calls are part of its behaviour.
+    None, "do not cache", for passes that have no source or may hold anything: lambdas typed at a prompt, closures,
+    objects that are no dataclasses.
     """
     if isinstance(graph_pass, FunctionType):
         if graph_pass.__closure__:
@@ -103,7 +105,7 @@ def fingerprint(graph_pass: GraphPass) -> str | None:
 
 
 def _module_source(kind: Any) -> str:
-    """The source of the module that `kind` stands in, and of the modules beside it whose names it uses."""
+    """Return the source of the module of `kind`, and of the modules of the same package whose names it uses."""
     home = inspect.getmodule(kind)
     if home is None:
         raise OSError(f"{kind} belongs to no module")
@@ -115,7 +117,7 @@ def _module_source(kind: Any) -> str:
 
 
 def _slots(passes: GraphPasses, options: dict[str, Any], plan: Plan | None) -> dict[str, CustomGraphPass]:
-    """Inductor's slots that have to be patched: ours in each, chained behind what the user had put there."""
+    """Return Inductor's slots to patch: in each our passes, chained behind the user's."""
     from deepytorch.torch_internals import inductor_config
 
     ours = {
@@ -147,7 +149,10 @@ def _is_inference_aware(graph_pass: GraphPass) -> bool:
 
 
 class _Chain(CustomGraphPass):
-    """One pass of several: 2.11 takes one a slot. The user's come first, and see what they would see without us."""
+    """One pass made of several, since torch 2.11 takes one a slot.
+
+    The user's passes come first, and see the graphs that they would see without us.
+    """
 
     def __init__(self, ours: tuple[GraphPass, ...], theirs: tuple[GraphPass, ...], uuid: str | None) -> None:
         self._ours = ours
@@ -161,7 +166,7 @@ class _Chain(CustomGraphPass):
             each(graph)
 
     def uuid(self) -> str | None:
-        """None, which means "do not cache", unless each pass can say who it is."""
+        """Return the chain's key in the caches; None, "do not cache", unless each pass has a key."""
         if self._uuid is None:
             return None
         names = [self._uuid]
@@ -173,7 +178,7 @@ class _Chain(CustomGraphPass):
         return hashlib.sha256(json.dumps(names).encode()).hexdigest()
 
 
-# A chain that is told, and passes it on.
+# A chain that is told whether a graph is for inference, and passes this on.
 _InferenceAwareChain: Any = (
     _Chain if _InferenceAware is None else type("_InferenceAwareChain", (_Chain, _InferenceAware), {})
 )
@@ -182,7 +187,7 @@ _InferenceAwareChain: Any = (
 def _lower_aot_eager(module: fx.GraphModule, example_inputs: Sequence[Any], passes: GraphPasses) -> Callable[..., Any]:
     from deepytorch.torch_internals import aot_autograd
 
-    # the partitioner honours what activation checkpointing marked, which the default one does not
+    # This partitioner honours the tags of activation checkpointing, which the default one does not.
     compiler = functools.partial(_run_as_is, passes)
     return aot_autograd(
         fw_compiler=compiler,

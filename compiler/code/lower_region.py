@@ -1,4 +1,4 @@
-"""How the graphs of one region are compiled: with gradients reduced in them, where those are ours to reduce."""
+"""The lowering of one region's graphs, with gradients reduced in them if our reducer has these."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from deepytorch.compiler.plan import Plan
 from deepytorch.passes.reduce_gradients import ReduceGradients
 from deepytorch.torch_internals import inductor_config
 
-# Options of Inductor's that move what is in a graph, off where gradients are reduced in it. The first puts them off to
-# the end, for the memory that they take, and then they leave late; the second (torch 2.14) moves torch's collectives
-# past ours, and ranks that send in other orders wait for each other without end.
+# Options of Inductor that reorder a graph; off if gradients are reduced in it. The first moves reductions to the end,
+# for the memory that they take, so that gradients are sent late. The second (torch 2.14) moves torch's collectives past
+# ours, and ranks that send in different orders wait for each other forever.
 _MOVERS = ("reorder_for_peak_memory", "aten_distributed_optimizations.enable_simple_overlap")
 
 
 @dataclass(frozen=True, eq=False)
 class RegionLowering:
-    """What one region's graphs are compiled with.
+    """The lowering of one region's graphs.
 
-    gradients: those of the data-parallel module around the region, if they are ours to reduce. declined: why they are
-    not, where there is such a module.
+    gradients: those of the data-parallel module around the region, if our reducer is to reduce them. declined: the
+    reason against it, if there is such a module.
     """
 
     config: CompilerConfig
@@ -39,9 +39,9 @@ class RegionLowering:
 
     @classmethod
     def here(cls, config: CompilerConfig, plan: Plan) -> RegionLowering:
-        """For a region in the data-parallel module whose forward runs now, if one does."""
+        """Return the lowering for a region in the data-parallel module whose forward runs now, if one does."""
         ddp = active()
-        if ddp is not None and delays_some(ddp):  # in the order in which eager's backward comes to them
+        if ddp is not None and delays_some(ddp):  # delayed gradients need the order of eager's backward
             return cls(replace(config, lowering="eager"), plan, declined="some are delayed, which takes eager's order")
         if not config.reduce_gradients or config.lowering == "eager":
             ddp = None
@@ -59,7 +59,7 @@ class RegionLowering:
         return GraphPerParameters(compiled, spare, example_inputs, self._compile_for_others)
 
     def lower(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Compile one graph for these very parameters."""
+        """Compile one graph for the parameters among `example_inputs` alone."""
         if self.gradients is None:
             return lower(module, example_inputs, config=self.config, plan=self.plan)
         reduce = ReduceGradients(self.gradients.name, self.gradients.members(example_inputs))
@@ -70,9 +70,9 @@ class RegionLowering:
         return lower(module, example_inputs, config=config, plan=self.plan, passes=passes)
 
     def may_begin(self) -> bool:
-        """Whether compiled code, which is there, may run: not before gradients are ours on all ranks, if they will be.
+        """Return whether code that is compiled may run: not before the change-over on all ranks, if there will be one.
 
-        Where the user waits for it, it runs at once: DDP reduces what comes of it until then.
+        If the user waits for compiled code, it runs at once: DDP reduces its gradients until the change-over.
         """
         if self.config.waits or not isinstance(self.gradients, Prospect):
             return True
@@ -80,17 +80,17 @@ class RegionLowering:
         return self.gradients.change_over.is_over
 
     def failed(self) -> None:
-        """The region could not be compiled on this rank."""
+        """Note that the region could not be compiled on this rank."""
         if isinstance(self.gradients, Prospect):
             self.gradients.change_over.failed()
 
     def with_gradients(self, gradients: Members | None) -> RegionLowering:
-        """The same, for parameters of another process."""
+        """Return the lowering with other gradients, such as none, or those of parameters in another process."""
         return replace(self, gradients=gradients)
 
     def _compile_for_others(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """A graph for other parameters than it was compiled for, of this data-parallel module or of another one."""
+        """Compile a graph for other parameters, of this data-parallel module or of another one."""
         lowering = RegionLowering.here(self.config, self.plan)
-        if not lowering.may_begin():  # another module's, which has not come so far: it stays with its own reducer
+        if not lowering.may_begin():  # the parameters of another module before its change-over: DDP's reducer has them
             return module.forward
         return lowering.compile(module, example_inputs)

@@ -1,4 +1,4 @@
-"""A graph compiled by a `torch.compile` of its own, with guards of its own, inside of what Dynamo traced around it."""
+"""The nested compilation of a graph: by a `torch.compile` of its own, with guards of its own, inside Dynamo's graph."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def compile_nested(
     varying: Sequence[tuple[int, ...]],
     may_recompile: Callable[[], bool] = lambda: True,
 ) -> tuple[Compiled, Sequence[Any]]:
-    """What calls the compiled graph from now on, and what it gives for these arguments.
+    """Compile a graph; return a function that calls it from now on, and its outputs for these arguments.
 
-    varying: for every argument the dimensions that vary from call to call. may_recompile: whether training may wait for
-    a compile that later arguments need (a size of 0 or 1 is none that varies); else they run in eager.
+    varying: the dimensions of each argument that vary from call to call. may_recompile: whether training may wait for a
+    compile that later arguments need (sizes of 0 and 1 are compiled for themselves); else such calls run in eager.
     """
     call, first = _nested(module, backend, arguments, varying, may_recompile)
     return call, first()
@@ -40,8 +40,9 @@ def prepare_nested(
     varying: Sequence[tuple[int, ...]],
     may_recompile: Callable[[], bool] = lambda: True,
 ) -> Compiled:
-    """What calls the compiled graph from now on, compiled for such arguments, whatever stance the script has told
-    `torch.compile` to take. Nothing has run, not either where this raises what compiling raises.
+    """Compile a graph for arguments like these, and run nothing; return a function that calls it from now on.
+
+    The script's stance of `torch.compile` is ignored. Errors of compiling are raised, and nothing has run then either.
     """
     only_compiles = True
 
@@ -57,7 +58,7 @@ def prepare_nested(
 
     call, first = _nested(module, backend_that_stops, arguments, varying, may_recompile)
     try:
-        with torch.compiler.set_stance("default"):  # under others it may be run in eager
+        with torch.compiler.set_stance("default"):  # under another stance the graph may run in eager
             first()
     except _Compiled:
         only_compiles = False
@@ -66,18 +67,18 @@ def prepare_nested(
 
 
 class _Compiled(Exception):
-    """The graph is compiled, and not to be run."""
+    """An exception that ends a call once its graph is compiled, so that nothing runs."""
 
 
 class _PutOff(Exception):
-    """The graph would have to be compiled anew, and training cannot wait for that."""
+    """An exception for a graph that would have to be compiled anew when training cannot wait for it."""
 
 
 class _RecompileGate:
-    """Stands for Dynamo's callback of a nested graph: lets it compile the first time, later where `may_recompile`."""
+    """The gate before Dynamo's callback of a nested graph: it lets the first compile pass, later ones if affordable."""
 
     def __init__(self, traces: Callable[..., Any], may_recompile: Callable[[], bool]) -> None:
-        self._torchdynamo_orig_backend = traces  # by this name Dynamo looks for the backend behind a callback
+        self._torchdynamo_orig_backend = traces  # under this name Dynamo looks for the backend behind a callback
         self._may_recompile, self._has_compiled = may_recompile, False
 
     def __call__(self, *frame: Any) -> Any:
@@ -93,9 +94,9 @@ _EXIT = re.compile(r"^\w+ = torch\.amp\.autocast_mode\._exit_autocast\((\w+)\)(.
 
 
 def _with_blocks(body: list[str]) -> list[str]:
-    """The code of a graph, with `with torch.autocast(...)` where it enters and leaves autocast by calls.
+    """Return the code of a graph with `with torch.autocast(...)` in place of calls that enter and leave autocast.
 
-    Dynamo of torch 2.11 traces no such calls: it makes them.
+    Dynamo of torch 2.11 does not trace such calls: it executes them.
     """
     made, depth = [], 0
     for line in "".join(body).splitlines():
@@ -122,13 +123,13 @@ def _nested(
     varying: Sequence[tuple[int, ...]],
     may_recompile: Callable[[], bool],
 ) -> tuple[Compiled, Callable[[], Sequence[Any]]]:
-    """What calls the graph from now on; and the first call, which compiles it."""
-    # Dynamo never enters code that was generated while it was compiling, so it is generated again.
+    """Return a function that calls the graph from now on, and a function for the first call, which compiles it."""
+    # Dynamo never enters code that was generated while Dynamo was compiling, so the code is generated again.
     with module.graph.on_generate_code(lambda _: _with_blocks):
         module.recompile()
 
     def both(traced: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
-        # The backward at once, as beside, where there is none to wait for: it is part of the cache's key.
+        # Lower the backward at once, as in the worker, where no backward comes: the setting is part of the cache's key.
         with functorch_config.patch(force_non_lazy_backward_lowering=True):
             return backend(traced, example_inputs)
 
@@ -138,7 +139,7 @@ def _nested(
     marked = [mark_alias(value, dims) if dims else value for value, dims in zip(arguments, varying, strict=True)]
 
     def call(*arguments: Any) -> Sequence[Any]:
-        # Dynamo guards marks, too: those that a batch comes with make no difference to this graph.
+        # Dynamo guards marks, too: an alias hides those that a batch comes with, which do not matter to this graph.
         pairs = zip(arguments, varying, strict=True)
         given = [mark_alias(value, dims) if dims and is_marked(value) else value for value, dims in pairs]
         try:

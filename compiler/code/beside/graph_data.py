@@ -1,4 +1,4 @@
-"""An FX graph as bytes, for another process: what `pickle` alone cannot do, because of operators and nodes.
+"""An FX graph as bytes, for another process. `pickle` alone cannot make them, because of operators and nodes.
 
 The bytes go through a pipe to a process that this one has started. Nothing here reads from a disk.
 """
@@ -22,14 +22,14 @@ _KEPT = ("recompute", "ac_graph_id")  # of a node's meta: the tags of activation
 
 
 class CannotSend(Exception):
-    """The graph holds what another process would not know."""
+    """An error for a graph that holds something unknown to another process."""
 
 
 class GraphData:
     """A module of Dynamo's or of a pass, without the values in its meta."""
 
     def __init__(self, module: fx.GraphModule) -> None:
-        """Raises `CannotSend` for a module that holds other modules."""
+        """Read a module's graph. Raises `CannotSend` if it calls modules or holds anything but plain tensors."""
         self._nodes: list[tuple[str, str, Any, Any, Any, dict[str, Any]]] = []
         self._attributes: dict[str, Any] = {}
         for node in module.graph.nodes:
@@ -45,11 +45,11 @@ class GraphData:
             self._nodes.append((node.op, node.name, node.target, args, kwargs, tags))
 
     def constants(self) -> list[torch.Tensor]:
-        """The tensors that are part of the graph."""
+        """Return the tensors that are part of the graph."""
         return list(self._attributes.values())
 
     def module(self) -> fx.GraphModule:
-        """The graph again: the same code, by the same names."""
+        """Return a module with the graph: the same code, with the same names."""
         graph = fx.Graph()
         made: dict[str, fx.Node] = {}
         for op, name, target, args, kwargs, tags in self._nodes:
@@ -65,7 +65,7 @@ class GraphData:
 
 
 class _Ref:
-    """Stands for a node among the arguments of another one."""
+    """A reference to a node among the arguments of another one."""
 
     __slots__ = ("name",)
 
@@ -84,7 +84,7 @@ def _by_name(value: Any) -> Any:
 
 
 def to_bytes(value: Any) -> bytes:
-    """Pickle what may hold operators; raises `CannotSend` for what only this process knows."""
+    """Pickle a value that may hold operators. Raises `CannotSend` for objects that only this process knows."""
     buffer = io.BytesIO()
     try:
         _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)

@@ -1,4 +1,4 @@
-"""What another process needs to compile a graph as this one would, by the same cache keys."""
+"""The job for another process: everything it needs to compile a graph as this one would, under the same cache keys."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ _CONFIGS = {"dynamo": dynamo_config, "functorch": functorch_config, "inductor": 
 
 @dataclass(frozen=True)
 class Argument:
-    """What a compiler asks of an argument: everything but its values. value: of what is no tensor."""
+    """The description of a graph's argument for a compiler: everything but a tensor's values.
+
+    value: of an argument that is not a tensor.
+    """
 
     value: Any = None
     is_parameter: bool = False
@@ -43,11 +46,11 @@ class Argument:
     offset: int = 0
     storage_bytes: int = 0
     requires_grad: bool = False
-    static: str | None = None  # what Dynamo notes on buffers, whose memory stays where it is
+    static: str | None = None  # Dynamo's mark on buffers, whose memory stays where it is
 
     @classmethod
     def of(cls, value: Any) -> Argument:
-        """Raises `CannotSend` for a tensor that another process cannot make up."""
+        """Return the description of a value. Raises `CannotSend` for a tensor that another process cannot make up."""
         if not isinstance(value, torch.Tensor):
             if not isinstance(value, (int, float, bool, str, type(None))):
                 raise CannotSend(f"an argument is a {type(value).__name__}")
@@ -72,7 +75,7 @@ class Argument:
         )
 
     def known_by(self, varying: tuple[int, ...]) -> str:
-        """What of it compiled code depends on, as text: not the sizes that vary from call to call."""
+        """Return as text everything that compiled code depends on, without the sizes that vary from call to call."""
         if not varying:
             return repr(self)
         size = ["*" if dim in varying else length for dim, length in enumerate(self.size)]
@@ -84,7 +87,7 @@ class Argument:
         return repr((size, stride, self.is_parameter, self.is_leaf, self.dtype, self.requires_grad, self.static))
 
     def make(self) -> Any:
-        """One like it. Its memory is asked for and not touched, so that it costs none."""
+        """Return an argument of this description. Its memory is allocated and not touched, so that it costs none."""
         if self.dtype is None:
             return self.value
         storage = torch.UntypedStorage(self.storage_bytes)
@@ -95,7 +98,7 @@ class Argument:
             return torch.nn.Parameter(tensor, requires_grad=self.requires_grad)
         if self.requires_grad and not self.is_leaf:
             leaf = torch.empty(0, dtype=self.dtype, requires_grad=True)
-            computed = leaf.clone()  # and no view of one, into which a graph could not write
+            computed = leaf.clone()  # not a view of a leaf, into which a graph could not write
             computed.data = tensor
             return computed
         return tensor.requires_grad_(self.requires_grad)
@@ -116,7 +119,7 @@ class Settings:
 
     @classmethod
     def here(cls) -> Settings:
-        """As they are now."""
+        """Return the present settings of this process."""
         return cls(
             torch.get_num_threads(),
             torch.get_default_dtype(),
@@ -133,7 +136,7 @@ class Settings:
         )
 
     def apply(self) -> None:
-        """Make them this process's own."""
+        """Make these settings the process's own."""
         torch.set_num_threads(self.threads)
         torch.set_default_dtype(self.default_dtype)
         torch.set_grad_enabled(self.grad)
@@ -144,7 +147,7 @@ class Settings:
         enabled, warn_only, fill = self.deterministic
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
         torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
-        if torch.get_float32_matmul_precision() != self.matmul_precision:  # to set it says more than its value
+        if torch.get_float32_matmul_precision() != self.matmul_precision:  # setting it has effects beyond its value
             torch.set_float32_matmul_precision(self.matmul_precision)
         for name, config in _CONFIGS.items():
             now = config.save_config_portable()
@@ -153,7 +156,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Job:
-    """One graph to compile. gradients: reducer's name and (argument, member) of what is reduced in its backward."""
+    """One graph to compile. gradients: the reducer's name, and (argument, member) for each gradient it reduces."""
 
     graph: GraphData
     code: str
@@ -171,7 +174,7 @@ class Job:
         varying: Sequence[tuple[int, ...]],
         lowering: RegionLowering,
     ) -> Job:
-        """Raises `CannotSend` where another process could not compile the same."""
+        """Return the job for a graph. Raises `CannotSend` if another process could not compile the same."""
         given = tuple(Argument.of(value) for value in arguments)
         storages = [value.untyped_storage() for value in arguments if isinstance(value, torch.Tensor)]
         memory = [each.data_ptr() for each in storages if each.nbytes()]  # those of size 0 all stand at 0
@@ -186,7 +189,7 @@ class Job:
         return cls(graph, code, given, tuple(varying), lowering.with_gradients(None), named, Settings.here())
 
     def digest(self) -> str:
-        """Equal for jobs that compile to the same, in any process of this machine."""
+        """Return a digest that is equal for jobs that compile to the same code, in any process of this machine."""
         parts = [
             __version__, torch.__version__, sys.version, platform.machine(), _cpu(), self.code,
             repr([each.known_by(dims) for each, dims in zip(self.arguments, self.varying, strict=True)]),
@@ -196,7 +199,7 @@ class Job:
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
     def compile(self) -> None:
-        """Fill the caches of this process, which is none that trains."""
+        """Compile the graph, which fills the caches. To be called in a process that does not train."""
         self.settings.apply()
         arguments = [each.make() for each in self.arguments]
         gradients = None
@@ -210,7 +213,7 @@ class Job:
 
 @functools.cache
 def _cpu() -> str:
-    """The instructions that the CPU has, which compiled code depends on."""
+    """Return the names of the CPU's instruction sets, on which compiled code depends."""
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
         return next((line for line in file if line.startswith(("flags", "Features"))), "")
     return platform.processor()

@@ -1,4 +1,4 @@
-"""What is being compiled beside, and by whom."""
+"""The queue of graphs that are compiled in the background, and the process that compiles them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Pending:
     done: threading.Event = field(default_factory=threading.Event)
 
     def finish(self, error: str | None = None, seconds: float = 0.0, peak_mb: float = 0.0) -> None:
-        """It is compiled, or will not be."""
+        """Note that the graph is compiled, or will not be."""
         self.error, self.seconds, self.peak_mb = error, seconds, peak_mb
         self.done.set()
 
@@ -59,7 +59,7 @@ def compile_beside(
     varying: Sequence[tuple[int, ...]],
     lowering: RegionLowering,
 ) -> Pending:
-    """Have a graph compiled that is to run with arguments like these; return at once.
+    """Have a graph compiled in the background for arguments like these; return at once.
 
     Raises `CannotSend` where no other process can compile it.
     """
@@ -78,7 +78,7 @@ def compile_beside(
 
 
 def _hand_over(asked: _Asked) -> None:
-    """Have the worker compile it; a new one where there is none."""
+    """Have the worker compile a graph; start a worker if there is none."""
     global _WORKER
     with _LOCK:
         if _WORKER is None or not _WORKER.take(asked):
@@ -89,7 +89,7 @@ def _hand_over(asked: _Asked) -> None:
 
 @contextlib.contextmanager
 def graphs_of(model: str) -> Iterator[None]:
-    """Inside, what is compiled belongs to this model: what is kept of it is listed by the name."""
+    """Mark graphs that are compiled inside as this model's: their entries on disk are listed by its name."""
     token = _MODEL.set(model)
     try:
         yield
@@ -98,8 +98,9 @@ def graphs_of(model: str) -> Iterator[None]:
 
 
 def expect(model: str) -> None:
-    """A first graph of this model will be traced and proved now, on one core. Unless an earlier run has kept one of it,
-    the process that is to compile it starts meanwhile, which takes as long.
+    """Start the worker for a model whose first graph is about to be traced and proved, on one core.
+
+    The start of the worker takes as long as the trace. It is left out if an earlier run has kept a graph of the model.
     """
     global _WORKER
     if any(entry.about.get("model") == model for entry in store.entries()):
@@ -118,7 +119,7 @@ def expect_no_longer() -> None:
 
 
 def _take(asked: _Asked) -> None:
-    """Use what an earlier run has kept; where another process drops it meanwhile, it is compiled as if it never was."""
+    """Use the entry of an earlier run; if another process drops it in between, have the graph compiled anew."""
     try:
         if _install(asked.digest):
             _warm_up()
@@ -131,7 +132,7 @@ def _take(asked: _Asked) -> None:
 
 
 def _load(pending: Pending, digest: str, seconds: float, peak_mb: float) -> None:
-    """Use what the worker has kept; where that is gone, or nothing can be kept, torch looks in its own folder."""
+    """Use the entry that the worker has kept; if it is gone, or nothing can be kept, torch looks in its own folder."""
     try:
         _install(digest)
         _warm_up()
@@ -142,7 +143,7 @@ def _load(pending: Pending, digest: str, seconds: float, peak_mb: float) -> None
 
 
 def _install(digest: str) -> bool:
-    """Have torch find what is kept under `digest`, if it still is. Raises `OSError` where its folder takes nothing."""
+    """Have torch find the entry of `digest`; return whether there is one. Raises `OSError` if it cannot be written."""
     entry = store.find(digest)
     with contextlib.suppress(FileNotFoundError):
         if entry is not None:
@@ -153,7 +154,7 @@ def _install(digest: str) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _Asked:
-    """One job of a worker's."""
+    """One job for the worker."""
 
     pending: Pending
     digest: str
@@ -162,9 +163,9 @@ class _Asked:
 
 
 class _Worker(threading.Thread):
-    """A process that compiles, as long as there is something to compile, and the thread that talks with it.
+    """The worker: a process that compiles as long as there are jobs, and the thread that talks with it.
 
-    patience: seconds for which it waits for a first job.
+    patience: seconds for which the worker waits for a first job.
     """
 
     def __init__(self, patience: float = 0.0) -> None:
@@ -174,7 +175,7 @@ class _Worker(threading.Thread):
         self._changed = threading.Condition(_LOCK)
 
     def take(self, asked: _Asked) -> bool:
-        """Give it one more job; False where it has ended."""
+        """Give the worker one more job; return False if it has ended."""
         with self._changed:
             if self._ended:
                 return False
@@ -183,7 +184,7 @@ class _Worker(threading.Thread):
             return True
 
     def is_enough(self) -> None:
-        """No job will come that it was started for."""
+        """Wait no longer for the job that the worker was started for."""
         with self._changed:
             self._patience = 0.0
             self._changed.notify()
@@ -198,13 +199,13 @@ class _Worker(threading.Thread):
             return None
 
     def _is_over(self) -> bool:
-        """Whether nothing waits; nothing will be taken then."""
+        """Return whether no job waits; if so, the worker takes no more."""
         with self._changed:
             self._ended = not self._waiting
             return self._ended
 
     def run(self) -> None:
-        """Start the process, hand it one job after the other."""
+        """Start the process, and hand it one job after the other."""
         process, worked = None, False
         while True:
             try:
@@ -220,7 +221,7 @@ class _Worker(threading.Thread):
             worked = True
             with _progress(asked.pending):
                 answer = _answer(process, asked)
-            if answer is None:  # that one alone has failed: those behind it get a process of their own
+            if answer is None:  # only this job has failed: the jobs behind it get a new process
                 process.communicate()
                 asked.pending.finish(error=f"the process that compiled it ended with {process.returncode}")
                 process = None
@@ -231,14 +232,14 @@ class _Worker(threading.Thread):
             else:
                 _load(asked.pending, asked.digest, seconds=answer["seconds"], peak_mb=answer["peak_mb"])
         if process is not None:
-            if not worked:  # it may be importing still
+            if not worked:  # the process may still be importing
                 process.terminate()
-            process.communicate()  # which ends it, and the memory that it holds
+            process.communicate()  # this ends the process and frees its memory
 
 
 def _warm_up() -> None:
-    """What loading compiled code takes the first time: modules, and a look at the CPU (by 15 processes)."""
-    with contextlib.suppress(Exception):  # then it is done, or fails, where it is needed
+    """Do what the first load of compiled code needs: import modules, and look at the CPU (by 15 processes)."""
+    with contextlib.suppress(Exception):  # after a failure here it is done, or fails, where it is needed
         from deepytorch.torch_internals import compile_fx, pick_vec_isa  # noqa: F401
 
         pick_vec_isa()
@@ -246,7 +247,7 @@ def _warm_up() -> None:
 
 @contextlib.contextmanager
 def _progress(pending: Pending) -> Iterator[None]:
-    """In a terminal, where lines of ours are shown, one that tells how long it has been compiling."""
+    """Show for how long a graph has been compiling, in a terminal and if messages of level INFO are on."""
     if not (logger.isEnabledFor(logging.INFO) and sys.stderr.isatty()):
         yield
         return
@@ -282,11 +283,11 @@ _MAIN = "from deepytorch.compiler.code.beside.worker import main; main({parent})
 _MODEL: ContextVar[str] = ContextVar("deepytorch_model", default="")
 _LOCK = threading.RLock()
 _WORKER: _Worker | None = None
-_EXPECTED_WITHIN = 60.0  # seconds; a trace and the step that sees how outputs are used
+_EXPECTED_WITHIN = 60.0  # seconds; for a trace, and the step that profiles the uses of outputs
 
 
 def _begin_anew() -> None:
-    """In a child made by `fork`: the worker is its parent's, and whoever held a lock is not here."""
+    """Forget the worker and the lock in a child made by `fork`: both belong to the parent and its threads."""
     global _WORKER, _LOCK
     _WORKER, _LOCK = None, threading.RLock()
 

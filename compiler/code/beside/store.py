@@ -1,8 +1,8 @@
-"""What was compiled beside, kept on disk: an entry a graph, found again by a digest of all that the code depends on.
+"""The store of graphs compiled in the background: one entry a graph, found by a digest of all that its code depends on.
 
-An entry holds the files that `torch.compile` left in a cache folder of its own. To use it is to link them into the
-folder that torch looks in. Entries are folders that only their owner can reach; the ones that were not used for longest
-leave when there are too many.
+An entry holds the files that `torch.compile` left in a cache folder of the entry's own. To use an entry is to link its
+files into the folder that torch looks in. Entries are folders that only their owner can reach; the least recently used
+ones are dropped when there are too many.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ _FILES, _ABOUT = "torch", "entry.json"
 
 @dataclass(frozen=True)
 class Entry:
-    """One graph, compiled. about: what was written down of it, as JSON."""
+    """One compiled graph. about: its description, as JSON."""
 
     path: Path
     about: dict[str, Any]
 
     @property
     def digest(self) -> str:
-        """What it is found by."""
+        """Return the digest by which the entry is found."""
         return self.path.name
 
     @property
     def num_bytes(self) -> int:
-        """On disk."""
+        """Return the entry's size on disk."""
         return int(self.about["num_bytes"])
 
     @property
     def used(self) -> float:
-        """When it was made or used last, as `time.time()` counts."""
+        """Return the time of the entry's last use, or of its making, as `time.time()` counts."""
         return (self.path / _ABOUT).stat().st_mtime
 
     def install(self) -> None:
-        """Let torch find what is in it. Raises `OSError` where its cache folder cannot be written."""
+        """Let torch find the entry's files. Raises `OSError` if torch's cache folder cannot be written."""
         source, target = self.path / _FILES, Path(inductor_cache_dir())
         for file in sorted(each for each in source.rglob("*") if each.is_file()):
             place = target / file.relative_to(source)
@@ -60,7 +60,7 @@ class Entry:
 
 
 def folder() -> Path | None:
-    """Where entries are kept; None, with a word, where that is not for this user alone."""
+    """Return the folder of the entries; None, with a log message, if it is not for this user alone."""
     found = cache_directory() / "compiled"
     for directory in (cache_directory(), found):
         refusal = prepare_private(directory)
@@ -71,13 +71,13 @@ def folder() -> Path | None:
 
 
 def find(digest: str) -> Entry | None:
-    """The entry of that digest, if there is one."""
+    """Return the entry of a digest, if there is one."""
     place = folder()
     return None if place is None else _read(place / digest)
 
 
 def entries() -> list[Entry]:
-    """All of them, the one that was used last in front."""
+    """Return all entries, the most recently used first."""
     place = folder()
     if place is None:
         return []
@@ -86,7 +86,7 @@ def entries() -> list[Entry]:
 
 
 def keep(made: Path, place: Path, about: dict[str, Any]) -> None:
-    """Move `made`, which `files_of` was asked for, to its place. about: to be read by people."""
+    """Move the folder `made`, which `files_of` has filled, to its place. about: a description for people."""
     num_bytes = sum(each.stat().st_size for each in (made / _FILES).rglob("*") if each.is_file())
     replace_file(made / _ABOUT, json.dumps({**about, "num_bytes": num_bytes, "made": time.time()}))
     made.chmod(0o700)
@@ -96,7 +96,7 @@ def keep(made: Path, place: Path, about: dict[str, Any]) -> None:
 
 
 def files_of(made: Path) -> Path:
-    """The folder for torch to write to, in one that is to become an entry. It is made anew."""
+    """Make the folder `made`, which is to become an entry, anew; return the folder in it for torch's files."""
     shutil.rmtree(made, ignore_errors=True)
     found = made / _FILES
     found.mkdir(mode=0o700, parents=True)
@@ -104,7 +104,7 @@ def files_of(made: Path) -> Path:
 
 
 def trim(limit_bytes: int | None = None) -> None:
-    """Drop the entries that were not used for longest, until the rest is no more than the limit."""
+    """Drop the least recently used entries, until the rest is within the limit."""
     left = Environment.read().cache_mb * 2**20 if limit_bytes is None else limit_bytes
     for entry in entries():
         left -= entry.num_bytes
@@ -113,12 +113,12 @@ def trim(limit_bytes: int | None = None) -> None:
 
 
 def remove(entry: Entry) -> None:
-    """Drop one entry. A process that has linked its files keeps them."""
+    """Drop one entry. A process that has linked the entry's files keeps them."""
     shutil.rmtree(entry.path, ignore_errors=True)
 
 
 def export(path: Path) -> int:
-    """Write all entries into one compressed file, for another machine like this one; return how many."""
+    """Write all entries into one compressed file, for another machine like this one; return their number."""
     found = entries()
     with tarfile.open(path, "w:gz") as archive:
         for entry in found:
@@ -128,10 +128,10 @@ def export(path: Path) -> int:
 
 
 def take_in(path: Path) -> int:
-    """Add the entries of such a file to those of this user; return how many were new.
+    """Add the entries of a file that `export` has written to those of this user; return the number of new ones.
 
-    Compiled code is run as it is: take in what you have made. Raises `DataError` for a file that holds anything else,
-    or that others can write.
+    Compiled code is run as it is: take in only files that you have made. Raises `DataError` for a file that holds
+    anything else, or that others can write.
     """
     place = folder()
     if place is None:
@@ -166,7 +166,7 @@ def take_in(path: Path) -> int:
     return new
 
 
-# Python before 3.10.12 and 3.11.4 has no filters: names, kinds and owners are looked at above, modes below.
+# Python before 3.10.12 and 3.11.4 has no filters: names, kinds and owners are checked, and modes set, by `take_in`.
 _EXTRACTS: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
 
 
@@ -175,7 +175,7 @@ def _owner() -> tuple[int, int]:
 
 
 def remove_stale(place: Path, older_than_seconds: float = 86400.0) -> None:
-    """What a process that was killed has left half-made."""
+    """Remove folders that a killed process has left half-made."""
     for each in _hidden(place):
         if time.time() - each.stat().st_mtime > older_than_seconds:
             shutil.rmtree(each, ignore_errors=True)
@@ -196,7 +196,7 @@ def _read(path: Path) -> Entry | None:
 
 
 def _link(file: Path, place: Path) -> None:
-    """A link where that can be, else a copy; whole, or not at all."""
+    """Link a file to a place, or copy it if it cannot be linked. The place gets the whole file, or nothing."""
     temporary = place.with_name(f".{place.name}.{os.getpid()}")
     try:
         try:

@@ -1,6 +1,6 @@
-"""The process that compiles graphs for another one: jobs come through its input, answers leave through its output.
+"""The worker, a process that compiles graphs for another one: its input brings jobs, and its output takes answers.
 
-It ends when its input does, which is when the process that started it has no more to compile, or is no more.
+The worker ends when its input does: when the process that started it has no more to compile, or has ended.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LENGTH = struct.Struct("!Q")
 
 
 def send(stream: IO[bytes], digest: str, model: str, job: bytes) -> None:
-    """Hand a job to the worker that reads from `stream`. digest: what its entry is kept by. model: a name to tell."""
+    """Hand a job to the worker that reads from `stream`. digest: the entry's. model: a name for messages."""
     for part in (digest.encode(), model.encode(), job):
         stream.write(_LENGTH.pack(len(part)))
         stream.write(part)
@@ -39,13 +39,13 @@ def send(stream: IO[bytes], digest: str, model: str, job: bytes) -> None:
 def main(parent: int) -> None:
     """Compile until there is no more input. parent: the process that has started this one."""
     jobs, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # whatever a compiler prints is no answer
+    os.dup2(2, 1)  # prints of a compiler must not be taken for answers
     place = store.folder()
     with tempfile.TemporaryDirectory(prefix=".compiling-", dir=place) as scratch:
         queue: SimpleQueue[tuple[str, str, bytes] | None] = SimpleQueue()
         threading.Thread(target=_read, args=(jobs, queue), daemon=True).start()
         end_with_parent(parent, Path(scratch))
-        _import_compilers()  # before files go to a place of their own: headers that are compiled once are of all
+        _import_compilers()  # before the temporary folder is set: headers that are compiled once are for all workers
         tempfile.tempdir = process_environment()["TMPDIR"] = scratch
         while (found := queue.get()) is not None:
             answers.write(json.dumps(_compile(*found, place, Path(scratch))) + "\n")
@@ -53,7 +53,7 @@ def main(parent: int) -> None:
 
 
 def _import_compilers() -> None:
-    """What takes seconds: there may be no job yet."""
+    """Import the compilers, which takes seconds; there may be no job yet."""
     from deepytorch.compiler.code.beside import job  # noqa: F401
     from deepytorch.torch_internals import compile_fx  # noqa: F401
 
@@ -71,7 +71,7 @@ def _read(jobs: IO[bytes], queue: SimpleQueue[tuple[str, str, bytes] | None]) ->
 def _compile(digest: str, model: str, job: bytes, place: Path | None, scratch: Path) -> dict[str, object]:
     started, used = time.perf_counter(), _cpu_seconds()
     try:
-        if place is None:  # nothing may be kept: torch's own folder has to do
+        if place is None:  # no entry may be kept: torch's own folder is used
             _run(job)
         else:
             locks = place / ".locks"
@@ -98,7 +98,7 @@ def _run(job: bytes) -> None:
     from deepytorch.compiler.code.beside.job import Job
     from deepytorch.torch_internals import clear_inductor_caches
 
-    clear_inductor_caches()  # what an earlier job left in memory would be missing in this one's entry
+    clear_inductor_caches()  # code that an earlier job left in memory would be missing in this job's entry
     found = pickle.loads(job)
     assert isinstance(found, Job)
     found.compile()
@@ -111,8 +111,9 @@ def _torch() -> str:
 
 
 def _peak_mb() -> float:
-    """The most memory that this process has held. By `getrusage` it would be its parent's, where that is more: Linux
-    hands the peak on to what a process becomes.
+    """Return the peak memory of this process.
+
+    By `getrusage` it would be the parent's, if that is more: Linux hands the peak on through `fork` and `exec`.
     """
     with contextlib.suppress(OSError), open("/proc/self/status", encoding="utf-8") as file:
         for line in file:
