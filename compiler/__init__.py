@@ -1,4 +1,4 @@
-"""From a captured graph to a compiled step: backend, capture, pipeline, manager, lower_region, runtime; outputs."""
+"""The compiler: from a graph that Dynamo captured to a compiled step, and the outputs of the step."""
 
 if __name__ != "deepytorch.compiler":
     raise ImportError(

@@ -1,4 +1,4 @@
-"""Which form of `varlen_attention` computes each attention of a packed graph, told before it runs."""
+"""The form of `varlen_attention` that computes each attention of a packed graph, found before the graph runs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from deepytorch.torch_internals import FakeTensorMode
 
 
 def attention_forms(graph: fx.Graph) -> dict[str, int]:
-    """How many attentions each form computes, by its name and why no other does, such as
-    "triton (flash: dtype torch.float32; efficient: slower where it was measured)".
+    """Return the number of attentions that each form computes, by the form's name and the reasons against the others.
 
-    graph: every node has its value. A form is chosen again in every call, by what the call is given; here by the shapes
-    that were traced.
+    A key is, for example, "triton (flash: dtype torch.float32; efficient: slower where it was measured)". graph: every
+    node has its value. The form is chosen by the traced shapes; each call chooses again, by its own arguments.
     """
     found: Counter[str] = Counter()
     for node in graph.find_nodes(op="call_function", target=torch.ops.deepytorch.varlen_attention.default):
@@ -35,14 +34,14 @@ def _form(node: fx.Node) -> str:
     rows_q = torch.empty(1)
     rows_k = rows_q if cu_k is cu_q else torch.empty(1)
     some_bias = None if bias is None else _of_that_shape(bias)
-    # the longest rows: that there are tokens is all that is asked of them
+    # 1 and 1 stand for the longest rows: the choice only asks if there are tokens.
     call = Call(rows_q, rows_k, 1, 1, some_bias, None, None, None, Rule(**node.kwargs))  # type: ignore[arg-type]
     form, reasons = choose_form(query, key, value, call)
     return f"{form} ({'; '.join(reasons)})" if reasons else form
 
 
 def _of_that_shape(node: Any) -> Tensor:
-    """A tensor of the shape that was traced, its symbols being what they were then."""
+    """Return a tensor of the traced shape, with the values that its symbols had in the trace."""
     traced: Tensor = node.meta["val"]
     sizes, strides = (
         [(each.node.hint or 1) if isinstance(each, torch.SymInt) else each for each in given]

@@ -1,4 +1,4 @@
-"""What `torch.compile(model, backend="deepytorch")` calls with every graph of Dynamo's."""
+"""The backend that `torch.compile(model, backend="deepytorch")` calls with each graph of Dynamo's."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from deepytorch.passes.unpad.program import Program
 from deepytorch.passes.unpad.rules import is_random
 from deepytorch.torch_internals import CompileContext, TensorifyScalarRestartAnalysis
 
-_OF_ANY_SIZES = ("FuseLinearLoss",)  # passes that stock's own trace will do for
+_OF_ANY_SIZES = ("FuseLinearLoss",)  # passes that need no symbolic sizes: stock's own trace is enough
 
 # Set while `deepytorch.explain` looks at a model: regions are analysed and run in eager, nothing is lowered.
 EXPLAINING: ContextVar[list[RegionRecord] | None] = ContextVar("deepytorch_explaining", default=None)
@@ -58,8 +58,8 @@ def deepytorch_backend(
 ) -> Callable[..., Any]:
     """Compile one graph of Dynamo's. `mode` and `options` are those of `torch.compile`, see `CompilerConfig`.
 
-    Raises `ConfigError` for an option that is not known. Whatever else goes wrong while compiling leaves the region
-    as stock would have compiled it, or in eager if that fails too, and is logged once.
+    Raises `ConfigError` for an unknown option. After any other failure the region is compiled as by stock, or runs in
+    eager if that fails too; the failure is logged once.
     """
     prepare_dynamo()
     config = CompilerConfig.parse(mode, options, kwargs)
@@ -82,7 +82,7 @@ def deepytorch_backend(
 
 
 def _nothing_to_pack(module: fx.GraphModule, config: CompilerConfig) -> str | None:
-    """Why a look at a Dynamo graph is enough; None where it has to be analysed."""
+    """Return why a Dynamo graph has nothing to pack, by a quick look; None if it has to be analysed."""
     if not config.unpad:
         return "stripping padding is switched off"
     if not _may_have_attention(module):
@@ -95,7 +95,7 @@ def _nothing_to_pack(module: fx.GraphModule, config: CompilerConfig) -> str | No
 def _without_packing(
     module: fx.GraphModule, example_inputs: Sequence[Any], config: CompilerConfig, *reasons: str
 ) -> Callable[..., Any]:
-    """What else may be rewritten in a region, of which `reasons` say why it is not packed; as stock if nothing."""
+    """Compile a region that is not packed, for `reasons`, with the other passes if they apply; else as stock."""
     plan = Plan.initial("region", config).without("StripPadding")
     if not config.fuse_loss or not plan.passes or not _may_have_large_loss(module):
         return _lower_whole(module, example_inputs, config, _record(config, *reasons))
@@ -110,14 +110,14 @@ def _analysed(
     plan: Plan,
     reasons: Sequence[str] = (),
 ) -> Callable[..., Any]:
-    """Compile by `plan`; as stock what cannot be analysed."""
+    """Compile a region by `plan`, or as stock if it cannot be analysed."""
     try:
         with _saving_for_nobody():
             return _compile(module, example_inputs, config, trace, plan, reasons)
     except TensorifyScalarRestartAnalysis:  # see [Note: Restarts]
         raise
     except Untraceable as untraceable:
-        reason = str(untraceable).partition("\n")[0]  # the interpreter adds where it was
+        reason = str(untraceable).partition("\n")[0]  # the interpreter adds its position in further lines
         if trace is not Trace.DECLINED:
             tell(Outcome.UNTRACEABLE)
         if trace is Trace.MARKED and EXPLAINING.get() is None:
@@ -133,7 +133,7 @@ def _analysed(
 
 
 def _saving_for_nobody() -> Any:
-    """Inside, what a trace saves for a backward is not counted by whoever counts it, such as a checkpoint around us."""
+    """Hide tensors that a trace saves for a backward from counts of saved tensors, such as an outer checkpoint's."""
     return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
@@ -202,7 +202,7 @@ def _effects(graph: fx.Graph) -> Effects:
 
 
 def _keeps_all(node: fx.Node) -> bool:
-    """Whether this is an attention without dropout, whose operator could draw."""
+    """Return whether a node is an attention without dropout: its operator could draw, and does not."""
     if node.target is not torch.ops.aten.scaled_dot_product_attention.default:
         return False
     return (node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)) == 0.0
@@ -211,7 +211,7 @@ def _keeps_all(node: fx.Node) -> bool:
 def _lower_whole(
     module: fx.GraphModule, example_inputs: Sequence[Any], config: CompilerConfig, record: RegionRecord
 ) -> Callable[..., Any]:
-    """Compile a region as it is, as stock would; in eager if that fails."""
+    """Compile a region unchanged, as stock would; run it in eager if that fails."""
     explaining = EXPLAINING.get()
     if explaining is not None:
         explaining.append(record)
@@ -244,7 +244,7 @@ def _lower_whole(
             tell(Outcome.DECLINED)
             return whole_region(later, eager, lowering, record, unread, parts_in_outputs(copy.graph))
         record.compiles += 1
-        if not config.waits:  # its gradients become ours later, if at all: until then DDP reduces them
+        if not config.waits:  # a change-over of its gradients comes later, if at all: until then DDP reduces them
             logger.info("%s is compiled now, and training waits for it", record.name)
             lowering = lowering.with_gradients(None)
         compiled = lowering.compile(module, example_inputs)
@@ -268,7 +268,7 @@ def _lower_whole(
 def _later(
     module: fx.GraphModule, example_inputs: Sequence[Any], config: CompilerConfig
 ) -> fx.GraphModule | str | None:
-    """A graph in a form that is compiled in the background; why it has none; None where training waits anyway."""
+    """Return a graph's form for the background, or the reason for which it has none; None if training waits anyway."""
     if config.waits:
         return None
     with _saving_for_nobody():
@@ -276,7 +276,7 @@ def _later(
 
 
 def _note_sizes(trace: FrameTrace, module: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
-    """Tell the gate where a graph has come out for the sizes of this batch alone."""
+    """Tell the gate if a graph has come out for the sizes of this batch alone."""
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     fakes = [
         node.meta["example_value"]
@@ -297,7 +297,7 @@ def _lowering(config: CompilerConfig, plan: Plan, record: RegionRecord) -> Regio
 def _explain(
     module: fx.GraphModule, program: Program | None, record: RegionRecord, found: list[RegionRecord]
 ) -> Callable[..., Any]:
-    """Run the region in eager and read, from its first batch, what packing would save."""
+    """Return a region that runs in eager and reads from its first batch what packing would save."""
     from deepytorch.compiler.step.batch_facts import Refusal, read_facts
 
     outcome = Outcome.PACKED if program is not None else Outcome.DECLINED
@@ -339,7 +339,7 @@ def _record(config: CompilerConfig, *reasons: str) -> RegionRecord:
 
 
 def _is_recompilation() -> bool:
-    """Whether Dynamo compiled this frame before, for other sizes or another state."""
+    """Return whether Dynamo compiled this frame before, for other sizes or another state."""
     current = CompileContext.current_compile_id()
     return current is not None and bool(current.frame_compile_id)
 
@@ -350,19 +350,19 @@ def _region_name() -> str:
 
 
 def _sets_generators(module: fx.GraphModule) -> bool:
-    """Whether Dynamo has cut a graph where the model sets the state of a random generator, or makes one."""
+    """Return whether Dynamo has cut a graph at a place where the model sets or makes a random generator."""
     return _is_cut_at(module, "rng_state", "manual_seed", "fork_rng", "torch.Generator")
 
 
 def _is_cut_at(module: fx.GraphModule, *names: str) -> bool:
-    """Whether Dynamo has cut a graph where what it says of the reason holds one of these names."""
+    """Return whether Dynamo has cut a graph for a reason whose text holds one of these names."""
     reason = getattr(module, "compile_subgraph_reason", None)
     said = str(getattr(reason, "reason", ""))
     return bool(getattr(reason, "graph_break", False)) and any(name in said for name in names)
 
 
 def _may_have_attention(module: fx.GraphModule) -> bool:
-    """A cheap look at a Dynamo graph, before sizes are made symbolic for its sake."""
+    """Return whether a Dynamo graph may have attention: a cheap look, before sizes are made symbolic for its sake."""
     for part in module.modules():
         if isinstance(part, fx.GraphModule):
             for node in part.graph.nodes:
@@ -375,7 +375,7 @@ def _may_have_attention(module: fx.GraphModule) -> bool:
 
 
 def _may_have_large_loss(module: fx.GraphModule) -> bool:
-    """A cheap look at a Dynamo graph: a cross-entropy of large logits."""
+    """Return whether a Dynamo graph may have a cross-entropy of large logits: a cheap look."""
     for node in module.graph.nodes:
         if node.op == "call_function" and getattr(node.target, "__name__", "").startswith("cross_entropy"):
             given = node.args[0] if node.args else node.kwargs.get("input")
@@ -386,7 +386,7 @@ def _may_have_large_loss(module: fx.GraphModule) -> bool:
 
 
 def _is_packed(module: fx.GraphModule) -> bool:
-    """Whether a Dynamo graph has our attention already: padding was stripped at its model's door."""
+    """Return whether a Dynamo graph has our attention already, by packing at model entry."""
     packed = torch.ops.deepytorch.varlen_attention.default
     return any(
         node.target is packed

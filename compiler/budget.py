@@ -1,12 +1,12 @@
-"""Seconds that deepytorch has cost a run and saved it: a pause begins only if the run can afford it.
+"""The budget of pauses: the seconds that deepytorch has cost and saved a run. Only an affordable pause begins.
 
 [Note: What a pause may cost]
-Dynamo's traces, the proof, compiling in the training process and loading what another process has compiled all stop
-training. No run is to be more than 6 % slower than eager at any point, so each such pause is charged here, and has to
-be affordable before it begins: the run is old enough for the pause to be `SHARE` of it, or packed steps have saved as
-much. The rest of the 6 % is for what is not charged: the import, the calls of armed modules, and what the compile
-process takes of the caches and cores that training uses. Whoever compiles from the first step on, as `torch.compile`
-does, sets `DEEPYTORCH_COMPILE=wait`, and nothing is asked.
+Four things stop training: Dynamo's traces, the proof, compiling in the training process, and loading code that another
+process has compiled. No run may be more than 6 % slower than eager at any point. So each such pause is charged here,
+and has to be affordable before it begins: the run is old enough for the pause to be `SHARE` of it, or packed steps have
+saved as much. The rest of the 6 % is for costs that are not charged: the import, the calls of armed modules, and the
+caches and cores that the compile process takes from training. `DEEPYTORCH_COMPILE=wait` compiles from the first step
+on, as `torch.compile` does, and asks no budget.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SHARE = 0.05  # of the seconds that eager would have taken so far
 
 
 class Budget:
-    """Seconds that this process lost and saved by us, against those that eager would have taken.
+    """The seconds that this process lost and saved by deepytorch, against those that eager would have taken.
 
     balance: seconds saved, less seconds lost. paused: seconds for which training has stood still.
     """
@@ -33,7 +33,7 @@ class Budget:
         self._is_pausing = False
 
     def account(self, saved: float) -> None:
-        """Add seconds that were saved, or take off those that were lost."""
+        """Add seconds that were saved; lost ones are negative."""
         before, self.balance = self.balance, self.balance + saved
         if before <= 0.0 < self.balance:
             STARTS.break_even = seconds_since_start()
@@ -43,12 +43,12 @@ class Budget:
         return seconds <= self.longest_pause()
 
     def longest_pause(self) -> float:
-        """Return for how many seconds training may stand still from now on."""
+        """Return the number of seconds for which training may stand still from now on."""
         return self.balance + SHARE * (seconds_since_start() + self.balance)
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Charge what runs inside, as training waits for it. A pause inside of another one is charged once."""
+        """Charge the time of the block, for which training waits. A pause inside of another one is charged once."""
         if self._is_pausing:
             yield
             return

@@ -1,9 +1,9 @@
-"""Dynamo's graph, traced once more into the one vocabulary that every pass reads: pre-dispatch ATen.
+"""The capture of Dynamo's graph: traced once more into the one vocabulary that every pass reads, pre-dispatch ATen.
 
-What comes out (about 25 distinct overloads for a language model) keeps `linear`, `layer_norm`,
+The result (about 25 distinct overloads for a language model) keeps `linear`, `layer_norm`,
 `scaled_dot_product_attention`, `embedding`, `cross_entropy_loss` and `dropout` whole. Four things are normalised on
-top: sizes are read from tensors, not from the integers that Dynamo lifted; empty key-value caches that are about to be
-concatenated vanish; in-place arithmetic on a fresh value becomes its out-of-place form; casts that change nothing go.
+top. Sizes are read from tensors, and not from the integers that Dynamo lifted. Empty key-value caches that are about to
+be concatenated vanish. In-place arithmetic on a fresh value becomes out-of-place. Casts that change nothing vanish.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from deepytorch.torch_internals import (
 
 aten = torch.ops.aten
 
-# What the in-place form of an operator computes when it is applied to a value that nothing else looks at.
+# In-place operators with the out-of-place ones that compute the same if nothing else reads the changed value.
 _OUT_OF_PLACE = {
     aten.add_.Tensor: aten.add.Tensor,
     aten.add_.Scalar: aten.add.Scalar,
@@ -59,7 +59,7 @@ class Captured:
 
     @property
     def shape_env(self) -> Any:
-        """The symbols' environment, or None where every size is a number."""
+        """Return the symbols' environment, or None if every size is a number."""
         return self.fake_mode.shape_env if self.fake_mode is not None else None
 
 
@@ -96,17 +96,20 @@ def capture(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
 
 
 def _refuse_baked_values(traced: fx.GraphModule) -> None:
-    """A value of this batch that stands in the trace as a constant would be every batch's: `x.data`, `vmap`."""
+    """Raise `Untraceable` if a value of this batch is a constant in the trace, by `x.data` or `vmap` for example.
+
+    The constant would stand for the value of every batch.
+    """
     for node in traced.graph.nodes:
         if node.op == "get_attr" and isinstance(getattr(traced, str(node.target), None), FakeTensor):
             raise Untraceable(f"{node.name} is a value of the batch that tracing took for a constant")
 
 
 class Untraceable(Exception):
-    """The graph holds what a trace of its forward would lose; the region is left to stock."""
+    """An error for a graph with effects that a trace of its forward would lose; the region is left to stock."""
 
 
-# Calls of Dynamo's that act on gradients, or on how the calls after them are run: a trace of the forward loses them.
+# Calls in Dynamo's graphs that act on gradients, or on the calls after them: a trace of the forward loses them.
 _LOST_MODULES = ("torch.autograd.", "torch._functorch.", "torch._C._functorch.", "torch.func.", "torch._dynamo.")
 _LOST_METHODS = frozenset({
     "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "requires_grad_", "backward",
@@ -114,10 +117,10 @@ _LOST_METHODS = frozenset({
 
 
 class _Inlining(fx.Interpreter):
-    """Runs a Dynamo graph with checkpointed parts inlined, their nodes tagged for recomputation in the backward.
+    """The interpreter of a Dynamo graph that inlines checkpointed parts, with tags for recomputation in the backward.
 
-    Tracing records autocast of the model's own and does not enter it. Here it is entered, left at the latest with
-    `casts`: dtypes are then what they will be, and a `.float()` inside is not lost as one that changes nothing.
+    Tracing records the model's own autocast and does not enter it. Here it is entered, and left with `casts` at the
+    latest: dtypes are then those of the run, and a `.float()` inside is not dropped as a cast that changes nothing.
     Raises `Untraceable` for a custom autograd function, a hook on a gradient, `torch.func`, control flow, and for
     selective checkpointing, whose policy only AOTAutograd knows how to ask.
     """
@@ -128,7 +131,7 @@ class _Inlining(fx.Interpreter):
         self._entered: list[contextlib.ExitStack] = []
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one call; a checkpointed part by running what is inside."""
+        """Run one call; of a checkpointed part, run the graph inside."""
         if target is enter_autocast:
             device, dtype, enabled, _ = args
             self._entered.append(self._casts.enter_context(contextlib.ExitStack()))
@@ -158,11 +161,11 @@ class _Inlining(fx.Interpreter):
 
 @contextlib.contextmanager
 def autocast_unrecorded(device: str, dtype: torch.dtype | None, enabled: bool) -> Iterator[None]:
-    """`torch.autocast`, which would be recorded itself."""
+    """Enter autocast without a record in the trace, which `torch.autocast` itself would leave."""
     before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled()
     torch.set_autocast_enabled(device, enabled)
     torch.set_autocast_dtype(device, dtype or before[1])
-    torch.set_autocast_cache_enabled(False)  # it would keep fake weights
+    torch.set_autocast_cache_enabled(False)  # the cache would keep fake weights
     try:
         yield
     finally:
@@ -189,7 +192,7 @@ def _graph_input(node: fx.Node, value: Any) -> GraphInput:
 
 
 def is_batch_input(node: fx.Node, value: Any) -> bool:
-    """Whether an input of a Dynamo graph comes with the call, and is no state of a module."""
+    """Return whether an input of a Dynamo graph comes with the call, and is no state of a module."""
     if not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter):
         return False
     source = getattr(node.meta.get("grapharg"), "source", None)
@@ -197,9 +200,9 @@ def is_batch_input(node: fx.Node, value: Any) -> bool:
 
 
 def sizes_from_tensors(module: fx.GraphModule, values: str = "val") -> None:
-    """Let every size be read from the tensor it is the size of, so that the graph needs no integer inputs.
+    """Read every size from a tensor that has it, so that the graph needs no integer inputs.
 
-    values: where in their meta nodes have their values.
+    values: the key in a node's meta under which its value stands.
     """
     graph = module.graph
     placeholders = _placeholders(module)
@@ -222,7 +225,7 @@ def sizes_from_tensors(module: fx.GraphModule, values: str = "val") -> None:
 
 
 def drop_empty_caches(graph: fx.Graph) -> None:
-    """`cat([empty, keys], dim)` is `keys`: what a fresh key-value cache does at its first update."""
+    """Replace `cat([empty, keys], dim)` by `keys`: the first update of a fresh key-value cache."""
     for node in list(graph.nodes):
         if node.target is not aten.cat.default:
             continue
@@ -245,7 +248,7 @@ _CASTS = frozenset({aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to
 
 
 def drop_casts_to_self(graph: fx.Graph) -> None:
-    """`x.to(...)` is `x` itself where nothing would change."""
+    """Replace `x.to(...)` by `x` if the cast would change nothing."""
     for node in list(graph.nodes):
         if node.target in _CASTS and isinstance(node.args[0], fx.Node):
             before, after = node.args[0].meta["val"], node.meta["val"]
@@ -272,9 +275,9 @@ def _is_legacy_empty(node: fx.Node) -> bool:
 
 
 def out_of_place(graph: fx.Graph) -> None:
-    """Turn `x.add_(y)` into `x = x + y` where `x` is fresh: no input, no view, and no view of it is alive.
+    """Turn `x.add_(y)` into `x = x + y` if `x` is fresh: no input, no view, and without a view that is alive.
 
-    A write under `no_grad` into a value that has a gradient stays: its gradient passes by the write.
+    A write under `no_grad` into a value that has a gradient stays: the value's gradient does not go through the write.
     """
     position = {node: index for index, node in enumerate(graph.nodes)}
     untracked = without_grad(graph)
@@ -300,7 +303,7 @@ def out_of_place(graph: fx.Graph) -> None:
 
 
 def without_grad(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes that run where the graph itself has switched gradients off."""
+    """Return the nodes that run while the graph itself has switched gradients off."""
     found: set[fx.Node] = set()
     enabled = True
     for node in graph.nodes:
@@ -322,7 +325,7 @@ def _keeps_shape_and_dtype(before: Any, after: Any, operands: list[Any]) -> bool
 
 
 def _is_fresh(node: fx.Node) -> bool:
-    """Whether `node` owns its memory and nothing else looks into it."""
+    """Return whether `node` owns its memory and nothing else shares it."""
     if node.op != "call_function" or returns_alias(node):
         return False
     return not any(returns_alias(user) and not writes_in_place(user) for user in node.users)

@@ -1,6 +1,6 @@
-"""The call of a module, compiled: inside of its own hooks, and once for all modules of its class.
+"""The compiled call of a module: inside of the module's own hooks, and once for all modules of its class.
 
-Which of its frames Dynamo traces, and when, `trace_gate` decides.
+`trace_gate` decides which of its frames Dynamo traces, and when.
 """
 
 from __future__ import annotations
@@ -31,11 +31,17 @@ def compiled_call(
     first_seconds: float = 0.0,
     packs_in_eager: bool = True,
 ) -> Callable[..., Any]:
-    """The call of modules of one class: compiled whole, or, where the module itself has hooks, inside of them.
+    """Return the call of modules of one class: compiled whole, or inside of the module's own hooks if it has some.
 
-    first_seconds: what the first trace is thought to take; it has been decided on. packs_in_eager: as `TraceHistory`
-    has it. Hooks on the outermost module belong to whoever runs the loop (DeepSpeed counts steps in one); Dynamo would
-    compile them, and compile anew when what they count changes.
+    Hooks on the outermost module belong to the framework that runs the loop (DeepSpeed counts steps in one). Dynamo
+    would compile them, and compile anew when their counts change.
+
+    Args:
+        kind: The class.
+        mode: The mode of `torch.compile`.
+        options: The options of `torch.compile`.
+        first_seconds: An estimate of the first trace's time; that trace has been decided on.
+        packs_in_eager: As for `TraceHistory`.
     """
     config = CompilerConfig.parse(mode, options)
     own = _own_code(kind)
@@ -65,19 +71,23 @@ def compiled_call(
 
 
 def step(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """What is compiled. (`Module.compile` gives Dynamo `_call_impl`, which it leaves alone for torch's own modules.)"""
+    """Call a module; this function is compiled.
+
+    (`Module.compile` gives Dynamo `_call_impl`, which Dynamo does not trace for torch's own modules.)
+    """
     return module._call_impl(*args, **kwargs)
 
 
 def _inner_step(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What is compiled of a module with hooks."""
+    """Call the forward of a module with hooks; this function is compiled."""
     return forward(*args, **kwargs)
 
 
 @contextlib.contextmanager
 def _first_call(module: nn.Module, args: Any, kwargs: Any, config: CompilerConfig) -> Iterator[None]:
-    """Around a call: where it is the first of its class, one trace will do for it, see `marked_ahead`, and the process
-    that compiles starts beside. Marks on the arguments of a later call would have Dynamo compile anew.
+    """Prepare for the first call of a class: mark its batch, so that one trace is enough, and start the worker.
+
+    See `marked_ahead` and `expect`. Marks on the arguments of a later call would make Dynamo compile anew.
     """
     kind = type(module)
     if kind in _CALLED:
@@ -93,7 +103,7 @@ def _first_call(module: nn.Module, args: Any, kwargs: Any, config: CompilerConfi
 
 @contextlib.contextmanager
 def _set_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Inside, `module` has this forward, unless somebody gives it another one."""
+    """Give `module` this forward inside of the block, unless somebody gives it another one."""
     instance = vars(module)
     set_on_it = instance.get("forward")  # accelerate sets one, for mixed precision
     instance["forward"] = forward
@@ -107,8 +117,9 @@ def _set_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[Non
 
 
 def _own_code(kind: type) -> _OwnCode:
-    """What is known of a class, unless it or a class of a part has been changed since: then nothing that was compiled
-    of it is of use, nor of frames that others may share with it.
+    """Return the compiled code of a class; start anew if the class, or the class of a part, has been changed since.
+
+    A change makes everything useless that was compiled of the class, and of frames that others may share with it.
     """
     if kind in _OWN and _OWN[kind].classes.has_changed():
         reset_dynamo()
@@ -117,8 +128,9 @@ def _own_code(kind: type) -> _OwnCode:
 
 
 class _OwnCode:
-    """What is compiled of the modules of one class: functions with code of their own, since Dynamo keeps graphs by code
-    object, and what tracing them has shown.
+    """The compiled code of the modules of one class, and the history of its traces.
+
+    The class has functions with code objects of their own, since Dynamo keeps graphs by code object.
     """
 
     def __init__(self, name: str) -> None:
@@ -128,7 +140,7 @@ class _OwnCode:
     def compiled(
         self, function: Callable[..., Any], mode: str | None, options: dict[str, Any] | None, waits: bool
     ) -> Callable[..., Any]:
-        """Return what calls `function` compiled, frame by frame as the gate lets them be traced."""
+        """Return a callable that runs `function` compiled, frame by frame as the gate lets them be traced."""
         if function not in self._functions:
             code = function.__code__.replace(co_name=f"{function.__name__.strip('_')}_of_{self._name}")
             self._functions[function] = FunctionType(code, function.__globals__, code.co_name)
@@ -138,7 +150,7 @@ class _OwnCode:
         return context(self._functions[function])
 
 
-# Classes of modules that were called, whose graphs may be there.
+# Classes of modules that were called, so that graphs of them may exist.
 _CALLED: weakref.WeakSet[type] = weakref.WeakSet()
 
 # Modules of one class share code objects, and with them their graphs.

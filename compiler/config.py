@@ -1,4 +1,4 @@
-"""What `mode=` and `options=` of `torch.compile` may say, checked before anything is compiled."""
+"""The configuration that `mode=` and `options=` of `torch.compile` give, checked before anything is compiled."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagrap
 
 @dataclass(frozen=True)
 class CompilerConfig:
-    """How one `torch.compile` call wants its regions compiled.
+    """The compiler options of one `torch.compile` call.
 
     `lowering`: what makes code of a graph; for debugging, "aot_eager" runs what AOTAutograd makes of it operator by
     operator, and "eager" the rewritten graph itself, under autograd; nothing reduces gradients in it.
@@ -87,7 +87,7 @@ class CompilerConfig:
         options: Mapping[str, Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> CompilerConfig:
-        """What `torch.compile` hands a backend, as one object; `ConfigError` for a name or a value not accepted."""
+        """Return the configuration for the arguments of a backend. Raises `ConfigError` for a wrong name or value."""
         if kwargs:
             raise ConfigError(
                 f"the backend was called with {', '.join(sorted(kwargs))}; expected only mode and options: "
@@ -114,7 +114,7 @@ class CompilerConfig:
         return cls(**{"mode": mode, **ours}, inductor={**nested, **inductor})
 
     def inductor_options(self) -> dict[str, Any]:
-        """What Inductor is patched with: what the mode stands for, and over it the options."""
+        """Return the options for Inductor: those that the mode stands for, overridden by the user's."""
         if self.mode in (None, "default"):
             return dict(self.inductor)
         from deepytorch.torch_internals import list_mode_options
@@ -123,26 +123,26 @@ class CompilerConfig:
 
     @property
     def records_graphs(self) -> bool:
-        """Whether Inductor is asked for CUDA graphs."""
+        """Return whether Inductor is asked for CUDA graphs."""
         from deepytorch.torch_internals import inductor_config
 
         return bool(self.inductor_options().get("triton.cudagraphs", inductor_config.triton.cudagraphs))
 
     def rounds_sizes(self, on_cuda: bool) -> bool:
-        """Whether packed steps get a few sizes only. on_cuda: whether their batches are on a CUDA device."""
+        """Return whether packed steps get a few sizes only. on_cuda: whether their batches are on a CUDA device."""
         if self.round_sizes is not None:
             return self.round_sizes
         return on_cuda and self.lowering == "inductor" and self.records_graphs
 
     @property
     def waits(self) -> bool:
-        """Whether graphs are compiled in place. Operator by operator there is nothing to wait for."""
+        """Return whether graphs are compiled in place: on request, or if they run operator by operator anyway."""
         if self.lowering != "inductor":
             return True
         return Environment.read().wait if self.wait is None else self.wait
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as JSON can hold them. Objects among Inductor's options stand as their `uuid()` or `repr`."""
+        """Return the fields as JSON. Objects among Inductor's options stand as their `uuid()` or `repr`."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         values["inductor"] = {name: _plain(value) for name, value in sorted(self.inductor.items())}
         return values
@@ -160,7 +160,7 @@ def _expect(name: str, found: object, accepted: bool, expected: str) -> None:
 
 
 def _inductor_name(name: object) -> str:
-    """`name` as Inductor's configuration spells it, or `ConfigError` with the nearest name that is known."""
+    """Return `name` as Inductor's configuration spells it. Raises `ConfigError`, with the nearest name, if unknown."""
     from deepytorch.torch_internals import inductor_config
 
     known = inductor_config.get_config_copy()
@@ -183,7 +183,7 @@ def _check_inductor(name: str, value: object) -> None:
 
     kind = inductor_config.get_type(name)  # type: ignore[attr-defined]
     if kind is type(None):
-        return  # nobody wrote down what may stand there
+        return  # Inductor does not declare the type of this option
     try:
         accepted = isinstance(value, kind) or (kind is float and isinstance(value, int))
     except TypeError:

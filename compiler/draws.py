@@ -1,4 +1,4 @@
-"""Which random numbers a graph of Dynamo's draws: dropout alone, or what the model asks for by name."""
+"""The random numbers that a graph of Dynamo's draws: by dropout alone, or by functions that the model calls by name."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _NAMED = frozenset({
 
 
 def draws_as_eager(module: fx.GraphModule) -> bool:
-    """Return whether a graph draws numbers by name and has no dropout: compiled, it can draw what eager draws.
+    """Return whether a graph draws numbers by name and has no dropout: its compiled code can draw what eager draws.
 
-    With dropout in it that would cost what compiling gains; then its draws are others, as those of dropout are.
+    With dropout this would cost what compiling gains, so that all its draws differ from eager's, as dropout's do.
     """
     calls = [node for part in module.modules() if isinstance(part, fx.GraphModule) for node in part.graph.nodes]
     return any(_name(node) in _NAMED for node in calls) and not any(_drops(node) for node in calls)
@@ -28,7 +28,7 @@ def _name(node: fx.Node) -> str:
 
 
 def _drops(node: fx.Node) -> bool:
-    """Whether a call is a dropout that is on."""
+    """Return whether a call is a dropout that is on."""
     if node.op != "call_function" or "dropout" not in _name(node):
         return False
     training = node.kwargs.get("training", node.args[2] if len(node.args) > 2 else True)

@@ -2,29 +2,29 @@
 
 Left alone, Dynamo bakes the first batch's sizes into the graph, frees one dimension at the second compile and another
 at the third. Here the first trace is given back before anything is lowered: the batch's dimensions are marked on the
-example tensors, Dynamo starts over, and the marks are taken off again before guards are made, so that neither the
-user's tensors nor later calls are touched. A region that then turns out to have nothing to pack is traced a last time
-the way stock would have done it, so that a declined region costs tracing time and nothing else.
+example tensors, and Dynamo starts over. The marks are taken off again before guards are made, so that neither the
+user's tensors nor later calls are touched. A region that then has nothing to pack is traced a last time as stock would
+have traced it, so that a declined region costs tracing time and nothing else.
 
 [Note: Restarts]
-A backend cannot ask Dynamo for another trace. It can throw an exception that Dynamo takes for its own: `RestartTrace`.
+A backend cannot ask Dynamo for another trace. It can raise an exception that Dynamo takes for its own: `RestartTrace`.
 Dynamo drops the graph and traces the frame once more, with the same arguments; nothing was compiled, nothing has run.
-What the next trace has to know travels as attributes of the batch's tensors, which are taken off when it is read.
+Information for the next trace travels as attributes of the batch's tensors, which are taken off when they are read.
 
-    1st trace   sizes are fixed: mark the batch's dimensions, throw (`which_trace`; again where inputs come late)
-    2nd trace   sizes are symbols: analyse; if nothing can be packed, leave the reasons, throw (`restart_as_stock`)
-    3rd trace   the reasons are there: stock compiles what it would have (`Trace.DECLINED`)
+    1st trace   sizes are fixed: mark the batch's dimensions, raise (`which_trace`; again if inputs come late)
+    2nd trace   sizes are symbols: analyse; if nothing can be packed, leave the reasons, raise (`restart_as_stock`)
+    3rd trace   the reasons are there: stock compiles the graph as without us (`Trace.DECLINED`)
 
-Where we make the call ourselves, the model has modules that attend by their names, and no door packs for it, its batch
-is marked before the first trace, which then is the second one already (`marked_ahead`). A graph that has nothing to
-pack after all is traced as it comes, once (`trace_as_it_comes`): marks that were made ahead are gone by then, so none
-asks for it twice.
+If we make the call ourselves, the model has modules that attend by their names, and it is not packed at model entry,
+then its batch is marked before the first trace, which so is the second one already (`marked_ahead`). A graph that has
+nothing to pack after all is traced as it comes, once (`trace_as_it_comes`): marks that were made ahead are gone by
+then, so that no graph asks for a restart twice.
 
-So it ends. `RestartTrace` is of two kinds of torch's: `TensorifyScalarRestartAnalysis` is the one that Dynamo lets out
-of a backend as it is, and not as the backend's failure; `UnspecializeRestartAnalysis` makes it forget where the trace
-before went, which is not where one with symbols goes. Stock's own lowering throws the first kind too. Therefore
-whoever catches `Exception` around what may throw one lets `TensorifyScalarRestartAnalysis` pass first. To suppress
-errors (`compile_module`) does not stop a restart: Dynamo catches it before it looks at that.
+So restarts end. `RestartTrace` inherits from two exceptions of torch. Dynamo lets `TensorifyScalarRestartAnalysis` out
+of a backend as it is, and not as the backend's failure. `UnspecializeRestartAnalysis` makes Dynamo forget the way of
+the trace before, which a trace with symbols does not take. Stock's own lowering raises the first kind too. Therefore
+code that catches `Exception` around such calls lets `TensorifyScalarRestartAnalysis` pass first. To suppress errors
+(`compile_module`) does not stop a restart: Dynamo catches the restart before it looks at that setting.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ _OURS, _DECLINED = "_deepytorch_marked", "_deepytorch_declined"
 
 
 class RestartTrace(TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis):
-    """Has Dynamo start over: see [Note: Restarts]."""
+    """The exception that makes Dynamo start over: see [Note: Restarts]."""
 
 
 class Trace(Enum):
-    """Which trace of its region this is."""
+    """The number of a trace among those of its region: see [Note: Restarts]."""
 
     AS_IT_COMES = "as it comes"  # nothing to mark: sizes are symbolic already, or must not become so
     MARKED = "marked"  # the second, with symbolic sizes
@@ -65,9 +65,9 @@ class Trace(Enum):
 
 
 def which_trace(module: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[Trace, list[str]]:
-    """The trace, and after a decline its reasons. Takes our marks off the user's tensors.
+    """Return the kind of this trace, and after a decline its reasons. Takes our marks off the user's tensors.
 
-    Where sizes are fixed still, Dynamo is made to start over: this does not return, see [Note: Restarts].
+    If sizes are still fixed, this raises `RestartTrace`, so that Dynamo starts over: see [Note: Restarts].
     """
     batch = _batch(module, example_inputs)
     reasons = next((getattr(tensor, _DECLINED) for tensor, _ in batch if hasattr(tensor, _DECLINED)), None)
@@ -78,7 +78,7 @@ def which_trace(module: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[
     begun = any(hasattr(tensor, _OURS) for tensor, _ in batch)
     if not begun and _sizes_are_fixed():
         return Trace.AS_IT_COMES, []
-    # A trace that was cut short did not see every input: those that came to light since are marked in turn.
+    # A trace that was cut short did not see every input: new inputs of this trace are marked in turn.
     fixed = [(tensor, _unmarked_dims(fake)) for tensor, fake in batch if not hasattr(tensor, _OURS)]
     if any(dims for _, dims in fixed):
         for tensor, dims in fixed:
@@ -92,9 +92,7 @@ def which_trace(module: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[
 
 
 def restart_as_stock(module: fx.GraphModule, example_inputs: Sequence[Any], reasons: list[str]) -> NoReturn:
-    """After marking led to nothing: have Dynamo trace as if deepytorch were not there. `reasons` come with that
-    trace.
-    """
+    """Have Dynamo trace as if deepytorch were not there, after marks led to nothing. That trace gets `reasons`."""
     _drop_marks_ahead()
     for tensor, _ in _batch(module, example_inputs):
         setattr(tensor, _DECLINED, reasons)
@@ -103,10 +101,10 @@ def restart_as_stock(module: fx.GraphModule, example_inputs: Sequence[Any], reas
 
 @contextlib.contextmanager
 def marked_ahead(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
-    """Around the first call of a module with these arguments: its batch is marked before Dynamo looks at it.
+    """Mark the batch of a module's first call before Dynamo looks at it; the marks are gone after the block.
 
-    Left alone are modules that do not attend by their names, batches of one row, what is inside of `unmarked`, and
-    tensors that the user has marked. The marks are gone after it.
+    Nothing is marked for modules that do not attend by their names, for batches of one row, and inside of `unmarked`;
+    tensors that the user has marked are left alone.
     """
     if _UNMARKED.get() or _sizes_are_fixed() or not attends_by_name(module):
         yield
@@ -129,7 +127,7 @@ def marked_ahead(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
 
 @contextlib.contextmanager
 def unmarked() -> Iterator[None]:
-    """Inside, no batch is marked ahead: whoever calls packs it, so that one trace of its sizes as they come will do."""
+    """Mark no batch ahead inside of the block: the caller packs it, so that one trace with its own sizes is enough."""
     token = _UNMARKED.set(True)
     try:
         yield
@@ -138,8 +136,9 @@ def unmarked() -> Iterator[None]:
 
 
 def trace_as_it_comes(example_inputs: Sequence[Any]) -> None:
-    """A graph has nothing to pack: take our marks off its inputs. Where they were made ahead, Dynamo starts over, and
-    this does not return, see [Note: Restarts].
+    """Take our marks off the inputs of a graph that has nothing to pack.
+
+    If marks were made ahead, this raises `RestartTrace`, so that Dynamo starts over: see [Note: Restarts].
     """
     tensors = [each for each in example_inputs if isinstance(each, torch.Tensor)]
     ahead = {id(tensor) for tensor in _AHEAD.get([])}
@@ -153,16 +152,16 @@ def trace_as_it_comes(example_inputs: Sequence[Any]) -> None:
 
 
 def is_marked(tensor: torch.Tensor) -> bool:
-    """Return whether Dynamo finds marks on a tensor: the user's, or of another compiled graph that had it."""
+    """Return whether Dynamo finds marks on a tensor: the user's, or those of another compiled graph that had it."""
     attributes = vars(tensor)
     return bool(attributes) and any(name.startswith("_dynamo_") for name in attributes)
 
 
 def mark_alias(tensor: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
-    """An alias of `tensor` with these dimensions marked; the user's tensor stays unmarked.
+    """Return an alias of `tensor` with these dimensions marked; the user's tensor stays unmarked.
 
-    No view of it, unless gradients need that: of a view whose base was marked Dynamo guards the base's sizes as well,
-    and a later call, which brings a tensor without a base, would be compiled once more.
+    The alias is a view only if gradients need one. For a view whose base was marked, Dynamo guards the base's sizes as
+    well, and a later call with a tensor that has no base would be compiled once more.
     """
     alias = tensor.view_as(tensor) if tensor.requires_grad else tensor.detach()
     maybe_mark_dynamic(alias, list(dims))
@@ -170,19 +169,19 @@ def mark_alias(tensor: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
 
 
 def symbolic_dims(fake: Any) -> tuple[int, ...]:
-    """The dimensions of a fake tensor whose sizes are symbols."""
+    """Return the dimensions of a fake tensor whose sizes are symbols."""
     if not isinstance(fake, torch.Tensor):
         return ()
     return tuple(dim for dim, size in enumerate(fake.shape) if isinstance(size, torch.SymInt))
 
 
 def varying_dims(fake: Any) -> tuple[int, ...]:
-    """The same without symbols that tracing has found to stand for one number."""
+    """Return the symbolic dimensions of a fake tensor, without symbols that tracing has found to be one number."""
     return tuple(dim for dim in symbolic_dims(fake) if not fake.shape[dim].node.expr.is_number)
 
 
 def _batch(module: fx.GraphModule, example_inputs: Sequence[Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The batch's tensors: (real, fake)."""
+    """Return the batch's tensors: (real, fake)."""
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     return [
         (value, node.meta["example_value"])
@@ -192,8 +191,10 @@ def _batch(module: fx.GraphModule, example_inputs: Sequence[Any]) -> list[tuple[
 
 
 def _unmarked_dims(fake: torch.Tensor) -> set[int]:
-    """The dimensions that need a mark: fixed ones, and under `dynamic=True` all, for there equal sizes share a symbol
-    without being one (a source and a target of the same length), and a mark gives each its own.
+    """Return the dimensions that need a mark: fixed ones, and under `dynamic=True` all.
+
+    Under `dynamic=True` sizes that are equal by chance share a symbol (a source and a target of one length); a mark
+    gives each its own.
     """
     shared = not dynamo_config.assume_static_by_default
     return {
@@ -215,14 +216,14 @@ def _drop_marks_ahead() -> None:
 
 
 def _sizes_are_fixed() -> bool:
-    """Whether the user asked for fixed sizes: `dynamic=False`."""
+    """Return whether the user asked for fixed sizes: `dynamic=False`."""
     return not dynamo_config.automatic_dynamic_shapes and bool(dynamo_config.assume_static_by_default)
 
 
 def _tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The tensors among arguments that may be marked; none where a container cannot be flattened.
+    """Return the tensors among arguments that may be marked; none if a container cannot be flattened.
 
-    A registered class's own code runs here, which may raise, and a container may hold itself.
+    The code of a registered class runs here, which may raise, and a container may hold itself.
     """
     try:
         return [each for each in tree_flatten((args, kwargs))[0] if _has_plain_sizes(each)]

@@ -1,4 +1,4 @@
-"""What Dynamo is set to so that models stay in one graph and are traced soon; `deepytorch.disable()` undoes it."""
+"""Settings of Dynamo that keep models in one graph and make traces short; `deepytorch.disable()` undoes them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from deepytorch.torch_internals import dynamo_config, dynamo_metrics, dynamo_tra
 
 
 def prepare_dynamo() -> None:
-    """Before a trace where that can be, for what it has cut stays cut; and again at each, since all of it may have been
-    undone or set anew.
+    """Set up Dynamo for our traces.
+
+    To be called before the first trace if possible, since a graph that is cut stays cut; and again at each trace, since
+    the settings may have been undone or changed.
     """
     _keep_warnings_from_breaking_graphs()
     _keep_functions_out_of_metrics()
@@ -22,9 +24,10 @@ def prepare_dynamo() -> None:
 
 
 def _keep_warnings_from_breaking_graphs() -> None:
-    """Transformers warns once through a logger method that Dynamo cannot trace, and that would cut a model in two at
-    its loss (GPT-2). Dynamo has a setting for such functions: the call is left out of compiled code. The method comes
-    with the import of transformers, which may follow ours; a trace that it has cut already is started over.
+    """Leave `Logger.warning_once` of Transformers out of compiled code, by Dynamo's setting for such functions.
+
+    Dynamo cannot trace this method, so that it would cut a model in two at its loss (GPT-2). The method comes with the
+    import of transformers, which may follow ours; a trace that was cut already is started over.
     """
     warning_once = getattr(logging.Logger, "warning_once", None)
     if warning_once is None:
@@ -43,12 +46,14 @@ def _keep_warnings_from_breaking_graphs() -> None:
         lambda: ignored().discard(warning_once),
         always=True,
     )
-    leave_out()  # the user may have set it anew since
+    leave_out()  # the user may have changed the setting since
 
 
 def _keep_functions_out_of_metrics() -> None:
-    """Dynamo writes its settings into the metrics of a compile, as JSON, which has no functions; torch 2.11 tries, and
-    logs an error for each compile. Such metrics go without settings.
+    """Leave settings that name functions out of Dynamo's metrics.
+
+    Dynamo writes its settings into the metrics of a compile as JSON, which has no functions; torch 2.11 tries anyway,
+    and logs an error for each compile.
     """
     try:
         original = dynamo_metrics._get_dynamo_config_for_logging
@@ -78,9 +83,10 @@ def _keep_functions_out_of_metrics() -> None:
 
 
 def _keep_data_parallel_models_whole() -> None:
-    """By default Dynamo cuts a DistributedDataParallel model at the buckets of DDP's reducer, for the overlap that our
-    own reduction has in one graph. It looks at this before it calls a backend. What the user
-    chose otherwise ("python_reducer", "no_optimization") stays.
+    """Keep Dynamo from cutting a DistributedDataParallel model at the buckets of DDP's reducer, as it does by default.
+
+    The cuts are for overlap, which our own reduction has within one graph. Dynamo looks at the setting before it calls
+    a backend. Another choice of the user ("python_reducer", "no_optimization") stays.
     """
     chosen = dynamo_config.optimize_ddp
     if not Environment.read().enabled or chosen not in (True, "ddp_optimizer"):
@@ -100,9 +106,11 @@ def _keep_data_parallel_models_whole() -> None:
 
 
 def _read_sources_for_logs_that_are_on() -> None:
-    """From Python 3.11 on Dynamo looks up in which function each line stands that it traces, and takes every source
-    file apart for it, token by token: a sixth of the pause for a Llama of four layers. Two logs show what it finds,
-    and both are off unless somebody asks for them.
+    """Read no source files for logs that are off.
+
+    From Python 3.11 on Dynamo looks up the function of each line that it traces, and takes every source file apart for
+    that, token by token: a sixth of the pause for a Llama of four layers. Two logs show the functions, and both are off
+    unless somebody asks for them.
     """
     try:
         original = dynamo_tracer.get_funcname

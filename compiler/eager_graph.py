@@ -1,7 +1,7 @@
-"""A graph of Dynamo's that runs operator by operator and does what its module does.
+"""The eager form of a graph of Dynamo's, which runs operator by operator and does the same as its module.
 
-One operator means something else in a graph than in the module: a checkpoint leaves the state of random generators to
-Inductor, so that a graph that is run as it is would draw other dropout when it recomputes. Here it is
+One operator behaves otherwise in a graph than in the module: a checkpoint leaves the state of random generators to
+Inductor. So the unchanged graph would draw other dropout when it recomputes. In the eager form the operator is
 `torch.utils.checkpoint.checkpoint` again, as the model called it.
 """
 
@@ -17,7 +17,7 @@ CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
 
 def eager_graph(module: fx.GraphModule) -> fx.GraphModule:
-    """Return `module` with its checkpoints as eager has them; itself where it has none."""
+    """Return `module` with its checkpoints as in eager; `module` itself if it has none."""
     if not holds_checkpoints(module):
         return module
     graph = fx.Graph()
@@ -38,11 +38,12 @@ def holds_checkpoints(module: fx.GraphModule) -> bool:
 
 
 def _checkpoint(part: fx.GraphModule, *arguments: Any, **settings: Any) -> Any:
-    """Run a part of a graph under a checkpoint with the model's own settings, and not in the reentrant way: backwards
-    inside of a backward would have nothing to gain in a graph.
+    """Run a part of a graph under a checkpoint with the model's own settings.
+
+    The checkpoint is never reentrant: backwards inside of a backward gain nothing in a graph.
     """
     context = part.meta.get("_checkpoint_context_fn")
     if context is not None:
         settings["context_fn"] = context
-    # a call of its own: the checkpoint keeps what it calls, and that must not hold on to the part's values
+    # The lambda is a new function: the checkpoint keeps the function it calls, which must not hold the part's values.
     return checkpoint(lambda *given: part.forward(*given), *arguments, **{**settings, "use_reentrant": False})

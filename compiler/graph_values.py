@@ -1,4 +1,4 @@
-"""Gives the nodes of a rewritten graph their values: fake tensors, from which the next pass reads sizes and dtypes."""
+"""The values of a rewritten graph's nodes: fake tensors, from which the next pass reads sizes and dtypes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from deepytorch.torch_internals import detect_fake_mode, enter_autocast, exit_au
 def give_values(module: fx.GraphModule) -> None:
     """Set `meta["val"]` of every node by running the graph on the fake values of its placeholders.
 
-    Where these have none (a graph that was not traced from fake tensors), nothing is done. Guards are not added: a
-    value only describes what the graph computes for the sizes that it was traced for.
+    If placeholders have none (in a graph that was not traced from fake tensors), nothing is done. Guards are not added:
+    a value only describes the results for the sizes that the graph was traced for.
     """
     placeholders = [node.meta.get("val") for node in module.graph.nodes if node.op == "placeholder"]
     mode = detect_fake_mode(placeholders)
@@ -36,7 +36,7 @@ def give_values(module: fx.GraphModule) -> None:
 
 
 class _Valuing(fx.Interpreter):
-    """Keeps what each node gives. Autocast that the graph enters is left with `casts` at the latest."""
+    """The interpreter that keeps each node's value. Autocast that the graph enters ends with `casts` at the latest."""
 
     def __init__(self, module: fx.GraphModule, casts: contextlib.ExitStack) -> None:
         super().__init__(module)

@@ -1,9 +1,9 @@
-"""What a batch held on the host before it was moved to a device, so that a step reads it without waiting for that.
+"""Host copies of batches that were moved to a device, so that a step reads a batch without waiting for the device.
 
-A tensor that was moved is known by itself, weakly, with its version: in-place writes end it, and slices, views and
-copies are other tensors, of which nothing is known. What is kept is a copy of our own, since loaders write the next
-batch into the same memory, through numpy even without a trace. Writes through `.data` and by kernels that tell nobody
-are not seen: a batch that is written so has to be moved by hand.
+A moved tensor is looked up by its identity, held weakly, with its version: an in-place write ends the entry, and
+slices, views and copies are other tensors, of which nothing is known. The host copy is our own, since loaders write the
+next batch into the same memory, through numpy even without a trace. Writes through `.data`, and by kernels that do not
+tell autograd, are not seen: a batch that is written in such a way has to be moved by hand.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from deepytorch.switch import SWITCH
 
-# Ids, masks and labels of any batch; not its images. Copying so many bytes takes well under a millisecond.
+# Enough for ids, masks and labels of any batch, not for its images. Such a copy takes well under a millisecond.
 _MOST_BYTES = 8 << 20
 
 
@@ -32,7 +32,7 @@ _KNOWN: dict[int, _Known] = {}  # by the id of the moved tensor
 
 
 def host_copy(tensor: Tensor) -> Tensor | None:
-    """What `tensor`, on a device, holds, on the host, not to be written to; None where that is not known."""
+    """Return the values of `tensor`, which is on a device, on the host; None if unknown. Do not write to the result."""
     known = _KNOWN.get(id(tensor))
     if known is None or known.moved() is not tensor:
         return None
@@ -81,7 +81,7 @@ def _remember(moved: Tensor, origin: Tensor) -> None:
 
 
 def remembering(move: Callable[..., Any]) -> Callable[..., Any]:
-    """`move(batch, ...)`, which gives a batch on a device, with the tensors that it gives remembered."""
+    """Wrap `move(batch, ...)`, which moves a batch to a device, so that the tensors of its result are remembered."""
 
     def moved(batch: Any, *args: Any, **kwargs: Any) -> Any:
         found = move(batch, *args, **kwargs)

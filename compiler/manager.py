@@ -1,4 +1,4 @@
-"""Runs passes over a graph: contracts, lint, timing, graph dumps; a pass that fails leaves the graph as it was."""
+"""The pass manager: contracts, lint, timing and graph dumps. A pass that fails leaves the graph as it was."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from deepytorch.passes.unpad.program import Program
 
 @dataclass(frozen=True)
 class PassRun:
-    """One pass over one graph: what it did, and the wall time that it took."""
+    """One pass over one graph: its rewrite, and the wall time that it took."""
 
     name: str
     rewrite: Rewrite
@@ -32,16 +32,16 @@ class PassRun:
 
     @property
     def fired(self) -> bool:
-        """Whether the graph is another one now."""
+        """Return whether the pass has changed the graph."""
         return self.rewrite.fired
 
 
 @dataclass(frozen=True)
 class Rewritten:
-    """What passes made of a graph.
+    """The result of passes over a graph.
 
-    program, before: of the pass whose graph is for some batches alone, if one fired: what it says of these, and the
-    graph as it was before that pass, for all others.
+    program, before: given if a pass fired whose graph is for some batches only: the program for these batches, and the
+    graph before that pass, for all others.
     """
 
     runs: tuple[PassRun, ...]
@@ -50,19 +50,19 @@ class Rewritten:
 
     @property
     def fired(self) -> bool:
-        """Whether the graph is another one now."""
+        """Return whether any pass has changed the graph."""
         return any(run.fired for run in self.runs)
 
     @property
     def reasons(self) -> list[str]:
-        """What was declined, where and why."""
+        """Return what was declined, with the place and the reason."""
         return [f"{decline.where}: {decline.reason}" for run in self.runs for decline in run.rewrite.declined]
 
 
 def run_passes(
     module: fx.GraphModule, passes: Sequence[Pass], context: Context, *, dump_dir: str | Path | None = None
 ) -> Rewritten:
-    """Run `passes` over `module`, in place and in order, and say what each did.
+    """Run `passes` over `module`, in place and in order, and return what each did.
 
     A pass whose requirement an earlier pass declined to provide is skipped. A pass that raises, or leaves a graph that
     does not lint, is undone: the module has an equal graph of new nodes then, and the pass counts as declined.
@@ -101,7 +101,7 @@ def run_passes(
 
 
 def copied(module: fx.GraphModule) -> fx.GraphModule:
-    """The module with a graph of its own, and the same parameters."""
+    """Return a copy of the module with a graph of its own, and the same parameters."""
     graph = fx.Graph()
     output = graph.graph_copy(module.graph, {})
     graph.output(output)
@@ -117,7 +117,7 @@ def _check_order(passes: Sequence[Pass]) -> None:
 
 
 def _run(each: Pass, module: fx.GraphModule, context: Context, valued: bool) -> PassRun:
-    """valued: whether every node has its value; else they get theirs first."""
+    """Run one pass, and undo it if it fails. valued: whether every node has its value; else values are set first."""
     name = type(each).__name__
     start = time.perf_counter()
     before = _State(module)
@@ -145,11 +145,11 @@ _MEMBERS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"
 
 
 class _State:
-    """A module as it was."""
+    """The state of a module before a pass."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         self._text = str(module.graph)
-        self._graph = copy.deepcopy(module.graph)  # shares the values in meta, not the meta
+        self._graph = copy.deepcopy(module.graph)  # has meta dicts of its own, which share the values
         self._members: dict[str, Any] = {kind: copy.copy(module.__dict__[kind]) for kind in _MEMBERS}
         self._attributes = {name: value for name, value in module.__dict__.items() if name not in self._members}
 
@@ -167,13 +167,13 @@ class _State:
 
 
 class _Dump:
-    """Graphs as numbered text files in one folder, which only its owner may read: graphs tell about models."""
+    """The dump of graphs as numbered text files in a folder that only its owner may read: graphs tell about models."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def write(self, module: fx.GraphModule, name: str, stage: str) -> None:
-        """One file, whole or not at all. A disk that refuses it costs a warning, never the compilation."""
+        """Write one file, whole or not at all. A disk that refuses it costs a warning, never the compilation."""
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             # the process is part of the name: the ranks of one machine may share the folder

@@ -1,6 +1,6 @@
-"""What came of each graph that Dynamo handed over, told to whoever made the call that it was compiled in.
+"""The outcome of each graph that Dynamo handed over, told to the caller in whose call the graph was compiled.
 
-The report (`report`) is for people; what is decided by an outcome, such as a model's door, is decided by these.
+The report (`report`) is for people; decisions such as packing at model entry are made by outcomes.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from enum import Enum
 
 
 class Outcome(Enum):
-    """What was done with a graph."""
+    """The outcome of one graph."""
 
     PACKED = "packed"
     REWRITTEN = "rewritten"  # alike for every batch
     DECLINED = "declined"  # compiled as stock would
-    EAGER = "eager"  # it could not be compiled
-    PUT_OFF = "put off"  # it is not traced yet, as the run cannot afford that
-    UNTRACEABLE = "untraceable"  # what stands in it cannot be analysed; told besides what then becomes of it
+    EAGER = "eager"  # the graph could not be compiled
+    PUT_OFF = "put off"  # the frame is not traced yet, as the run cannot afford that
+    UNTRACEABLE = "untraceable"  # the graph cannot be analysed; told in addition to its final outcome
 
 
 _FOUND: ContextVar[list[Outcome] | None] = ContextVar("deepytorch_outcomes", default=None)
@@ -27,7 +27,7 @@ _FOUND: ContextVar[list[Outcome] | None] = ContextVar("deepytorch_outcomes", def
 
 @contextlib.contextmanager
 def outcomes() -> Iterator[list[Outcome]]:
-    """The outcomes of the graphs that are compiled inside, in order."""
+    """Collect the outcomes of the graphs that are compiled inside of the block, in order."""
     found: list[Outcome] = []
     outer = _FOUND.get()
     token = _FOUND.set(found)
@@ -40,7 +40,7 @@ def outcomes() -> Iterator[list[Outcome]]:
 
 
 def tell(outcome: Outcome) -> None:
-    """One more graph has been dealt with."""
+    """Add the outcome of one more graph."""
     found = _FOUND.get()
     if found is not None:
         found.append(outcome)

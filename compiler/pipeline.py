@@ -1,4 +1,4 @@
-"""From a Plan to the passes that carry it out: one list, read top to bottom."""
+"""The passes that carry out a Plan: one list, read top to bottom."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from deepytorch.passes.unpad.strip_padding import StripPadding
 
 
 def passes_for(plan: Plan) -> list[Pass]:
-    """The passes of `plan`, in order."""
+    """Return the passes of `plan`, in order."""
     config = plan.config
     passes: list[Pass] = [
         StripPadding(
             loss_rows=config.loss_rows, defer_outputs=config.defer_outputs, zero_outputs=config.outputs == "zeros"
         ),
-        # behind it: there the loss alone reads the logits of a Hugging Face model
+        # behind StripPadding, after which only the loss reads the logits of a Hugging Face model
         FuseLinearLoss() if config.fuse_loss else FuseLinearLoss(least_bytes=None),
     ]
     unknown = set(plan.passes) - {type(each).__name__ for each in passes}

@@ -12,10 +12,10 @@ from deepytorch.compiler.config import CompilerConfig
 
 @dataclass(frozen=True)
 class Plan:
-    """How one region (one graph that Dynamo captured) is compiled.
+    """The plan for one region (one graph that Dynamo captured).
 
-    `region`: its name in reports. `passes`: class names, in the order in which they run (`pipeline.passes_for` makes
-    them).
+    region: the region's name in reports. passes: class names in the order in which the passes run;
+    `pipeline.passes_for` makes the passes.
     """
 
     region: str
@@ -24,16 +24,16 @@ class Plan:
 
     @classmethod
     def initial(cls, region: str, config: CompilerConfig) -> Plan:
-        """What is tried on a region that nothing is known of yet."""
+        """Return the plan for a region of which nothing is known yet."""
         chosen = {"StripPadding": config.unpad, "FuseLinearLoss": config.fuse_loss is not False}
         return cls(region, config, passes=tuple(name for name, wanted in chosen.items() if wanted))
 
     def without(self, name: str) -> Plan:
-        """The same plan without one of its passes."""
+        """Return the plan without one of its passes."""
         return replace(self, passes=tuple(each for each in self.passes if each != name))
 
     def to_json(self) -> dict[str, Any]:
-        """Every field, as JSON can hold it."""
+        """Return every field as JSON."""
         return {
             "region": self.region,
             "config": self.config.to_json(),
@@ -41,9 +41,10 @@ class Plan:
         }
 
     def digest(self) -> str:
-        """SHA-256 of the canonical JSON: equal plans have equal digests, in any process.
+        """Return the SHA-256 of the canonical JSON: equal plans have equal digests, in any process.
 
-        Where graphs are dumped and who compiles is left out: it decides nothing, and differs from rank to rank.
+        The folder of graph dumps and the process that compiles are left out: they decide nothing, and differ from rank
+        to rank.
         """
         decisions = self.to_json()
         for name in ("dump_graphs", "wait"):

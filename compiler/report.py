@@ -1,4 +1,4 @@
-"""What happened: one record a region, kept while the process lives, printable and as JSON."""
+"""The report: one record a region, kept while the process lives, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class Starts:
-    """When this process got going, in seconds since it began; None: not yet, or nobody could tell.
+    """The times at which training got going, in seconds since the process began; None: not yet, or unknown.
 
-    first_step: the first training call was over. break_even: what was saved is more than what was lost.
+    first_step: the end of the first training call. break_even: more time was saved than lost.
     """
 
     first_step: float | None = None
@@ -28,7 +28,7 @@ STARTS = Starts()
 
 @dataclass
 class RegionRecord:
-    """One compiled region (one graph of Dynamo's): what was done to it and how its steps went."""
+    """The record of one compiled region (one graph of Dynamo's): its rewrites and the counts of its steps."""
 
     name: str
     outcome: str  # "packed", "rewritten" (alike for every batch), "declined" or "eager"
@@ -43,17 +43,17 @@ class RegionRecord:
     route: str = ""  # of the last call: "eager", "profiled", "padded" or "packed"
     steps_profiled: int = 0  # the first, in eager
     steps_meanwhile: int = 0  # in eager, packed or padded, until they were compiled
-    steps_replayed: int = 0  # packed ones that ran padded as well, because somebody looked at pads
+    steps_replayed: int = 0  # packed ones with a padded replay, because somebody looked at pads
     replay_seconds: float = 0.0
-    steps_read_back: int = 0  # whose batch was read from a device, which the host waited for
+    steps_read_back: int = 0  # those whose batch was read from a device, for which the host waited
     verified_steps: int = 0  # packed ones that were compared with eager, by DEEPYTORCH=verify
     verify_seconds: float = 0.0
     largest_difference: float = 0.0
-    outputs: dict[str, list[str]] = field(default_factory=dict)  # what was done with each
+    outputs: dict[str, list[str]] = field(default_factory=dict)  # the uses of each output
     padded_because: dict[str, int] = field(default_factory=dict)
     steps_rounded: int = 0  # packed ones with dummy tokens, up to one of a few sizes
-    sizes_recorded: int = 0  # combinations of sizes so far, each a CUDA graph where these are asked for
-    own_sizes_because: dict[str, int] = field(default_factory=dict)  # packed ones without, where sizes are rounded
+    sizes_recorded: int = 0  # combinations of sizes so far, each a CUDA graph if CUDA graphs are asked for
+    own_sizes_because: dict[str, int] = field(default_factory=dict)  # packed ones without, if sizes are rounded
     tokens_real: int = 0
     tokens_padded: int = 0  # positions of the batches, pads among them
     labels: int = 0
@@ -71,29 +71,29 @@ class RegionRecord:
 
     @property
     def steps(self) -> int:
-        """Steps of either kind."""
+        """Return the number of packed, padded and profiled steps."""
         return self.steps_packed + self.steps_padded + self.steps_profiled
 
 
 class Report:
-    """Every region's record, and their sums."""
+    """The records of all regions, and their sums."""
 
     def __init__(self, regions: list[RegionRecord], gradients: Sequence[dict[str, Any]] = ()) -> None:
-        """`gradients`: one entry a data-parallel module whose gradients are reduced here."""
+        """Make a report. gradients: one entry for each data-parallel module whose gradients our reducer has."""
         self.regions, self.gradients = regions, list(gradients)
 
     def total(self, name: str) -> Any:
-        """The sum of one figure over all regions."""
+        """Return the sum of one figure over all regions."""
         return sum(getattr(region, name) for region in self.regions)
 
     @property
     def real_token_fraction(self) -> float | None:
-        """Real tokens over positions, of the batches that were looked at; None before the first."""
+        """Return real tokens over positions, of the batches that were read; None before the first."""
         positions = self.total("tokens_padded")
         return self.total("tokens_real") / positions if positions else None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data: sums first, then the regions."""
+        """Return plain data: sums first, then the regions."""
         steps = self.total("steps")
         return {
             "steps_packed": self.total("steps_packed"),
@@ -135,7 +135,7 @@ def _groups_on_stock() -> list[dict[str, str]]:
 
 
 class Ledger:
-    """Where regions write their records."""
+    """The list of all regions' records."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -148,7 +148,7 @@ class Ledger:
         return record
 
     def report(self, reset: bool = False) -> Report:
-        """Everything so far; with `reset` counting starts anew (compiled regions stay compiled)."""
+        """Return a report of everything so far; with `reset` counts start anew (compiled regions stay compiled)."""
         with self._lock:
             gradients = [reducer.to_json() for reducer in _reducers()]
             found = Report(list(self._records), gradients)

@@ -1,15 +1,15 @@
-"""Which frames Dynamo traces, and when: what stands between its frame evaluation and its tracer.
+"""The gate between Dynamo's frame evaluation and its tracer: it decides which frames are traced, and when.
 
 Dynamo asks for a trace of each frame that it has no code for: at the first call, after a graph break, and when a guard
 fails because the script has changed something. A trace takes seconds, and training waits. So the gate lets a frame be
-traced only where the run can afford it (see [Note: What a pause may cost]); else that frame runs in eager, as Python
-has it, and what it calls runs what is compiled already. Whatever goes wrong in a trace has the same end.
+traced only if the run can afford it (see [Note: What a pause may cost]). Else that frame runs in eager, as plain
+Python, and the frames that it calls use code that is compiled already. A trace that fails ends in the same way.
 
-What a trace takes is known behind it. So one that goes on for longer than the run can afford is ended, and is thought
-to take twice as long the next time.
+The time of a trace is known only after it. So a trace that takes longer than the run can afford is ended, and twice the
+time is expected of the next one.
 
-A frame is also left to eager where its graph would not be the module run as it is, or could only be compiled in the
-training process and the run is too short to pay for that: the backend says so (`Trace.leave`).
+A frame is also left to eager in two cases that the backend reports (`Trace.leave`): its graph would not do the same as
+the module; or the graph could only be compiled in the training process, and the run is too short to pay for that.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from deepytorch.torch_internals import (
 )
 
 _NEVER = float("inf")
-_OF_PAUSE = 0.9  # in which a trace is over; it takes some time to clean up behind one that was ended
+_OF_PAUSE = 0.9  # the share of a pause for the trace itself; the rest is to clean up after one that was ended
 
 
 @dataclass
 class TracedCode:
-    """What is known of one code object that was traced, or was to be.
+    """The knowledge of one code object that was traced, or was to be.
 
-    seconds: of its last trace. extra_seconds: what compiling it in this process is thought to take; infinite where it
-    is to stay in eager. sizes: those of batches for which its graphs came out with fixed sizes.
+    seconds: the time of its last trace. extra_seconds: an estimate of the time to compile it in this process; infinite
+    if it is to stay in eager. sizes: those of batches for which its graphs came out with fixed sizes.
     """
 
     seconds: float | None = None
@@ -62,11 +62,13 @@ class TracedCode:
 
 @dataclass
 class TraceHistory:
-    """What tracing the modules of one class has shown.
+    """The history of traces of the modules of one class.
 
-    first_seconds: what the first trace is thought to take. granted: whether the next frame may be traced whatever it
-    costs, as ranks have agreed to trace in the same step. packs_in_eager: whether packed steps that are not compiled
-    were no slower than padded ones.
+    Attributes:
+        first_seconds: An estimate of the first trace's time.
+        granted: Whether the next frame may be traced at any cost, as ranks have agreed to trace in the same step.
+        packs_in_eager: Whether packed steps that are not compiled were no slower than padded ones.
+        codes: The knowledge of each code object.
     """
 
     first_seconds: float = 0.0
@@ -75,11 +77,11 @@ class TraceHistory:
     codes: dict[CodeType, TracedCode] = field(default_factory=dict)
 
     def of(self, code: CodeType) -> TracedCode:
-        """Return what is known of a code object."""
+        """Return the knowledge of a code object."""
         return self.codes.setdefault(code, TracedCode())
 
     def expected_seconds(self, code: CodeType) -> float:
-        """Return what the next trace of a code object is thought to take, with what compiling it adds."""
+        """Return an estimate of the time for the next trace of a code object and for compiling it in this process."""
         known = self.of(code)
         if known.is_fixed():
             return _NEVER
@@ -89,15 +91,20 @@ class TraceHistory:
 
 
 class LeftToEager(Exception):
-    """The frame that is traced is to run in eager, as Python has it."""
+    """An exception that ends a trace; the frame runs in eager, as plain Python."""
 
 
 @dataclass
 class Trace:
     """One frame while Dynamo traces it and the backend compiles its graph.
 
-    in_place: whether its graph may be compiled in this process where no other one can. packs_in_eager: as
-    `TraceHistory` has it. deadline: of `perf_counter`, behind which it is ended.
+    Attributes:
+        code: The knowledge of its code object.
+        in_place: Whether its graph may be compiled in this process if no other process can compile it.
+        packs_in_eager: As in `TraceHistory`.
+        deadline: The time by `perf_counter` after which the trace is ended.
+        is_too_long: Whether it was ended for that.
+        reason: The reason for which the frame is left to eager.
     """
 
     code: TracedCode
@@ -105,14 +112,14 @@ class Trace:
     packs_in_eager: bool
     deadline: float = _NEVER
     is_too_long: bool = False
-    reason: str | None = None  # why it is left to eager
+    reason: str | None = None
 
     def is_traced(self) -> None:
-        """Let what is compiled of the graph in this process end, traces of its own with it: that was affordable."""
+        """Lift the deadline: to compile the graph in this process, with nested traces, was affordable and may end."""
         self.deadline = _NEVER
 
     def leave(self, reason: str, extra_seconds: float = _NEVER) -> NoReturn:
-        """Leave the frame to eager. extra_seconds: what a run has to afford, beside the trace, to try once more."""
+        """Leave the frame to eager. extra_seconds: the time that a run has to afford, with the trace, for a new try."""
         self.reason, self.code.extra_seconds = reason, extra_seconds
         raise LeftToEager(reason)
 
@@ -121,18 +128,18 @@ _CURRENT: ContextVar[Trace | None] = ContextVar("deepytorch_trace", default=None
 
 
 def current_trace() -> Trace | None:
-    """Return the trace of which this is a part; None for a graph that `torch.compile` was asked for by name."""
+    """Return the trace under way; None for a graph for which the script itself called `torch.compile`."""
     return _CURRENT.get()
 
 
 class TraceGate:
-    """Stands for Dynamo's callback of a compiled function.
+    """The gate in place of Dynamo's callback of a compiled function.
 
-    traces: Dynamo's own callback. waits: whether training waits for every trace, as `torch.compile` has it.
+    traces: Dynamo's own callback. waits: whether training waits for every trace, as under `torch.compile`.
     """
 
     def __init__(self, traces: Callable[..., Any], name: str, history: TraceHistory, waits: bool) -> None:
-        self._torchdynamo_orig_backend = traces  # by this name Dynamo looks for the backend behind a callback
+        self._torchdynamo_orig_backend = traces  # under this name Dynamo looks for the backend behind a callback
         self._name, self._history, self._waits = name, history, waits
         self._told: set[str] = set()
         watch_traces()
@@ -149,8 +156,8 @@ class TraceGate:
         trace = Trace(known, in_place, packs, started + self._longest())
         token, factor = _CURRENT.set(trace), 1
         try:
-            # Hooks that come or go later are seen, where Dynamo would take them for what they were; and numbers that a
-            # forward draws from NumPy stay NumPy's, where Dynamo would draw them from torch's generator.
+            # Two settings of Dynamo make code behave as in eager: hooks that come or go later are seen, and numbers
+            # that a forward draws from NumPy stay NumPy's, and do not come from torch's generator.
             as_eager = dynamo_config.patch(skip_nnmodule_hook_guards=False, use_numpy_random_stream=True)
             with BUDGET.pause(), as_eager:
                 return self._torchdynamo_orig_backend(frame, cache_entry, frame_state)
@@ -164,13 +171,13 @@ class TraceGate:
                 return _in_eager()
             logger.debug("traceback of the failure", exc_info=error)
             self._tell(f"Dynamo could not follow it ({type(error).__name__}); details at level debug")
-            return ConvertFrameReturn()  # it is not traced again; the frames that it calls may be
+            return ConvertFrameReturn()  # the frame is not traced again; the frames that it calls may be
         finally:
             _CURRENT.reset(token)
             known.seconds = factor * (time.perf_counter() - started)
 
     def _longest(self) -> float:
-        """Seconds that a trace may take: no matter how many where ranks have agreed on it, as it takes them all."""
+        """Return the seconds that a trace may take: without a limit among ranks, which have all agreed to trace."""
         among_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
         return _NEVER if self._waits or among_ranks else _OF_PAUSE * BUDGET.longest_pause()
 
@@ -178,7 +185,7 @@ class TraceGate:
         if known.extra_seconds == _NEVER:
             return False
         granted, self._history.granted = self._history.granted, False
-        if not self._waits and current_graph_task_id() != -1:  # what a checkpoint computes again runs as it ran first
+        if not self._waits and current_graph_task_id() != -1:  # a checkpoint has to recompute a part as it ran first
             return False
         return self._waits or granted or BUDGET.affords(self._history.expected_seconds(code))
 
@@ -190,7 +197,7 @@ class TraceGate:
 
 
 def end_if_too_long() -> None:
-    """End the trace of which this is a part if the run cannot afford any more of it."""
+    """End the trace under way if the run cannot afford any more of it."""
     trace = _CURRENT.get()
     if trace is not None and time.perf_counter() > trace.deadline:
         trace.is_too_long = True
@@ -198,7 +205,7 @@ def end_if_too_long() -> None:
 
 
 def _step(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Dynamo's tracing of one instruction, but for traces that are to end."""
+    """Wrap Dynamo's tracing of one instruction, to end traces that take too long."""
 
     def step(translator: Any) -> bool:
         end_if_too_long()
@@ -208,14 +215,14 @@ def _step(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 def watch_traces() -> None:
-    """Have Dynamo's tracer ask before each instruction whether there is time for it."""
-    with contextlib.suppress(AttributeError):  # of a torch that is made otherwise: a trace takes what it takes
+    """Have Dynamo's tracer check before each instruction if there is time left."""
+    with contextlib.suppress(AttributeError):  # another torch may have no such class: traces then have no limit
         tracer = dynamo_tracer.InstructionTranslatorBase
         replace(tracer, "step", _step, "end a trace that takes longer than the run can afford", always=True)
 
 
 def _in_eager() -> Any:
-    """Return what has Dynamo run a frame as it is, this time, with what is compiled of the frames that it calls."""
+    """Return the answer to Dynamo that runs a frame in eager this once, with compiled code for frames that it calls."""
     return ConvertFrameReturn(
         frame_exec_strategy=FrameExecStrategy(FrameAction.DEFAULT, FrameAction.RUN_ONLY), apply_to_code=False
     )

@@ -1,4 +1,4 @@
-"""Statistics that a graph of Dynamo's writes into and does not read (BatchNorm's): to run it again takes no copy."""
+"""Statistics that a graph of Dynamo's writes into and does not read (BatchNorm's): a rerun needs no copy of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import fx
 
 
 def unread_statistics(graph: fx.Graph) -> frozenset[int]:
-    """Places of inputs that a graph of Dynamo's writes into, and that none of its outputs depends on."""
+    """Return places of inputs that a graph of Dynamo's writes into, and that none of its outputs depends on."""
     found = [
         place
         for place, node in enumerate(_placeholders(graph))
