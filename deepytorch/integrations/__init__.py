@@ -1,1 +1,1 @@
-"""One module a host framework, attached when the host is imported: see `deepytorch.__init__`."""
+"""Integrations with host frameworks: one module a host, attached when it is imported (see `deepytorch.__init__`)."""

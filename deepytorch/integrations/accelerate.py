@@ -1,7 +1,7 @@
-"""Accelerate takes "deepytorch" as a backend of torch.compile: `Accelerator(dynamo_backend="deepytorch")`, and so does
-the Trainer: `TrainingArguments(torch_compile_backend="deepytorch")`.
+"""Accelerate: "deepytorch" becomes a backend of torch.compile, `Accelerator(dynamo_backend="deepytorch")`.
 
-Accelerate keeps its backends in an enumeration: ours becomes a member when it is first looked up.
+The Trainer then takes it too: `TrainingArguments(torch_compile_backend="deepytorch")`. Accelerate keeps its backends in
+an enumeration: ours becomes a member when it is first looked up.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def attach(dataclasses: Any) -> None:
         member = str.__new__(cls, NAME)
         member._name_ = member._value_ = NAME
         cls._value2member_map_[NAME] = member
-        cls._member_map_[NAME] = member  # where copies of a member look for it, before Python 3.11.4
+        cls._member_map_[NAME] = member  # copies of a member look it up here before Python 3.11.4
         return member
 
     def apply() -> None:

@@ -1,4 +1,4 @@
-"""`torch.compile(model, backend="deepytorch")` where deepytorch is imported from a source tree that is not installed.
+"""The backend's name for `torch.compile(model, backend="deepytorch")` from a source tree that is not installed.
 
 An installed package has an entry point, by which torch finds the backend. A source tree on `PYTHONPATH` has none.
 """
@@ -15,7 +15,7 @@ _NAME, _GROUP = "deepytorch", "torch_dynamo_backends"
 
 
 def register(registry: Any) -> None:
-    """Give torch's registry of backends, a module, the backend's name, unless an entry point does."""
+    """Add the backend's name to torch's registry of backends, a module, unless an entry point does so."""
     if not metadata.entry_points(group=_GROUP, name=_NAME):
         registry.register_backend(_backend, name=_NAME)
 

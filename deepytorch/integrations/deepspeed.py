@@ -1,6 +1,6 @@
 """DeepSpeed: `engine.compile(backend="deepytorch")` compiles the engine's module as the import would, in place.
 
-ZeRO-1 and 2 leave the module whole; ZeRO-3's hooks cut its graph, and padding is stripped at the model's door.
+ZeRO-1 and 2 leave the module whole. ZeRO-3's hooks cut its graph, and the batch is packed at model entry.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from deepytorch.patches import replace
 
 
 def attach(engine_module: Any) -> None:
-    """Take over `DeepSpeedEngine.compile` where our backend is asked for. `engine_module`: deepspeed.runtime.engine."""
+    """Take over `DeepSpeedEngine.compile` if our backend is asked for. `engine_module`: deepspeed.runtime.engine."""
 
     def compiling(original: Any) -> Any:
         def compile_engine(

@@ -1,4 +1,4 @@
-"""Calls of modules inside of a packed model that a packed row would mislead: replaced, and put back."""
+"""Replacement of module calls inside of a packed model that would go wrong on a packed row, and their restoration."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import nn
 from deepytorch.integrations.packed_attention import call_with_bias, has_learned_bias
 from deepytorch.integrations.packed_batch import PackedBatch
 
-# The door whose model runs packed, and the batch.
+# The `Door` whose model runs packed, and the batch.
 INSIDE: ContextVar[tuple[object, PackedBatch] | None] = ContextVar("deepytorch_packed_batch", default=None)
 
 
 class Replaced:
-    """A call of a module of the model's, where `Module.compile` puts its own: pickles and copies leave it out."""
+    """The replaced call of a module, set where `Module.compile` puts its own: pickles and copies leave it out."""
 
     def __init__(self, call: Callable[..., Any], module: nn.Module) -> None:
         self._call, self._module = call, module
@@ -28,10 +28,10 @@ class Replaced:
 
 
 def replace_calls(door: object, model: Any, *, takes_positions: bool) -> bool:
-    """Replace the calls of the modules that need more than a packed row; return whether there are any.
+    """Replace the calls of modules that need more than a packed row; return whether there are any.
 
-    Attention with a learned bias, tables of learned positions where the model has no `position_ids`, and poolers. door:
-    whose batch they take. Each stays as it was while another model, or none, runs packed.
+    These are attention with a learned bias, tables of learned positions if the model has no `position_ids`, and
+    poolers. door: the one whose batch they take. Each behaves as before while another model, or none, runs packed.
     """
     of_encoder = set(model.get_encoder().modules()) if model.config.is_encoder_decoder else set()
     found = False
@@ -51,14 +51,14 @@ def replace_calls(door: object, model: Any, *, takes_positions: bool) -> bool:
 
 
 def restore_calls(model: nn.Module) -> None:
-    """Put back what was replaced."""
+    """Restore the calls that were replaced."""
     for module in model.modules():
         if isinstance(getattr(module, "_compiled_call_impl", None), Replaced):
             module.__dict__.pop("_compiled_call_impl")
 
 
 def _is_position_table(module: nn.Module) -> bool:
-    """Whether this is a table of learned positions that makes its positions itself, as Bart's."""
+    """Return whether a module is a table of learned positions that makes its positions itself, as Bart's."""
     own = isinstance(module, nn.Embedding) and type(module).forward is not nn.Embedding.forward
     return own and "position_ids" in inspect.signature(module.forward).parameters
 
@@ -71,7 +71,7 @@ def _call_with_positions(door: object, side: int, module: Any, *args: Any, **kwa
 
 
 def _call_unpacked(door: object, module: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-    """A pooler looks at one position of each row."""
+    """Call a pooler on unpacked rows, since it looks at one position of each row."""
     inside = INSIDE.get()
     if inside is not None and inside[0] is door and hidden_states.shape[:2] == (1, inside[1].main.num_tokens):
         hidden_states = inside[1].main.unpack(hidden_states)

@@ -1,13 +1,13 @@
-"""What shows that a model computes the same packed as padded: it is asked, with a small batch of our own.
+"""The proof that a model computes the same packed as padded: both are run on a probe, a small batch of our own.
 
 [Note: what is compared]
-Values of every output at real positions, the loss, and gradients of both with respect to weights, within rounding, in
-training mode with every dropout at zero. In half precision a wrong mask may hide below the rounding, so one more thing
-is asked, which is exact there: where a token of some rows is changed, packed outputs change at no position where padded
-ones stay as they were. Sharded weights (ZeRO-3, FSDP2) have no gradients of their own here: of such models outputs
-alone are compared, in evaluation.
+Compared are the values of every output at real positions, the loss, and gradients of both with respect to weights:
+within rounding, in training mode, with every dropout at zero. In half precision a wrong mask may hide below the
+rounding, so one more comparison is made, which is exact there: if a token of some rows is changed, packed outputs
+change at no position at which padded outputs stay the same. Sharded weights (ZeRO-3, FSDP2) have no gradients of their
+own here: of such models only outputs are compared, in evaluation mode.
 
-What the probe changes is put back; a model that changes in training for other reasons than its optimizer is declined.
+State that the probe changes is restored. A model that changes in training by anything but its optimizer is declined.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ PROBES = {
     ),
 }
 
-# Relative root mean square of what packed and padded may differ by, from rounding of sums in another order: outputs at
-# tokens, losses (means over tokens), gradients (sums over tokens). By what the model computes in.
+# Allowed relative root mean square of the differences between packed and padded, which come from sums in another order:
+# of outputs at tokens, losses (means over tokens) and gradients (sums over tokens); by the model's precision.
 TOLERANCE = {"fp32": (1e-5, 1e-5, 3e-4), "tf32": (2e-3, 2e-4, 3e-2), "half": (3e-2, 1e-3, 0.15)}
-MANY_WEIGHTS = 50_000_000  # beyond, gradients of small weights only (norms, biases): each layer has some
+MANY_WEIGHTS = 50_000_000  # above, only gradients of small weights (norms, biases) are compared: each layer has some
 SMALL_WEIGHT = 1 << 16
 
 Run = Callable[..., Any]
@@ -58,12 +58,16 @@ def prove(
     weights: Sequence[Tensor],
     precision: str,
 ) -> str | None:
-    """Why packed and padded disagree under this reading, or None.
+    """Return why packed and padded runs disagree under a reading, or None if they agree.
 
-    run: the module's own call. run_packed: the same through the door, given the arguments; returns the outputs and the
-    batch as it was packed, or why it was not. given: arguments of a call of the user's, for their names, dtypes and
-    widths; what they hold does not matter, so that ranks find the same. weights: whose gradients are compared.
-    precision: see `precision_of`.
+    Args:
+        run: The module's own call.
+        run_packed: The call with packing at model entry; returns the outputs, and the packed batch or a refusal.
+        given: Arguments of a call of the user's, for their names, dtypes and widths. Their values do not matter, so
+            that all ranks find the same.
+        reading: The reading of a batch to try.
+        weights: The weights whose gradients are compared.
+        precision: See `precision_of`.
     """
     try:
         probe = make_probe(given, reading)
@@ -88,7 +92,7 @@ def prove(
 
 
 def _with_other_tokens(probe: Mapping[str, Any]) -> dict[str, Any]:
-    """The same with one token of every other row changed, in a column where each row has one."""
+    """Return the probe with one token of every other row changed, in a column with a token in each row."""
     changed = dict(probe)
     for name in ("input_ids", "inputs_embeds"):
         if probe.get(name) is not None:
@@ -98,7 +102,7 @@ def _with_other_tokens(probe: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_deterministic(run: Run, given: Mapping[str, Any], reading: Reading) -> bool:
-    """Whether the padded run gives the same twice, with other random numbers."""
+    """Return whether two padded runs with different random numbers give the same."""
     try:
         probe = make_probe(given, reading)
         outputs = []
@@ -111,16 +115,16 @@ def is_deterministic(run: Run, given: Mapping[str, Any], reading: Reading) -> bo
     except (torch.OutOfMemoryError, KeyboardInterrupt):
         raise
     except Exception:
-        return True  # the proof will say what is wrong
+        return True  # the proof itself will fail, and gives the reason
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether weights are spread over ranks (ZeRO-3, FSDP2), so that every call is a matter of all ranks."""
+    """Return whether weights are sharded over ranks (ZeRO-3, FSDP2), so that all ranks take part in every call."""
     return any(hasattr(each, "ds_id") or hasattr(each, "device_mesh") for each in module.parameters())
 
 
 def sharding_groups(module: nn.Module) -> list[Any]:
-    """The process groups over which weights are spread; none where they are not."""
+    """Return the process groups over which weights are sharded; none if they are not."""
     for each in module.parameters():
         if hasattr(each, "ds_id"):
             return [each.ds_process_group]  # type: ignore[attr-defined]
@@ -131,10 +135,10 @@ def sharding_groups(module: nn.Module) -> list[Any]:
 
 
 def small_weights(module: nn.Module) -> list[Tensor]:
-    """Weights whose gradients are worth comparing; none where they are sharded."""
+    """Return the weights whose gradients are compared; none if weights are sharded."""
     if is_sharded(module):
         return []
-    # a hook of the user's on a weight would be called
+    # A user's hook on a weight would be called, so such weights are left out.
     trained = [each for each in module.parameters() if each.requires_grad and not each._backward_hooks]
     if sum(each.numel() for each in trained) <= MANY_WEIGHTS:
         return list(trained)
@@ -143,8 +147,9 @@ def small_weights(module: nn.Module) -> list[Tensor]:
 
 @contextlib.contextmanager
 def quietly(module: nn.Module, *, training: bool) -> Iterator[None]:
-    """Inside, `module` is in training mode without dropout, or in evaluation without gradients, and no random number of
-    the user's is used up.
+    """Put `module` in training mode without dropout, or in evaluation mode without gradients, inside of the block.
+
+    The user's random generators are restored behind the block.
     """
     modes = {each: each.training for each in module.modules()}
     settings = [
@@ -169,7 +174,7 @@ def quietly(module: nn.Module, *, training: bool) -> Iterator[None]:
 
 
 class Unchanged:
-    """What a model holds beside its parameters, kept over a probe."""
+    """The state of a model besides its parameters, kept over a probe."""
 
     def __init__(self, module: nn.Module) -> None:
         self._buffers = [(name, each, each.detach().clone()) for name, each in module.named_buffers()]
@@ -185,7 +190,7 @@ class Unchanged:
         }
 
     def put_back(self) -> str | None:
-        """Restore buffers; what had changed, or None."""
+        """Restore buffers; return what had changed, or None."""
         found = None
         for name, buffer, before in self._buffers:
             if not torch.equal(buffer, before):
@@ -200,7 +205,7 @@ class Unchanged:
 
 
 def make_probe(given: Mapping[str, Any], reading: Reading) -> dict[str, Any]:
-    """Arguments like `given`, with the rows of `PROBES`."""
+    """Return arguments like `given`, with the rows of `PROBES`."""
     generator = torch.Generator().manual_seed(0)
     device = given["attention_mask"].device
     main, decoder = (
@@ -216,7 +221,7 @@ def make_probe(given: Mapping[str, Any], reading: Reading) -> dict[str, Any]:
         of_tokens = value.dim() >= 2 and value.shape[:2] == _grid_of(name, given, reading)
         if name in MASKS:
             probe[name] = grid.to(value.dtype)
-        elif not of_tokens:  # one of every row
+        elif not of_tokens:  # one value for each row
             probe[name] = value[:1].expand(len(main), *value.shape[1:]).clone()
         elif value.is_floating_point():
             probe[name] = torch.randn(*grid.shape, *value.shape[2:], generator=generator).to(value).detach()
@@ -229,7 +234,7 @@ def make_probe(given: Mapping[str, Any], reading: Reading) -> dict[str, Any]:
                 drawn[:, 2::3] = IGNORE_INDEX
                 drawn = _ignored_at_pads(drawn, grid, reading)
             elif name == "input_ids" and reading.pad_id is not None:
-                drawn[0, 4] = reading.pad_id  # whether the mask counts or the ids do
+                drawn[0, 4] = reading.pad_id  # shows whether the model goes by the mask or by the ids
                 if reading.pads_hold_pad_id:
                     drawn = drawn.masked_fill(~main, reading.pad_id)
             probe[name] = drawn
@@ -245,7 +250,7 @@ def _grid_of(name: str, given: Mapping[str, Any], reading: Reading) -> tuple[int
 
 
 def _ignored_at_pads(labels: Tensor, grid: Tensor, reading: Reading) -> Tensor:
-    """Labels that count at real tokens, at the first of a row too: only so it shows whether the loss shifts."""
+    """Return labels that count at real tokens only, at a row's first one too, which shows whether the loss shifts."""
     if reading.unsure:
         return labels.masked_fill(~grid, IGNORE_INDEX).masked_fill(_after_pad(grid), IGNORE_INDEX)
     if not reading.shifted:
@@ -260,7 +265,7 @@ def _after_pad(grid: Tensor) -> Tensor:
 
 
 def _compared(outputs: Any, batch: PackedBatch) -> list[Tensor]:
-    """Every floating tensor of the outputs, at real positions where it has positions, as (..., features)."""
+    """Return every floating tensor of the outputs, as (..., features); of tensors with positions only real ones."""
     found = []
     for value in tree_leaves(_plain(outputs)):
         if isinstance(value, Tensor) and value.is_floating_point():
@@ -277,7 +282,7 @@ def _compared(outputs: Any, batch: PackedBatch) -> list[Tensor]:
 
 
 def _plain(outputs: Any) -> Any:
-    """Outputs as lists of tensors, with what a cache holds."""
+    """Return outputs as nested lists of tensors, those of a key-value cache among them."""
     if isinstance(outputs, Mapping):
         return [_plain(value) for value in outputs.values()]
     if isinstance(outputs, tuple | list):
@@ -305,7 +310,7 @@ def _difference(padded: Any, packed: Any, batch: PackedBatch, precision: str) ->
 
 
 def precision_of(module: nn.Module) -> str:
-    """What a module computes in, as `TOLERANCE` has it."""
+    """Return the precision in which a module computes, a key of `TOLERANCE`."""
     weight = next(module.parameters())
     if weight.dtype in (torch.float16, torch.bfloat16) or torch.is_autocast_enabled(weight.device.type):
         return "half"
@@ -336,7 +341,7 @@ def _gradient_difference(
 
 
 def _gradients(outputs: Sequence[Tensor], weights: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """Of a scalar that every output has a part in, each number another one."""
+    """Return the gradients of a weighted sum of all outputs' entries, with a different factor for each entry."""
     total: Any = 0.0
     for number, output in enumerate(each for each in outputs if each.requires_grad):
         generator = torch.Generator().manual_seed(number)
@@ -346,7 +351,7 @@ def _gradients(outputs: Sequence[Tensor], weights: Sequence[Tensor]) -> Sequence
 
 
 def _leak(padded: tuple[Any, Any], packed: tuple[Any, Any], batch: PackedBatch) -> str | None:
-    """Whether a changed token shows, packed, where it does not padded."""
+    """Return a message if a changed token changes packed outputs at a position where padded ones stay; else None."""
     moved = []
     for pair in (padded, packed):
         compared = zip(*(_compared(each, batch) for each in pair), strict=True)
@@ -358,7 +363,10 @@ def _leak(padded: tuple[Any, Any], packed: tuple[Any, Any], batch: PackedBatch) 
 
 
 def _moved(one: Tensor, other: Tensor) -> Tensor:
-    """Which rows of (rows, ...) differ; in fp32 by more than rounding: grouped matrix products round by group."""
+    """Return which rows of (rows, ...) differ.
+
+    In fp32 the difference must exceed rounding, since grouped matrix products round by group.
+    """
     one, other = one.detach(), other.detach()
     change = (one.double() - other.double()).abs().flatten(1).amax(1)
     if one.dtype in (torch.float16, torch.bfloat16):

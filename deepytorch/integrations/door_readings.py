@@ -1,4 +1,4 @@
-"""How a Hugging Face model may read its batch, from what its configuration says: what is tried by `door_proof`."""
+"""The readings of a batch that a Hugging Face model's configuration allows; `door_proof` tries them."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from deepytorch.integrations.packed_batch import Reading, RowKind, columns, coun
 from deepytorch.library_code import is_of_libraries
 from deepytorch.torch_internals import BatchNorm
 
-# Heads that look at a row and not at its tokens: the model below them is packed.
+# Heads that look at whole rows and not at their tokens: only the model below them is packed.
 BY_ROW = ("ForSequenceClassification", "ForNextSentencePrediction")
 AMONG_POSITIONS = ("ForQuestionAnswering", "ForMultipleChoice")
-LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")  # numbers that depend on how long the padded row is
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")  # position embeddings that depend on the padded row's length
 LAYER_TYPES = ("full_attention", "sliding_attention")
 SHORTEST = 12  # positions of the probe
 
 
 def declined_beforehand(outer: nn.Module, model: Any) -> str | None:
-    """What of a model a small probe would not show."""
+    """Return why a model is declined for a property that a small probe would not show; None if there is none."""
     config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
     biased = any(has_learned_bias(module) for module in model.modules())
     if not (getattr(model, "_supports_flash_attn", False) or biased):
@@ -70,9 +70,9 @@ def declined_beforehand(outer: nn.Module, model: Any) -> str | None:
 
 
 def readings(model: Any, packed: Any) -> Iterator[Reading]:
-    """How a model may read its batch, to be tried in turn: the rows it is right for, and how it counts positions.
+    """Yield the readings of a batch to try in turn: the kinds of rows they are right for, and their rules of positions.
 
-    packed: what of `model` gets packed batches: itself, or the model below its head.
+    packed: the part of `model` that gets packed batches: the model itself, or the model below its head.
     """
     parameters = inspect.signature(packed.forward).parameters
     two_sided = bool(model.config.is_encoder_decoder) and "decoder_input_ids" in parameters
@@ -97,7 +97,7 @@ def readings(model: Any, packed: Any) -> Iterator[Reading]:
         pads_hold_pad_id=by_row and pad_id is not None,
         unsure=packed is not model,
     )
-    windowed = getattr(config, "sliding_window", None) is not None  # windows are counted in tokens when packed
+    windowed = getattr(config, "sliding_window", None) is not None  # a packed run counts windows in tokens
     half = next(model.parameters()).dtype in (torch.float16, torch.bfloat16)  # rounding would hide rules of positions
     kinds = (
         [RowKind.PREFIX]

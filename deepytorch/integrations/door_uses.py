@@ -1,4 +1,4 @@
-"""What a script does with the outputs of a packed model: seen in the first step, and what it is handed after that."""
+"""A script's uses of a packed model's outputs: profiled in the first step, and decisive for later outputs."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from deepytorch.passes.samples import Sampler
 
 
 class Peers:
-    """The ranks that hold parts of one model, and gather its weights in every call of it together. Empty (false) where
-    weights are not sharded.
+    """The ranks that hold shards of one model, and gather its weights together in each of its calls.
+
+    Empty (false) if weights are not sharded.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -36,13 +37,13 @@ class Peers:
         return bool(self._groups)
 
     def all_say(self, text: str) -> bool:
-        """Whether all ranks are here with the same text."""
+        """Return whether all ranks have called this with the same text."""
         number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
         largest, smallest = self._largest([number, -number])
         return largest == -smallest
 
     def highest(self, number: int) -> int:
-        """The largest number that a rank is here with."""
+        """Return the largest number that a rank has called this with."""
         return self._largest([number])[0]
 
     def _largest(self, numbers: list[int]) -> list[int]:
@@ -53,20 +54,20 @@ class Peers:
 
 
 class Buffers:
-    """Buffers of a model as they were when `keep` was called: copied anew where they have been written to."""
+    """Copies of a model's buffers from the last `keep`, which copies anew only those that were written to."""
 
     def __init__(self, model: nn.Module) -> None:
         self._buffers = [each for each in model.buffers() if not each.is_inference()]
         self._copies: list[tuple[int, torch.Tensor]] = [(-1, each) for each in self._buffers]
 
     def keep(self) -> None:
-        """A call begins, which may have to be undone."""
+        """Keep the buffers before a call that may have to be undone."""
         for place, (buffer, (version, _)) in enumerate(zip(self._buffers, self._copies, strict=True)):
             if buffer._version != version:
                 self._copies[place] = (buffer._version, buffer.detach().clone())
 
     def put_back(self) -> None:
-        """Undo what was written since."""
+        """Undo all writes since the last `keep`."""
         with torch.no_grad():
             for buffer, (version, copy) in zip(self._buffers, self._copies, strict=True):
                 if buffer._version != version:
@@ -74,10 +75,10 @@ class Buffers:
 
 
 class OutputUses:
-    """What a script does with the outputs of one kind of calls.
+    """The script's uses of the outputs of one kind of calls.
 
-    Ranks that hold parts of one model have to find the same: the first call of each is profiled, whatever its batch is,
-    and before the second one they tell each other what they saw. A use that comes up later is an error there.
+    Ranks that hold shards of one model have to agree: each profiles its first call, whatever the batch is, and before
+    the second call they exchange the uses. For such ranks a new use in a later call is an error.
     """
 
     def __init__(self, record: RegionRecord, model: nn.Module, peers: Peers | None) -> None:
@@ -87,7 +88,7 @@ class OutputUses:
         self._peers, self._calls = peers, 0
 
     def begin(self) -> None:
-        """Count a call that begins: ranks that share weights profile their first one alone, whatever its batch is."""
+        """Count a call that begins: ranks that share weights profile only their first one, whatever its batch is."""
         self._calls += 1
         if self._peers and self._calls == 2 and not self.events.state.is_profiled:
             self.end_profiling()
@@ -97,15 +98,15 @@ class OutputUses:
         self.events.state = self.events.state.profiled_call(trains=False)
 
     def raise_to(self, uses: Uses) -> None:
-        """Take over how much of its outputs another rank uses."""
+        """Take over the uses of another rank."""
         self.events.state = self.events.state.used(uses, "another rank looks at padded positions")
 
     def profiling(self) -> Show:
-        """Makes of a padded tensor what a script gets at the first call."""
+        """Return a function that makes the profiled output of a first call from a padded tensor."""
         family = Family()
 
         def show(value: torch.Tensor, side: Side, dim: int, name: str, find: Find) -> torch.Tensor:
-            finite = Pads(finite=pads_of(value, side.place).finite)  # as later calls will be taken to be
+            finite = Pads(finite=pads_of(value, side.place).finite)  # the same is assumed of later calls
             tokens = Memo(lambda: Tokens.of(side.place, side.place.take(value), finite)) if dim == 1 else None
             return defer(
                 value.shape,
@@ -123,7 +124,7 @@ class OutputUses:
         return show
 
     def showing(self, again: Replay | None, record: RegionRecord) -> Show:
-        """Makes of a packed tensor what a script gets. again: the padded call, if it can be had."""
+        """Return a function that makes a deferred output from a packed tensor. again: the padded replay, if any."""
         family = Family()
 
         def show(packed: torch.Tensor, side: Side, dim: int, name: str, find: Find) -> torch.Tensor:

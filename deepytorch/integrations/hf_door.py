@@ -1,10 +1,11 @@
-"""Padding stripped at the door of a Hugging Face model, where graphs break and the compiler cannot follow a mask.
+"""Packing at model entry, for Hugging Face models whose graphs break so that the compiler cannot follow a mask.
 
 The batch is packed into one long row before the model's forward, attention runs by `packed_attention`, and outputs are
-unpacked: no graph is needed, so this works under ZeRO-3, checkpoint wrappers, hooks and prints.
+unpacked. No graph is needed, so this works under ZeRO-3, checkpoint wrappers, hooks and prints.
 
-A model's code is not analysed here: it is asked, see `door_proof`. What a small batch cannot show is declined before
-that: windows that only masks know of, state that training changes, sizes that enter the numbers.
+A model's code is not analysed here: the model is run on a probe, see `door_proof`. Properties that a small batch cannot
+show are declined before that: windows that only masks know of, state that training changes, sizes that enter the
+numbers.
 """
 
 from __future__ import annotations
@@ -64,11 +65,17 @@ OF_HEADS = ("start_positions", "end_positions")
 
 @dataclass
 class _Call:
-    """One call of a door's outer module.
+    """One call of the outer module.
 
-    given: the arguments by name; None where they are not the model's. kind: what a proof is of; None where there can be
-    none. why: the reason for that. reading: how the batch is read, if the proof has shown one. proves: the call is part
-    of a proof. found: what its batch came to.
+    Attributes:
+        args: The positional arguments.
+        kwargs: The keyword arguments.
+        given: The arguments by name; None if they are not the model's.
+        kind: The kind of call for which a proof holds; None if there can be no proof.
+        why: The reason against a proof.
+        reading: The reading of the batch, if the proof has found one.
+        proves: Whether the call is part of a proof.
+        found: The packed batch, or a refusal.
     """
 
     args: Sequence[Any]
@@ -83,7 +90,7 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Asked:
-    """What `route` asks of a call at a door. Checkpoints and hooks inside of the model see packed rows as well."""
+    """The properties that `route` asks of a call. Checkpoints and hooks inside of the model see packed rows as well."""
 
     refusal: str | None
     is_forward_mode: bool = False
@@ -95,12 +102,13 @@ _OF_PROOF = State(packs=True)
 
 
 class Door:
-    """The way into one Hugging Face model.
+    """The packing at the entry of one Hugging Face model.
 
-    outer: whose calls are training steps, the model or what hands its arguments on to it, such as a PeftModel.
-    model: the Hugging Face model itself. The batch is packed on the way into `self.target`: `outer`, or, under a head
-    that looks at rows or takes arguments of its own, the model below. min_padding: batches with a smaller share of pads
-    run padded.
+    outer: the module whose calls are training steps: the model, or a wrapper that hands arguments on to it, such as a
+    PeftModel. model: the Hugging Face model itself. min_padding: batches with a smaller share of pads run padded.
+
+    The batch is packed on entry into `self.target`: `outer`, or the model below a head that looks at rows or takes
+    arguments of its own.
     """
 
     def __init__(self, outer: nn.Module, model: Any, min_padding: float = 0.0) -> None:
@@ -109,9 +117,9 @@ class Door:
         if type(model).__name__.endswith(BY_ROW):
             self.target = model.base_model
         self._listed = False
-        self._in_eager = False  # calls of the model's modules are replaced, which Dynamo would not see
+        self._in_eager = False  # whether module calls are replaced, which Dynamo would not see
         self._found_out: dict[Any, Reading | None] = {}  # by kind of call
-        self._above: _Call | None = None  # of the head that runs now, where the target is below it
+        self._above: _Call | None = None  # the running call of the head, if the target is below it
         self._uses: dict[Any, OutputUses] = {}  # by kind of call
         self._calls = 0
         self._peers: Peers | None = None  # from the first call on
@@ -132,16 +140,17 @@ class Door:
             return self._through(call, run)
 
     def _read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Call:
-        """Return what is known of a call by its arguments."""
+        """Return the description of a call by its arguments."""
         given = _bound(self._outer, args, kwargs)
         if given is None:
             return _Call(args, kwargs, None, None, "the call's arguments are not the model's")
         return _Call(args, kwargs, given, self._kind(given))
 
     def _as_others(self, given: Mapping[str, Any] | None) -> str | None:
-        """Why nothing may be asked in this call, where weights are sharded: all ranks ask alike, in their first call,
-        and before the second one they tell each other what they saw. What a keyword of one rank alone would have it do
-        beside the others, they would wait for.
+        """Return why no proof may be made in this call of a model with sharded weights; None if one may be made.
+
+        All ranks make the same proof, in their first call, and exchange the uses of outputs before the second one. If
+        one rank alone made a proof, because of a keyword that only it got, the others would wait for it.
         """
         self._calls += 1
         if self._peers is None:
@@ -158,7 +167,7 @@ class Door:
         return "another kind of call than the first, which ranks that share weights were asked about"
 
     def _question(self, given: Mapping[str, Any] | None) -> str:
-        """What a proof in this call would be of; empty where there is none."""
+        """Return the subject of a proof in this call, as text that ranks compare; empty if there is no proof."""
         if given is None or UserHooks(self._outer).refused is not None:
             return ""
         names = sorted(
@@ -169,16 +178,16 @@ class Door:
 
     @property
     def asked(self) -> bool:
-        """Whether a call was proved or declined before."""
+        """Return whether a call was proved or declined before."""
         return bool(self._found_out)
 
     @property
     def is_the_only_way(self) -> bool:
-        """Whether the model attends by kernels that no graph shows the inside of, so that none of it can be packed."""
+        """Return whether the model attends by kernels that are opaque in graphs, so that no graph can be packed."""
         return bool(packed_attention.implementations(self._model) & set(packed_attention.OPAQUE))
 
     def explain(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RegionRecord:
-        """What would become of a training call with these arguments; the model is asked where it was not yet."""
+        """Return the record of a training call with these arguments, without running it; prove the model if needed."""
         call = self._read(args, kwargs)
         if call.given is not None and call.kind not in self._found_out:
             self._ask(call, call.given)
@@ -197,7 +206,7 @@ class Door:
         return record
 
     def _kind(self, given: Mapping[str, Any]) -> Any:
-        """What a proof holds for: the arguments that are given, and the model as it is made up."""
+        """Return the kind of call for which a proof holds: the arguments that are given, and the model's make-up."""
         modules = list(self._outer.modules())
         functions = [(place, functions_on(module)) for place, module in enumerate(modules)]
         loss = getattr(self._model, "_loss_function", None), getattr(self._model, "loss_type", None)
@@ -212,11 +221,11 @@ class Door:
         )
 
     def restore(self) -> None:
-        """Take back what was set on the model."""
+        """Undo all changes of the model."""
         restore_calls(self._model)
 
     def leave(self, reason: str) -> None:
-        """Take back what was set on the model, and say why in the report."""
+        """Undo all changes of the model, and give the reason in the report."""
         self.restore()
         self.record.declined.append(reason)
 
@@ -230,7 +239,7 @@ class Door:
             self._above = before
 
     def _call_below(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """The call of the model below a head."""
+        """Call the model below a head."""
         if self._above is None:
             return module._call_impl(*args, **kwargs)
         return self._enter(self._above, module._call_impl, args, kwargs)
@@ -263,16 +272,16 @@ class Door:
             outputs = found.outputs(self._as_proved(run, found.arguments), show)
         except (torch.OutOfMemoryError, KeyboardInterrupt):
             raise
-        except Exception as error:  # something that the probe had not seen, such as a cache of another kind
+        except Exception as error:  # a case that the probe did not have, such as a cache of another kind
             if call.proves:
                 raise
-            if is_sharded(self._outer):  # a second forward of this rank alone would gather other weights than its peers
+            if is_sharded(self._outer):  # a second forward on this rank alone would gather other weights than its peers
                 raise
             INSIDE.set(None)
-            if again is not None and uses is not None:  # what it drew and wrote so far is not missing, nor twice there
+            if again is not None and uses is not None:  # undo the draws and writes of the failed call
                 again.rewind()
                 uses.buffers.put_back()
-            outputs = run(*args, **kwargs)  # raises again where the batch is to blame
+            outputs = run(*args, **kwargs)  # raises again if the batch is to blame
             self._shut(str(error) if isinstance(error, CannotPack) else f"{type(error).__name__}: {str(error)[:300]}")
             return outputs
         finally:
@@ -284,14 +293,15 @@ class Door:
         return outputs
 
     def _uses_of(self, kind: Any) -> OutputUses:
-        """What is done with the outputs of this kind of calls."""
+        """Return the uses of the outputs of this kind of calls."""
         if kind not in self._uses:
             self._uses[kind] = OutputUses(self.record, self.target, self._peers)
         return self._uses[kind]
 
     def _again(self, uses: OutputUses, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Replay | None:
-        """This call padded, for whoever looks at pads of its outputs; None where weights are sharded, as a call of one
-        rank alone would wait for the others.
+        """Return the padded replay of this call, for a look at pads of its outputs.
+
+        None if weights are sharded: a call on one rank alone would wait for the others.
         """
         if self._peers:
             return None
@@ -307,9 +317,10 @@ class Door:
         return Replay(run, inputs, parameters=parameters, sampler=uses.sampler, draws=True)
 
     def _as_proved(self, run: Run, arguments: Mapping[str, Any]) -> Any:
-        """`run` on packed arguments. Dynamo calls `forward` of a module itself, and not what stands in place of its
-        call: then nothing compiled may run inside, of the model or of its blocks. (A stance of `torch.compiler` would
-        hold in all threads.)
+        """Run the model on packed arguments; without compiled code inside if module calls are replaced.
+
+        Dynamo calls the `forward` of a module and not its replaced call. So no compiled code of the model or its blocks
+        may run then. (A stance of `torch.compiler` would hold in all threads.)
         """
         if not self._in_eager:
             return run(**arguments)
@@ -317,7 +328,7 @@ class Door:
             return _undisturbed(self.target._call_impl, arguments)
 
     def _is_compiled_inside(self) -> bool:
-        """Whether somebody else has compiled a part of the model."""
+        """Return whether somebody else has compiled a part of the model."""
         parts = (each for each in self._model.modules() if each is not self._outer)
         return any(autowrap.is_compiled(each) and not isinstance(each._compiled_call_impl, Replaced) for each in parts)
 
@@ -329,7 +340,7 @@ class Door:
         kwargs: Mapping[str, Any],
         uses: OutputUses | None = None,
     ) -> PackedBatch | Refusal:
-        """Pack the batch in these arguments, of the target."""
+        """Pack the batch in these arguments of the target; return it, or a refusal."""
         if call.reading is None:
             return Refusal(call.why or "; ".join(self.record.declined))
         given = _bound(self.target, args, kwargs)
@@ -355,8 +366,8 @@ class Door:
     def _ask(self, call: _Call, given: Mapping[str, Any]) -> None:
         """Find out how this model reads a batch, or why it cannot be packed.
 
-        The call's kind is None where nothing was asked. What the batch holds does not matter, and so data-parallel
-        ranks find the same, in as many calls.
+        The call's kind is None if no proof was tried. The batch's values do not matter, so that data-parallel ranks
+        find the same, in the same number of calls.
         """
         strange = {name: value for name, value in given.items() if value is not None and not is_known(name)}
         tensors = [n for n, value in strange.items() if isinstance(value, torch.Tensor) and n not in OF_HEADS]
@@ -365,9 +376,9 @@ class Door:
         call.why, call.kind = hooked or unknown_argument(familiar), None
         if hooked is not None:
             self._list()
-        if call.why is not None:  # another call may do without it
+        if call.why is not None:  # another call may come without the argument
             return
-        if strange:  # of a head
+        if strange:  # arguments of a head
             self.target = self._model.base_model
         self._list()
         before = replace(self.record, padded_because=dict(self.record.padded_because))
@@ -386,14 +397,14 @@ class Door:
         if reading is not None:
             self.record.outcome = "packed"
             self.record.changes.append("padding stripped at the door: a probe came out the same packed and padded")
-            if self._in_eager and EXPLAINING.get() is None:  # blocks that are checkpointed run again in the backward
+            if self._in_eager and EXPLAINING.get() is None:  # checkpointed blocks run again in the backward
                 autowrap.disarm_inside(self._outer)
             logger.info("%s: padding is stripped", self.record.name)
         else:
             self._shut(reason or "", all_kinds=False)
 
     def _list(self) -> None:
-        """Have the report name this door."""
+        """Add this record to the report."""
         if not self._listed and EXPLAINING.get() is None:
             LEDGER.open(self.record)
             self._listed = True
@@ -410,7 +421,7 @@ class Door:
 
     @property
     def _packed_model(self) -> Any:
-        """The Hugging Face model that gets packed batches."""
+        """Return the Hugging Face model that gets packed batches."""
         return self._model if self.target is self._outer else self.target
 
     def _prepare(self) -> None:
@@ -421,7 +432,7 @@ class Door:
         self._in_eager = replace_calls(self, self._model, takes_positions=takes_positions)
 
     def _prove(self, given: Mapping[str, Any]) -> tuple[Reading | None, str | None]:
-        """Return the reading of a batch under which the model computes the same packed; None, and why there is none."""
+        """Return the reading under which the model computes the same packed as padded; or None and the reason."""
         reasons, shown = [], None
         tried = list(readings(self._model, self._packed_model))
         kept = Unchanged(self._outer)
@@ -451,7 +462,7 @@ class Door:
 
 
 def door_for(module: nn.Module, min_padding: float = 0.0) -> Door | None:
-    """The door of a module that trains: a Hugging Face model, or a PeftModel around one. None for any other."""
+    """Return the `Door` of a module that trains: a Hugging Face model or a PeftModel around one. None for any other."""
     pretrained = import_module("transformers.modeling_utils").PreTrainedModel
     if isinstance(module, pretrained):
         return Door(module, module, min_padding)
@@ -468,7 +479,7 @@ def _undisturbed(call: Run, arguments: Mapping[str, Any]) -> Any:
 
 
 class _Itself:
-    """Equal to what holds the same object."""
+    """A key that is equal only to a key of the same object."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
@@ -481,7 +492,7 @@ class _Itself:
 
 
 def _weakly(function: Any) -> Any:
-    """A part of a key that does not keep the function alive, where it can do without."""
+    """Return a part of a key for a function, which does not keep the function alive if it can be referenced weakly."""
     try:
         found = weakref.ref(function)
         hash(found)
@@ -491,7 +502,7 @@ def _weakly(function: Any) -> Any:
 
 
 def _bound(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The arguments of a call by name; None where they do not fit, which the call itself will say."""
+    """Return the arguments of a call by name; None if they do not fit, for which the call itself will raise."""
     signature = inspect.signature(module.forward)
     try:
         given = dict(signature.bind(*args, **kwargs).arguments)

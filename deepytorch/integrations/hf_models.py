@@ -1,4 +1,4 @@
-"""Hugging Face models have a door at which padding can be stripped: `hf_door`, loaded when a model is first armed."""
+"""Hugging Face models can be packed at model entry, by `hf_door`, which is loaded when a model is first armed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def attach(_: Any) -> None:
-    """Tell `autowrap`, now that transformers is there."""
+    """Tell `autowrap` of packing at model entry, once transformers is imported."""
     from deepytorch import autowrap
 
     if _door_for not in autowrap.DOORS:

@@ -1,4 +1,4 @@
-"""The Hugging Face Trainer logs what deepytorch does, to whatever it logs to: `deepytorch/*` beside the loss."""
+"""The Hugging Face Trainer: deepytorch's figures are logged with the loss, as `deepytorch/*`, to all its loggers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def attach(trainer: Any) -> None:
 
     def logging(original: Any) -> Any:
         def log(self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-            if "loss" in logs:  # not those of an evaluation
+            if "loss" in logs:  # training logs, not those of an evaluation
                 logs.update(metrics())
             original(self, logs, *args, **kwargs)
 
@@ -22,7 +22,7 @@ def attach(trainer: Any) -> None:
 
 
 def metrics() -> dict[str, float]:
-    """What happened so far in this process, as numbers; empty while nothing was compiled."""
+    """Return the figures of this process so far, as numbers; empty while nothing was compiled."""
     from deepytorch.compiler.report import LEDGER
 
     report = LEDGER.report()

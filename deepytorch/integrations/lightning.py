@@ -1,6 +1,6 @@
-"""Lightning: what trains is the model inside of a LightningModule.
+"""Lightning: the model inside of a LightningModule is armed, and not the LightningModule.
 
-With several ranks Lightning sends `training_step` through the forward of the module that wraps its own: for that call
+With several ranks Lightning sends `training_step` through the forward of the module that wraps its own. For that call
 the LightningModule is a training loop, which logs and looks around, and not a model.
 """
 
@@ -12,7 +12,7 @@ from torch import nn
 
 
 def attach(_: Any) -> None:
-    """Have `autowrap` look past such calls. `_`: Lightning's strategies.strategy, in either of its packages."""
+    """Have `autowrap` ignore calls of a training step. `_`: Lightning's strategies.strategy, in either package."""
     from deepytorch import autowrap
 
     if runs_a_step not in autowrap.LOOPS:
@@ -20,7 +20,7 @@ def attach(_: Any) -> None:
 
 
 def runs_a_step(module: nn.Module) -> bool:
-    """Whether this call of a module is Lightning's way to call a step of its loop."""
+    """Return whether a module's present call is Lightning's way to call a step of its loop."""
     inner = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
     forward = vars(inner).get("forward")
     return getattr(forward, "__qualname__", "").startswith("_ForwardRedirection.")

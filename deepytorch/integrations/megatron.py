@@ -1,9 +1,9 @@
 """Megatron-LM: its fused functions are compiled by deepytorch.
 
-Megatron-LM decorates them with `megatron.core.jit.jit_fuser`, which is `torch.compile` under the name of the module.
-This takes its place before other modules of Megatron's import it; `disable_jit_fuser` and `enable_jit_fuser` work as
-they did. Its models are left as they are: Dynamo would cut them into dozens of graphs at their tensor and pipeline
-parallel layers, and they pack sequences themselves.
+Megatron-LM decorates these functions with `megatron.core.jit.jit_fuser`, which is `torch.compile` under another name.
+Our function replaces `jit_fuser` before other modules of Megatron-LM import it; `disable_jit_fuser` and
+`enable_jit_fuser` work as before. Megatron-LM's models are left alone: Dynamo would cut them into dozens of graphs at
+their tensor and pipeline parallel layers, and they pack sequences themselves.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from deepytorch.patches import replace
 
 
 def attach(jit: Any) -> None:
-    """Take over `jit_fuser` where it is `torch.compile`. `jit`: megatron.core.jit."""
+    """Take over `jit_fuser` if it is `torch.compile`. `jit`: megatron.core.jit."""
     from deepytorch import autowrap
 
     autowrap.LEFT_ALONE["megatron"] = "models of Megatron-LM are left as they are; its fused functions are compiled."
@@ -37,7 +37,7 @@ def attach(jit: Any) -> None:
 
 
 def compile_fused(function: Any = None, **kwargs: Any) -> Any:
-    """`torch.compile(function, backend="deepytorch")`, as a decorator with and without arguments."""
+    """Apply `torch.compile(function, backend="deepytorch")`, as a decorator with or without arguments."""
     import torch
 
     return torch.compile(function, **{"backend": "deepytorch", **kwargs})

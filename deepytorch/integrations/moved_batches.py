@@ -1,8 +1,8 @@
-"""Hosts that move batches to a device: what a batch held on the host is remembered, so that no step waits to read it.
+"""Batches that host frameworks move to a device: host copies are remembered, so that no step waits to read a batch.
 
-Accelerate (and the Trainer, whose loaders are Accelerate's), Lightning and Fabric each have one function for it, which
-their modules import by name; scripts call `BatchEncoding.to`. What a script moves with `Tensor.to` is not seen:
-`deepytorch.prefetch` is for that.
+Accelerate (and the Trainer, whose loaders are Accelerate's), Lightning and Fabric each have one function that moves
+batches, which their modules import by name; scripts call `BatchEncoding.to`. Batches that a script moves with
+`Tensor.to` are not seen: `deepytorch.prefetch` is for them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _WHY = "remember what a batch held on the host"
 
 
 def attach(module: Any) -> None:
-    """Wrap the function that moves batches, where `module` calls one."""
+    """Wrap the function that moves batches, if `module` calls one."""
     from deepytorch.compiler.host_copies import remembering
 
     for name in _MOVERS:
@@ -25,7 +25,7 @@ def attach(module: Any) -> None:
 
 
 def attach_encodings(tokenization: Any) -> None:
-    """The same for `BatchEncoding.to`. `tokenization`: transformers.tokenization_utils_base."""
+    """Wrap `BatchEncoding.to`, which moves batches. `tokenization`: transformers.tokenization_utils_base."""
 
     def moving(original: Any) -> Any:
         def to(self: Any, *args: Any, **kwargs: Any) -> Any:

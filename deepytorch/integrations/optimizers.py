@@ -1,6 +1,6 @@
 """Every optimizer that is made after the import tells `autowrap` which parameters are trained.
 
-Imports nothing of torch's by itself: it is called while torch is being imported.
+This module imports nothing of torch by itself: it is called while torch is being imported.
 """
 
 from __future__ import annotations

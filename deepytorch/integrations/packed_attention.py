@@ -1,8 +1,8 @@
 """Attention on packed rows inside of a Hugging Face model, whatever attention implementation the model was given.
 
-A packed batch is one long row, and what a layer has to know of it travels as its attention mask: a tensor of four
-dimensions, which transformers hands through to the attention function as it is. A tensor, because arguments survive
-activation checkpointing, `torch.compile` and data-parallel wrappers, and a state beside the model would not.
+A packed batch is one long row. Its layout reaches a layer as the attention mask: a tensor of four dimensions, which
+transformers hands through to the attention function as it is. The layout is a tensor because arguments survive
+activation checkpointing, `torch.compile` and data-parallel wrappers, and state outside of the model would not.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from deepytorch.passes.ops.varlen_attention import varlen_attention
 from deepytorch.patches import replace
 
-# What models hand to their attention that changes no number of it: none of transformers' attention functions reads it
-# (paged ones a cache, which are declined). Of anything else nobody here knows what it does: sinks, indices of blocks,
-# lengths of rows that were packed already.
+# Arguments that models hand to their attention and that change no result: none of transformers' attention functions
+# reads them (paged ones read a cache, and are declined). The effect of any other argument is unknown: sinks, indices of
+# blocks, lengths of rows that were packed already.
 WITHOUT_EFFECT = frozenset(
     (
         "position_ids",
@@ -40,7 +40,7 @@ WITHOUT_EFFECT = frozenset(
         "kernel_options",
     )
 )
-# Implementations of transformers' own; what stands behind another name may have windows that no small probe shows.
+# Transformers' own implementations; one behind another name may have windows that no small probe shows.
 IN_GRAPHS = (None, "eager", "sdpa")
 FLASH_WITH_DROPOUT = (
     "flash_attention_2",
@@ -56,27 +56,27 @@ FLASH = (
     "flash_attention_4",
     "kernels-community/flash-attn4",
 )
-OPAQUE = (*FLASH, "flex_attention")  # a graph breaks at them, or has one node whose inside it does not show
+OPAQUE = (*FLASH, "flex_attention")  # a graph breaks at these, or has one node that does not show the inside
 
 
 def plain_name(implementation: Any) -> Any:
-    """The name of a flash implementation as `FLASH` has it: "paged|owner/kernel@revision:function" is "owner/kernel".
+    """Return a flash implementation's name as in `FLASH`: "owner/kernel" for "paged|owner/kernel@revision:function".
 
-    Any other name comes back as it is.
+    Any other name is returned as it is.
     """
     bare = str(implementation).removeprefix("paged|").partition(":")[0].partition("@")[0].strip()
     return bare if bare in FLASH else implementation
 
 
 class CannotPack(Exception):
-    """An attention that cannot run on packed rows; says why."""
+    """An error, with the reason, for a model or an attention that cannot run on packed rows."""
 
 
 class Rows(NamedTuple):
-    """Where the rows of one side lie in its packed row.
+    """The places of one side's rows in its packed row.
 
-    cu_seqlens: (rows + 1,) int32, where each row begins. positions: (tokens,) int32, the column of each token.
-    extent: one more than the largest column.
+    cu_seqlens: (rows + 1,) int32, the begin of each row. positions: (tokens,) int32, the column of each token. extent:
+    one more than the largest column.
     """
 
     cu_seqlens: Tensor
@@ -85,10 +85,11 @@ class Rows(NamedTuple):
 
 
 def encode_mask(keys: Rows, cross: Rows | None = None) -> Tensor:
-    """The attention mask of layers whose keys are `keys`, and whose queries are the same tokens or `cross`.
+    """Return the attention mask of layers whose keys are `keys`, and whose queries are the same tokens or `cross`.
 
-    (extent of keys, extent of cross, rows + 1, entries) int32, of which the last dimension holds numbers; the others
-    are sizes that take no memory. The two must differ in their number of tokens: that tells one use from the other.
+    The mask is (extent of keys, extent of cross, rows + 1, entries) int32. Its last dimension holds numbers; the others
+    are sizes that take no memory. `keys` and `cross` must differ in their number of tokens, which tells self-attention
+    from cross-attention.
     """
     cross = keys if cross is None else cross
     numbers = torch.cat((keys.cu_seqlens, cross.cu_seqlens, keys.positions, cross.positions))
@@ -96,7 +97,7 @@ def encode_mask(keys: Rows, cross: Rows | None = None) -> Tensor:
 
 
 def decode_mask(mask: Tensor, tokens_q: int, tokens_k: int) -> tuple[Rows, Rows]:
-    """The rows of an attention's queries and of its keys, from its mask and how many there are of each."""
+    """Return the rows of an attention's queries and of its keys, from its mask and the numbers of both."""
     numbers, offsets = mask[0, 0, 0], mask.shape[2]
     places = numbers[2 * offsets :]
     keys = Rows(numbers[:offsets], places[:tokens_k], mask.shape[0])
@@ -108,7 +109,7 @@ def decode_mask(mask: Tensor, tokens_q: int, tokens_k: int) -> tuple[Rows, Rows]
 
 
 def is_packed(mask: object) -> bool:
-    """Whether an attention mask is an encoded one. No attention takes a mask of int32 otherwise."""
+    """Return whether an attention mask is an encoded one. No attention takes other masks of int32."""
     return isinstance(mask, Tensor) and mask.dtype == torch.int32 and mask.dim() == 4
 
 
@@ -128,24 +129,37 @@ def attend(
     implementation: str | None = None,
     **other: Any,
 ) -> tuple[Tensor, None]:
-    """An attention function as transformers calls it, on packed rows.
+    """Compute attention on packed rows; the signature is that of transformers' attention functions.
 
-    query, key, value: (1, heads, tokens, head_dim); attention_mask: what `encode_mask` made. Returns
-    (1, tokens, heads, head_dim). What masks mean here is what they mean to transformers' FlashAttention: causal by
-    `is_causal`, or the module's; the last `sliding_window` keys; softcap. position_bias: (1, heads or 1, extent or 1,
-    extent or 1), added to the scores. implementation: the plain name of what this stands in for. Raises `CannotPack`
-    for anything else that may change scores.
+    Returns (1, tokens, heads, head_dim). Masks have the meaning of transformers' FlashAttention: causal by `is_causal`,
+    or by the module's; the last `sliding_window` keys; softcap. Raises `CannotPack` for anything else that may change
+    scores.
+
+    Args:
+        module: The attention module.
+        query: (1, heads, tokens, head_dim).
+        key: As `query`.
+        value: As `query`.
+        attention_mask: A mask of `encode_mask`.
+        scaling: The factor of the scores.
+        dropout: The probability of dropout.
+        sliding_window: The number of keys in reach.
+        softcap: The bound of the scores.
+        position_bias: (1, heads or 1, extent or 1, extent or 1), added to the scores.
+        is_causal: Whether attention is causal; None: as the module says.
+        implementation: The plain name of the implementation that this function replaces.
+        other: Further arguments of the model's.
     """
     _refuse_unknown(module, query, dropout, implementation, other)
     flash = implementation in FLASH
     if flash and implementation not in FLASH_WITH_DROPOUT:
-        dropout = 0.0  # transformers hands it only to kernels that have it, and trains without it otherwise
+        dropout = 0.0  # transformers passes dropout only to kernels that have it, and else trains without
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if sliding_window is not None and not causal and not flash:
         raise CannotPack(f"{type(module).__name__} has a window to both sides")
-    reach = -1 if sliding_window is None else sliding_window - 1  # flash: to both sides, where it is not causal
+    reach = -1 if sliding_window is None else sliding_window - 1  # of flash without causality: to both sides
     queries, keys = decode_mask(attention_mask, query.shape[2], key.shape[2])
-    if position_bias is not None and position_bias.shape[3] == 1:  # the same for every key: no softmax sees it
+    if position_bias is not None and position_bias.shape[3] == 1:  # equal for all keys: softmax does not change
         position_bias = None
     output = varlen_attention(
         query[0].transpose(0, 1),
@@ -170,7 +184,7 @@ def attend(
 def _refuse_unknown(
     module: nn.Module, query: Tensor, dropout: float, implementation: str | None, other: dict[str, Any]
 ) -> None:
-    """Raise `CannotPack` for what the padded attention may do and ours does not, whatever a probe shows of it."""
+    """Raise `CannotPack` for features of the padded attention that ours lacks, even if a probe shows no difference."""
     kind = type(module).__name__
     strange = [name for name, value in other.items() if value is not None and name not in WITHOUT_EFFECT]
     if strange:
@@ -182,9 +196,9 @@ def _refuse_unknown(
 
 
 def attach(modeling_utils: Any) -> None:
-    """Have `AttentionInterface` of transformers give functions that know packed masks.
+    """Have transformers' `AttentionInterface` return functions that know packed masks.
 
-    Masks of any other kind go to the function that would have been given, with its arguments untouched.
+    A call with any other mask goes to the original function, with its arguments unchanged.
     """
 
     def knowing_packed_masks(original: Any) -> Any:
@@ -213,7 +227,7 @@ def attach(modeling_utils: Any) -> None:
 
 
 def _dtype_for_flash(query: Tensor, module: nn.Module) -> torch.dtype | None:
-    """What transformers 4 and 5 cast float32 rows to in front of a flash kernel; None where nothing says it."""
+    """Return the dtype to which transformers 4 and 5 cast float32 rows for a flash kernel; None if it is not given."""
     if query.dtype != torch.float32:
         return None
     if torch.is_autocast_enabled(query.device.type):
@@ -228,27 +242,28 @@ def _dtype_for_flash(query: Tensor, module: nn.Module) -> torch.dtype | None:
 
 
 def asks_for_every_attention(modeling_utils: Any) -> bool:
-    """Whether models ask `AttentionInterface` for "eager" too: up to transformers 4 they call their own for that."""
+    """Return whether models ask `AttentionInterface` for "eager" too; up to transformers 4 they call their own."""
     return hasattr(modeling_utils.AttentionInterface, "get_interface")
 
 
 def implementations(model: Any) -> set[Any]:
-    """The plain names of the attention implementations that a Hugging Face model and its parts are set to."""
-    given = (vars(each).get("config") for each in model.modules())  # an attribute that is missing takes a module long
+    """Return the plain names of the attention implementations that a Hugging Face model and its parts are set to."""
+    given = (vars(each).get("config") for each in model.modules())  # a module is slow to look up a missing attribute
     configs = {id(config): config for config in given if config is not None}
     return {plain_name(getattr(config, "_attn_implementation", None)) for config in configs.values()}
 
 
 def has_learned_bias(module: nn.Module) -> bool:
-    """Whether this is an attention that adds a learned bias of relative positions, as T5's."""
+    """Return whether a module is an attention that adds a learned bias of relative positions, as T5's."""
     return callable(getattr(module, "compute_bias", None)) and hasattr(module, "has_relative_attention_bias")
 
 
 def call_with_bias(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """The call of such an attention: on packed rows its bias is made for the longest row, not for all tokens.
+    """Call an attention with a learned bias; on packed rows its bias is made for the longest row, not for all tokens.
 
-    It is made where the padded call makes it, so that weights are gathered in the same order (ZeRO-3). It depends on
-    distances alone, of which there are few: for every pair Inductor would compute it anew, and add up its gradient.
+    The bias is made at the point where the padded call makes it, so that weights are gathered in the same order
+    (ZeRO-3). The bias depends on distances only, of which there are few; Inductor would compute it anew for every pair,
+    and add up its gradient over the pairs.
     """
     mask = kwargs.get("mask")
     if not is_packed(mask) or kwargs.get("position_bias") is not None:
@@ -270,10 +285,11 @@ def call_with_bias(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _by_distance(distances: Tensor, extent: int) -> Tensor:
-    """(1, heads, 1, 2 * extent), for keys from `extent` before a query on, to (1, heads, extent, extent), of all pairs.
+    """Spread a bias by distance, (1, heads, 1, 2 * extent), over all pairs, (1, heads, extent, extent).
 
-    Rows of one entry less than the distances have, laid over copies of these: each begins one distance earlier than the
-    row above it (the shift of Transformer-XL, Dai et al. 2019, appendix B).
+    The distances begin with that of the key `extent` before a query. Copies of them are viewed as rows of one entry
+    less, so that each row begins one distance earlier than the row above it (the shift of Transformer-XL, Dai et al.
+    2019, appendix B).
     """
     heads = distances.shape[1]
     copies = distances.expand(1, heads, extent, 2 * extent).reshape(1, heads, -1)

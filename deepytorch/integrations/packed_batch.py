@@ -1,4 +1,4 @@
-"""A padded batch of a Hugging Face model, read once, packed into one row, and what comes out of the model unpacked."""
+"""The packed batch: a padded batch of a Hugging Face model, packed into one row, and the unpacking of outputs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ IGNORE_INDEX = -100
 BY_TOKEN = ("input_ids", "inputs_embeds", "token_type_ids", "position_ids")  # (rows, positions, ...)
 BY_DECODER_TOKEN = ("decoder_input_ids", "decoder_inputs_embeds")
 MASKS = ("attention_mask", "decoder_attention_mask")
-READ = ("input_ids", "decoder_input_ids", "labels", *MASKS)  # of a batch, to see how it is packed
+READ = ("input_ids", "decoder_input_ids", "labels", *MASKS)  # the arguments whose values decide the packing
 AS_GIVEN = ("num_items_in_batch", "use_cache", "return_dict", "output_hidden_states")
 Find = Callable[[Any], Any]
 Show = Callable[[Tensor, "Side", int, str, Find], Tensor]
@@ -35,8 +35,9 @@ OFF = ("output_attentions", "output_router_logits", "past_key_values", "logits_t
 
 @dataclass(frozen=True, eq=False)
 class Side:
-    """The tokens of one mask: an encoder-decoder has two. `indices`: (tokens,) int64, where each stands among
-    rows x positions.
+    """The tokens of one mask; an encoder-decoder has two sides.
+
+    indices: (tokens,) int64, the place of each token among rows x positions.
     """
 
     rows: Rows
@@ -46,38 +47,38 @@ class Side:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all rows."""
+        """Return the number of tokens of all rows."""
         return self.indices.shape[0]
 
     def pack(self, padded: Tensor) -> Tensor:
-        """(rows, positions, ...) to (1, tokens, ...)."""
+        """Pack (rows, positions, ...) to (1, tokens, ...)."""
         return pack_rows(padded.reshape(self.num_rows * self.num_positions, *padded.shape[2:]), self.indices)[None]
 
     def unpack(self, packed: Tensor, dim: int = 1) -> Tensor:
-        """(1, ..., tokens, ...) with the tokens at `dim` to (rows, ..., positions, ...), with zeros at pads."""
+        """Unpack (1, ..., tokens, ...), with tokens at `dim`, to (rows, ..., positions, ...), with zeros at pads."""
         tokens_first = packed[0].movedim(dim - 1, 0)
         flat = unpack_rows(tokens_first, self.indices, self.num_rows * self.num_positions)
         return flat.unflatten(0, (self.num_rows, self.num_positions)).movedim(1, dim)
 
     @functools.cached_property
     def place(self) -> Place:
-        """Where the tokens stand among rows and positions."""
+        """Return the places of the tokens among rows and positions."""
         return Place((self.num_rows, self.num_positions), self.indices)
 
     def tokens(self, packed: Tensor) -> Tokens:
-        """(1, tokens, ...) as what stands for (rows, positions, ...)."""
+        """Return the `Tokens` of a packed tensor (1, tokens, ...), which stand for (rows, positions, ...)."""
         return Tokens.of(self.place, packed[0])
 
 
 class RowKind(Enum):
-    """Where the tokens of a row may stand."""
+    """The positions of a row at which tokens may stand. Values: the name of a violation."""
 
     ANY = "anywhere"
     CONTIGUOUS = "tokens with holes between them"
     PREFIX = "tokens after pads"
 
     def violations(self, real: Tensor) -> Tensor:
-        """Where rows are of another kind; real: (rows, positions) bool."""
+        """Return a tensor that is true where rows are of another kind. real: (rows, positions) bool."""
         if self is RowKind.PREFIX:
             return real[:, 1:] & ~real[:, :-1]
         if self is RowKind.CONTIGUOUS:
@@ -87,13 +88,20 @@ class RowKind(Enum):
 
 @dataclass(frozen=True)
 class Reading:
-    """What a model makes of its batch, found out once: see `hf_door`.
+    """The reading of a batch by a model, found out once: see `hf_door`.
 
-    positions: gives position_ids (rows, positions) of ids and mask, for a model that takes them and was not given any;
-    None where it takes none. shifted: the labels of one position are compared with the logits of the position before.
-    rows: which rows it is proved for. two_sided: an encoder-decoder. decoder_ids: what it makes of its
-    labels. bounds: one more than the largest id of each argument that holds ids.
-    pads_hold_pad_id: it is proved for batches whose ids at pads are `pad_id`, by which a head may find a row's end.
+    Attributes:
+        positions: Gives position_ids (rows, positions) from ids and mask, for a model that takes them and was not given
+            any; None if it takes none.
+        shifted: Whether the label of a position is compared with the logits of the position before.
+        rows: The kind of rows that the model is proved for.
+        two_sided: Whether the model is an encoder-decoder.
+        decoder_ids: Makes the decoder's ids from labels.
+        bounds: One more than the largest id, for each argument that holds ids.
+        pad_id: The id of padding.
+        pads_hold_pad_id: Whether the model is proved only for batches whose ids at pads are `pad_id`, by which a head
+            may find a row's end.
+        unsure: Whether labels belong to a head above, which may shift them or not.
     """
 
     positions: Callable[[Mapping[str, Any], Tensor], Tensor] | None
@@ -104,12 +112,12 @@ class Reading:
     bounds: Mapping[str, int]
     pad_id: int | None
     pads_hold_pad_id: bool
-    unsure: bool  # whether labels are a head's above, which may shift them or not
+    unsure: bool
 
 
 @dataclass(frozen=True, eq=False)
 class PackedBatch:
-    """One batch as the model gets it. `main`: the side of ids; `decoder`: an encoder-decoder's other side."""
+    """One batch as the model gets it. main: the side of ids. decoder: an encoder-decoder's other side."""
 
     arguments: dict[str, Any]
     main: Side
@@ -117,15 +125,15 @@ class PackedBatch:
 
     @property
     def padding(self) -> float:
-        """The share of positions that are pads."""
+        """Return the share of positions that are pads."""
         positions = sum(side.num_rows * side.num_positions for side in self.sides)
         return 1.0 - sum(side.num_tokens for side in self.sides) / positions
 
     def outputs(self, outputs: Any, show: Show) -> Any:
-        """The model's outputs as the padded run would give them; changes a `ModelOutput` in place.
+        """Return the model's outputs as the padded run would give them; a `ModelOutput` is changed in place.
 
-        show: makes of a packed tensor what a script gets, given the side and the dimension of its tokens, its name, and
-        how it is found among the outputs of another run.
+        show: makes a script's tensor from a packed one, given the side and the dimension of its tokens, its name, and a
+        function that finds it among the outputs of another run.
         """
         return _translated(outputs, lambda value, dim, name, find: self._shown(value, dim, name, find, show))
 
@@ -136,7 +144,7 @@ class PackedBatch:
         return value
 
     def profiled(self, outputs: Any, show: Show) -> Any:
-        """As `outputs`, of those of a padded run."""
+        """Return the outputs of a padded run, made into a script's tensors by `show`, as `outputs` does."""
 
         def shown(value: Tensor, dim: int, name: str, find: Find) -> Tensor:
             if not value.is_floating_point() or value.dim() <= dim or (self.decoder is not None and name == "output"):
@@ -149,17 +157,17 @@ class PackedBatch:
 
     @property
     def sides(self) -> tuple[Side, ...]:
-        """Of ids, and of decoder ids where there are some."""
+        """Return the side of ids, and that of decoder ids if there is one."""
         return (self.main,) if self.decoder is None else (self.main, self.decoder)
 
 
 def zeros_at_pads(packed: Tensor, side: Side, dim: int, name: str, find: Find) -> Tensor:
-    """A packed tensor unpacked with zeros: what a proof compares, at real positions."""
+    """Unpack a packed tensor with zeros at pads, for a proof, which compares real positions."""
     return side.unpack(packed, dim)
 
 
 def _translated(outputs: Any, translate: Callable[[Tensor, int, str, Find], Tensor]) -> Any:
-    """A model's outputs with every tensor translated, those of a key-value cache by its dimension of positions too."""
+    """Return a model's outputs with every tensor translated; key-value caches have positions in dimension 2."""
 
     def one(value: Any, name: str, find: Find) -> Any:
         if isinstance(value, Tensor):
@@ -202,10 +210,10 @@ def _part(find: Find, name: str) -> Find:
 
 
 def pack_batch(given: Mapping[str, Any], reading: Reading, above: Tensor | None = None) -> PackedBatch | Refusal:
-    """Pack the arguments of a call; a `Refusal` where this batch cannot be, or is not worth it.
+    """Pack the arguments of a call; return a `Refusal` if this batch cannot be packed or is not worth it.
 
-    given: name -> argument of the model's forward. above: labels of a head above the model, which stays padded. One
-    synchronisation with the device. Raises `CannotPack` where the call lacks what the reading needs.
+    given: name -> argument of the model's forward. above: labels of a head above the model, which stays padded. This
+    takes one synchronisation with the device. Raises `CannotPack` if the call lacks an argument that the reading needs.
     """
     decoder_ids = _decoder_ids(given, reading)
     unknown = unknown_argument(given) or _does_not_fit(given, decoder_ids)
@@ -221,7 +229,7 @@ def pack_batch(given: Mapping[str, Any], reading: Reading, above: Tensor | None 
         return found
     sides = [_side(real, lengths, device) for real, lengths in zip(tokens, found, strict=True)]
     main, last = sides[0], sides[-1]
-    if decoder_ids is not None and main.num_tokens == last.num_tokens:  # what is whose could not be told
+    if decoder_ids is not None and main.num_tokens == last.num_tokens:  # the sides could not be told apart
         return Refusal("both sides have as many tokens")
     arguments = {name: given[name] for name in AS_GIVEN if given.get(name) is not None}
     arguments |= {name: main.pack(given[name]) for name in BY_TOKEN if given.get(name) is not None}
@@ -239,12 +247,12 @@ def pack_batch(given: Mapping[str, Any], reading: Reading, above: Tensor | None 
 
 
 def is_known(name: str) -> bool:
-    """Whether an argument of this name is one of every model's, whatever it holds."""
+    """Return whether an argument of this name is known for every model, whatever its value."""
     return name in (*BY_TOKEN, *BY_DECODER_TOKEN, *MASKS, *AS_GIVEN, *OFF, "labels")
 
 
 def unknown_argument(given: Mapping[str, Any]) -> str | None:
-    """An argument that nothing is known of, as a reason not to pack; None where all are known."""
+    """Return a reason not to pack for an unknown argument; None if all are known."""
     for name, value in given.items():
         if value is not None and (not is_known(name) or (name in OFF and _is_set(value))):
             return f"the argument {name} is given"
@@ -254,7 +262,7 @@ def unknown_argument(given: Mapping[str, Any]) -> str | None:
 
 
 def _does_not_fit(given: Mapping[str, Any], decoder_ids: Tensor | None) -> str | None:
-    """What of a batch's shapes cannot be packed."""
+    """Return why a batch cannot be packed by its shapes; None if it can."""
     mask = given["attention_mask"]
     if mask.dim() != 2 or mask.is_floating_point():
         return "the attention mask is not one of 0 and 1 for each position"
@@ -270,11 +278,11 @@ def _does_not_fit(given: Mapping[str, Any], decoder_ids: Tensor | None) -> str |
 
 
 def _is_set(value: Any) -> bool:
-    return not (isinstance(value, bool | int) and not value)  # an empty cache is one to be filled
+    return not (isinstance(value, bool | int) and not value)  # an empty cache counts as set: it is to be filled
 
 
 def _decoder_ids(given: Mapping[str, Any], reading: Reading) -> Tensor | None:
-    """What the decoder reads: ids or embeddings, or what the model makes of the labels. None of a one-sided model."""
+    """Return the decoder's input: ids, embeddings, or ids made from labels. None for a one-sided model."""
     if not reading.two_sided:
         return None
     for name in BY_DECODER_TOKEN:
@@ -286,7 +294,7 @@ def _decoder_ids(given: Mapping[str, Any], reading: Reading) -> Tensor | None:
 
 
 def _on_host(given: Mapping[str, Any], above: Tensor | None) -> tuple[dict[str, Any], Tensor | None] | None:
-    """The arguments whose values say how to pack, and `above`, on the host; None where they are not known there."""
+    """Return the arguments whose values decide the packing, and `above`, on the host; None if not known there."""
     held = dict(given)
     for name in READ:
         value = given.get(name)
@@ -307,7 +315,7 @@ def _shifted(labels: Tensor) -> Tensor:
 def _facts(
     given: Mapping[str, Any], above: Tensor | None, reading: Reading, decoder_ids: Tensor | None
 ) -> tuple[list[Tensor], list[list[int]] | Refusal]:
-    """What is a token on every side, (rows, positions) bool, and the number of them in every row."""
+    """Return the tokens of each side, (rows, positions) bool, and their number in each row, or a refusal."""
     masks, labels = [given["attention_mask"]], given.get("labels")
     if decoder_ids is not None:
         decoder_mask = given.get("decoder_attention_mask")
@@ -328,7 +336,7 @@ def _lengths(
     above: Tensor | None,
     reading: Reading,
 ) -> list[list[int]] | Refusal:
-    """The number of tokens of every row, on every side."""
+    """Return the number of tokens of each row, for each side, or a refusal."""
     checks: list[tuple[str, Tensor]] = []
     for mask, real in zip(masks, tokens, strict=True):
         checks.append(("a mask holds numbers besides 0 and 1", real & (mask != 1)))
@@ -344,7 +352,7 @@ def _lengths(
     if labels is not None:
         counted, real = labels != IGNORE_INDEX, tokens[-1]
         checks.append(("a label at a padded position is not ignored", counted & ~real))
-        if reading.shifted:  # the packed row has no place for what its last token predicts
+        if reading.shifted:  # the packed row has no place for the label of its last token's prediction
             is_last = real[-1] & (real[-1].flip(0).cumsum(0).flip(0) == 1)
             checks.append(("a label behind the last row", counted[-1] & is_last))
     found = count_true([*tokens, *(violated for _, violated in checks)])
@@ -363,22 +371,22 @@ def _side(real: Tensor, lengths: list[int], device: torch.device) -> Side:
     indices = send(places_of(real.reshape(-1), sum(lengths)), device)
     columns = indices % real.shape[1]
     cu_seqlens = send(cumulative(lengths), device)
-    # a column may be as large as the batch is wide, where rows are padded on the left or have holes
+    # A column may be as large as the batch is wide, if rows are padded on the left or have holes.
     return Side(Rows(cu_seqlens, columns.to(torch.int32), real.shape[1]), indices, *real.shape)
 
 
 def columns(given: Mapping[str, Any], tokens: Tensor) -> Tensor:
-    """Positions as most models count them: from the left edge, pads counted."""
+    """Return positions as most models count them: from the left edge, with pads."""
     return torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
 
 
 def counts(given: Mapping[str, Any], tokens: Tensor) -> Tensor:
-    """Positions that count tokens only, as OPT's."""
+    """Return positions that count tokens only, as OPT's."""
     return (tokens.long().cumsum(1) - 1).clamp(min=0)
 
 
 def ids_counted(padding_idx: int) -> Callable[[Mapping[str, Any], Tensor], Tensor]:
-    """Positions as RoBERTa counts them: ids that are not `padding_idx`, from `padding_idx + 1` on."""
+    """Return RoBERTa's rule of positions: it counts ids that are not `padding_idx`, from `padding_idx + 1` on."""
     return partial(_ids_counted, padding_idx)
 
 

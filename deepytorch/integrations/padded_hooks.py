@@ -1,6 +1,6 @@
-"""Hooks of the user's inside of a model: they see what eager shows them, so that model runs padded.
+"""The user's hooks inside of a model. A model with such hooks runs padded, so that they see the same as in eager.
 
-Hooks of frameworks (ZeRO-3's and FSDP2's gather weights, transformers' collect hidden states) run as they are.
+Hooks of frameworks (ZeRO-3's and FSDP2's gather weights, transformers' collect hidden states) run on packed rows.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from deepytorch.compiler.step.events import is_users
 
 
 class UserHooks:
-    """The hooks in one model that no framework has put there. `refused`: what they are, for a report; None if there are
-    none.
+    """The hooks in one model that no framework has put there.
+
+    refused: their description, for a report; None if there are none.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -42,7 +43,7 @@ class UserHooks:
 
     @contextlib.contextmanager
     def silenced(self) -> Iterator[None]:
-        """Inside, no forward hook of the user's runs."""
+        """Run no forward hook of the user's inside of the block."""
         for hooks, key, _ in self._forward:
             hooks[key] = _nothing
         try:

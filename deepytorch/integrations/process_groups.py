@@ -1,9 +1,9 @@
-"""Groups asked for as gloo or nccl come as the deepytorch backend, which delegates to these two.
+"""Process groups of the deepytorch backend in place of gloo and nccl, to which it delegates.
 
-It chooses among their algorithms and its own by measurement: see docs/comm.md. To whoever asks, a group has the name
-that it was asked for by: scripts and libraries decide by it. Left to torch: any other backend, calls with options of a
-backend or a `device_id` (which promise what nccl alone does, such as splitting), groups split off such a group, and
-what comes after `deepytorch.configure(process_groups=False)`.
+The backend chooses among their algorithms and its own by measurement: see docs/comm.md. A group reports the name of the
+backend that was asked for: scripts and libraries decide by it. Left to torch are any other backend, calls with options
+of a backend or a `device_id` (which promise features of nccl alone, such as splitting), groups split off such a group,
+and all groups after `deepytorch.configure(process_groups=False)`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from deepytorch.torch_internals import is_usable
 
 ROUTED = ("undefined", "gloo", "nccl", "cpu:gloo,cuda:nccl")
 _HELPER = "_new_process_group_helper"  # makes every group, the default one too
-# gloo's threads hold Python objects (the context of the backward that a collective was begun in) and drop them when it
-# is over. One that comes to it while Python shuts down aborts the process, which torchrun reports as a failed rank.
+# gloo's threads hold Python objects (the context of the backward in which a collective was begun) and drop them after
+# the collective. A thread that does so while Python shuts down aborts the process; torchrun reports a failed rank.
 _LAST_OBJECTS_SECONDS = 0.05
 
 
 def attach(torch_module: Any) -> None:
-    """Route the groups of `torch.distributed`, where this build of torch has that."""
+    """Route the groups of `torch.distributed`, if this build of torch has it."""
     distributed = torch_module.distributed
     if not distributed.is_available():
         return
@@ -70,7 +70,7 @@ def _is_routed(c10d: Any, asked: Any, arguments: dict[str, Any]) -> bool:
 
 
 def _answer_as(c10d: Any, group: Any, asked: Any) -> None:
-    """Let torch, and whoever asks it, know the group by the name that it was asked for by."""
+    """Let torch report the group under the name of the backend that was asked for."""
     _, store = c10d._world.pg_map[group]
     c10d._world.pg_map[group] = (asked, store)
     c10d._world.pg_backend_config[group] = str(c10d.BackendConfig(asked))
@@ -83,9 +83,9 @@ def _answer_as(c10d: Any, group: Any, asked: Any) -> None:
         ours.show_as_gloo()
     if gloo is None or not getattr(ours, "on_one_host", False):
         return
-    # C++ of torch takes whatever is registered as GLOO for a `ProcessGroupGloo` (DDP's logger): it gets the inner one,
-    # and calls go to what was registered for the device last. Between hosts nobody else may hold the inner group, since
-    # its connections have to close after an error.
+    # Torch's C++ takes any backend registered as GLOO for a `ProcessGroupGloo` (DDP's logger), so the inner one is
+    # registered there; calls go to the backend that was registered for the device last. Between hosts nobody else may
+    # hold the inner group, since its connections have to close after an error.
     group._register_backend(cpu, kinds.GLOO, gloo)
     group._register_backend(cpu, kinds.CUSTOM, ours)
     if str(asked).lower() != "nccl":

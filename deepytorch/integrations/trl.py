@@ -1,9 +1,9 @@
-"""TRL's fused head works token by token, which nobody could see from outside: it runs on tokens alone.
+"""TRL: its fused head runs on tokens alone, since it works token by token, which cannot be seen from outside.
 
-`SFTTrainer` and `DPOTrainer` score hidden states by an autograd function of their own, on GPUs those with a label, on
-other devices all of them, and hide the others' scores after that. It writes into slices, which Dynamo cannot follow: a
-graph of the whole model would end there, behind a reshape that hides which hidden states are tokens. The backbone below
-it is compiled instead, whose hidden states the head takes as tokens.
+`SFTTrainer` and `DPOTrainer` score hidden states by an autograd function of their own: on GPUs the states with a label,
+on other devices all of them, with the other scores hidden afterwards. The function writes into slices, which Dynamo
+cannot follow: a graph of the whole model would end there, behind a reshape that hides which hidden states are tokens.
+So the backbone below the head is compiled instead, and the head takes the backbone's hidden states as tokens.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from deepytorch.patches import replace
 
 _NAME = "_ChunkedLogProbFunction"
 _MODULE = "trl.trainer.utils"
-_ROWS = (0, 3)  # hidden states and labels; weight, bias and settings are everybody's
+_ROWS = (0, 3)  # hidden states and labels; weight, bias and settings are shared by all rows
 
 
 class OnTokens:
-    """Stands in for an autograd function: hidden states of which only the tokens are known give scores of these."""
+    """The replacement of an autograd function: hidden states known only at tokens give scores of these tokens."""
 
     def __init__(self, function: Any) -> None:
         self.function = function
@@ -32,7 +32,7 @@ class OnTokens:
         return getattr(self.function, name)
 
     def apply(self, *args: Any) -> Any:
-        """As the function's own."""
+        """Apply the function, to tokens alone if only these are known."""
         if torch.compiler.is_compiling():
             return self.function.apply(*args)
         from deepytorch.compiler.step.outputs.deferred import by_token
@@ -41,7 +41,7 @@ class OnTokens:
 
 
 def attach(utils: Any) -> None:
-    """Replace the name in TRL's `trainer.utils`; a version that has another head is left alone."""
+    """Replace the function in TRL's `trainer.utils`; a version with another head is left alone."""
     function = getattr(utils, _NAME, None)
     if isinstance(function, type) and issubclass(function, torch.autograd.Function):
         replace(utils, _NAME, OnTokens, "score the tokens alone, where only they are known")
@@ -49,7 +49,7 @@ def attach(utils: Any) -> None:
 
 
 def backbone_of(module: nn.Module) -> nn.Module | None:
-    """What lies below TRL's fused head in this module; None where there is no such head, or several."""
+    """Return the backbone below TRL's fused head in this module; None if there is no such head, or several."""
     heads = [each for each in module.modules() if _has_fused_head(each)]
     if len(heads) != 1:
         return None
@@ -58,9 +58,10 @@ def backbone_of(module: nn.Module) -> nn.Module | None:
 
 
 def _has_fused_head(module: nn.Module) -> bool:
-    """Whether TRL has put a forward of its own on this module. It wears the name of the model's; its globals tell.
+    """Return whether TRL has put a forward of its own on this module.
 
-    Under mixed precision Accelerate has put another one in front of it, and keeps it under a name of its own.
+    That forward has the name of the model's, so its globals are looked at. Under mixed precision Accelerate has put
+    another forward in front of it, and keeps TRL's under another name.
     """
     forwards = (vars(module).get(name) for name in ("forward", "_original_forward"))
     methods = (each for each in forwards if isinstance(each, MethodType))
