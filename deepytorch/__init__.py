@@ -1,8 +1,8 @@
 """deepytorch: a training accelerator for PyTorch.
 
-`import deepytorch`, and a training script runs as before, faster: see `autowrap` for what is compiled, and when.
-Where only the name is used, `torch.compile(model, backend="deepytorch")`, nothing else is touched.
-The import is light on purpose: `torch` and the compiler are loaded when they are first used.
+After `import deepytorch` a training script runs as before, but faster: see `autowrap` for the modules that are
+compiled, and when. A script that uses only the name, `torch.compile(model, backend="deepytorch")`, is not changed in
+any other way. The import is light on purpose: `torch` and the compiler are loaded when they are first used.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _HOMES = {
 
 
 def _is_asked_for_by_name() -> bool:
-    """Whether `torch.compile` looks for its backend, and nobody wrote `import deepytorch`."""
+    """Return whether `torch.compile` looks for its backend, and nobody wrote `import deepytorch`."""
     frame = sys._getframe()
     while frame is not None:
         if frame.f_globals.get("__name__") == "importlib.metadata":
@@ -48,18 +48,18 @@ def _is_asked_for_by_name() -> bool:
 
 
 def _attach(name: str) -> None:
-    """Let an integration loose on its host as soon as that is imported, whichever of the two comes first."""
+    """Attach an integration to its host framework once the host is imported, before or after this module."""
     host, integration, attach = _HOSTS[name]
     _when_imported(host, lambda module: getattr(import_module(integration), attach)(module))
 
 
 def _when_imported(host: str, attach: Callable[[object], None]) -> None:
-    """Call `attach` with the module `host`. Importing that never fails by us: what cannot be attached is left out."""
+    """Call `attach` with the module `host` once it is imported. A failure to attach never breaks the import."""
 
     def attach_to(module: object) -> None:
         try:
             attach(module)
-        except (AttributeError, ImportError) as error:  # of a version that is made otherwise
+        except (AttributeError, ImportError) as error:  # another version of the host
             logger.warning("%s is left as it is: %s. `deepytorch doctor` says which versions are tested.", host, error)
 
     when_imported(host)(attach_to)
@@ -101,7 +101,7 @@ _when_imported(
 )
 
 if Environment.read().enabled:
-    _attach("accelerate")  # a name that is made known, and nothing else
+    _attach("accelerate")  # this only makes a name known
     if not _is_asked_for_by_name():
         _when_imported(
             "torch.nn.parallel.distributed",
@@ -119,7 +119,7 @@ def __getattr__(name: str) -> object:
     except (ImportError, RuntimeError):
         if name != "report" or threading.main_thread().is_alive():
             raise
-        # A process that ends, of which Dynamo was no part (torchrun's own, say), cannot load it any more.
+        # A process that ends and has not loaded Dynamo (torchrun's own, for example) cannot load it any more.
         return lambda reset=False: "deepytorch\nNothing was traced in this process."
     globals()[name] = value
     return value

@@ -1,4 +1,4 @@
-"""What a user calls: `explain` before training, `report` after it."""
+"""The user's calls: `explain` before training, `report` after it."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from deepytorch.torch_internals import OptimizedModule, reset_dynamo
 
 
 class Explanation:
-    """What deepytorch would do with a model and a batch: print it, or take it as JSON."""
+    """The explanation of what deepytorch would do with a model and a batch, as text or as JSON."""
 
     def __init__(self, regions: list[RegionRecord], gradients: dict[str, Any] | None = None) -> None:
         self.regions, self.gradients = regions, gradients
 
     @property
     def packed(self) -> bool:
-        """Whether padding would be stripped from some region."""
+        """Return whether padding would be stripped from some region."""
         return any(region.outcome == "packed" for region in self.regions)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data, one entry a region."""
+        """Return plain data, one entry a region."""
         return {
             "packed": self.packed,
             "gradients": self.gradients,
@@ -101,12 +101,13 @@ class Explanation:
 
 
 def explain(model: Callable[..., Any], *args: Any, options: dict[str, Any] | None = None, **kwargs: Any) -> Explanation:
-    """Run `model(*args, **kwargs)` once in eager and say what deepytorch would do with it, region by region.
+    """Run `model(*args, **kwargs)` once in eager and return what deepytorch would do with it, region by region.
 
-    Where Dynamo cuts a Hugging Face model into several graphs, or its weights are sharded, padding is stripped at the
-    model's door under `import deepytorch`: then the model is asked as in training, and the door is one more region. Of
-    a sharded model every rank has to call this.
-    Nothing is lowered and the model is not changed; its forward runs once, so buffers that a forward updates are
+    If Dynamo cuts a Hugging Face model into several graphs, or its weights are sharded, its batches are packed at model
+    entry under `import deepytorch`. Then the model is proved as in training, and its entry is one more region. For a
+    sharded model every rank has to call this.
+
+    Nothing is lowered, and the model is not changed. Its forward runs once, so buffers that a forward updates are
     updated. `options` are those of `torch.compile(..., backend="deepytorch", options=...)`.
     """
     found: list[RegionRecord] = []
@@ -115,14 +116,14 @@ def explain(model: Callable[..., Any], *args: Any, options: dict[str, Any] | Non
     if isinstance(model, OptimizedModule):
         target = model._orig_mod
     try:
-        reset_dynamo()  # a region that was compiled before would not be looked at again
+        reset_dynamo()  # a region that was compiled before would not be analysed again
         backbone = autowrap.backbone_of(target) if isinstance(target, torch.nn.Module) else None
         with outcomes() as came_to:
             if backbone is None:
                 torch.compile(target, backend=_explaining(options))(*args, **kwargs)
             else:
                 explained = torch.compile(step, backend=_explaining(options))
-                given: list[tuple[Any, Any]] = []  # to the backbone, whose door is asked below
+                given: list[tuple[Any, Any]] = []  # the backbone's arguments, for packing at its entry, below
 
                 def call(*args: Any, **kwargs: Any) -> Any:
                     given.append((args, kwargs))
@@ -133,7 +134,7 @@ def explain(model: Callable[..., Any], *args: Any, options: dict[str, Any] | Non
                 args, kwargs = given[0] if given else (args, kwargs)
         unpads = CompilerConfig.parse(None, options).unpad
         if unpads and isinstance(target, torch.nn.Module) and target.training and torch.is_grad_enabled():
-            with autowrap.paused():  # asking runs the model, which is not a training step to be armed
+            with autowrap.paused():  # a proof runs the model, which is not a training step to be armed
                 door = autowrap.explain_door(target, came_to, args, kwargs)
             if door is not None:
                 found.insert(0, door)
@@ -153,13 +154,13 @@ def _explaining(options: dict[str, Any] | None) -> Callable[..., Any]:
 
 
 class Summary:
-    """What happened so far in this process: print it, or take it as JSON."""
+    """The summary of what deepytorch did in this process so far, as text or as JSON."""
 
     def __init__(self, report: Report) -> None:
         self._report = report
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data: sums first, then the regions."""
+        """Return plain data: sums first, then the regions."""
         return self._report.to_json()
 
     def __str__(self) -> str:
@@ -220,7 +221,7 @@ class Summary:
     __repr__ = __str__
 
     def _beside(self, found: dict[str, Any]) -> str:
-        """What ran while compiled code was made."""
+        """Return lines on the steps that ran while code was compiled in the background."""
         if not found["steps_meanwhile"]:
             return ""
         told = f"\n{found['steps_meanwhile']} steps ran in eager until they were compiled"
@@ -237,7 +238,7 @@ class Summary:
         return told + "."
 
     def _outputs(self) -> list[Table]:
-        """What was done with outputs, where anything was."""
+        """Return a table of the uses of outputs, if there are any."""
         table = Table(title="outputs", title_justify="left")
         for name in ("region", "output", "uses"):
             table.add_column(name, overflow="fold")
@@ -266,7 +267,7 @@ class Summary:
 
 
 def report(reset: bool = False) -> Summary:
-    """What deepytorch did in this process so far. With `reset` counting starts anew; compiled regions stay compiled."""
+    """Return what deepytorch did in this process so far. With `reset` counts start anew; regions stay compiled."""
     return Summary(LEDGER.report(reset=reset))
 
 
@@ -279,8 +280,9 @@ def _expected(region: RegionRecord) -> float | None:
 
 
 def _break_even(region: RegionRecord) -> int | None:
-    """How many steps save what the trace, the proof and the loading of compiled code take; a rough guess, by the time
-    of one forward. None on devices that compute later than they are called.
+    """Return the number of steps that save the time of the trace, the proof and the loading of compiled code.
+
+    This is a rough estimate by the time of one forward. None on devices that compute asynchronously.
     """
     if region.relative_cost is None or region.forward_seconds <= 0.0 or region.relative_cost >= 1.0:
         return None

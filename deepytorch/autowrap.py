@@ -1,13 +1,13 @@
-"""What `import deepytorch` arms: the outermost module of a training step, compiled in place at its first training call.
+"""The arming of modules by `import deepytorch`: the outermost module of a training step is compiled in place.
 
-An optimizer names the parameters that are trained. When one is made, every module that holds one of them, itself or in
-a module of its own, gets a probe. The first of them that is called in training is the outermost one of a step, or of a
-part of it: a generator and a discriminator each are. What no optimizer trains is never touched: teachers, frozen
-encoders, averaged copies, inference.
+An optimizer names the parameters that are trained. When an optimizer is made, every module that holds one of its
+parameters, itself or in a submodule, gets a probe. The first probed module that is called in training is the outermost
+one of a step, or of a part of a step: a generator and a discriminator each are. It is armed at that call. Modules that
+no optimizer trains are never touched: teachers, frozen encoders, averaged copies, inference.
 
-Nothing wraps the module. `nn.Module.__call__` looks for a compiled call in the instance (`_compiled_call_impl`, what
-`Module.compile` sets): probes stand there, and then a call that decides each time whether it trains, so that evaluation
-and generation stay in eager. Pickles, copies and state_dicts leave it out.
+Nothing wraps the module. `nn.Module.__call__` looks for a compiled call in the instance (`_compiled_call_impl`, which
+`Module.compile` sets). Probes stand there, and later a call that decides each time whether it trains, so that
+evaluation and generation stay in eager. Pickles, copies and state_dicts leave the attribute out.
 """
 
 from __future__ import annotations
@@ -51,39 +51,44 @@ if TYPE_CHECKING:
 
 _LOCK = threading.Lock()
 _PROBED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-# Of armed modules. A handle belongs to its module's call and dies with it: its door holds the module.
+# Handles of armed modules. A handle belongs to its module's call and dies with it: its `Door` holds the module.
 _HANDLES: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Handle]] = weakref.WeakKeyDictionary()
-_DRAWS: weakref.WeakKeyDictionary[nn.Module, RepeatedDraws] = weakref.WeakKeyDictionary()  # of those and of probed ones
-_MODULES: _Modules | None = None  # as the last walk found them; None where they have changed since
-_SETTINGS: dict[str, Any] = {"mode": None, "options": None}  # of what the import arms
-# Handed up by integrations: makes the door of a module, if it has one, given the least share of pads worth packing.
+_DRAWS: weakref.WeakKeyDictionary[nn.Module, RepeatedDraws] = weakref.WeakKeyDictionary()  # of armed and probed modules
+_MODULES: _Modules | None = None  # as the last walk found them; None if they have changed since
+_SETTINGS: dict[str, Any] = {"mode": None, "options": None}  # for modules that the import arms
+# Integrations add to the following four. DOORS: make the `Door` of a module, if it can be packed at its entry, given
+# the least share of pads worth packing.
 DOORS: list[Callable[[nn.Module, float], Door | None]] = []
-LOOPS: list[Callable[[nn.Module], bool]] = []  # likewise: whether this call of a module is a loop's step, not a model's
-# Likewise: the backbone of a module under a head that no graph can hold, which is compiled in the module's place.
+LOOPS: list[Callable[[nn.Module], bool]] = []  # return whether a module's call is a step of a loop, not a model's
+# Return the backbone of a module under a head that no graph can hold; the backbone is compiled in the module's place.
 BACKBONES: list[Callable[[nn.Module], nn.Module | None]] = []
-LEFT_ALONE: dict[str, str] = {}  # likewise: package -> what is said of its modules, which are not armed
+LEFT_ALONE: dict[str, str] = {}  # package -> the message on its modules, which are not armed
 
 
 class Door(FirstDoor, Protocol):
-    """What a module's training calls go through where they are not compiled."""
+    """The packing at a module's entry, through which its training calls go if no graph of it is packed."""
 
     @property
     def asked(self) -> bool:
-        """Whether it knows of some calls what becomes of them."""
+        """Return whether some kind of call was proved or declined."""
         ...
 
     def explain(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RegionRecord:
-        """What would become of a training call with these arguments."""
+        """Return the record of a training call with these arguments, without running it."""
         ...
 
 
 class Handle:
     """One module that was armed.
 
-    compiled: what its training calls run, given the module and the arguments. door: opened where Dynamo cuts the module
-    into several graphs and none of them can be packed; at once where it is known that it will be so: of partitioned
-    weights, as `sharded` says, and where the door is the only way. first: what becomes of the calls before, see
-    `first_steps`.
+    Args:
+        module: The module.
+        compiled: Runs its training calls, given the module and the arguments.
+        door: The packing at its entry, if it has one. It is used if Dynamo cuts the module into several graphs and none
+            of them can be packed. It is used at once if this is known ahead: with partitioned weights (`sharded`), and
+            if no graph of the module can be packed.
+        sharded: Whether weights are partitioned.
+        first: Runs the calls before the module is compiled, see `first_steps`.
     """
 
     def __init__(
@@ -102,17 +107,18 @@ class Handle:
         self._classes, self._paused = ClassState(module), BUDGET.paused
 
     def is_outdated(self) -> bool:
-        """A call begins: return whether it has to run in eager, as the script has changed a class of the model's since
-        the module was armed. It does so from then on.
+        """Return whether the script has changed a class of the model's since the module was armed.
+
+        To be called at the begin of each call. After a change the module runs in eager from then on.
         """
         module = self._module()
         assert module is not None  # its call runs
-        if self._paused != BUDGET.paused:  # it may have been traced with other parts
+        if self._paused != BUDGET.paused:  # after a pause: the module may have been traced with other parts
             self._classes.add(module)
             self._paused = BUDGET.paused
         if not self._classes.has_changed():
             return False
-        if self._first is not None and not self._first.has_looked():  # nothing is known of the model yet
+        if self._first is not None and not self._first.has_looked():  # nothing depends on the model's classes yet
             self._classes = ClassState(module)
             return False
         once(
@@ -124,7 +130,7 @@ class Handle:
         return True
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """A training call."""
+        """Run a training call."""
         if self._first is not None and not self._first.over():
             return self._first.call(module, args, kwargs)
         if not self._begun:
@@ -148,12 +154,12 @@ class Handle:
         with outcomes() as found:
             outputs = self.compiled(module, *args, **kwargs)
         self._outcomes += found
-        self._looked = Outcome.PUT_OFF not in found  # else some of its frames are traced later
+        self._looked = Outcome.PUT_OFF not in found  # else some frames of the module are traced later
         self._open = _wants_door(module, self._outcomes)
         return outputs
 
     def restore(self) -> None:
-        """Take everything back: the module is as it was."""
+        """Disarm the module, which is then as it was before."""
         module = self._module()
         if module is not None and handle_of(module) is self:
             del _HANDLES[module]
@@ -164,12 +170,11 @@ class Handle:
 
 
 def optimize(model: nn.Module, *, mode: str | None = None, options: dict[str, Any] | None = None) -> Handle:
-    """Compile `model` in place for training, now: the explicit form of what the import does at its first training call.
+    """Compile `model` in place for training now; the import does the same at the model's first training call.
 
-    mode, options: as `torch.compile(model, backend="deepytorch", ...)` takes them. Of a DistributedDataParallel or
-    another module that wraps one, the inner one is compiled; of FSDP2 modules, each block; under TRL's fused head, what
-    lies below it. Returns a handle whose `restore()` undoes it. Raises `ConfigError` for an option that is not known,
-    or a model that is compiled already.
+    mode, options: as for `torch.compile(model, backend="deepytorch", ...)`. In a DistributedDataParallel or another
+    wrapper the inner module is compiled; with FSDP2 each block; under TRL's fused head the backbone. Returns a handle
+    whose `restore()` undoes this. Raises `ConfigError` for an unknown option, or for a model that is compiled already.
     """
     from deepytorch.compiler.config import CompilerConfig
 
@@ -183,11 +188,11 @@ def optimize(model: nn.Module, *, mode: str | None = None, options: dict[str, An
 def configure(
     *, mode: str | None = None, options: dict[str, Any] | None = None, process_groups: bool | Options = True
 ) -> None:
-    """What the import does from now on.
+    """Configure the import's behaviour from now on.
 
-    mode, options: how modules are compiled, as `optimize` takes them. process_groups: whether `init_process_group` and
-    `new_group` give the deepytorch backend where gloo or nccl was asked for; a `deepytorch.comm.Options`: they do, with
-    these. Raises `ConfigError` for an option that is not known.
+    mode, options: for compiled modules, as for `optimize`. process_groups: whether `init_process_group` and `new_group`
+    give the deepytorch backend if gloo or nccl is asked for; a `deepytorch.comm.Options`: they do, with these options.
+    Raises `ConfigError` for an unknown option.
     """
     from deepytorch.compiler.config import CompilerConfig
 
@@ -198,12 +203,12 @@ def configure(
 
 
 def compile(model: Any = None, **kwargs: Any) -> Any:  # noqa: A001, the name that torch has for it
-    """`torch.compile(model, backend="deepytorch", **kwargs)`."""
+    """Call `torch.compile(model, backend="deepytorch", **kwargs)`."""
     return torch.compile(model, backend="deepytorch", **kwargs)
 
 
 def disable() -> None:
-    """Undo what the import has armed and changed of other people's (`patches`), and arm nothing from now on."""
+    """Disarm all modules, undo all changes of other libraries (`patches`), and arm nothing from now on."""
     SWITCH.enabled = False
     _leave_alone(*_PROBED)
     for module in list(_HANDLES):
@@ -212,14 +217,14 @@ def disable() -> None:
 
 
 def enable() -> None:
-    """Arm again what is called from now on, after `disable()`."""
+    """Arm modules that are called from now on, after `disable()`."""
     SWITCH.enabled = True
     apply_all()
 
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """Inside, modules that were armed run in eager, and nothing is armed."""
+    """Run armed modules in eager, and arm nothing, inside of the block."""
     SWITCH.paused += 1
     try:
         yield
@@ -228,18 +233,18 @@ def paused() -> Iterator[None]:
 
 
 def armed(model: nn.Module) -> bool:
-    """Whether some module in `model`, itself included, is compiled in place by us."""
+    """Return whether some module in `model`, itself included, is compiled in place by us."""
     return any(module in _HANDLES for module in model.modules())
 
 
 def handle_of(module: nn.Module) -> Handle | None:
-    """The handle of an armed module."""
+    """Return the handle of an armed module, or None."""
     found = _HANDLES.get(module)
     return None if found is None else found()
 
 
 def watch(optimizer: torch.optim.Optimizer) -> None:
-    """Put probes where this optimizer's parameters are trained."""
+    """Put probes on the modules that hold this optimizer's parameters."""
     if not SWITCH.enabled or SWITCH.paused or not Environment.read().enabled:
         return
     trained = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
@@ -260,7 +265,7 @@ def watch(optimizer: torch.optim.Optimizer) -> None:
 
 
 class _Modules:
-    """Which module holds which parameters and modules, weakly: as one walk over all objects alive has found it.
+    """The holders of parameters and modules, held weakly, as one walk over all living objects has found them.
 
     Parameters that were made since are not known.
     """
@@ -278,8 +283,9 @@ class _Modules:
                             holders.setdefault(each, []).append(this)
 
     def holders(self, trained: Sequence[torch.Tensor]) -> list[nn.Module] | None:
-        """Every module that holds one of these parameters, itself or in a module of its own; None where one of them
-        is not known, or no longer where it was.
+        """Return every module that holds one of these parameters, itself or in a submodule.
+
+        None if one of the parameters is not known, or is no longer where it was.
         """
         left: list[nn.Module] = []
         for each in trained:
@@ -303,10 +309,10 @@ def _has(held: Mapping[str, Any], one: Any) -> bool:
 
 
 def _holders(trained: Sequence[torch.Tensor]) -> list[nn.Module]:
-    """Every module alive that holds one of these parameters, itself or in a module of its own.
+    """Return every living module that holds one of these parameters, itself or in a submodule.
 
-    A walk over all objects takes a fifth of a second in a large process: only where something was registered in a
-    module since the last one, or a parameter is not known.
+    A walk over all objects takes a fifth of a second in a large process. So there is a new walk only if something was
+    registered in a module since the last one, or if a parameter is not known.
     """
     global _MODULES
     for register in (register_module_module_registration_hook, register_module_parameter_registration_hook):
@@ -324,7 +330,7 @@ def _forget_modules(*_: Any) -> None:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether somebody else has compiled it."""
+    """Return whether somebody else has compiled a module."""
     if isinstance(module, OptimizedModule):
         return True
     return module._compiled_call_impl is not None and module not in _PROBED and module not in _HANDLES
@@ -332,7 +338,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def calls_go_to(module: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
-    """Inside, calls of `module` run this."""
+    """Make calls of `module` run `call` inside of the block."""
     before = vars(module).get("_compiled_call_impl")
     module._compiled_call_impl = call
     try:
@@ -348,7 +354,7 @@ def _take_out(module: nn.Module) -> None:
 
 
 def _probe(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Stands in for the compiled call of a module that may be the outermost one of a training step."""
+    """Run a call of a probed module; arm the module if it turns out to be the outermost one of a training step."""
     if is_traced() or not module.training:
         return module._call_impl(*args, **kwargs)
     if not trains(module) or any(runs_a_step(module) for runs_a_step in LOOPS):
@@ -357,15 +363,15 @@ def _probe(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     with _LOCK:
         if module in _PROBED:
             _leave_alone(module, *module.modules(), *(each for each in _PROBED if _holds(each, module)))
-            if not armed(module):  # or else by the user's own `optimize` of a part
+            if not armed(module):  # the user may have called `optimize` on a part
                 _arm_all(module, _SETTINGS["mode"], _SETTINGS["options"])
-    # not `module(...)`: a class may have a `__call__` of its own, which is running already
+    # Not `module(...)`: a class may have a `__call__` of its own, which is running already.
     call = module._compiled_call_impl or module._call_impl
     return call(*args, **kwargs)
 
 
 def _leave_alone(*modules: nn.Module) -> None:
-    """Take their probes back."""
+    """Remove the probes of modules."""
     for each in modules:
         if each in _PROBED:
             _PROBED.discard(each)
@@ -377,7 +383,7 @@ def _holds(outer: nn.Module, inner: nn.Module) -> bool:
 
 
 def _training_call(handle: Handle, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The call of an armed module."""
+    """Run a call of an armed module."""
     if is_traced() or not module.training:
         return module._call_impl(*args, **kwargs)
     draws = _draws_of(module)
@@ -391,7 +397,7 @@ def _training_call(handle: Handle, module: nn.Module, *args: Any, **kwargs: Any)
         if any(map(is_of_a_subclass, (*args, *kwargs.values()))):
             if any(map(is_of_the_scripts, (*args, *kwargs.values()))):
                 return module._call_impl(*args, **kwargs)
-            # maybe outputs of another step, or of another model
+            # These may be deferred outputs of another step, or of another model.
             from deepytorch.compiler.step.outputs.deferred import plain_arguments
 
             args, kwargs = plain_arguments(args, kwargs)  # type: ignore[assignment]
@@ -426,9 +432,12 @@ class _Several(Handle):
 def explain_door(
     model: nn.Module, found: Sequence[Outcome], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> RegionRecord | None:
-    """What a model's door would do with a training call whose graphs came to `found`; None where it stays shut."""
+    """Return the record of packing at a model's entry for a call whose graphs had the outcomes `found`.
+
+    None if the call would not be packed at entry.
+    """
     module = _compiled_part(model)
-    door = _door_of(module, None)  # of its own: what training has armed learns in training
+    door = _door_of(module, None)  # a separate one: that of an armed module learns in training
     opens = _opens_at_once(module, door) or _wants_door(module, found) or _is_partitioned(module)
     if door is None or not (opens or any(map(_is_sharded, module.modules()))):
         return None
@@ -443,7 +452,7 @@ def explain_door(
 
 
 def disarm_inside(module: nn.Module) -> None:
-    """Take back what was armed of a module's parts: they run in eager from now on."""
+    """Disarm the parts of a module, which run in eager from now on."""
     for part in module.modules():
         if part is not module:
             _restore(part)
@@ -456,10 +465,11 @@ def _restore(module: nn.Module) -> None:
 
 
 def _wants_door(module: nn.Module, found: Sequence[Outcome]) -> bool:
-    """Whether Dynamo cut a call into several graphs, or found one that cannot be analysed, and none is packed.
+    """Return whether a module is to be packed at entry, since Dynamo packed none of its graphs.
 
-    A model is asked at the door with rows of a dozen tokens, which do not show how far it reaches: a library's code is
-    known to reach by attention alone, a user's may join tokens any number of positions apart.
+    That is: Dynamo cut a call into several graphs, or found one that cannot be analysed. A proof at entry uses rows of
+    a dozen tokens, which do not show how far a model reaches. So the module must be a library's, whose code is known to
+    reach by attention alone; a user's code may join tokens any number of positions apart.
     """
     from deepytorch.compiler.outcome import Outcome
 
@@ -470,12 +480,12 @@ def _wants_door(module: nn.Module, found: Sequence[Outcome]) -> bool:
 
 
 def _opens_at_once(module: nn.Module, door: Door | None) -> bool:
-    """Whether nothing is to be learned from the module's graphs before its door is opened."""
+    """Return whether the module is packed at entry from the begin, as its graphs cannot be packed anyway."""
     return door is not None and door.is_the_only_way and is_of_libraries(module)
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
-    """The model in a data-parallel wrapper or in DeepSpeed's engine."""
+    """Return the model in a data-parallel wrapper or in DeepSpeed's engine."""
     inner = getattr(module, "module", None)
     if isinstance(inner, nn.Module) and (
         isinstance(module, nn.parallel.DistributedDataParallel) or type(module).__module__.startswith("deepspeed.")
@@ -485,8 +495,9 @@ def _unwrapped(module: nn.Module) -> nn.Module:
 
 
 def backbone_of(model: nn.Module) -> nn.Module | None:
-    """What is compiled of a model under a head that no graph can hold. None: the model itself, or, of sharded or
-    partitioned weights, its blocks.
+    """Return the backbone that is compiled of a model under a head that no graph can hold.
+
+    None if the model itself is compiled, or its blocks in case of sharded or partitioned weights.
     """
     if _is_partitioned(model) or any(map(_is_sharded, model.modules())):
         return None
@@ -499,7 +510,7 @@ def _compiled_part(model: nn.Module) -> nn.Module:
 
 
 def _arm_all(module: nn.Module, mode: str | None, options: dict[str, Any] | None) -> list[Handle]:
-    """Arm a module: what a data-parallel wrapper holds, and the blocks of a sharded one by one."""
+    """Arm a module: the inner one of a data-parallel wrapper; of a sharded module, each block."""
     module = _compiled_part(module)
     sharded = [each for each in module.modules() if _is_sharded(each)]
     blocks = [each for each in sharded if each is not module]
@@ -525,12 +536,12 @@ def _door_of(module: nn.Module, options: dict[str, Any] | None) -> Door | None:
 
 
 def _first_door_of(module: nn.Module, options: dict[str, Any] | None) -> Door | None:
-    """For the steps before a module is proved by its graph: only where it reaches by attention alone."""
+    """Return the `Door` for the steps before a module is traced; None unless it reaches by attention alone."""
     return _door_of(module, options) if is_of_libraries(module) else None
 
 
 def _is_partitioned(module: nn.Module) -> bool:
-    """Whether ZeRO-3, whose hooks cut every graph, has partitioned its weights."""
+    """Return whether ZeRO-3, whose hooks cut every graph, has partitioned the module's weights."""
     return any(hasattr(each, "ds_id") for each in module.parameters())
 
 
@@ -581,7 +592,7 @@ def _compiled(
     first_seconds: float = 0.0,
     packs_in_eager: bool = True,
 ) -> tuple[Callable[..., Any], Door | None]:
-    """What a module's training calls run, and its door. first_seconds, packs_in_eager: as `compiled_call` has them."""
+    """Return the callable of a module's training calls, and its `Door`. Other arguments: as for `compiled_call`."""
     from deepytorch.compiler.compile_module import compiled_call, step
 
     door = _door_of(module, options)

@@ -1,4 +1,4 @@
-"""Processes that work beside training: of low priority, out of Ctrl-C's reach, and gone when their parent is."""
+"""Background processes: of low priority, out of Ctrl-C's reach, and ended with their parent."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from pathlib import Path
 from deepytorch.config import process_environment
 from deepytorch.log import logger
 
-# At the head of code that is given to an interpreter: the working directory is no place to import from, unless this
-# process imports from there too. Where PYTHONSAFEPATH is set it is not on the path at all.
+# The begin of code for an interpreter: nothing is imported from the working directory, unless this process imports from
+# there too. With PYTHONSAFEPATH set the working directory is not on the path at all.
 NOT_FROM_HERE = "import sys; sys.path[:] = filter(None, sys.path); "
 _NICE = 10
 _ENDING = threading.Event()
 
 
 def start(code: str, **variables: str) -> subprocess.Popen[bytes]:
-    """A Python process that runs `code`, with pipes for its input and output, and with these environment variables.
+    """Start a Python process that runs `code`, with pipes for its input and output and these environment variables.
 
-    The code is to call `end_with_parent` first; `{parent}` in it stands for this process. Raises `OSError`.
+    The code has to call `end_with_parent` first; `{parent}` in it stands for this process. Raises `OSError`.
     """
     environment = dict(process_environment())
     environment["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    environment["DEEPYTORCH"] = "off"  # it arms nothing
+    environment["DEEPYTORCH"] = "off"  # the process arms nothing
     environment.update(variables)
-    # A group of processes of its own, which Ctrl-C does not reach. Not a session: the scheduler of Linux shares the CPU
-    # out among sessions first (autogroup), and being nice would count for nothing.
+    # The process gets a process group of its own, which Ctrl-C does not reach. Not a session: Linux's scheduler divides
+    # the CPU among sessions first (autogroup), so that niceness would have no effect.
     setup = f"{NOT_FROM_HERE}import os; os.setpgid(0, 0); os.nice({_NICE}); "
     process = subprocess.Popen(
         [sys.executable, "-c", setup + code.replace("{parent}", str(os.getpid()))],
@@ -50,15 +50,15 @@ _STARTED: list[subprocess.Popen[bytes]] = []
 
 
 def is_working() -> bool:
-    """Whether a process that `start` has started is still at it."""
+    """Return whether a process that `start` has started still runs."""
     return any(each.poll() is None for each in list(_STARTED))
 
 
 def end_with_parent(parent: int, scratch: Path | None = None) -> None:
-    """In such a process: end it, and all that it has started, soon after `parent` has ended. scratch: goes with it.
+    """Make this background process, with all that it has started, end soon after `parent` has ended.
 
-    Its input tells nothing: a process that the parent has forked may hold it open. Where memory is short, it is what is
-    given up, and not what trains.
+    scratch: a folder that is removed then. The end of its input would not tell: a process that the parent has forked
+    may hold the pipe open. If memory is short, the kernel kills this process rather than the training.
     """
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
@@ -67,7 +67,7 @@ def end_with_parent(parent: int, scratch: Path | None = None) -> None:
 
 
 def is_ending() -> bool:
-    """Whether this process is being ended because its parent has."""
+    """Return whether this process is about to end because its parent has ended."""
     return _ENDING.is_set()
 
 
@@ -75,7 +75,7 @@ def _watch(parent: int, scratch: Path | None) -> None:
     while os.getppid() == parent:
         time.sleep(0.5)
     _ENDING.set()
-    os.killpg(0, signal.SIGTERM)  # a compiler takes its temporary files along
+    os.killpg(0, signal.SIGTERM)  # lets a compiler remove its temporary files
     time.sleep(0.5)
     if scratch is not None:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -83,6 +83,6 @@ def _watch(parent: int, scratch: Path | None) -> None:
 
 
 def _terminate(*_: object) -> None:
-    """Others may end this process; when it ends those that it has started, it goes last."""
+    """End this process on a signal of others; ignore its own signal to the processes that it has started."""
     if not _ENDING.is_set():
         sys.exit(128 + signal.SIGTERM)

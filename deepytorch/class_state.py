@@ -1,7 +1,7 @@
 """The classes of a model's modules as they were when it was armed.
 
-Dynamo takes what stands in a class for constant: a method that a script replaces midway, or a number in the class that
-it changes, would not be seen by compiled code. Nor do proofs that were made of the model hold any longer.
+Dynamo treats the contents of a class as constant. Compiled code would not see a method that a script replaces midway,
+or a number in the class that it changes. Proofs of the model do not hold after such a change either.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import nn
 
 
 class ClassState:
-    """What stands in the classes of the modules in some models, and in the classes that they derive from."""
+    """The contents of the classes of some models' modules, and of the classes that these derive from."""
 
     def __init__(self, *models: nn.Module) -> None:
         self._was: dict[type, dict[str, Any]] = {}
@@ -20,7 +20,7 @@ class ClassState:
             self.add(model)
 
     def add(self, model: nn.Module) -> None:
-        """Note the classes of one more model, as they are now, where they are not known."""
+        """Note the present contents of the classes of one more model, unless they are known."""
         for module in model.modules():
             if type(module) not in self._was:
                 self._was |= {
@@ -28,8 +28,8 @@ class ClassState:
                 }
 
     def has_changed(self) -> bool:
-        """Return whether something in one of the classes is another object now, of another value."""
-        try:  # at each call of the model: most often nothing has
+        """Return whether something in one of the classes is now another object with another value."""
+        try:  # runs at each call of the model: most often nothing has changed
             others = [kind for kind, was in self._was.items() if vars(kind) != was]
         except Exception:  # values that cannot be compared
             others = list(self._was)
@@ -52,7 +52,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 _ABSENT = object()
-# What Dynamo (the first three, of `nn.Module`), `copy` and `abc` set on classes, and no forward depends on.
+# Attributes that Dynamo (the first three, of `nn.Module`), `copy` and `abc` set on classes; no forward depends on them.
 _OF_OTHERS = frozenset({
     "__init__", "__setstate__", "___needs_generation_tag_patch", "__slotnames__", "__abstractmethods__", "_abc_impl",
 })  # fmt: skip

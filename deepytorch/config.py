@@ -1,4 +1,4 @@
-"""The environment variables that deepytorch listens to, read and checked here and nowhere else."""
+"""The environment variables of deepytorch, read and checked here and nowhere else."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
 @dataclass(frozen=True)
 class Environment:
-    """What the environment asks for.
+    """The settings that environment variables give.
 
     `enabled` (`DEEPYTORCH=on|off`): when off, the backend is stock Inductor and the import does nothing.
     `log_level` (`DEEPYTORCH_LOG=debug|info|warning|error|critical`): of the logger "deepytorch"; unset leaves it alone.
@@ -35,7 +35,7 @@ class Environment:
 
     @classmethod
     def read(cls, variables: Mapping[str, str] | None = None) -> Environment:
-        """The environment of this process (or `variables`); `ConfigError` for a value that is not accepted."""
+        """Return the settings of the environment (or of `variables`). Raises `ConfigError` for a wrong value."""
         variables = os.environ if variables is None else variables
         switch = _choice(variables, "DEEPYTORCH", ("on", "off", "verify"))
         links = _choice(variables, "DEEPYTORCH_LINKS", ("remember", "measure"))
@@ -51,7 +51,7 @@ class Environment:
 
 
 def process_environment() -> MutableMapping[str, str]:
-    """The environment itself, for what it tells others: a compiler that is started, NCCL. Not for settings of ours."""
+    """Return the environment itself, for settings of others: a compiler that is started, NCCL. Not for ours."""
     return os.environ
 
 

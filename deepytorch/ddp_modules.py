@@ -1,6 +1,6 @@
-"""Which of its group's DistributedDataParallel modules one is: the same on all its ranks, which make them together.
+"""The number of a DistributedDataParallel module within its group: the same on all ranks, which make modules together.
 
-What ranks see of a module later is not alike: one may never compile it.
+Later events would not do as a name, since ranks may differ in them: one may never compile the module.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class _Place:
     name: str
 
     def __reduce__(self) -> Any:
-        return type(None), ()  # a copy of the module is another one, which other ranks may not have
+        return type(None), ()  # a copy is another module, which other ranks may not have
 
 
 def number_modules(parallel: Any) -> None:
@@ -30,10 +30,10 @@ def number_modules(parallel: Any) -> None:
 
 
 def place_of(ddp: Any) -> str | None:
-    """The module's name among those of its group; None for a copy of another one.
+    """Return the module's name within its group; None for a copy of another module.
 
-    One that was made before anything was numbered is numbered when this is asked first, which is alike on ranks that
-    ask for the same ones.
+    A module that was made before modules were numbered gets its number at the first call of this. The number is the
+    same on ranks that ask for the same modules.
     """
     if _ATTRIBUTE not in vars(ddp):
         _number(ddp, "old ")

@@ -36,16 +36,16 @@ from deepytorch.errors import ConfigError, ParityError
 # The first steps load code and fill memory pools; they are in the plot, not in the table.
 _WARM_UP_STEPS = 3
 
-# How far a loss may be from eager's, relative, at any step. Steps follow one another, so rounding grows: Adam divides
-# by the root of the squared gradient, which turns rounding in small gradients into steps of full size. After 60 steps
-# stock torch.compile is 1e-6 off in fp32 (2e-5 in bf16); 100 times that is allowed, and no mistake worth the name is
-# that small. In half precision two roundings of the loss itself are allowed, since tokens may be summed differently.
+# The allowed relative difference of a loss from eager's, at any step. Rounding grows from step to step: Adam divides by
+# the root of the squared gradient, which turns rounding in small gradients into steps of full size. After 60 steps
+# stock torch.compile is 1e-6 off in fp32 (2e-5 in bf16); 100 times that is allowed, and a real mistake is larger. In
+# half precision two roundings of the loss itself are allowed, since tokens may be summed in another order.
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to run the model: the name shown, and what torch.compile gets as backend (None: not compiled)."""
+    """One way to run the model: the name shown, and the backend of torch.compile (None: not compiled)."""
 
     name: str
     backend: str | None
@@ -56,7 +56,7 @@ WAYS = (Way("eager", None), Way("torch.compile", "inductor"), Way("deepytorch", 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoOptions:
-    """What to train and how. The first of `ways` is what the others are compared with."""
+    """The options of the demo. All `ways` are compared with the first one."""
 
     model: str = "llama"
     size: str = "demo"
@@ -73,7 +73,7 @@ class DemoOptions:
     ways: tuple[Way, ...] = WAYS
 
     def __post_init__(self) -> None:
-        """Raise `ConfigError` for numbers that cannot be run with."""
+        """Raise `ConfigError` for numbers with which the demo cannot run."""
         if self.steps <= _WARM_UP_STEPS:
             raise ConfigError(f"steps is {self.steps}, expected more than the {_WARM_UP_STEPS} of the warm-up.")
         if self.batch_size < 1:
@@ -84,7 +84,7 @@ class DemoOptions:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One arm's training: loss and seconds of every step, and the indices of those in which something compiled."""
+    """One arm's training: loss and seconds of every step, and the indices of steps in which something compiled."""
 
     name: str
     losses: list[float]
@@ -93,7 +93,7 @@ class Run:
 
     @property
     def compile_seconds(self) -> float:
-        """What the steps that compiled took beyond the median of the others."""
+        """Return the time of steps that compiled beyond the median of the others."""
         others = [seconds for index, seconds in enumerate(self.seconds) if index not in self.compiled_steps]
         median = statistics.median(others or self.seconds)
         return sum(self.seconds[index] - median for index in self.compiled_steps)
@@ -101,7 +101,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class DemoResult:
-    """The arms that ran to the end, why the others did not, and each step's number of real tokens."""
+    """The result: the arms that ran to the end, why others failed, and each step's number of real tokens."""
 
     runs: list[Run]
     failures: dict[str, str]
@@ -110,12 +110,12 @@ class DemoResult:
     tolerance: float
 
     def counted_steps(self) -> list[int]:
-        """Return the steps that the table's times are from: after the warm-up, and in no arm a step that compiled."""
+        """Return the steps whose times are in the table: after the warm-up, and without a compilation in any arm."""
         compiled = set[int]().union(*(run.compiled_steps for run in self.runs))
         warm = range(_WARM_UP_STEPS, len(self.num_tokens))
         return [step for step in warm if step not in compiled] or list(warm)
 
-    # Medians throughout: the arms run one after another, and a machine that is busy for a while should not decide.
+    # Medians throughout: the arms run one after another, and a machine that is busy for a while must not decide.
 
     def tokens_per_second(self, run: Run) -> float:
         """Return the median, over the counted steps, of real tokens a second in `run`."""
@@ -152,8 +152,8 @@ class DemoResult:
 def run_demo(options: DemoOptions, console: Console) -> DemoResult:
     """Train every arm, one after another, from the same weights on the same batches; show progress, table and plot.
 
-    Raises `ConfigError` or `DataError` for what cannot be run, and `ParityError`, after everything has been shown, when
-    an arm failed or its losses left eager's.
+    Raises `ConfigError` or `DataError` for options or data that cannot be run, and `ParityError`, after everything has
+    been shown, if an arm failed or its losses left eager's.
     """
     precision = Precision.parse(options.device, options.dtype)
     data, result = _prepare(options, precision)
@@ -203,7 +203,7 @@ def _run_way(
 
     try:
         result.runs.append(_train(way, options, precision, data, show))
-    except Exception as error:  # whatever one arm dies of, the others are still worth seeing
+    except Exception as error:  # one arm may fail: the others are still worth seeing
         result.failures[way.name] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         progress.update(task, detail="failed")
 

@@ -1,4 +1,4 @@
-"""What the host reads of a device's memory waits for everything that was launched before: who may, and how not to."""
+"""Reads of a device's memory by the host, which wait for everything launched before, and ways to avoid the wait."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ def read_would_sync(tensor: Tensor) -> bool:
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """`tensor`, which is on the host, on `device`, without waiting: it goes by memory that the device reads itself."""
+    """Return a host's tensor on `device`, without waiting: it goes by pinned memory, which the device reads itself."""
     if device.type == "cpu" or tensor.device == device:
         return tensor
     if device.type == "cuda":
-        tensor = tensor.pin_memory()  # kept by its allocator until it is read
+        tensor = tensor.pin_memory()  # its allocator keeps the memory until the device has read it
     return tensor.to(device, non_blocking=True)
 
 
 class Later:
-    """Values that were asked for and are looked at when they are there."""
+    """Values of a device that the host reads later, once their copy has arrived."""
 
     def __init__(self, value: Tensor) -> None:
-        """value: is copied, so that it may change then."""
+        """Begin to copy `value`, which may be changed afterwards."""
         self._event: torch.cuda.Event | None = None
         self._host = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
         self._host.copy_(value, non_blocking=True)
         if value.is_cuda:
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(value.device))
-        elif value.device.type != "cpu":  # nothing that is known to tell when it is there
+        elif value.device.type != "cpu":  # other devices have no known event for the arrival of a copy
             self._host = value.cpu()
 
     def get(self) -> Tensor | None:
-        """The values on the host; None where they are not there yet."""
+        """Return the values on the host; None if they have not arrived yet."""
         return self._host if self._event is None or self._event.query() else None

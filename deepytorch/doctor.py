@@ -1,4 +1,4 @@
-"""What this machine offers to deepytorch, what is missing and how to get it: `deepytorch doctor`."""
+"""The check of this machine (`deepytorch doctor`): what it offers to deepytorch, what is missing and how to get it."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ PACKAGES = ("torch", "triton", "numpy", "sympy", "transformers", "tokenizers", "
 
 _BACKEND_GROUP = "torch_dynamo_backends"
 _COMPILE_TIMEOUT_S = 60
-# What Inductor's generated C++ includes: a compiler without one of these headers is found, and fails later.
+# Inductor's generated C++ includes these headers: a compiler that lacks one would be found, and fail later.
 _CPP_PROBE = "#include <Python.h>\n#include <omp.h>\nint main() { return omp_get_max_threads() > 0 ? 0 : 1; }\n"
 
 
 def collect() -> dict[str, Any]:
-    """Everything that is known about this machine, as plain values that JSON can hold.
+    """Return everything that is known about this machine, as plain values for JSON.
 
-    `missing` lists what is not there: `what`, `needed_for` and `how` to get it; `untested` the versions that deepytorch
-    was not tested with; `patches` what the import has changed
-    of torch's in this process. Nothing on the machine changes: the C++ compiler is tried on a three-line file in a
-    temporary folder, and folders are looked at, not made.
+    `missing` lists what is missing: `what`, `needed_for` and `how` to get it. `untested` lists the versions that
+    deepytorch was not tested with. `patches` lists what the import has changed of torch in this process. Nothing on the
+    machine changes: the C++ compiler is tried on a three-line file in a temporary folder, and folders are looked at,
+    not made.
     """
     found: dict[str, Any] = {
         "deepytorch": __version__,
@@ -67,7 +67,7 @@ def collect() -> dict[str, Any]:
 
 
 def untested(found: dict[str, Any]) -> list[dict[str, str]]:
-    """The versions in `found` that deepytorch was not tested with: `what` was found, `tested` range, `how` to go on."""
+    """Return the versions in `found` that deepytorch was not tested with: `what`, `tested` range, `how` to go on."""
     answer: list[dict[str, str]] = []
 
     def look(tested: Tested, version: str | None, check: str) -> None:
@@ -87,7 +87,7 @@ def untested(found: dict[str, Any]) -> list[dict[str, str]]:
 
 
 def missing(found: dict[str, Any]) -> list[dict[str, str]]:
-    """What `found` (the rest of `collect`'s answer) lacks, with what needs it and how to get it."""
+    """Return what `found` (the rest of `collect`'s answer) lacks, with what needs it and how to get it."""
     lacks: list[dict[str, str]] = []
 
     def add(what: str, needed_for: str, how: str) -> None:
@@ -163,7 +163,7 @@ def missing(found: dict[str, Any]) -> list[dict[str, str]]:
 
 
 def render(found: dict[str, Any]) -> RenderableType:
-    """`collect`'s answer as tables for a `rich` console."""
+    """Return `collect`'s answer as tables for a `rich` console."""
     cpu, cuda, cpp, triton = found["cpu"], found["cuda"], found["compilers"]["cpp"], found["compilers"]["triton"]
     cache, distributed = found["cache"], found["distributed"]
     table = Table(
@@ -235,7 +235,7 @@ def render(found: dict[str, Any]) -> RenderableType:
 
 
 def _compiled(extension: Extension, when: str) -> dict[str, Any]:
-    """Whether C++ of ours is compiled for this torch; `state` in words. when: who compiles it if nobody has yet."""
+    """Return whether an extension is compiled for this torch, and its `state` in words. when: who else compiles it."""
     failure = extension.failed()
     if extension.carried() is not None:
         state = f"compiled, carried by the package: {extension.carried()}"
@@ -337,7 +337,7 @@ def _distributed() -> dict[str, Any]:
 
 
 def _cpp() -> dict[str, Any]:
-    """The compiler that Inductor would call for CPU code, tried on a file with the headers that such code includes."""
+    """Return the compiler that Inductor would call for CPU code, tried on a file with the headers of such code."""
     found: dict[str, Any] = {"path": None, "version": None, "usable": False, "reason": None}
     candidates = [os.environ["CXX"]] if os.environ.get("CXX") else ["clang++" if sys.platform == "darwin" else "g++"]
     found["path"] = next((path for name in candidates if (path := shutil.which(name))), None)
@@ -400,7 +400,7 @@ def _attention() -> dict[str, Any]:
 
 
 def _backend() -> dict[str, Any]:
-    """Whether torch finds the backend by name, and whether what the name points to can be imported."""
+    """Return whether torch finds the backend by name, and whether the named module can be imported."""
     points = list(metadata.entry_points(group=_BACKEND_GROUP, name="deepytorch"))
     if not points:
         return {"registered": False, "target": None, "reason": f"no entry point in the group {_BACKEND_GROUP}"}
@@ -413,7 +413,7 @@ def _backend() -> dict[str, Any]:
 
 
 def _cache(path: Path) -> dict[str, Any]:
-    """State of the cache folder; one that does not exist yet is writable when its nearest existing parent is."""
+    """Return the state of the cache folder; if it does not exist yet, it is as writable as its nearest parent."""
     exists = path.is_dir()
     files = [file for file in path.rglob("*") if file.is_file()] if exists else []
     nearest = next(parent for parent in (path, *path.parents) if parent.exists())

@@ -1,4 +1,4 @@
-"""The errors that deepytorch raises. Each says what was found, what was expected and what to do."""
+"""The errors that deepytorch raises. Each message says what was found, what was expected and what to do."""
 
 from __future__ import annotations
 

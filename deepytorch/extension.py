@@ -1,6 +1,7 @@
-"""C++ of ours that torch loads: carried compiled by a wheel, or compiled at its first use and kept in the user's cache.
+"""Our C++ extensions of torch: compiled in a wheel, or compiled at their first use and kept in the user's cache.
 
-Each of the two belongs to who uses it: collectives to `deepytorch.comm`, attention on a CPU to `deepytorch.passes.ops`.
+There are two, each in the package that uses it: collectives in `deepytorch.comm`, and attention on a CPU in
+`deepytorch.passes.ops`.
 """
 
 from __future__ import annotations
@@ -38,19 +39,20 @@ from deepytorch.private_files import cache_directory, prepare_private
 BUILD_TIMEOUT = timedelta(minutes=15)
 _FLAGS = ("-O3", "-std=c++20", "-fvisibility=hidden")  # torch 2.11 would ask for C++17
 _ENDED = re.compile(r"\bKilled\b|\bSIGKILL\b|out of memory|Cannot allocate memory|\[code=(137|-9)\]")
-_COMPLAINT = re.compile(r"\berror: |: not found$")  # of a compiler, or of the shell that was to start it
+_COMPLAINT = re.compile(r"\berror: |: not found$")  # an error of a compiler, or of the shell that starts it
 
 
 class Extension:
     """One native module: the C++ in `csrc` of a folder, for this torch, this Python and this machine.
 
-    name: of the module.
-    home: the folder that holds `csrc`, and `built` where a wheel carries it compiled.
-    what: what it does, for what is said of it: "collectives".
-    without: what becomes of a run that has to do without it, a clause.
-    flags: for the compiler, besides those that all have.
-    alone: how the names of sources begin that are compiled by themselves. All others are read as one, since most of a
-        compiler's time goes into torch's headers.
+    Args:
+        name: The module's name.
+        home: The folder that holds `csrc`, and `built` if a wheel carries the module compiled.
+        what: Its purpose, for messages: "collectives".
+        without: A clause for messages on a run that has to do without it.
+        flags: Flags for the compiler, besides those of all extensions.
+        alone: The prefixes of sources that are compiled by themselves. All others are compiled as one file, since most
+            of a compiler's time goes into torch's headers.
     """
 
     def __init__(
@@ -63,13 +65,13 @@ class Extension:
         self.flags = (*_FLAGS, *flags)
         self._alone = alone
         self._sources = home / "csrc"
-        self._loading = threading.Lock()  # by one thread: its types can be registered once
+        self._loading = threading.Lock()  # one thread loads: the module's types can be registered only once
         self._tried = False
         self._loaded: ModuleType | None = None
         self._beside: subprocess.Popen[bytes] | None = None
 
     def load(self) -> ModuleType | None:
-        """The native module, built if need be; None, with one warning, where it cannot be built."""
+        """Return the native module, built if need be; None, with one warning, if it cannot be built."""
         with self._loading:
             if not self._tried:
                 try:
@@ -81,17 +83,14 @@ class Extension:
             return self._loaded
 
     def loaded(self) -> ModuleType | None:
-        """The native module if this process has loaded it, as it does before its first use."""
+        """Return the native module if this process has loaded it, which it does before the first use."""
         return self._loaded
 
     def build(self, scratch: Path | None = None) -> Path:
         """Compile the native module unless the wheel or the cache holds it; return its file.
 
-        Takes up to half a minute on two cores, once.
-
-        scratch: a folder to work in; in the cache if none is given. Several processes may call it at a time: one
-            compiles.
-        Raises `BuildError` where it cannot be compiled.
+        This takes up to half a minute on two cores, once. If several processes call this at a time, one compiles.
+        scratch: a folder to work in; None: in the cache. Raises `BuildError` if the module cannot be compiled.
         """
         found = self.carried()
         if found is not None:
@@ -110,19 +109,19 @@ class Extension:
                 if target.exists():
                     return target
                 for told in (failure, killed):
-                    if told.exists() and told.stat().st_mtime > asked:  # by a process that this one has waited for
+                    if told.exists() and told.stat().st_mtime > asked:  # of a process that this one has waited for
                         raise BuildError(told.read_text(encoding="utf-8"))
                 logger.info("compiling deepytorch's %s (up to half a minute, once)", self.what)
                 with tempfile.TemporaryDirectory(dir=scratch or folder) as inside:
                     try:
-                        made = target.with_suffix(".new")  # beside it: a whole file or none
+                        made = target.with_suffix(".new")  # in the target's folder: a rename gives the whole file
                         shutil.move(self._compile(Path(inside)), made)
                         made.replace(target)
                         failure.unlink(missing_ok=True)
                         killed.unlink(missing_ok=True)
                     except BuildError as error:
                         once_more = isinstance(error, _Ended) and not killed.exists()
-                        if not is_ending():  # else it was ended, and the next one may do better
+                        if not is_ending():  # else this process was ended, and the next one may succeed
                             (killed if once_more else failure).write_text(str(error), encoding="utf-8")
                         raise
         except OSError as error:
@@ -130,7 +129,7 @@ class Extension:
         return target
 
     def build_beside(self) -> None:
-        """Have another process compile it, at low priority, unless one of this process's does already."""
+        """Compile the module in a background process, unless one of this process already does."""
         if self.builds_beside():
             return
         try:
@@ -140,7 +139,7 @@ class Extension:
             once(logging.WARNING, "%s: no process could be started to compile its C++ (%s)", self.without, error)
 
     def builds_beside(self) -> bool:
-        """Whether the process that `build_beside` has started is still at it."""
+        """Return whether the process that `build_beside` has started still runs."""
         return self._beside is not None and self._beside.poll() is None
 
     def failed(self) -> str | None:
@@ -154,27 +153,27 @@ class Extension:
             return None
 
     def is_built(self) -> bool:
-        """Whether the installed package or the cache holds the native module."""
+        """Return whether the installed package or the cache holds the native module."""
         return self.carried() is not None or (self._folder() / f"{self.name}.so").exists()
 
     def is_being_built(self) -> bool:
-        """Whether some process of this user compiles it now."""
+        """Return whether some process of this user compiles the module now."""
         lock = self._folder() / "build.lock"
         if not lock.exists():
             return False
         try:
             with FileLock(lock, timeout=0):
                 return False
-        except OSError:  # a timeout is one
+        except OSError:  # a timeout of the lock is an OSError
             return True
 
     def carried(self) -> Path | None:
-        """The native module that the installed package brought, if it fits this torch, Python and machine."""
+        """Return the native module of the installed package, if it fits this torch, Python and machine."""
         file = self.home / "built" / self.digest() / f"{self.name}.so"
         return file if file.exists() else None
 
     def carry(self, folder: Path) -> None:
-        """Compile the native module into a package that is being built, for `carried` to find it; for `setup.py`."""
+        """Compile the native module into a package under construction, where `carried` finds it; for `setup.py`."""
         target = folder / self.digest() / f"{self.name}.so"
         with tempfile.TemporaryDirectory() as scratch:
             made = self._compile(Path(scratch))
@@ -183,7 +182,7 @@ class Extension:
 
     @functools.cache  # noqa: B019 (there are two of them, for as long as the process lasts)
     def digest(self) -> str:
-        """A digest of everything that the binary depends on."""
+        """Return a digest of everything that the binary depends on."""
         found = hashlib.sha256()
         for path in sorted(path for path in self._sources.rglob("*") if path.is_file()):
             found.update(path.relative_to(self._sources).as_posix().encode() + b"\0" + path.read_bytes())
@@ -193,7 +192,7 @@ class Extension:
         return found.hexdigest()[:16]
 
     def compile_here(self, folder: Path) -> None:
-        """Compile into `folder`, in this process; for `build`, which does it in one of its own."""
+        """Compile into `folder`, in this process; for `build`, which calls this in a process of its own."""
         from torch.utils import cpp_extension
 
         cpp_extension.load(
@@ -209,7 +208,7 @@ class Extension:
         return cache_directory() / "native" / self.digest()
 
     def _description(self) -> str:
-        """What another process makes the same extension of."""
+        """Return the description from which another process makes the same extension."""
         flags = self.flags[len(_FLAGS) :]
         described = {
             "name": self.name,
@@ -225,8 +224,8 @@ class Extension:
         code = "import sys; from deepytorch.extension import compile_for; compile_for(*sys.argv[1:])"
         command = [sys.executable, "-c", NOT_FROM_HERE + code, self._description(), str(scratch)]
         environment = {**process_environment(), "TORCH_EXTENSIONS_DIR": str(scratch)}
-        environment["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)  # this very package
-        scripts = sysconfig.get_path("scripts")  # where pip put ninja, also for an environment that was not activated
+        environment["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)  # the same package
+        scripts = sysconfig.get_path("scripts")  # pip put ninja here, also if the environment is not activated
         environment["PATH"] = os.pathsep.join([scripts, environment.get("PATH", os.defpath)])
         try:
             done = subprocess.run(
@@ -252,7 +251,7 @@ class Extension:
         return made
 
     def _translation_units(self, folder: Path) -> list[Path]:
-        """What the compiler is given: the files of `alone`, and one that includes all others."""
+        """Return the files for the compiler: those of `alone`, and one that includes all others."""
         alone = [path for path in sorted(self._sources.glob("*.cpp")) if path.name.startswith(self._alone)]
         rest = [path.relative_to(self._sources) for path in sorted(self._sources.rglob("*.cpp")) if path not in alone]
         together = folder / "together.cpp"
@@ -272,18 +271,18 @@ class Extension:
 
 
 class _Ended(BuildError):
-    """The compiler was killed or had too little memory, which is no fault of what it was given."""
+    """An error for a compiler that was killed or had too little memory, through no fault of the code."""
 
 
 def build_for(description: str, parent: int) -> None:
-    """In the process that `build_beside` starts: compile, unless `parent` ends before."""
+    """Compile in the process that `build_beside` starts, unless `parent` ends before."""
     with contextlib.suppress(BuildError, OSError), tempfile.TemporaryDirectory(prefix="deepytorch-") as scratch:
         end_with_parent(parent, Path(scratch))
-        _described(description).build(Path(scratch))  # who uses it will say what is wrong
+        _described(description).build(Path(scratch))  # a failure is reported when the extension is used
 
 
 def compile_for(description: str, folder: str) -> None:
-    """In the process that `build` starts: compile into `folder`."""
+    """Compile into `folder` in the process that `build` starts."""
     _described(description).compile_here(Path(folder))
 
 

@@ -1,10 +1,12 @@
-"""Adam and AdamW of a model that we compile: torch's fused form on a CPU, where the script leaves the choice to torch.
+"""Torch's fused form of Adam and AdamW on a CPU, for models that we compile, if the script leaves the choice to torch.
 
-Without `foreach` and `fused` torch loops over parameters and operators on a CPU, four times as long. Its fused form
-computes the same in another order of rounding, in one pass. Trainer takes it by itself; a plain loop seldom does.
+Without `foreach` and `fused` torch loops over parameters and operators on a CPU, which takes four times as long. The
+fused form computes the same in one pass, in another order of rounding. The Trainer uses it by itself; a plain loop
+seldom does.
 
-Only for parameters that go into a step that we compile, so that what we leave alone stays as it was to the last bit;
-and not beside other ranks, whose replicas have to stay alike while one of them may go over sooner than the others.
+The fused form is used only for parameters of a step that we compile, so that models that we leave alone are the same to
+the last bit. It is not used with several ranks, whose replicas have to stay alike while one rank may switch sooner than
+the others.
 """
 
 from __future__ import annotations
@@ -21,16 +23,16 @@ from deepytorch.patches import replace
 from deepytorch.switch import SWITCH
 
 _COMPILED = WeakIdKeyDictionary()  # parameters
-_PLAIN = (torch.Tensor, torch.nn.Parameter)  # and no other class of tensors
+_PLAIN = (torch.Tensor, torch.nn.Parameter)  # the only classes of tensors that are accepted
 _NUMBERS = ("lr", "beta1", "beta2", "eps", "weight_decay")
 _OFF = ("capturable", "differentiable", "has_complex", "amsgrad")
-_RANKS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # how many there are, by torchrun and by MPI
+_RANKS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # the number of ranks, by torchrun and by MPI
 
 
 def fuse_for(tensors: Iterable[Any]) -> None:
     """Fuse the optimizer's step for the parameters among `tensors` from now on.
 
-    To be called in every step, as models of one kind share a graph: all are known where the first one is.
+    To be called in every step, since models of one class share a graph. If the first parameter is known, all are.
     """
     found = (each for each in tensors if type(each) is torch.nn.Parameter and each.device.type == "cpu")
     first = next(found, None)
@@ -46,7 +48,7 @@ def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
         if torch.compiler.is_compiling() or not _is_fused(lists, options):
             return original(*lists, **options)
         done = original(*lists, **{**options, "fused": True})
-        # The fused form tells autograd nothing: a backward of what was computed before would take the new values.
+        # The fused form does not bump versions: a backward of earlier results would silently use the new values.
         parameters, _, averages, squares, *_ = lists
         torch.autograd.graph.increment_version([*parameters, *averages, *squares])
         return done
@@ -55,10 +57,10 @@ def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_fused(lists: tuple[Any, ...], options: dict[str, Any]) -> bool:
-    """Whether torch's fused form can stand for the one that it would take by itself.
+    """Return whether torch's fused form can replace the one that torch would choose.
 
-    The fused form goes through memory without a look at shapes and layouts, and is particular about kinds of numbers:
-    whatever is not as in nearly all scripts stays with the loop, which is right or raises.
+    The fused form goes through memory without a check of shapes and layouts, and accepts few types of numbers.
+    Arguments that differ from those of nearly all scripts stay with the loop, which is right or raises.
     """
     if SWITCH.paused or len(lists) != 6 or _other_ranks():
         return False

@@ -1,8 +1,8 @@
-"""Whether a model is a library's code alone, whose modules are known to look at other tokens by attention only.
+"""The check that a model is a library's code alone, whose modules are known to look at other tokens by attention only.
 
-What a script has written may join tokens any number of positions apart: a class of its own, a function that it has set
-on an instance or put into a library's class or module. Functions are known by the module whose globals they run in, as
-`functools.wraps` gives a wrapper the name and the `__module__` of what it wraps.
+A script's own code may join tokens any number of positions apart: a class of its own, or a function that it has set on
+an instance or put into a library's class or module. Functions are identified by the module whose globals they run in,
+since `functools.wraps` gives a wrapper the name and the `__module__` of the wrapped function.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 from torch import nn
 
 LIBRARIES = ("torch", "transformers", "peft")
-# These set functions on modules of others, which call what stood there before; and what transformers loads weights by.
+# Libraries that set functions on others' modules, which call the original; or by which transformers loads weights.
 AROUND = ("accelerate", "deepspeed", "deepytorch", "huggingface_hub", "safetensors", "torchvision", "torchaudio")
 
 
 def is_of_libraries(model: nn.Module) -> bool:
-    """Whether no class, and no function on an instance or in a class, of any module in it is the user's."""
+    """Return whether the classes of all modules in `model`, and the functions on these, are libraries' code."""
     modules = list(model.modules())
     kinds = {kind for each in modules for kind in type(each).__mro__ if issubclass(kind, nn.Module)}
     if not all(_package(kind.__module__) in LIBRARIES for kind in kinds):
@@ -35,7 +35,7 @@ def is_of_libraries(model: nn.Module) -> bool:
 
 
 def functions_on(module: nn.Module) -> list[Any]:
-    """What was set on this instance, and not in its class, that its forward may run."""
+    """Return the functions that were set on an instance, and not in its class, and that its forward may run."""
     found = [
         each
         for name, each in vars(module).items()
@@ -49,8 +49,8 @@ _OF_EVERY_MODULE = frozenset((*vars(nn.Module()), "_compiled_call_impl"))
 
 
 def _is_librarys(value: Any, seen: set[int]) -> bool:
-    """Whether a function, and all that it was made of, is a library's; so is what is no function."""
-    if id(value) in seen or isinstance(value, nn.Module):  # a module is looked at by itself
+    """Return whether a function, with all its parts, is a library's; True for a value that is no function."""
+    if id(value) in seen or isinstance(value, nn.Module):  # modules are checked by themselves
         return True
     seen.add(id(value))
     home, parts = _home_and_parts(value)
@@ -61,7 +61,7 @@ def _is_librarys(value: Any, seen: set[int]) -> bool:
 
 
 def _home_and_parts(value: Any) -> tuple[str | None, Iterable[Any]]:
-    """In which module a function was written, None where others say it, and what else it may run."""
+    """Return the module in which a function was written, None if its parts decide, and the parts that it may run."""
     if isinstance(value, staticmethod | classmethod | MethodType):
         return None, (value.__func__,)
     if isinstance(value, property):
@@ -76,7 +76,7 @@ def _home_and_parts(value: Any) -> tuple[str | None, Iterable[Any]]:
         return value.__module__, ()
     if not callable(value):
         return None, ()
-    if not hasattr(value, "__dict__"):  # of C
+    if not hasattr(value, "__dict__"):  # a function of C
         return getattr(value, "__module__", None), ()
     return type(value).__module__, vars(value).values()
 
@@ -84,7 +84,7 @@ def _home_and_parts(value: Any) -> tuple[str | None, Iterable[Any]]:
 def _content(cell: CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # nothing yet
+    except ValueError:  # the cell is still empty
         return None
 
 

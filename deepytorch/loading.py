@@ -1,4 +1,4 @@
-"""Batches on their way to a device: copied while the one before is used, and known on the host where a step asks."""
+"""Prefetching of batches to a device: a batch is copied while the one before is used, and the host keeps a copy."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ Batch = TypeVar("Batch")
 
 
 def prefetch(loader: Iterable[Batch], device: torch.device | str | int) -> Prefetched[Batch]:
-    """The batches of `loader` on `device`, each copied while the one before is used.
+    """Return the batches of `loader` on `device`, each copied while the one before is used.
 
     A training step then need not wait for the device to learn which positions are padding. Tensors are moved wherever
-    they stand in a batch (mappings, lists, tuples, dataclasses), by pinned memory and a
-    stream of their own on CUDA. On the CPU the batches are passed on as they are.
+    they stand in a batch (mappings, lists, tuples, dataclasses); on CUDA by pinned memory and a stream of their own. On
+    the CPU the batches are passed on as they are.
 
-    Returns an iterable with the length of `loader`, which can be gone through as often as that. What the loader raises
-    is raised behind the batches that came before it.
+    The result is an iterable with the length of `loader`, and can be iterated as often as `loader`. An error of the
+    loader is raised after the batches that came before it.
     """
     return Prefetched(loader, torch.device(device))
 
 
 class Prefetched(Generic[Batch]):
-    """What `prefetch` gives. loader: where the batches come from. device: where they go."""
+    """The iterable that `prefetch` returns. loader: the source of batches. device: their destination."""
 
     def __init__(self, loader: Iterable[Batch], device: torch.device) -> None:
         self.loader, self.device = loader, device
 
     def __len__(self) -> int:
-        """Batches of the loader; `TypeError` where it does not know."""
+        """Return the number of the loader's batches. Raises `TypeError` if the loader has no length."""
         if not hasattr(self.loader, "__len__"):
             raise TypeError(f"{type(self.loader).__name__}, which is prefetched, has no len()")
         return len(self.loader) if isinstance(self.loader, Collection) else self.loader.__len__()
 
     def __iter__(self) -> Iterator[Batch]:
-        """Go through the loader once."""
+        """Iterate over the loader once."""
         if self.device.type == "cpu":
             yield from self.loader
             return
@@ -49,7 +49,7 @@ class Prefetched(Generic[Batch]):
         left = iter(self.loader)
         coming = _next(left, self.device, stream)
         while (batch := coming) is not None:
-            given = batch.get()  # raises what the loader has raised; behind it the loader may write to its memory again
+            given = batch.get()  # raises the loader's error; after this the loader may write to its memory again
             coming = _next(left, self.device, stream)
             yield given
 
@@ -62,25 +62,25 @@ class _Moved:
         self._copied = None if stream is None else stream.record_event()
 
     def get(self) -> Any:
-        """The batch, for what is launched from now on."""
+        """Return the batch, for kernels that are launched from now on."""
         if self._error is not None:
             raise self._error
         if self._stream is not None and self._copied is not None:
             current = torch.cuda.current_stream(self._stream.device)
-            self._copied.synchronize()  # launched a step ago, on a stream that waits for nothing: it is over
+            self._copied.synchronize()  # no wait: the copy was launched a step ago on a stream of its own
             _map(self._batch, lambda tensor: _used_on(tensor, current))
         return self._batch
 
 
 def _next(left: Iterator[Any], device: torch.device, stream: torch.cuda.Stream | None) -> _Moved | None:
-    """The next batch, its copy launched; None behind the last one."""
+    """Launch the copy of the next batch and return it; None behind the last one."""
     try:
         batch = next(left)
     except StopIteration:
         return None
-    except Exception as error:  # not before the batch that is there was used
+    except Exception as error:  # raised later: the present batch is to be used first
         return _Moved(None, error)
-    with torch.cuda.stream(stream):  # does nothing where it is None
+    with torch.cuda.stream(stream):  # does nothing for None
         moved = _map(batch, lambda tensor: _copied(tensor, device))
     remember(moved, batch)
     return _Moved(moved, None, stream)
@@ -99,7 +99,7 @@ def _used_on(tensor: Tensor, stream: torch.cuda.Stream) -> Tensor:
 
 
 def _map(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """`batch` with `function` of each of its tensors; what holds none is passed on."""
+    """Return `batch` with `function` applied to each of its tensors; other values are passed on."""
     if isinstance(batch, Tensor):
         return function(batch)
     if isinstance(batch, Mapping):
@@ -118,7 +118,7 @@ def _map(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _like(batch: Mapping[Any, Any], made: dict[Any, Any]) -> Any:
-    """The entries `made` in a mapping of the class of `batch`, with whatever else it knows."""
+    """Return a copy of the mapping `batch` with the entries `made`; its class and attributes are kept."""
     changed = copy.copy(batch)
     if hasattr(changed, "data") and isinstance(changed.data, dict):  # UserDict's, which a copy may share
         changed.data = made

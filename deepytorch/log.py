@@ -1,4 +1,4 @@
-"""One logger for the whole package, so that a user silences or raises it in one place."""
+"""The one logger of the whole package, so that a user sets its level in one place."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Triton kernels compiled to machine code, with or without a GPU: what each takes of a multiprocessor, what is wrong.
+"""Machine code of Triton kernels, made with or without a GPU: its use of a multiprocessor, and its faults.
 
 A module with kernels lists in `VARIANTS` how they are launched on real models; `compile_for` builds one of them for a
-GPU that need not be there. In a process where `TRITON_INTERPRET=1` was set kernels are no longer source to compile.
+GPU that need not be present. In a process with `TRITON_INTERPRET=1` kernels cannot be compiled.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Variant:
 
     Attributes:
         kernel: "module:function" of a `triton.jit` function.
-        label: what tells this variant from the kernel's others, such as "bf16, head 128".
+        label: the name of this variant among the kernel's, such as "bf16, head 128".
         signature: the type of each argument as Triton spells it ("*bf16", "i32"), "constexpr" for constants.
         constants: values of the constants.
         num_warps, num_stages: as the launch gives them.
@@ -48,7 +48,7 @@ class Variant:
     aligned: tuple[str, ...] = ()
 
     def function(self) -> Any:
-        """The kernel. Raises `ConfigError` where it was loaded for the interpreter."""
+        """Return the kernel. Raises `ConfigError` if the kernel was loaded for the interpreter."""
         module, _, name = self.kernel.partition(":")
         found = getattr(import_module(module), name)
         if type(found).__name__ != "JITFunction":
@@ -61,7 +61,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class MachineCode:
-    """What a compiled kernel takes. registers: of a thread. spilled_bytes: of a thread, stored and loaded again."""
+    """The resources of a compiled kernel. registers: of a thread. spilled_bytes: of a thread, stored and loaded."""
 
     capability: int
     registers: int
@@ -71,7 +71,7 @@ class MachineCode:
 
 
 def compile_for(variant: Variant, capability: int) -> MachineCode:
-    """Build `variant` for a GPU of that compute capability (90 for sm_90). Triton's own errors go through."""
+    """Build `variant` for a GPU of a compute capability (90 for sm_90). Raises Triton's own errors."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -88,7 +88,7 @@ def compile_for(variant: Variant, capability: int) -> MachineCode:
 
 
 def troubles(variant: Variant, code: MachineCode) -> list[str]:
-    """What is wrong with a compiled kernel, in words; empty when nothing is."""
+    """Return the faults of a compiled kernel, in words; an empty list if there are none."""
     found = []
     if code.spilled_bytes:
         found.append(f"spills {code.spilled_bytes} bytes a thread at {code.registers} registers; expected none")
@@ -101,7 +101,7 @@ def troubles(variant: Variant, code: MachineCode) -> list[str]:
 
 
 def _resources(ptx: str, tools: Path, capability: int) -> tuple[int, int]:
-    """Registers and spilled bytes of a thread, as `ptxas` tells them."""
+    """Return registers and spilled bytes of a thread, as `ptxas` reports them."""
     match = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)
     assert match is not None, "PTX without a target"
     assembler = tools / ("ptxas-blackwell" if capability >= 100 else "ptxas")

@@ -1,4 +1,4 @@
-"""How many optimizer steps were taken: what borders them is where a script's step begins, also under accumulation."""
+"""Counts of optimizer steps: a script's step begins at an optimizer-step boundary, with gradient accumulation too."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def _count(*_: Any) -> None:
 
 
 def _forget() -> None:
-    """Nothing to do when torch does not call any more."""
+    """Do nothing when torch stops calling `_count`."""
 
 
 def steps_taken() -> int:
-    """Steps of any optimizer of this process, from the first call of this function on."""
+    """Return the number of steps of all optimizers of this process since the first call of this function."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     listen(register_optimizer_step_post_hook, _count, "see where a step of the script's begins", _forget)
@@ -27,12 +27,12 @@ def steps_taken() -> int:
 
 
 class Border:
-    """Tells the first look behind an optimizer step from the others."""
+    """A detector of optimizer-step boundaries."""
 
     def __init__(self) -> None:
         self._seen = steps_taken()
 
     def passed(self) -> bool:
-        """Whether an optimizer has stepped since this was asked last, or since this was made."""
+        """Return whether an optimizer has stepped since the last call of this, or since the detector was made."""
         before, self._seen = self._seen, steps_taken()
         return self._seen != before

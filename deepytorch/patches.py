@@ -1,7 +1,7 @@
-"""What is changed of other people's: one ledger, which `deepytorch doctor` lists and `deepytorch.disable()` undoes.
+"""Changes of other libraries, in one ledger, which `deepytorch doctor` lists and `deepytorch.disable()` undoes.
 
-Nothing else assigns to what deepytorch does not own. Wrappers look at `SWITCH` where they decide something, since one
-that somebody else has wrapped in turn cannot be taken out any more: it then only hands calls on.
+No other code assigns to objects that deepytorch does not own. Wrappers look at `SWITCH` before they decide something: a
+wrapper that somebody else has wrapped in turn cannot be removed any more, and then only hands calls on.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _LOCK = threading.RLock()
 class Patch:
     """One change.
 
-    where: the dotted name of what is changed. why: what for, in a line. apply, undo: make it, and take it back; each
-    may be called again after the other. undo returns False where it cannot be taken back.
+    where: the dotted name of the changed object. why: the purpose, in a line. apply, undo: make and undo the change;
+    each may be called again after the other. undo returns False if the change cannot be undone.
     """
 
     where: str
@@ -38,7 +38,7 @@ _LEDGER: dict[str, Patch] = {}
 
 
 def ledger() -> tuple[Patch, ...]:
-    """Every change that was made or is to be made, in the order in which they were asked for."""
+    """Return every change that was made or is to be made, in the order in which they were asked for."""
     with _LOCK:
         return tuple(_LEDGER.values())
 
@@ -46,7 +46,7 @@ def ledger() -> tuple[Patch, ...]:
 def patch(
     where: str, why: str, apply: Callable[[], object], undo: Callable[[], bool | None], *, always: bool = False
 ) -> None:
-    """Make a change, unless it is made. always: while disabled, too, as what the user compiled by name needs it."""
+    """Make a change, unless it is made. always: even while disabled, for models that the user compiled by name."""
     with _LOCK:
         entry = _LEDGER.setdefault(where, Patch(where, why, apply, undo))
         if not entry.applied and (SWITCH.enabled or always):
@@ -55,7 +55,7 @@ def patch(
 
 
 def replace(owner: Any, name: str, make: Callable[[Any], Any], why: str, *, always: bool = False) -> None:
-    """Let `make(original)` stand for the attribute `name` of a module or class, once. always: as in `patch`.
+    """Replace the attribute `name` of a module or class by `make(original)`, once. always: as in `patch`.
 
     A function that `make` returns gets the name and docstring of the original.
     """
@@ -87,9 +87,9 @@ def replace(owner: Any, name: str, make: Callable[[Any], Any], why: str, *, alwa
 def listen(
     register: Callable[[Any], Any], function: Callable[..., Any], why: str, farewell: Callable[[], object]
 ) -> None:
-    """Have torch call `function`: `register(function)` returns a handle with `remove()`. While disabled, too.
+    """Have torch call `function`, even while disabled: `register(function)` returns a handle with `remove()`.
 
-    farewell: is called before torch stops calling.
+    farewell: called before torch stops calling.
     """
     handle: Any = None
 
@@ -106,7 +106,7 @@ def listen(
 
 
 def undo_all() -> None:
-    """Take every change back, the last one first."""
+    """Undo every change, the last one first."""
     with _LOCK:
         for entry in reversed(ledger()):
             if entry.applied:
@@ -123,6 +123,6 @@ def apply_all() -> None:
 
 
 def forget(where: str) -> None:
-    """A change is of no interest any more: what it was made to has gone."""
+    """Remove a change from the ledger, since the changed object has gone."""
     with _LOCK:
         _LEDGER.pop(where, None)

@@ -1,4 +1,4 @@
-"""Folders and files that only their owner can reach: what is loaded from a cache must not be another user's."""
+"""Folders and files that only their owner can reach, since code loaded from a cache must not be another user's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import platformdirs
 
 
 def cache_directory() -> Path:
-    """Where deepytorch keeps what it can make again: `~/.cache/deepytorch` on Linux, or below `XDG_CACHE_HOME`."""
+    """Return the folder for files that can be made again: `~/.cache/deepytorch` on Linux, or below `XDG_CACHE_HOME`."""
     return Path(platformdirs.user_cache_dir("deepytorch"))
 
 
@@ -36,7 +36,7 @@ def prepare_private(directory: Path) -> str | None:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write `text` beside `path` (mode 0600) and rename it over `path`."""
+    """Write `text` to a new file in the folder of `path` (mode 0600) and rename that file to `path`."""
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""How long this process has run: what a pause costs a user is measured against it."""
+"""The age of this process, against which the cost of a pause is measured."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 
 
 def _process_start() -> float:
-    """As `time.time()` counts; where nobody tells, now."""
+    """Return the start of this process, as `time.time()` counts; now if the system does not tell."""
     try:
         with open("/proc/self/stat", encoding="ascii", errors="replace") as file:
             ticks = int(file.read().rpartition(")")[2].split()[19])
@@ -20,5 +20,5 @@ _BEGAN = _process_start()
 
 
 def seconds_since_start() -> float:
-    """Since the process was started."""
+    """Return the seconds since this process was started."""
     return time.time() - _BEGAN

@@ -1,4 +1,4 @@
-"""`deepytorch config`: every setting with its default and meaning, read from the dataclasses that check them."""
+"""The reference of settings (`deepytorch config`): defaults and meanings, read from the dataclasses that check them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ENTRY = re.compile(r"(?:^|(?<=\. ))((?:`?\w+`?)(?: \([^)]*\))?(?:, `?\w+`?)*): 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One field of a configuration, as its reader needs it. value: its default, or which values it may have."""
+    """One field of a configuration, for its reader. value: its default, or the values that it may have."""
 
     name: str
     value: str
@@ -35,7 +35,7 @@ class Section:
 
 
 def sections() -> tuple[Section, ...]:
-    """Every configuration that a user can write."""
+    """Return every configuration that a user can write."""
     return (
         Section(
             "Compiler options",
@@ -59,7 +59,7 @@ def sections() -> tuple[Section, ...]:
 
 
 def settings(kind: Any, written: re.Pattern[str] | None = None) -> tuple[Setting, ...]:
-    """The fields of a dataclass. written: finds, in a field's heading, the name and the values that a user writes."""
+    """Return the fields of a dataclass. written: finds the user's name and values in a field's heading."""
     meanings = _meanings(kind.__doc__ or "")
     found = []
     for field in fields(kind):
@@ -71,7 +71,7 @@ def settings(kind: Any, written: re.Pattern[str] | None = None) -> tuple[Setting
 
 
 def markdown() -> str:
-    """The reference as a page of the documentation."""
+    """Return the reference as a page of the documentation."""
     lines = ["# Configuration", "", "Made by `deepytorch config` from the dataclasses that check these settings.", ""]
     for section in sections():
         lines += [f"## {section.title}", "", section.given, "", f"| name | {section.column} | meaning |"]
@@ -82,7 +82,7 @@ def markdown() -> str:
 
 
 def _meanings(docstring: str) -> Mapping[str, tuple[str, str]]:
-    """Field -> the heading that it stands in, and the text after it."""
+    """Return, for each field, the heading that it stands in, and the text after it."""
     text = re.sub(r"\n[ \t]+", "\n", docstring)
     entries = list(_ENTRY.finditer(text))
     found = {}

@@ -1,10 +1,11 @@
-"""Whether a script has a module draw the same random numbers again: gradient caching, two passes of one step.
+"""Detection of scripts that make a module draw the same random numbers again: gradient caching, two passes of one step.
 
-Such a script keeps the state of a generator, calls the module, sets the state back, and calls it once more: both calls
-are to draw alike. A packed call does not draw what an eager one draws, so from then on each call runs in eager.
+Such a script keeps the state of a generator, calls the module, sets the state back, and calls the module once more, so
+that both calls draw the same. A packed call does not draw the numbers of an eager one, so from then on each call runs
+in eager.
 
-The state of the generators is looked at where calls of armed modules begin and end, with gradients or without. It was
-set back where it stands as it has stood before an earlier call, and has been elsewhere since.
+The state of the generators is looked at when calls of armed modules begin and end, with gradients or without. A state
+was set back if it was seen before an earlier call, and another state was seen since.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 
 from deepytorch.torch_internals import current_graph_task_id
 
-_MOST_STATES = 4096  # of calls that may come once more: the chunks of a large batch
+_MOST_STATES = 4096  # the most calls that may come once more: the chunks of a large batch
 
 
 class SeenStates:
@@ -28,8 +29,9 @@ class SeenStates:
         self._lock = threading.Lock()
 
     def set_back_to(self, state: int, has_gradients: bool) -> bool | None:
-        """A call begins with this state: where it was seen before, and another one since, return whether the call that
-        began with it had gradients; else None.
+        """Note the state at the begin of a call; if it was set back, return whether the earlier call had gradients.
+
+        The earlier call is the one that began with this state. None if the state was not set back.
         """
         with self._lock:
             found = self._seen.get(state) if state != self._current else None
@@ -41,7 +43,7 @@ class SeenStates:
             return found
 
     def ended(self, state: int) -> None:
-        """A call has ended with this state."""
+        """Note the state at the end of a call."""
         with self._lock:
             self._current = state
 
@@ -50,13 +52,13 @@ SEEN = SeenStates()
 
 
 class RepeatedDraws:
-    """The random numbers of one module's calls; a context around each of them.
+    """The detector of repeated draws of one module; a context around each of its calls.
 
-    found: whether a call that draws was to draw what an earlier one has drawn.
+    found: whether a call was to draw the numbers that an earlier one has drawn.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """device: of the module's parameters."""
+        """Watch the generators of the CPU and of `device`, on which the module's parameters are."""
         self._device = device
         self._draws = self._was_set_back = False
         self._began: list[int] = []
@@ -66,7 +68,7 @@ class RepeatedDraws:
         state = self._state()
         self._began.append(state)
         trained = SEEN.set_back_to(state, torch.is_grad_enabled())
-        # A checkpoint around the module computes a call again in the backward, and does so as it was computed first.
+        # A checkpoint around the module computes a call again in the backward, in the same way as the first time.
         is_recomputed = bool(trained) and current_graph_task_id() != -1
         self._was_set_back |= trained is not None and not is_recomputed
         self.found = self._was_set_back and self._draws
@@ -88,7 +90,7 @@ def _told_apart_by(state: torch.Tensor) -> bytes:
     """Return the bytes by which states of a generator (uint8, on the CPU) are told apart.
 
     Of the Mersenne Twister's 5056 bytes these are the seed, the position, 61 of its 624 words, which all change at
-    once, and the normal number that is kept for the next call: hashing the rest took half of the time of a call.
+    once, and the normal number that is kept for the next call. To hash the rest took half of the time of a call.
     """
     seen = state.numpy()
     return seen[:512].tobytes() + seen[-40:].tobytes()

@@ -1,7 +1,7 @@
-"""The versions that deepytorch is tested with, said here alone: doctor warns of others, and pyproject.toml agrees.
+"""The versions that deepytorch is tested with, stated only here: doctor warns of others, and pyproject.toml agrees.
 
-What came out with each is in docs/compatibility.md. A newer torch installs all the same: an install must not replace
-the torch of its user.
+The results with each version are in docs/compatibility.md. deepytorch can be installed with a newer torch, too: an
+install must not replace the torch of its user.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Tested:
-    """A range of versions. oldest, newest: first numbers of a version; whatever begins with them is in the range."""
+    """A range of versions. oldest, newest: first numbers of a version; each version that begins so is in the range."""
 
     name: str
     oldest: tuple[int, ...]
@@ -22,11 +22,11 @@ class Tested:
         return f"{_dotted(self.oldest)} to {_dotted(self.newest)}{'.x' if len(self.newest) == 1 else ''}"
 
     def is_older(self, version: str) -> bool:
-        """Whether `version`, as a package gives its own ("2.11.0+cpu"), is below the range."""
+        """Return whether `version`, as a package gives its own ("2.11.0+cpu"), is below the range."""
         return _numbers(version)[: len(self.oldest)] < self.oldest
 
     def is_newer(self, version: str) -> bool:
-        """Whether `version` is above the range."""
+        """Return whether `version` is above the range."""
         return _numbers(version)[: len(self.newest)] > self.newest
 
 
@@ -43,6 +43,6 @@ def _dotted(numbers: tuple[int, ...]) -> str:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """(2, 15, 0) of "2.15.0a0+git1234"."""
+    """Return the numbers of a version: (2, 15, 0) of "2.15.0a0+git1234"."""
     found = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, found[0].split("."))) if found else ()

@@ -1,4 +1,4 @@
-"""Whether what the import arms is on: one place, light enough for the command line and for every rank to look at."""
+"""The switch of what the import arms: one place, light enough for the command line and for every rank to look at."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ from dataclasses import dataclass
 
 @dataclass
 class Switch:
-    """enabled: off, and nothing is armed any more. paused: how many `with paused()` this process is in. process_groups:
-    whether groups are ours. group_options: what such groups are told, a `deepytorch.comm.Options` or None.
+    """The switch of this process.
+
+    Attributes:
+        enabled: Whether modules are armed.
+        paused: The number of `with paused()` blocks that this process is in.
+        process_groups: Whether process groups get the deepytorch backend.
+        group_options: The options of such groups, a `deepytorch.comm.Options` or None.
     """
 
     enabled: bool = True

@@ -1,4 +1,4 @@
-"""Hosts, GPUs, links and network devices as tables: `deepytorch doctor --topology`."""
+"""Tables of hosts, GPUs, links and network devices: `deepytorch doctor --topology`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _PCIE_WORDS = {"same_switch": "switch", "host_bridge": "bridge", "across_sockets
 
 
 def collect_topology(file: Path | None = None) -> Topology:
-    """The topology in `file`, or this host with a rank for each GPU (one without any).
+    """Return the topology in `file`, or this host with a rank for each GPU (one rank without any).
 
-    Raises `DataError` when the file cannot be read or has another layout.
+    Raises `DataError` if the file cannot be read or has another layout.
     """
     if file is not None:
         return read_topology(file)
@@ -29,7 +29,7 @@ def collect_topology(file: Path | None = None) -> Topology:
 
 
 def render_topology(topology: Topology) -> RenderableType:
-    """A topology as tables for a `rich` console; hosts that differ in name and id only are shown once."""
+    """Return a topology as tables for a `rich` console; hosts that differ in name and id only are shown once."""
     per_host = f"{topology.ranks_per_host} on each" if topology.is_regular else "not as many on each"
     counts = f"{_counted(topology.num_hosts, 'host')}, {_counted(topology.num_ranks, 'rank')}"
     parts: list[RenderableType] = [
@@ -61,7 +61,7 @@ def _gpus(host: Host) -> list[RenderableType]:
 
 
 def _links(host: Host) -> list[RenderableType]:
-    """A matrix as `nvidia-smi topo -m` prints it: NV18 for 18 NVLinks, else what PCIe traffic has to cross."""
+    """Return a matrix as `nvidia-smi topo -m` prints it: NV18 for 18 NVLinks, else what PCIe traffic has to cross."""
     if len(host.gpus) < 2:
         return []
     table = _table("Links between GPUs", ("", *(str(gpu.index) for gpu in host.gpus)))

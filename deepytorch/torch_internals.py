@@ -1,10 +1,10 @@
-"""Every private name of torch that deepytorch uses: what for, how, and the name by which it is imported from here.
+"""Every private name of torch that deepytorch uses: its purpose, its calls, and the name by which it is imported here.
 
-Nothing else reaches into torch's private names: `from deepytorch.torch_internals import detect_fake_mode`. They are
-looked up when they are asked for, so that one that a new torch lacks costs what needs it alone, and says so.
-`python -m deepytorch.torch_internals` prints the table, and whether this torch has each name and takes the calls that
-are made. Tests compare it with the sources, so that it is complete. Operators (`aten._softmax`) are no names of Python:
-those that graphs are searched for are not listed.
+No other module uses torch's private names: `from deepytorch.torch_internals import detect_fake_mode`. A name is looked
+up when it is imported. So a name that a new torch lacks breaks only the features that need it, with an error that says
+so. `python -m deepytorch.torch_internals` prints the table, and whether this torch has each name and accepts the calls
+that are made. Tests compare the table with the sources, so that it is complete. Operators (`aten._softmax`) are no
+names of Python: operators that graphs are searched for are not listed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # what stands in annotations, in isinstance, and as a base class
+if TYPE_CHECKING:  # names in annotations, in isinstance, and of base classes
     from torch._dynamo.eval_frame import OptimizedModule as OptimizedModule
     from torch._dynamo.exc import TensorifyScalarRestartAnalysis as TensorifyScalarRestartAnalysis
     from torch._dynamo.exc import UnspecializeRestartAnalysis as UnspecializeRestartAnalysis
@@ -34,19 +34,19 @@ if TYPE_CHECKING:  # what stands in annotations, in isinstance, and as a base cl
 from deepytorch.log import logger
 from deepytorch.supported_versions import TORCH
 
-Call = tuple[int, tuple[str, ...]]  # how many arguments by place, and which by name
+Call = tuple[int, tuple[str, ...]]  # the number of arguments by place, and the names of those by name
 
 
 @dataclass(frozen=True)
 class Internal:
-    """One name: what it is used for, and the calls that are made of it."""
+    """One private name: its purpose, and the calls that are made of it."""
 
     name: str
     why: str
     calls: tuple[Call, ...] = ()
 
     def trouble(self) -> str | None:
-        """What is not as expected in this torch, None if nothing is."""
+        """Return the fault of this name in this torch, None if there is none."""
         try:
             found = resolve(self.name)
         except (ImportError, AttributeError):
@@ -227,23 +227,23 @@ INTERNALS = (
 
 @dataclass(frozen=True)
 class Attribute:
-    """One private attribute of torch's objects: of which (a key of `_samples`), and what it is used for."""
+    """One private attribute of torch's objects: the kind of object (a key of `_samples`), and its purpose."""
 
     of: str
     name: str
     why: str
 
     def trouble(self) -> str | None:
-        """What is not as expected in this torch, None if nothing is."""
+        """Return the fault of this attribute in this torch, None if there is none."""
         sample = _samples()[self.of]
         try:
             if hasattr(sample, self.name):
                 return None
-            # the sample of a data-parallel module has not been set up, which needs a process group
+            # The sample of a data-parallel module is not set up, which needs a process group: its source is read.
             return None if f"self.{self.name} " in inspect.getsource(type(sample)) else "is not there"
-        except RuntimeError as error:  # torch has the attribute, and says that it is not to be had
+        except RuntimeError as error:  # torch has the attribute, and refuses access
             return f"raises: {error}"
-        except (OSError, TypeError):  # of a class in C++
+        except (OSError, TypeError):  # a class of C++ has no source
             return "is not there"
 
 
@@ -287,7 +287,7 @@ def _gloo_options(dist: Any) -> Any:
 
 @functools.cache
 def _samples() -> dict[str, Any]:
-    """An object, or a class, for each kind that `ATTRIBUTES` name."""
+    """Return an object, or a class, for each kind in `ATTRIBUTES`."""
     import torch
     import torch.distributed as dist
     from torch.distributed.algorithms.join import Joinable
@@ -306,7 +306,7 @@ def _samples() -> dict[str, Any]:
         "tensor": tensor,
         "storage": tensor.untyped_storage(),
         "backward node": output.grad_fn,
-        "its output": output,  # without it, the node of torch 2.11 and 2.12 has nothing left
+        "its output": output,  # without a reference to it, the node of torch 2.11 and 2.12 is emptied
         "operator": torch.ops.aten.add.Tensor,
         "library": torch.library.Library,
     }
@@ -324,7 +324,7 @@ def _samples() -> dict[str, Any]:
     return made
 
 
-# The names by which they are imported from here; a module or a class stands for what is listed of it above.
+# The names by which they are imported from here; a module or a class covers its names in the list above.
 ALIASES = {
     "BatchNorm": "torch.nn.modules.batchnorm._BatchNorm",
     "ConvertFrameReturn": "torch._dynamo.types.ConvertFrameReturn",
@@ -422,21 +422,21 @@ def __getattr__(alias: str) -> Any:
 
 
 def forward_ad_level() -> int:
-    """The level of forward-mode differentiation that is under way, counted from 0; -1 outside."""
+    """Return the level of forward-mode differentiation under way, counted from 0; -1 outside."""
     from torch.autograd import forward_ad
 
     return forward_ad._current_level
 
 
 def wrap_engine_run_backward(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Let `make(original)` stand for what `Tensor.backward`, `torch.autograd.backward` and `grad` call, once each."""
+    """Wrap, by `make`, the function that `Tensor.backward`, `torch.autograd.backward` and `grad` call once each."""
     import torch
 
     torch.autograd._engine_run_backward = make(torch.autograd._engine_run_backward)
 
 
 def resolve(name: str) -> Any:
-    """The object of a dotted name. Raises `ImportError` or `AttributeError` where there is none."""
+    """Return the object of a dotted name. Raises `ImportError` or `AttributeError` if there is none."""
     parts = name.split(".")
     for length in range(len(parts), 0, -1):
         try:
@@ -452,7 +452,7 @@ def resolve(name: str) -> Any:
 
 
 def troubles() -> dict[str, str]:
-    """The names that are not as expected in this torch, and what is the matter with each."""
+    """Return the names that are not as expected in this torch, with the fault of each."""
     found = {each.name: each.trouble() for each in INTERNALS}
     found |= {f"{each.of}: {each.name}": each.trouble() for each in ATTRIBUTES}
     return {name: trouble for name, trouble in found.items() if trouble is not None}
@@ -460,9 +460,9 @@ def troubles() -> dict[str, str]:
 
 @functools.cache
 def is_usable() -> bool:
-    """Whether this torch has been tested, or has every name all the same; warns where it does not.
+    """Return whether this torch is a tested version, or has every name all the same; warn if not.
 
-    One that has been tested is not looked at: the names of Inductor alone take seconds to load.
+    The names of a tested version are not looked up: those of Inductor alone take seconds to load.
     """
     import torch
 
@@ -481,7 +481,7 @@ def is_usable() -> bool:
 def _takes(function: Any, places: int, names: tuple[str, ...]) -> bool:
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of a function in C++: it says so only when it is called
+    except (TypeError, ValueError):  # a function of C++ shows its signature only when it is called
         return True
     try:
         signature.bind(*range(places), **dict.fromkeys(names))

@@ -1,4 +1,4 @@
-"""Which calls of a module are a training step that may be compiled: none that somebody looks into."""
+"""The choice of a module's calls that may be compiled: training steps into which nobody looks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _HOOKS_ON_ALL = (
 
 
 def trains(module: nn.Module) -> bool:
-    """Whether a call of `module` that begins now is one to compile."""
+    """Return whether a call of `module` that begins now may be compiled."""
     return (
         not is_traced()
         and module.training
@@ -39,17 +39,17 @@ def trains(module: nn.Module) -> bool:
 
 
 def is_traced() -> bool:
-    """Whether this code is being traced, and does not run."""
+    """Return whether this code is being traced, and does not run."""
     return torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting() or torch.jit.is_tracing()
 
 
 def _is_transformed() -> bool:
-    """Whether somebody looks into this call who would not see into compiled code: a transform of `torch.func`, forward
-    mode, modes that take calls of operators or functions, hooks on what is saved for the backward.
+    """Return whether something intercepts this call that could not intercept compiled code.
 
-    A checkpoint's hooks are not meant: what it runs again is compiled as well.
+    That is a transform of `torch.func`, forward mode, a mode that takes calls of operators or functions, or hooks on
+    tensors saved for the backward; but not a checkpoint's hooks, since the code it runs again is compiled as well.
     """
-    # Asked of the dispatcher: any call of functorch's own makes state that each backward node then copies, for good.
+    # The dispatcher is asked: a call of functorch's own would make state that each backward node then copies, for good.
     if dispatch_tls_is_dispatch_key_included(DispatchKey.FuncTorchDynamicLayerFrontMode) or forward_ad_level() >= 0:
         return True
     if len_torch_dispatch_stack() or any(
@@ -67,5 +67,5 @@ def is_of_a_subclass(value: Any) -> bool:
 
 
 def is_of_the_scripts(value: Any) -> bool:
-    """Return whether `value` is a tensor of a class of the script's own, which may do with functions as it likes."""
+    """Return whether `value` is a tensor of a script's own class, which may treat functions as it likes."""
     return is_of_a_subclass(value) and not type(value).__module__.startswith(("torch.", "deepytorch."))

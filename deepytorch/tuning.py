@@ -1,8 +1,8 @@
 """Launch settings of kernels: the fastest of a short list on this device, measured once and kept on disk.
 
-A setting is looked for where a kernel is launched the first time for a class of shapes, which is in a warm-up step;
-what was found is read by later processes. Nothing is measured without a GPU, nor while a CUDA graph is recorded: then
-the first of the list is taken.
+A setting is measured when a kernel is first launched for a class of shapes, which is in a warm-up step; later processes
+read the result. Nothing is measured without a GPU, or while a CUDA graph is recorded: then the first setting of the
+list is used.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Setting = TypeVar("Setting", bound=Hashable)
 
 _ROUNDS, _WARM_UP = 5, 2
 _VERSION = 1
-_CHOSEN: dict[tuple[str, str], int] = {}  # of a device's file and a class of shapes: the place in the list
+_CHOSEN: dict[tuple[str, str], int] = {}  # (a device's file, a class of shapes) -> the place in the list
 
 
 _FILES: dict[int, Path] = {}  # of devices, by their number
@@ -37,17 +37,19 @@ def fastest(
     launch: Callable[[Setting], object],
     margin: float = 0.0,
 ) -> Setting:
-    """One of `settings`: the one that `launch` takes the least time with, on the current CUDA device.
+    """Return the setting with which `launch` takes the least time on the current CUDA device.
+
+    A result that was found while a launch had too little memory holds for this process only.
 
     Args:
-        kernel: its name, with a number that changes with its code or its list ("linear_cross_entropy/2").
-        shape_class: what the choice depends on; few values, so that few are measured ("bf16 H4096 V131072").
-        settings: the first one is taken where nothing can be measured. One that raises when launched is left out.
-        launch: runs the kernel; it is called several times, so it must not depend on what it wrote before.
-        margin: the share of the first one's time that another has to save to be taken in its place, where ranks, which
-            measure apart, had better agree.
-
-    What was found while a launch had too little memory holds for this process only.
+        kernel: The kernel's name, with a number that changes with its code or its list ("linear_cross_entropy/2").
+        shape_class: The properties that the choice depends on; few values, so that few are measured ("bf16 H4096
+            V131072").
+        settings: The settings to choose from. The first one is taken if nothing can be measured. One that raises when
+            launched is left out.
+        launch: Runs the kernel. It is called several times, so it must not depend on its earlier results.
+        margin: The share of the first setting's time that another one has to save to be chosen, for ranks that measure
+            separately and should agree.
     """
     if len(settings) == 1 or not torch.cuda.is_available():
         return settings[0]
@@ -63,12 +65,12 @@ def fastest(
 
 
 def records_a_graph() -> bool:
-    """Whether nothing can be measured now, and what `fastest` returns is not to be kept: a CUDA graph is recorded."""
+    """Return whether a CUDA graph is recorded: then nothing is measured, and `fastest`'s result must not be kept."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def known(kernel: str, shape_class: str, settings: Sequence[Setting]) -> Setting | None:
-    """The setting that `fastest` has found on the current CUDA device, in this process or an earlier one; else None."""
+    """Return the setting that `fastest` has found on the current CUDA device, in any process so far, or None."""
     if not torch.cuda.is_available():
         return None
     path, name = _place_of(kernel, shape_class, settings)
@@ -82,7 +84,7 @@ def known(kernel: str, shape_class: str, settings: Sequence[Setting]) -> Setting
 
 
 def _place_of(kernel: str, shape_class: str, settings: Sequence[Setting]) -> tuple[Path, str]:
-    """The file of the current device's choices, and the name of one in it."""
+    """Return the file of the current device's choices, and the name of a choice in it."""
     device = torch.cuda.current_device()
     if device not in _FILES:
         _FILES[device] = cache_directory() / "tuned" / f"{_device_name(device)}-{_VERSION}.json"
@@ -98,13 +100,13 @@ def _device_name(device: int) -> str:
 def _measure(
     kernel: str, settings: Sequence[Setting], launch: Callable[[Setting], object], margin: float
 ) -> tuple[int, bool]:
-    """The place of the fastest in the list, and whether it would be found again: there was memory for every launch."""
+    """Return the place of the fastest setting, and whether the result lasts: every launch had enough memory."""
     times: dict[int, float] = {}
     lasts = True
     for place, setting in enumerate(settings):
         try:
             times[place] = _milliseconds(launch, setting)
-        except Exception as error:  # too much shared memory for this device, as a rule
+        except Exception as error:  # most often too much shared memory for this device
             lasts = lasts and not isinstance(error, torch.OutOfMemoryError)
             logger.debug("%s with %s: %s", kernel, setting, error)
     if not times:
@@ -143,5 +145,5 @@ def _write(path: Path, name: str, place: int) -> None:
     try:
         with FileLock(path.with_suffix(".lock"), timeout=_LOCK_SECONDS, mode=0o600):  # ranks write at the same time
             replace_file(path, json.dumps({**_read(path), name: place}, indent=1))
-    except (OSError, NotImplementedError) as error:  # a file system without locks among them
+    except (OSError, NotImplementedError) as error:  # a file system without locks raises one of these
         logger.debug("%s is not kept: %s", path, error)
