@@ -1,7 +1,7 @@
 """The command line, `deepytorch`: its commands in the order of `--help`, one module each.
 
-torch takes seconds to import: a command imports what it needs when it runs, so that --help and --version answer at
-once.
+torch takes seconds to import. So a command imports the modules that it needs when it runs, and --help and --version
+answer at once.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from deepytorch.errors import DeepytorchError
 from deepytorch.switch import SWITCH
 from deepytorch.version import __version__
 
-_BEFORE_A_COMMAND = {"allow_interspersed_args": False}  # what follows belongs to the command that is started
+_BEFORE_A_COMMAND = {"allow_interspersed_args": False}  # later arguments belong to the command that is started
 
 app = typer.Typer(
     name="deepytorch",
@@ -74,8 +74,8 @@ app.command("simulate")(simulate.simulate)
 
 
 def main() -> None:
-    """Run the command line; what deepytorch raises on purpose is one message and exit status 2, never a traceback."""
-    SWITCH.enabled = False  # what is measured here says itself what is compiled
+    """Run the command line. An error of deepytorch's own is one message and exit status 2, never a traceback."""
+    SWITCH.enabled = False  # measured code says itself what is compiled
     try:
         app()
     except DeepytorchError as error:
@@ -97,6 +97,6 @@ def _root(
     ] = False,
 ) -> None:
     """Take the options that stand before a command."""
-    # what is measured or compared here is compiled, and not in its first steps; `doctor` shows what the user has set
+    # Measured and compared code is to be compiled from the first step on; `doctor` shows the user's own setting.
     if context.invoked_subcommand not in ("lab", "doctor"):
         process_environment().setdefault("DEEPYTORCH_COMPILE", "wait")

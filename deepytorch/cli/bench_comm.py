@@ -108,12 +108,12 @@ def comm(
         min_time_ms=min_time_ms,
         timeout_s=timeout,
     )
-    console = Console(stderr=json_file == "-")  # stdout is then the JSON's alone
+    console = Console(stderr=json_file == "-")  # stdout is then for the JSON alone
     if explain:
         showing.explain_and_show(options, console, in_place=shape is not None)
         return
     result = showing.run_and_show(options, console, in_place=shape is not None)
-    if result is None:  # rank 0 shows what torchrun's ranks found
+    if result is None:  # under torchrun rank 0 shows the result
         return
     if json_file == "-":
         typer.echo(json.dumps(result.to_json(), indent=2))

@@ -110,7 +110,7 @@ def ddp(
     with console.status("Starting") as status:
         found = measuring.run_ddp if shape is None else measuring.run_ddp_in_place
         result = found(options, notify=status.update)
-    if result is None:  # rank 0 shows what torchrun's ranks found
+    if result is None:  # under torchrun rank 0 shows the result
         return
     for arm in result.arms:
         console.print(measuring.line_of(arm, result.ranks, options.ranks), highlight=False, soft_wrap=True)

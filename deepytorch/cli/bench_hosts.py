@@ -54,7 +54,7 @@ def hosts(
         timeout_s=timeout,
     )
     with console.status("Starting") as status:
-        for result in measuring.run_hosts(options, notify=status.update):  # an hour or more: files hold what there is
+        for result in measuring.run_hosts(options, notify=status.update):  # takes an hour or more: save partial results
             console.print(measuring.line(result), highlight=False, markup=False, soft_wrap=True)
             if json_file is not None and json_file != "-":
                 measuring.save(result, Path(json_file))

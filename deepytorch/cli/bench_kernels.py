@@ -1,4 +1,4 @@
-"""`deepytorch bench kernels`: what GPU kernels are compiled to."""
+"""`deepytorch bench kernels`: the machine code of GPU kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`deepytorch bench start`: how soon a script trains."""
+"""`deepytorch bench start`: the time until a script trains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`deepytorch bench unpad`: what stripping padding gains."""
+"""`deepytorch bench unpad`: the gain of stripping padding."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def unpad(
     from deepytorch.bench.schema import write_result
     from deepytorch.bench.unpad import UnpadOptions, run_unpad
 
-    console = Console(stderr=json_file == "-")  # stdout is then the JSON's alone
+    console = Console(stderr=json_file == "-")  # stdout is then for the JSON alone
     quiet_transformers()
     options = UnpadOptions(
         labels=labels.value,

@@ -1,4 +1,4 @@
-"""`deepytorch cache`: what was compiled on this machine, and kept."""
+"""`deepytorch cache`: the compiled graphs that are kept on this machine."""
 
 from __future__ import annotations
 

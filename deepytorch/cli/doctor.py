@@ -1,4 +1,4 @@
-"""`deepytorch doctor`: what this machine has and lacks."""
+"""`deepytorch doctor`: the check of this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`deepytorch gpu-check`: is what runs on this GPU right, and how fast."""
+"""`deepytorch gpu-check`: checks of results and speed on this GPU."""
 
 from __future__ import annotations
 

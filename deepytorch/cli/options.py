@@ -21,7 +21,7 @@ class Model(str, Enum):
 
 
 class ModelSize(str, Enum):
-    """Widths and depths of those models, from one for tests to one of a billion weights."""
+    """Widths and depths of the models, from a size for tests to a billion weights."""
 
     tiny = "tiny"
     quarter = "quarter"
@@ -32,7 +32,7 @@ class ModelSize(str, Enum):
 
 
 class Dtype(str, Enum):
-    """fp32, or autocast to a lower one with fp32 weights."""
+    """Precisions: fp32, or autocast to a lower one with fp32 weights."""
 
     fp32 = "fp32"
     bf16 = "bf16"
@@ -40,7 +40,7 @@ class Dtype(str, Enum):
 
 
 class Compress(str, Enum):
-    """What values may be cast to between hosts."""
+    """Types to which values may be cast between hosts."""
 
     bf16 = "bf16"
     fp16 = "fp16"
@@ -48,7 +48,7 @@ class Compress(str, Enum):
 
 
 class Lowering(str, Enum):
-    """How the rewritten graph runs."""
+    """Lowerings of the rewritten graph."""
 
     inductor = "inductor"
     aot_eager = "aot_eager"
@@ -56,7 +56,7 @@ class Lowering(str, Enum):
 
 
 class LabelsOf(str, Enum):
-    """Which tokens are learned: the response's, as instruction tuning does, or the prompt's too."""
+    """The tokens that are learned: those of the response, as in instruction tuning, or of the prompt too."""
 
     response = "response"
     all = "all"
@@ -86,7 +86,7 @@ _SPELLED = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 def dtype_of(text: str | Dtype) -> Dtype:
-    """The dtype of a text, given so or as torch spells it. Raises `typer.BadParameter`."""
+    """Return the dtype that a text names, in our spelling or torch's. Raises `typer.BadParameter`."""
     try:
         return Dtype(_SPELLED.get(text, text))
     except ValueError:
@@ -144,5 +144,5 @@ def quiet_transformers() -> None:
     try:
         from transformers import logging
     except ImportError:
-        return  # building a model says what to install
+        return  # an error says what to install when a model is built
     logging.set_verbosity_error()

@@ -1,4 +1,4 @@
-"""`deepytorch simulate`: a training step on machines that are not there."""
+"""`deepytorch simulate`: the prediction of a training step on machines that one does not have."""
 
 from __future__ import annotations
 
