@@ -1,5 +1,6 @@
-"""`deepytorch verify`: the same training script with the import and without, number by number.
+"""`deepytorch verify`: a training script with the import and without, compared number by number.
 
-`run` starts a process for each way to run it, `worker` is what such a process is, `recorder` what it writes down while
-the script trains, `records` what is written, `compare` the judgement, and `show` how it is told.
+`run` starts a process for each way to run the script. `worker` is the program of such a process, `recorder` writes
+records while the script trains, and `records` defines them. `compare` judges the differences, and `show` prints the
+verdict.
 """

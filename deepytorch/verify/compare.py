@@ -1,7 +1,7 @@
-"""What differs between two runs, and whether eager itself is as sensitive.
+"""The comparison of two runs: their differences, judged by the sensitivity of eager itself.
 
-A number may differ by `tolerance` (relative), or by ten times what moving every weight by its last bit changes in it
-without the import: by as much, rounding alone can change it.
+A number may differ by `tolerance` (relative), or by ten times its sensitivity: its change, without the import, when
+every weight is moved by its last bit. Rounding alone can change a number by as much.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 
 from deepytorch.verify.records import Gradients, Loss, Run, Weight
 
-SENSITIVITIES = 10.0  # how many times eager's own sensitivity a difference may be
-# A parameter whose gradient is a thousandth of all is judged as if it were that: below, its norm is mostly rounding
-# (the biases of keys in an attention have a gradient of exactly zero, were it not for that).
+SENSITIVITIES = 10.0  # the largest difference, in multiples of eager's own sensitivity
+# A gradient's norm below a thousandth of the total is judged as if it were a thousandth: below that it is mostly
+# rounding (without rounding, the biases of keys in an attention would have a gradient of exactly zero).
 _SMALLEST_PART = 1e-3
-_STEPS_LOOKED_BACK = 3  # one number may come out of rounding unchanged by luck; three in a row do not
+_STEPS_LOOKED_BACK = 3  # rounding may by chance leave one number unchanged, but not three in a row
 
 LOSS, TOTAL, NORM, WEIGHT, COUNT = "loss", "total gradient norm", "gradient norm", "weight at the end", "count"
 
@@ -29,8 +29,15 @@ LOSS, TOTAL, NORM, WEIGHT, COUNT = "loss", "total gradient norm", "gradient norm
 class Compared:
     """One number of both runs.
 
-    step: None at the end. relative: their difference, relative to the larger one. sensitivity: eager's own, on the same
-    scale; None where it is not known. allowed: what `relative` may be.
+    Attributes:
+        step: The step; None at the end.
+        kind: The kind of number.
+        name: The number's name.
+        without: Its value without the import.
+        with_import: Its value with the import.
+        relative: The difference of both, relative to the larger one.
+        sensitivity: Eager's own sensitivity, on the same scale; None if it is not known.
+        allowed: The largest allowed `relative`.
     """
 
     step: int | None
@@ -44,27 +51,27 @@ class Compared:
 
     @property
     def agrees(self) -> bool:
-        """Whether the difference is one that eager has itself."""
+        """Return whether the difference is within the allowed one."""
         return self.relative <= self.allowed
 
     @property
     def where(self) -> str:
-        """The step, or the end."""
+        """Return the step, or the end, in words."""
         return "at the end" if self.step is None else f"step {self.step}"
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; what is not finite as text."""
+        """Return plain data; numbers that are not finite are text."""
         return {name: plain(value) for name, value in asdict(self).items()}
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON has it: a number that is not finite as text."""
+    """Return a value for JSON: a number that is not finite as text."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @dataclass
 class _Judge:
-    """Numbers into `Compared`, with the sensitivities of the last steps kept."""
+    """The judge of numbers, which makes a `Compared` of each; it keeps the sensitivities of the last steps."""
 
     tolerance: float
     moved: bool
@@ -102,7 +109,7 @@ class _Judge:
 
 
 def compare(without: Run, with_import: Run, moved: Run | None, tolerance: float) -> list[Compared]:
-    """Every number of two runs, in the order in which the script came to it. moved: None where that run failed."""
+    """Return every number of two runs, in the script's order. moved: the run with moved weights; None if it failed."""
     judge = _Judge(tolerance, moved is not None)
     found: list[Compared] = []
     complete = with_import.failure is None
@@ -166,7 +173,7 @@ def _count(judge: _Judge, step: int | None, what: str, one: int, other: int, mov
 
 
 def _weights(judge: _Judge, without: Run, with_import: Run, moved: Run | None) -> Iterator[Compared]:
-    """The weights at the end; the norms of all that differs in one, relative to its norm."""
+    """Yield the weights at the end; each difference is a norm, relative to the weight's norm."""
     shapes = [[(each.dtype, each.count) for each in run.weights] for run in (without, with_import)]
     if shapes[0] != shapes[1]:
         yield _count(judge, None, "trained weights", len(shapes[0]), len(shapes[1]), None)
@@ -196,7 +203,7 @@ def _read(path: Path | None, weight: Weight) -> Any:
 
 
 def _distance(one: Any, other: Any) -> float:
-    """The norm of the difference; numbers that are the same (infinite, or none) in both count as equal."""
+    """Return the norm of the difference; equal infinities, and NaN in both, count as equal."""
     same = (one == other) | (one.isnan() & other.isnan())
     found = float((one - other).masked_fill(same, 0.0).norm())
     return math.inf if math.isnan(found) else found

@@ -1,6 +1,6 @@
-"""Looks on while a script trains: every loss handed to backward, every gradient norm, the weights at the end.
+"""The recorder of a script's training: every loss handed to backward, every gradient norm, the weights at the end.
 
-Nothing that is looked at is changed, apart from what the job asks for: dropout, and the last bits of the weights.
+The recorder changes nothing but what the job asks for: dropout, and the last bits of the weights.
 """
 
 from __future__ import annotations
@@ -22,15 +22,18 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from deepytorch.torch_internals import TracingContext, detect_fake_mode, wrap_engine_run_backward
 from deepytorch.verify.records import MOVED, WITH, WITHOUT, Job
 
-_PROOFS = "deepytorch.integrations.door_proof"  # runs a backward of its own, to see whether packed equals padded
+_PROOFS = "deepytorch.integrations.door_proof"  # runs backwards of its own, to prove that packed equals padded
 
 
 class StepsDone(BaseException):
-    """All steps are made: leaves the script from within its optimizer. Not an `Exception`, which scripts catch."""
+    """The exception that leaves the script from its optimizer once all steps are made.
+
+    It is not an `Exception`, which scripts catch.
+    """
 
 
 class Recorder:
-    """Writes the records of one run. `attach` once, before the script starts; `finish` when it has come to an end."""
+    """The recorder of one run. Call `attach` once, before the script starts, and `finish` when the script has ended."""
 
     def __init__(self, job: Job) -> None:
         self._job, self._pid = job, os.getpid()
@@ -45,7 +48,7 @@ class Recorder:
         self._draws = Draws() if job.role == WITHOUT else None
 
     def attach(self) -> None:
-        """Look on from now on."""
+        """Begin to record."""
         wrap_engine_run_backward(self._looking_on)
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
@@ -59,7 +62,7 @@ class Recorder:
         Optimizer.__init__ = __init__  # type: ignore[method-assign]
 
     def finish(self, how: str | None, failure: str | None = None) -> None:
-        """Write the last records. how: "steps" or "script", as `Run.ended`; None: it failed, and `failure` says how."""
+        """Write the last records. how: "steps" or "script", as `Run.ended`; None: the run failed with `failure`."""
         if self._finished or os.getpid() != self._pid:
             return
         self._finished = True
@@ -72,7 +75,7 @@ class Recorder:
         self._job.ended.touch()
 
     def leave_if_finished(self) -> None:
-        """End the process where a script goes on although all steps are made: it has caught what should end it."""
+        """End the process if the script has caught `StepsDone` and goes on, although all steps are made."""
         if self._finished and os.getpid() == self._pid:
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
@@ -96,7 +99,7 @@ class Recorder:
             finally:
                 self._inside.backward = False
             values = [each for each in roots if isinstance(each, Tensor) and each.numel() == 1]
-            # after the backward: a value that was computed for it only is there by now
+            # Read after the backward: a value that is computed only for the backward exists by now.
             self._write("backward", step=self._step + 1, values=[float(each.detach()) for each in values])
             return found
 
@@ -105,7 +108,7 @@ class Recorder:
     # optimizers
 
     def _made(self, optimizer: Optimizer) -> None:
-        """An optimizer has just been made."""
+        """Record an optimizer that has just been made."""
         if os.getpid() != self._pid or self._finished:
             return
         modules = living_modules()
@@ -124,10 +127,10 @@ class Recorder:
         if os.getpid() != self._pid:
             return None
         self.leave_if_finished()
-        if optimizer in self._stepping:  # a step of its that raised
+        if optimizer in self._stepping:  # an earlier step of this optimizer has raised
             del self._stepping[self._stepping.index(optimizer) :]
         self._stepping.append(optimizer)
-        if len(self._stepping) > 1:  # an optimizer that is made of others: its step is one step
+        if len(self._stepping) > 1:  # an inner optimizer: the outer one's step counts
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
@@ -193,20 +196,20 @@ class Recorder:
 
 
 class Draws:
-    """Which modules draw random numbers in their training calls: the innermost ones of a model's first step."""
+    """The modules that draw random numbers in training calls: the innermost ones, in a model's first step."""
 
     def __init__(self) -> None:
         self._handles: list[Any] = []
-        self._open: list[list[Any]] = []  # of each call that is running: the generators' states, whether a part drew
+        self._open: list[list[Any]] = []  # for each running call: the generators' states, and whether a part drew
         self._found: dict[str, None] = {}
 
     @property
     def watching(self) -> bool:
-        """Whether it looks at anything."""
+        """Return whether any module is watched."""
         return bool(self._handles)
 
     def watch(self, modules: Iterable[nn.Module], trained: Sequence[Tensor]) -> None:
-        """Look at the calls of every module that has to do with these parameters."""
+        """Watch the calls of all modules of the models that hold these parameters."""
         ids = {id(each) for each in trained}
         for outer in modules:
             parts = list(outer.modules())
@@ -220,14 +223,14 @@ class Draws:
                     self._handles.append(each.register_forward_hook(self._after, always_call=True))
 
     def stop(self) -> list[str]:
-        """Look no more; returns the classes of those that drew."""
+        """Stop watching; return the classes of modules that drew."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         return list(self._found)
 
     def _before(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():  # folded away by who compiles
+        if torch.compiler.is_compiling():  # a compiler folds this hook away
             return
         self._open.append([_generators(), False])
 
@@ -243,7 +246,7 @@ class Draws:
 
 
 def living_modules() -> list[nn.Module]:
-    """Every outermost module that is alive, the largest first."""
+    """Return every living outermost module, the largest first."""
     alive = [each for each in gc.get_objects() if issubclass(type(each), nn.Module) and "_modules" in vars(each)]
     inner = {id(child) for each in alive for child in each._modules.values()}
     outer = [each for each in alive if id(each) not in inner]
@@ -251,7 +254,7 @@ def living_modules() -> list[nn.Module]:
 
 
 def parameter_names(parameters: Sequence[Tensor]) -> list[str]:
-    """What the modules that hold them call them; two of one name in two models get the model's class before it."""
+    """Return the parameters' names in their modules; equal names in two models get the model's class in front."""
     wanted = {id(each) for each in parameters}
     found: dict[int, tuple[str, str]] = {}
     for module in living_modules():
@@ -268,7 +271,7 @@ def parameter_names(parameters: Sequence[Tensor]) -> list[str]:
 
 
 def drop_nothing(outer: nn.Module) -> int:
-    """Set every dropout in a model to zero: in its modules, and in the configurations that its modules read."""
+    """Set every dropout in a model to zero, in its modules and in the configurations they read; return the count."""
     count = 0
     for module in outer.modules():
         is_dropout = "drop" in type(module).__name__.lower()
@@ -301,7 +304,7 @@ def move_last_bit(weight: Tensor, seed: int) -> None:
     local = _local(weight.data)
     if not local.is_floating_point() or not local.numel():
         return
-    generator = torch.Generator().manual_seed(seed)  # of its own: the script's random numbers stay what they are
+    generator = torch.Generator().manual_seed(seed)  # a new generator: the script's random numbers stay the same
     up = torch.randint(0, 2, local.shape, generator=generator, dtype=torch.bool)
     limit = torch.where(up, torch.inf, -torch.inf).to(local.device, local.dtype)
     try:
@@ -315,7 +318,7 @@ def _trained(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """A DTensor's part on this rank."""
+    """Return this rank's part of a DTensor, and any other tensor as it is."""
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()
 
@@ -324,12 +327,12 @@ def _norm(gradient: Tensor) -> Tensor:
     values = _local(gradient.detach())
     if values.is_sparse:
         values = values.coalesce().values()
-    double = values.device.type != "mps"  # which has no float64
+    double = values.device.type != "mps"  # MPS has no float64
     return torch.linalg.vector_norm(values, dtype=torch.float64 if double and not values.is_complex() else None)
 
 
 def _numbers(weight: Tensor) -> Tensor:
-    """Its numbers on the CPU, in one piece, as float32 or, where it has them, float64."""
+    """Return a weight's numbers on the CPU, contiguous, as float32, or as float64 if the weight is of that dtype."""
     values = _local(weight.detach())
     values = torch.view_as_real(values) if values.is_complex() else values
     dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
@@ -344,7 +347,7 @@ def _generators() -> list[Tensor]:
 
 
 def _ledger() -> Any:
-    """Where regions write what they do; None before something was compiled."""
+    """Return the ledger of regions' records; None before something was compiled."""
     module = sys.modules.get("deepytorch.compiler.report")
     return None if module is None else module.LEDGER
 
@@ -355,7 +358,7 @@ def _regions() -> list[tuple[str, int, int]]:
 
 
 def _is_ours(roots: Sequence[Any]) -> bool:
-    """Whether a backward is not the script's: traced by a compiler, or a proof of ours."""
+    """Return whether a backward is not the script's: traced by a compiler, or part of a proof of ours."""
     if TracingContext.try_get() is not None or detect_fake_mode(list(roots)) is not None:
         return True
     frame: Any = sys._getframe(2)

@@ -1,6 +1,6 @@
-"""What the processes of `deepytorch verify` are told, and what they leave: JSON, one record a line, and raw weights.
+"""The jobs and records of `deepytorch verify`'s processes: JSON, one record a line, and raw weights.
 
-A line is written as soon as it is known, so what a script that dies has done until then can be read.
+A line is written as soon as it is known, so that the records of a script that dies can be read up to that point.
 """
 
 from __future__ import annotations
@@ -10,15 +10,22 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-WITHOUT, WITH, MOVED = "without", "with", "moved"  # the import; MOVED: without it, weights moved by their last bit
+WITHOUT, WITH, MOVED = "without", "with", "moved"  # MOVED: without the import, weights moved by their last bit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What one process does.
+    """The job of one process.
 
-    command: the script, or the module's name where `is_module`, and its arguments. role: WITHOUT, WITH or MOVED.
-    lowering: of what the import compiles; None leaves it. dropout: False sets it to zero. folder: takes the records.
+    Attributes:
+        command: The script, or the module's name if `is_module`, and its arguments.
+        is_module: Whether the command names a module.
+        role: WITHOUT, WITH or MOVED.
+        steps: The number of optimizer steps after which the run ends.
+        seed: The seed of random numbers.
+        lowering: The lowering of what the import compiles; None leaves it to the script.
+        dropout: False sets every dropout to zero.
+        folder: The folder for the records.
     """
 
     command: list[str]
@@ -31,27 +38,27 @@ class Job:
     folder: str
 
     def write(self, path: Path) -> None:
-        """Save it for the process."""
+        """Save the job for the process."""
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path) -> Job:
-        """Load it in the process."""
+        """Load the job in the process."""
         return cls(**json.loads(path.read_text(encoding="utf-8")))
 
     @property
     def records(self) -> Path:
-        """The file of the records."""
+        """Return the file of the records."""
         return Path(self.folder) / "records.jsonl"
 
     @property
     def weights(self) -> Path:
-        """The file of the trained weights at the end, one after another."""
+        """Return the file of the trained weights at the end, one after another."""
         return Path(self.folder) / "weights.bin"
 
     @property
     def ended(self) -> Path:
-        """There as soon as everything is written: a process that hangs afterwards has lost nothing."""
+        """Return the file that appears once everything is written: a process that hangs afterwards has lost nothing."""
         return Path(self.folder) / "ended"
 
 
@@ -64,7 +71,7 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """Norms before a step of an optimizer: of all gradients, and of each parameter's (None: it had none)."""
+    """Norms before a step of an optimizer: of all gradients, and of each parameter's gradient (None: no gradient)."""
 
     optimizer: int
     total: float
@@ -73,7 +80,7 @@ class Gradients:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """Where a trained weight lies in the file: numbers of `dtype` ("float32" or "float64"), from `offset` in bytes."""
+    """A trained weight's place in the file: numbers of `dtype` ("float32" or "float64"), from `offset` in bytes."""
 
     name: str
     dtype: str
@@ -85,8 +92,8 @@ class Weight:
 class Run:
     """One run of the script, as far as it came.
 
-    events: by step (from 1; what came after the last one is of the step that was never made), in their order. names: of
-    the trained parameters, by optimizer. packed: by step, which regions had run packed and padded until then.
+    events: by step, in their order; steps count from 1, and later events belong to a step that was never made. names:
+    of the trained parameters, by optimizer. packed: by step, the regions' counts of packed and padded steps so far.
     """
 
     role: str
@@ -102,17 +109,17 @@ class Run:
     report: dict[str, Any] = field(default_factory=dict)
     draws: list[str] = field(default_factory=list)
     dropouts: int = 0
-    ended: str | None = None  # "steps": all were made, "script": it came to its end before, None: it did neither
+    ended: str | None = None  # "steps": all were made, "script": the script ended before, None: neither
     failure: str | None = None
-    output: str = ""  # its last lines, where it failed
+    output: str = ""  # the last lines of a run that failed
 
     def losses(self) -> list[float]:
-        """Every loss, in its order."""
+        """Return every loss, in order."""
         return [event.value for _, events in sorted(self.events.items()) for event in events if isinstance(event, Loss)]
 
 
 def read_run(job: Job) -> Run:
-    """What a process has left; a line that it could not finish is left out."""
+    """Return the run that a process has recorded; an unfinished line is left out."""
     run = Run(job.role)
     lines = job.records.read_text(encoding="utf-8").split("\n") if job.records.exists() else []
     for line in lines[:-1]:

@@ -1,4 +1,4 @@
-"""Runs a script three times, each in a process of its own, and compares: with the import, without, and moved."""
+"""The three runs of a script, each in a process of its own: with the import, without, and moved; and the comparison."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from deepytorch.errors import ConfigError, ScriptError
 from deepytorch.verify.compare import Compared, compare, plain
 from deepytorch.verify.records import MOVED, WITH, WITHOUT, Job, Run, read_run
 
-_GRACE_S = 30.0  # for a process to end by itself, once everything is written
+_GRACE_S = 30.0  # time for a process to end by itself, once everything is written
 _LAST_LINES = 20
 _LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "python", "python3")
 _TELL = {
@@ -32,11 +32,17 @@ _TELL = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerifyOptions:
-    """What to run and how.
+    """The options of a verification.
 
-    command: the script, or the name of a module where `is_module`, and its arguments. tolerance: relative. timeout_s:
-    of each of the three processes. lowering: of what the import compiles; None leaves it to the script. dropout: False
-    sets every dropout to zero in all three.
+    Attributes:
+        command: The script, or the name of a module if `is_module`, and its arguments.
+        is_module: Whether the command names a module.
+        steps: The number of optimizer steps after which a run ends.
+        seed: The seed of random numbers.
+        tolerance: The relative difference that is always allowed.
+        timeout_s: The time limit of each of the three processes.
+        lowering: The lowering of what the import compiles; None leaves it to the script.
+        dropout: False sets every dropout to zero in all three runs.
     """
 
     command: tuple[str, ...]
@@ -72,7 +78,7 @@ class VerifyOptions:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What was found: every number of both runs, in order, and the runs themselves."""
+    """The verdict: every number of both runs, in order, and the runs themselves."""
 
     options: VerifyOptions
     without: Run
@@ -82,21 +88,24 @@ class Verdict:
 
     @property
     def differences(self) -> list[Compared]:
-        """Those that are more than eager's own sensitivity, the first one first."""
+        """Return the numbers whose differences are more than allowed, the first one first."""
         return [each for each in self.compared if not each.agrees]
 
     @property
     def agrees(self) -> bool:
-        """Whether the script trains as it does without the import."""
+        """Return whether the script trains as it does without the import."""
         return self.with_import.failure is None and not self.differences
 
     @property
     def num_packed(self) -> int:
-        """Packed steps of all regions."""
+        """Return the number of packed steps of all regions."""
         return int(self.with_import.report.get("steps_packed", 0))
 
     def regions_in(self, step: int | None) -> tuple[list[str], list[str]]:
-        """Names of the regions that ran packed, and padded, in a step; None, or a step that was not ended: in any."""
+        """Return the names of regions that ran packed, and padded, in a step.
+
+        None, or a step that has not ended, means any step.
+        """
         steps = self.with_import.packed
         now = steps.get(step, []) if step in steps else steps.get(max(steps, default=0), [])
         before = (
@@ -107,7 +116,7 @@ class Verdict:
         return packed, padded
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data."""
         first = self.differences[0].to_json() if self.differences else None
         packed, padded = self.regions_in(self.differences[0].step) if self.differences else ([], [])
         runs = {WITHOUT: self.without, WITH: self.with_import, MOVED: self.moved}
@@ -129,7 +138,7 @@ class Verdict:
 
 
 def verify(options: VerifyOptions, notify: Callable[[str], None] = lambda _: None) -> Verdict:
-    """Run the script in three processes, one after another, and compare; `ScriptError` when it fails by itself."""
+    """Run the script in three processes, one after another, and compare. Raises `ScriptError` if it fails by itself."""
     with tempfile.TemporaryDirectory(prefix="deepytorch-verify-") as folder:  # made for this user alone
         without = _run(options, WITHOUT, Path(folder), notify)
         refuse_without_training(options, without)
@@ -142,7 +151,7 @@ def verify(options: VerifyOptions, notify: Callable[[str], None] = lambda _: Non
 
 
 def _run(options: VerifyOptions, role: str, folder: Path, notify: Callable[[str], None]) -> Run:
-    """One run; what went wrong is in its `failure`."""
+    """Make one run; an error is in its `failure`."""
     notify(f"Running {_TELL[role]}")
     own = folder / role
     own.mkdir(mode=0o700)
@@ -166,7 +175,7 @@ def _run(options: VerifyOptions, role: str, folder: Path, notify: Callable[[str]
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # so that what the script has started, such as loaders of data, ends with it
+            start_new_session=True,  # so that processes of the script, such as data loaders, end with it
         )
         try:
             in_time = _wait(process, job, options.timeout_s)
@@ -187,7 +196,7 @@ def _run(options: VerifyOptions, role: str, folder: Path, notify: Callable[[str]
 
 
 def _wait(process: subprocess.Popen[bytes], job: Job, timeout_s: float) -> bool:
-    """Wait for the end, or the deadline; False after that."""
+    """Wait for the end or the deadline; return False if the deadline came first."""
     deadline = time.monotonic() + timeout_s
     written = False
     while process.poll() is None:
@@ -200,7 +209,7 @@ def _wait(process: subprocess.Popen[bytes], job: Job, timeout_s: float) -> bool:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process, and those of its session that are left."""
+    """End a process, and the remaining ones of its session."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -212,7 +221,7 @@ def _last_lines(path: Path) -> str:
 
 
 def refuse_without_training(options: VerifyOptions, run: Run) -> None:
-    """Raise `ScriptError` where there is nothing to compare with."""
+    """Raise `ScriptError` if there is nothing to compare with."""
     script = " ".join(options.command)
     if run.failure is not None:
         told = f" Its last lines:\n{run.output}" if run.output else ""

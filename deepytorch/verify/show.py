@@ -1,4 +1,4 @@
-"""How a verdict is told: what was compared, what differs first and where, and what was compiled."""
+"""The output of a verdict: what was compared, what differs first and where, and what was compiled."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _KINDS = {
 
 
 def verify_and_show(options: VerifyOptions, console: Console, json_file: str | None) -> int:
-    """Run, compare, print; the exit status: 0 where all agrees, else 1."""
+    """Run, compare and print; return the exit status: 0 if all agrees, else 1."""
     with console.status("Starting") as status:
         verdict = verify(options, notify=status.update)
     show(verdict, console)
@@ -48,7 +48,7 @@ def show(verdict: Verdict, console: Console) -> None:
 
 
 def remarks(verdict: Verdict) -> Iterator[str]:
-    """What one has to know to read the tables."""
+    """Yield remarks that one needs to read the tables."""
     options, without = verdict.options, verdict.without
     if without.steps < options.steps:
         yield f"The script came to its end after {without.steps} of {options.steps} steps."

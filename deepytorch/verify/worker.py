@@ -1,6 +1,6 @@
 """One run of a script for `deepytorch verify`: `python -m deepytorch.verify.worker JOB.json`.
 
-Whether the import does anything is said by DEEPYTORCH in its environment.
+DEEPYTORCH in its environment decides if the import does anything.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _OURS = ("<frozen runpy>", runpy.__file__, __file__)
 
 
 def main() -> None:
-    """Run the script that `sys.argv[1]` describes, and look on."""
+    """Run and record the script that `sys.argv[1]` describes."""
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     job = Job.read(Path(sys.argv[1]))
     recorder = Recorder(job)
@@ -34,7 +34,7 @@ def main() -> None:
     if job.role == WITH and job.lowering is not None:
         deepytorch.configure(options={"lowering": job.lowering})
     random.seed(job.seed)
-    if find_spec("numpy") is not None:  # which torch does without, and so do we
+    if find_spec("numpy") is not None:  # torch and deepytorch work without NumPy
         import_module("numpy").random.seed(job.seed)
     torch.manual_seed(job.seed)
     try:
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def run_script(job: Job) -> None:
-    """What `python SCRIPT ARGUMENTS` or `python -m MODULE ARGUMENTS` does."""
+    """Run the script as `python SCRIPT ARGUMENTS` or `python -m MODULE ARGUMENTS` does."""
     sys.argv = list(job.command)
     if job.is_module:
         runpy.run_module(job.command[0], run_name="__main__", alter_sys=True)
@@ -64,7 +64,7 @@ def run_script(job: Job) -> None:
 
 
 def _told(error: BaseException) -> str:
-    """The traceback, from the script's own first line on."""
+    """Return the traceback, from the script's own first line on."""
     frames = traceback.extract_tb(error.__traceback__)
     while frames and frames[0].filename in _OURS:
         del frames[0]
