@@ -1,8 +1,8 @@
-"""`deepytorch gpu-check`: whether what deepytorch does on a GPU is right on this one, and how fast it is.
+"""`deepytorch gpu-check`: checks that deepytorch's results on this GPU are right, and measures of its speed.
 
-From a work tree with `PYTHONPATH` alone, without a network, in eight minutes at most. Each group of checks runs in a
-process of its own, several at a time, and each check has a deadline: one that fails, crashes or hangs is told with the
-others, at the end, the failed ones first. What is timed runs alone, behind the rest.
+The check runs from a work tree with `PYTHONPATH` alone, without a network, in eight minutes at most. Each group of
+checks runs in a process of its own, several at a time, and each check has a deadline. A check that fails, crashes or
+hangs is reported with the others at the end, the failed ones first. Timed checks run alone, behind the rest.
 """
 
 from __future__ import annotations
@@ -28,12 +28,19 @@ def gpu_check(
     notify: Callable[[str], None] = lambda text: None,
     worker: Sequence[str] = WORKER,
 ) -> list[Outcome]:
-    """Make every check on `device`; those that are not over within `seconds` are told as not made.
+    """Make every check on `device`, and return the outcomes, the failed ones first.
 
-    quick: kernels, parity and synchronisations in small, and no figures. only: the groups that are made; empty: all.
-    worker: the command of a group's process. Raises `ConfigError` for a device or a group that there is not.
+    Raises `ConfigError` for a device or a group that does not exist.
+
+    Args:
+        device: The device to check.
+        quick: Whether to make small checks of kernels, parity and synchronisations only, without figures.
+        seconds: The time limit; checks that are not over within it are reported as not made.
+        only: The groups to make; empty: all.
+        notify: Called with a line on the progress.
+        worker: The command of a group's process.
     """
-    from deepytorch.gpu_check.checks import checks_on  # with every kernel and model: not for each process of a group
+    from deepytorch.gpu_check.checks import checks_on  # imports every kernel and model: not in each group's process
 
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("There is no CUDA device here; `deepytorch doctor` says why. --device cpu tries the checks.")
@@ -48,7 +55,7 @@ def gpu_check(
 
 
 def to_json(outcomes: list[Outcome], device: str) -> dict[str, Any]:
-    """What was found, with the machine it was found on, as JSON holds it."""
+    """Return the outcomes, with the machine that they are from, as JSON."""
     properties: dict[str, Any] = {"name": "cpu"}
     if torch.device(device).type == "cuda":
         of = torch.cuda.get_device_properties(device)

@@ -1,4 +1,4 @@
-"""What `deepytorch gpu-check` asks a GPU: whether kernels and training are right on it, and how fast they are."""
+"""The checks of `deepytorch gpu-check`: kernels and training are right on a GPU, and how fast they are."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from deepytorch.torch_internals import reset_dynamo
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _MODELS = ("llama", "bert", "t5")
-_OF_EAGERS = 3.0  # as far off as eager in that dtype, times this: the rule of PyTorch's own benchmarks
-_SLACK = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # of the size of what is compared
+_OF_EAGERS = 3.0  # allowed error, in multiples of eager's error in that dtype: the rule of PyTorch's own benchmarks
+_SLACK = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # relative to the norm of the exact values
 _COMPILES_S = 180.0  # for a check with a model that Inductor compiles
-_MANY_S = 240.0  # for one with many compiles, or many ranks
+_MANY_S = 240.0  # for a check with many compiles, or many ranks
 
 
 def checks_on(device: str) -> list[Check]:
-    """Every check on `device`, by group: what is cheap and decides most comes first."""
+    """Return every check on `device`, by group: cheap checks that decide most come first."""
     return list(_checks(torch.device(device)))
 
 
@@ -162,7 +162,7 @@ def _attention_is_right(device: torch.device, dtype: str, options: dict[str, Any
 
 
 def _biased_wide_heads(device: torch.device, dtype: str) -> str:
-    """What `varlen_attention_triton.why_not_triton` refuses until this is right: each output of its kernels by name."""
+    """Check each output of kernels that `varlen_attention_triton.why_not_triton` refuses until this check passes."""
     if device.type != "cuda":
         raise Skipped("no CUDA device")
     from deepytorch.passes.ops import varlen_attention_triton as triton_form
@@ -200,7 +200,7 @@ def _facts_are_right(device: torch.device, size: tuple[int, int]) -> str:
     found, wanted = pack_facts(mask.to(device), "nonzero", given), pack_facts_reference(mask, target != -1)
     for name in Packing.__slots__:
         expected = getattr(wanted, name)
-        # what stands behind the last index is not there
+        # Values behind the last index are undefined.
         if not torch.equal(getattr(found, name)[: len(expected)].cpu(), expected):
             raise Failed(f"{name} differs from the reference")
     return f"{int(wanted.counts[0].sum())} tokens where they are"
@@ -209,7 +209,7 @@ def _facts_are_right(device: torch.device, size: tuple[int, int]) -> str:
 def _as_near(
     names: tuple[str, ...], exact: list[Tensor], eager: list[Tensor], ours: list[Tensor], dtype: torch.dtype
 ) -> str:
-    """Raise `Failed` where ours is further from the exact values than eager is, but for a factor and a bit."""
+    """Raise `Failed` if ours is further from the exact values than `_OF_EAGERS` times eager, plus `_SLACK`."""
     worst = 0.0
     for name, wanted, theirs, found in zip(names, exact, eager, ours, strict=True):
         wanted = wanted.double()
@@ -233,7 +233,7 @@ def _few_batches(model: str, device: torch.device, steps: int, size: int = 8) ->
 
 
 def _trains_as_eager(device: torch.device, model: str, dtype: str) -> str:
-    """Three steps of SGD in float32, in `dtype`, and in `dtype` by deepytorch: losses, and weights at the end."""
+    """Compare losses and final weights of three steps of SGD: in float32, in `dtype`, and in `dtype` by deepytorch."""
     reset_dynamo()
     start: nn.Module = build_model(model, "tiny", vocab_size=512, seed=0)
     data = _few_batches(model, device, 3)
@@ -261,7 +261,7 @@ def _trained(model: nn.Module, data: list[dict[str, Tensor]], dtype: torch.dtype
 
 
 def _synchronisations(device: torch.device) -> str:
-    """How often a step after the warm-up waits for the device, whose batch was moved by `deepytorch.prefetch`."""
+    """Count the synchronisations of steps after the warm-up, with batches moved by `deepytorch.prefetch`."""
     if device.type != "cuda":
         raise Skipped("no CUDA device")
     from deepytorch import prefetch
@@ -289,7 +289,7 @@ def _synchronisations(device: torch.device) -> str:
 
 
 def _ranks_of_one_gpu(device: torch.device) -> str:
-    """All-reduces of ranks that share this GPU and map each other's memory: every dtype, then one behind the other."""
+    """Check all-reduces of ranks that share this GPU and map each other's memory: every dtype, then back to back."""
     from deepytorch.bench.comm_launch import RankError
     from deepytorch.bench.ranks_of_one_gpu import OneGpuPlan, run_one_gpu
 
@@ -304,7 +304,7 @@ def _ranks_of_one_gpu(device: torch.device) -> str:
 
 
 def _registered_memory(device: torch.device) -> str:
-    """Memory that NCCL is told of: made, summed in, dropped while a part of it is held, made anew."""
+    """Check memory registered with NCCL: made, summed in, dropped while a part of it is held, and made anew."""
     import torch.distributed as dist
 
     from deepytorch.comm.group.registered import RegisteredMemory
@@ -361,7 +361,7 @@ def _loss_speed(device: torch.device) -> str:
     torch.cuda.reset_peak_memory_stats(device)
     held = torch.cuda.memory_allocated(device)
     ms = _median_ms(ours)
-    # beyond the inputs and the two gradients, which are as large
+    # Memory beyond the inputs and the two gradients, which are as large as the inputs.
     extra = torch.cuda.max_memory_allocated(device) - held - (hidden.nbytes + weight.nbytes)
     rate = 6 * rows * size * classes / ms / 1e9
     return f"{ms:.2f} ms, {rate:.0f} TFLOP/s, {extra / 1e6:.0f} MB beyond inputs and gradients"

@@ -1,4 +1,4 @@
-"""Groups of checks, each in a process of its own: what crashes, hangs or breaks the device ends that process alone."""
+"""Groups of checks, each in a process of its own: a crash, a hang or a broken device ends only that process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from deepytorch.gpu_check.outcome import Check, Outcome
 
 WORKER = (sys.executable, "-m", "deepytorch.gpu_check.worker")
 
-_TOGETHER = 4  # processes at a time, but for groups that are timed: most of a check is compiled on the host
+_TOGETHER = 4  # processes at a time, except for timed groups: most of a check is compilation on the host
 _START_S = 90.0  # for a process to load torch and to begin
 _POLL_S = 0.05
 _LOG_LINES = 6
@@ -30,10 +30,10 @@ def run_groups(
     notify: Callable[[str], None] = lambda text: None,
     worker: Sequence[str] = WORKER,
 ) -> list[Outcome]:
-    """Make all checks, and return what came of them, in the order in which that was known.
+    """Make all checks, and return the outcomes in the order in which they were known.
 
-    Checks of one group follow each other in one process; behind one that crashed, hung or broke the device a new
-    process makes the rest. What is not over within `seconds` is told as not made. No process is left.
+    Checks of one group follow each other in one process; after a check that crashed, hung or broke the device a new
+    process makes the rest. Checks that are not over within `seconds` are reported as not made. No process is left.
     """
     names = list(dict.fromkeys(check.group for check in checks))
     groups = [_Group(name, [each for each in checks if each.group == name], device, worker) for name in names]
@@ -69,18 +69,18 @@ class _Group:
         self.is_timed = any(check.is_timed for check in checks)
         self._process: subprocess.Popen[bytes] | None = None
         self._num_started = self._next = 0
-        self._has_begun = False  # this process, any check
+        self._has_begun = False  # whether this process has begun any check
         self._begun: int | None = None  # the check that is being made
         self._heard = 0.0
         self._folder = Path()
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is left to be made."""
+        """Return whether no check is left to be made."""
         return self._next >= len(self._checks)
 
     def start(self, folder: Path) -> None:
-        """Start a process for the checks that are left; its files lie in `folder`."""
+        """Start a process for the checks that are left; its files are in `folder`."""
         self.close()
         self._folder, self._begun, self._has_begun, self._heard = folder, None, False, time.monotonic()
         self._num_started += 1
@@ -91,16 +91,16 @@ class _Group:
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [*self._worker, str(self._records), self._name, str(self._next), self._device],
-                stdin=subprocess.PIPE,  # closes when this process is gone, however it went
+                stdin=subprocess.PIPE,  # closes when this process ends, in whatever way
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # ended together with what it has started
+                start_new_session=True,  # so that it is ended together with its children
             )
 
     def listen(self, notify: Callable[[str], None]) -> list[Outcome]:
-        """What is known since the last call. Starts the next process where this one is gone and checks are left."""
+        """Return new outcomes since the last call. Starts the next process if this one is gone and checks are left."""
         assert self._process is not None
-        code = self._process.poll()  # before the records are read: all that it wrote is in them then
+        code = self._process.poll()  # before the records are read, so that they hold all that an ended process wrote
         found = self._recorded(notify)
         if self.is_over:
             self.close()
@@ -122,13 +122,13 @@ class _Group:
         return found
 
     def left(self, reason: str, passed: bool | None = None) -> list[Outcome]:
-        """What is to be said of the checks that are left, which nobody makes any more."""
+        """Give up the checks that are left; return their outcomes."""
         self.close()
         numbers, self._next = range(self._next, len(self._checks)), len(self._checks)
         return [self._outcome(number, passed, reason, 0.0) for number in numbers]
 
     def close(self) -> None:
-        """End the process, and whatever it has started."""
+        """End the process, and all that it has started."""
         if self._process is None:
             return
         with contextlib.suppress(ProcessLookupError):

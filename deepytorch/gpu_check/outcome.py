@@ -1,4 +1,4 @@
-"""What a check of a GPU is, and what came of it."""
+"""A check of a GPU, and its outcome."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
-DEADLINE_S = 90.0  # of a check that says nothing of its own, the compiles in it
+DEADLINE_S = 90.0  # the default deadline of a check, with its compiles
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one check found. passed: None where it could not be made; `said` tells why, or a figure."""
+    """The outcome of one check. passed: None if it could not be made. said: the reason, or a figure."""
 
     group: str
     name: str
@@ -23,9 +23,9 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Check:
-    """One question to the device. run: gives what to say, or raises.
+    """One check of the device. run: returns the text of the outcome, or raises.
 
-    quick: whether it is asked with `--quick`, too. is_timed: whether nothing else may run meanwhile.
+    quick: whether the check is made with `--quick`, too. is_timed: whether nothing else may run at the same time.
     """
 
     group: str
@@ -36,7 +36,7 @@ class Check:
     deadline_s: float = DEADLINE_S
 
     def made(self) -> Outcome:
-        """Make the check; whatever it raises is an outcome."""
+        """Make the check; an error that it raises is an outcome."""
         begin = time.monotonic()
         passed: bool | None = True
         try:
@@ -51,8 +51,8 @@ class Check:
 
 
 class Failed(Exception):
-    """A check found something wrong; its text says what."""
+    """An error for a check that found something wrong; its text says what."""
 
 
 class Skipped(Exception):
-    """A check cannot be made here; its text says why."""
+    """An exception for a check that cannot be made here; its text says why."""

@@ -1,7 +1,7 @@
 """One group of checks, in a process of its own: `python -m deepytorch.gpu_check.worker RECORDS GROUP FIRST DEVICE`.
 
-An illegal address ends what a process can do on a device, and a kernel that hangs ends the process: so groups do not
-share one.
+After an illegal address a process can do nothing more on a device, and a kernel that hangs ends the process. So groups
+do not share a process.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from pathlib import Path
 from deepytorch.gpu_check.outcome import Check
 from deepytorch.switch import SWITCH
 
-# Behind these words of an error nothing that a process asks of its device succeeds.
+# After an error with these words nothing that a process does on its device succeeds.
 _BROKEN = ("CUDA error", "device-side assert", "illegal memory access", "CUDNN_STATUS_EXECUTION_FAILED")
 
 
 def serve(checks: Sequence[Check], records: Path, group: str, first: int) -> None:
-    """Make the checks of a group from number `first` on, and tell `records` of each when it begins and when it is over.
+    """Make the checks of a group from number `first` on; write to `records` when each begins and when it is over.
 
-    Ends early behind an error that leaves the device unusable to this process.
+    This ends early after an error that leaves the device unusable to this process.
     """
     SWITCH.enabled = False  # checks say themselves what is compiled
     threading.Thread(target=_end_with_stdin, daemon=True).start()
@@ -42,7 +42,7 @@ def serve(checks: Sequence[Check], records: Path, group: str, first: int) -> Non
 
 
 def _end_with_stdin() -> None:
-    while os.read(0, 1):  # not sys.stdin, whose lock a thread must not hold when the interpreter ends
+    while os.read(0, 1):  # not sys.stdin: a thread must not hold its lock when the interpreter ends
         pass
     os._exit(1)
 
