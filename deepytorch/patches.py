@@ -23,8 +23,12 @@ _LOCK = threading.RLock()
 class Patch:
     """One change.
 
-    where: the dotted name of the changed object. why: the purpose, in a line. apply, undo: make and undo the change;
-    each may be called again after the other. undo returns False if the change cannot be undone.
+    Attributes:
+        where: The dotted name of the changed object.
+        why: The purpose, in a line.
+        apply: Makes the change; may be called again after `undo`.
+        undo: Undoes the change; may be called again after `apply`. Returns False if the change cannot be undone.
+        applied: Whether the change is made.
     """
 
     where: str

@@ -6,9 +6,9 @@ from rich.console import Console
 
 
 def build() -> None:
-    """Compile the C++ code of the deepytorch process group and of attention on a CPU now, not beside a first script.
+    """Compile the C++ code of the deepytorch process group and of attention on a CPU now, ahead of a first script.
 
-    Takes most of a minute on two cores, once for each version of torch. What was compiled is kept in the cache folder.
+    This takes most of a minute on two cores, once for each version of torch. The cache folder keeps the compiled code.
     """
     from deepytorch.comm.group.native import native as collectives
     from deepytorch.passes.ops.native import can_run

@@ -15,7 +15,7 @@ cache = typer.Typer(help="Compiled graphs that are kept on disk: list, export, i
 
 @cache.command("list")
 def list_entries() -> None:
-    """List what is kept, the one that was used last in front."""
+    """List the graphs that are kept, the most recently used first."""
     from deepytorch.compiler.code.beside.store import entries, folder
 
     table = Table(title=f"compiled graphs in {folder()}", title_justify="left")
@@ -38,9 +38,9 @@ def list_entries() -> None:
 
 @cache.command("export")
 def export_entries(file: Annotated[Path, typer.Argument(help="The file to write, such as compiled.tar.gz.")]) -> None:
-    """Write all that is kept into one file, for a cluster's other hosts or a container image.
+    """Write all graphs that are kept into one file, for a cluster's other hosts or a container image.
 
-    They need the same versions of Python, torch and deepytorch and the same kind of CPU; elsewhere it is not used.
+    Hosts need the same versions of Python, torch and deepytorch and the same kind of CPU; others do not use the file.
     """
     from deepytorch.compiler.code.beside.store import export
 
@@ -49,7 +49,7 @@ def export_entries(file: Annotated[Path, typer.Argument(help="The file to write,
 
 @cache.command("import")
 def import_entries(file: Annotated[Path, typer.Argument(help="A file that `cache export` has written.")]) -> None:
-    """Add what such a file holds to what is kept. It is code that will run: import what you have made."""
+    """Add the graphs of a file to those that are kept. The file is code that will run: import only your own."""
     from deepytorch.compiler.code.beside.store import take_in
 
     Console().print(f"{take_in(file)} compiled graphs are new here", soft_wrap=True)
@@ -57,7 +57,7 @@ def import_entries(file: Annotated[Path, typer.Argument(help="A file that `cache
 
 @cache.command("clear")
 def clear_entries() -> None:
-    """Remove all that is kept. What runs goes on."""
+    """Remove all graphs that are kept. Running scripts go on."""
     from deepytorch.compiler.code.beside.store import entries, remove
 
     found = entries()

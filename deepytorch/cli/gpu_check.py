@@ -25,8 +25,8 @@ def gpu_check(
 ) -> None:
     """Check kernels, models, synchronisations and speed on this machine's GPU; what failed comes first.
 
-    Needs no network. Each group of checks runs in a process of its own: one that crashes or hangs is told with the
-    others. Ends with status 1 where something failed.
+    Needs no network. Each group of checks runs in a process of its own: a check that crashes or hangs is reported with
+    the others. Ends with status 1 if something failed.
     """
     from deepytorch.bench.json_results import write_json
     from deepytorch.gpu_check import gpu_check as check

@@ -1,6 +1,6 @@
 """The user's hooks inside of a model. A model with such hooks runs padded, so that they see the same as in eager.
 
-Hooks of frameworks (ZeRO-3's and FSDP2's gather weights, transformers' collect hidden states) run on packed rows.
+Hooks of frameworks (ZeRO-3's and FSDP2's gather weights, transformers' collect hidden states) run as they are.
 """
 
 from __future__ import annotations

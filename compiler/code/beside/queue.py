@@ -143,7 +143,10 @@ def _load(pending: Pending, digest: str, seconds: float, peak_mb: float) -> None
 
 
 def _install(digest: str) -> bool:
-    """Have torch find the entry of `digest`; return whether there is one. Raises `OSError` if it cannot be written."""
+    """Have torch find the entry of `digest`; return whether there is such an entry.
+
+    Raises `OSError` if torch's cache folder cannot be written.
+    """
     entry = store.find(digest)
     with contextlib.suppress(FileNotFoundError):
         if entry is not None:
