@@ -97,7 +97,7 @@ class SecondBackward:
         return outputs
 
     def begin(self, inputs: Sequence[Any], rerun: Callable[..., Sequence[Any]]) -> Past | None:
-        """Return the past of a call that is about to run; None if no backward can need it.
+        """Return the past of a call that is about to run; None if no backward can need it, or if it cannot be made.
 
         rerun: gives in eager, called as `rerun(*inputs)`, the outputs of the compiled call.
         """
