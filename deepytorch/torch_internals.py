@@ -271,6 +271,7 @@ ATTRIBUTES = (
     Attribute("process group", "_set_default_backend", "the same"),
     Attribute("gloo", "_set_sequence_number_for_group", "the same"),
     Attribute("gloo", "_Options", "the same"),
+    Attribute("gloo's options", "_devices", "a stock group inside of ours"),
     Attribute("gloo's options", "_threads", "the same"),
     Attribute("distributed_c10d", "_get_default_group", "whether the default group is bound to a device"),
     Attribute("distributed_c10d", "_world", "let a group answer with the name that it was asked for by"),
