@@ -122,9 +122,7 @@ def _keep_all() -> None:
     copies: dict[int, torch.Tensor] = {}
     for dependency in _without_snapshot():
         dependency.keep(copies)
-    _keep_for_pasts(
-        {id(each) for past in _PASTS for each in past.inputs if isinstance(each, torch.nn.Parameter)}, copies
-    )
+    _keep_for_pasts({id(each) for past in _PASTS for each in past.inputs if _is_weight(each)}, copies)
 
 
 @torch.compiler.disable(reason="weights that deferred outputs still need are copied before a step")
@@ -153,6 +151,10 @@ def _keep_for_pasts(changed: set[int], copies: dict[int, torch.Tensor]) -> None:
         if takes <= left:
             past.keep(changed, copies)
             left -= takes
+
+
+def _is_weight(value: Any) -> bool:
+    return isinstance(value, torch.nn.Parameter) or (isinstance(value, torch.Tensor) and value.requires_grad)
 
 
 def _without_snapshot() -> list[_Dependency]:

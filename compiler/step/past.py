@@ -121,8 +121,10 @@ class Past:
     def keep(self, changed: set[int], copies: dict[int, torch.Tensor]) -> None:
         """Copy the inputs in `changed`, by id, which are about to change. copies: existing ones; new ones are added."""
         for place, each in enumerate(self.inputs):
-            if id(each) not in changed or place in self.copies or self.versions.get(place) != each._version:
+            if id(each) not in changed or place in self.copies or place not in self.versions:
                 continue
+            if self.versions[place] != each._version:
+                continue  # too late: a look at pads will raise
             if id(each) not in copies:
                 copies[id(each)] = each.detach().clone()
             self.copies[place] = copies[id(each)].detach().requires_grad_(each.requires_grad)

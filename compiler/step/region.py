@@ -77,7 +77,9 @@ class Padded:
     def __call__(self, inputs: Sequence[Any]) -> Sequence[Any]:
         """Run the compiled code, or eager if no second backward could be made ready."""
         arguments = [inputs[index] for index in self._reads]
-        return self._second.run(self._code, arguments, self._again, arguments if self._takes_read else inputs)
+        if self._takes_read:
+            return self._second.run(self._code, arguments, self._again, arguments)
+        return self._second.run(self._code, arguments, self._again, inputs, lets_go=True)
 
 
 class Region:
@@ -125,6 +127,8 @@ class Region:
 
     def _run_padded(self, inputs: Sequence[Any], why: str) -> tuple[Any, ...]:
         self._count(why)
+        if Route.PADDED in self._events.state.broken:  # a packed step that failed comes here past `route`
+            return tuple(self._eager(*inputs))
         if not self._padded.poll(inputs):
             self._record.steps_meanwhile += 1
             return tuple(self._eager(*inputs))

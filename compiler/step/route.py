@@ -129,7 +129,7 @@ def route(state: State, call: Call) -> tuple[Route, str]:
             return Route.EAGER, "under hooks on saved tensors, such as a checkpoint's around the model"
         if call.is_searched:
             return Route.EAGER, "DistributedDataParallel looks for unused parameters behind its outputs"
-    if state.uses is Uses.GRAPH and not call.is_recomputed:
+    if state.uses is Uses.GRAPH and (state.packs or not call.is_recomputed):
         return Route.EAGER, state.because
     why = _why_not_packed(state, call)
     if why is None:

@@ -83,16 +83,19 @@ class SecondBackward:
         arguments: Sequence[Any],
         again: Callable[..., Sequence[Any]],
         inputs: Sequence[Any],
+        *,
+        lets_go: bool = False,
     ) -> Sequence[Any]:
         """Run compiled code, and make its node ready for backwards that the code cannot give.
 
-        again: gives the same outputs in eager, called as `again(*inputs)`.
+        again: gives the same outputs in eager, called as `again(*inputs)`. lets_go: inside of a checkpoint, inputs are
+        kept no longer than others keep them.
         """
         call = self.begin(inputs, again)
         if self.declines:
             return tuple(again(*inputs))
         outputs = self.watch(call, code(arguments))
-        if call is not None and _saves_elsewhere():
+        if call is not None and lets_go and _saves_elsewhere():
             call.let_go()
         return outputs
 

@@ -199,6 +199,20 @@ def test_both_steps_failing_at_run_time_goes_on_in_eager(
     assert len(said) == len(set(said)) == 2, said
 
 
+def test_a_packed_step_that_fails_behind_a_padded_one_runs_in_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def broken(self: Any, arguments: Any) -> Any:
+        calls.append(self)
+        raise Broken("on purpose")
+
+    monkeypatch.setattr(compiled_step.CompiledStep, "__call__", broken)
+    pair = Pair(model(), options={"min_padding": 0.05})  # the first batch runs padded
+    for batch in batches(masked_lm_batch, (4, 11, "none"), (4, 11, "right"), (4, 11, "right")):
+        pair.step(batch)
+    assert len(calls) == len(set(calls)) == 2, "code that has failed is run once more"
+
+
 def test_an_error_of_the_users_own_model_is_the_users_to_see() -> None:
     compiled = torch.compile(model(), backend="deepytorch", options=OPTIONS)
     good, bad = batches(masked_lm_batch, (4, 11, "right"), (4, 11, "right"))

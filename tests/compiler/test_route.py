@@ -60,6 +60,7 @@ ROUTES: list[tuple[State, Given, Route, str]] = [
     (WHOLE.double_backward("create_graph=True"), Given(), Route.EAGER, "create_graph=True"),
     # a checkpoint expects what ran before, whatever was asked since
     (WHOLE.double_backward("create_graph=True"), Given(is_recomputed=True), Route.PADDED, ""),
+    (State(packs=True).double_backward("create_graph=True"), Given(is_recomputed=True), Route.EAGER, "create_graph"),
     (WHOLE.failed(Route.PADDED), Given(), Route.EAGER, ""),
     (PACKS, Given(), Route.PROFILED, ""),
     (PACKS, Given(why="no padding"), Route.PADDED, "no padding"),
