@@ -12,31 +12,37 @@ from typing import Any
 import torch
 from torch import fx
 
-from deepytorch.compiler.attention_forms import attention_forms
-from deepytorch.compiler.capture import Untraceable, capture, is_batch_input
 from deepytorch.compiler.code.compilers import compile_seconds
 from deepytorch.compiler.code.later_graph import graph_for_later
 from deepytorch.compiler.code.lower_region import RegionLowering
 from deepytorch.compiler.config import CompilerConfig
-from deepytorch.compiler.draws import draws_as_eager
-from deepytorch.compiler.dynamic_sizes import Trace, restart_as_stock, trace_as_it_comes, varying_dims, which_trace
-from deepytorch.compiler.dynamo_settings import prepare_dynamo
-from deepytorch.compiler.eager_graph import eager_graph
-from deepytorch.compiler.graph_values import give_values
-from deepytorch.compiler.manager import Rewritten, copied, run_passes
+from deepytorch.compiler.dynamo.capture import Untraceable, capture, is_batch_input
+from deepytorch.compiler.dynamo.eager_graph import eager_graph
+from deepytorch.compiler.dynamo.graph_traits import (
+    attention_forms,
+    draws_as_eager,
+    is_cut_at,
+    is_packed,
+    keeps_all,
+    may_have_attention,
+    may_have_large_loss,
+    sets_generators,
+    unread_statistics,
+)
+from deepytorch.compiler.dynamo.graph_values import give_values
+from deepytorch.compiler.dynamo.settings import prepare_dynamo
+from deepytorch.compiler.dynamo.sizes import Trace, restart_as_stock, trace_as_it_comes, varying_dims, which_trace
+from deepytorch.compiler.dynamo.trace_gate import Trace as FrameTrace
+from deepytorch.compiler.dynamo.trace_gate import current_trace, end_if_too_long
+from deepytorch.compiler.manager import Rewritten, copied, passes_for, run_passes
 from deepytorch.compiler.outcome import Outcome, tell
-from deepytorch.compiler.pipeline import passes_for
 from deepytorch.compiler.plan import Plan
 from deepytorch.compiler.report import LEDGER, RegionRecord
 from deepytorch.compiler.step.regions import Effects, compiled_region, packed_region, rewritten_region, whole_region
 from deepytorch.compiler.step.unused_outputs import parts_in_outputs
-from deepytorch.compiler.trace_gate import Trace as FrameTrace
-from deepytorch.compiler.trace_gate import current_trace, end_if_too_long
-from deepytorch.compiler.unread_statistics import unread_statistics
 from deepytorch.config import Environment
 from deepytorch.log import logger, once
 from deepytorch.passes.base import Context
-from deepytorch.passes.fuse_linear_loss import FuseLinearLoss
 from deepytorch.passes.slicing import Slicer
 from deepytorch.passes.unpad.program import Program
 from deepytorch.passes.unpad.rules import is_random
@@ -67,9 +73,9 @@ def deepytorch_backend(
         config = replace(config, unpad=False, fuse_loss=False, reduce_gradients=False)
     end_if_too_long()
     trace_of_frame = current_trace()
-    if trace_of_frame is not None and _sets_generators(module):
+    if trace_of_frame is not None and sets_generators(module):
         trace_of_frame.leave("the model sets random generators itself, so that its draws have to be those of eager")
-    if trace_of_frame is not None and _is_cut_at(module, "use_numpy_random_stream"):
+    if trace_of_frame is not None and is_cut_at(module, "use_numpy_random_stream"):
         trace_of_frame.leave("the model draws random numbers from NumPy")  # two names of one array share no storage
     reason = _nothing_to_pack(module, config)
     if reason is not None:
@@ -85,9 +91,9 @@ def _nothing_to_pack(module: fx.GraphModule, config: CompilerConfig) -> str | No
     """Return why a Dynamo graph has nothing to pack, by a quick look; None if it has to be analysed."""
     if not config.unpad:
         return "stripping padding is switched off"
-    if not _may_have_attention(module):
+    if not may_have_attention(module):
         return "nothing to pack: no attention in this graph"
-    if _is_packed(module):
+    if is_packed(module):
         return "nothing to pack: the model's batches are packed before they come here"
     return None
 
@@ -97,7 +103,7 @@ def _without_packing(
 ) -> Callable[..., Any]:
     """Compile a region that is not packed, for `reasons`, with the other passes if they apply; else as stock."""
     plan = Plan.initial("region", config).without("StripPadding")
-    if not config.fuse_loss or not plan.passes or not _may_have_large_loss(module):
+    if not config.fuse_loss or not plan.passes or not may_have_large_loss(module):
         return _lower_whole(module, example_inputs, config, _record(config, *reasons))
     return _analysed(module, example_inputs, config, Trace.DECLINED, plan, reasons)
 
@@ -198,14 +204,7 @@ def _compile(
 def _effects(graph: fx.Graph) -> Effects:
     number = {node: index for index, node in enumerate(node for node in graph.nodes if node.op == "placeholder")}
     written = tuple(number[node] for node in Slicer(graph).written_inputs())
-    return Effects(written, draws=any(is_random(node) and not _keeps_all(node) for node in graph.nodes))
-
-
-def _keeps_all(node: fx.Node) -> bool:
-    """Return whether a node is an attention without dropout: its operator could draw, and does not."""
-    if node.target is not torch.ops.aten.scaled_dot_product_attention.default:
-        return False
-    return (node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)) == 0.0
+    return Effects(written, draws=any(is_random(node) and not keeps_all(node) for node in graph.nodes))
 
 
 def _lower_whole(
@@ -347,50 +346,3 @@ def _is_recompilation() -> bool:
 def _region_name() -> str:
     current = CompileContext.current_compile_id()
     return f"region {current}" if current is not None else "region"
-
-
-def _sets_generators(module: fx.GraphModule) -> bool:
-    """Return whether Dynamo has cut a graph at a place where the model sets or makes a random generator."""
-    return _is_cut_at(module, "rng_state", "manual_seed", "fork_rng", "torch.Generator")
-
-
-def _is_cut_at(module: fx.GraphModule, *names: str) -> bool:
-    """Return whether Dynamo has cut a graph for a reason whose text holds one of these names."""
-    reason = getattr(module, "compile_subgraph_reason", None)
-    said = str(getattr(reason, "reason", ""))
-    return bool(getattr(reason, "graph_break", False)) and any(name in said for name in names)
-
-
-def _may_have_attention(module: fx.GraphModule) -> bool:
-    """Return whether a Dynamo graph may have attention: a cheap look, before sizes are made symbolic for its sake."""
-    for part in module.modules():
-        if isinstance(part, fx.GraphModule):
-            for node in part.graph.nodes:
-                name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-                if node.op in ("call_function", "call_method", "call_module") and (
-                    "attention" in name or "softmax" in name
-                ):
-                    return True
-    return False
-
-
-def _may_have_large_loss(module: fx.GraphModule) -> bool:
-    """Return whether a Dynamo graph may have a cross-entropy of large logits: a cheap look."""
-    for node in module.graph.nodes:
-        if node.op == "call_function" and getattr(node.target, "__name__", "").startswith("cross_entropy"):
-            given = node.args[0] if node.args else node.kwargs.get("input")
-            logits = given.meta.get("example_value") if isinstance(given, fx.Node) else None
-            if isinstance(logits, torch.Tensor) and logits.dim() == 2 and FuseLinearLoss().is_large(logits):
-                return True
-    return False
-
-
-def _is_packed(module: fx.GraphModule) -> bool:
-    """Return whether a Dynamo graph has our attention already, by packing at model entry."""
-    packed = torch.ops.deepytorch.varlen_attention.default
-    return any(
-        node.target is packed
-        for part in module.modules()
-        if isinstance(part, fx.GraphModule)
-        for node in part.graph.nodes
-    )

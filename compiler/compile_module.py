@@ -16,11 +16,11 @@ from torch import nn
 
 from deepytorch.class_state import ClassState
 from deepytorch.compiler.budget import BUDGET
-from deepytorch.compiler.code.beside.queue import expect, graphs_of
+from deepytorch.compiler.code.worker.queue import expect, graphs_of
 from deepytorch.compiler.config import CompilerConfig
-from deepytorch.compiler.dynamic_sizes import marked_ahead
-from deepytorch.compiler.dynamo_settings import prepare_dynamo
-from deepytorch.compiler.trace_gate import TraceGate, TraceHistory
+from deepytorch.compiler.dynamo.settings import prepare_dynamo
+from deepytorch.compiler.dynamo.sizes import marked_ahead
+from deepytorch.compiler.dynamo.trace_gate import TraceGate, TraceHistory
 from deepytorch.torch_internals import TorchCompileWrapper, compile_by_frames, reset_dynamo
 
 

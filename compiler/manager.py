@@ -1,4 +1,7 @@
-"""The pass manager: contracts, lint, timing and graph dumps. A pass that fails leaves the graph as it was."""
+"""The passes of a plan, and the manager that runs them: contracts, lint, timing and graph dumps.
+
+A pass that fails leaves the graph as it was.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,13 @@ from typing import Any
 
 from torch import fx
 
-from deepytorch.compiler.graph_values import give_values
+from deepytorch.compiler.dynamo.graph_values import give_values
+from deepytorch.compiler.plan import Plan
 from deepytorch.log import logger, once
 from deepytorch.passes.base import Context, Decline, Pass, Rewrite
+from deepytorch.passes.fuse_linear_loss import FuseLinearLoss
 from deepytorch.passes.unpad.program import Program
+from deepytorch.passes.unpad.strip_padding import StripPadding
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,21 @@ class Rewritten:
     def reasons(self) -> list[str]:
         """Return what was declined, with the place and the reason."""
         return [f"{decline.where}: {decline.reason}" for run in self.runs for decline in run.rewrite.declined]
+
+
+def passes_for(plan: Plan) -> list[Pass]:
+    """Return the passes of `plan`, in order."""
+    config = plan.config
+    passes: list[Pass] = [
+        StripPadding(
+            loss_rows=config.loss_rows, defer_outputs=config.defer_outputs, zero_outputs=config.outputs == "zeros"
+        ),
+        # behind StripPadding, after which only the loss reads the logits of a Hugging Face model
+        FuseLinearLoss() if config.fuse_loss else FuseLinearLoss(least_bytes=None),
+    ]
+    unknown = set(plan.passes) - {type(each).__name__ for each in passes}
+    assert not unknown, f"a plan asks for {sorted(unknown)}, which no pass is called"
+    return [each for each in passes if type(each).__name__ in plan.passes]
 
 
 def run_passes(

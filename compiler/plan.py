@@ -15,7 +15,7 @@ class Plan:
     """The plan for one region (one graph that Dynamo captured).
 
     region: the region's name in reports. passes: class names in the order in which the passes run;
-    `pipeline.passes_for` makes the passes.
+    `manager.passes_for` makes the passes.
     """
 
     region: str

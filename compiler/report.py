@@ -62,8 +62,8 @@ class RegionRecord:
     host_seconds: float = 0.0
     compile_seconds: float = 0.0
     compiled_by: str = ""  # "a process", "this process", "an earlier run"; empty: not yet, or at the first call
-    compile_seconds_beside: float = 0.0
-    compile_peak_mb_beside: float = 0.0
+    compile_seconds_in_background: float = 0.0
+    compile_peak_mb_in_background: float = 0.0
     change_over_seconds: float = 0.0  # since the process began; 0: not yet, or at the first call
     fallbacks: list[str] = field(default_factory=list)
     relative_cost: float | None = None  # matrix work left by packing, of the batch that was explained
@@ -108,8 +108,8 @@ class Report:
             "compiles": self.total("compiles"),
             "recompiles": self.total("recompiles"),
             "compile_seconds": self.total("compile_seconds"),
-            "compile_seconds_beside": self.total("compile_seconds_beside"),
-            "compile_peak_mb_beside": max((r.compile_peak_mb_beside for r in self.regions), default=0.0),
+            "compile_seconds_in_background": self.total("compile_seconds_in_background"),
+            "compile_peak_mb_in_background": max((r.compile_peak_mb_in_background for r in self.regions), default=0.0),
             "steps_meanwhile": self.total("steps_meanwhile"),
             "first_step_seconds": STARTS.first_step,
             "change_over_seconds": max((r.change_over_seconds for r in self.regions), default=0.0) or None,

@@ -228,8 +228,10 @@ class Summary:
         if found["change_over_seconds"] is None:
             return told + ", which is not over yet."
         by = ", ".join(sorted({region.compiled_by for region in self._report.regions if region.compiled_by}))
-        cost = f", in {found['compile_seconds_beside']:.1f} s and {found['compile_peak_mb_beside']:.0f} MB"
-        told += f" (by {by}{cost * (found['compile_seconds_beside'] > 0)})."
+        cost = (
+            f", in {found['compile_seconds_in_background']:.1f} s and {found['compile_peak_mb_in_background']:.0f} MB"
+        )
+        told += f" (by {by}{cost * (found['compile_seconds_in_background'] > 0)})."
         told += f"\nSince the process began: compiled code after {found['change_over_seconds']:.1f} s"
         if found["first_step_seconds"] is not None:
             told += f", the first step after {found['first_step_seconds']:.1f} s"

@@ -21,7 +21,7 @@ class Environment:
     the cache, or measures them anew, as a network that has changed needs.
     `verify` (`DEEPYTORCH=verify`): on, and packed steps are compared with padded ones from time to time.
     `verify_every` (`DEEPYTORCH_VERIFY_EVERY=K`): with `DEEPYTORCH=verify`, one step in so many is compared; unset: 50.
-    `wait` (`DEEPYTORCH_COMPILE=beside|wait`): whether steps wait until they are compiled, where nothing else was said.
+    `wait` (`DEEPYTORCH_COMPILE=background|wait`): whether steps wait until they are compiled, unless said otherwise.
     `cache_mb` (`DEEPYTORCH_CACHE_MB=N`): how much compiled code is kept on disk; unset: 2048.
     """
 
@@ -45,7 +45,8 @@ class Environment:
             remember_links=links != "measure",
             verify=switch == "verify",
             cache_mb=_positive(variables, "DEEPYTORCH_CACHE_MB", cls.cache_mb),
-            wait=_choice(variables, "DEEPYTORCH_COMPILE", ("beside", "wait")) == "wait",
+            # "beside" is the earlier name of "background"
+            wait=_choice(variables, "DEEPYTORCH_COMPILE", ("background", "beside", "wait")) == "wait",
             verify_every=_positive(variables, "DEEPYTORCH_VERIFY_EVERY", cls.verify_every),
         )
 

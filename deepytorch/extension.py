@@ -128,9 +128,9 @@ class Extension:
             raise BuildError(f"its C++ cannot be compiled into {folder}: {error}") from error
         return target
 
-    def build_beside(self) -> None:
+    def build_in_background(self) -> None:
         """Compile the module in a background process, unless one of this process already does."""
-        if self.builds_beside():
+        if self.builds_in_background():
             return
         try:
             code = f"from deepytorch.extension import build_for; build_for({self._description()!r}, {{parent}})"
@@ -138,8 +138,8 @@ class Extension:
         except OSError as error:
             once(logging.WARNING, "%s: no process could be started to compile its C++ (%s)", self.without, error)
 
-    def builds_beside(self) -> bool:
-        """Return whether the process that `build_beside` has started still runs."""
+    def builds_in_background(self) -> bool:
+        """Return whether the process that `build_in_background` has started still runs."""
         return self._beside is not None and self._beside.poll() is None
 
     def failed(self) -> str | None:
@@ -275,7 +275,7 @@ class _Ended(BuildError):
 
 
 def build_for(description: str, parent: int) -> None:
-    """Compile in the process that `build_beside` starts, unless `parent` ends before."""
+    """Compile in the process that `build_in_background` starts, unless `parent` ends before."""
     with contextlib.suppress(BuildError, OSError), tempfile.TemporaryDirectory(prefix="deepytorch-") as scratch:
         end_with_parent(parent, Path(scratch))
         _described(description).build(Path(scratch))  # a failure is reported when the extension is used

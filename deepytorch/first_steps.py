@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from deepytorch.compiler.attends_by_name import attends_by_name
 from deepytorch.compiler.budget import BUDGET
 from deepytorch.compiler.code.agreement import SameStep
+from deepytorch.compiler.dynamo.attends_by_name import attends_by_name
 from deepytorch.compiler.report import STARTS
 from deepytorch.process_age import seconds_since_start
 
@@ -49,13 +49,13 @@ def _same_step() -> SameStep | None:
     """Return the agreement for the DistributedDataParallel module whose forward runs; None if none, or of one rank."""
     if not dist.is_available() or not dist.is_initialized():
         return None
-    from deepytorch.compiler.code.data_parallel import active, change_over_of
+    from deepytorch.compiler.code.data_parallel import active, takeover_of
 
     ddp = active()
     if ddp is None or ddp.process_group.size() == 1:
         return None
-    change_over = change_over_of(ddp)
-    return SameStep(change_over.name, change_over.store, ddp.process_group.rank())
+    takeover = takeover_of(ddp)
+    return SameStep(takeover.name, takeover.store, ddp.process_group.rank())
 
 
 class Door(Protocol):

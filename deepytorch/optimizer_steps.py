@@ -26,7 +26,7 @@ def steps_taken() -> int:
     return _taken
 
 
-class Border:
+class StepBoundary:
     """A detector of optimizer-step boundaries."""
 
     def __init__(self) -> None:

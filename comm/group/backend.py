@@ -81,7 +81,7 @@ def _module(asked: dist.Store, rank: int, waits: bool) -> tuple[Any | None, str]
         return module, _NONE if module is None else native.digest()
     failure = native.failed()
     if failure is None:
-        native.build_beside()
+        native.build_in_background()
         return None, _LATER
     once(
         logging.WARNING,

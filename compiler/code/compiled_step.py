@@ -14,15 +14,15 @@ import torch
 from torch import fx
 
 from deepytorch.compiler.budget import BUDGET
-from deepytorch.compiler.code.beside.queue import HERE, Pending
 from deepytorch.compiler.code.compilers import IN_PLACE, WORKER, Compiler, Graph, compile_seconds
 from deepytorch.compiler.code.lower_region import RegionLowering
 from deepytorch.compiler.code.nested import compile_nested, prepare_nested
+from deepytorch.compiler.code.worker.queue import HERE, Compilation
+from deepytorch.compiler.dynamo.trace_gate import current_trace
 from deepytorch.compiler.report import RegionRecord
-from deepytorch.compiler.trace_gate import current_trace
 from deepytorch.fused_adam import fuse_for
 from deepytorch.log import logger, once
-from deepytorch.optimizer_steps import Border
+from deepytorch.optimizer_steps import StepBoundary
 from deepytorch.process_age import seconds_since_start
 from deepytorch.torch_internals import OpOverload, compiler_counters
 
@@ -45,9 +45,9 @@ class CompiledStep:
         self._module, self._varying, self._lowering, self._record = module, varying, lowering, record
         self.compiles = 0  # so far
         self._compiled: Callable[..., Any] | None = None
-        self._pending: Pending | None = None
+        self._compilation: Compilation | None = None
         self._is_budgeted = current_trace() is not None  # else somebody has asked for `torch.compile`
-        self._border, self._calls = Border(), 0  # of the script's steps; calls since it was compiled beside
+        self._boundary, self._calls = StepBoundary(), 0  # of the script's steps; calls since its code is there
         self._is_there = self._begun = self._failed = False
         self._graph = Graph(record.name, module, varying, lowering, self._prepare)
         self._compiler: Compiler = WORKER
@@ -63,7 +63,7 @@ class CompiledStep:
         return tuple(self._module.forward(*arguments))
 
     def poll(self, arguments: Sequence[Any]) -> bool:
-        """Advance the compilation: in the background, see [Note: Compiled beside], or here if that is not possible.
+        """Advance the compilation: in the background, see [Note: The compile process], or here if that is not possible.
 
         Return whether a call with these arguments is to run compiled code now: the code is compiled, the change-over of
         gradients is done on all ranks if there will be one, and a step of the script begins. Always True if steps wait
@@ -73,25 +73,25 @@ class CompiledStep:
             return True
         if self._failed:
             return False
-        if self._pending is None:
+        if self._compilation is None:
             self._start(arguments)
-        assert self._pending is not None
+        assert self._compilation is not None
         if not self._is_there:
-            if not self._compiler.poll(self._graph, self._pending, arguments, self._affords):
+            if not self._compiler.poll(self._graph, self._compilation, arguments, self._affords):
                 return False
             self._is_there = True
-            self._record.compile_seconds += self._pending.seconds if self._pending.where == HERE else 0.0
-        if self._pending.error is not None:
-            self._give_up(self._pending.error)
-        elif self._is_at_border() and self._lowering.may_begin():
-            self._begin(self._pending)
+            self._record.compile_seconds += self._compilation.seconds if self._compilation.where == HERE else 0.0
+        if self._compilation.error is not None:
+            self._give_up(self._compilation.error)
+        elif self._is_at_boundary() and self._lowering.may_begin():
+            self._begin(self._compilation)
         return self._begun
 
     def _start(self, arguments: Sequence[Any]) -> None:
         """Have the graph compiled: in the background, else in place."""
         for self._compiler in (WORKER, IN_PLACE):
-            self._pending = self._compiler.start(self._graph, arguments)
-            if self._pending is not None:
+            self._compilation = self._compiler.start(self._graph, arguments)
+            if self._compilation is not None:
                 return
 
     def _prepare(self, arguments: Sequence[Any]) -> Callable[..., Any]:
@@ -104,24 +104,24 @@ class CompiledStep:
     def _affords(self, seconds: float) -> bool:
         return not self._is_budgeted or BUDGET.affords(seconds)
 
-    def _begin(self, pending: Pending) -> None:
-        self._begun, self._compiled, record = True, pending.compiled, self._record
+    def _begin(self, compilation: Compilation) -> None:
+        self._begun, self._compiled, record = True, compilation.compiled, self._record
         record.change_over_seconds = seconds_since_start()
-        record.compile_seconds_beside += 0.0 if pending.where == HERE else pending.seconds
-        record.compile_peak_mb_beside = max(record.compile_peak_mb_beside, pending.peak_mb)
-        record.compiled_by = pending.where
+        record.compile_seconds_in_background += 0.0 if compilation.where == HERE else compilation.seconds
+        record.compile_peak_mb_in_background = max(record.compile_peak_mb_in_background, compilation.peak_mb)
+        record.compiled_by = compilation.where
         logger.info(
             "%s runs compiled from now on, %.1f s after the process began (compiled by %s in %.1f s)",
             record.name,
             record.change_over_seconds,
-            pending.where,
-            pending.seconds,
+            compilation.where,
+            compilation.seconds,
         )
 
-    def _is_at_border(self) -> bool:
+    def _is_at_boundary(self) -> bool:
         """Return whether the script is at an optimizer-step boundary, and not between parts of an accumulated step."""
         self._calls += 1
-        return self._border.passed() or self._calls > _CALLS_A_STEP or not torch.is_grad_enabled()
+        return self._boundary.passed() or self._calls > _CALLS_A_STEP or not torch.is_grad_enabled()
 
     def _give_up(self, error: str) -> None:
         """Report that the graph could not be compiled; it goes on in eager."""

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 from torch import fx
 
 from deepytorch.compiler.budget import BUDGET
-from deepytorch.compiler.code.beside.graph_data import CannotSend
-from deepytorch.compiler.code.beside.queue import HERE, Pending, compile_beside, expect_no_longer
 from deepytorch.compiler.code.lower_region import RegionLowering
+from deepytorch.compiler.code.worker.graph_data import CannotSend
+from deepytorch.compiler.code.worker.queue import HERE, Compilation, compile_in_worker, expect_no_longer
 from deepytorch.log import logger
 
 # Guesses on the high side of what stops training, by the nodes of a graph: Inductor in this process, of which a small
@@ -44,11 +44,11 @@ class Graph:
 class Compiler(Protocol):
     """Something that compiles graphs."""
 
-    def start(self, graph: Graph, arguments: Sequence[Any]) -> Pending | None:
+    def start(self, graph: Graph, arguments: Sequence[Any]) -> Compilation | None:
         """Begin with a graph that is to run with arguments like these; return None where it cannot be compiled so."""
         ...
 
-    def poll(self, graph: Graph, pending: Pending, arguments: Sequence[Any], affords: Affords) -> bool:
+    def poll(self, graph: Graph, compilation: Compilation, arguments: Sequence[Any], affords: Affords) -> bool:
         """Go on, as far as training may wait for it; return whether the graph can run compiled, or has an error.
 
         affords: whether training may wait for so many seconds.
@@ -57,20 +57,20 @@ class Compiler(Protocol):
 
 
 class Worker:
-    """A process in the background, see [Note: Compiled beside]."""
+    """A process in the background, see [Note: The compile process]."""
 
-    def start(self, graph: Graph, arguments: Sequence[Any]) -> Pending | None:
+    def start(self, graph: Graph, arguments: Sequence[Any]) -> Compilation | None:
         try:
-            return compile_beside(graph.name, graph.module, list(arguments), graph.varying, graph.lowering)
+            return compile_in_worker(graph.name, graph.module, list(arguments), graph.varying, graph.lowering)
         except CannotSend as reason:
             logger.info("%s cannot be compiled in the background: %s", graph.name, reason)
             expect_no_longer()
             return None
 
-    def poll(self, graph: Graph, pending: Pending, arguments: Sequence[Any], affords: Affords) -> bool:
-        if not pending.done.is_set():
+    def poll(self, graph: Graph, compilation: Compilation, arguments: Sequence[Any], affords: Affords) -> bool:
+        if not compilation.done.is_set():
             return False
-        return pending.error is not None or affords(_LOAD_SECONDS + _LOAD_SECONDS_A_NODE * _num_nodes(graph.module))
+        return compilation.error is not None or affords(_LOAD_SECONDS + _LOAD_SECONDS_A_NODE * _num_nodes(graph.module))
 
 
 class InPlace:
@@ -80,11 +80,11 @@ class InPlace:
     and in the end gives random generators back the state from before: dropout of the steps meanwhile would come again.
     """
 
-    def start(self, graph: Graph, arguments: Sequence[Any]) -> Pending | None:
-        return Pending(graph.name, where=HERE)
+    def start(self, graph: Graph, arguments: Sequence[Any]) -> Compilation | None:
+        return Compilation(graph.name, where=HERE)
 
-    def poll(self, graph: Graph, pending: Pending, arguments: Sequence[Any], affords: Affords) -> bool:
-        if pending.done.is_set():
+    def poll(self, graph: Graph, compilation: Compilation, arguments: Sequence[Any], affords: Affords) -> bool:
+        if compilation.done.is_set():
             return True
         if not affords(compile_seconds(graph.module)):
             return False
@@ -93,11 +93,11 @@ class InPlace:
         error = None
         try:
             with BUDGET.pause():
-                pending.compiled = graph.compile(list(arguments))
+                compilation.compiled = graph.compile(list(arguments))
         except Exception as failure:
             logger.debug("traceback of the failure", exc_info=True)
             error = f"{type(failure).__name__}: {str(failure)[:500]}"
-        pending.finish(error, seconds=time.perf_counter() - started)
+        compilation.finish(error, seconds=time.perf_counter() - started)
         return True
 
 

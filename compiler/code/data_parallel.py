@@ -3,7 +3,7 @@
 DDP keeps everything else: its flags (`no_sync`), the broadcast of buffers, the names of its parameters, and its choice
 of the parameters to reduce, frozen or not, which it made when it was built. From the first forward on, an object of
 ours stands before DDP's reducer and sees which backwards are to be reduced. Once all ranks have agreed (see [Note:
-Change-over]), DDP's reducer gets no more calls, so that its own hooks send nothing.
+Takeover]), DDP's reducer gets no more calls, so that its own hooks send nothing.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from deepytorch.comm.gradients.bucket_memory import strides
 from deepytorch.comm.gradients.buckets import BucketPlan, Member, expected_arrivals, group_link, plan_buckets
 from deepytorch.comm.gradients.comm_hooks import CommHook, only_averages
 from deepytorch.comm.gradients.reducer import REDUCERS, GradientReducer
-from deepytorch.compiler.code.change_over import ChangeOver
+from deepytorch.compiler.code.takeover import Takeover
 from deepytorch.ddp_modules import place_of
 from deepytorch.log import logger, once
 from deepytorch.patches import forget, patch, replace
 from deepytorch.torch_internals import disable_dynamo, get_active_ddp_module, get_process_group_store
 
-_CHANGE_OVER = "_deepytorch_change_over"
+_TAKEOVER = "_deepytorch_takeover"
 _ATTRIBUTE = "_deepytorch_gradients"
 _FLAGS = ("find_unused_parameters", "_static_graph_delay_allreduce_enqueued")
 
@@ -51,13 +51,13 @@ class Members:
 
 @dataclass
 class Prospect(Members):
-    """One DDP module whose gradients our reducer has, or gets once all ranks are ready, see [Note: Change-over].
+    """One DDP module whose gradients our reducer has, or gets once all ranks are ready, see [Note: Takeover].
 
     declined: the reason for which DDP has the gradients again.
     """
 
     reducer: GradientReducer
-    change_over: ChangeOver
+    takeover: Takeover
     declined: str | None = None
 
     def __reduce__(self) -> Any:
@@ -65,14 +65,14 @@ class Prospect(Members):
 
 
 class _Between:
-    """The object before DDP's reducer: it sees the reducer's calls, and withholds them after the change-over."""
+    """The object before DDP's reducer: it sees the reducer's calls, and withholds them after the takeover."""
 
-    def __init__(self, ddp: Any, change_over: ChangeOver) -> None:
-        self.theirs, self._ddp, self.change_over = ddp.reducer, weakref.ref(ddp), change_over
+    def __init__(self, ddp: Any, takeover: Takeover) -> None:
+        self.theirs, self._ddp, self.takeover = ddp.reducer, weakref.ref(ddp), takeover
         self.ours: GradientReducer | None = None
         self._before: dict[str, Any] = {}
         # Of these calls only the first in each backward counts.
-        self._hooks = [on_accumulated(each, lambda _: change_over.accumulated()) for _, each in _parameters(ddp)]
+        self._hooks = [on_accumulated(each, lambda _: takeover.accumulated()) for _, each in _parameters(ddp)]
 
     @disable_dynamo
     def prepare_for_forward(self) -> None:
@@ -87,7 +87,7 @@ class _Between:
         """Pass on a call of DDP's, made in every forward whose backward may follow, and by a joined rank instead."""
         if self._joins():
             self._leave()
-        self.change_over.forward()
+        self.takeover.forward()
         return False if self.ours is not None else bool(self.theirs._rebuild_buckets())
 
     @disable_dynamo
@@ -96,7 +96,7 @@ class _Between:
         if self.ours is not None:
             self.ours.arm()
         else:
-            self.change_over.armed()
+            self.takeover.armed()
             self.theirs.prepare_for_backward(outputs)
 
     @disable_dynamo
@@ -116,7 +116,7 @@ class _Between:
 
     def give_back(self) -> None:
         """Hand gradients back to DDP for good, except for those of a backward that is awaited."""
-        self.change_over.stop()
+        self.takeover.stop()
         self._stop_counting()
         if self.ours is not None:
             self.ours.release()
@@ -128,7 +128,7 @@ class _Between:
 
     def _joins(self) -> bool:
         ddp = self._ddp()
-        return ddp is not None and self.change_over.lasts and bool(ddp._join_config.enable)
+        return ddp is not None and self.takeover.lasts and bool(ddp._join_config.enable)
 
     def _leave(self) -> None:
         if self.ours is not None:
@@ -150,12 +150,12 @@ def active() -> Any | None:
     return get_active_ddp_module()  # type: ignore[attr-defined]
 
 
-def change_over_of(ddp: Any) -> ChangeOver:
-    """Return the change-over of a DDP module's gradients. To be called first in the module's first forward."""
-    found = vars(ddp).get(_CHANGE_OVER)
+def takeover_of(ddp: Any) -> Takeover:
+    """Return the takeover of a DDP module's gradients. To be called first in the module's first forward."""
+    found = vars(ddp).get(_TAKEOVER)
     if found is None:
         found = _watch(ddp)
-        object.__setattr__(ddp, _CHANGE_OVER, found)
+        object.__setattr__(ddp, _TAKEOVER, found)
     return found  # type: ignore[no-any-return]
 
 
@@ -163,16 +163,16 @@ def adopt(ddp: Any) -> Prospect | str:
     """Return the `prospect` of a DDP module, and note that this rank is ready."""
     found = prospect(ddp)
     if isinstance(found, Prospect):
-        found.change_over.ready()
+        found.takeover.ready()
     return found
 
 
 def prospect(ddp: Any) -> Prospect | str:
     """Return the prospect that gets a DDP module's gradients once all ranks are ready, or the reason against it."""
-    change_over = change_over_of(ddp)
+    takeover = takeover_of(ddp)
     known = vars(ddp).get(_ATTRIBUTE)
     if known is None:
-        known = _prospect(ddp, change_over)
+        known = _prospect(ddp, takeover)
         object.__setattr__(ddp, _ATTRIBUTE, known)
     return known if isinstance(known, str) else known.declined or known
 
@@ -206,10 +206,10 @@ def _why_not(ddp: Any) -> str | None:
     return None
 
 
-def _watch(ddp: Any) -> ChangeOver:
+def _watch(ddp: Any) -> Takeover:
     this, group, place = weakref.ref(ddp), ddp.process_group, place_of(ddp)
     device = next(ddp.module.parameters()).device
-    change_over = ChangeOver(
+    takeover = Takeover(
         place or f"a copy at {id(ddp)}",
         get_process_group_store(group),
         dist.get_rank(group),
@@ -219,30 +219,30 @@ def _watch(ddp: Any) -> ChangeOver:
     )
     reason = _why_not(ddp) or (None if place else "it is a copy of another module, which other ranks may not have")
     if reason is not None:
-        change_over.stop()
+        takeover.stop()
         object.__setattr__(ddp, _ATTRIBUTE, reason)
         _say_why(reason)
-        return change_over
+        return takeover
     if ddp._get_ddp_logging_data().get("iteration"):  # forwards so far: ranks would not count alike
-        change_over.failed("did not compile its DistributedDataParallel module in the first forward")
+        takeover.failed("did not compile its DistributedDataParallel module in the first forward")
 
     def apply() -> None:
         found = this()
         if found is not None:
-            found.reducer = _Between(found, change_over)
+            found.reducer = _Between(found, takeover)
 
-    where = _where(change_over)
+    where = _where(takeover)
     weakref.finalize(ddp, forget, where).atexit = False
     patch(where, "take its gradients over on all ranks together", apply, lambda: _give_back(this()), always=True)
     for method in ("register_comm_hook", "_register_builtin_comm_hook"):
         replace(
             nn.parallel.DistributedDataParallel, method, _registers, "give gradients back to DDP's hooks", always=True
         )
-    return change_over
+    return takeover
 
 
-def _where(change_over: ChangeOver) -> str:
-    return f"DistributedDataParallel.reducer of {change_over.name}"
+def _where(takeover: Takeover) -> str:
+    return f"DistributedDataParallel.reducer of {takeover.name}"
 
 
 def _take_over(ddp: Any) -> None:
@@ -254,7 +254,7 @@ def _give_back(ddp: Any, reason: str | None = None) -> None:
     if ddp is None or not isinstance(ddp.reducer, _Between):
         return
     between, known = ddp.reducer, vars(ddp).get(_ATTRIBUTE)
-    forget(_where(between.change_over))
+    forget(_where(between.takeover))
     between.give_back()
     declined = reason or "they were given back"
     if isinstance(known, Prospect):
@@ -302,13 +302,13 @@ def _parameters(ddp: Any) -> list[tuple[str, nn.Parameter]]:
     return [(names.get(id(each), "one that has left the module"), each) for each in reduced]
 
 
-def _prospect(ddp: Any, change_over: ChangeOver) -> Prospect:
+def _prospect(ddp: Any, takeover: Takeover) -> Prospect:
     found = _parameters(ddp)
     plan = _plan(found, ddp)
     may_be_unused = bool(ddp.find_unused_parameters or ddp.static_graph)
     hooks = getattr(ddp, "_comm_hooks", None) or []
     reducer = GradientReducer(
-        change_over.name,
+        takeover.name,
         found,
         plan,
         ddp.process_group,
@@ -318,10 +318,10 @@ def _prospect(ddp: Any, change_over: ChangeOver) -> Prospect:
         hook=CommHook(*hooks[0]) if hooks else None,
     )
     REDUCERS[reducer.name] = reducer
-    change_over.settings = f"{plan.digest()} {may_be_unused}"
+    takeover.settings = f"{plan.digest()} {may_be_unused}"
     logger.info("%s: %d gradients are to leave in %d buckets", reducer.name, len(plan.members), len(plan.buckets))
     numbers = {id(parameter): number for number, (_, parameter) in enumerate(found)}
-    return Prospect(reducer.name, numbers, reducer, change_over)
+    return Prospect(reducer.name, numbers, reducer, takeover)
 
 
 def _plan(parameters: list[tuple[str, nn.Parameter]], ddp: Any) -> BucketPlan:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from deepytorch.compiler.capture import Untraceable, capture, sizes_from_tensors
-from deepytorch.compiler.eager_graph import holds_checkpoints
+from deepytorch.compiler.dynamo.capture import Untraceable, capture, sizes_from_tensors
+from deepytorch.compiler.dynamo.eager_graph import holds_checkpoints
 from deepytorch.compiler.manager import copied
 from deepytorch.torch_internals import HigherOrderOperator
 

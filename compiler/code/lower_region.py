@@ -76,13 +76,13 @@ class RegionLowering:
         """
         if self.config.waits or not isinstance(self.gradients, Prospect):
             return True
-        self.gradients.change_over.ready()
-        return self.gradients.change_over.is_over
+        self.gradients.takeover.ready()
+        return self.gradients.takeover.is_over
 
     def failed(self) -> None:
         """Note that the region could not be compiled on this rank."""
         if isinstance(self.gradients, Prospect):
-            self.gradients.change_over.failed()
+            self.gradients.takeover.failed()
 
     def with_gradients(self, gradients: Members | None) -> RegionLowering:
         """Return the lowering with other gradients, such as none, or those of parameters in another process."""

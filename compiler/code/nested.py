@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from deepytorch.compiler.budget import BUDGET
-from deepytorch.compiler.dynamic_sizes import is_marked, mark_alias
+from deepytorch.compiler.dynamo.sizes import is_marked, mark_alias
 from deepytorch.torch_internals import compile_by_frames, functorch_config
 
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]

@@ -10,7 +10,8 @@ from torch import fx
 
 from deepytorch.compiler.code.compiled_step import CompiledStep, read_inputs
 from deepytorch.compiler.code.lower_region import RegionLowering
-from deepytorch.compiler.dynamic_sizes import symbolic_dims
+from deepytorch.compiler.dynamo.sizes import symbolic_dims
+from deepytorch.compiler.dynamo.trace_gate import current_trace
 from deepytorch.compiler.report import RegionRecord
 from deepytorch.compiler.step.events import RegionEvents
 from deepytorch.compiler.step.packing import Packing
@@ -21,7 +22,6 @@ from deepytorch.compiler.step.second_backward import SecondBackward
 from deepytorch.compiler.step.step_outputs import StepOutputs
 from deepytorch.compiler.step.unused_outputs import Parts, parts_in_outputs
 from deepytorch.compiler.step.verification import Verification
-from deepytorch.compiler.trace_gate import current_trace
 from deepytorch.passes.base import GraphInput, Role
 from deepytorch.passes.unpad.program import Program
 

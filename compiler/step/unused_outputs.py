@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from deepytorch.compiler.capture import without_grad
+from deepytorch.compiler.dynamo.capture import without_grad
 from deepytorch.passes.slicing import returns_alias
 from deepytorch.torch_internals import OpOverload, tree_leaves
 

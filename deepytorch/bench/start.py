@@ -158,7 +158,7 @@ def _run(options: StartOptions, name: str, scratch: Path, steps: int) -> dict[st
     """Run the script once; return the record of its rank 0."""
     environment = dict(process_environment())
     environment["DEEPYTORCH"] = "off" if name == EAGER else "on"
-    environment["DEEPYTORCH_COMPILE"] = "beside"  # unlike other benchmarks, which wait for compilation
+    environment["DEEPYTORCH_COMPILE"] = "background"  # unlike other benchmarks, which wait for compilation
     paths = [str(Path(__file__).parents[2]), environment.get("PYTHONPATH")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     for variable in _CACHES:

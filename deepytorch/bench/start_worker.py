@@ -60,10 +60,10 @@ class _Watch:
         unfinished = self._record.with_suffix(".unfinished")
         unfinished.write_text(json.dumps(found), encoding="utf-8")
         unfinished.replace(self._record)
-        while self._fills and self._compiles_beside():
+        while self._fills and self._compiles_in_background():
             time.sleep(0.2)
 
-    def _compiles_beside(self) -> bool:
+    def _compiles_in_background(self) -> bool:
         """Return whether more is to be stored.
 
         Rank 0 decides when this is over; the other ranks are ended with it.

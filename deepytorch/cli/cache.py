@@ -16,7 +16,7 @@ cache = typer.Typer(help="Compiled graphs that are kept on disk: list, export, i
 @cache.command("list")
 def list_entries() -> None:
     """List the graphs that are kept, the most recently used first."""
-    from deepytorch.compiler.code.beside.store import entries, folder
+    from deepytorch.compiler.code.worker.store import entries, folder
 
     table = Table(title=f"compiled graphs in {folder()}", title_justify="left")
     for name in ("model", "graph", "MB", "compiled in s", "torch", "used"):
@@ -42,7 +42,7 @@ def export_entries(file: Annotated[Path, typer.Argument(help="The file to write,
 
     Hosts need the same versions of Python, torch and deepytorch and the same kind of CPU; others do not use the file.
     """
-    from deepytorch.compiler.code.beside.store import export
+    from deepytorch.compiler.code.worker.store import export
 
     Console().print(f"{export(file)} compiled graphs are in {file}", soft_wrap=True)
 
@@ -50,7 +50,7 @@ def export_entries(file: Annotated[Path, typer.Argument(help="The file to write,
 @cache.command("import")
 def import_entries(file: Annotated[Path, typer.Argument(help="A file that `cache export` has written.")]) -> None:
     """Add the graphs of a file to those that are kept. The file is code that will run: import only your own."""
-    from deepytorch.compiler.code.beside.store import take_in
+    from deepytorch.compiler.code.worker.store import take_in
 
     Console().print(f"{take_in(file)} compiled graphs are new here", soft_wrap=True)
 
@@ -58,7 +58,7 @@ def import_entries(file: Annotated[Path, typer.Argument(help="A file that `cache
 @cache.command("clear")
 def clear_entries() -> None:
     """Remove all graphs that are kept. Running scripts go on."""
-    from deepytorch.compiler.code.beside.store import entries, remove
+    from deepytorch.compiler.code.worker.store import entries, remove
 
     found = entries()
     for entry in found:

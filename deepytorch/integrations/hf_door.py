@@ -26,7 +26,7 @@ from torch import nn
 
 from deepytorch import autowrap
 from deepytorch.compiler.backend import EXPLAINING
-from deepytorch.compiler.dynamic_sizes import unmarked
+from deepytorch.compiler.dynamo.sizes import unmarked
 from deepytorch.compiler.report import LEDGER, RegionRecord
 from deepytorch.compiler.step.batch_facts import Refusal
 from deepytorch.compiler.step.outputs.replay import Replay

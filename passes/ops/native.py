@@ -70,11 +70,11 @@ class Kernels:
             module = native.load()
             self._module = module if module is not None and module.varlen_attention_is_supported() else None
             self._settled = True
-        elif native.failed() is not None or (self._started and not native.builds_beside()):
+        elif native.failed() is not None or (self._started and not native.builds_in_background()):
             self._settled = True  # no second try: `deepytorch doctor` says why, or that it is not compiled
         elif not self._started and seconds >= _PATIENCE_SECONDS and not background.is_working():
             self._started = True
-            native.build_beside()
+            native.build_in_background()
 
 
 KERNELS = Kernels()

@@ -27,7 +27,7 @@ print(" ".join(loaded))
 def _train(without: str) -> set[str]:
     done = subprocess.run(
         [sys.executable, "-c", TRAINING.format(without=without)],
-        capture_output=True, text=True, timeout=120, env={"PATH": "", "DEEPYTORCH_COMPILE": "beside"},
+        capture_output=True, text=True, timeout=120, env={"PATH": "", "DEEPYTORCH_COMPILE": "background"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return set(done.stdout.split())

@@ -298,7 +298,7 @@ def test_two_ranks_under_ddp_trace_in_the_step_that_rank_0_names(tmp_path: Path)
         text=True,
         timeout=240,
         check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "DEEPYTORCH_COMPILE": "beside"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "DEEPYTORCH_COMPILE": "background"},
     )
     assert done.returncode == 0, done.stderr[-4000:]
     first, second = (int((tmp_path / rank).read_text()) for rank in "01")

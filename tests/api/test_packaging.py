@@ -126,7 +126,7 @@ def test_a_wheel_may_carry_the_compiled_code(tmp_path):
         "XDG_CACHE_HOME": str(caches),
         "CXX": "",
         "PATH": "/nonexistent",  # no compiler to be had
-        "DEEPYTORCH_COMPILE": "beside",
+        "DEEPYTORCH_COMPILE": "background",
     }
     ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     done = subprocess.run(ranks, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)

@@ -16,7 +16,7 @@ SCRIPT = """
 import os
 import sys
 import torch
-assert os.environ["DEEPYTORCH_COMPILE"] == "beside"
+assert os.environ["DEEPYTORCH_COMPILE"] == "background"
 if "fail" in sys.argv:
     raise ValueError("as it was told")
 model = torch.nn.Linear(4, 1)

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import deepytorch.passes.ops.varlen_attention  # noqa: F401  (registers the operator)
-from deepytorch.compiler.attention_forms import attention_forms
+from deepytorch.compiler.dynamo.graph_traits import attention_forms
 from deepytorch.passes.ops import varlen_attention_cuda as cuda
 
 

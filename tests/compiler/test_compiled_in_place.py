@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.compiler.beside_scripts import UNTIL_COMPILED, run, words
+from tests.compiler.worker_scripts import UNTIL_COMPILED, run, words
 
 TWICE = """
 @torch.library.custom_op("of_a_script::twice", mutates_args=())

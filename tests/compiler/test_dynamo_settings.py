@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._dynamo import funcname_cache, symbolic_convert
 
-from deepytorch.compiler import dynamo_settings
+from deepytorch.compiler.dynamo import settings
 
 
 @pytest.fixture(params=[{"trace_call": True}, {"trace_source": True}, {"dynamo": logging.DEBUG}], ids=repr)
@@ -54,6 +54,6 @@ def test_functions_among_the_settings_are_no_error_of_dynamos_metrics(caplog: py
 
 def test_preparing_twice_changes_nothing_twice() -> None:
     before = symbolic_convert.get_funcname
-    dynamo_settings.prepare_dynamo()
+    settings.prepare_dynamo()
     assert symbolic_convert.get_funcname is before
     assert not hasattr(before.__wrapped__, "__wrapped__")

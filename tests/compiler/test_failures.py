@@ -14,7 +14,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 import deepytorch.log
 from deepytorch.compiler import backend as backend_module
 from deepytorch.compiler.code import compiled_step, compilers, lower_region
-from deepytorch.compiler.code.beside.queue import Pending
+from deepytorch.compiler.code.worker.queue import Compilation
 from deepytorch.compiler.config import CompilerConfig
 from deepytorch.compiler.report import LEDGER
 from deepytorch.compiler.step import packing
@@ -116,16 +116,16 @@ def test_lowering_that_raises_in_a_declined_region_runs_eager(monkeypatch: pytes
 def test_a_graph_without_inputs_is_compiled_beside_as_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def compiled_at_once(name: str, *_: Any) -> Pending:
+    def compiled_at_once(name: str, *_: Any) -> Compilation:
         asked.append(name)
-        pending = Pending(name)
+        pending = Compilation(name)
         pending.finish()
         return pending
 
     def draw() -> torch.Tensor:
         return torch.arange(4.0).sin()
 
-    monkeypatch.setattr(compilers, "compile_beside", compiled_at_once)
+    monkeypatch.setattr(compilers, "compile_in_worker", compiled_at_once)
     monkeypatch.setattr(CompilerConfig, "waits", False)  # though nothing is gained by not waiting for this lowering
     LEDGER.forget()
     compiled = torch.compile(draw, backend="deepytorch", options={"lowering": "aot_eager"})
@@ -138,7 +138,7 @@ def test_a_graph_without_inputs_is_compiled_beside_as_others_are(monkeypatch: py
 
 
 def test_a_graph_that_computes_nothing_is_not_handed_to_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compilers, "compile_beside", fail)
+    monkeypatch.setattr(compilers, "compile_in_worker", fail)
     nothing = fx.Graph()  # as Dynamo makes it where a frame only draws from `random`
     nothing.output(())
     step = backend_module.deepytorch_backend(fx.GraphModule(nn.Module(), nothing), [], options={"wait": False})

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from deepytorch.compiler import backend, pipeline
+from deepytorch.compiler import backend, manager
 from deepytorch.compiler.code import lower_region
 from deepytorch.compiler.code.compiled_step import CompiledStep
 from deepytorch.compiler.manager import copied
@@ -92,7 +92,7 @@ def test_a_pass_that_fired_is_lowered_whatever_becomes_of_padding(monkeypatch, m
 
     monkeypatch.setattr(lower_region, "lower", spying)
     monkeypatch.setattr(backend, "passes_for", lambda plan: list(passes))
-    assert {type(each) for each in pipeline.passes_for(pipeline.Plan.initial("r", backend.CompilerConfig.parse()))} == {
+    assert {type(each) for each in manager.passes_for(manager.Plan.initial("r", backend.CompilerConfig.parse()))} == {
         StripPadding,
         FuseLinearLoss,
     }

@@ -10,7 +10,7 @@ from dataclasses import FrozenInstanceError, replace
 import pytest
 
 from deepytorch.compiler.config import CompilerConfig
-from deepytorch.compiler.pipeline import passes_for
+from deepytorch.compiler.manager import passes_for
 from deepytorch.compiler.plan import Plan
 from deepytorch.passes.fuse_linear_loss import FuseLinearLoss
 from deepytorch.passes.unpad.strip_padding import StripPadding
@@ -62,7 +62,7 @@ def test_digest_is_the_same_in_another_process():
     assert found == make(max_autotune=True).digest()
 
 
-def test_pipeline_makes_the_passes_of_the_plan():
+def test_the_manager_makes_the_passes_of_the_plan():
     assert passes_for(make()) == [StripPadding(), FuseLinearLoss(least_bytes=None)]
     assert passes_for(make(fuse_loss=False)) == [StripPadding()]
     assert passes_for(make(loss_rows=False, defer_outputs=False, fuse_loss=True)) == [
@@ -72,6 +72,6 @@ def test_pipeline_makes_the_passes_of_the_plan():
     assert passes_for(make(unpad=False, fuse_loss=False)) == []
 
 
-def test_pipeline_refuses_a_plan_that_it_cannot_carry_out():
+def test_the_manager_refuses_a_plan_that_it_cannot_carry_out():
     with pytest.raises(AssertionError, match="Nonsense"):
         passes_for(replace(make(), passes=("Nonsense",)))

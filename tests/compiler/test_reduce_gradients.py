@@ -69,7 +69,7 @@ def train(make, steps=5, what="", step=None, batch=data, ours=None, theirs=None,
             optimizer.step()
     same(*models, what)
     assert not isinstance(adopted(models[1]), str), adopted(models[1])
-    assert adopted(models[1]).change_over.is_over
+    assert adopted(models[1]).takeover.is_over
     return models[1]
 """
 
@@ -552,7 +552,7 @@ def both(hook, state, what, rel=1e-5, steps=5, at=0):
 # averages, and nothing else: with our buckets
 for hook in (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook):
     model = both(hook, lambda: dist.group.WORLD, hook.__name__, rel=1e-2)
-    assert adopted(model).change_over.is_over and adopted(model).reducer.counts.syncs == 4
+    assert adopted(model).takeover.is_over and adopted(model).reducer.counts.syncs == 4
 rounded = both(default_hooks.fp16_compress_hook, lambda: None, "fp16")
 assert adopted(rounded).reducer.counts.syncs == 4
 assert all(torch.equal(p.grad, p.grad.half().float()) for p in rounded.parameters())  # it was in between
@@ -974,9 +974,9 @@ def trained(runs, steps=8):
         same(reference, model, number)
     return model
 model = trained(lambda model, call, number: model if rank == 0 else call)  # rank 0 does not compile
-assert "_deepytorch_gradients" not in vars(model) if rank == 0 else not adopted(model).change_over.is_over
+assert "_deepytorch_gradients" not in vars(model) if rank == 0 else not adopted(model).takeover.is_over
 late = trained(lambda model, call, number: model if rank == 1 and number < 3 else call)
-assert not adopted(late).change_over.is_over and not adopted(late).change_over.lasts
+assert not adopted(late).takeover.is_over and not adopted(late).takeover.lasts
 
 # one rank beyond the limit of recompilations, with two modules of one class
 torch._dynamo.config.recompile_limit = 2
@@ -994,7 +994,7 @@ for fold in range(2):
             each.zero_grad()
             run(*data(number)).backward()
         same(reference, model, (fold, number))
-assert "_deepytorch_gradients" not in vars(model) if rank == 0 else not adopted(model).change_over.is_over
+assert "_deepytorch_gradients" not in vars(model) if rank == 0 else not adopted(model).takeover.is_over
 torch._dynamo.config.recompile_limit = 8
 
 # modules of groups that not all ranks are in
@@ -1004,14 +1004,14 @@ for group in (some, None) if rank < 2 else (None,):
     call = compiled(model)
     for number in range(3):
         call(*data(number)).backward()
-    assert adopted(model).change_over.is_over, adopted(model).name
+    assert adopted(model).takeover.is_over, adopted(model).name
 
 # options that differ: as DDP has them
 model = DDP(Net(), gradient_as_bucket_view=rank == 1)
 call = compiled(model, reduce_gradients=rank == 0)
 for number in range(4):
     call(*data(number)).backward()
-assert rank > 0 or not adopted(model).change_over.is_over
+assert rank > 0 or not adopted(model).takeover.is_over
 dist.barrier()
 dist.destroy_process_group()
 """

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from deepytorch.compiler.code.later_graph import graph_for_later
 from deepytorch.compiler.code.lower_region import RegionLowering
 from deepytorch.compiler.config import CompilerConfig
+from deepytorch.compiler.dynamo.graph_traits import unread_statistics
 from deepytorch.compiler.manager import copied
 from deepytorch.compiler.plan import Plan
 from deepytorch.compiler.report import LEDGER, RegionRecord
@@ -26,7 +27,6 @@ from deepytorch.compiler.step.region import Region as CompiledRegion
 from deepytorch.compiler.step.regions import compiled_region, whole_region
 from deepytorch.compiler.step.second_backward import SecondBackward
 from deepytorch.compiler.step.unused_outputs import parts_in_outputs
-from deepytorch.compiler.unread_statistics import unread_statistics
 from tests.calls import Calls
 
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]

@@ -10,14 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from deepytorch.compiler import budget, compile_module, trace_gate
+from deepytorch.compiler import budget, compile_module
 from deepytorch.compiler.budget import SHARE, Budget
 from deepytorch.compiler.code import compilers
-from deepytorch.compiler.code.beside.queue import Pending
 from deepytorch.compiler.code.compiled_step import CompiledStep
+from deepytorch.compiler.code.worker.queue import Compilation
 from deepytorch.compiler.compile_module import compiled_call
+from deepytorch.compiler.dynamo import trace_gate
+from deepytorch.compiler.dynamo.trace_gate import TracedCode, TraceHistory
 from deepytorch.compiler.report import LEDGER
-from deepytorch.compiler.trace_gate import TracedCode, TraceHistory
 from tests.compiler.plain_models import Plain, sdpa_bool
 
 
@@ -258,8 +259,8 @@ def test_a_pause_inside_of_another_one_is_charged_once() -> None:
 def test_steps_run_padded_until_they_are_compiled_where_packing_in_eager_does_not_pay(
     run: Run, monkeypatch: pytest.MonkeyPatch, packs: bool
 ) -> None:
-    under_way = Pending("a graph")
-    monkeypatch.setattr(compilers, "compile_beside", lambda *_: under_way)
+    under_way = Compilation("a graph")
+    monkeypatch.setattr(compilers, "compile_in_worker", lambda *_: under_way)
     monkeypatch.setattr(CompiledStep, "_run", lambda self, arguments: self._module.forward(*arguments))
     model = Plain(sdpa_bool).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

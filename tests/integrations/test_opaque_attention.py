@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import deepytorch
 from deepytorch import autowrap
-from deepytorch.compiler.dynamic_sizes import marked_ahead
+from deepytorch.compiler.dynamo.sizes import marked_ahead
 from deepytorch.compiler.report import LEDGER
 from deepytorch.integrations import packed_attention
 from deepytorch.integrations.hf_door import Door, door_for

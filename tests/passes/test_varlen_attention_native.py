@@ -329,7 +329,7 @@ class Stand:
         self.asked: list[str] = []
         self.compiles = True
 
-    def builds_beside(self) -> bool:
+    def builds_in_background(self) -> bool:
         return self.compiles
 
     def is_built(self) -> bool:
@@ -338,7 +338,7 @@ class Stand:
     def failed(self) -> str | None:
         return self.failure
 
-    def build_beside(self) -> None:
+    def build_in_background(self) -> None:
         self.asked.append("build")
 
     def load(self) -> Any:
@@ -354,7 +354,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Seconds, as `Kernels` reads them; nothing waits for a compiler, and none is at work."""
     now = [1000.0]
     monkeypatch.setattr(availability.time, "monotonic", lambda: now[0])
-    monkeypatch.setenv("DEEPYTORCH_COMPILE", "beside")
+    monkeypatch.setenv("DEEPYTORCH_COMPILE", "background")
     monkeypatch.setattr(background, "is_working", lambda: False)
     return now
 
@@ -466,7 +466,7 @@ sys.stdout.write("went over")
 @pytest.mark.slow  # compiles the C++
 def test_a_run_goes_over_when_another_process_has_compiled(tmp_path: Path) -> None:
     (tmp_path / "xdg").mkdir(mode=0o700)
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "xdg"), "DEEPYTORCH_COMPILE": "beside"}
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "xdg"), "DEEPYTORCH_COMPILE": "background"}
     begun = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=400, check=False

@@ -141,17 +141,17 @@ def _in_the_default_mode() -> Any:
     """deepytorch, which takes this process for one that has run for days, so that it can afford every trace. Each step
     of an optimizer waits for what is compiled beside: what a script of a few steps runs is compiled from then on.
     """
-    os.environ["DEEPYTORCH_COMPILE"] = "beside"
+    os.environ["DEEPYTORCH_COMPILE"] = "background"
     import deepytorch
     from deepytorch import process_age
     from deepytorch.compiler.code import compilers
-    from deepytorch.compiler.code.beside.queue import Pending
+    from deepytorch.compiler.code.worker.queue import Compilation
 
     process_age._BEGAN -= 1e6
-    compile_beside, under_way = compilers.compile_beside, list[Pending]()
+    compile_in_worker, under_way = compilers.compile_in_worker, list[Compilation]()
 
-    def compile_and_note(*arguments: Any) -> Pending:
-        under_way.append(compile_beside(*arguments))
+    def compile_and_note(*arguments: Any) -> Compilation:
+        under_way.append(compile_in_worker(*arguments))
         return under_way[-1]
 
     def wait(*_: Any) -> None:
@@ -159,7 +159,7 @@ def _in_the_default_mode() -> Any:
             each.done.wait()
         under_way.clear()
 
-    compilers.compile_beside = compile_and_note
+    compilers.compile_in_worker = compile_and_note
     register_optimizer_step_post_hook(wait)
     return deepytorch
 

@@ -15,10 +15,10 @@ import torch
 from torch import fx, nn
 
 from deepytorch import background
-from deepytorch.compiler.code.beside import queue, store
-from deepytorch.compiler.code.beside.graph_data import CannotSend, GraphData, to_bytes
-from deepytorch.compiler.code.beside.job import Argument, Job
 from deepytorch.compiler.code.lower_region import RegionLowering
+from deepytorch.compiler.code.worker import queue, store
+from deepytorch.compiler.code.worker.graph_data import CannotSend, GraphData, to_bytes
+from deepytorch.compiler.code.worker.job import Argument, Job
 from deepytorch.compiler.config import CompilerConfig
 from deepytorch.compiler.plan import Plan
 from deepytorch.errors import DataError
@@ -142,8 +142,8 @@ def test_equal_jobs_have_equal_digests_in_any_process() -> None:
         "import functools, torch._dynamo.config as config\n"
         "config.ignore_logging_functions.add(functools.lru_cache(print))\n"  # as of transformers
         "held = [object() for _ in range(int(sys.argv[2]))]\n"  # so that things lie elsewhere in memory
-        "import test_beside\n"
-        "print(test_beside.job(None, torch.randn(int(sys.argv[2]), 4), torch.randn(4, 5)).digest())"
+        "import test_worker\n"
+        "print(test_worker.job(None, torch.randn(int(sys.argv[2]), 4), torch.randn(4, 5)).digest())"
     )
     found = set()
     for seed, rows in (("1", "3"), ("2", "900")):
@@ -321,7 +321,9 @@ def test_the_process_is_there_before_its_first_job(processes: list[subprocess.Po
     assert started_one(processes)
     assert worker.is_alive()
     with queue.graphs_of("Net"):
-        pending = queue.compile_beside("a graph", graph(), [torch.ones(2, 2), torch.ones(2, 2)], [(), ()], lowering())
+        pending = queue.compile_in_worker(
+            "a graph", graph(), [torch.ones(2, 2), torch.ones(2, 2)], [(), ()], lowering()
+        )
     assert queue._WORKER is worker
     assert pending.done.wait(timeout=30)  # which ends as soon as it has one
     assert pending.error is not None
@@ -350,9 +352,9 @@ def test_it_does_not_start_for_a_model_of_which_something_is_kept(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="as Linux counts")
-def ask(*sizes: tuple[int, int]) -> queue.Pending:
+def ask(*sizes: tuple[int, int]) -> queue.Compilation:
     """Have `graph()` compiled for arguments of these sizes."""
-    return queue.compile_beside("a graph", graph(), [torch.ones(size) for size in sizes], [(), ()], lowering())
+    return queue.compile_in_worker("a graph", graph(), [torch.ones(size) for size in sizes], [(), ()], lowering())
 
 
 ANSWERS = """
@@ -408,7 +410,7 @@ def test_a_compile_process_that_is_killed_fails_the_graph_that_it_had_alone(
 
 def test_the_memory_that_is_reported_is_the_process_s_own() -> None:
     ballast = torch.ones(100 << 20)  # 400 MB here
-    code = "from deepytorch.compiler.code.beside.worker import _peak_mb; print(_peak_mb())"
+    code = "from deepytorch.compiler.code.worker.process import _peak_mb; print(_peak_mb())"
     with background.start(code) as process:
         said, _ = process.communicate(timeout=120)
     assert 5 < float(said) < ballast.nbytes / 2**20

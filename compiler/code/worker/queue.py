@@ -19,18 +19,18 @@ from typing import Any
 from torch import fx
 
 from deepytorch.background import start
-from deepytorch.compiler.code.beside import store
-from deepytorch.compiler.code.beside.graph_data import to_bytes
-from deepytorch.compiler.code.beside.job import Job
-from deepytorch.compiler.code.beside.worker import send
 from deepytorch.compiler.code.lower_region import RegionLowering
+from deepytorch.compiler.code.worker import store
+from deepytorch.compiler.code.worker.graph_data import to_bytes
+from deepytorch.compiler.code.worker.job import Job
+from deepytorch.compiler.code.worker.process import send
 from deepytorch.log import logger
 
 HERE = "this process"  # compiles while training waits, see `compilers.InPlace`
 
 
 @dataclass(eq=False)
-class Pending:
+class Compilation:
     """One graph that is being compiled. Its fields may be set by another thread; `done` last.
 
     error: why it came to nothing. seconds: of compiling. peak_mb: memory of the process that compiled. where: who
@@ -52,29 +52,29 @@ class Pending:
         self.done.set()
 
 
-def compile_beside(
+def compile_in_worker(
     name: str,
     module: fx.GraphModule,
     arguments: Sequence[Any],
     varying: Sequence[tuple[int, ...]],
     lowering: RegionLowering,
-) -> Pending:
+) -> Compilation:
     """Have a graph compiled in the background for arguments like these; return at once.
 
     Raises `CannotSend` where no other process can compile it.
     """
-    pending = Pending(name)
+    compilation = Compilation(name)
     described = Job.of(module, arguments, varying, lowering)
     digest, job = described.digest(), to_bytes(described)
     logger.info("%s is compiled in the background; training goes on in eager meanwhile", name)
-    asked = _Asked(pending, digest, _MODEL.get(), job)
+    asked = _Asked(compilation, digest, _MODEL.get(), job)
     if store.find(digest) is None:
         _hand_over(asked)
     else:
-        pending.where = "an earlier run"
+        compilation.where = "an earlier run"
         expect_no_longer()
         threading.Thread(target=_take, args=(asked,), name="deepytorch-load", daemon=True).start()
-    return pending
+    return compilation
 
 
 def _hand_over(asked: _Asked) -> None:
@@ -123,23 +123,23 @@ def _take(asked: _Asked) -> None:
     try:
         if _install(asked.digest):
             _warm_up()
-            asked.pending.finish()
+            asked.compilation.finish()
         else:
-            asked.pending.where = "a process"
+            asked.compilation.where = "a process"
             _hand_over(asked)
     except OSError as error:
-        asked.pending.finish(error=f"{type(error).__name__}: {error}")
+        asked.compilation.finish(error=f"{type(error).__name__}: {error}")
 
 
-def _load(pending: Pending, digest: str, seconds: float, peak_mb: float) -> None:
+def _load(compilation: Compilation, digest: str, seconds: float, peak_mb: float) -> None:
     """Use the entry that the worker has kept; if it is gone, or nothing can be kept, torch looks in its own folder."""
     try:
         _install(digest)
         _warm_up()
     except OSError as error:
-        pending.finish(error=f"{type(error).__name__}: {error}")
+        compilation.finish(error=f"{type(error).__name__}: {error}")
     else:
-        pending.finish(None, seconds, peak_mb)
+        compilation.finish(None, seconds, peak_mb)
 
 
 def _install(digest: str) -> bool:
@@ -159,7 +159,7 @@ def _install(digest: str) -> bool:
 class _Asked:
     """One job for the worker."""
 
-    pending: Pending
+    compilation: Compilation
     digest: str
     model: str
     job: bytes
@@ -217,23 +217,23 @@ class _Worker(threading.Thread):
                 with _LOCK:
                     self._ended = True
                 for each in self._waiting:
-                    each.pending.finish(error=f"no process could be started to compile in: {failure}")
+                    each.compilation.finish(error=f"no process could be started to compile in: {failure}")
                 return
             if (asked := self._next()) is None:
                 break
             worked = True
-            with _progress(asked.pending):
+            with _progress(asked.compilation):
                 answer = _answer(process, asked)
             if answer is None:  # only this job has failed: the jobs behind it get a new process
                 process.communicate()
-                asked.pending.finish(error=f"the process that compiled it ended with {process.returncode}")
+                asked.compilation.finish(error=f"the process that compiled it ended with {process.returncode}")
                 process = None
                 if self._is_over():
                     break
             elif "error" in answer:
-                asked.pending.finish(answer["error"])
+                asked.compilation.finish(answer["error"])
             else:
-                _load(asked.pending, asked.digest, seconds=answer["seconds"], peak_mb=answer["peak_mb"])
+                _load(asked.compilation, asked.digest, seconds=answer["seconds"], peak_mb=answer["peak_mb"])
         if process is not None:
             if not worked:  # the process may still be importing
                 process.terminate()
@@ -249,7 +249,7 @@ def _warm_up() -> None:
 
 
 @contextlib.contextmanager
-def _progress(pending: Pending) -> Iterator[None]:
+def _progress(compilation: Compilation) -> Iterator[None]:
     """Show for how long a graph has been compiling, in a terminal and if messages of level INFO are on."""
     if not (logger.isEnabledFor(logging.INFO) and sys.stderr.isatty()):
         yield
@@ -258,8 +258,8 @@ def _progress(pending: Pending) -> Iterator[None]:
 
     def show() -> None:
         while not over.wait(1.0):
-            seconds = time.perf_counter() - pending.asked
-            sys.stderr.write(f"\rdeepytorch: {pending.name} is being compiled, {seconds:.0f} s")
+            seconds = time.perf_counter() - compilation.asked
+            sys.stderr.write(f"\rdeepytorch: {compilation.name} is being compiled, {seconds:.0f} s")
             sys.stderr.flush()
         sys.stderr.write("\r\033[K")
 
@@ -282,7 +282,7 @@ def _answer(process: subprocess.Popen[bytes], asked: _Asked) -> dict[str, Any] |
         return None
 
 
-_MAIN = "from deepytorch.compiler.code.beside.worker import main; main({parent})"
+_MAIN = "from deepytorch.compiler.code.worker.process import main; main({parent})"
 _MODEL: ContextVar[str] = ContextVar("deepytorch_model", default="")
 _LOCK = threading.RLock()
 _WORKER: _Worker | None = None

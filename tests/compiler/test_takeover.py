@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from deepytorch.compiler.code.change_over import ChangeOver
+from deepytorch.compiler.code.takeover import Takeover
 
 
 class Rank:
@@ -21,7 +21,7 @@ class Rank:
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self.taken_at: int | None = None
         self.steps = 0  # backwards
-        self.side = ChangeOver("ddp1", store, rank, size, self._take)
+        self.side = Takeover("ddp1", store, rank, size, self._take)
 
     def _take(self) -> None:
         self.taken_at = self.steps
@@ -213,7 +213,12 @@ def test_two_ranks_train_as_under_ddp_across_the_change_over(tmp_path: Path) -> 
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]
 
     def run(**environment: str) -> dict[str, tuple[str, float]]:
-        full = {**os.environ, "DEEPYTORCH_COMPILE": "beside", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), **environment}
+        full = {
+            **os.environ,
+            "DEEPYTORCH_COMPILE": "background",
+            "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
+            **environment,
+        }
         done = subprocess.run(command, env=full, capture_output=True, text=True, timeout=450, check=False)
         assert done.returncode == 0, done.stderr[-9000:]
         lines = [line.split() for line in done.stdout.splitlines()]

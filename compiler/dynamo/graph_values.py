@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from deepytorch.compiler.capture import autocast_unrecorded
+from deepytorch.compiler.dynamo.capture import autocast_unrecorded
 from deepytorch.torch_internals import detect_fake_mode, enter_autocast, exit_autocast
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.compiler.beside_scripts import SCRIPT, UNTIL_COMPILED, run, words
+from tests.compiler.worker_scripts import SCRIPT, UNTIL_COMPILED, run, words
 
 
 @pytest.mark.slow
@@ -20,7 +20,7 @@ def test_a_script_goes_over_to_compiled_code_and_a_later_run_finds_it(tmp_path: 
     (tmp_path / "temporary").mkdir()
     cold = words(run(UNTIL_COMPILED, tmp_path, TMPDIR=str(tmp_path / "temporary")))
     assert (cold["by"], cold["compiles"], cold["fell"]) == ("a-process", "0", "0")
-    (header,) = (tmp_path / "temporary").rglob("*.gch")  # torch's: the process beside has left it for this one
+    (header,) = (tmp_path / "temporary").rglob("*.gch")  # torch's: the compile process has left it for this one
     (entry,) = (tmp_path / "xdg").rglob("entry.json")
     assert header.stat().st_mtime < json.loads(entry.read_text())["made"]
     eager = f"for _ in range({cold['steps']}): step()\n" + UNTIL_COMPILED.splitlines()[-1]
@@ -44,7 +44,7 @@ def workers(of: int | None = None) -> list[int]:
                 parent = int((each / "stat").read_text().rpartition(")")[2].split()[1])
             except (OSError, ValueError, IndexError):
                 continue
-            if "beside.worker" in command and (of is None or parent == of):
+            if "worker.process" in command and (of is None or parent == of):
                 found.append(int(each.name))
     return found
 
@@ -68,7 +68,7 @@ def test_nothing_is_left_behind(tmp_path: Path, how: str) -> None:
         "time.sleep(0 if sys.argv[1] == 'it ends' else 100)",
     ])  # fmt: skip
     (tmp_path / "xdg").mkdir(mode=0o700)
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "xdg"), "DEEPYTORCH_COMPILE": "beside"}
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "xdg"), "DEEPYTORCH_COMPILE": "background"}
     environment["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "torch")
     command = [sys.executable, "-c", script, how]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
@@ -95,7 +95,7 @@ def test_nothing_is_left_behind(tmp_path: Path, how: str) -> None:
 @pytest.mark.slow
 def test_a_compile_process_that_is_killed_leaves_training_in_eager(tmp_path: Path) -> None:
     script = """
-        from deepytorch.compiler.code.beside import queue
+        from deepytorch.compiler.code.worker import queue
         import subprocess
         started = []
         original = subprocess.Popen
@@ -333,7 +333,7 @@ while number < extra if extra else (over < 6 and number < 3000):
         everywhere = torch.tensor(float(compiled()))
         dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
         over += int(everywhere)
-        time.sleep(0.1)  # leaves the cores to the process beside
+        time.sleep(0.1)  # leaves the cores to the compile process
 weights = sum(p.full_tensor().double().abs().sum().item() for p in model.parameters())
 if rank == 0:
     print("steps", number, "over", over, "weights", repr(weights))

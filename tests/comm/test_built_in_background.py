@@ -19,14 +19,14 @@ from deepytorch.errors import BuildError
 from deepytorch.extension import Extension
 from tests.comm import ranks
 
-BESIDE = {"DEEPYTORCH_COMPILE": "beside"}
+BACKGROUND = {"DEEPYTORCH_COMPILE": "background"}
 
 STAND_IN = """
 import logging
 from deepytorch.comm.group.groups import native_backend
 from deepytorch.comm.group.native import native
 built, started, lines = [], [], []
-native.build_beside = lambda: started.append(True)
+native.build_in_background = lambda: started.append(True)
 native.is_built = lambda: bool(built)
 
 class Lines(logging.Handler):
@@ -95,7 +95,7 @@ def script(tmp_path: Path, wait_seconds: float, **environment: str) -> subproces
     (tmp_path / "xdg").mkdir(mode=0o700, exist_ok=True)
     path = tmp_path / "script.py"
     path.write_text(SCRIPT)
-    full = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "xdg"), "DEEPYTORCH_COMPILE": "beside", **environment}
+    full = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "xdg"), "DEEPYTORCH_COMPILE": "background", **environment}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     return subprocess.run(
         [*command, str(path), str(wait_seconds)], env=full, capture_output=True, text=True, timeout=570, check=False
@@ -133,7 +133,7 @@ assert is_ours() and on_stock() == {}
 dist.destroy_process_group()
 say(*lines)
 """
-    first, second = ranks.run(STAND_IN + script, 2, timeout=60, env=BESIDE)
+    first, second = ranks.run(STAND_IN + script, 2, timeout=60, env=BACKGROUND)
     [line] = first.strip().splitlines()  # rank 0 says it for all
     assert "is not compiled yet" in line
     assert "run on stock gloo and nccl to their end" in line
@@ -161,7 +161,7 @@ assert ddp.module.weight.grad.tolist() == [[3.0] * 3], ddp.module.weight.grad
 dist.destroy_process_group()
 say(*lines)
 """
-    outputs = ranks.run(STAND_IN + script, 2, timeout=60, env=BESIDE)
+    outputs = ranks.run(STAND_IN + script, 2, timeout=60, env=BACKGROUND)
     assert [len(output.strip().splitlines()) for output in outputs] == [1, 0]  # for all groups of the process
 
 
@@ -181,7 +181,7 @@ assert is_ours(later)
 say("done")
 dist.destroy_process_group()
 """
-    for output in ranks.run(STAND_IN + script, 2, timeout=60, env=BESIDE):
+    for output in ranks.run(STAND_IN + script, 2, timeout=60, env=BACKGROUND):
         assert "done" in output
 
 
@@ -199,7 +199,7 @@ assert not is_ours() and started == [True] * (rank != {broken})
 say("\\n".join([why, *lines]))
 dist.destroy_process_group()
 """
-    for rank, output in enumerate(ranks.run(STAND_IN + script, 2, timeout=60, env=BESIDE)):
+    for rank, output in enumerate(ranks.run(STAND_IN + script, 2, timeout=60, env=BACKGROUND)):
         lines = output.splitlines()
         assert f"ranks [{broken}] lack deepytorch's native code" in lines[0]
         assert f"ranks [{broken}] lack deepytorch's native code: the group runs on stock" in lines[-1]
@@ -217,13 +217,13 @@ assert not is_ours()
 say(*lines, on_stock())
 dist.destroy_process_group()
 """
-    for output in ranks.run(STAND_IN + script, 2, timeout=60, env=BESIDE):
+    for output in ranks.run(STAND_IN + script, 2, timeout=60, env=BACKGROUND):
         assert output.count("ranks have different builds of deepytorch") == 2
 
 
 @pytest.mark.parametrize(
     ("environment", "options"),
-    [({"DEEPYTORCH_COMPILE": "wait"}, ""), (BESIDE, "pg_options=Options(one_shot_bytes=1024)")],
+    [({"DEEPYTORCH_COMPILE": "wait"}, ""), (BACKGROUND, "pg_options=Options(one_shot_bytes=1024)")],
 )
 def test_who_asks_for_it_waits_for_the_compiler(environment: dict[str, str], options: str) -> None:
     script = f"""
@@ -248,7 +248,7 @@ assert "ranks [1] did not come to make the group within 3 s" in error, error
 say("named", seconds < 9.0)
 os._exit(0)
 """
-    with ranks.Ranks(STAND_IN + script, 2, BESIDE) as both:
+    with ranks.Ranks(STAND_IN + script, 2, BACKGROUND) as both:
         outcomes = both.wait(60)
     assert "named True" in outcomes[0].output, outcomes
     killed = """
@@ -260,7 +260,7 @@ error, seconds = told(sums)
 say("error", seconds < 20.0)
 os._exit(0)
 """
-    with ranks.Ranks(STAND_IN + killed, 2, BESIDE) as both:
+    with ranks.Ranks(STAND_IN + killed, 2, BACKGROUND) as both:
         outcomes = both.wait(60)
     assert "error True" in outcomes[0].output, outcomes
 

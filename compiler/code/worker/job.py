@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from deepytorch.compiler.code.beside.graph_data import CannotSend, GraphData
 from deepytorch.compiler.code.data_parallel import Members, layout
 from deepytorch.compiler.code.lower_region import RegionLowering
 from deepytorch.compiler.code.nested import prepare_nested
+from deepytorch.compiler.code.worker.graph_data import CannotSend, GraphData
 from deepytorch.passes.ops import reduce
 from deepytorch.torch_internals import dynamo_config, functorch_config, inductor_config
 from deepytorch.version import __version__

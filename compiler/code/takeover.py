@@ -1,7 +1,7 @@
-"""The change-over of a DistributedDataParallel module's gradients to our reducer, before one backward on all ranks.
+"""The takeover of a DistributedDataParallel module's gradients to our reducer, before one backward on all ranks.
 
-[Note: Change-over]
-Until the change-over DDP's own reducer reduces all gradients, those of compiled backwards too. Ranks have one clock in
+[Note: Takeover]
+Until the takeover DDP's own reducer reduces all gradients, those of compiled backwards too. Ranks have one clock in
 common without asking each other: the number of the module's backwards that were reduced since its first forward. No
 rank completes such a backward before all others have come to it. So a value that a rank writes into the group's store
 before a backward is seen by all ranks after it. A rank that is ready counts itself in the store at the end of a
@@ -10,7 +10,7 @@ rank reads this.
 
 A rank that cannot compile, or that did not see the module's first forward, writes "never". A rank that never comes
 here, because Dynamo gave its frame up, is not counted. In both cases DDP goes on on every rank, and nobody waits or
-raises. After the change-over, some ranks may run compiled code and others eager: our reducer takes gradients from both.
+raises. After the takeover, some ranks may run compiled code and others eager: our reducer takes gradients from both.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from deepytorch.log import logger, once
 _NEVER = "never"
 
 
-class ChangeOver:
-    """The change-over of one module's gradients, on one rank.
+class Takeover:
+    """The takeover of one module's gradients, on one rank.
 
     Args:
         name: The module's name, the same on all ranks.
@@ -50,7 +50,7 @@ class ChangeOver:
     ) -> None:
         self.name = name
         self.settings = ""  # of this rank: ranks with different settings do not agree
-        self.store, self._store = store, dist.PrefixStore(f"deepytorch/change-over/{name}", store)
+        self.store, self._store = store, dist.PrefixStore(f"deepytorch/takeover/{name}", store)
         self._word = Word(self._store, "at")
         self._rank, self._size = rank, size
         self._take_over, self._settle = take_over, settle
@@ -64,11 +64,11 @@ class ChangeOver:
     # ------------------------------------------------------------------ what this rank wants
 
     def ready(self) -> None:
-        """Note that this rank is ready for the change-over."""
+        """Note that this rank is ready for the takeover."""
         self._willing = True
 
     def failed(self, why: str = "could not compile its step") -> None:
-        """Note that this rank cannot change over, so that no rank does."""
+        """Note that this rank cannot let its gradients be taken over, so that no rank does."""
         if not (self._said or self._never):
             self._never = True
             self._publish(f"{_NEVER}: rank {self._rank} {why}")
@@ -88,7 +88,7 @@ class ChangeOver:
     # ------------------------------------------------------------------ what DDP does
 
     def forward(self) -> None:
-        """Note the begin of a forward whose gradients are wanted; change over if it is time."""
+        """Note the begin of a forward whose gradients are wanted; take the gradients over if it is time."""
         if self.is_over or self._never or not self._said or self._looked == self._reduced:
             return
         self._looked = self._reduced

@@ -51,7 +51,7 @@ def run(
         **os.environ,
         "XDG_CACHE_HOME": str(tmp_path / "xdg"),
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "torch"),
-        "DEEPYTORCH_COMPILE": "beside",
+        "DEEPYTORCH_COMPILE": "background",
         **environment,
     }
     path = tmp_path / "script.py"

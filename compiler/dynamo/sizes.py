@@ -38,8 +38,8 @@ from typing import Any, NoReturn
 import torch
 from torch import fx, nn
 
-from deepytorch.compiler.attends_by_name import attends_by_name
-from deepytorch.compiler.capture import is_batch_input
+from deepytorch.compiler.dynamo.attends_by_name import attends_by_name
+from deepytorch.compiler.dynamo.capture import is_batch_input
 from deepytorch.torch_internals import (
     TensorifyScalarRestartAnalysis,
     UnspecializeRestartAnalysis,

@@ -1,6 +1,6 @@
 """Compilation of graphs in the background, while training goes on in eager.
 
-[Note: Compiled beside]
+[Note: The compile process]
 A graph to compile is described as data (`graph_data`, `job`) and sent to a worker process, which compiles the same
 graph for arguments of the same sizes (`worker`). The worker runs nothing: it leaves entries in `torch.compile`'s caches
 on disk, under the very keys that this process will look up. When the worker is done (`queue`), this process compiles

@@ -22,7 +22,7 @@ from typing import IO
 from filelock import FileLock
 
 from deepytorch.background import end_with_parent
-from deepytorch.compiler.code.beside import store
+from deepytorch.compiler.code.worker import store
 from deepytorch.config import process_environment
 
 _LENGTH = struct.Struct("!Q")
@@ -54,7 +54,7 @@ def main(parent: int) -> None:
 
 def _import_compilers() -> None:
     """Import the compilers, which takes seconds; there may be no job yet."""
-    from deepytorch.compiler.code.beside import job  # noqa: F401
+    from deepytorch.compiler.code.worker import job  # noqa: F401
     from deepytorch.torch_internals import compile_fx  # noqa: F401
 
 
@@ -95,7 +95,7 @@ def _compile(digest: str, model: str, job: bytes, place: Path | None, scratch: P
 
 
 def _run(job: bytes) -> None:
-    from deepytorch.compiler.code.beside.job import Job
+    from deepytorch.compiler.code.worker.job import Job
     from deepytorch.torch_internals import clear_inductor_caches
 
     clear_inductor_caches()  # code that an earlier job left in memory would be missing in this job's entry

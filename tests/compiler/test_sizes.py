@@ -16,7 +16,7 @@ from torch.utils._pytree import _deregister_pytree_node, register_pytree_node
 from deepytorch.compiler import backend
 from deepytorch.compiler.code.nested import compile_nested
 from deepytorch.compiler.compile_module import compiled_call
-from deepytorch.compiler.dynamic_sizes import marked_ahead, unmarked
+from deepytorch.compiler.dynamo.sizes import marked_ahead, unmarked
 from deepytorch.compiler.outcome import Outcome, outcomes
 from deepytorch.integrations.packed_attention import Rows, encode_mask
 from deepytorch.torch_internals import dynamo_config

@@ -1,0 +1,1 @@
+"""What Dynamo traces and when, and the reading of its graphs."""
