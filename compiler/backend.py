@@ -34,7 +34,7 @@ from deepytorch.compiler.dynamo.settings import prepare_dynamo
 from deepytorch.compiler.dynamo.sizes import Trace, restart_as_stock, trace_as_it_comes, varying_dims, which_trace
 from deepytorch.compiler.dynamo.trace_gate import Trace as FrameTrace
 from deepytorch.compiler.dynamo.trace_gate import current_trace, end_if_too_long
-from deepytorch.compiler.manager import Rewritten, copied, passes_for, run_passes
+from deepytorch.compiler.manager import Rewritten, passes_for, run_passes
 from deepytorch.compiler.outcome import Outcome, tell
 from deepytorch.compiler.plan import Plan
 from deepytorch.compiler.report import LEDGER, RegionRecord
@@ -43,6 +43,7 @@ from deepytorch.compiler.step.unused_outputs import parts_in_outputs
 from deepytorch.config import Environment
 from deepytorch.log import logger, once
 from deepytorch.passes.base import Context
+from deepytorch.passes.graphs import copied
 from deepytorch.passes.slicing import Slicer
 from deepytorch.passes.unpad.program import Program
 from deepytorch.passes.unpad.rules import is_random

@@ -23,6 +23,7 @@ from deepytorch.compiler.plan import Plan
 from deepytorch.log import logger, once
 from deepytorch.passes.base import Context, Decline, Pass, Rewrite
 from deepytorch.passes.fuse_linear_loss import FuseLinearLoss
+from deepytorch.passes.graphs import copied
 from deepytorch.passes.unpad.program import Program
 from deepytorch.passes.unpad.strip_padding import StripPadding
 
@@ -119,14 +120,6 @@ def run_passes(
                 program, before = run.rewrite.program, earlier
         runs.append(run)
     return Rewritten(tuple(runs), program, before)
-
-
-def copied(module: fx.GraphModule) -> fx.GraphModule:
-    """Return a copy of the module with a graph of its own, and the same parameters."""
-    graph = fx.Graph()
-    output = graph.graph_copy(module.graph, {})
-    graph.output(output)
-    return fx.GraphModule(module, graph)
 
 
 def _check_order(passes: Sequence[Pass]) -> None:

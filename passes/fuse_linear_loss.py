@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from deepytorch.passes.base import Context, Decline, Pass, Rewrite, Role
+from deepytorch.passes.graphs import arguments_of, match_softcap
 from deepytorch.passes.ops import linear_cross_entropy  # noqa: F401, registers the operator
 from deepytorch.passes.ops.linear_cross_entropy_chunked import NONE
 from deepytorch.passes.slicing import writes_in_place
@@ -23,8 +24,6 @@ _RESHAPES = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 _FLATTEN = aten.flatten.using_ints
 _SAME = (aten.contiguous.default, aten.clone.default, aten.alias.default)
 _CASTS = (aten._to_copy.default, aten.to.dtype)
-_PRODUCTS = (aten.mul.Tensor, aten.mul.Scalar)
-_QUOTIENTS = (aten.div.Tensor, aten.div.Scalar)
 _LEAST_CLASSES = 1024  # below this the fixed cost of launching the operators of each piece outweighs the gain
 
 
@@ -94,7 +93,7 @@ class FuseLinearLoss(Pass):
         for node in list(module.graph.nodes):
             if node.target is not aten.cross_entropy_loss.default:
                 continue
-            given = _arguments(node)
+            given = arguments_of(node)
             if not self.is_large(_value(given["self"]), reduced=given["reduction"] != NONE):
                 continue  # too small for a gain, so no decline is reported
             found = self._way(node)
@@ -110,7 +109,7 @@ class FuseLinearLoss(Pass):
 
     def _way(self, loss: fx.Node) -> _Way | str:
         """Return the nodes between the linear layer and the loss, or the reason why the logits must stay whole."""
-        given = _arguments(loss)
+        given = arguments_of(loss)
         logits, target = given["self"], given["target"]
         classes = _value(logits).shape[-1]
         if _value(logits).dim() != 2 or _value(target).dtype != torch.int64 or not isinstance(classes, int):
@@ -124,8 +123,8 @@ class FuseLinearLoss(Pass):
                 return f"the logits stay whole: {node.name} is read elsewhere, too"
             if node.target in _CASTS and _casts_to_float(node):
                 node = node.args[0]
-            elif (capped := _softcap(node)) is not None and not softcap:
-                (softcap, node) = capped
+            elif (capped := match_softcap(node)) is not None and _are_read_once(capped[2]) and not softcap:
+                softcap, node, _ = capped
             elif _moves_rows(node, classes):
                 rows.append(node)
                 node = node.args[0]
@@ -145,7 +144,7 @@ class FuseLinearLoss(Pass):
 
 
 def _fuse(graph: fx.Graph, loss: fx.Node, way: _Way) -> None:
-    given = _arguments(loss)
+    given = arguments_of(loss)
     hidden, weight, *rest = way.linear.args
     bias = rest[0] if rest else way.linear.kwargs.get("bias")
     dtype = _value(way.linear).dtype
@@ -199,14 +198,6 @@ def _name(node: fx.Node) -> str:
     return str(getattr(node.target, "__name__", node.target))
 
 
-def _arguments(node: fx.Node) -> dict[str, Any]:
-    """Return the arguments of an operator's call by name, with defaults filled in."""
-    schema = node.target._schema.arguments  # type: ignore[union-attr]
-    found = {each.name: each.default_value for each in schema}
-    found.update(zip((each.name for each in schema), node.args, strict=False))
-    return {**found, **node.kwargs}
-
-
 def _value(node: Any) -> torch.Tensor:
     value: torch.Tensor = node.meta["val"]
     return value
@@ -243,17 +234,5 @@ def _moves_rows(node: fx.Node, classes: Any) -> bool:
     return node.target in _SAME
 
 
-def _softcap(node: fx.Node) -> tuple[float, fx.Node] | None:
-    """Match `cap * tanh(x / cap)`; return the cap and x."""
-    if node.target not in _PRODUCTS or not isinstance(node.args[1], (int, float)):
-        return None
-    inner = node.args[0]
-    if not isinstance(inner, fx.Node) or inner.target is not aten.tanh.default or len(inner.users) != 1:
-        return None
-    quotient = inner.args[0]
-    if not isinstance(quotient, fx.Node) or quotient.target not in _QUOTIENTS or len(quotient.users) != 1:
-        return None
-    source = quotient.args[0]
-    if quotient.args[1] != node.args[1] or node.args[1] <= 0 or not isinstance(source, fx.Node):
-        return None
-    return float(node.args[1]), source
+def _are_read_once(nodes: list[fx.Node]) -> bool:
+    return all(len(node.users) == 1 for node in nodes)

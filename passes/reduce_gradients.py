@@ -10,14 +10,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
 
 from deepytorch.passes.embedding_rows import EmbeddingRows, embedding_rows
+from deepytorch.passes.graphs import call
 from deepytorch.passes.ops import reduce  # noqa: F401, registers the operators
-from deepytorch.torch_internals import tree_leaves
 
 _OPS = torch.ops.deepytorch
 _MAX_GROUPS = 48  # approximate limit: each group costs the host some 20 us
@@ -49,14 +48,14 @@ class ReduceGradients:
             gradients = [node for _, node in group]
             with graph.inserting_after(gradients[-1]):
                 started.append(
-                    _call(graph, _OPS.reduce_start, gradients, [member for member, _ in group], self.reducer)
+                    call(graph, _OPS.reduce_start.default, (gradients, [member for member, _ in group], self.reducer))
                 )
         for member, found in rows.items():
             if found is not None:
                 started += self._start_rows(graph, member, found, order)
         handed = list(results)
         with graph.inserting_before(output):
-            waited = _call(graph, _OPS.reduce_wait, started, list(places), self.reducer)
+            waited = call(graph, _OPS.reduce_wait.default, (started, list(places), self.reducer))
             for number, place in enumerate(places.values()):
                 handed[place] = _item(graph, waited, number)
         output.args = (type(results)(handed),)
@@ -68,16 +67,16 @@ class ReduceGradients:
         part = None
         if found.rest is not None:
             with graph.inserting_after(found.rest):
-                part = _call(graph, _OPS.reduce_part, found.rest, member, self.reducer)
+                part = call(graph, _OPS.reduce_part.default, (found.rest, member, self.reducer))
         inputs = [node for node in (found.ids, found.values, found.kept, found.rest) if node is not None]
         last, kept = max(inputs, key=order.__getitem__), found.kept
         if last is found.rest and part is not None:
             last = part
         if found.padding is not None:
             with graph.inserting_after(last):
-                last = kept = _call(graph, torch.ops.aten.ne.Scalar, found.ids, found.padding)
+                last = kept = call(graph, torch.ops.aten.ne.Scalar, (found.ids, found.padding))
         with graph.inserting_after(last):
-            rows = _call(graph, _OPS.reduce_rows, found.ids, found.values, kept, part, member, self.reducer)
+            rows = call(graph, _OPS.reduce_rows.default, (found.ids, found.values, kept, part, member, self.reducer))
         return [rows] if part is None else [part, rows]
 
 
@@ -131,17 +130,6 @@ def _keep_layouts(output: fx.Node, places: Iterable[int]) -> None:
     for place in places:
         changed[place] = tuple(results[place].meta["val"].stride())
     output.meta["original_output_strides"] = changed
-
-
-def _call(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
-    """Add a call of an operator, and compute its value on fake tensors."""
-    node = graph.call_function(getattr(target, "default", target), args)
-    values = fx.map_arg(args, lambda each: each.meta["val"])
-    mode = next((each.fake_mode for each in tree_leaves(values) if hasattr(each, "fake_mode")), None)
-    if mode is not None:
-        with mode:
-            node.meta["val"] = node.target(*values)
-    return node
 
 
 def _item(graph: fx.Graph, waited: fx.Node, place: int) -> fx.Node:

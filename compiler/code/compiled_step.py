@@ -175,17 +175,3 @@ def _carry_tags(source: fx.Graph, traced: fx.Graph) -> None:
 def _operator_calls(graph: fx.Graph) -> list[fx.Node]:
     sizes = torch.ops.aten.sym_size.int
     return [n for n in graph.nodes if isinstance(n.target, OpOverload) and n.target is not sizes]
-
-
-def read_inputs(module: fx.GraphModule, count: int) -> tuple[int, ...]:
-    """Drop the inputs that a padded graph does not read (sizes, mostly); return the places of those that stay."""
-    kept = []
-    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-    assert len(placeholders) == count
-    for index, node in enumerate(placeholders):
-        if node.users:
-            kept.append(index)
-        else:
-            module.graph.erase_node(node)
-    module.recompile()
-    return tuple(kept)

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from deepytorch.passes.graphs import copied
+
 Lower = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
 
@@ -34,10 +36,7 @@ class GraphPerParameters:
         key = tuple(id(inputs[place]) for place in self._places)
         known = self._others.get(key)
         if known is None or not self._are(known[0], inputs):
-            graph = fx.Graph()
-            graph.output(graph.graph_copy(self._module.graph, {}))
-            module = fx.GraphModule(self._module, graph)
-            compiled = torch.compile(module.forward, backend=self._lower, fullgraph=True)
+            compiled = torch.compile(copied(self._module).forward, backend=self._lower, fullgraph=True)
             known = self._others[key] = ([weakref.ref(inputs[place]) for place in self._places], compiled)
         return known[1](*inputs)
 

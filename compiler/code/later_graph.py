@@ -10,7 +10,7 @@ from torch import fx
 
 from deepytorch.compiler.dynamo.capture import Untraceable, capture, sizes_from_tensors
 from deepytorch.compiler.dynamo.eager_graph import holds_checkpoints
-from deepytorch.compiler.manager import copied
+from deepytorch.passes.graphs import copied
 from deepytorch.torch_internals import HigherOrderOperator
 
 

@@ -13,8 +13,8 @@ from deepytorch.compiler.code.data_parallel import Members, Prospect, active, ad
 from deepytorch.compiler.code.graph_per_parameters import GraphPerParameters
 from deepytorch.compiler.code.lower import GraphPasses, lower
 from deepytorch.compiler.config import CompilerConfig
-from deepytorch.compiler.manager import copied
 from deepytorch.compiler.plan import Plan
+from deepytorch.passes.graphs import copied
 from deepytorch.passes.reduce_gradients import ReduceGradients
 from deepytorch.torch_internals import inductor_config
 

@@ -13,6 +13,8 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import checkpoint
 
+from deepytorch.passes.graphs import copied
+
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
 
@@ -20,9 +22,7 @@ def eager_graph(module: fx.GraphModule) -> fx.GraphModule:
     """Return `module` with its checkpoints as in eager; `module` itself if it has none."""
     if not holds_checkpoints(module):
         return module
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(module.graph, {}))
-    found = fx.GraphModule(module, graph)
+    found = copied(module)
     for node in found.graph.nodes:
         if node.target is CHECKPOINT:
             name = str(node.args[0].target)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -13,7 +13,6 @@ from deepytorch.compiler.code.compiled_step import CompiledStep
 from deepytorch.compiler.report import RegionRecord
 from deepytorch.compiler.step.batch_facts import Facts, Indices, Refusal, read_facts
 from deepytorch.compiler.step.events import fell_back
-from deepytorch.compiler.step.rounded_step import PackedCall, RoundedStep
 from deepytorch.compiler.step.second_backward import SecondBackward
 from deepytorch.compiler.step.step_outputs import Places, StepOutputs
 from deepytorch.compiler.step.verification import Verification
@@ -21,6 +20,36 @@ from deepytorch.passes.unpad.program import Program
 
 # A packed step that saves less than this share of the padded step's work is not worth its gathers.
 MIN_SAVING = 0.02
+
+
+class PackedCall(NamedTuple):
+    """A packed step with its arguments.
+
+    again: gives its outputs in eager, for a second backward. finish: is applied to its outputs before anybody gets
+    them.
+    """
+
+    code: CompiledStep
+    second: SecondBackward
+    arguments: list[Any]
+    again: Callable[..., Sequence[Any]]
+    finish: Callable[[Sequence[Any]], Sequence[Any]] | None = None
+
+    def run(self, *, is_compiled: bool) -> Sequence[Any]:
+        """Return the outputs of the packed graph, which runs operator by operator until it is compiled."""
+        if is_compiled:
+            values = self.second.run(self.code, self.arguments, self.again, self.arguments)
+        else:
+            values = self.code.in_eager(self.arguments)
+        return values if self.finish is None else self.finish(values)
+
+
+class Rounded(Protocol):
+    """A packed step with few sizes, see `rounding`."""
+
+    def call(self, inputs: Sequence[Any], facts: Facts) -> PackedCall | None:
+        """Return the step for one batch; None if the batch runs with sizes of its own."""
+        ...
 
 
 class Packing:
@@ -40,7 +69,7 @@ class Packing:
         eager: Callable[..., Any],
         code: CompiledStep,
         second: SecondBackward,
-        rounded: RoundedStep | None,
+        rounded: Rounded | None,
         outputs: StepOutputs,
         record: RegionRecord,
         *,

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from deepytorch.compiler.code.compiled_step import CompiledStep, read_inputs
+from deepytorch.compiler.code.compiled_step import CompiledStep
 from deepytorch.compiler.code.lower_region import RegionLowering
 from deepytorch.compiler.dynamo.sizes import symbolic_dims
 from deepytorch.compiler.dynamo.trace_gate import current_trace
@@ -16,13 +16,13 @@ from deepytorch.compiler.report import RegionRecord
 from deepytorch.compiler.step.events import RegionEvents
 from deepytorch.compiler.step.packing import Packing
 from deepytorch.compiler.step.region import Compiled, Padded, Region
-from deepytorch.compiler.step.rounded_step import rounded_step, without_recording
 from deepytorch.compiler.step.route import State
 from deepytorch.compiler.step.second_backward import SecondBackward
 from deepytorch.compiler.step.step_outputs import StepOutputs
 from deepytorch.compiler.step.unused_outputs import Parts, parts_in_outputs
 from deepytorch.compiler.step.verification import Verification
 from deepytorch.passes.base import GraphInput, Role
+from deepytorch.passes.graphs import drop_unread_inputs
 from deepytorch.passes.unpad.program import Program
 
 
@@ -78,6 +78,8 @@ def packed_region(
     varying = [symbolic_dims(fakes[index]) for index in program.packed_inputs] + [(0,)] * len(program.indices)
     rounded = None
     if round_sizes:
+        from deepytorch.compiler.step.rounding.step import rounded_step, without_recording  # on a GPU, when asked for
+
         rounded = rounded_step(packed, program, fakes, lowering, record, events.double_backward, zero_outputs)
         lowering = without_recording(lowering)
     outputs = StepOutputs(program, eager, events, record, batch, parameters, effects.written, effects.draws)
@@ -117,7 +119,8 @@ def rewritten_region(
 def _padded(
     module: fx.GraphModule, fakes: Sequence[Any], lowering: RegionLowering, record: RegionRecord, events: RegionEvents
 ) -> Padded:
-    reads = read_inputs(module, len(fakes))
+    reads = drop_unread_inputs(module.graph)  # sizes, mostly
+    module.recompile()
     code = CompiledStep(module, [symbolic_dims(fakes[index]) for index in reads], lowering, record)
     second = SecondBackward((), events.double_backward, parts_in_outputs(module.graph))
     return Padded(code, reads, second, module.forward, takes_read=True)
@@ -138,7 +141,8 @@ def whole_region(
     """
     placeholders = [node for node in later.graph.nodes if node.op == "placeholder"]
     fakes = [node.meta.get("example_value", node.meta.get("val")) for node in placeholders]
-    reads = read_inputs(later, len(fakes))
+    reads = drop_unread_inputs(later.graph)
+    later.recompile()
     code = CompiledStep(later, [symbolic_dims(fakes[index]) for index in reads], lowering, record)
     return _as_it_is(code, reads, eager, record, unread, parts)
 

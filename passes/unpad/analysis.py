@@ -10,8 +10,9 @@ import torch
 from torch import fx
 
 from deepytorch.passes.base import Context, Decline
+from deepytorch.passes.graphs import arguments_of
 from deepytorch.passes.slicing import Slicer
-from deepytorch.passes.unpad.attentions import Attention, bind, find_attentions
+from deepytorch.passes.unpad.attentions import Attention, find_attentions
 from deepytorch.passes.unpad.demand import Seen, is_float
 from deepytorch.passes.unpad.infinities import may_be_infinite
 from deepytorch.passes.unpad.layout import (
@@ -223,7 +224,7 @@ def _is_token_loss(node: fx.Node, known: Mapping[fx.Node, Layout], slicer: Slice
     classes = 1 if len(logits_layout) > 1 else 0
     expected = logits_layout[:classes] + logits_layout[classes + 1 :]
     same_order = [_kinds(dim) for dim in expected] == [_kinds(dim) for dim in target_layout]
-    arguments = bind(node)
+    arguments = arguments_of(node)
     weight = arguments["weight"]
     if not isinstance(arguments["ignore_index"], int):
         return False

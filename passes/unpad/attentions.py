@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from deepytorch.passes.graphs import arguments_of, match_softcap, number_of
 from deepytorch.passes.unpad.layout import VIEWS
 
 aten = torch.ops.aten
@@ -71,7 +72,7 @@ def find_attentions(graph: fx.Graph) -> list[Attention]:
 
 
 def _fused(node: fx.Node) -> Attention:
-    arguments = bind(node)
+    arguments = arguments_of(node)
     query, mask = arguments["query"], arguments["attn_mask"]
     terms: tuple[Term, ...] = ()
     if mask is not None:
@@ -91,17 +92,6 @@ def _fused(node: fx.Node) -> Attention:
         terms=terms,
         inner=(node,),
     )
-
-
-def bind(node: fx.Node) -> dict[str, Any]:
-    """Return the arguments of an ATen call by name, with defaults filled in."""
-    values: dict[str, Any] = {}
-    for index, argument in enumerate(node.target._schema.arguments):
-        if index < len(node.args):
-            values[argument.name] = node.args[index]
-        else:
-            values[argument.name] = node.kwargs.get(argument.name, argument.default_value)
-    return values
 
 
 _CASTS = frozenset({
@@ -183,8 +173,8 @@ def _scores(node: fx.Node) -> tuple[fx.Node, fx.Node, float, float, list[Term], 
                 return None
             terms.append(Term(args[0], "visible", ndim))
             node = args[1]
-        elif target in _SCALINGS and (number := _number(args[1])) is not None:
-            capped = _softcap(node)
+        elif target in _SCALINGS and (number := number_of(args[1])) is not None:
+            capped = match_softcap(node)
             if capped is not None and not softcap and scale == 1.0:
                 softcap, node, between = capped
                 inner.extend(between)
@@ -196,19 +186,6 @@ def _scores(node: fx.Node) -> tuple[fx.Node, fx.Node, float, float, list[Term], 
             return None
         if not isinstance(node, fx.Node) or (softcap and scale != 1.0 and node.target is aten.tanh.default):
             return None
-
-
-def _softcap(node: fx.Node) -> tuple[float, fx.Node, list[fx.Node]] | None:
-    """Match `cap * tanh(scores / cap)`; return the cap, the scores and the nodes between."""
-    if node.target not in (aten.mul.Tensor, aten.mul.Scalar) or not isinstance(node.args[0], fx.Node):
-        return None
-    tanh, cap = node.args[0], _number(node.args[1])
-    if tanh.target is not aten.tanh.default or cap is None:
-        return None
-    ratio = tanh.args[0]
-    if ratio.target not in (aten.div.Tensor, aten.div.Scalar) or _number(ratio.args[1]) != cap:
-        return None
-    return float(cap), ratio.args[0], [tanh, ratio]
 
 
 def _towards_product(args: tuple[Any, ...]) -> int | None:
@@ -293,23 +270,5 @@ _FILLS = {aten.full_like.default: 1, aten.full.default: 1, aten.new_full.default
 def _is_masking(value: Any) -> bool:
     if isinstance(value, fx.Node) and value.target in _FILLS:
         value = value.args[_FILLS[value.target]]
-    number = _number(value)
+    number = number_of(value)
     return number is not None and number <= MASKED
-
-
-def _number(value: Any) -> float | None:
-    """Return a Python number, or the number in a 0-d constant; None for anything else."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
-    if isinstance(value, fx.Node):
-        if value.target in (aten.lift_fresh_copy.default, aten.detach_.default, aten.to.dtype, aten._to_copy.default):
-            return _number(value.args[0])
-        if value.target in (aten.full.default,) and value.args[0] == []:
-            return _number(value.args[1])
-        if value.target is aten.scalar_tensor.default:
-            return _number(value.args[0])
-        if value.op == "get_attr":
-            constant = getattr(value.graph.owning_module, value.target, None)
-            if isinstance(constant, torch.Tensor) and constant.dim() == 0:
-                return float(constant.item())
-    return None

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from deepytorch.passes.unpad.attentions import bind
+from deepytorch.passes.graphs import arguments_of
 from deepytorch.passes.unpad.layout import (
     VIEWS,
     Dim,
@@ -199,7 +199,7 @@ class AlongPlain(Rule):
 
     def emit(self, node: fx.Node, emitter: Emitter, entries: IndexSet) -> fx.Node:
         x = emitter.layouts[node.args[0]]  # type: ignore[index]
-        arguments = bind(node)
+        arguments = arguments_of(node)
         dims = self._dims(node, len(x)) or []
         mapped = [packed_dim(x, dim) for dim in dims]
         given = arguments[self.name]
@@ -211,7 +211,7 @@ class AlongPlain(Rule):
         )
 
     def _dims(self, node: fx.Node, ndim: int) -> list[int] | None:
-        given = bind(node).get(self.name)
+        given = arguments_of(node).get(self.name)
         if given is None:
             return None
         dims = given if isinstance(given, (list, tuple)) else [given]
@@ -293,7 +293,7 @@ class Slice(Rule):
         x = emitter.packed(node.args[0], entries)
         if packed_sizes(before) == packed_sizes(after):
             return x
-        dim = bind(node)["dim"] % len(before)
+        dim = arguments_of(node)["dim"] % len(before)
         return emitter.call(aten.slice.Tensor, (x, packed_dim(before, dim), *emitter.copied(node.args[2:])), {})
 
 
@@ -303,7 +303,7 @@ class Cat(Rule):
 
     def admits(self, node: fx.Node, layouts: Layouts, from_batch: Mapping[fx.Node, bool]) -> bool:
         out = layouts[node]
-        dim = bind(node)["dim"] % len(out)
+        dim = arguments_of(node)["dim"] % len(out)
         if not _plain(out[dim]):
             return False
         for source in node.args[0]:  # type: ignore[union-attr]
@@ -319,7 +319,7 @@ class Cat(Rule):
 
     def emit(self, node: fx.Node, emitter: Emitter, entries: IndexSet) -> fx.Node:
         out = emitter.layouts[node]
-        dim = bind(node)["dim"] % len(out)
+        dim = arguments_of(node)["dim"] % len(out)
         parts = [emitter.packed(source, entries) for source in node.args[0]]  # type: ignore[union-attr]
         return emitter.call(node.target, (parts, packed_dim(out, dim)), {})
 
@@ -344,7 +344,7 @@ class Embedding(Rule):
         table, ids = node.args[:2]
         if not is_token(layouts.get(ids)) or table not in layouts:  # type: ignore[arg-type,operator]
             return False
-        if bind(node)["scale_grad_by_freq"]:  # the scaling counts the ids of the whole batch, including pads
+        if arguments_of(node)["scale_grad_by_freq"]:  # the scaling counts the ids of the whole batch, including pads
             return False
         return not token_dims(layouts[table])  # type: ignore[index]
 
@@ -483,7 +483,7 @@ def rule_for(node: fx.Node) -> Rule | None:
     if getattr(target, "__name__", "") == "getitem" and isinstance(node.args[0], fx.Node):
         return Item()
     if target in _UNREDUCED_LOSSES:
-        return _POINTWISE if bind(node)["reduction"] == 0 else None
+        return _POINTWISE if arguments_of(node)["reduction"] == 0 else None
     if isinstance(target, OpOverload) and not target._schema.is_mutable:
         random = torch.Tag.nondeterministic_seeded in target.tags
         if torch.Tag.pointwise in target.tags and not random:

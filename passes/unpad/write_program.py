@@ -11,9 +11,9 @@ import sympy
 import torch
 from torch import fx
 
+from deepytorch.passes.graphs import arguments_of, drop_unread_inputs
 from deepytorch.passes.samples import sample
 from deepytorch.passes.unpad import demand as seeing
-from deepytorch.passes.unpad.attentions import bind
 from deepytorch.passes.unpad.demand import admitted_rule
 from deepytorch.passes.unpad.emit import Emitter
 from deepytorch.passes.unpad.index_values import IndexValues
@@ -82,7 +82,7 @@ def write_program(module: fx.GraphModule, region: Region, *, zero_outputs: bool)
     described = IndexValues([space.size for space in region.spaces.values()], region.symbols.shape_env)
     for index in emitter.indices:
         described.describe(emitter.index(index), index)
-    kept = _prune(graph, len(placeholders))
+    kept = drop_unread_inputs(graph, len(placeholders))
     module.graph = graph
     module.recompile()
     return Program(
@@ -124,7 +124,7 @@ def _reference(
         for node, home in sources
     ]
     graph = emitter.finish(values)
-    kept = _prune(graph, len(emitter.inputs))
+    kept = drop_unread_inputs(graph, len(emitter.inputs))
     return fx.GraphModule(module, graph), kept, tuple(emitter.indices)
 
 
@@ -172,7 +172,7 @@ def _write_node(region: Region, emitter: Emitter, node: fx.Node) -> None:
 
 def _write_loss(region: Region, emitter: Emitter, node: fx.Node) -> None:
     entries = region.entries[node]
-    arguments = bind(node)
+    arguments = arguments_of(node)
     logits = emitter.packed(node.args[0], entries)
     labels = emitter.aligned(node.args[1], _label_layout(region, node), entries)
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
@@ -227,7 +227,7 @@ def _epilogues(
         home = None if zero_outputs else entries.get(output)
         gives[output] = home
         graph = emitter.finish([emitter.padded(output) if home is None else emitter.packed(output, home)])
-        kept = _prune(graph, len(number))
+        kept = drop_unread_inputs(graph, len(number))
         epilogue_of[output] = len(epilogues)
         epilogues.append((Epilogue(fx.GraphModule(module, graph), kept, tuple(emitter.indices), ()), boundary))
     return epilogues, epilogue_of, gives
@@ -294,7 +294,7 @@ def _facts(module: fx.GraphModule, region: Region) -> tuple[fx.GraphModule, tupl
             LossFacts(
                 region.space(loss.args[0]).number,
                 target,
-                bind(loss)["ignore_index"],
+                arguments_of(loss)["ignore_index"],
                 grid.offset,
                 grid.cut,
                 ignores_pads=loss in region.entries and not seeing.by_token(loss, region.demand[loss], region.seen),
@@ -315,7 +315,7 @@ def _facts(module: fx.GraphModule, region: Region) -> tuple[fx.GraphModule, tupl
     for leaf, domain in assumed:
         assumptions.append(Assumption(domain, output(emitter.padded(leaf))))
     graph = emitter.finish(values)
-    kept = _prune(graph, len(emitter.inputs))
+    kept = drop_unread_inputs(graph, len(emitter.inputs))
     found = _Found(tuple(spaces), tuple(losses), tuple(picks), tuple(assumptions))
     return fx.GraphModule(module, graph), kept, found
 
@@ -393,18 +393,6 @@ def _costs(region: Region) -> tuple[tuple[IndexSet, float], ...]:
                 key = IndexSet(entries.space, entries.loss)
                 costs[key] = costs.get(key, 0.0) + sizes[0]
     return tuple(costs.items())
-
-
-def _prune(graph: fx.Graph, count: int) -> tuple[int, ...]:
-    """Drop the region's inputs that are not read; return those that stay."""
-    kept = []
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    for index, node in enumerate(placeholders[:count]):
-        if node.users:
-            kept.append(index)
-        else:
-            graph.erase_node(node)
-    return tuple(kept)
 
 
 def _sites(region: Region) -> list[str]:

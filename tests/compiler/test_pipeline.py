@@ -14,10 +14,10 @@ from torch import fx, nn
 from deepytorch.compiler import backend, manager
 from deepytorch.compiler.code import lower_region
 from deepytorch.compiler.code.compiled_step import CompiledStep
-from deepytorch.compiler.manager import copied
 from deepytorch.compiler.report import LEDGER
 from deepytorch.passes.base import Context, Decline, Pass, Rewrite, Role
 from deepytorch.passes.fuse_linear_loss import FuseLinearLoss
+from deepytorch.passes.graphs import copied
 from deepytorch.passes.unpad.strip_padding import StripPadding
 from tests.compiler.plain_models import VOCAB, Plain, sdpa_bool
 

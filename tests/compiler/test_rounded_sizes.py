@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from deepytorch.compiler.step.batch_facts import Facts
-from deepytorch.compiler.step.rounded_sizes import (
+from deepytorch.compiler.step.rounding.sizes import (
     MAX_SIZES,
     RoundedIndices,
     SizeLadder,

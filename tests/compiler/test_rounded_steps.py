@@ -15,7 +15,7 @@ from deepytorch.compiler.code.lower_region import RegionLowering
 from deepytorch.compiler.config import CompilerConfig
 from deepytorch.compiler.plan import Plan
 from deepytorch.compiler.report import LEDGER, Report
-from deepytorch.compiler.step.rounded_step import recording, without_recording
+from deepytorch.compiler.step.rounding.step import recording, without_recording
 from tests.compiler.parity import (
     COMPILED,
     PAD,
@@ -135,13 +135,13 @@ def test_second_backward_of_a_rounded_step() -> None:
 
 
 def test_a_rounded_step_that_fails_leaves_the_packed_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    from deepytorch.compiler.step import rounded_step
+    from deepytorch.compiler.step.rounding import step
 
     def fails(*_: Any) -> None:
         raise RuntimeError("no indices")
 
     pair = Pair(Plain(sdpa_bool, layers=1).train(), options=ROUNDED)
-    monkeypatch.setattr(rounded_step, "RoundedIndices", fails)
+    monkeypatch.setattr(step, "RoundedIndices", fails)
     report = pair.train(batches(masked_lm_batch, *LAYOUTS[:4]))
     assert report.total("steps_rounded") == 0 < report.total("steps_packed"), describe(report)
     assert any("no indices" in each for region in report.regions for each in region.fallbacks)

@@ -2,14 +2,13 @@
 
 A batch's rows are padded to another length each time, so a step that takes ids and masks as they come has other sizes
 each time. Values gathered from them have as many entries as there are tokens. The body takes these values, and where
-token counts are rounded (`compiler/step/rounded_step`) it sees only a few different sizes.
+token counts are rounded (`step`) it sees only a few different sizes.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +17,10 @@ import torch
 from torch import fx
 
 from deepytorch.passes.base import GraphInput, Role
+from deepytorch.passes.graphs import call, copied
 from deepytorch.passes.slicing import Slicer, writes_in_place
 from deepytorch.passes.unpad.region import Declined
-from deepytorch.torch_internals import detect_fake_mode, enter_autocast, exit_autocast, set_grad_enabled_in_graphs
+from deepytorch.torch_internals import enter_autocast, exit_autocast, set_grad_enabled_in_graphs
 
 aten = torch.ops.aten
 _MODES = (enter_autocast, exit_autocast, set_grad_enabled_in_graphs)
@@ -67,8 +67,7 @@ def cut(module: fx.GraphModule, padded_sizes: Collection[sympy.Symbol]) -> Packe
 
 class _Cut:
     def __init__(self, module: fx.GraphModule, padded_sizes: frozenset[sympy.Symbol]) -> None:
-        graph = fx.Graph()
-        graph.output(graph.graph_copy(module.graph, {}))
+        graph = copied(module).graph
         _gather_ids_first(graph)
         self._module, self._graph = module, graph
         self._slicer = Slicer(graph)
@@ -267,22 +266,10 @@ def _gather_ids_first(graph: fx.Graph) -> None:
         if order[-1] not in (last, -1) or any(dim < 0 for dim in order[:-1]):
             continue
         with graph.inserting_before(node):
-            turned = _valued(graph, aten.permute.default, ids, order[:-1])
-            taken = _valued(graph, aten.index_select.default, turned, 0, node.args[2])
+            turned = call(graph, aten.permute.default, (ids, order[:-1]))
+            taken = call(graph, aten.index_select.default, (turned, 0, node.args[2]))
             made = graph.call_function(aten.embedding.default, (table, taken, *rest))
         made.meta.update(node.meta)
         node.replace_all_uses_with(made)
         graph.erase_node(node)
     graph.eliminate_dead_code()
-
-
-def _valued(graph: fx.Graph, target: Any, x: fx.Node, *args: Any) -> fx.Node:
-    node = graph.call_function(target, (x, *args))
-    given = [arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in (x, *args)]
-    mode = detect_fake_mode(given)
-    if mode is None:
-        node.meta["val"] = target(*given)
-        return node
-    with mode, mode.shape_env.suppress_guards() if mode.shape_env is not None else nullcontext():
-        node.meta["val"] = target(*given)
-    return node

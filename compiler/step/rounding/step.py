@@ -1,8 +1,7 @@
 """A packed step whose sizes are rounded up to a few, for which CUDA graphs are recorded.
 
-The packed graph is cut in two (`passes/unpad/packed_body`). The prologue, which depends on the batch alone, runs first,
-operator by operator. The body sees rounded sizes only; it is compiled once, and recorded for each combination of sizes
-that is met.
+The packed graph is cut in two (`packed_body`). The prologue, which depends on the batch alone, runs first, operator by
+operator. The body sees rounded sizes only; it is compiled once, and recorded for each combination of sizes that is met.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import sympy
 import torch
@@ -22,36 +21,15 @@ from deepytorch.compiler.code.lower_region import RegionLowering
 from deepytorch.compiler.config import CompilerConfig
 from deepytorch.compiler.report import RegionRecord
 from deepytorch.compiler.step.batch_facts import Facts
-from deepytorch.compiler.step.rounded_sizes import MAX_SIZES, RoundedIndices, SizeLadder, why_not_rounded
+from deepytorch.compiler.step.packing import PackedCall
+from deepytorch.compiler.step.rounding.packed_body import cut
+from deepytorch.compiler.step.rounding.sizes import MAX_SIZES, RoundedIndices, SizeLadder, why_not_rounded
 from deepytorch.compiler.step.second_backward import SecondBackward
 from deepytorch.compiler.step.unused_outputs import parts_in_outputs
 from deepytorch.log import logger, once
-from deepytorch.passes.unpad.packed_body import cut
 from deepytorch.passes.unpad.program import Program
 from deepytorch.passes.unpad.region import Declined
 from deepytorch.torch_internals import inductor_config
-
-
-class PackedCall(NamedTuple):
-    """A packed step with its arguments.
-
-    again: gives its outputs in eager, for a second backward. finish: is applied to its outputs before anybody gets
-    them.
-    """
-
-    code: CompiledStep
-    second: SecondBackward
-    arguments: list[Any]
-    again: Callable[..., Sequence[Any]]
-    finish: Callable[[Sequence[Any]], Sequence[Any]] | None = None
-
-    def run(self, *, is_compiled: bool) -> Sequence[Any]:
-        """Return the outputs of the packed graph, which runs operator by operator until it is compiled."""
-        if is_compiled:
-            values = self.second.run(self.code, self.arguments, self.again, self.arguments)
-        else:
-            values = self.code.in_eager(self.arguments)
-        return values if self.finish is None else self.finish(values)
 
 
 class RoundedStep:
