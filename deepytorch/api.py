@@ -135,9 +135,9 @@ def explain(model: Callable[..., Any], *args: Any, options: dict[str, Any] | Non
         unpads = CompilerConfig.parse(None, options).unpad
         if unpads and isinstance(target, torch.nn.Module) and target.training and torch.is_grad_enabled():
             with autowrap.paused():  # a proof runs the model, which is not a training step to be armed
-                door = autowrap.explain_door(target, came_to, args, kwargs)
-            if door is not None:
-                found.insert(0, door)
+                entry = autowrap.explain_entry(target, came_to, args, kwargs)
+            if entry is not None:
+                found.insert(0, entry)
     finally:
         EXPLAINING.reset(token)
         reset_dynamo()

@@ -34,8 +34,7 @@ from deepytorch.class_state import ClassState
 from deepytorch.compiler.budget import BUDGET
 from deepytorch.config import Environment
 from deepytorch.errors import ConfigError
-from deepytorch.first_steps import Door as FirstDoor
-from deepytorch.first_steps import FirstSteps
+from deepytorch.first_steps import FirstEntry, FirstSteps
 from deepytorch.library_code import is_of_libraries
 from deepytorch.log import logger, once
 from deepytorch.patches import apply_all, listen, undo_all
@@ -51,21 +50,21 @@ if TYPE_CHECKING:
 
 _LOCK = threading.Lock()
 _PROBED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-# Handles of armed modules. A handle belongs to its module's call and dies with it: its `Door` holds the module.
+# Handles of armed modules. A handle belongs to its module's call and dies with it: its `ModelEntry` holds the module.
 _HANDLES: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Handle]] = weakref.WeakKeyDictionary()
 _DRAWS: weakref.WeakKeyDictionary[nn.Module, RepeatedDraws] = weakref.WeakKeyDictionary()  # of armed and probed modules
 _MODULES: _Modules | None = None  # as the last walk found them; None if they have changed since
 _SETTINGS: dict[str, Any] = {"mode": None, "options": None}  # for modules that the import arms
-# Integrations add to the following four. DOORS: make the `Door` of a module, if it can be packed at its entry, given
+# Integrations add to the following four. ENTRIES: make the `ModelEntry` of a module, if it can be packed there, given
 # the least share of pads worth packing.
-DOORS: list[Callable[[nn.Module, float], Door | None]] = []
+ENTRIES: list[Callable[[nn.Module, float], ModelEntry | None]] = []
 LOOPS: list[Callable[[nn.Module], bool]] = []  # return whether a module's call is a step of a loop, not a model's
 # Return the backbone of a module under a head that no graph can hold; the backbone is compiled in the module's place.
 BACKBONES: list[Callable[[nn.Module], nn.Module | None]] = []
 LEFT_ALONE: dict[str, str] = {}  # package -> the message on its modules, which are not armed
 
 
-class Door(FirstDoor, Protocol):
+class ModelEntry(FirstEntry, Protocol):
     """The packing at a module's entry, through which its training calls go if no graph of it is packed."""
 
     @property
@@ -84,9 +83,9 @@ class Handle:
     Args:
         module: The module.
         compiled: Runs its training calls, given the module and the arguments.
-        door: The packing at its entry, if it has one. It is used if Dynamo cuts the module into several graphs and none
-            of them can be packed. It is used at once if this is known ahead: with partitioned weights (`sharded`), and
-            if no graph of the module can be packed.
+        entry: The packing at its entry, if it has one. It is used if Dynamo cuts the module into several graphs and
+            none of them can be packed. It is used at once if this is known ahead: with partitioned weights (`sharded`),
+            and if no graph of the module can be packed.
         sharded: Whether weights are partitioned.
         first: Runs the calls before the module is compiled, see `first_steps`.
     """
@@ -95,14 +94,14 @@ class Handle:
         self,
         module: nn.Module,
         compiled: Callable[..., Any],
-        door: Door | None = None,
+        entry: ModelEntry | None = None,
         sharded: bool = False,
         first: FirstSteps | None = None,
     ) -> None:
         self._module = weakref.ref(module)
-        self.compiled, self.door = compiled, door
+        self.compiled, self.entry = compiled, entry
         self._outcomes: list[Outcome] = []  # of its graphs
-        self._looked, self._open = False, sharded or _opens_at_once(module, door)
+        self._looked, self._packs_at_entry = False, sharded or _packs_from_start(module, entry)
         self._first, self._begun = first, first is None
         self._classes, self._paused = ClassState(module), BUDGET.paused
 
@@ -136,17 +135,17 @@ class Handle:
         if not self._begun:
             assert self._first is not None
             self._first.restore()
-            self.compiled, self.door, self._begun = *self._first.then(), True
-            self._open = _opens_at_once(module, self.door)
+            self.compiled, self.entry, self._begun = *self._first.then(), True
+            self._packs_at_entry = _packs_from_start(module, self.entry)
         if self._first is not None:
             return self._first.timed(partial(self._compiled_call, module), args, kwargs)
         return self._compiled_call(module, *args, **kwargs)
 
     def _compiled_call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if self.door is None:
+        if self.entry is None:
             return self.compiled(module, *args, **kwargs)
-        if self._open:
-            return self.door.call(partial(self.compiled, module), args, kwargs)
+        if self._packs_at_entry:
+            return self.entry.call(partial(self.compiled, module), args, kwargs)
         if self._looked:
             return self.compiled(module, *args, **kwargs)
         from deepytorch.compiler.outcome import Outcome, outcomes
@@ -155,7 +154,7 @@ class Handle:
             outputs = self.compiled(module, *args, **kwargs)
         self._outcomes += found
         self._looked = Outcome.PUT_OFF not in found  # else some frames of the module are traced later
-        self._open = _wants_door(module, self._outcomes)
+        self._packs_at_entry = _needs_entry(module, self._outcomes)
         return outputs
 
     def restore(self) -> None:
@@ -164,7 +163,7 @@ class Handle:
         if module is not None and handle_of(module) is self:
             del _HANDLES[module]
             _take_out(module)
-            for each in (self.door, self._first):
+            for each in (self.entry, self._first):
                 if each is not None:
                     each.restore()
 
@@ -429,7 +428,7 @@ class _Several(Handle):
             handle.restore()
 
 
-def explain_door(
+def explain_entry(
     model: nn.Module, found: Sequence[Outcome], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> RegionRecord | None:
     """Return the record of packing at a model's entry for a call whose graphs had the outcomes `found`.
@@ -437,18 +436,18 @@ def explain_door(
     None if the call would not be packed at entry.
     """
     module = _compiled_part(model)
-    door = _door_of(module, None)  # a separate one: that of an armed module learns in training
-    opens = _opens_at_once(module, door) or _wants_door(module, found) or _is_partitioned(module)
-    if door is None or not (opens or any(map(_is_sharded, module.modules()))):
+    entry = _entry_of(module, None)  # a separate one: that of an armed module learns in training
+    packs = _packs_from_start(module, entry) or _needs_entry(module, found) or _is_partitioned(module)
+    if entry is None or not (packs or any(map(_is_sharded, module.modules()))):
         return None
     handle = handle_of(module)
-    armed_door = None if handle is None else handle.door
-    if armed_door is not None and armed_door.asked:
-        return armed_door.explain(args, kwargs)
+    armed_entry = None if handle is None else handle.entry
+    if armed_entry is not None and armed_entry.asked:
+        return armed_entry.explain(args, kwargs)
     try:
-        return door.explain(args, kwargs)
+        return entry.explain(args, kwargs)
     finally:
-        door.restore()
+        entry.restore()
 
 
 def disarm_inside(module: nn.Module) -> None:
@@ -464,7 +463,7 @@ def _restore(module: nn.Module) -> None:
         handle.restore()
 
 
-def _wants_door(module: nn.Module, found: Sequence[Outcome]) -> bool:
+def _needs_entry(module: nn.Module, found: Sequence[Outcome]) -> bool:
     """Return whether a module is to be packed at entry, since Dynamo packed none of its graphs.
 
     That is: Dynamo cut a call into several graphs, or found one that cannot be analysed. A proof at entry uses rows of
@@ -479,9 +478,9 @@ def _wants_door(module: nn.Module, found: Sequence[Outcome]) -> bool:
     return (len(graphs) > 1 or Outcome.UNTRACEABLE in found) and is_of_libraries(module)
 
 
-def _opens_at_once(module: nn.Module, door: Door | None) -> bool:
-    """Return whether the module is packed at entry from the begin, as its graphs cannot be packed anyway."""
-    return door is not None and door.is_the_only_way and is_of_libraries(module)
+def _packs_from_start(module: nn.Module, entry: ModelEntry | None) -> bool:
+    """Return whether the module is packed at entry from the start, as its graphs cannot be packed anyway."""
+    return entry is not None and entry.is_the_only_way and is_of_libraries(module)
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
@@ -519,25 +518,25 @@ def _arm_all(module: nn.Module, mode: str | None, options: dict[str, Any] | None
         return [_arm(module, mode, options)]
     from deepytorch.compiler.compile_module import step
 
-    door = _door_of(module, options)
+    entry = _entry_of(module, options)
     handles = [_arm(each, mode, options) for each in blocks]
-    if door is not None and module not in _HANDLES:
-        handles.append(_keep(module, Handle(module, step, door, sharded=True)))
+    if entry is not None and module not in _HANDLES:
+        handles.append(_keep(module, Handle(module, step, entry, sharded=True)))
     return handles
 
 
-def _door_of(module: nn.Module, options: dict[str, Any] | None) -> Door | None:
+def _entry_of(module: nn.Module, options: dict[str, Any] | None) -> ModelEntry | None:
     from deepytorch.compiler.config import CompilerConfig
 
     config = CompilerConfig.parse(None, options)
     if not config.unpad:
         return None
-    return next((door for make in DOORS if (door := make(module, config.min_padding)) is not None), None)
+    return next((entry for make in ENTRIES if (entry := make(module, config.min_padding)) is not None), None)
 
 
-def _first_door_of(module: nn.Module, options: dict[str, Any] | None) -> Door | None:
-    """Return the `Door` for the steps before a module is traced; None unless it reaches by attention alone."""
-    return _door_of(module, options) if is_of_libraries(module) else None
+def _first_entry_of(module: nn.Module, options: dict[str, Any] | None) -> ModelEntry | None:
+    """Return the `ModelEntry` for the steps before a module is traced; None unless it reaches by attention alone."""
+    return _entry_of(module, options) if is_of_libraries(module) else None
 
 
 def _is_partitioned(module: nn.Module) -> bool:
@@ -556,13 +555,13 @@ def _arm(module: nn.Module, mode: str | None, options: dict[str, Any] | None) ->
     from deepytorch.compiler.config import CompilerConfig
 
     if CompilerConfig.parse(mode, options).waits or _is_partitioned(module):
-        compiled, door = _compiled(module, mode, options)
-        handle = Handle(module, compiled, door, sharded=door is not None and _is_partitioned(module))
+        compiled, entry = _compiled(module, mode, options)
+        handle = Handle(module, compiled, entry, sharded=entry is not None and _is_partitioned(module))
     else:
         this = weakref.ref(module)
         first = FirstSteps(
             module,
-            lambda: _first_door_of(_alive(this), options),
+            lambda: _first_entry_of(_alive(this), options),
             lambda cost, packs: _compiled(_alive(this), mode, options, cost, packs),
         )
         handle = Handle(module, _not_yet, first=first)
@@ -591,13 +590,16 @@ def _compiled(
     options: dict[str, Any] | None,
     first_seconds: float = 0.0,
     packs_in_eager: bool = True,
-) -> tuple[Callable[..., Any], Door | None]:
-    """Return the callable of a module's training calls, and its `Door`. Other arguments: as for `compiled_call`."""
+) -> tuple[Callable[..., Any], ModelEntry | None]:
+    """Return the callable of a module's training calls, and its `ModelEntry`.
+
+    Other arguments: as for `compiled_call`.
+    """
     from deepytorch.compiler.compile_module import compiled_call, step
 
-    door = _door_of(module, options)
-    partitioned = door is not None and _is_partitioned(module)
-    return (step if partitioned else compiled_call(type(module), mode, options, first_seconds, packs_in_eager)), door
+    entry = _entry_of(module, options)
+    partitioned = entry is not None and _is_partitioned(module)
+    return (step if partitioned else compiled_call(type(module), mode, options, first_seconds, packs_in_eager)), entry
 
 
 def _keep(module: nn.Module, handle: Handle) -> Handle:

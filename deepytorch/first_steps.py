@@ -32,8 +32,8 @@ from deepytorch.compiler.dynamo.attends_by_name import attends_by_name
 from deepytorch.compiler.report import STARTS
 from deepytorch.process_age import seconds_since_start
 
-_PADDED = (1, 3)  # which calls after the one in which the door was asked run padded
-_TRIED = 3  # packed calls before a door that does not pay is shut
+_PADDED = (1, 3)  # which calls after the one with the proof at entry run padded
+_TRIED = 3  # packed calls before packing at entry that does not pay is given up
 _CAUTION = 0.85
 STEP_IN_FORWARDS = 3  # the time of a step, with its backward, in forwards
 PAUSE_SECONDS = 7.0  # to trace, to prove and to load a model of some layers
@@ -58,8 +58,8 @@ def _same_step() -> SameStep | None:
     return SameStep(takeover.name, takeover.store, ddp.process_group.rank())
 
 
-class Door(Protocol):
-    """The packing of batches at a module's entry, without its graph, see `integrations.hf_door`."""
+class FirstEntry(Protocol):
+    """The packing of batches at a module's entry, without its graph, see `integrations.model_entry`."""
 
     @property
     def is_the_only_way(self) -> bool:
@@ -82,19 +82,20 @@ class Door(Protocol):
 class FirstSteps:
     """The counts and times of one module's calls until it is compiled.
 
-    make_door: makes the module's `Door` for these steps alone, if it has one. then: gives the callable of later calls
-    and a `Door` for those, from the estimated seconds of the first trace and from whether packing pays in eager.
+    make_entry: makes the module's `FirstEntry` for these steps alone, if it has one. then: gives the callable of later
+    calls and a `FirstEntry` for those, from the estimated seconds of the first trace and from whether packing pays in
+    eager.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        make_door: Callable[[], Door | None],
+        make_entry: Callable[[], FirstEntry | None],
         then: Callable[[float, bool], tuple[Callable[..., Any], Any]],
     ) -> None:
         self._cost = _TRACE_SECONDS + _TRACE_SECONDS_A_MODULE * sum(1 for _ in module.modules())
-        self._make_door, self._then = make_door, then
-        self._door: Door | None = None
+        self._make_entry, self._then = make_entry, then
+        self._entry: FirstEntry | None = None
         self._calls = 0
         self._asked = 0  # the number of the call with the proof at entry
         self._seconds_a_position: float | None = None  # of a padded forward of up to `_most_positions`
@@ -104,7 +105,7 @@ class FirstSteps:
         self._over = False
 
     def then(self) -> tuple[Callable[..., Any], Any]:
-        """Return the callable of the module's calls from now on, and the `Door` for those."""
+        """Return the callable of the module's calls from now on, and the `FirstEntry` for those."""
         return self._then(self._cost, self._pays)
 
     def has_looked(self) -> bool:
@@ -120,7 +121,7 @@ class FirstSteps:
             STARTS.first_step = seconds_since_start()
         if not self._over:
             since = self._calls - self._asked
-            measured = self._asked > 0 and (self._door is None or since > _PADDED[-1])
+            measured = self._asked > 0 and (self._entry is None or since > _PADDED[-1])
             affordable = measured and BUDGET.affords(self._cost)
             self._over = affordable if self._together is None else self._together.has_come(self._calls, affordable)
         return self._over
@@ -128,15 +129,15 @@ class FirstSteps:
     def call(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a call that is not traced."""
         if not self._asked and self._calls > 1 and BUDGET.affords(_ASK_SECONDS):
-            self._asked, self._door = self._calls, self._make_door()
-            marked_ahead = self._door is None or not self._door.is_the_only_way
+            self._asked, self._entry = self._calls, self._make_entry()
+            marked_ahead = self._entry is None or not self._entry.is_the_only_way
             self._cost *= _ONE_TRACE if marked_ahead and attends_by_name(module) else 1.0
-        if self._door is None:
+        if self._entry is None:
             return module._call_impl(*args, **kwargs)
         if self._is_padded():
             return self.timed(module._call_impl, args, kwargs)
-        door = self._door
-        return self.timed(lambda *args, **kwargs: door.call(module._call_impl, args, kwargs), args, kwargs)
+        entry = self._entry
+        return self.timed(lambda *args, **kwargs: entry.call(module._call_impl, args, kwargs), args, kwargs)
 
     def timed(self, run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call `run(*args, **kwargs)`, and account for the time that it has saved."""
@@ -162,9 +163,9 @@ class FirstSteps:
             BUDGET.account(saved if paused else _CAUTION * STEP_IN_FORWARDS * saved)
             self._saved += saved
             tried = self._calls > self._asked + _PADDED[-1] + _TRIED and not self._over
-            if tried and self._saved < 0 and self._door is not None:  # for a small model packing costs more
-                self._door.leave(_DOES_NOT_PAY)
-                self._door, self._pays = None, False
+            if tried and self._saved < 0 and self._entry is not None:  # for a small model packing costs more
+                self._entry.leave(_DOES_NOT_PAY)
+                self._entry, self._pays = None, False
 
     def _is_padded(self) -> bool:
         """Return whether this call runs padded to measure the cost of a position."""
@@ -172,9 +173,9 @@ class FirstSteps:
 
     def restore(self) -> None:
         """Undo packing at the module's entry."""
-        if self._door is not None:
-            self._door.restore()
-            self._door = None
+        if self._entry is not None:
+            self._entry.restore()
+            self._entry = None
 
 
 def _is_batch(value: Any) -> bool:

@@ -200,8 +200,8 @@ def _cell(host: str, model: str, options: HostsOptions) -> Cell:
 
 def _how(regions: Sequence[dict[str, Any]]) -> str:
     packed = [region["name"] for region in regions if region["outcome"] == "packed"]
-    if any(name.startswith("door") for name in packed):
-        return "at the model's door"
+    if any(name.startswith("model entry") for name in packed):
+        return "at model entry"
     return "in the graph" if packed else "compiled, padded" if regions else "left alone"
 
 

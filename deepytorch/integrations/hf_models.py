@@ -1,4 +1,4 @@
-"""Hugging Face models can be packed at model entry, by `hf_door`, which is loaded when a model is first armed."""
+"""Hugging Face models can be packed at model entry, by `model_entry`, which is loaded when a model is first armed."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ def attach(_: Any) -> None:
     """Tell `autowrap` of packing at model entry, once transformers is imported."""
     from deepytorch import autowrap
 
-    if _door_for not in autowrap.DOORS:
-        autowrap.DOORS.append(_door_for)
+    if _entry_for not in autowrap.ENTRIES:
+        autowrap.ENTRIES.append(_entry_for)
 
 
-def _door_for(module: Any, min_padding: float) -> Any:
-    from deepytorch.integrations.hf_door import door_for
+def _entry_for(module: Any, min_padding: float) -> Any:
+    from deepytorch.integrations.model_entry import entry_for
 
-    return door_for(module, min_padding)
+    return entry_for(module, min_padding)

@@ -88,7 +88,7 @@ class RowKind(Enum):
 
 @dataclass(frozen=True)
 class Reading:
-    """The reading of a batch by a model, found out once: see `hf_door`.
+    """The reading of a batch by a model, found out once: see `model_entry`.
 
     Attributes:
         positions: Gives position_ids (rows, positions) from ids and mask, for a model that takes them and was not given

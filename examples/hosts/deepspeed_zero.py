@@ -1,7 +1,7 @@
 """DeepSpeed ZeRO, with one line more: `torchrun --nproc-per-node 2 examples/hosts/deepspeed_zero.py [STAGE]`.
 
 On CPU set DS_ACCELERATOR=cpu. `engine.compile(backend="deepytorch")` says the same about the engine's module. ZeRO-3
-cuts every graph at its hooks: padding is then stripped at the model's door.
+cuts every graph at its hooks: padding is then stripped at model entry.
 """
 
 import deepytorch  # the one line

@@ -548,8 +548,8 @@ optimizer = optimizer_of(model)
 ids = torch.randint(5, 64, (4, 20))
 mask = (torch.arange(20)[None] < torch.tensor([20, 5, 8, 12])[:, None]).long()
 batch = dict(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100))
-door = deepytorch.explain(model, **batch).to_json()["regions"][0]
-assert (door["name"], door["outcome"]) == ("door of LlamaForCausalLM", "packed"), door
+entry = deepytorch.explain(model, **batch).to_json()["regions"][0]
+assert (entry["name"], entry["outcome"]) == ("model entry of LlamaForCausalLM", "packed"), entry
 assert not autowrap.armed(model)
 model(**batch).loss.backward()
 assert [name for name, module in model.named_modules() if module in autowrap._HANDLES] == [""]

@@ -17,7 +17,7 @@ from tests import count
         ("Of all that live.", True),
         ("The same, again.", True),
         ("Return whether it is so.", False),
-        ("Ask the door.", False),  # "As" alone is a word
+        ("Ask the model.", False),  # "As" alone is a word
         ("Offsets of the rows, in tokens.", False),
     ],
 )

@@ -44,18 +44,18 @@ def test_a_model_in_one_graph_has_one_region_with_its_fraction_and_gain() -> Non
 
 
 @pytest.mark.slow
-def test_where_graphs_break_the_door_is_one_more_region() -> None:
+def test_where_graphs_break_the_model_entry_is_one_more_region() -> None:
     LEDGER.forget()
     model = cut_by_a_print(llama("sdpa").train())
     before = {name: value.clone() for name, value in model.state_dict().items()}
     one, full = batches(causal_batch, (4, 11, "right"), (4, 9, "none"))
-    door, *others = explain(model, **one, options=EAGER).to_json()["regions"]
-    assert (door["name"], door["outcome"]) == ("door of LlamaForCausalLM", "packed")
-    assert door["real_token_fraction"] == pytest.approx(float(one["attention_mask"].float().mean()))
+    entry, *others = explain(model, **one, options=EAGER).to_json()["regions"]
+    assert (entry["name"], entry["outcome"]) == ("model entry of LlamaForCausalLM", "packed")
+    assert entry["real_token_fraction"] == pytest.approx(float(one["attention_mask"].float().mean()))
     assert len(others) > 1
     assert {region["outcome"] for region in others} == {"declined"}
-    door = explain(model, **full, options=EAGER).to_json()["regions"][0]
-    assert door["this_batch_would_run_padded_because"] == ["hardly any padding in the batch"]
+    entry = explain(model, **full, options=EAGER).to_json()["regions"][0]
+    assert entry["this_batch_would_run_padded_because"] == ["hardly any padding in the batch"]
     assert not LEDGER.report().regions
     assert not any("_compiled_call_impl" in vars(module) for module in model.modules())
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -63,20 +63,20 @@ def test_where_graphs_break_the_door_is_one_more_region() -> None:
 
 
 @pytest.mark.slow
-def test_a_door_that_stays_shut_says_why() -> None:
+def test_a_model_that_is_not_packed_at_entry_says_why() -> None:
     model = cut_by_a_print(llama("sdpa").train())
     [batch] = batches(causal_batch, (4, 11, "right"))
     del batch["attention_mask"]
-    door = explain(model, **batch, options=EAGER).to_json()["regions"][0]
-    assert door["outcome"] == "declined"
-    assert door["declined"] == ["no attention mask is given"]
+    entry = explain(model, **batch, options=EAGER).to_json()["regions"][0]
+    assert entry["outcome"] == "declined"
+    assert entry["declined"] == ["no attention mask is given"]
     with_unpad_off = explain(model, **batch, options={**EAGER, "unpad": False}).to_json()["regions"]
-    assert not any(region["name"].startswith("door") for region in with_unpad_off)
+    assert not any(region["name"].startswith("model entry") for region in with_unpad_off)
 
 
 @pytest.mark.slow
 @pytest.mark.matrix
-def test_asking_in_the_middle_of_training_leaves_its_door_open() -> None:
+def test_asking_in_the_middle_of_training_leaves_it_packed_at_entry() -> None:
     LEDGER.forget()
     model = cut_by_a_print(llama("sdpa").train())
     handle = deepytorch.optimize(model, options=EAGER)
@@ -85,10 +85,10 @@ def test_asking_in_the_middle_of_training_leaves_its_door_open() -> None:
         for batch in given[:2]:
             model(**batch).loss.backward()
         regions = explain(model, **given[2], options=EAGER).to_json()["regions"]
-        assert (regions[0]["name"], regions[0]["outcome"]) == ("door of LlamaForCausalLM", "packed")
+        assert (regions[0]["name"], regions[0]["outcome"]) == ("model entry of LlamaForCausalLM", "packed")
         model(**given[2]).loss.backward()
-        assert handle.door is not None
-        [record] = [each for each in LEDGER.report().regions if each.name.startswith("door")]
+        assert handle.entry is not None
+        [record] = [each for each in LEDGER.report().regions if each.name.startswith("model entry")]
         assert (record.steps_profiled, record.steps_packed, record.steps_padded) == (1, 1, 0)
         assert autowrap.armed(model)
     finally:

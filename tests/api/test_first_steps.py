@@ -41,13 +41,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-class Door:
+class FirstEntry:
     """Takes as long as it is told."""
 
     is_the_only_way = False
 
     def __init__(self, seconds: float) -> None:
-        self.seconds, self.calls, self.is_open, self.reason = seconds, 0, True, ""
+        self.seconds, self.calls, self.is_in_use, self.reason = seconds, 0, True, ""
 
     def call(self, run: Any, args: Any, kwargs: Any) -> Any:
         self.calls += 1
@@ -55,10 +55,10 @@ class Door:
         return "packed"
 
     def restore(self) -> None:
-        self.is_open = False
+        self.is_in_use = False
 
     def leave(self, reason: str) -> None:
-        self.is_open, self.reason = False, reason
+        self.is_in_use, self.reason = False, reason
 
 
 class Padded(nn.Module):
@@ -77,10 +77,10 @@ class SelfAttention(Padded):
     """The same by a name that tells."""
 
 
-def steps(door: Door | None, kind: type[nn.Module] = Padded) -> tuple[FirstSteps, Any]:
+def steps(entry: FirstEntry | None, kind: type[nn.Module] = Padded) -> tuple[FirstSteps, Any]:
     """Those of a module, and what makes one call."""
     module = kind()
-    first = FirstSteps(module, lambda: door, lambda _, pays: (pays, None))
+    first = FirstSteps(module, lambda: entry, lambda _, pays: (pays, None))
     ids = torch.zeros(2, 4)
 
     def call() -> str:
@@ -101,7 +101,7 @@ def test_a_pause_is_affordable_as_a_share_of_the_run_or_of_what_was_saved(clock:
     assert not budget.affords(0.0)
 
 
-def test_without_a_door_steps_are_eager_until_a_trace_is_affordable(clock: Clock) -> None:
+def test_without_packing_at_entry_steps_are_eager_until_a_trace_is_affordable(clock: Clock) -> None:
     _, call = steps(None)
     clock.age = 1e6
     assert [call(), call(), call()] == ["padded", "padded", "traced"]
@@ -116,12 +116,12 @@ def test_what_is_traced_once_is_traced_earlier(clock: Clock) -> None:
     assert found == {Padded: "padded", SelfAttention: "traced"}
 
 
-def test_what_is_packed_at_its_door_alone_is_traced_as_its_batches_come(clock: Clock) -> None:
+def test_what_is_packed_at_entry_alone_is_traced_as_its_batches_come(clock: Clock) -> None:
     costs = {}
     for only in (True, False):
-        door = Door(0.0)
-        door.is_the_only_way = only
-        first, call = steps(door, SelfAttention)
+        entry = FirstEntry(0.0)
+        entry.is_the_only_way = only
+        first, call = steps(entry, SelfAttention)
         clock.age = 0.9 * first_steps._ASK_SECONDS / SHARE
         assert [call(), call()] == ["padded", "padded"]
         assert not first._asked
@@ -143,38 +143,38 @@ def test_a_run_too_short_to_be_traced_is_told_so_in_its_report(monkeypatch: pyte
     assert told not in str(Summary(Report([RegionRecord("region 0/0", "packed", "inductor")])))
 
 
-def test_the_first_step_is_never_traced_and_asks_no_door(clock: Clock) -> None:
+def test_the_first_step_is_neither_traced_nor_packed_at_entry(clock: Clock) -> None:
     clock.age = 1e6
-    door = Door(0.0)
-    _, call = steps(door)
+    entry = FirstEntry(0.0)
+    _, call = steps(entry)
     call()
-    assert door.calls == 0
+    assert entry.calls == 0
 
 
-def test_a_door_that_pays_packs_and_buys_the_trace(clock: Clock) -> None:
+def test_packing_at_entry_that_pays_buys_the_trace(clock: Clock) -> None:
     clock.age = 5.0  # enough to ask, not to trace
     Padded.longest = 0.0
-    door = Door(0.001)
-    first, call = steps(door)
+    entry = FirstEntry(0.001)
+    first, call = steps(entry)
     found = [call() for _ in range(120)]
     assert found[:6] == ["padded", "packed", "padded", "packed", "padded", "packed"]  # as it comes, watched, timed
     assert "traced" in found
     packed = found.index("traced") - 5
     saved = packed * (Padded.longest + 0.002) * first_steps.STEP_IN_FORWARDS * first_steps._CAUTION
     assert saved > 2.0  # what the trace is thought to cost, less the share
-    assert door.is_open is True  # shut by whoever traces
+    assert entry.is_in_use is True  # restored by whoever traces
     assert first.then()[0] is True
 
 
-def test_a_door_that_does_not_pay_is_shut(clock: Clock) -> None:
+def test_packing_at_entry_that_does_not_pay_is_given_up(clock: Clock) -> None:
     clock.age = 5.0
-    door = Door(0.05)
-    first, call = steps(door)
+    entry = FirstEntry(0.05)
+    first, call = steps(entry)
     found = [call() for _ in range(12)]
-    assert not door.is_open
+    assert not entry.is_in_use
     assert found[-1] == "padded"
     assert found.count("packed") <= first_steps._TRIED + 3
-    assert "takes longer than it saves" in door.reason
+    assert "takes longer than it saves" in entry.reason
     assert first.then()[0] is False  # nor does packing in eager pay later, until steps are compiled
 
 
@@ -188,7 +188,7 @@ def test_one_slow_padded_call_does_not_make_packing_seem_to_save_more(clock: Clo
             return super().forward(ids)
 
     clock.age = 5.0
-    _, call = steps(Door(0.0), Uneven)
+    _, call = steps(FirstEntry(0.0), Uneven)
     before = first_steps.BUDGET.balance
     assert [call() for _ in range(5)][3:] == ["packed", "padded"]
     assert first_steps.BUDGET.balance == before  # not before both have been timed
@@ -200,13 +200,13 @@ def test_one_slow_padded_call_does_not_make_packing_seem_to_save_more(clock: Clo
 def test_small_padded_batches_do_not_make_packing_seem_to_save_what_large_ones_do_not_cost(clock: Clock) -> None:
     """Each of whose positions costs more: most of a small batch's time goes into what all batches cost."""
     clock.age = 5.0
-    door = Door(0.019)
-    first, call = steps(door)
+    entry = FirstEntry(0.019)
+    first, call = steps(entry)
     before = first_steps.BUDGET.balance
     assert [call() for _ in range(5)][3:] == ["packed", "padded"]
     assert not first.over()
     for seconds in (0.019, 0.1):  # nor does it seem to lose: nobody knows what these would have cost padded
-        door.seconds = seconds
+        entry.seconds = seconds
         first.call(nn.Identity(), (torch.zeros(80, 40),), {})
         assert 0 <= first_steps.BUDGET.balance - before < 0.02 * first_steps.STEP_IN_FORWARDS
 

@@ -16,7 +16,7 @@ from torch import nn
 kind = sys.argv[1]
 if os.environ["DEEPYTORCH_COMPILE"] == "wait":
     deepytorch.configure(options={"lowering": "aot_eager"})
-else:  # in its first steps a model is packed at its door as soon as that can be asked
+else:  # in its first steps a model is packed at entry as soon as that can be asked
     import deepytorch.first_steps
     deepytorch.first_steps._ASK_SECONDS = 0.0
 

@@ -391,7 +391,7 @@ sys.stdout.write(f"packed {sum(region['steps_packed'] for region in report['regi
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", ["door", "graph"])
+@pytest.mark.parametrize("stage", ["entry", "graph"])
 def test_a_gradient_penalty_through_packed_rows_before_they_are_compiled(stage: str) -> None:
     """Nothing stands between such a step and autograd: the operators themselves have second derivatives."""
     done = run_cold(f"import sys\n{PACKED_PENALTY}", stage)

@@ -245,7 +245,7 @@ def test_a_graph_without_attention_needs_nothing_of_dynamos() -> None:
     torch.testing.assert_close(found, graph(x))
 
 
-def test_a_call_from_a_door_is_not_marked_ahead() -> None:
+def test_a_call_that_is_packed_at_entry_is_not_marked_ahead() -> None:
     """Its mask has rows, by its sizes: as many as the longest row has columns."""
     rows = Rows(torch.tensor([0, 3, 8]).int(), torch.tensor([0, 1, 2, 0, 1, 2, 3, 4]).int(), 5)
     packed = (torch.ones(1, 8, dtype=torch.int64), encode_mask(rows))

@@ -113,8 +113,8 @@ mask = torch.ones_like(ids)
 mask[1:, 5 + dist.get_rank():] = 0
 for step in range(4):
     if step == 2:
-        [door] = [each for each in deepytorch.report().to_json()["regions"] if each["name"].startswith("door")]
-        assert (door["steps_profiled"], door["steps_packed"], door["steps_padded"]) == (1, 1, 0), door
+        [entry] = [each for each in deepytorch.report().to_json()["regions"] if each["name"].startswith("model entry")]
+        assert (entry["steps_profiled"], entry["steps_packed"], entry["steps_padded"]) == (1, 1, 0), entry
         state.update(failing=dist.get_rank() == 1, calls=0)
     try:
         loss = model(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss
@@ -176,10 +176,11 @@ def train(net):
         losses.append(loss.detach())
     return torch.stack(losses)
 ours = train(model)
-[door] = [each for each in deepytorch.report().to_json()["regions"] if each["name"].startswith("door")]
+[entry] = [each for each in deepytorch.report().to_json()["regions"] if each["name"].startswith("model entry")]
 with deepytorch.paused():
     torch.testing.assert_close(ours, train(same), rtol=1e-4, atol=1e-5)
-print(dist.get_rank(), door["steps_profiled"], door["steps_packed"], door["steps_padded"], list(door["padded_because"]))
+steps = entry["steps_profiled"], entry["steps_packed"], entry["steps_padded"]
+print(dist.get_rank(), *steps, list(entry["padded_because"]))
 dist.destroy_process_group()
 """
 

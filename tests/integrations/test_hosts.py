@@ -7,19 +7,19 @@ import pytest
 from deepytorch.bench.host_loops import PACKAGES
 from deepytorch.bench.hosts import HostsOptions, run_hosts
 
-GRAPH, DOOR = "in the graph", "at the model's door"
+GRAPH, ENTRY = "in the graph", "at model entry"
 CELLS = [
     ("trainer", "llama", GRAPH),
     ("plain", "t5", GRAPH),
     ("ddp", "bert", GRAPH),
-    ("fsdp2", "t5", DOOR),
+    ("fsdp2", "t5", ENTRY),
     ("accelerate", "bert", GRAPH),
     ("zero1", "bert", GRAPH),
     ("zero2", "t5", GRAPH),
     ("zero2-offload", "llama", GRAPH),
-    ("zero3", "llama", DOOR),
-    ("zero3-offload", "bert", DOOR),
-    ("zero3", "t5", DOOR),
+    ("zero3", "llama", ENTRY),
+    ("zero3-offload", "bert", ENTRY),
+    ("zero3", "t5", ENTRY),
     ("lightning", "llama", GRAPH),
     ("peft", "bert", GRAPH),
     ("trl", "llama", GRAPH),

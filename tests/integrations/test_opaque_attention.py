@@ -1,4 +1,4 @@
-"""Models whose attention is a kernel that no graph shows the inside of are packed at their door, and train the same."""
+"""Models whose attention is a kernel that no graph shows the inside of are packed at entry, and train the same."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from deepytorch import autowrap
 from deepytorch.compiler.dynamo.sizes import marked_ahead
 from deepytorch.compiler.report import LEDGER
 from deepytorch.integrations import packed_attention
-from deepytorch.integrations.hf_door import Door, door_for
+from deepytorch.integrations.model_entry import ModelEntry, entry_for
 from tests.compiler.parity import batches, causal_batch, compare_at_tokens, expect_packed, masked_lm_batch, mixture
 from tests.compiler.parity import padded_because as reasons_of
 from tests.compiler.test_parity_decoders import GROUPED, gemma2, llama, mistral
 from tests.integrations.opaque_attention import FlashCalls, install
-from tests.integrations.test_hf_door import DoorPair, declined, taken
+from tests.integrations.test_model_entry import EntryPair, declined, taken
 
 FLASH = ["flash_attention_2", "flash_attention_3"]
 IMPLEMENTATIONS = [*FLASH, "flex_attention"]
@@ -44,7 +44,7 @@ def test_a_decoder_trains_packed_and_the_same_for_every_padding(
     install(monkeypatch, implementation)
     model = llama(implementation).train()
     assert model.config._attn_implementation == implementation
-    pair = DoorPair(model)
+    pair = EntryPair(model)
     given = batches(causal_batch, *mixture([(4, 8, "none"), (1, 7, "right"), (4, 10, "left")]))
     at_pads = batches(causal_batch, (4, 9, "right"), seed=5)
     at_pads[0]["labels"] = at_pads[0]["input_ids"].clone()
@@ -58,7 +58,7 @@ def test_a_decoder_trains_packed_and_the_same_for_every_padding(
 
 def test_packed_rows_do_not_go_through_the_kernels_and_what_stays_padded_does(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = install(monkeypatch, "flash_attention_2")
-    pair = DoorPair(llama("flash_attention_2").train())
+    pair = EntryPair(llama("flash_attention_2").train())
     packed, whole = batches(causal_batch, (4, 11, "right"), (4, 9, "none"))
 
     def counted(batch: Any) -> int:
@@ -79,7 +79,7 @@ def test_windows_and_softcaps_are_those_of_the_kernels(
     install(monkeypatch, implementation)
     model = build(implementation).train()
     model.config.use_cache = False
-    pair = DoorPair(model)
+    pair = EntryPair(model)
     expect_packed(pair.train(batches(causal_batch, (4, 11, "right"), (4, 13, "left"), (3, 9, "mixed"))), steps=3)
 
 
@@ -89,22 +89,22 @@ def test_a_window_to_both_sides_of_an_encoder(implementation: str, monkeypatch: 
     sizes = {**GROUPED, "vocab_size": 96, "local_attention": 4, "global_attn_every_n_layers": 2, "pad_token_id": 1}
     no_dropout = {"attention_dropout": 0.0, "embedding_dropout": 0.0, "mlp_dropout": 0.0}
     config = hf.ModernBertConfig(attn_implementation=implementation, **sizes, **no_dropout)
-    pair = DoorPair(hf.ModernBertForMaskedLM(config).train())
+    pair = EntryPair(hf.ModernBertForMaskedLM(config).train())
     expect_packed(pair.train(batches(masked_lm_batch, (4, 11, "right"), (4, 13, "right"))), steps=2)
 
 
 def test_the_dropout_of_flash_attention_2_is_drawn_in_packed_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, "flash_attention_2")
     model = llama("flash_attention_2", attention_dropout=0.3).train()
-    door = door_for(model)
-    assert door is not None
+    entry = entry_for(model)
+    assert entry is not None
     [batch] = batches(causal_batch, (4, 11, "right"))
-    losses = [door.call(model._call_impl, (), batch).loss for _ in range(3)]
-    assert (door.record.steps_profiled, door.record.steps_packed) == (1, 2)
+    losses = [entry.call(model._call_impl, (), batch).loss for _ in range(3)]
+    assert (entry.record.steps_profiled, entry.record.steps_packed) == (1, 2)
     assert losses[1] != losses[2]
     model.eval()  # without it, packed and padded are the same
     with torch.no_grad():
-        torch.testing.assert_close(door.call(model._call_impl, (), batch).loss, model(**batch).loss)
+        torch.testing.assert_close(entry.call(model._call_impl, (), batch).loss, model(**batch).loss)
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -114,25 +114,25 @@ def test_a_dropout_that_a_kernel_does_not_have_is_left_out_as_transformers_leave
     install(monkeypatch, "flash_attention_3")
     model = llama("flash_attention_3", attention_dropout=0.3).train()
     if sharded:  # the probe evaluates then, without dropout, and what a step raises is the end of the training
-        for module in ("hf_door", "door_proof"):
+        for module in ("model_entry", "entry_proof"):
             monkeypatch.setattr(f"deepytorch.integrations.{module}.is_sharded", lambda _: True)
-    door = door_for(model)
-    assert door is not None
+    entry = entry_for(model)
+    assert entry is not None
     [batch] = batches(causal_batch, (4, 11, "right"))
-    losses = torch.stack([door.call(model._call_impl, (), batch).loss for _ in range(3)])
+    losses = torch.stack([entry.call(model._call_impl, (), batch).loss for _ in range(3)])
     torch.testing.assert_close(losses, model(**batch).loss.expand(3))
-    assert door.record.steps_packed == 2
+    assert entry.record.steps_packed == 2
 
 
 def test_flex_attention_says_itself_that_it_has_no_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, "flex_attention")
     model = llama("flex_attention", attention_dropout=0.3).train()
-    door = door_for(model)
-    assert door is not None
+    entry = entry_for(model)
+    assert entry is not None
     [batch] = batches(causal_batch, (4, 11, "right"))
     with pytest.raises(ValueError, match="does not support `dropout`"):
-        door.call(model._call_impl, (), batch)
-    assert door.record.steps_packed == 0
+        entry.call(model._call_impl, (), batch)
+    assert entry.record.steps_packed == 0
 
 
 def test_rows_in_float32_are_cast_as_transformers_casts_them_for_flash(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,12 +142,12 @@ def test_rows_in_float32_are_cast_as_transformers_casts_them_for_flash(monkeypat
         attend = layer.self_attn
         for name in ("q_proj", "k_proj", "v_proj"):
             getattr(attend, name).register_forward_hook(_in_float32)
-    door = door_for(model)
-    assert door is not None
+    entry = entry_for(model)
+    assert entry is not None
     [batch] = batches(causal_batch, (4, 11, "right"))
     monkeypatch.setattr("deepytorch.integrations.padded_hooks.is_users", lambda _: False)
-    losses = [door.call(model._call_impl, (), batch).loss for _ in range(2)]
-    assert door.record.steps_packed == 1, door.record
+    losses = [entry.call(model._call_impl, (), batch).loss for _ in range(2)]
+    assert entry.record.steps_packed == 1, entry.record
     torch.testing.assert_close(losses[1], losses[0].detach(), rtol=1e-2, atol=1e-2)
 
 
@@ -171,7 +171,7 @@ def test_what_a_tokenizer_gives_and_no_attention_reads_keeps_no_model_padded(
     implementation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(monkeypatch, "flash_attention_2")
-    pair = DoorPair(llama(implementation).train())
+    pair = EntryPair(llama(implementation).train())
     given = batches(causal_batch, (4, 11, "right"), (4, 9, "right"))
     for batch in given:  # hands it on to its attention
         batch["token_type_ids"] = torch.zeros_like(batch["input_ids"])
@@ -199,9 +199,9 @@ def test_a_kernel_of_the_hub_is_packed_as_the_package_is(suffix: str, monkeypatc
         monkeypatch.setitem(interface._global_mapping, name, interface["flash_attention_2"])
     model = llama("flash_attention_2").train()
     model.config._attn_implementation = name
-    pair = DoorPair(model)
-    assert pair.door is not None
-    assert pair.door.is_the_only_way
+    pair = EntryPair(model)
+    assert pair.entry is not None
+    assert pair.entry.is_the_only_way
     expect_packed(pair.train(batches(causal_batch, (4, 11, "right"), (4, 9, "left"))), steps=2, padded=0)
 
 
@@ -209,10 +209,10 @@ def test_an_attention_of_the_scripts_own_is_declined(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "mine", ALL_ATTENTION_FUNCTIONS["sdpa"])
     model = llama("sdpa").train()
     model.config._attn_implementation = "mine"
-    door = door_for(model)
-    assert door is not None
+    entry = entry_for(model)
+    assert entry is not None
     [batch] = batches(causal_batch, (4, 11, "right"))
-    assert "attention by mine, of which only its author knows" in declined(door, model, batch)
+    assert "attention by mine, of which only its author knows" in declined(entry, model, batch)
 
 
 def test_an_attention_that_is_set_in_the_middle_of_training_is_asked_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,14 +220,14 @@ def test_an_attention_that_is_set_in_the_middle_of_training_is_asked_anew(monkey
     for interface in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
         monkeypatch.setitem(interface._global_mapping, "mine", interface["sdpa"])
     model = llama("sdpa").train()
-    door = door_for(model)
-    assert door is not None
+    entry = entry_for(model)
+    assert entry is not None
     [batch] = batches(causal_batch, (4, 11, "right"))
     steps = []
     for implementation in ("sdpa", "sdpa", "mine", "flash_attention_2", "sdpa"):
         model.set_attn_implementation(implementation)
-        door.call(model._call_impl, (), batch)
-        steps.append((taken(door), door.record.steps_padded))
+        entry.call(model._call_impl, (), batch)
+        steps.append((taken(entry), entry.record.steps_padded))
     assert steps == [(1, 0), (2, 0), (2, 1), (3, 1), (4, 1)]
 
 
@@ -246,7 +246,9 @@ def test_the_dtype_that_flash_kernels_are_given() -> None:
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_the_door_is_opened_without_a_look_at_graphs(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_no_graph_can_pack_is_packed_at_entry_without_a_look_at_graphs(
+    waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls = install(monkeypatch, "flash_attention_2")
     compiled: list[int] = []
     for implementation, expected in (("flash_attention_2", True), ("sdpa", False)):
@@ -256,21 +258,21 @@ def test_the_door_is_opened_without_a_look_at_graphs(waits: bool, monkeypatch: p
             compiled.append(calls.count)
             return module._call_impl(*args, **given)
 
-        door = autowrap._door_of(model, None)
-        first = None if waits else _Over(runs, door)
-        handle = autowrap.Handle(model, runs, door if waits else None, first=first)
+        entry = autowrap._entry_of(model, None)
+        first = None if waits else _Over(runs, entry)
+        handle = autowrap.Handle(model, runs, entry if waits else None, first=first)
         [batch] = batches(causal_batch, (4, 11, "right"))
         handle(model, **batch)
-        assert isinstance(door, Door)
-        assert (taken(door) > 0) == expected
+        assert isinstance(entry, ModelEntry)
+        assert (taken(entry) > 0) == expected
     assert len(compiled) == 2  # the padded call that is watched, and the one of the other model
 
 
 class _Over:
     """First steps that are over."""
 
-    def __init__(self, compiled: Callable[..., Any], door: Any) -> None:
-        self._then = (compiled, door)
+    def __init__(self, compiled: Callable[..., Any], entry: Any) -> None:
+        self._then = (compiled, entry)
 
     def over(self) -> bool:
         return True
@@ -285,11 +287,11 @@ class _Over:
         return None
 
 
-def test_nothing_is_marked_for_a_compile_behind_a_door(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_marked_for_the_compile_of_a_model_that_is_packed_at_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, "flash_attention_2")
     model = llama("flash_attention_2", num_hidden_layers=1).train()
-    door = door_for(model)
-    assert door is not None
+    entry = entry_for(model)
+    assert entry is not None
     marked: list[bool] = []
 
     def runs(*_: Any, **given: Any) -> Any:
@@ -299,15 +301,15 @@ def test_nothing_is_marked_for_a_compile_behind_a_door(monkeypatch: pytest.Monke
 
     [batch] = batches(causal_batch, (4, 11, "right"))
     for _ in range(2):  # one padded and watched, one packed
-        door.call(runs, (), batch)
+        entry.call(runs, (), batch)
     runs(**batch)
     assert marked == [False, False, True]
 
 
 @pytest.mark.slow
-def test_a_packed_model_is_compiled_behind_its_door(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_is_packed_at_entry_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: FlashCalls = install(monkeypatch, "flash_attention_2")
-    pair = DoorPair(llama("flash_attention_2", num_hidden_layers=1).train())
+    pair = EntryPair(llama("flash_attention_2", num_hidden_layers=1).train())
     handle = deepytorch.optimize(pair.model, options={"lowering": "aot_eager", "wait": True})
     pair.compiled = pair.model
     try:

@@ -108,7 +108,7 @@ def test_what_lies_below_the_fused_head_is_packed_and_trains_as_in_eager(padding
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=2e-6)
     [record] = LEDGER.report().regions
     assert record.outcome == "packed", record.declined
-    assert not record.name.startswith("door")
+    assert not record.name.startswith("model entry")
     # The first is watched. A token behind a hole is predicted from a pad, whose hidden state eager computes as well.
     assert (record.steps_packed, record.steps_padded) == {
         "none": (0, STEPS),
@@ -181,13 +181,13 @@ def test_a_forward_of_somebody_else_on_the_model_is_no_head_of_trls() -> None:
     assert autowrap.backbone_of(model) is None
 
 
-def test_explain_asks_the_backbones_door_with_what_the_backbone_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autowrap, "_wants_door", lambda *_: True)  # as where its graph cannot be packed
+def test_explain_asks_the_backbones_entry_with_what_the_backbone_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autowrap, "_needs_entry", lambda *_: True)  # as where its graph cannot be packed
     model = with_fused_head(llama())
     [batch, *_] = batches("right")
-    door, *_ = deepytorch.explain(model, **batch, fused_lm_head=True).to_json()["regions"]
-    assert door["name"].startswith("door")
-    assert door["outcome"] == "packed", door["declined"]
+    entry, *_ = deepytorch.explain(model, **batch, fused_lm_head=True).to_json()["regions"]
+    assert entry["name"].startswith("model entry")
+    assert entry["outcome"] == "packed", entry["declined"]
 
 
 def test_explain_says_what_training_will_do() -> None:
@@ -197,7 +197,7 @@ def test_explain_says_what_training_will_do() -> None:
     explanation = deepytorch.explain(model, **batch, fused_lm_head=True)
     [region] = explanation.to_json()["regions"]
     assert region["outcome"] == "packed"
-    assert not region["name"].startswith("door")
+    assert not region["name"].startswith("model entry")
     assert not autowrap.armed(model)
     assert model.model._compiled_call_impl is None
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

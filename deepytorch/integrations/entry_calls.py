@@ -13,7 +13,7 @@ from torch import nn
 from deepytorch.integrations.packed_attention import call_with_bias, has_learned_bias
 from deepytorch.integrations.packed_batch import PackedBatch
 
-# The `Door` whose model runs packed, and the batch.
+# The `ModelEntry` whose model runs packed, and the batch.
 INSIDE: ContextVar[tuple[object, PackedBatch] | None] = ContextVar("deepytorch_packed_batch", default=None)
 
 
@@ -27,11 +27,12 @@ class Replaced:
         return self._call(self._module, *args, **kwargs)
 
 
-def replace_calls(door: object, model: Any, *, takes_positions: bool) -> bool:
+def replace_calls(entry: object, model: Any, *, takes_positions: bool) -> bool:
     """Replace the calls of modules that need more than a packed row; return whether there are any.
 
     These are attention with a learned bias, tables of learned positions if the model has no `position_ids`, and
-    poolers. door: the one whose batch they take. Each behaves as before while another model, or none, runs packed.
+    poolers. entry: the `ModelEntry` whose batch they take. Each behaves as before while another model, or none, runs
+    packed.
     """
     of_encoder = set(model.get_encoder().modules()) if model.config.is_encoder_decoder else set()
     found = False
@@ -42,10 +43,10 @@ def replace_calls(door: object, model: Any, *, takes_positions: bool) -> bool:
             found = True
         elif _is_position_table(module) and not takes_positions:
             side = 0 if module in of_encoder else -1
-            module._compiled_call_impl = Replaced(partial(_call_with_positions, door, side), module)
+            module._compiled_call_impl = Replaced(partial(_call_with_positions, entry, side), module)
             found = True
         if pooler is not None:
-            pooler._compiled_call_impl = Replaced(partial(_call_unpacked, door), pooler)
+            pooler._compiled_call_impl = Replaced(partial(_call_unpacked, entry), pooler)
             found = True
     return found
 
@@ -63,16 +64,16 @@ def _is_position_table(module: nn.Module) -> bool:
     return own and "position_ids" in inspect.signature(module.forward).parameters
 
 
-def _call_with_positions(door: object, side: int, module: Any, *args: Any, **kwargs: Any) -> Any:
+def _call_with_positions(entry: object, side: int, module: Any, *args: Any, **kwargs: Any) -> Any:
     inside = INSIDE.get()
-    if inside is not None and inside[0] is door:
+    if inside is not None and inside[0] is entry:
         kwargs["position_ids"] = inside[1].sides[side].rows.positions.long()
     return module._call_impl(*args, **kwargs)
 
 
-def _call_unpacked(door: object, module: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+def _call_unpacked(entry: object, module: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a pooler on unpacked rows, since it looks at one position of each row."""
     inside = INSIDE.get()
-    if inside is not None and inside[0] is door and hidden_states.shape[:2] == (1, inside[1].main.num_tokens):
+    if inside is not None and inside[0] is entry and hidden_states.shape[:2] == (1, inside[1].main.num_tokens):
         hidden_states = inside[1].main.unpack(hidden_states)
     return module._call_impl(hidden_states, *args, **kwargs)

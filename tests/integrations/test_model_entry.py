@@ -1,4 +1,4 @@
-"""Padding stripped at the door of a Hugging Face model, without a graph: everything agrees with padded eager."""
+"""Padding stripped at the entry of a Hugging Face model, without a graph: everything agrees with padded eager."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ import transformers as hf
 from deepytorch import autowrap
 from deepytorch.compiler.outcome import Outcome
 from deepytorch.compiler.report import LEDGER, Report
-from deepytorch.integrations.hf_door import MANY_KINDS, Door, door_for
+from deepytorch.integrations.model_entry import MANY_KINDS, ModelEntry, entry_for
 from tests.compiler.parity import (
     Batch,
     Pair,
@@ -43,26 +43,26 @@ from tests.compiler.test_parity_seq2seq import SIZES, bart, pairs, t5
 from tests.integrations.opaque_attention import in_transformers
 
 
-class DoorPair(Pair):
-    """A model behind its door, and its eager twin. Nothing is compiled."""
+class EntryPair(Pair):
+    """A model that is packed at entry, and its eager twin. Nothing is compiled."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self.door = door_for(model)
-        assert self.door is not None
-        self.compiled = lambda **batch: self.door.call(model._call_impl, (), batch)
+        self.entry = entry_for(model)
+        assert self.entry is not None
+        self.compiled = lambda **batch: self.entry.call(model._call_impl, (), batch)
 
 
-def declined(door: Door, model: nn.Module, batch: Batch) -> str:
-    """Why a door stays shut; the call itself has to give what eager gives."""
+def declined(entry: ModelEntry, model: nn.Module, batch: Batch) -> str:
+    """Return why a model is not packed at entry; the call itself has to give what eager gives."""
     twin = copy.deepcopy(model)
     torch.manual_seed(3)
-    found = door.call(model._call_impl, (), batch)
+    found = entry.call(model._call_impl, (), batch)
     torch.manual_seed(3)
     torch.testing.assert_close(found[0], twin(**batch)[0])
-    assert door.record.steps_packed == 0
-    assert door.record.outcome == "declined"
-    return "; ".join(door.record.declined)
+    assert entry.record.steps_packed == 0
+    assert entry.record.outcome == "declined"
+    return "; ".join(entry.record.declined)
 
 
 def report() -> Report:
@@ -75,9 +75,9 @@ def since_5(what: str) -> None:
         pytest.skip(f"transformers {hf.__version__} is older than 5: {what}")
 
 
-def taken(door: Any) -> int:
+def taken(entry: Any) -> int:
     """Calls that came to be packed, the first of a kind among them, which is watched."""
-    return door.record.steps_packed + door.record.steps_profiled
+    return entry.record.steps_packed + entry.record.steps_profiled
 
 
 def of_a_library(kind: type) -> type:
@@ -94,7 +94,7 @@ def of_a_library(kind: type) -> type:
 def test_decoders_train_as_eager_does_for_every_padding(build: Callable[[str], Any], attention: str) -> None:
     if attention == "eager" or build is gpt2:
         since_5("eager attention, and positions of GPT-2 counted from the left")
-    pair = DoorPair(build(attention).train())
+    pair = EntryPair(build(attention).train())
     given = batches(causal_batch, *mixture([(4, 10, "none")]))
     expect_packed(pair.train(given, compare_at_tokens()), steps=5, padded=1)
     assert padded_because(report()) == {"hardly any padding in the batch": 1}
@@ -103,26 +103,26 @@ def test_decoders_train_as_eager_does_for_every_padding(build: Callable[[str], A
 def test_windows_are_packed_and_holes_run_padded() -> None:
     model = mistral("sdpa").train()
     model.config.use_cache = False
-    pair = DoorPair(model)
+    pair = EntryPair(model)
     pair.train(batches(causal_batch, *mixture()), compare_at_tokens())
     assert padded_because(report()) == {"tokens with holes between them, which the model was not proved for": 1}
     expect_packed(report(), steps=4)
 
 
 def test_calls_that_ask_for_a_cache_of_windows_run_padded_and_the_others_are_packed() -> None:
-    pair = DoorPair(mistral("sdpa").train())
+    pair = EntryPair(mistral("sdpa").train())
     one, two = batches(causal_batch, (4, 11, "right"), (4, 9, "right"))
     given = [{**one, "use_cache": False}, {**two, "use_cache": True}, {**one, "use_cache": False}]
     pair.train(given)
-    assert (taken(pair.door), pair.door.record.steps_padded) == (2, 1)
-    assert "use_cache=False" in pair.door.record.declined[0]
+    assert (taken(pair.entry), pair.entry.record.steps_padded) == (2, 1)
+    assert "use_cache=False" in pair.entry.record.declined[0]
 
 
 @pytest.mark.parametrize("build", [bert, roberta], ids=lambda build: build.__name__)
 def test_encoders_train_as_eager_does(build: Callable[..., Any]) -> None:
     since_5("BERT")
     kind = hf.BertForMaskedLM if build is bert else hf.RobertaForMaskedLM
-    pair = DoorPair(kind(build("sdpa")).train())
+    pair = EntryPair(kind(build("sdpa")).train())
     expect_packed(pair.train(batches(masked_lm_batch, *mixture()), compare_at_tokens()), steps=5, padded=0)
 
 
@@ -131,7 +131,7 @@ def test_encoders_train_as_eager_does(build: Callable[..., Any]) -> None:
 def test_both_sides_of_an_encoder_decoder(build: Callable[[str], Any], decoder_mask: bool) -> None:
     if build is t5:
         since_5("T5")
-    pair = DoorPair(build("sdpa").train())
+    pair = EntryPair(build("sdpa").train())
 
     def compare(expected: Any, found: Any, batch: Batch) -> None:
         real = batch.get("decoder_attention_mask", torch.ones_like(batch["labels"])).bool()
@@ -145,7 +145,7 @@ def test_both_sides_of_an_encoder_decoder(build: Callable[[str], Any], decoder_m
 
 def test_a_head_that_looks_at_rows_stays_padded_above_a_packed_encoder() -> None:
     since_5("BERT")
-    pair = DoorPair(hf.BertForSequenceClassification(bert("sdpa", num_labels=3)).train())
+    pair = EntryPair(hf.BertForSequenceClassification(bert("sdpa", num_labels=3)).train())
     given = batches(with_classes, (4, 11, "right"), (3, 9, "right"), (4, 10, "left"))
     for batch in given:
         batch["input_ids"] = batch["input_ids"].masked_fill(
@@ -156,7 +156,7 @@ def test_a_head_that_looks_at_rows_stays_padded_above_a_packed_encoder() -> None
 
 def test_a_head_that_looks_for_the_last_token_reads_it_by_the_ids_at_pads() -> None:
     model = hf.LlamaForSequenceClassification(hf.LlamaConfig(**GROUPED, pad_token_id=1, num_labels=3)).train()
-    pair = DoorPair(model)
+    pair = EntryPair(model)
     given = batches(with_classes, (4, 11, "right"), (4, 9, "right"))
     given[1]["input_ids"][-1, -1] = 7  # not the padding's id: eager reads there
     given[1]["attention_mask"][-1, -1] = 0
@@ -171,9 +171,9 @@ def test_a_head_that_chooses_among_positions_is_left_alone() -> None:
     [batch] = batches(causal_batch, (4, 11, "right"))
     batch["start_positions"], batch["end_positions"] = torch.tensor([0, 1, 1, 0]), torch.tensor([1, 2, 1, 1])
     del batch["labels"]
-    door = door_for(model)
-    assert door is not None
-    assert "chooses among positions" in declined(door, model, batch)
+    entry = entry_for(model)
+    assert entry is not None
+    assert "chooses among positions" in declined(entry, model, batch)
 
 
 @of_a_library
@@ -210,9 +210,9 @@ class CountsWhatItSees(hf.LlamaForCausalLM):
 def test_models_that_are_not_the_same_packed_are_declined(kind: Any, reason: str, dtype: torch.dtype) -> None:
     model = kind(hf.LlamaConfig(**GROUPED)).to(dtype).train()
     [batch] = batches(causal_batch, (4, 11, "right"))
-    door = door_for(model)
-    assert door is not None
-    said = declined(door, model, batch)
+    entry = entry_for(model)
+    assert entry is not None
+    said = declined(entry, model, batch)
     assert reason in said or "a token shows" in said
 
 
@@ -220,13 +220,13 @@ def test_position_embeddings_that_depend_on_the_padded_length_are_declined() -> 
     config = hf.LlamaConfig(**GROUPED, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
     model = hf.LlamaForCausalLM(config).train()
     [batch] = batches(causal_batch, (4, 11, "right"))
-    door = door_for(model)
-    assert door is not None
-    assert "padded length" in declined(door, model, batch)
+    entry = entry_for(model)
+    assert entry is not None
+    assert "padded length" in declined(entry, model, batch)
 
 
 def test_batches_that_cannot_be_packed_run_padded_and_are_counted() -> None:
-    pair = DoorPair(llama("sdpa").train())
+    pair = EntryPair(llama("sdpa").train())
     given = batches(causal_batch, (4, 11, "right"), (1, 9, "right"), (4, 9, "right"), (4, 9, "right"), (4, 8, "right"))
     given[2]["labels"] = given[2]["input_ids"].clone()  # labels at pads
     given[3]["attention_mask"] = given[3]["attention_mask"] * 2
@@ -244,13 +244,13 @@ def test_batches_that_cannot_be_packed_run_padded_and_are_counted() -> None:
 
 
 def test_an_error_of_the_users_is_theirs_and_one_of_packing_falls_back() -> None:
-    pair = DoorPair(llama("sdpa").train())
+    pair = EntryPair(llama("sdpa").train())
     one, two = batches(causal_batch, (4, 11, "right"), (4, 9, "right"))
     pair.step(one)
     with pytest.raises(IndexError):
         pair.compiled(**{**two, "input_ids": two["input_ids"] + 10**6})
     pair.step(two)
-    assert taken(pair.door) == 2
+    assert taken(pair.entry) == 2
     for model in (pair.model, pair.reference):
         layer = model.model.layers[0]
 
@@ -262,13 +262,13 @@ def test_an_error_of_the_users_is_theirs_and_one_of_packing_falls_back() -> None
         layer.forward = in_transformers(forward)
     pair.step(one)
     pair.step(two)
-    assert taken(pair.door) == 2
-    assert "one row" in pair.door.record.declined[0]
+    assert taken(pair.entry) == 2
+    assert "one row" in pair.entry.record.declined[0]
 
 
 def test_a_forward_that_fails_half_way_is_run_again_as_if_it_had_not_begun() -> None:
     """What it drew is drawn again, and what it wrote is not written twice."""
-    pair = DoorPair(llama("sdpa", attention_dropout=0.0).train())
+    pair = EntryPair(llama("sdpa", attention_dropout=0.0).train())
     fails = [False]
     for model in (pair.model, pair.reference):
         layer = model.model.layers[0]
@@ -286,33 +286,33 @@ def test_a_forward_that_fails_half_way_is_run_again_as_if_it_had_not_begun() -> 
     one, two = batches(causal_batch, (4, 11, "right"), (4, 9, "right"))
     pair.step(one)
     pair.step(two)
-    assert taken(pair.door) == 2
+    assert taken(pair.entry) == 2
     fails[0] = True
     torch.manual_seed(5)
     wanted, drawn = pair.reference(**one).loss, torch.get_rng_state()
     torch.manual_seed(5)
     torch.testing.assert_close(pair.compiled(**one).loss, wanted)
     assert torch.equal(torch.get_rng_state(), drawn)
-    assert "one row" in pair.door.record.declined[0]
+    assert "one row" in pair.entry.record.declined[0]
     assert pair.model.model.layers[0].calls == 1
 
 
 def test_a_kind_of_call_too_many_leaves_nothing_behind() -> None:
     model = llama("sdpa", num_hidden_layers=1).train()
-    door = door_for(model)
-    assert door is not None
+    entry = entry_for(model)
+    assert entry is not None
     (batch,) = batches(causal_batch, (4, 11, "right"))
     for number in range(MANY_KINDS + 4):
         model.model.layers[0].mlp.forward = lambda x, number=number: x * number  # the script's own
-        door.call(model._call_impl, (), batch)
-    assert len(door._found_out) == MANY_KINDS
-    assert len(door.record.declined) == 1
+        entry.call(model._call_impl, (), batch)
+    assert len(entry._found_out) == MANY_KINDS
+    assert len(entry.record.declined) == 1
 
 
 def test_a_part_that_is_compiled_by_itself_keeps_a_model_with_replaced_calls_padded() -> None:
     """And nothing is set for all threads, in which others may run compiled code."""
     since_5("T5")
-    pair = DoorPair(t5("sdpa").train())
+    pair = EntryPair(t5("sdpa").train())
     stances, (one, two, three) = [], pairs(*SIZES)[:3]
 
     def noting(*args: Any, own: Any = pair.model.lm_head.forward) -> Any:
@@ -322,11 +322,11 @@ def test_a_part_that_is_compiled_by_itself_keeps_a_model_with_replaced_calls_pad
     pair.model.lm_head.forward = in_transformers(noting)
     pair.step(one)
     pair.step(two)
-    assert taken(pair.door) == 2
+    assert taken(pair.entry) == 2
     assert set(stances) == {"default"}
     pair.model.encoder.block[0].compile(backend="eager")
     pair.step(three)
-    assert "would not see the calls" in "; ".join(pair.door.record.padded_because)
+    assert "would not see the calls" in "; ".join(pair.entry.record.padded_because)
 
 
 def test_batches_with_few_pads_run_padded_where_that_is_asked_for() -> None:
@@ -337,23 +337,23 @@ def test_batches_with_few_pads_run_padded_where_that_is_asked_for() -> None:
     few["labels"][0, -1] = -100
     many["attention_mask"][1:, 4:] = 0
     many["labels"][1:, 4:] = -100
-    door = door_for(model, 0.1)
-    assert door is not None
+    entry = entry_for(model, 0.1)
+    assert entry is not None
     for batch in (few, many, few):
-        door.call(model._call_impl, (), batch)
-    assert (taken(door), door.record.steps_padded) == (1, 2)
+        entry.call(model._call_impl, (), batch)
+    assert (taken(entry), entry.record.steps_padded) == (1, 2)
 
 
 def test_arguments_that_are_not_known_run_padded_and_the_next_call_is_packed() -> None:
     since_5("eager attention")
-    pair = DoorPair(llama("eager").train())
+    pair = EntryPair(llama("eager").train())
     one, two = batches(causal_batch, (4, 11, "right"), (4, 9, "right"))
     for batch, asked in ((one, True), (two, False), (one, True)):
         pair.step({**batch, "output_attentions": asked})
     cache = hf.DynamicCache()
     pair.compiled(**one, past_key_values=cache)
     assert cache.get_seq_length() == 11
-    assert taken(pair.door) == 1
+    assert taken(pair.entry) == 1
     assert padded_because(report()) == {
         "the argument output_attentions is given": 2,
         "the argument past_key_values is given": 1,
@@ -361,9 +361,9 @@ def test_arguments_that_are_not_known_run_padded_and_the_next_call_is_packed() -
 
 
 def test_hooks_of_the_users_see_what_eager_shows_them() -> None:
-    pair = DoorPair(llama("sdpa").train())
-    seen: dict[str, list[torch.Tensor]] = {"eager": [], "door": []}
-    for name, model in (("eager", pair.reference), ("door", pair.model)):
+    pair = EntryPair(llama("sdpa").train())
+    seen: dict[str, list[torch.Tensor]] = {"eager": [], "ours": []}
+    for name, model in (("eager", pair.reference), ("ours", pair.model)):
 
         def hook(_: nn.Module, given: Any, output: torch.Tensor, name: str = name) -> torch.Tensor:
             assert given[0].shape == output.shape
@@ -372,15 +372,15 @@ def test_hooks_of_the_users_see_what_eager_shows_them() -> None:
 
         model.model.layers[0].mlp.register_forward_hook(hook)
     pair.train(batches(causal_batch, (4, 11, "right"), (3, 9, "holes")), compare_whole())
-    assert pair.door.record.steps_packed == 0
+    assert pair.entry.record.steps_packed == 0
     assert "a hook on a module's forward" in " ".join(padded_because(report()))
-    assert len(seen["door"]) == 2  # none of them from a probe
-    for one, other in zip(seen["eager"], seen["door"], strict=True):
+    assert len(seen["ours"]) == 2  # none of them from a probe
+    for one, other in zip(seen["eager"], seen["ours"], strict=True):
         assert_close(other, one, "what a hook saw")
 
 
 def test_hooks_on_gradients_run_padded() -> None:
-    pair = DoorPair(llama("sdpa").train())
+    pair = EntryPair(llama("sdpa").train())
     for model in (pair.model, pair.reference):
         model.model.layers[0].register_full_backward_hook(lambda *_: None)
     pair.train(batches(causal_batch, (4, 11, "right")))
@@ -393,7 +393,7 @@ def test_hooks_on_gradients_run_padded() -> None:
 def test_activation_checkpointing_recomputes_packed(reentrant: bool) -> None:
     since_5("T5")
     for build in (llama, t5):
-        pair = DoorPair(build("sdpa").train())
+        pair = EntryPair(build("sdpa").train())
         for model in (pair.model, pair.reference):
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
             if reentrant:
@@ -404,7 +404,7 @@ def test_activation_checkpointing_recomputes_packed(reentrant: bool) -> None:
 
 def test_key_value_caches_and_hidden_states_are_those_of_eager() -> None:
     since_5("a second step (hidden states leave their mark on each layer, so that it is watched again)")
-    pair = DoorPair(llama("sdpa").train())
+    pair = EntryPair(llama("sdpa").train())
 
     def compare(expected: Any, found: Any, batch: Batch) -> None:
         for one, other in zip(expected.hidden_states, found.hidden_states, strict=True):
@@ -416,12 +416,12 @@ def test_key_value_caches_and_hidden_states_are_those_of_eager() -> None:
     pair.step(given[0])  # watched; what comes later is found when it happens
     pair.step(given[1], compare, when="before backward")
     pair.step(given[2], compare, when="after backward")
-    record = pair.door.record
+    record = pair.entry.record
     assert (record.steps_profiled, record.steps_packed, record.steps_replayed, record.steps_padded) == (1, 1, 1, 1)
 
 
 def test_losses_of_an_accumulation_and_tuples() -> None:
-    pair = DoorPair(llama("sdpa").train())
+    pair = EntryPair(llama("sdpa").train())
     one, two = batches(causal_batch, (4, 11, "right"), (4, 9, "left"))
     given = [{**one, "num_items_in_batch": torch.tensor(57)}, {**two, "return_dict": False}]
     expect_packed(pair.train(given + given), steps=4)
@@ -432,15 +432,15 @@ def test_dropout_is_drawn_anew_and_the_probe_draws_nothing() -> None:
     config = hf.BertConfig(**GROUPED | {"max_position_embeddings": 64})
     model = hf.BertForMaskedLM(config).train()
     [batch] = batches(masked_lm_batch, (6, 20, "right"))
-    door = door_for(model)
-    assert door is not None
-    door.call(model._call_impl, (), batch)  # watched, in eager
+    entry = entry_for(model)
+    assert entry is not None
+    entry.call(model._call_impl, (), batch)  # watched, in eager
     state = torch.random.get_rng_state()
-    first, second = (door.call(model._call_impl, (), batch).loss for _ in range(2))
-    assert door.record.steps_packed == 2
+    first, second = (entry.call(model._call_impl, (), batch).loss for _ in range(2))
+    assert entry.record.steps_packed == 2
     assert first != second
     torch.random.set_rng_state(state)
-    assert door.call(model._call_impl, (), batch).loss == first
+    assert entry.call(model._call_impl, (), batch).loss == first
     assert model.training
 
 
@@ -450,12 +450,12 @@ def test_half_precision_is_as_near_to_double_as_eager_is() -> None:
     [batch] = batches(causal_batch, (6, 20, "right"))
     exact = copy.deepcopy(model).double()
     eager = copy.deepcopy(model)
-    door = door_for(model)
-    assert door is not None
-    losses = [exact(**batch).loss, eager(**batch).loss, door.call(model._call_impl, (), batch).loss]
+    entry = entry_for(model)
+    assert entry is not None
+    losses = [exact(**batch).loss, eager(**batch).loss, entry.call(model._call_impl, (), batch).loss]
     for loss in losses:
         loss.backward()
-    assert taken(door) == 1
+    assert taken(entry) == 1
     for wanted, one, other in zip(exact.parameters(), eager.parameters(), model.parameters(), strict=True):
         assert wanted.grad is not None and one.grad is not None and other.grad is not None  # noqa: PT018
         errors = [(each.grad.double() - wanted.grad).square().mean().sqrt() for each in (one, other)]
@@ -465,13 +465,13 @@ def test_half_precision_is_as_near_to_double_as_eager_is() -> None:
 def test_a_restored_model_is_as_it_was_and_copies_and_pickles_are_clean() -> None:
     model = hf.BertForMaskedLM(bert("sdpa")).train()
     keys = list(model.state_dict())
-    pair = DoorPair(model)
+    pair = EntryPair(model)
     pair.train(batches(masked_lm_batch, (4, 11, "right")))
     assert list(model.state_dict()) == keys
     [batch] = batches(masked_lm_batch, (4, 9, "right"), seed=5)
     other = pickle.loads(pickle.dumps(model))
     torch.testing.assert_close(other(**batch).loss, copy.deepcopy(model)(**batch).loss)
-    pair.door.restore()
+    pair.entry.restore()
     assert not any("_compiled_call_impl" in vars(module) for module in model.modules())
     torch.testing.assert_close(model(**batch).loss, other(**batch).loss)
 
@@ -480,7 +480,7 @@ def test_a_restored_model_is_as_it_was_and_copies_and_pickles_are_clean() -> Non
 
 
 def test_gradients_reach_embeddings_that_are_given() -> None:
-    pair = DoorPair(llama("sdpa").train())
+    pair = EntryPair(llama("sdpa").train())
 
     def call(model: Any, **batch: Any) -> Any:
         embeds = (pair.reference if model is pair.reference else pair.model).get_input_embeddings()(
@@ -505,7 +505,7 @@ def test_losses_that_shift_in_other_ways(kind: str) -> None:
         model.loss_function = in_transformers(own_loss)
     else:
         model = hf.BartForCausalLM(bart("sdpa").config)
-    pair = DoorPair(model.train())
+    pair = EntryPair(model.train())
     for batch in batches(causal_batch, (4, 11, "right"), (3, 9, "right")):
         batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
         pair.step(batch)
@@ -513,7 +513,7 @@ def test_losses_that_shift_in_other_ways(kind: str) -> None:
 
 
 def test_hooks_may_write_in_place_and_hook_gradients() -> None:
-    pair = DoorPair(llama("sdpa").train())
+    pair = EntryPair(llama("sdpa").train())
     norms: dict[bool, list[float]] = {True: [], False: []}
     for model in (pair.model, pair.reference):
         packed = model is pair.model
@@ -535,18 +535,18 @@ def test_hooks_may_write_in_place_and_hook_gradients() -> None:
         model.model.layers[1].mlp.register_forward_hook(watch)
         model.model.layers[1].mlp.down_proj.register_forward_pre_hook(shrink)
     pair.train(batches(causal_batch, (4, 11, "right"), (3, 9, "right")))
-    assert pair.door.record.steps_packed == 0
+    assert pair.entry.record.steps_packed == 0
     assert norms[True] == pytest.approx(norms[False], rel=1e-4)
     assert len(norms[True]) == 2
 
 
 def test_hooks_that_see_ids_see_the_padded_ones() -> None:
-    pair = DoorPair(llama("sdpa").train())
+    pair = EntryPair(llama("sdpa").train())
     seen = []
     for model in (pair.model, pair.reference):
         model.model.embed_tokens.register_forward_pre_hook(lambda _, given: seen.append(given[0].shape))
     pair.train(batches(causal_batch, (4, 11, "right"), (3, 9, "right")))
-    assert pair.door.record.steps_packed == 0
+    assert pair.entry.record.steps_packed == 0
     assert set(seen) == {(4, 11), (3, 9)}
 
 
@@ -582,9 +582,9 @@ def test_terms_over_all_positions_are_found(how: str) -> None:
     model = Auxiliary(hf.LlamaConfig(**GROUPED)).train()
     model.how = how
     [batch] = batches(causal_batch, (4, 11, "right"))
-    door = door_for(model)
-    assert door is not None
-    assert declined(door, model, batch)
+    entry = entry_for(model)
+    assert entry is not None
+    assert declined(entry, model, batch)
     if how == "buffer":
         twin = Auxiliary(model.config).train()
         twin.load_state_dict(model.state_dict())
@@ -598,16 +598,16 @@ def test_terms_over_all_positions_are_found(how: str) -> None:
 def test_a_proof_holds_for_the_model_and_the_arguments_that_it_was_made_with() -> None:
     model = llama("sdpa").train()
     one, two = batches(causal_batch, (4, 11, "right"), (4, 9, "right"))
-    door = door_for(model)
-    assert door is not None
+    entry = entry_for(model)
+    assert entry is not None
 
     def agrees(batch: Batch, packed: int) -> None:
         wanted = copy.deepcopy(model)(**batch)
-        found = door.call(model._call_impl, (), batch)
+        found = entry.call(model._call_impl, (), batch)
         name = "loss" if "labels" in batch else "logits"
         real = batch["attention_mask"].bool() if name == "logits" else ...
         assert_close(found[name][real], wanted[name][real], name)
-        assert taken(door) == packed
+        assert taken(entry) == packed
 
     agrees({name: value for name, value in one.items() if name != "labels"}, 1)
     agrees(two, 2)  # labels are asked about anew
@@ -636,7 +636,7 @@ def test_a_proof_holds_for_the_model_and_the_arguments_that_it_was_made_with() -
 def test_labels_of_any_shape_are_a_rows(problem: str) -> None:
     since_5("BERT")
     config = bert("sdpa", num_labels=3, problem_type=problem)
-    pair = DoorPair(hf.BertForSequenceClassification(config).train())
+    pair = EntryPair(hf.BertForSequenceClassification(config).train())
     given = batches(with_classes, (4, 11, "right"), (3, 9, "right"))
     for batch in given:
         batch["labels"] = torch.rand(len(batch["labels"]), 3).round()
@@ -649,9 +649,9 @@ def test_a_probe_that_fails_leaves_the_call_alone() -> None:
     [batch] = batches(with_classes, (4, 11, "none"))
     batch["input_ids"][:, -1] = model.config.eos_token_id
     batch["input_ids"][:, :-1].masked_fill_(batch["input_ids"][:, :-1] == model.config.eos_token_id, 7)
-    door = door_for(model)
-    assert door is not None
-    assert declined(door, model, batch)
+    entry = entry_for(model)
+    assert entry is not None
+    assert declined(entry, model, batch)
 
 
 @pytest.mark.slow
@@ -671,23 +671,23 @@ def test_calls_that_dynamo_would_not_see_are_not_compiled(kind: str) -> None:
         model, given = (bart if kind == "positions" else t5)("sdpa").train(), pairs(*SIZES)
     pair = Pair(model, call=call)
     handle = autowrap.optimize(pair.model, options={"lowering": "aot_eager"})
-    handle._open = True  # as where graphs break and none is packed
+    handle._packs_at_entry = True  # as where graphs break and none is packed
     pair.compiled = pair.model
     try:
         pair.train(given)
-        [door] = [each for each in report().regions if each.name.startswith("door")]
-        assert (door.outcome, door.steps_packed + door.steps_profiled) == ("packed", len(given))
+        [entry] = [each for each in report().regions if each.name.startswith("model entry")]
+        assert (entry.outcome, entry.steps_packed + entry.steps_profiled) == ("packed", len(given))
     finally:
         handle.restore()
 
 
 def test_attention_that_a_transformers_before_5_gives_no_way_into_is_declined(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deepytorch.integrations.door_readings.asks_for_every_attention", lambda _: False)
+    monkeypatch.setattr("deepytorch.integrations.entry_readings.asks_for_every_attention", lambda _: False)
     model = llama("eager").train()
-    door = door_for(model)
-    assert door is not None
+    entry = entry_for(model)
+    assert entry is not None
     (batch,) = batches(causal_batch, (4, 11, "right"))
-    assert "before version 5" in declined(door, model, batch)
+    assert "before version 5" in declined(entry, model, batch)
 
 
 class _Doubled(torch.autograd.Function):
@@ -714,14 +714,14 @@ class _OfTheUser(nn.Module):
         return torch.tanh(x + far)
 
 
-def test_a_model_with_modules_of_the_script_stays_padded_at_its_door() -> None:
-    """Also where weights are sharded, and the door is opened without a look at graphs."""
+def test_a_model_with_modules_of_the_script_is_not_packed_at_entry() -> None:
+    """Also where weights are sharded, so that no look at graphs comes before packing at entry."""
     model = llama("sdpa").train()
     model.model.layers[0].mlp.act_fn = _OfTheUser()
-    door = door_for(model)
-    assert door is not None
+    entry = entry_for(model)
+    assert entry is not None
     (batch,) = batches(causal_batch, (2, 40, "right"))
-    assert "of the script's own" in declined(door, model, batch)
+    assert "of the script's own" in declined(entry, model, batch)
 
 
 def _far(x: torch.Tensor) -> torch.Tensor:
@@ -792,13 +792,13 @@ def _a_hook_of_accelerates(model: Any) -> None:
 def test_functions_that_a_script_has_set_on_a_librarys_module_are_the_scripts(set_on: Callable[[Any], None]) -> None:
     model = llama("sdpa", num_hidden_layers=1).train()
     set_on(model)
-    door = door_for(model)
-    assert door is not None
+    entry = entry_for(model)
+    assert entry is not None
     (batch,) = batches(causal_batch, (2, 50, "right"))
     wanted = model(**batch).loss
-    torch.testing.assert_close(door.call(model._call_impl, (), batch).loss, wanted)
-    assert door.record.outcome == "declined"
-    assert "of the script's own" in door.record.declined[0]
+    torch.testing.assert_close(entry.call(model._call_impl, (), batch).loss, wanted)
+    assert entry.record.outcome == "declined"
+    assert "of the script's own" in entry.record.declined[0]
     assert not autowrap.is_of_libraries(model)
 
 
@@ -831,14 +831,14 @@ def test_what_accelerate_and_transformers_set_on_a_model_is_a_librarys() -> None
 def test_a_proof_holds_for_the_functions_on_the_model_that_it_was_made_with() -> None:
     """Also where the first one has gone, and the second one stands in its memory."""
     model = llama("sdpa", num_hidden_layers=1).train()
-    door = door_for(model)
-    assert door is not None
+    entry = entry_for(model)
+    assert entry is not None
     (batch,) = batches(causal_batch, (4, 11, "right"))
     mlp = model.model.layers[0].mlp
 
     def agrees(packed: int) -> None:
-        torch.testing.assert_close(door.call(model._call_impl, (), batch).loss, model(**batch).loss, rtol=1e-4, atol=0)
-        assert taken(door) == packed
+        torch.testing.assert_close(entry.call(model._call_impl, (), batch).loss, model(**batch).loss, rtol=1e-4, atol=0)
+        assert taken(entry) == packed
 
     def of_a_token(x: torch.Tensor) -> torch.Tensor:
         return type(mlp).forward(mlp, x) * 1.01
@@ -851,7 +851,7 @@ def test_a_proof_holds_for_the_functions_on_the_model_that_it_was_made_with() ->
     agrees(2)
     gone = weakref.ref(mlp.forward)
     mlp.forward = in_transformers(of_all_before)
-    assert gone() is None  # the door's key does not hold it
+    assert gone() is None  # the key of the proof does not hold it
     agrees(2)
     mlp.forward = in_transformers(of_a_token)
     agrees(3)
@@ -864,21 +864,21 @@ def test_a_proof_holds_for_the_functions_on_the_model_that_it_was_made_with() ->
     agrees(4)
 
 
-def test_what_is_not_proved_by_its_graph_is_no_matter_of_the_door_where_the_user_has_written_of_it() -> None:
+def test_what_is_not_proved_by_its_graph_is_not_packed_at_entry_where_the_user_has_written_of_it() -> None:
     model = llama("sdpa")
     alone, cut = [Outcome.UNTRACEABLE, Outcome.DECLINED], [Outcome.DECLINED, Outcome.DECLINED]
-    assert autowrap._wants_door(model, alone)
-    assert not autowrap._wants_door(model, [*alone, Outcome.PACKED])
-    assert not autowrap._wants_door(model, [Outcome.DECLINED])
-    assert autowrap._wants_door(model, cut)
+    assert autowrap._needs_entry(model, alone)
+    assert not autowrap._needs_entry(model, [*alone, Outcome.PACKED])
+    assert not autowrap._needs_entry(model, [Outcome.DECLINED])
+    assert autowrap._needs_entry(model, cut)
     model.model.layers[0].mlp.act_fn = _OfTheUser()
-    assert not autowrap._wants_door(model, alone)
-    assert not autowrap._wants_door(model, cut)
-    assert autowrap._first_door_of(model, None) is None
+    assert not autowrap._needs_entry(model, alone)
+    assert not autowrap._needs_entry(model, cut)
+    assert autowrap._first_entry_of(model, None) is None
 
 
 @pytest.mark.slow
-def test_a_model_whose_graph_cannot_be_analysed_is_packed_at_its_door() -> None:
+def test_a_model_whose_graph_cannot_be_analysed_is_packed_at_entry() -> None:
     """A custom autograd function is one graph, of which a trace of the forward would lose the backward."""
     model = llama("sdpa", num_hidden_layers=1).train()
     model.model.layers[0].mlp.act_fn = _Doubling()
@@ -887,9 +887,9 @@ def test_a_model_whose_graph_cannot_be_analysed_is_packed_at_its_door() -> None:
     pair.compiled = pair.model
     try:
         pair.train(batches(causal_batch, *mixture()[:4]))
-        door = handle.door
-        assert door is not None
+        entry = handle.entry
+        assert entry is not None
         assert any("left to stock" in reason for region in report().regions for reason in region.declined)
-        assert taken(door) == 3, door.record
+        assert taken(entry) == 3, entry.record
     finally:
         handle.restore()

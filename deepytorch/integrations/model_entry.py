@@ -3,9 +3,9 @@
 The batch is packed into one long row before the model's forward, attention runs by `packed_attention`, and outputs are
 unpacked. No graph is needed, so this works under ZeRO-3, checkpoint wrappers, hooks and prints.
 
-A model's code is not analysed here: the model is run on a probe, see `door_proof`. Properties that a small batch cannot
-show are declined before that: windows that only masks know of, state that training changes, sizes that enter the
-numbers.
+A model's code is not analysed here: the model is run on a probe, see `entry_proof`. Properties that a small batch
+cannot show are declined before that: windows that only masks know of, state that training changes, sizes that enter
+the numbers.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from deepytorch.compiler.step.batch_facts import Refusal
 from deepytorch.compiler.step.outputs.replay import Replay
 from deepytorch.compiler.step.route import Route, State, Uses, route
 from deepytorch.integrations import packed_attention
-from deepytorch.integrations.door_calls import INSIDE, Replaced, replace_calls, restore_calls
-from deepytorch.integrations.door_proof import (
+from deepytorch.integrations.entry_calls import INSIDE, Replaced, replace_calls, restore_calls
+from deepytorch.integrations.entry_proof import (
     Unchanged,
     is_deterministic,
     is_sharded,
@@ -42,8 +42,8 @@ from deepytorch.integrations.door_proof import (
     quietly,
     small_weights,
 )
-from deepytorch.integrations.door_readings import BY_ROW, declined_beforehand, readings
-from deepytorch.integrations.door_uses import OutputUses, Peers
+from deepytorch.integrations.entry_readings import BY_ROW, declined_beforehand, readings
+from deepytorch.integrations.entry_uses import OutputUses, Peers
 from deepytorch.integrations.packed_attention import CannotPack
 from deepytorch.integrations.packed_batch import (
     PackedBatch,
@@ -101,7 +101,7 @@ class _Asked:
 _OF_PROOF = State(packs=True)
 
 
-class Door:
+class ModelEntry:
     """The packing at the entry of one Hugging Face model.
 
     outer: the module whose calls are training steps: the model, or a wrapper that hands arguments on to it, such as a
@@ -123,7 +123,7 @@ class Door:
         self._uses: dict[Any, OutputUses] = {}  # by kind of call
         self._calls = 0
         self._peers: Peers | None = None  # from the first call on
-        self.record = RegionRecord(f"door of {type(model).__name__}", "declined", "eager")
+        self.record = RegionRecord(f"model entry of {type(model).__name__}", "declined", "eager")
 
     def call(self, run: Run, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a training call of the outer module, `run(*args, **kwargs)`, packed if that is possible."""
@@ -282,7 +282,9 @@ class Door:
                 again.rewind()
                 uses.buffers.put_back()
             outputs = run(*args, **kwargs)  # raises again if the batch is to blame
-            self._shut(str(error) if isinstance(error, CannotPack) else f"{type(error).__name__}: {str(error)[:300]}")
+            self._decline(
+                str(error) if isinstance(error, CannotPack) else f"{type(error).__name__}: {str(error)[:300]}"
+            )
             return outputs
         finally:
             INSIDE.reset(token)
@@ -396,12 +398,12 @@ class Door:
         self._found_out[kind] = reading
         if reading is not None:
             self.record.outcome = "packed"
-            self.record.changes.append("padding stripped at the door: a probe came out the same packed and padded")
+            self.record.changes.append("padding stripped at model entry: a probe came out the same packed and padded")
             if self._in_eager and EXPLAINING.get() is None:  # checkpointed blocks run again in the backward
                 autowrap.disarm_inside(self._outer)
             logger.info("%s: padding is stripped", self.record.name)
         else:
-            self._shut(reason or "", all_kinds=False)
+            self._decline(reason or "", all_kinds=False)
 
     def _list(self) -> None:
         """Add this record to the report."""
@@ -409,7 +411,7 @@ class Door:
             LEDGER.open(self.record)
             self._listed = True
 
-    def _shut(self, reason: str, *, all_kinds: bool = True) -> None:
+    def _decline(self, reason: str, *, all_kinds: bool = True) -> None:
         if all_kinds:
             self._found_out = dict.fromkeys(self._found_out)
         if not any(self._found_out.values()):
@@ -461,15 +463,18 @@ class Door:
         return self._through(call, self._outer._call_impl), call.found
 
 
-def door_for(module: nn.Module, min_padding: float = 0.0) -> Door | None:
-    """Return the `Door` of a module that trains: a Hugging Face model or a PeftModel around one. None for any other."""
+def entry_for(module: nn.Module, min_padding: float = 0.0) -> ModelEntry | None:
+    """Return the `ModelEntry` of a module that trains: a Hugging Face model or a PeftModel around one.
+
+    None for any other module.
+    """
     pretrained = import_module("transformers.modeling_utils").PreTrainedModel
     if isinstance(module, pretrained):
-        return Door(module, module, min_padding)
+        return ModelEntry(module, module, min_padding)
     if type(module).__module__.startswith("peft."):
         inner = module.get_base_model()  # type: ignore[operator]
         if isinstance(inner, pretrained):
-            return Door(module, inner, min_padding)
+            return ModelEntry(module, inner, min_padding)
     return None
 
 

@@ -1,4 +1,4 @@
-"""The readings of a batch that a Hugging Face model's configuration allows; `door_proof` tries them."""
+"""The readings of a batch that a Hugging Face model's configuration allows; `entry_proof` tries them."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from deepytorch.compiler.step.outputs.rules.operands import pads_of
 from deepytorch.compiler.step.outputs.tokens import Memo, Pads, Tokens
 from deepytorch.compiler.step.route import State, Uses
 from deepytorch.errors import DeferredError
-from deepytorch.integrations.door_proof import sharding_groups
+from deepytorch.integrations.entry_proof import sharding_groups
 from deepytorch.integrations.packed_batch import Find, Show, Side
 from deepytorch.passes.samples import Sampler
 
