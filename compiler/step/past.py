@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -57,7 +58,10 @@ class Past:
         modes: Grad mode, inference mode and autocast.
     """
 
-    __slots__ = ("__weakref__", "copied_bytes", "copies", "eager", "inputs", "modes", "random", "versions")
+    __slots__ = (
+        "__weakref__", "copied_bytes", "copies", "eager", "inputs", "may_be_replayed", "modes", "needed", "random",
+        "versions",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -70,7 +74,9 @@ class Past:
         self.eager, self.inputs, self.versions, self.copies = eager, inputs, versions, copies
         self.random = [(generator, generator.get_state()) for generator in generators]
         self.modes = Modes()
-        self.copied_bytes = 0  # of weights, before an optimizer changed them
+        self.copied_bytes = 0  # by `kept_weights`, for a look at pads
+        self.needed: Counter[int] = Counter()  # how many deferred epilogues will read a weight, by its place
+        self.may_be_replayed = False  # for a look at pads
 
     def let_go(self) -> None:
         """Hold the input tensors weakly, so that they live no longer than others keep them."""
@@ -110,25 +116,25 @@ class Past:
 
     # ------------------------------------------------------------------ weights that an optimizer changes
 
-    def bytes_of(self, changed: set[int], copies: dict[int, torch.Tensor]) -> int:
-        """Return the bytes that copies of the inputs in `changed`, by id, would take; `copies` exist already."""
-        return sum(
-            each.nbytes
-            for place, each in enumerate(self.inputs)
-            if id(each) in changed and id(each) not in copies and place not in self.copies
-        )
+    def bytes_of(self, places: Iterable[int], copies: Mapping[int, torch.Tensor]) -> int:
+        """Return the bytes that copies of the inputs at `places` would take. copies: existing ones, by id."""
+        due = [self.inputs[place] for place in places if place not in self.copies]
+        return sum(each.nbytes for each in due if id(each) not in copies)
 
-    def keep(self, changed: set[int], copies: dict[int, torch.Tensor]) -> None:
-        """Copy the inputs in `changed`, by id, which are about to change. copies: existing ones; new ones are added."""
-        for place, each in enumerate(self.inputs):
-            if id(each) not in changed or place in self.copies or place not in self.versions:
-                continue
-            if self.versions[place] != each._version:
-                continue  # too late: a look at pads will raise
-            if id(each) not in copies:
-                copies[id(each)] = each.detach().clone()
-            self.copies[place] = copies[id(each)].detach().requires_grad_(each.requires_grad)
-            self.copied_bytes += each.nbytes
+    def keep(self, places: Iterable[int], copies: dict[int, torch.Tensor]) -> None:
+        """Copy the inputs at `places`, which are about to change. copies: existing ones, by id; new ones are added."""
+        for place in places:
+            given = self.inputs[place]
+            if place in self.copies or version_of(given) != self.versions.get(place, -1):
+                continue  # changed already: it is too late, and a use of the old value will raise
+            if id(given) not in copies:
+                copies[id(given)] = given.detach().clone()
+            self.copies[place] = copies[id(given)]
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return the count of writes into `tensor`; -1 where none is kept."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def generators_of(devices: Iterable[torch.device]) -> list[torch.Generator]:

@@ -6,9 +6,8 @@ more, padded and in eager. Outputs of a profiled step are computed already, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,13 +15,11 @@ import torch
 from deepytorch.compiler.report import RegionRecord
 from deepytorch.compiler.step.batch_facts import Indices
 from deepytorch.compiler.step.events import RegionEvents
-from deepytorch.compiler.step.kept_weights import Kept
 from deepytorch.compiler.step.outputs.deferred import defer
 from deepytorch.compiler.step.outputs.pending import Family
 from deepytorch.compiler.step.outputs.replay import Replay
 from deepytorch.compiler.step.outputs.rules.operands import pads_of
 from deepytorch.compiler.step.outputs.tokens import UNKNOWN, ZERO, Memo, Once, Pads, Place, Tokens
-from deepytorch.errors import DeferredError
 from deepytorch.passes.samples import Sampler
 from deepytorch.passes.unpad.program import IndexInput, IndexSet, Output, OutputMeta, Program
 
@@ -63,6 +60,10 @@ class StepOutputs:
         self._program, self._eager, self._events, self._record = program, eager, events, record
         self._batch, self._parameters, self._written, self._draws = batch, parameters, written, draws
         self._sampler = Sampler()
+        weights = set(parameters)
+        # of every deferred epilogue, the places of its weights
+        used = [program.epilogues[output.index] for output in program.outputs if output.kind == "epilogue"]
+        self._needed = [place for each in used for place in each.inputs if place in weights]
         self.are_deferred = any(output.kind != "value" for output in program.outputs)
 
     def begin(self, inputs: Sequence[Any]) -> Begun:
@@ -77,14 +78,15 @@ class StepOutputs:
             sampler=self._sampler,
             written=self._written,
             draws=self._draws,
+            needed=self._needed,
+            batch=self._batch,
         )
         return Begun(kept, replay)
 
     def packed(self, begun: Begun, values: Sequence[Any], indices: Indices, places: Places) -> tuple[Any, ...]:
         """Return the outputs of a packed step, from the `values` that its graph gave."""
-        batch = _Batch([begun.inputs[index] for index in self._batch])
         trains = True in [begun.inputs[index].requires_grad for index in self._parameters]
-        taken = _Taken(begun.inputs, values, indices, places, batch, begun.replay, Family(), trains)
+        taken = _Taken(begun.inputs, values, indices, places, begun.replay, Family(), trains)
         outputs = [
             values[output.index] if output.kind == "value" else self._defer(output, place, taken)
             for place, output in enumerate(self._program.outputs)
@@ -101,7 +103,7 @@ class StepOutputs:
             assert output.meta is not None
             outputs[number] = defer(
                 value.shape,
-                partial(_there, value),
+                lambda value=value: value,
                 dtype=value.dtype,
                 device=value.device,
                 requires_grad=value.requires_grad,
@@ -135,7 +137,7 @@ class StepOutputs:
             tokens = places.later(lambda: rows, output, meta, rows.requires_grad)
             return defer(
                 meta.shape(taken.places.sizes),
-                (lambda _: tokens().padded_with_zeros()) if output.zero_at_pads else self._exact(number, meta, taken),
+                (lambda: tokens().padded_with_zeros()) if output.zero_at_pads else self._exact(number, meta, taken),
                 dtype=meta.dtype,
                 device=rows.device,
                 requires_grad=rows.requires_grad,
@@ -147,62 +149,44 @@ class StepOutputs:
         return self._defer_epilogue(output, number, taken, places)
 
     def _defer_epilogue(self, output: Output, number: int, taken: _Taken, places: Places) -> torch.Tensor:
-        epilogue, meta = self._program.epilogues[output.index], output.meta
+        epilogue, meta, replay = self._program.epilogues[output.index], output.meta, taken.replay
         assert meta is not None
+        assert replay is not None
         given = [taken.inputs[index] for index in epilogue.inputs]
-        learned = [number for number, index in enumerate(epilogue.inputs) if index in self._parameters]
-        weights = [given[number] for number in learned]
+        learned = {at: index for at, index in enumerate(epilogue.inputs) if index in self._needed}
         rest = [taken.values[index] for index in epilogue.values] + [
             taken.indices.get(index) for index in epilogue.indices
         ]
-        batch = taken.batch
+        requires_grad = any(value.requires_grad for value in (*rest, *(given[at] for at in learned)))
 
-        def compute(weights_then: list[torch.Tensor]) -> torch.Tensor:
-            batch.check(meta.name)
+        def compute() -> torch.Tensor:
             arguments = list(given)
-            for number, weight in zip(learned, weights_then, strict=True):
-                arguments[number] = weight
-            return epilogue.module(*arguments, *rest)[0]
-
-        requires_grad = any(value.requires_grad for value in (*rest, *weights))
-        if output.entries is None:  # the epilogue gives it whole
-            return defer(
-                meta.shape(taken.places.sizes),
-                compute,
-                dtype=meta.dtype,
-                device=rest[0].device,
-                requires_grad=requires_grad,
-                name=meta.name,
-                depends_on=weights,
-                events=self._events,
-                family=taken.family,
-                whole=True,
-            )
-        kept = Kept(weights, meta.name)
-
-        def rows() -> torch.Tensor:
-            made = compute(kept.usable())
-            kept.release()
+            for at, weight in zip(learned, replay.weights(learned.values(), meta.name), strict=True):
+                arguments[at] = weight
+            made = epilogue.module(*arguments, *rest)[0]
+            replay.release(learned.values())
             return made
 
+        whole = output.entries is None  # the epilogue gives it whole, else its tokens
         return defer(
             meta.shape(taken.places.sizes),
-            self._exact(number, meta, taken),
+            compute if whole else self._exact(number, meta, taken),
             dtype=meta.dtype,
             device=rest[0].device,
             requires_grad=requires_grad,
             name=meta.name,
-            tokens=places.later(Once(rows, grad=requires_grad), output, meta, requires_grad),
+            tokens=None if whole else places.later(Once(compute, grad=requires_grad), output, meta, requires_grad),
             events=self._events,
             family=taken.family,
+            whole=whole,
         )
 
-    def _exact(self, number: int, meta: OutputMeta, taken: _Taken) -> Callable[[Any], torch.Tensor]:
+    def _exact(self, number: int, meta: OutputMeta, taken: _Taken) -> Callable[[], torch.Tensor]:
         """Return a function that makes output `number` padded, as eager does, by the padded replay of the step."""
         replay = taken.replay
         assert replay is not None
 
-        def compute(_: Any) -> torch.Tensor:
+        def compute() -> torch.Tensor:
             first = not replay.has_run
             found = replay.outputs(meta.name)[number]
             if first:
@@ -235,28 +219,9 @@ class _Taken:
     values: Sequence[Any]
     indices: Indices
     places: Places
-    batch: _Batch
     replay: Replay | None
     family: Family
     trains: bool  # some weight requires gradients
-
-
-class _Batch:
-    """The batch's tensors with their versions, which tell if one was overwritten."""
-
-    __slots__ = ("_versions",)
-
-    def __init__(self, inputs: Iterable[Any]) -> None:
-        tensors = [each for each in inputs if isinstance(each, torch.Tensor) and not each.is_inference()]
-        self._versions = [(tensor, tensor._version) for tensor in tensors]
-
-    def check(self, name: str) -> None:
-        """Raise `DeferredError` if the batch was overwritten since."""
-        if any(tensor._version != version for tensor, version in self._versions):
-            raise DeferredError(
-                f"{name} is computed from a batch that was overwritten since. Read it before the next batch is copied "
-                "in, or compile with options={'defer_outputs': False}."
-            )
 
 
 class Places:
@@ -307,10 +272,6 @@ class Places:
             return Tokens(place, features, value.dtype, value.device, packed, pads, requires_grad=value.requires_grad)
 
         return Memo(make)
-
-
-def _there(value: torch.Tensor, _: Any) -> torch.Tensor:
-    return value
 
 
 _SMALL = 1 << 20  # entries of a batch's tensor that is copied for later

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
 
 import torch
 from torch import nn
@@ -110,7 +109,7 @@ class OutputUses:
             tokens = Memo(lambda: Tokens.of(side.place, side.place.take(value), finite)) if dim == 1 else None
             return defer(
                 value.shape,
-                lambda _: value,
+                lambda: value,
                 dtype=value.dtype,
                 device=value.device,
                 requires_grad=value.requires_grad,
@@ -131,7 +130,7 @@ class OutputUses:
             shape = list(packed.shape)
             shape[0], shape[dim] = side.num_rows, side.num_positions
 
-            def padded(_: Any) -> torch.Tensor:
+            def padded() -> torch.Tensor:
                 if again is None:
                     raise DeferredError(
                         f"padded positions of {name!r} are looked at, and this rank alone cannot compute them, as "

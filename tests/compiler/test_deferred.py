@@ -15,7 +15,10 @@ from torch.nn import functional
 
 from deepytorch.compiler.step import kept_weights
 from deepytorch.compiler.step.outputs.deferred import computed, defer, is_deferred
+from deepytorch.compiler.step.outputs.replay import Replay
 from deepytorch.errors import DeferredError
+from deepytorch.passes import samples
+from deepytorch.passes.samples import Sampler
 from tests.calls import Calls, Elements
 
 VOCAB, HIDDEN = 11, 6
@@ -39,9 +42,15 @@ class Head:
         return functional.linear(self.hidden, *self.parameters)
 
     def defer(self, requires_grad: bool = True, dtype: torch.dtype | None = None) -> torch.Tensor:
-        def compute(dependencies: list[torch.Tensor]) -> torch.Tensor:
+        places = range(len(self.parameters))
+        replay = Replay(self.eager, self.parameters, parameters=places, sampler=Sampler(), needed=places)
+
+        def compute() -> torch.Tensor:
+            weights = replay.weights(places, "logits")
             self.count += 1
-            return functional.linear(self.hidden, *dependencies)
+            made = functional.linear(self.hidden, *weights)
+            replay.release(places)
+            return made
 
         return defer(
             (2, 3, VOCAB),
@@ -50,7 +59,6 @@ class Head:
             device="cpu",
             requires_grad=requires_grad,
             name="logits",
-            depends_on=self.parameters,
         )
 
     def gradients(self) -> list[torch.Tensor | None]:
@@ -408,9 +416,9 @@ def test_only_what_the_optimizer_updates_is_cloned(head):
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
         torch.optim.SGD(parameters, lr=0.1).step()
-    weight, bias = logits._pending.kept.dependencies
-    assert weight.snapshot is None
-    assert bias.snapshot is not None
+    assert logits is not None
+    [past] = kept_weights._PASTS
+    assert list(past.copies) == [1]  # the bias alone
 
 
 def test_nothing_is_cloned_for_what_is_computed_or_dead(head):
@@ -420,7 +428,7 @@ def test_nothing_is_cloned_for_what_is_computed_or_dead(head):
     pending = weakref.ref(gone._pending)
     del gone
     assert pending() is None
-    assert not len(kept_weights._KEPT)
+    assert not any(past.needed for past in kept_weights._PASTS)
     value.sum().backward()
     optimizer.step()
     assert torch.equal(logits, value)
@@ -489,16 +497,16 @@ def test_change_after_the_use_is_as_in_eager(head):
 @pytest.mark.parametrize("shape", [(), (1,), (300,), (257, 3), (1000, 512), (4, 5, 6, 7)])
 def test_sample_sees_a_change_of_all_values_in_any_layout(shape):
     for tensor in (torch.randn(shape), torch.randn(shape).t() if len(shape) == 2 else torch.randn(shape)):
-        before = kept_weights.sample(tensor)
+        before = samples.sample(tensor)
         assert 1 <= before.numel() <= 1024
-        assert kept_weights.same_bits(before, kept_weights.sample(tensor))
+        assert samples.same_bits(before, samples.sample(tensor))
         tensor.data.add_(1)
-        assert not kept_weights.same_bits(before, kept_weights.sample(tensor))
+        assert not samples.same_bits(before, samples.sample(tensor))
 
 
 def test_sample_walks_over_columns():
     weight = torch.arange(8192 * 512).view(8192, 512)
-    assert len((kept_weights.sample(weight) % 512).unique()) > 200
+    assert len((samples.sample(weight) % 512).unique()) > 200
 
 
 def test_weights_with_nan_are_unchanged_weights(head):

@@ -18,7 +18,6 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from deepytorch.compiler.step.events import RegionEvents, is_users
-from deepytorch.compiler.step.kept_weights import Kept
 from deepytorch.compiler.step.outputs import pad_safe
 from deepytorch.compiler.step.outputs.pending import Compute, Family, Pending, PendingTensor
 from deepytorch.compiler.step.outputs.token_uses import compute_others, may_write, on_tokens
@@ -36,7 +35,6 @@ def defer(
     device: torch.device | str,
     requires_grad: bool = False,
     name: str = "output",
-    depends_on: Sequence[torch.Tensor] = (),
     tokens: Callable[[], Tokens | None] | None = None,
     events: RegionEvents | None = None,
     family: Family | None = None,
@@ -45,12 +43,9 @@ def defer(
 ) -> torch.Tensor:
     """Return a tensor of `shape`, `dtype` and `device` that `compute` makes once, when its values are first used.
 
-    `compute(dependencies)` is given `depends_on` with its present values: the same tensors, or copies if an optimizer
-    has stepped since. `compute` must read no other tensor that can change, draw no random numbers, and return a tensor
+    `compute` must give the same value at any time or raise `DeferredError`, draw no random numbers, and return a tensor
     of the described shape, dtype and device. It runs under the grad mode, the inference mode and the autocast state of
     this call, and is released after that.
-
-    Raises (at the use, not here) `DeferredError` if a dependency has changed other than by `Optimizer.step`.
 
     Args:
         shape: The shape of the padded value.
@@ -59,7 +54,6 @@ def defer(
         device: The value's device.
         requires_grad: Whether the value requires gradients; only while gradients are enabled, as for any operation.
         name: The output's name in messages.
-        depends_on: The tensors that `compute` reads and an optimizer may change.
         tokens: Gives the value's tokens, for uses that need no more.
         events: Notes every use.
         family: All deferred outputs of the step.
@@ -70,10 +64,9 @@ def defer(
     if device.type != "cpu" and device.index is None:
         device = torch.empty(0, device=device).device  # "cuda" means the current device
     requires_grad = requires_grad and torch.is_grad_enabled()
-    kept = Kept(depends_on, name) if depends_on else None
-    pending = Pending(tuple(shape), dtype, device, requires_grad, name, compute, kept, family)
+    pending = Pending(tuple(shape), dtype, device, requires_grad, name, compute, family)
     pending.make_tokens, pending.events, pending.profiled, pending.whole = tokens, events, profiled, whole
-    deferred = _Deferred.of(pending, compute([]) if profiled else None)
+    deferred = _Deferred.of(pending, compute() if profiled else None)
     return computed(deferred) if must_be_plain() else deferred
 
 
@@ -142,7 +135,7 @@ def _derive(
 ) -> torch.Tensor:
     """Return the deferred result of `operation` on a deferred value. The operation is cheap once the value is there."""
     derived = Pending(
-        source.shape, dtype, source.device, requires_grad, source.name, lambda _: operation(source.compute())
+        source.shape, dtype, source.device, requires_grad, source.name, lambda: operation(source.compute())
     )
     derived.events, derived.family, derived.whole = source.events, source.family, source.whole
     derived.memory, derived.sources = source.memory, (source,)

@@ -20,13 +20,12 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from deepytorch.compiler.step.events import RegionEvents
-from deepytorch.compiler.step.kept_weights import Kept, version_of
 from deepytorch.compiler.step.outputs.tokens import Tokens
-from deepytorch.compiler.step.past import Modes
+from deepytorch.compiler.step.past import Modes, version_of
 from deepytorch.errors import DeferredError
 from deepytorch.torch_internals import make_wrapper_subclass
 
-Compute = Callable[[list[torch.Tensor]], torch.Tensor]
+Compute = Callable[[], torch.Tensor]
 
 
 class Pending:
@@ -44,7 +43,6 @@ class Pending:
         "events",
         "family",
         "hooks",
-        "kept",
         "make_tokens",
         "memory",
         "name",
@@ -65,7 +63,6 @@ class Pending:
         requires_grad: bool,
         name: str,
         compute: Compute,
-        kept: Kept | None = None,
         family: Family | None = None,
     ) -> None:
         self.shape = shape
@@ -74,7 +71,6 @@ class Pending:
         self.requires_grad = requires_grad
         self.name = name
         self._compute: Compute | None = compute
-        self.kept = kept
         self._modes = Modes(grad=requires_grad)
         self.hooks: OrderedDict[int, Callable[[torch.Tensor], torch.Tensor | None]] = OrderedDict()
         self.value: torch.Tensor | None = None
@@ -106,13 +102,13 @@ class Pending:
     def moved(self) -> Pending:
         """Return another object for the present value, before this object becomes another value (`become`)."""
         assert self._compute is not None
-        before = Pending(self.shape, self.dtype, self.device, self.requires_grad, self.name, self._compute, self.kept)
+        before = Pending(self.shape, self.dtype, self.device, self.requires_grad, self.name, self._compute)
         before._modes, before.sources = self._modes, self.sources
         return before
 
     def become(self, tokens: Tokens, compute: Compute) -> None:
         """Stand for another value from now on, which a write in place makes."""
-        self.make_tokens, self._compute, self.kept = (lambda: tokens), compute, None
+        self.make_tokens, self._compute = (lambda: tokens), compute
 
     @torch.compiler.disable(reason="a deferred output is computed at its first use")
     def compute(self) -> torch.Tensor:
@@ -120,16 +116,13 @@ class Pending:
         if self.value is not None:
             return self.value
         assert self._compute is not None
-        dependencies = [] if self.kept is None else self.kept.usable()
         with self._modes:
-            value = self._compute(dependencies)
+            value = self._compute()
         self._check(value)
         if self.hooks and value.requires_grad:
             value.register_hook(functools.partial(_run_hooks, self.hooks))
         self.value, self._compute, self.make_tokens, self.sources = value, None, None, ()
         self.version = version_of(value)
-        if self.kept is not None:
-            self.kept.release()
         return value
 
     def _check(self, value: torch.Tensor) -> None:

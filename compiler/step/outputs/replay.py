@@ -1,21 +1,27 @@
-"""The padded replay: a step run once more as eager would have run it, when a script looks at its pads."""
+"""A step that ran packed, kept for outputs that are computed later: by its padded replay, or from its weights."""
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from deepytorch.compiler.step.kept_weights import forget, keep_for
-from deepytorch.compiler.step.past import Past, generators_of
+from deepytorch.compiler.step.kept_weights import forget, keep_for, storage_of
+from deepytorch.compiler.step.past import Past, generators_of, version_of
 from deepytorch.errors import DeferredError
-from deepytorch.passes.samples import Sampler
+from deepytorch.passes.samples import Sampler, same_bits, sample
 
 
 class Replay:
-    """The padded replay of a call that ran packed, for a look at its pads. Must be made before the step runs.
+    """The past of a call that ran packed. Must be made before the call runs.
+
+    A weight that an optimizer changes is copied before (`kept_weights`). A weight or a batch that changes in any other
+    way is noticed by its version and by samples of its values. A use then raises `DeferredError`, and never gives other
+    numbers.
 
     Args:
         eager: Runs the step operator by operator.
@@ -24,6 +30,8 @@ class Replay:
         sampler: Samples the weights, to find writes that leave their versions unchanged.
         written: Places of the inputs that the step writes to; the replay writes to copies with the values from before.
         draws: Whether the step draws random numbers; the replay draws the numbers that eager would have drawn.
+        needed: Places of the weights that `weights` will be asked for, as often as it will be.
+        batch: Places of the inputs that belong to the batch.
     """
 
     def __init__(
@@ -35,6 +43,8 @@ class Replay:
         sampler: Sampler,
         written: Sequence[int] = (),
         draws: bool = False,
+        needed: Iterable[int] = (),
+        batch: Sequence[int] = (),
     ) -> None:
         tensors = [(place, each) for place, each in enumerate(inputs) if isinstance(each, torch.Tensor)]
         self._past = Past(
@@ -46,9 +56,15 @@ class Replay:
         )
         self._weights, self._sampler = [inputs[index] for index in parameters], sampler
         self._samples = sampler.take(self._weights)
+        self._past.needed.update(needed)
+        self._past.may_be_replayed = True
+        self._batch = batch
+        self._needed = {place: sample(inputs[place]) for place in self._past.needed}  # finer than the sampler's
         self._outputs: tuple[Any, ...] | None = None
         self.seconds = 0.0
         keep_for(self._past)
+
+    # ------------------------------------------------------------------ the padded replay
 
     @property
     def has_run(self) -> bool:
@@ -66,10 +82,13 @@ class Replay:
             self._check(past, name)
             started = time.perf_counter()
             with past.as_it_was():
-                self._outputs = tuple(past.eager(*(past.copies.get(n, each) for n, each in enumerate(past.inputs))))
+                given = list(past.inputs)
+                for place in past.copies:
+                    given[place] = _then(past, place, name)
+                self._outputs = tuple(past.eager(*given))
             self.seconds = time.perf_counter() - started
-            forget(past)
-            self._past, self._weights = Past(past.eager, (), {}, {}), []
+            past.may_be_replayed = False
+            self._let_go()
         return self._outputs
 
     def rewind(self) -> None:
@@ -85,6 +104,70 @@ class Replay:
         copied = {id(past.inputs[place]) for place in past.copies}
         for weight in self._sampler.changed(self._weights, self._samples, copied):
             raise _changed(name, "a weight", tuple(weight.shape))
+
+    # ------------------------------------------------------------------ its weights
+
+    def weights(self, places: Iterable[int], name: str) -> list[torch.Tensor]:
+        """Return weights as they were at the call, for output `name`: themselves, or copies of changed ones.
+
+        places: among those in `needed`. Raises `DeferredError` if the batch was overwritten, or a weight was changed
+        otherwise than by an optimizer.
+        """
+        past = self._past
+        if any(place in self._batch and place not in past.copies for place in past.changed()):
+            raise DeferredError(
+                f"{name} is computed from a batch that was overwritten since. Read it before the next batch is copied "
+                "in, or compile with options={'defer_outputs': False}."
+            )
+        return [self._weight(place, name) for place in places]
+
+    def _weight(self, place: int, name: str) -> torch.Tensor:
+        past, given = self._past, self._past.inputs[place]
+        if place not in past.copies:
+            if version_of(given) != past.versions.get(place, -1):
+                raise _changed_weight(name, given, "changed in place")
+            if given.numel() and storage_of(given) == 0:
+                raise _changed_weight(name, given, "freed")
+        found = _then(past, place, name) if place in past.copies else given
+        before = self._needed[place]
+        if before is not None and not same_bits(before, sample(found)):
+            raise _changed_weight(name, given, "written through .data, or by a kernel that does not tell autograd,")
+        return found
+
+    def release(self, places: Iterable[int]) -> None:
+        """Keep these weights for `weights` no longer."""
+        self._past.needed -= Counter(places)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Hold nothing more of the call, if nobody can ask for it."""
+        if not self._past.needed and not self._past.may_be_replayed:
+            forget(self._past)
+            self._past, self._weights = Past(self._past.eager, (), {}, {}), []
+
+
+def _then(past: Past, place: int, name: str) -> torch.Tensor:
+    """Return a copied input as it was at the call. A gradient that reaches a changed weight raises, as in eager."""
+    given, copy = past.inputs[place], past.copies[place].detach()
+    if given.requires_grad:
+        copy.requires_grad_().register_hook(functools.partial(_refuse_gradient, name, given.shape))
+    return copy
+
+
+def _refuse_gradient(name: str, shape: torch.Size, gradient: torch.Tensor) -> None:
+    raise DeferredError(
+        f"a gradient of {name!r} would have to reach a weight of shape {tuple(shape)} that an optimizer has changed "
+        "since the step; expected backward before Optimizer.step (eager raises here too): call backward first or detach"
+    )
+
+
+def _changed_weight(name: str, weight: torch.Tensor, how: str) -> DeferredError:
+    return DeferredError(
+        f"{name!r} is computed at its first use, and a weight of shape {tuple(weight.shape)} that it is made of was "
+        f"{how} since the step; expected it unchanged, or changed by an Optimizer.step only: read it before changing "
+        "the weights, or compile with torch.compile(..., options={'defer_outputs': False}), which computes it in every "
+        "step"
+    )
 
 
 def _changed(name: str, kind: str, shape: tuple[int, ...]) -> DeferredError:

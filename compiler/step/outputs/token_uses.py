@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from deepytorch.compiler.step.kept_weights import ADVICE, version_of
 from deepytorch.compiler.step.outputs import pad_safe
 from deepytorch.compiler.step.outputs.pending import Pending, PendingTensor
 from deepytorch.compiler.step.outputs.rules.by_feature import Several
 from deepytorch.compiler.step.outputs.tokens import Tokens
+from deepytorch.compiler.step.past import version_of
 from deepytorch.errors import DeferredError
 
 
@@ -142,14 +142,14 @@ class _Recipe:
             self._versions.append((each, version_of(each)))
         return each
 
-    def __call__(self, _: Any) -> torch.Tensor:
+    def __call__(self) -> torch.Tensor:
         args, kwargs = _mapped(self._args, self._padded), _mapped(self._kwargs, self._padded)
         for tensor, version in self._versions:
             if version_of(tensor) != version:
                 raise DeferredError(
                     f"padded positions of what {self._function.__name__} gave are looked at, and a tensor of shape "
                     f"{tuple(tensor.shape)} that it was given has been changed in place since; expected it unchanged: "
-                    f"{ADVICE}"
+                    "look at them before, or compile with torch.compile(..., options={'defer_outputs': False})"
                 )
         result = self._function(*args, **kwargs)
         return result if self._key is None else result[self._key]
