@@ -35,7 +35,7 @@ class BuildPython(build_py):
     """Copies the modules, and compiles what they load."""
 
     def run(self) -> None:
-        """What setuptools calls."""
+        """Build, as setuptools does, and compile what the modules load."""
         super().run()
         if CARRIES and not self.editable_mode:
             folder = Path(self.build_lib).resolve() / "deepytorch"
@@ -47,7 +47,7 @@ class Platform(Distribution):
     """A wheel with machine code in it is one for this platform and this Python."""
 
     def has_ext_modules(self) -> bool:
-        """Whether it has some."""
+        """Return whether the wheel has machine code in it."""
         return CARRIES
 
 

@@ -1,7 +1,7 @@
 """Collectives on torch.distributed: a process group that chooses its own algorithm.
 
-`init_process_group("deepytorch")` is all that most programs need; what stands in `__all__` is for those that hand over
-buffers, compress, or look inside. Names are loaded when they are first used.
+Most programs only need `init_process_group("deepytorch")`. The names in `__all__` are for programs that allocate shared
+buffers, compress, or inspect a group. A name is loaded when it is first used.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = [
     "reduce_scatter_bf16", "register", "send_bf16", "shrink",
 ]  # fmt: skip
 
-# No module goes by the name of what it holds: importing it would put the module there.
+# No module has the name of the object that it holds: importing the module would put it in the object's place.
 _HOMES = {
     "Options": "group.options",
     "chosen": "group.tables",

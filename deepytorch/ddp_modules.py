@@ -25,7 +25,7 @@ class _Place:
 
 
 def number_modules(parallel: Any) -> None:
-    """Number the modules that are made from now on. parallel: torch.nn.parallel.distributed."""
+    """Give each module that is made from now on a number. parallel: torch.nn.parallel.distributed."""
     replace(parallel.DistributedDataParallel, "__init__", _numbered, "number them alike on all ranks", always=True)
 
 

@@ -25,7 +25,8 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 PRODUCT = ("comm", "compiler", "deepytorch", "passes")
 SOURCES = (".py", ".cpp", ".h", ".cu")
-UNCLEAR = ("What", "Whether", "Which", "Of", "As", "It", "They", "Those", "The same")  # first words of a docstring
+# First words of a docstring that do not name its subject.
+UNCLEAR = ("What", "Whether", "Which", "Who", "Where", "How", "Of", "As", "It", "They", "Those", "The same")
 SHORT = 60  # lines of a file that is hardly one
 
 
@@ -44,10 +45,7 @@ def main() -> int:
 
 def read() -> dict[str, int]:
     """Counts of what stands in the sources that git knows of."""
-    product, tests = _sources(PRODUCT), _sources(("tests",))
-    python = [path for path in product if path.suffix == ".py"]
-    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in python}
-    docstrings = [text for tree in trees.values() for text in _docstrings(tree)]
+    product, tests, trees = _sources(PRODUCT), _sources(("tests",)), trees_of_product()
     importers = _importers(trees)
     return {
         "files of product": len(product),
@@ -55,11 +53,23 @@ def read() -> dict[str, int]:
         "lines of tests": sum(map(_num_lines, tests)),
         f"product files of {SHORT} lines or less": sum(_num_lines(path) <= SHORT for path in product),
         "product files imported by one other": sum(len(found) == 1 for found in importers.values()),
-        "docstrings": len(docstrings),
-        "docstrings with an unclear first word": sum(map(is_unclear, docstrings)),
+        "docstrings": sum(len(list(_docstrings(tree))) for tree in trees.values()),
+        "docstrings with an unclear first word": sum(len(unclear_docstrings(*each)) for each in trees.items()),
         "context variables": sum(_calls(tree, "ContextVar") for tree in trees.values()),
         "registries at module level": sum(map(_registries, trees.values())),
     }
+
+
+def trees_of_product() -> dict[Path, ast.Module]:
+    """Return the syntax tree of each Python file of the product that git knows of."""
+    python = [path for path in _sources(PRODUCT) if path.suffix == ".py"]
+    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in python}
+
+
+def unclear_docstrings(path: Path, tree: ast.Module) -> list[str]:
+    """Return a line `file:line: text` for each docstring of a file that begins with one of `UNCLEAR`."""
+    name = path.relative_to(ROOT).as_posix()
+    return [f"{name}:{line}: {text.splitlines()[0]}" for line, text in _docstrings(tree) if is_unclear(text)]
 
 
 def is_unclear(docstring: str) -> bool:
@@ -125,12 +135,13 @@ def _num_lines(path: Path) -> int:
     return len(path.read_text(encoding="utf-8").splitlines())
 
 
-def _docstrings(tree: ast.Module) -> Iterator[str]:
+def _docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield the line that each docstring begins in, and its text."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             found = ast.get_docstring(node)
             if found:
-                yield found
+                yield node.body[0].lineno, found
 
 
 def _importers(trees: dict[Path, ast.Module]) -> dict[str, set[Path]]:

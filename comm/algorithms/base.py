@@ -30,7 +30,7 @@ LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES, MOST_CHUNKS = 1 << 16, 1 << 24, 64
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One collective. `num_bytes` is counted as in nccl-tests: bytes of the larger of the two sides.
+    """One collective. `num_bytes` is counted as in nccl-tests: the bytes of the larger of input and output.
 
     `dtype` is a short name (see `dtype_name`). `reduce_op` is "sum", "avg", "min", "max" or any other that c10d knows,
     and has no meaning for all_gather and broadcast.
@@ -52,7 +52,7 @@ class Operation:
 class Choice:
     """An algorithm and its settings, as the native code receives them.
 
-    chunk_bytes: the most payload bytes in one chunk; the payload is cut into `num_chunks` equal chunks. 0: not cut.
+    chunk_bytes: the most payload bytes in one chunk; the payload is cut into `num_chunks` equal chunks. 0: one chunk.
     num_streams: connections of one rank to each neighbour on another host, used by the chunks in turn. compress: the
     type that values are cast to between hosts (None: exact).
     """
@@ -128,7 +128,7 @@ def compressed_ratio(dtype: str, compress: Compression | None) -> float:
 
 
 def can_compress(operation: Operation, compress: Compression) -> bool:
-    """Return whether casting down between hosts makes sense: for a sum or average of a wider floating-point type."""
+    """Return whether a cast between hosts is possible: for a sum or average of a wider floating-point type."""
     wider = operation.dtype in FLOATS and COMPRESSED_BYTES[compress] < DTYPE_BYTES[operation.dtype]
     return wider and operation.kind == "all_reduce" and operation.reduce_op in ("sum", "avg")
 

@@ -1,7 +1,7 @@
 """All-reduce of GPUs without NVLink: copied into the host's memory, reduced by its processors, copied back.
 
-The payload is cut into chunks of up to 4 MB, so that copies down, reduction, network and copies up overlap. One copy
-brings a chunk and one takes it away, and three chunks are being copied down while one is reduced. Each rank's part of
+The payload is cut into chunks of up to 4 MB, so that copies down, reduction, network and copies up overlap. Each chunk
+takes one copy down and one copy up, and three chunks are being copied down while one is reduced. Each rank's part of
 the memory is on its GPU's NUMA node. This algorithm has not yet run on several GPUs.
 """
 

@@ -41,8 +41,8 @@ class Measured:
 def faster_from(times_us: Mapping[int, tuple[float, float]]) -> int | None:
     """Return the size from which the second way was over 1.10 times as fast at every size.
 
-    None if it was not so at the largest size. times_us: by payload bytes, ascending, the times of the first and the
-    second way.
+    The result is None if the second way was not so fast at the largest size. times_us: by payload bytes, ascending, the
+    times of the first and the second way.
     """
     found = None
     for size, (first, second) in reversed(list(times_us.items())):
@@ -123,7 +123,7 @@ def _ranges(kind: str, given: Any) -> tuple[Range, ...]:
 
 
 def remembered(topology: Topology, gpus: Sequence[str]) -> Measured | None:
-    """Return what was measured on these hosts with these GPUs, or None if nothing was, or may be remembered."""
+    """Return the choices measured on these hosts with these GPUs; None if there are none, or none may be remembered."""
     path = _path(topology, gpus)
     if not Environment.read().remember_links or not path.exists() or _unfit(path):
         return None
@@ -136,7 +136,7 @@ def remembered(topology: Topology, gpus: Sequence[str]) -> Measured | None:
 def remember(topology: Topology, gpus: Sequence[str], found: Measured) -> None:
     """Keep the measured choices for later groups on these hosts.
 
-    Nothing is kept if the folder is not this user's alone.
+    Nothing is kept if other users have access to the folder.
     """
     path = _path(topology, gpus)
     if _unfit(path):

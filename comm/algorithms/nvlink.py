@@ -25,10 +25,10 @@ ONE_SHOT_BELOW_BYTES, TWO_SHOT_BELOW_BYTES, MULTIMEM_BELOW_BYTES = 256 << 10, 8 
 MOST_RANKS = 8
 DTYPES = ("fp32", "bf16", "fp16")
 REDUCE_OPS = ("sum", "avg")
-# Each takes about a step's latency: a kernel's launch, a barrier before it and one after it; one more for a result
-# that has to be reduced before it is spread.
+# Each counts as one step of latency: a kernel's launch, a barrier before it and one after it; one more for a result
+# that has to be reduced before it is sent.
 ONE_SHOT_STEPS, TWO_SHOT_STEPS = 3, 4
-# Steps of copies, besides one for each peer whose values are fetched: writing the values, adding up, three barriers.
+# Steps of copies, apart from one for each peer whose values are fetched: writing, adding up, three barriers.
 COPY_STEPS = 5
 COPIES_FROM_BYTES = 1 << 20  # below, starting a copy takes longer than the copy. Not measured.
 COPIES_BELOW_BYTES = 1 << 30  # memory as large as the largest payload is kept

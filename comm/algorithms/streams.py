@@ -77,7 +77,9 @@ class Streams(Collective):
 def streams_us(num_bytes: float, num_waves: float, engine: Link, ratio: float = 1.0, cast_rate: float = 0.0) -> float:
     """Return the time of a flat all-reduce of `num_bytes`, cut into `num_waves` of as many chunks as there are streams.
 
-    `engine`: all-reduce of the whole group with these streams, us over payload bytes; `cast_rate`: us per payload byte.
+    Args:
+        engine: the all-reduce of the whole group with these streams, us over payload bytes.
+        cast_rate: the time of the casts, us per payload byte.
     """
     wave_bytes = num_bytes / num_waves
     return pipeline_us((cast_rate * wave_bytes, engine.time_us(ratio * wave_bytes)), num_waves)

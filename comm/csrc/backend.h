@@ -1,20 +1,20 @@
 // The c10d backend "deepytorch": runs a collective itself where the table of algorithms says so, and hands it to the inner
 // backend (gloo, nccl) elsewhere.
 //
-// [Note: threads] What it runs itself goes to a thread of the group, in the order of the calls; a synchronous call with
-// nothing before it runs on the caller's own thread. What hangs on a future runs on that thread too, and may wait for a
-// later collective: another thread then takes what is queued. Inner backends that serve the steps between hosts are not shared with
-// delegated calls, so their order is the order of that thread on every rank.
+// [Note: threads] Collectives that this backend runs itself run on a thread of the group, in the order of the calls; a
+// synchronous call with an empty queue runs on the caller's own thread. Callbacks of a future run on the group's thread
+// too, and may wait for a later collective: another thread then takes the queue. Inner backends that serve the steps
+// between hosts are not shared with delegated calls, so their order is the order of that thread on every rank.
 //
-// [Note: order] Calls run in the order in which they were made. What is handed to an inner backend is handed on at once
-// where nothing of ours is under way, and else as a job of the same queue; what we run ourselves waits for it. So does a
-// call whose tensors are read or written here before they are handed on: that would come ahead of its turn. A send or
-// recv goes to the inner backend at once: a rank may need the message before it can come to the collective that another
-// one is in.
+// [Note: order] Calls run in the order in which they were made. A call for an inner backend is delegated at once if none of
+// our own calls is queued or running, and else through the same queue; our own calls wait for delegated ones. A call whose
+// tensors are read or written here before it is delegated also waits, since it would otherwise run ahead of its turn. A
+// send or recv goes to the inner backend at once: a rank may need the message before it can come to the collective that
+// another rank is in.
 //
-// [Note: after an error] The group is poisoned: the first message stays and every later call and every wait, on all ranks
-// of the host, throws it. Inner backends are let go on a thread of their own, since one with a stuck operation blocks in
-// its destructor; that closes their connections, which tells other hosts.
+// [Note: after an error] The group is poisoned: the first message stays, and every later call and every wait, on all ranks
+// of the host, throws it. Inner backends are destroyed on a separate thread, since the destructor of a backend with a
+// stuck operation blocks; the destruction closes their connections, which tells other hosts.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -84,21 +84,19 @@ class Backend final : public c10d::Backend {
   void set_one_shot_bytes(uint64_t bytes);
   // Called before the first CPU-Reduce of a CUDA tensor.
   void set_pin(std::function<void()> pin) { pin_ = std::move(pin); }
-  // What runs a collective of CUDA tensors through symmetric memory: by which algorithm, of which kind, and whether sums
-  // are averages; an all-reduce's output is its input. It is torch's Python that knows how to set that up. Returns the
-  // stream that it runs on, or none where it has ended.
+  // Runs a collective of CUDA tensors through symmetric memory, which only torch's Python code can set up. The output of
+  // an all-reduce is its input. Returns the stream that the collective runs on, or none if it has ended.
   using Symmetric = std::function<std::optional<c10::Stream>(const std::string& algorithm, const std::string& kind,
                                                              at::Tensor& output, at::Tensor& input, bool average)>;
   void set_symmetric(Symmetric call) { symmetric_ = std::move(call); }
   Row row(Kind kind, bool on_cuda, uint64_t bytes) const;
-  // [Note: trials] What a group chooses by may have been measured in a slow moment. So all-reduces by gloo, through the
-  // memory of a host, and between hosts over one or more connections are timed again among a few of its collectives. The
-  // ranks look, after counts of collectives that all of them share and each of which is twice the one before, whether
-  // enough time has gone by since the group was made for a trial to take no more than `share` of it; what the slowest
-  // rank says decides for all. What was timed is put in force in front of the collective at the next such count: by then
-  // no rank has to wait for it. `rows` says what is timed: payloads of `max_bytes` by that algorithm, which takes about
-  // `expected_us`. `tried` gets, alike on all ranks, what the slowest rank took for a copy of `copy_bytes` and for each
-  // of them, in us; it may set tables. Nothing is timed after `number` trials.
+  // [Note: trials] The links may have been measured in a slow moment. So all-reduces by gloo, through the memory of a
+  // host, and between hosts over one or more connections are timed again among the group's collectives. Trials are due
+  // at numbers of collectives that all ranks share, each twice the one before. A trial runs if it takes no more than
+  // `share` of the time since the group was made; the slowest rank's time decides for all. The times take effect before
+  // the collective at the next such number, when no rank has to wait for them any more. `rows`: the payloads
+  // (`max_bytes`) and algorithms that are timed; each takes about `expected_us`. `tried` gets the slowest rank's us for a
+  // copy of `copy_bytes` and for each row, equal on all ranks, and may set tables. There are at most `number` trials.
   using Tried = std::function<void(Backend&, double copy_us, const std::vector<double>& times_us)>;
   void set_trials(std::vector<Row> rows, const std::vector<double>& expected_us, uint64_t copy_bytes, uint64_t first,
                   int number, double share, Tried tried);

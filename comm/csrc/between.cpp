@@ -49,7 +49,7 @@ void wait_for(const c10::intrusive_ptr<c10d::Work>& work, const Call& call, cons
       work->wait(kLook);
       return;
     } catch (const std::exception& error) {  // the end of this look, or an error if it was done before
-      if (done) throw CommError(what + " failed: " + error.what());  // what it comes from may be said by another host yet
+      if (done) throw CommError(what + " failed: " + error.what());  // the caller may still hear the cause from another host
       if (work->isCompleted()) continue;
     }
     if (call.health != nullptr && call.health->poisoned()) throw CommError(call.health->message());

@@ -109,7 +109,7 @@ c10::intrusive_ptr<c10::ivalue::Future> DelegatedWork::getFuture() {
   const auto pending = std::make_shared<PendingFuture>(future, health_);
   auto self = c10::intrusive_ptr<DelegatedWork>::reclaim_copy(this);
   theirs->addCallback([self, pending](c10::ivalue::Future& ended) {
-    if (pending->taken()) return;  // the poison was first: nobody is told of what came of it
+    if (pending->taken()) return;  // the poison was first: this result is dropped
     c10::IValue value;
     try {
       value = self->outcome(ended);
@@ -123,12 +123,12 @@ c10::intrusive_ptr<c10::ivalue::Future> DelegatedWork::getFuture() {
   return future;
 }
 
-// What the inner backend found.
+// Returns the inner backend's result.
 c10::IValue DelegatedWork::outcome(c10::ivalue::Future& ended) {
   try {
     return ended.value();  // throws the operation's error, if it has one
   } catch (const std::exception& error) {
-    if (health_->poisoned()) raise(health_->message());  // which says why it could not end
+    if (health_->poisoned()) raise(health_->message());  // the poison says why the operation could not end
     fail(error);
   }
 }

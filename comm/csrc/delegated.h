@@ -16,29 +16,29 @@ namespace deepytorch {
 c10d::OpType op_type(Kind kind);
 
 // [Note: tensors without their Python objects] A thread of ours or of an inner backend may drop the last reference to a
-// tensor; if it carried its Python object that would need the interpreter's lock, for which it would wait while training
+// tensor. If the tensor carried its Python object, the thread would need the GIL: it would wait for the GIL while training
 // runs, and die while the interpreter ends. So operations get aliases that Python has never seen.
 // (A sparse one is filled by replacing its parts, which an alias would not show.) A tensor without memory is refused.
 at::Tensor alias_of(const at::Tensor& tensor);
 
 // [Note: in a row] gloo reads and writes storage from its first element on, whatever the strides are. A tensor that is not
-// contiguous gets a copy, which is filled when the call's turn comes, since one before it may still write to the tensor; and
-// what is an output is copied back before a call after it may read it. So a call with copied outputs goes by the queue.
+// contiguous gets a contiguous copy. The copy is filled when the call's turn comes, since an earlier call may still write to
+// the tensor. An output is copied back before a later call may read it: a call with copied outputs goes through the queue.
 struct Copied {
   std::vector<at::Tensor> given, copies;
 
-  at::Tensor operator()(const at::Tensor& tensor);  // memory for it, or itself where it is in a row
+  at::Tensor operator()(const at::Tensor& tensor);  // memory for a copy, or the tensor itself if it is contiguous
   void fill() const;
   void give_back(Kind kind) const;  // as `put`
 };
 
-// What fails on this rank alone, with nothing of the group under way: its caller gets the error, and the group goes on.
+// A failure on this rank alone, while no call of the group is running: the caller gets the error, and the group goes on.
 struct Refused {
   std::exception_ptr why;
 };
 
-// Write what a call has found into its output, when the ranks are done with each other. Elements of an expanded tensor share
-// memory: where gloo takes such outputs, as if they lay in a row, the first element that lies there is written. Throws Refused.
+// Write a call's result into its output, after the ranks have finished the call. Elements of an expanded tensor share
+// memory: where gloo takes such outputs, as if they were contiguous, the first of these elements is written. Throws Refused.
 void put(Kind kind, const at::Tensor& output, const at::Tensor& found);
 
 // Whether one may be read while the other is written: they have no memory in common, or `part` is no. `own` of the parts that

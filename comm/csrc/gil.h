@@ -1,12 +1,12 @@
-// The interpreter's lock (GIL) beside ours.
+// The order of our locks and the interpreter's lock (GIL).
 //
-// [Note: our locks and the interpreter's] Python threads come here with the interpreter's lock and wait for a lock of ours.
-// So whoever holds one of ours must not wait for the interpreter's: he would wait for a thread that waits for him. That is
-// easily done unseen. A tensor, a thread's state (at::ThreadLocalState: hooks of saved tensors, what a compiled backward
-// keeps there) and a work may hold Python objects, and copying or dropping them takes the interpreter's lock. So they are
-// made and copied before a lock is taken, and dropped after it is let go; the same holds for the last reference to a
-// segment, whose end may call Python. And whoever waits for the end of a thread that drops tensors, as the destructors of
-// groups do, lets go of the interpreter's lock before: Python calls them with it.
+// [Note: our locks and the interpreter's] Python threads come here with the GIL and wait for a lock of ours. So a thread
+// that holds a lock of ours must not wait for the GIL: the two threads would wait for each other. Such a wait is easily
+// overlooked. A tensor, a thread's state (at::ThreadLocalState: hooks of saved tensors, objects that a compiled backward
+// keeps there) and a work may hold Python objects, and copying or dropping them takes the GIL. So they are made and copied
+// before a lock is taken, and dropped after the lock is released; the same holds for the last reference to a segment,
+// whose destructor may call Python. A thread that waits for the end of another thread that drops tensors, as in the
+// destructors of groups, releases the GIL first: Python calls the destructors with the GIL.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -15,7 +15,7 @@
 
 namespace deepytorch {
 
-// Without the interpreter's lock for as long as it lives: what this thread waits for may need it.
+// Releases the GIL for the lifetime of this object: the thread that this one waits for may need the GIL.
 class WithoutGil {
  public:
   WithoutGil() { if (Py_IsInitialized() && PyGILState_Check()) released_.emplace(); }

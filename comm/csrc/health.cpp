@@ -28,7 +28,7 @@ void tell(const Listening& here) {
   here.store->set(kTrouble, std::vector<uint8_t>(message.begin(), message.end()));
 }
 
-// This rank's calls to the others', or theirs against its own. told: of each device, how many calls rank 0 has told of.
+// Rank 0 publishes its calls, the others compare them with their own. told: per device, the calls published so far.
 std::string compare(const Listening& here, uint64_t (&told)[2]) {
   for (int on_cuda = 0; on_cuda < 2; ++on_cuda) {
     const CallHistory& mine = *here.calls[on_cuda];
@@ -44,10 +44,10 @@ std::string compare(const Listening& here, uint64_t (&told)[2]) {
   return "";
 }
 
-// [Note: gloo ends the process] Where gloo is sent more bytes than it expects, since a rank of another host gave another
-// size, its own thread throws, and nobody catches that: the process ends without a word on what was wrong, and the other
-// ranks hear of a closed connection. So the end is put off until the ranks have compared their calls, two seconds at most,
-// and a little longer, so that who waits for the call gets the error that names both sides.
+// [Note: gloo ends the process] If gloo receives more bytes than it expects, since a rank of another host gave another
+// size, gloo's own thread throws, and nobody catches the exception: the process ends without a message about the cause, and
+// the other ranks see a closed connection. So the end is delayed until the ranks have compared their calls, two seconds at
+// most, and a little longer, so that the caller who waits gets the error that names both sides.
 std::mutex& ending() {
   static auto& mutex = *new std::mutex;  // never destroyed: threads may end after main
   return mutex;
@@ -129,8 +129,8 @@ Heard look(const Listening& here, uint64_t (&told)[2]) {
     if (found.empty()) return Heard::nothing;
     here.health->poison(found);
     try {
-      tell(here);  // before connections are closed
-    } catch (const std::exception&) {  // then that tells them
+      tell(here);  // before this rank closes its connections
+    } catch (const std::exception&) {  // then the closed connections tell the other hosts
     }
     return Heard::trouble;
   } catch (const std::exception&) {  // the store is gone: closed connections tell the rest

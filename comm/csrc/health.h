@@ -1,9 +1,8 @@
-// Whether a group can still be used, as its ranks tell each other: those of one host through the segment, hosts through
-// the store.
+// The state of a group, usable or failed, which ranks of one host share through the segment, and hosts through the store.
 //
-// [Note: errors between hosts] A host learns of another one's error when connections close, which the failing host does
-// at once, but a rank that waits for nothing does not see it, and a host that stands still closes nothing. So in a group
-// of several hosts a thread of each rank looks at one key of the group's store twice a second; whoever fails writes it.
+// [Note: errors between hosts] A failing host closes its connections at once, from which other hosts learn of the error.
+// But a rank that waits for nothing does not see that, and a host that hangs closes nothing. So in a group of several
+// hosts a thread of each rank looks at one key of the group's store twice a second; a rank that fails writes the key.
 // The same thread compares the ranks' calls: [Note: calls between hosts] in call_history.h.
 #pragma once
 
@@ -24,7 +23,7 @@ namespace deepytorch {
 
 class Health {
  public:
-  // hears: whether a Listener brings what other hosts have to say.
+  // hears: whether a Listener brings the errors of other hosts.
   Health(std::shared_ptr<Segment> segment, bool hears) : segment_(std::move(segment)), hears_(hears) {}
   void stop_hearing() { hears_ = false; }
 
@@ -32,8 +31,8 @@ class Health {
   void poison(const std::string& message);
   // Called when this rank has poisoned the group, by any thread.
   void set_on_poison(std::function<void()> call);
-  // Called where something failed that may be what another host's error did to this one: gives that error the time to
-  // come here first, since it says more.
+  // Called after a failure that another host's error may have caused: waits until that error may have arrived, since its
+  // message says more.
   void await_reason() const;
   bool poisoned() const;
   std::string message() const;

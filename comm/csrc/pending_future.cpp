@@ -113,7 +113,7 @@ void PendingFuture::settle(Settle&& by) {
   try {
     const at::ThreadLocalStateGuard as_the_caller(held->caller);
     by(*held->future);
-  } catch (const std::exception& error) {  // of what is hung on it
+  } catch (const std::exception& error) {  // raised by a callback
     TORCH_WARN("a callback of a collective failed: ", error.what());
   }
 }

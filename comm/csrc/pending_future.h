@@ -1,9 +1,9 @@
-// The future of a call that an inner backend runs: completed by what that found or by the group's poison, whichever is first.
+// The future of a call that an inner backend runs: completed by the backend's result or by the group's poison, the earlier.
 //
-// [Note: who looks at the poison for a future] Whoever waits on a work looks at the poison himself. A future is waited on
-// inside of torch, which knows of none. So one thread of the process looks ten times a second while a future is pending,
-// and sleeps else. It holds no group, and completes nothing itself: what hangs on a future may wait for anything, another
-// future too, so each that the poison ends gets a thread for it.
+// [Note: who looks at the poison for a future] A thread that waits on a work looks at the poison itself. A wait on a future
+// happens inside torch, which does not know of the poison. So one thread of the process looks ten times a second while a
+// future is pending, and sleeps otherwise. This thread holds no group and completes no future itself: callbacks of a future
+// may wait for anything, also for another future, so each future that the poison ends gets a thread of its own.
 #pragma once
 
 #include <ATen/ThreadLocalState.h>
@@ -23,12 +23,12 @@ class PendingFuture {
   PendingFuture(Future future, std::shared_ptr<const Health> health)
       : held_(new Held{std::move(future), at::ThreadLocalState()}), health_(std::move(health)) {}
 
-  // Each completes it unless another one has, with what is hung on it run at once, and as the thread that asked for it.
+  // Each completes the future if it is not complete yet; callbacks run at once, with the state of the thread that asked.
   void complete(c10::IValue value);
   void fail(std::exception_ptr error);
   void fail_by_poison();
 
-  bool taken() const;  // whether somebody completes it, or has
+  bool taken() const;  // whether the future is complete, or is being completed
   bool poisoned() const { return health_->poisoned(); }
 
  private:
@@ -36,7 +36,7 @@ class PendingFuture {
     Future future;
     at::ThreadLocalState caller;
   };
-  // All that may hold Python objects goes with who takes it: the thread that looks drops none of them.
+  // Gives the caller all that may hold Python objects, so that the thread that looks drops none of them.
   std::unique_ptr<Held> take();
   template <typename Settle>
   void settle(Settle&& by);
@@ -46,7 +46,7 @@ class PendingFuture {
   const std::shared_ptr<const Health> health_;
 };
 
-// Completes it by the poison should that come first.
+// Completes the future by the poison, if that comes before the result.
 void watch(std::shared_ptr<PendingFuture> pending);
 
 }  // namespace deepytorch

@@ -25,8 +25,8 @@ from deepytorch.torch_internals import storage_use_count
 class Transfer:
     """The time span of one bucket's transfer, in seconds of `time.perf_counter`.
 
-    waited: how long the backward stood still for it. bucket: the bucket's place in the plan; for rows, that of the
-    bucket that their gradient lies in.
+    waited: how long the backward stood still for the transfer. bucket: the bucket's place in the plan; for rows, the
+    place of the bucket that their gradient lies in.
     """
 
     bucket: int
@@ -73,7 +73,7 @@ class BucketMemory:
         return self.transfer.waited
 
     def is_held(self) -> bool:
-        """Return whether anything besides `param.grad` and the reducer refers to the memory.
+        """Return whether anything other than `param.grad` and the reducer refers to the memory.
 
         The answer is True if this torch does not let it be known.
         """

@@ -140,9 +140,12 @@ class BucketSender:
             self.counts.exposed_seconds += self._memory[number].finish()
 
     def sent_rows(self, member: int, num_bytes: int, began: float) -> float:
-        """Record that the rows of a gradient were sent, and return the time of the end.
+        """Record that the rows of a gradient were sent, and return the time of the transfer's end.
 
-        num_bytes: sent by each rank. began: when the transfer began.
+        Args:
+            member: the gradient.
+            num_bytes: the bytes that each rank sent.
+            began: the time of the transfer's start.
         """
         number, ended = self._bucket_of[member], time.perf_counter()
         transfer = Transfer(number, num_bytes, began, ended, ended - began, began, as_rows=True)

@@ -83,10 +83,12 @@ class Arrival:
 class BucketPlan:
     """All buckets, in the order in which they are sent, and the facts that they were chosen by.
 
-    `exposed_us`: predicted communication after the end of a backward of `backward_us`, out of `total_us`, without that
-    of rows. `measured`: whether arrivals and links were measured in a backward, and not assumed. `tables`: members
-    whose rows are exchanged at the end: those whose buckets are `as_rows`, and others of which a part arrived as a
-    whole before.
+    Attributes:
+        exposed_us: predicted communication after the end of a backward of `backward_us`, out of `total_us`, without
+            that of rows.
+        measured: whether arrivals and links were measured in a backward, and not assumed.
+        tables: members whose rows are exchanged at the end: those whose buckets are `as_rows`, and others of which a
+            part arrived as a whole before.
     """
 
     members: tuple[Member, ...]

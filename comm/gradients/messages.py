@@ -1,4 +1,4 @@
-"""Messages that the ranks of a group exchange besides tensors."""
+"""Messages, other than tensors, that the ranks of a group exchange."""
 
 from __future__ import annotations
 

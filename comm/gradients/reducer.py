@@ -88,7 +88,7 @@ class GradientReducer:
         self._arrived: set[int] = set()
         self._in_parts: set[int] = set()  # see [Note: parts]
         self._parts: dict[int, Tensor] = {}  # of this backward, to be returned to autograd
-        self._rest_of: dict[int, str] = {}  # members of which a part arrived, and what is to be done with their rows
+        self._rest_of: dict[int, str] = {}  # members of which a part arrived, and how their rows are handled
         self._rows: dict[int, Rows | None] = {}  # of this backward, to be sent
         self._set_plan(plan)
         self._armed = False  # whether the next backward reduces
@@ -126,7 +126,7 @@ class GradientReducer:
         """Start counting anew."""
         self.counts = self._sender.counts = Counts()
 
-    # ------------------------------------------------------------------ what DDP tells
+    # ------------------------------------------------------------------ called for DDP
 
     def arm(self) -> None:
         """Have the next backward reduce: that of the forward that has just ended."""
@@ -154,7 +154,7 @@ class GradientReducer:
             hook.remove()
         self._hooks.clear()
 
-    # ------------------------------------------------------------------ what arrives
+    # ------------------------------------------------------------------ arriving gradients
 
     def arrive(self, members: Sequence[int], gradients: Sequence[Tensor]) -> None:
         """Pack gradients of a compiled backward, and send the buckets that are full with them.
@@ -228,7 +228,7 @@ class GradientReducer:
 
     @contextmanager
     def without(self, parameters: Sequence[Any]) -> Iterator[None]:
-        """Ignore, inside the block, what the running autograd node hands over for these parameters.
+        """Ignore, inside the block, the gradients that the running autograd node hands over for these parameters.
 
         The node gives none of them a gradient.
         """
@@ -261,7 +261,7 @@ class GradientReducer:
     def _fill(self, member: int, gradient: Tensor | None) -> None:
         """Put a gradient (None: zeros) into its bucket, added to those of earlier micro-batches.
 
-        All are sent together, and autograd gets the view in their place.
+        The sum is sent as one gradient, and autograd gets the view in place of the earlier gradients.
         """
         parameter, view = self._parameters[member], self._sender.view(member)
         earlier, parameter.grad = parameter.grad, None
@@ -284,8 +284,8 @@ class GradientReducer:
     def wait(self, members: Sequence[int]) -> list[Tensor]:
         """Return the gradients for autograd: reduced, or to be reduced in place before the backward ends.
 
-        Until then autograd only stores them, unless hooks of the user read them, or autograd creates a graph of the
-        backward; only then this method waits.
+        Until then autograd only stores the gradients, unless the user's hooks read them or autograd creates a graph of
+        the backward; only in these two cases this method waits.
         """
         if torch.is_grad_enabled() or any(has_hooks(self._parameters[member]) for member in members):
             self._sender.wait(member for member in members if member not in self._parts)
@@ -445,7 +445,7 @@ class GradientReducer:
 
 @contextmanager
 def without_gradients(parameters: Sequence[Any]) -> Iterator[None]:
-    """Ignore, inside the block, what an autograd node hands over for these parameters, in all reducers."""
+    """Ignore, inside the block and in all reducers, the gradients that an autograd node gives for these parameters."""
     with ExitStack() as stack:
         for each in REDUCERS.values():
             stack.enter_context(each.without(parameters))

@@ -43,7 +43,7 @@ class Rows:
 def summed_rows(ids: Tensor, values: Tensor, kept: Tensor | None) -> Rows:
     """Return the rows of ids [...] and values [..., width], with those of one id added up.
 
-    `kept` [...] or [..., 1]: which of them count.
+    kept: [...] or [..., 1], which rows count.
     """
     if kept is not None:
         kept = kept.expand(*ids.shape, 1) if kept.dim() > ids.dim() else kept.expand(ids.shape)
@@ -115,8 +115,8 @@ def gather_rows(group: dist.ProcessGroup, mine: Rows | None, counts: Sequence[in
 def reduce_rows(group: dist.ProcessGroup, sender: BucketSender, rows_of: Mapping[int, Rows | None]) -> None:
     """Average the gradients that the sender's plan has as rows; a collective.
 
-    rows_of: by member, its rows; None for a gradient that did not arrive. A missing member arrived as a whole, and then
-    all ranks send it as a whole.
+    rows_of: the rows of each member; None for a gradient that did not arrive. A missing member arrived as a whole, and
+    then all ranks send that gradient as a whole.
     """
     began = time.perf_counter()
     plan, num_ranks = sender.plan, dist.get_world_size(group)

@@ -1,1 +1,1 @@
-"""The process group: how it is made, what it hands on, and what it can do beside collectives."""
+"""The process group: its construction, the calls that it delegates, and its functions other than collectives."""

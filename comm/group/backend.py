@@ -1,7 +1,7 @@
 """The c10d backend "deepytorch": `init_process_group("deepytorch")` on CPU and CUDA tensors.
 
-It composes stock gloo and nccl with algorithms of its own (`csrc`), by a table that `select` makes of measured links.
-Everything that all ranks of a group must share goes through the group's store, as JSON.
+The backend combines stock gloo and nccl with algorithms of its own (`csrc`). A table that `select` makes from measured
+links says which of them runs. Everything that all ranks of a group must share goes through the group's store, as JSON.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from deepytorch.log import once
 
 
 def create(options: Any, group_options: Any) -> Any:
-    """Make the backend of one group, for c10d: a native one, or a stock group where not all ranks have the same C++.
+    """Make the backend of one group for c10d: a native one, or a stock group if not all ranks have the same C++ build.
 
-    A group is one or the other to its end.
+    A group never changes from one to the other.
     """
     rank, size, timeout = options.group_rank, options.group_size, options.timeout
     if not isinstance(timeout, timedelta):
@@ -49,12 +49,12 @@ def create(options: Any, group_options: Any) -> Any:
             "deepytorch.comm.Options(...) or None"
         )
     wanted = group_options or Options()
-    # What was said of an earlier group of this name is not read. A life counts once all have come: whoever tries again,
-    # since others were late, meets them.
+    # The prefix counts the earlier groups of this name, whose answers must not be read. The count grows only after all
+    # ranks have answered: a rank that tries again because others were late still meets them under the same prefix.
     asked = dist.PrefixStore(f"asked/{options.store.add(f'lives/{rank}', 0)}", options.store)
     environment = Environment.read()
     module, mine = None, _NONE
-    if environment.enabled:  # who asks for something of its own waits for it
+    if environment.enabled:  # a user who gives options waits for the C++ that they need
         module, mine = _module(asked, rank, environment.wait or wanted != Options())
     found = _said_by_all(asked, rank, size, mine, timeout)
     store = _of_this_life(options.store, rank)
@@ -69,11 +69,11 @@ def create(options: Any, group_options: Any) -> Any:
     return stock_group(store, rank, size, timeout)
 
 
-_LATER, _NONE = "later", "none"  # what a rank says that compiles its native module, and one that has and will have none
+_LATER, _NONE = "later", "none"  # answers of a rank whose native module is being compiled, or is not available
 
 
 def _module(asked: dist.Store, rank: int, waits: bool) -> tuple[Any | None, str]:
-    """Return this rank's native module, None if there is none by now, and what the rank says of it to the others."""
+    """Return this rank's native module (None if not ready), and the rank's answer to the other ranks."""
     if native.is_built() or waits:
         if not native.is_built():
             asked.set(f"compiles/{rank}", "")
@@ -93,7 +93,7 @@ def _module(asked: dist.Store, rank: int, waits: bool) -> tuple[Any | None, str]
 
 
 def _why_stock(found: Sequence[str]) -> str:
-    """Return why a group whose ranks have said this runs on stock gloo and nccl."""
+    """Return why a group whose ranks gave these answers runs on stock gloo and nccl."""
     none, later = ([rank for rank, said in enumerate(found) if said == word] for word in (_NONE, _LATER))
     if none:
         return f"ranks {none} lack deepytorch's native code"
@@ -103,7 +103,7 @@ def _why_stock(found: Sequence[str]) -> str:
 
 
 def _tell_of_stock(found: Sequence[str], why: str, rank: int) -> None:
-    """Log that a group runs on stock gloo and nccl, unless each of its ranks has said that it has no native module."""
+    """Log that a group runs on stock gloo and nccl, unless all its ranks answered that they have no native module."""
     if _LATER in found and _NONE not in found:
         if rank == 0 and len(found) > 1:  # one line for all ranks and groups of a process
             once(
@@ -117,9 +117,9 @@ def _tell_of_stock(found: Sequence[str], why: str, rank: int) -> None:
 
 
 def _said_by_all(store: dist.Store, rank: int, size: int, mine: str, timeout: timedelta) -> list[str]:
-    """Return which native module each rank has; one of the two words above where it has none.
+    """Exchange answers; return each rank's: the digest of its native module, or one of the two words above.
 
-    Ranks that differ would wait for each other in vain.
+    Ranks with different builds would wait for each other in vain.
     """
     store.set(f"native/{rank}", mine)
     keys = [f"native/{peer}" for peer in range(size)]
@@ -142,7 +142,7 @@ def _said_by_all(store: dist.Store, rank: int, size: int, mine: str, timeout: ti
 def _make(
     module: Any, store: dist.Store, name: str, rank: int, size: int, timeout: timedelta, options: Options
 ) -> Group:
-    """Make a group's native backend over stock ones, with its choices."""
+    """Make a group's native backend on top of stock ones, with its tables of algorithms."""
     topology = gather_topology(dist.PrefixStore("topology", store), rank, size, discover_host(), timeout)
     nccl.prepare(topology)
     cpu, cuda = inner_backends(store, rank, size, timeout, topology.num_hosts == 1)
@@ -157,7 +157,7 @@ def _make(
     group = replace(group, links=links_of(group, module, cpu, streams))
     tables = tables_of(group)
     between = streams.up_to(num_streams_of(group, tables, cuda is not None))
-    del streams  # and what was connected to measure alone
+    del streams  # closes the connections that only the measurement needed
     backend = module.Backend(
         rank=rank,
         size=topology.num_ranks,
@@ -192,7 +192,7 @@ def _make(
 
 
 def _gpus(group: Group) -> tuple[str, ...]:
-    """The names of the GPUs of all ranks' hosts; no device is chosen or started for that."""
+    """Return the names of the GPUs of all ranks' hosts; no device is selected or started for this."""
     mine = sorted({torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())})
     group.store.set(f"gpus/{group.rank}", json.dumps(mine))
     keys = [f"gpus/{rank}" for rank in range(group.topology.num_ranks)]
@@ -201,7 +201,7 @@ def _gpus(group: Group) -> tuple[str, ...]:
 
 
 def _tell_of_steps(backend: Any) -> None:
-    """Let the backend know when an optimizer has stepped, for as long as it lives."""
+    """Notify the backend of every optimizer step, as long as the backend exists."""
     mark = backend.step_marker()
 
     def stepped(*_: Any) -> None:
@@ -212,15 +212,15 @@ def _tell_of_steps(backend: Any) -> None:
 
 
 def _of_this_life(store: dist.Store, rank: int) -> dist.Store:
-    """The group's keys, apart from those of an earlier group of the same name in the same store.
+    """Return the group's part of the store, apart from an earlier group of the same name in the same store.
 
-    Every rank counts how often it has made the group: all count alike, since they make it together.
+    Every rank counts how often it has made the group. The counts agree, since all ranks make the group together.
     """
     return dist.PrefixStore(f"life/{store.add(f'lives/{rank}', 1)}", store)
 
 
 def _with_deadline(store: Any) -> dist.Store:
-    """A connection of its own, for a thread that must not wait long for an answer."""
+    """Return a separate connection to the store, for a thread that must not wait long for an answer."""
     made: dist.Store = store.clone()
     made.set_timeout(timedelta(seconds=5))
     return made
@@ -262,9 +262,9 @@ def _segment(
 
 
 def pin(segment: Any) -> None:
-    """Make a segment known to CUDA until it is unmapped, so that copies from and to GPUs go by DMA."""
+    """Register a segment with CUDA until the segment is unmapped, so that copies from and to GPUs use DMA."""
     runtime, address = torch.cuda.cudart(), segment.address()
-    result = runtime.cudaHostRegister(address, segment.num_bytes, 1)  # 1: for all of this process's devices
+    result = runtime.cudaHostRegister(address, segment.num_bytes, 1)  # 1: for all devices of this process
     if int(result) != 0:
         once(logging.WARNING, "shared memory could not be pinned (CUDA error %s): copies to it are slower", result)
     else:

@@ -1,14 +1,13 @@
-"""Gradients that travel as bf16 and are summed in float32: half the bytes of float32, and one rounding of each value.
+"""Gradients sent as bf16 and summed in float32: half the bytes of float32, and one rounding of each value.
 
-A ring that adds bf16 rounds at every rank; here nobody adds what has been rounded before. Each rank casts its values
-once and gives every other one its part (all_to_all), a part's owner adds up all ranks' in float32, and an all_reduce
-casts the sums once more and gathers them. All ranks get the owner's bits. Bytes on the way are half of a float32
-ring's. On GPUs nothing goes through the host, and the host waits for nothing. Not yet run on several GPUs.
-
-Parts move as bytes: every backend moves those, and none takes them for values that it may round.
+A ring of bf16 rounds its sums at every rank; here no sum is added to after it was rounded. Each rank casts its values
+once and sends every other rank its part (all_to_all). The owner of a part sums it over all ranks in float32. For an
+all_reduce, the owners cast their sums once more, and all ranks gather them, so that all ranks get the same bits. The
+traffic is half of a float32 ring's. On GPUs no data goes through the host, and the host does not wait. This module has
+not yet run on several GPUs. Parts are sent as bytes: every backend can send bytes, and no backend rounds them.
 """
 
-# No `annotations` of the future: DistributedDataParallel compares those of its hooks with classes.
+# No postponed annotations: DistributedDataParallel compares the annotations of its hooks with classes.
 
 from collections.abc import Callable
 from typing import Any
@@ -20,15 +19,15 @@ from torch import Tensor, nn
 from deepytorch.comm.kernels.buckets import Slots, pack
 from deepytorch.errors import ConfigError
 
-_FROM = (torch.float32, torch.bfloat16)  # fp16 has bits that bf16 lacks, fp64 is asked for where rounding matters
+_FROM = (torch.float32, torch.bfloat16)  # fp16 has mantissa bits that bf16 lacks; users of fp64 want no rounding
 _OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 
 
 def all_reduce_bf16(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None) -> None:
-    """`torch.distributed.all_reduce` in place: each value is rounded to bf16, the float32 sum of all ranks' once more.
+    """Run `torch.distributed.all_reduce` in place; each value is rounded to bf16, and each float32 sum once more.
 
-    Every rank gets the same bits. NaN and infinities pass through; what is over 3.39e38 becomes infinite. Asynchronous
-    on GPUs, on the current stream. Needs 4 bytes for each value meanwhile, and 6 for each of a rank's part.
+    Every rank gets the same bits. NaN and infinities are kept; values over 3.39e38 become infinite. On GPUs the call is
+    asynchronous, on the current stream. The call needs 4 bytes per value, and 6 per value of a rank's part.
 
     Args:
         tensor: contiguous, float32 or bfloat16, on the device of the group's backend, of any size.
@@ -52,13 +51,13 @@ def all_reduce_bf16(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: dist.Pro
 def reduce_scatter_bf16(
     output: Tensor, given: Tensor, op: Any = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None
 ) -> None:
-    """`torch.distributed.reduce_scatter_tensor`: each value is rounded to bf16, and summed in float32 at its owner.
+    """Run `torch.distributed.reduce_scatter_tensor`; each value is rounded to bf16, and summed in float32.
 
-    A float32 sum is not rounded again, so gradients that were bfloat16 before lose nothing at all. Asynchronous on
-    GPUs, on the current stream. Needs 4 bytes for each value of `given` meanwhile, and 4 for each of a rank's part.
+    A float32 sum is not rounded again, so gradients that were bfloat16 before lose nothing. On GPUs the call is
+    asynchronous, on the current stream. The call needs 4 bytes per value of `given`, and 4 per value of a rank's part.
 
     Args:
-        output: contiguous, a rank's part of the sum, of the dtype of `given`.
+        output: contiguous, this rank's part of the sum, of the dtype of `given`.
         given: contiguous, float32 or bfloat16, as many parts of `output`'s size as there are ranks. Not changed.
         op, group: as in `all_reduce_bf16`.
 
@@ -79,15 +78,15 @@ def reduce_scatter_bf16(
 
 
 def send_bf16(model: nn.Module) -> int:
-    """Let the gradients of a DDP or FSDP2 model travel as bf16, summed in float32; `param.grad` stays what it was.
+    """Send the gradients of a DDP or FSDP2 model as bf16, summed in float32; the dtype of `param.grad` stays the same.
 
-    DDP's buckets go by `all_reduce_bf16`, FSDP2's gradients by `reduce_scatter_bf16` (for hybrid sharding: inside of a
-    shard group; between replicas as before). Gradients of other dtypes than float32 and bfloat16, and reductions other
-    than sums and averages, go as before. On CPU tensors DDP's backward waits for each bucket.
+    DDP's buckets use `all_reduce_bf16`, FSDP2's gradients `reduce_scatter_bf16` (for hybrid sharding: inside a shard
+    group; between replicas as before). Gradients of dtypes other than float32 and bfloat16, and reductions other than
+    sums and averages, are sent as before. On CPU tensors DDP's backward waits for each bucket.
 
-    model: a DistributedDataParallel module that has not run yet, or one that `fully_shard` was applied to, itself or
-    modules in it. Returns how many such modules there are. Call it again after the model was made anew. Raises
-    `ConfigError` for any other model.
+    model: a DistributedDataParallel module that has not run yet, or an FSDP2 model: `fully_shard` was applied to the
+    model or to modules in it. Returns the number of such modules. Call the function again after the model was made
+    anew. Raises `ConfigError` for any other model.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -101,7 +100,7 @@ def send_bf16(model: nn.Module) -> int:
             "with a module that fully_shard was applied to"
         )
     for module in found:
-        scatter: Any = _ReduceScatter()  # FSDP2's interface for it has a private home
+        scatter: Any = _ReduceScatter()  # FSDP2 has its interface in a private module
         module.set_custom_reduce_scatter(scatter)
     return len(found)
 
@@ -120,7 +119,7 @@ def _takes(tensor: Tensor, op: Any) -> bool:
 
 
 def _cast(tensor: Tensor, size: int) -> Tensor:
-    """(ranks * part,) bf16, for each rank its part; zeros behind the last values, so that parts are alike."""
+    """Return (ranks * part,) bf16: a part for each rank, with zeros after the last values so that parts are equal."""
     count = tensor.numel()
     wire = torch.empty(-(-count // size) * size, dtype=torch.bfloat16, device=tensor.device)
     pack([tensor.view(-1)], Slots([wire[:count]]))
@@ -129,7 +128,7 @@ def _cast(tensor: Tensor, size: int) -> Tensor:
 
 
 def _sum_of_parts(wire: Tensor, op: Any, group: dist.ProcessGroup | None) -> Tensor:
-    """(part,) float32: this rank's part, added up over all ranks in their order."""
+    """Return (part,) float32: this rank's part, summed over all ranks in rank order."""
     size = dist.get_world_size(group)
     arrived = torch.empty_like(wire)
     dist.all_to_all_single(arrived.view(torch.uint8), wire.view(torch.uint8), group=group)
@@ -138,14 +137,14 @@ def _sum_of_parts(wire: Tensor, op: Any, group: dist.ProcessGroup | None) -> Ten
 
 
 class _Sender:
-    """What sends one module's gradients, on a stream of its own where they are on a GPU."""
+    """The sender of one module's gradients; gradients on a GPU are sent on a separate stream."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self._stream: Any = None
 
     def send(self, tensor: Tensor, call: Callable[[], None]) -> torch.futures.Future[Tensor]:
-        """Run `call`, which writes `tensor`, beside what the caller's stream does next; what it gives, as a future."""
+        """Run `call`, which writes `tensor`, concurrently with the caller's stream; return a future of `tensor`."""
         if tensor.device.type == "cpu":
             call()
             done: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -158,12 +157,12 @@ class _Sender:
             call()
             tensor.record_stream(self._stream)
             done = torch.futures.Future(devices=[tensor.device])
-            done.set_result(tensor)  # notes where the current stream stands: who waits lets its own stream wait
+            done.set_result(tensor)  # records this stream's position: a waiting caller lets its own stream wait for it
         return done
 
 
 def _bf16_hook(sender: _Sender, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """What DistributedDataParallel calls with a full bucket, and `comm.gradients` with one of its own."""
+    """Average a full bucket over the ranks: a hook of DistributedDataParallel, and of buckets of `comm.gradients`."""
     tensor = bucket.buffer()
     if _takes(tensor, dist.ReduceOp.AVG):
         return sender.send(tensor, lambda: all_reduce_bf16(tensor, dist.ReduceOp.AVG, sender.group))
@@ -173,15 +172,15 @@ def _bf16_hook(sender: _Sender, bucket: dist.GradBucket) -> torch.futures.Future
 
 
 def sends_bf16(hook: Any) -> bool:
-    """Whether a communication hook is the one of `send_bf16`."""
+    """Return whether a communication hook is that of `send_bf16`."""
     return hook is _bf16_hook
 
 
 class _ReduceScatter:
-    """What FSDP2 asks for in place of a reduce_scatter of its own; runs on the stream that FSDP2 has made current."""
+    """The reduce-scatter that FSDP2 calls in place of its own, on the stream that FSDP2 has made current."""
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for the collective, as FSDP2 takes it by itself."""
+        """Allocate memory for the collective, as FSDP2 itself does."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(

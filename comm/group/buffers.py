@@ -1,4 +1,4 @@
-"""Buffers that lie where the chosen algorithm reads them, so that a caller who packs into one spares copies."""
+"""Buffers in memory that the chosen algorithm reads directly, so that a caller who packs into one avoids copies."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from deepytorch.errors import ConfigError
 
 
 def allocate(num_bytes: int, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """A tensor (num_bytes,) uint8 on the CPU, zeros, that the ranks of this host read from each other directly.
+    """Return (num_bytes,) uint8 zeros on the CPU, in memory that the ranks of this host read from each other directly.
 
-    Every rank of the group calls it, with the same size. all_reduce of a view of it runs in place without staging, and
-    reduce_scatter_tensor and all_gather_into_tensor read their input from it, where all ranks pass the same place of
-    the same buffer; else they work as on any tensor. The memory is freed with the last tensor that views it. On a group
-    whose ranks share no memory it is ordinary memory.
+    Every rank of the group calls this function with the same size. If all ranks pass the same view of the same buffer,
+    all_reduce runs in place without staging, and reduce_scatter_tensor and all_gather_into_tensor read their input
+    without staging; otherwise the collectives work as on any tensor. The memory is freed with the last tensor that
+    views it. If the ranks of the group share no memory, the tensor is in ordinary memory.
 
     Raises `ConfigError` for a size below 1, or a group of another backend.
     """

@@ -1,8 +1,8 @@
-"""All-reduce with fewer bits between hosts: exact inside a host, cast on the way to another one. Only on request.
+"""All-reduce with fewer bits between hosts, only on request: exact inside a host, cast for transfers to other hosts.
 
 Each rank's part is rounded once before it is sent, summed in float32 at its owner, and the sum is rounded once. With a
-`key`, what a cast lost is added to the next payload of that key (error feedback: Seide et al. 2014, "1-bit stochastic
-gradient descent"; Karimireddy et al. 2019, "Error feedback fixes SignSGD").
+`key`, the error of a cast is added to the next payload of that key (error feedback: Seide et al. 2014, "1-bit
+stochastic gradient descent"; Karimireddy et al. 2019, "Error feedback fixes SignSGD").
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ def all_reduce(
     key: str = "",
     async_op: bool = False,
 ) -> dist.Work | None:
-    """`torch.distributed.all_reduce` in place, with values cast to `compress` between hosts.
+    """Run `torch.distributed.all_reduce` in place, with values cast to `compress` between hosts.
 
-    tensor: contiguous, on the CPU, float32, bfloat16 or float16. compress: "bf16", "fp16" or "fp8" (e4m3, scaled by the
-    largest value of each part; needs a `key`), None for exact values. key: names this payload, the same on all ranks
-    and in every step, for error feedback; its residual takes about 8 bytes for each element of a rank's share.
+    Args:
+        tensor: contiguous, on the CPU, float32, bfloat16 or float16.
+        compress: None (exact), "bf16", "fp16" or "fp8" (e4m3, scaled by each part's largest value; needs a `key`).
+        key: names this payload on all ranks in every step, for error feedback: ~8 bytes per element of a rank's share.
 
     Returns the work if `async_op`. Values that fp16 cannot hold become infinite, as a loss scaler expects; `overflows`
     counts them. Raises `ConfigError` for arguments that make no sense.
@@ -78,6 +79,6 @@ def all_reduce(
 
 
 def overflows(group: dist.ProcessGroup | None = None) -> int:
-    """How many values this rank sent that were too large for the cast, or not finite, since the group was made."""
+    """Return how many values too large for the cast, or not finite, this rank has sent since the group was made."""
     count: int = group_of(group).backend.overflows
     return count

@@ -1,16 +1,16 @@
-"""Collectives by plain copies between GPUs that map each other's memory: their copy engines fetch what others have.
+"""Collectives by plain copies between GPUs that map each other's memory: copy engines fetch the other ranks' values.
 
-The processors are left to what is computed meanwhile, but for sums and barriers; what NCCL's kernels take of them slows
-matrix multiplications down. Each rank puts its values where the others read them, and fetches theirs; sums are made in
-float32 by the rank whose part they are, in the order of the ranks, and rounded once, so that every rank gets the same
-bits. As torch's own low-contention collectives do it, but with a float32 sum, for all-reduce too, and without an output
-of their own.
+The GPU's multiprocessors stay free for concurrent computation, except for sums and barriers; NCCL's kernels occupy some
+of them, which slows matrix multiplications down. Each rank copies its values into a staging buffer that the other ranks
+map, and fetches theirs. The owner of a part sums it in float32, in rank order, and rounds the sum once, so that every
+rank gets the same bits. torch's own low-contention collectives work alike, but without float32 sums, without an
+all-reduce, and with an output that they allocate themselves.
 
-A call ends when all ranks have read what they need, so that the next one may write. A rank whose others do not come
-waits without an end, as with the kernels and NCCL's. All of it is asynchronous, on the current stream. Not yet run on
-several GPUs.
+A call ends when all ranks have read the values that they need, so that the next call may overwrite them. A rank whose
+peers do not come waits forever, as with NCCL. All work is asynchronous, on the current stream. This module has not yet
+run on several GPUs.
 
-Bytes of each rank, of n with w ranks: an all-gather copies n / w, fetches n (w - 1) / w; a reduce-scatter copies n,
+Bytes of each rank, of n with w ranks: an all-gather copies n / w and fetches n (w - 1) / w; a reduce-scatter copies n,
 fetches n (w - 1) / w, and adds up n; an all-reduce does both, and copies its part once more.
 """
 
@@ -25,22 +25,22 @@ _VECTOR_BYTES = 16
 
 
 class Handle(Protocol):
-    """What torch hands out for memory that all ranks of a group map: `_SymmetricMemory`."""
+    """The methods that are used of `_SymmetricMemory`, torch's handle of memory that all ranks of a group map."""
 
     rank: int
     world_size: int
 
     def get_buffer(self, rank: int, sizes: Any, dtype: torch.dtype, storage_offset: int = 0) -> Tensor:
-        """A rank's memory, as a tensor. storage_offset: in elements."""
+        """Return a rank's memory as a tensor. storage_offset: in elements."""
         ...
 
     def barrier(self, channel: int = 0) -> None:
-        """What follows on this stream waits for what came before it on all ranks'."""
+        """Make later work on this stream wait for the earlier work on the streams of all ranks."""
         ...
 
 
 def all_gather(handle: Handle, output: Tensor, given: Tensor) -> None:
-    """All ranks' `given`, in their order, into `output`: contiguous, of any one dtype, as many times as large."""
+    """Write all ranks' `given`, in rank order, into `output`; both contiguous, of the same dtype, which may be any."""
     parts, part = output.view(-1).view(torch.uint8).chunk(handle.world_size), given.view(-1).view(torch.uint8)
     _put(handle, part)
     handle.barrier()
@@ -51,7 +51,7 @@ def all_gather(handle: Handle, output: Tensor, given: Tensor) -> None:
 
 
 def reduce_scatter(handle: Handle, output: Tensor, given: Tensor, average: bool) -> None:
-    """The sum of all ranks' parts for this one, of `given`, into `output`; contiguous, of one floating-point dtype."""
+    """Write the sum of this rank's part of all ranks' `given` into `output`; both contiguous, of one float dtype."""
     flat = given.view(-1)
     _put(handle, flat)
     handle.barrier()
@@ -62,7 +62,7 @@ def reduce_scatter(handle: Handle, output: Tensor, given: Tensor, average: bool)
 
 
 def all_reduce(handle: Handle, tensor: Tensor, average: bool) -> None:
-    """The sum of all ranks' values in place: contiguous, of a floating-point dtype."""
+    """Sum `tensor` over all ranks in place; contiguous, of a floating-point dtype."""
     flat = tensor.view(-1)
     step = _VECTOR_BYTES // flat.element_size()
     size = -(-flat.numel() // (handle.world_size * step)) * step
@@ -84,7 +84,7 @@ def all_reduce(handle: Handle, tensor: Tensor, average: bool) -> None:
 
 
 def _others(handle: Handle) -> list[int]:
-    """From the next rank on, so that not all read the same one at a time."""
+    """Return the other ranks, the next one first, so that not all ranks read from the same one at a time."""
     return [(handle.rank + step) % handle.world_size for step in range(1, handle.world_size)]
 
 
@@ -93,7 +93,7 @@ def _put(handle: Handle, values: Tensor) -> None:
 
 
 def _fetched(handle: Handle, own: Tensor, begin: int, end: int) -> Tensor:
-    """(ranks, end - begin): this part of all ranks' values, `own` this one's."""
+    """Return (ranks, end - begin): this part of all ranks' values. own: the values of this rank."""
     arrived = own.new_empty(handle.world_size, end - begin)
     for peer in _others(handle):
         arrived[peer].copy_(handle.get_buffer(peer, (end - begin,), own.dtype, begin))
@@ -102,8 +102,8 @@ def _fetched(handle: Handle, own: Tensor, begin: int, end: int) -> Tensor:
 
 
 def _sum(arrived: Tensor, average: bool) -> Tensor:
-    """Float32, one addition after the other: the order is the ranks'."""
-    total = arrived[0].float()  # for float32 this is `arrived` itself, which nobody else reads
+    """Return the sum or average in float32, added in rank order."""
+    total = arrived[0].float()  # for float32 a view of `arrived`, which no other code reads
     for other in arrived[1:]:
         total.add_(other)
     return total.div_(len(arrived)) if average else total

@@ -1,4 +1,4 @@
-"""The groups of this process that run on deepytorch's backend, and what is known of each."""
+"""The groups of this process that run on deepytorch's backend, and a record of each."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from deepytorch.errors import ConfigError
 
 @dataclass(frozen=True)
 class Group:
-    """What is known of one group of this process: its native backend, and what the choice was made by.
+    """The record of one group of this process: its native backend, and the facts that its choices depend on.
 
-    `backend` is None in what is remembered: a group's memory goes with its `ProcessGroup`.
+    `backend` is None in remembered records, so that a group's memory is freed with its `ProcessGroup`.
     """
 
     backend: Any
@@ -33,8 +33,8 @@ class Group:
     rank: int
     timeout: timedelta
     shares: bool = False  # whether the ranks of each host share memory
-    gpus: tuple[str, ...] = ()  # their names, all ranks' where there are any
-    registered_from: int | None = None  # bytes from which memory that NCCL was told of was measured to be faster
+    gpus: tuple[str, ...] = ()  # the names of all ranks' GPUs
+    registered_from: int | None = None  # bytes from which NCCL was measured to be faster in registered memory
     allocations: Iterator[int] = field(default_factory=itertools.count)
 
 
@@ -43,23 +43,23 @@ _ON_STOCK: dict[str, str] = {}  # by name, why a group runs on stock gloo and nc
 
 
 def remember(name: str, group: Group) -> None:
-    """What is known of the process group of this name; its memory is its own, so the backend is left out."""
+    """Remember the process group of this name, without its backend, whose memory must not outlive the group."""
     _GROUPS[name] = replace(group, backend=None)
-    _ON_STOCK.pop(name, None)  # an earlier group of this name
+    _ON_STOCK.pop(name, None)  # of an earlier group of this name
 
 
 def remember_stock(name: str, why: str) -> None:
-    """Keep in mind why the process group of this name runs on stock gloo and nccl."""
+    """Remember why the process group of this name runs on stock gloo and nccl."""
     _ON_STOCK[name] = why
 
 
 def on_stock() -> list[dict[str, str]]:
-    """Return each group that was to be ours and runs on stock gloo and nccl, and why."""
+    """Return each deepytorch group that runs on stock gloo and nccl only, and why."""
     return [{"name": name, "why": why} for name, why in _ON_STOCK.items()]
 
 
 def group_of(group: dist.ProcessGroup | None = None) -> Group:
-    """What deepytorch knows of a process group (None: the default one). `ConfigError` where it is another backend's."""
+    """Return the record of a process group (None: the default one). Raise `ConfigError` for another backend's group."""
     process_group = dist.group.WORLD if group is None else group
     name = None if process_group is None else process_group.group_name
     backend = None if process_group is None else native_backend(process_group)
@@ -73,13 +73,13 @@ def group_of(group: dist.ProcessGroup | None = None) -> Group:
 
 
 def set_links(name: str, links: Links) -> None:
-    """What the process group of this name chooses by now, alike on all ranks."""
+    """Set the links by which the process group of this name chooses, the same on all ranks."""
     if name in _GROUPS:
         _GROUPS[name] = replace(_GROUPS[name], links=links)
 
 
 def set_registered_from(group: dist.ProcessGroup | None, num_bytes: int | None) -> None:
-    """What was measured of a group of ours, alike on all ranks."""
+    """Set the bytes from which the group uses registered memory, as measured, the same on all ranks."""
     process_group = dist.group.WORLD if group is None else group
     assert process_group is not None
     name = process_group.group_name
@@ -87,15 +87,15 @@ def set_registered_from(group: dist.ProcessGroup | None, num_bytes: int | None) 
 
 
 def registered_from(group: dist.ProcessGroup) -> int | None:
-    """From how many bytes on buffers of this group are to be such that NCCL was told of; None: never."""
+    """Return the bytes from which buffers of this group belong in memory that is registered with NCCL; None: never."""
     try:
         return group_of(group).registered_from
-    except ConfigError:  # of another backend
+    except ConfigError:  # raised for another backend's group
         return None
 
 
 def native_backend(process_group: dist.ProcessGroup) -> Any | None:
-    """The native backend of a process group, which may have another one for some device, and may be wrapped."""
+    """Return the native backend of a process group, also if it is wrapped or serves only one of the devices."""
     module = native.loaded() if Environment.read().enabled else None
     for device in process_group._device_types:
         found = process_group._get_backend(device)
@@ -106,5 +106,5 @@ def native_backend(process_group: dist.ProcessGroup) -> Any | None:
 
 
 def averages(group: dist.ProcessGroup) -> bool:
-    """Whether the group's all_reduce averages by itself, whatever name the group goes by: ours and nccl's do."""
+    """Return whether the group's all_reduce can average: deepytorch's and nccl's can, whatever the group's name is."""
     return native_backend(group) is not None or "nccl" in str(dist.get_backend(group))

@@ -1,4 +1,4 @@
-"""The process group without any C++ of ours: stock gloo for CPU tensors, stock nccl for CUDA tensors."""
+"""The stock backends, without deepytorch's C++: gloo for CPU tensors, nccl for CUDA tensors."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from deepytorch.config import process_environment
 
 
 def stock_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    """Return a process group of torch's own backends, which c10d takes as it is.
+    """Return a process group of torch's own backends, which c10d uses unchanged.
 
-    A Python subclass of `ProcessGroup` could delegate each method as well, but every method that it leaves to the base
-    deadlocks sooner or later, because the base is called with the interpreter's lock held.
+    A Python subclass of `ProcessGroup` could delegate each method as well, but every method that is left to the base
+    class deadlocks sooner or later, because the base class is called with the GIL held.
     """
     group = dist.ProcessGroup(store, rank, size)
     kinds = dist.ProcessGroup.BackendType
@@ -36,10 +36,10 @@ def stock_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> 
 def inner_backends(
     store: dist.Store, rank: int, size: int, timeout: timedelta, single_host: bool = False
 ) -> tuple[Any, Any | None]:
-    """Return gloo with one thread, and stock nccl where there is a GPU for it (else None).
+    """Return gloo with one thread, and stock nccl, or None if there is no GPU for nccl.
 
-    Stock gloo's two threads run two calls at a time, so that a second one may read what the first has yet to write.
-    single_host: gloo then shares its listener with the other groups of this process.
+    Stock gloo's two threads run two calls at a time, so that the second call may read what the first has yet to write.
+    single_host: whether gloo shares its listener with the other groups of this process.
     Raises RuntimeError where a rank does not come.
     """
     gloo: Any = dist.ProcessGroupGloo
@@ -49,15 +49,15 @@ def inner_backends(
     try:
         cpu = gloo(dist.PrefixStore("gloo", store), rank, size, options)
     except RuntimeError:
-        options._devices = []  # nobody may connect any more: what a connection would go to is gone
+        options._devices = []  # no peer may connect any more: the group that it would connect to is gone
         raise
-    options._threads = 2  # what is told of the group: gloo's one and ours
+    options._threads = 2  # the number that is reported for the group: gloo's thread and the group's
     _count_from_one_number(cpu)
     return cpu, _nccl(store, rank, size, timeout)
 
 
 def _count_from_one_number(backend: Any) -> None:
-    """Have all ranks count the calls of a backend from one number. torch 2.14 begins at 0, and warns who asks."""
+    """Make all ranks count a backend's calls from the same number. torch 2.14 starts at 0, and warns of this call."""
     if TorchVersion(torch.__version__) < "2.14":
         backend._set_sequence_number_for_group()
 
@@ -73,9 +73,9 @@ def _nccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any | 
 
 
 class Streams:
-    """Gloo over the same local rank of every host, each with connections of its own; made as they are asked for.
+    """The gloo groups over the same local rank of every host, each with its own connections, made on demand.
 
-    They may be asked for where every host has as many ranks, by all ranks alike.
+    Streams exist only if every host has the same number of ranks. All ranks must ask for the same number of them.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Streams:
         self._made: list[Any] = []
 
     def up_to(self, number: int) -> list[Any]:
-        """So many, none where there is nothing to connect."""
+        """Return this number of streams, or none if there is nothing to connect."""
         for stream in range(len(self._made), number if self._usable else 0):
             prefix = dist.PrefixStore(f"between/{self._place}/{stream}", self._store)
             self._made.append(dist.ProcessGroupGloo(prefix, self._host, self._num_hosts, self._timeout))
@@ -97,15 +97,15 @@ class Streams:
 
 @functools.cache
 def _listeners(process: int) -> list[Any]:
-    """Gloo's listeners of this process, for all groups of one host.
+    """Return gloo's listeners of this process, for all groups of one host.
 
-    process: its id, since a forked child has none of its parent's threads.
+    process: the process id, since a forked child has none of its parent's threads.
     """
     return _listen()
 
 
 def _listen() -> list[Any]:
-    """New listeners, on the network devices that stock gloo chooses."""
+    """Return new listeners, on the network devices that stock gloo chooses."""
     gloo, interfaces = dist.ProcessGroupGloo, process_environment().get("GLOO_SOCKET_IFNAME", "")
     if interfaces:
         return [gloo.create_device(interface=name) for name in interfaces.split(",")]

@@ -1,4 +1,4 @@
-"""What the links of a group cost, measured on its own connections and shared memory before it chooses."""
+"""The costs of a group's links, measured on its own connections and shared memory before algorithms are chosen."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from deepytorch.comm.topology.cost import Links
 
 
 def links_of(group: Group, module: Any, cpu: Any, streams: Streams) -> Links:
-    """Measured, or remembered; no costs where nothing is chosen by them. The ranks call it together."""
+    """Return the measured or remembered links; empty if no choice depends on them. All ranks call this together."""
     if group.options.links is not None:
         return group.options.links
     if group.topology.num_ranks == 1 or group.options.algorithm is not None:
@@ -32,19 +32,21 @@ def links_of(group: Group, module: Any, cpu: Any, streams: Streams) -> Links:
         local = _local_backend(group, module) if group.shares and group.topology.ranks_per_host > 1 else None
         store = dist.PrefixStore("measuring", group.store)
         if not same_everywhere(store, group.topology, group.rank, local is not None, group.timeout):
-            local = None  # what one host cannot measure, none does
+            local = None  # shared memory is measured on every host or on none
         return _bench(group, cpu, streams.up_to(max(STREAMS)), local)
 
     return calibrated(prepare, group.topology, group.store, group.rank, group.timeout)
 
 
 def try_again(group: Group, name: str, num_connections: int) -> None:
-    """Have the native backend time again, among its collectives, what it chooses by: [Note: trials] in backend.h.
+    """Make the native backend time its algorithms again among its collectives: [Note: trials] in backend.h.
 
-    group: its ranks share memory where several are on a host, and each host has as many. name: of the process group.
-    num_connections: of each rank, to other hosts.
+    Args:
+        group: one whose hosts have equally many ranks, which share memory if a host has several.
+        name: the name of the process group.
+        num_connections: the number of connections of each rank to other hosts.
     """
-    backend, group = group.backend, replace(group, backend=None)  # which would hold what holds `tried`
+    backend, group = group.backend, replace(group, backend=None)  # `tried`, which the backend holds, must not hold it
     known = group.links.times_us
     in_memory = group.topology.ranks_per_host > 1
     expected = calibrate.to_try(group.links, group.topology, in_memory, num_connections)
@@ -76,13 +78,13 @@ def try_again(group: Group, name: str, num_connections: int) -> None:
 
 
 def _as_row(way: str) -> tuple[str, int, int, str]:
-    """How the native backend is told of what calibration times under that name."""
+    """Return the native backend's row for the algorithm that calibration times under that name."""
     algorithms = {"engine": "engine", "memory": "shared_memory"}
     return algorithms.get(way, "streams"), 0, max(1, calibrate.connections_of(way)), "exact"
 
 
 def _local_backend(group: Group, module: Any) -> Any | None:
-    """A native backend among the ranks of this host, to measure shared memory with."""
+    """Return a native backend among the ranks of this host, to measure shared memory; None without a segment."""
     host = group.topology.host_of[group.rank]
     local_rank, num_ranks = group.topology.local_rank(group.rank), len(group.topology.ranks_on(host))
     store = dist.PrefixStore(f"calibration/{host}", group.store)

@@ -1,7 +1,8 @@
-"""`deepytorch.comm.measure`: every algorithm timed on the group's own tensors, and the fastest taken from then on.
+"""Measurement of every algorithm on the group's own tensors (`deepytorch.comm.measure`), and choice of the fastest.
 
-On GPUs, what training moves while it computes (1 MB and more) is timed beside a matrix multiplication that takes about
-as long: collectives slow it down, each as much as it takes of the processors, and what counts is when both are done.
+On GPUs, payloads that training sends while it computes (1 MB and more) are timed while a matrix multiplication of about
+the same duration runs. Collectives slow computation down by the multiprocessors that they occupy, each to another
+degree: the time until both are done counts.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from deepytorch.errors import ConfigError
 
 _SIZES = tuple(1 << power for power in range(10, 29, 2))  # 1 KB .. 256 MB
 _ROUNDS, _WARM_UP = 5, 2
-_LEAST_SECONDS = 0.002  # of one round: short collectives run several times in it
+_LEAST_SECONDS = 0.002  # of one round: short collectives are repeated within a round
 _MOST_TIMES = 32
-_BESIDE_FROM_BYTES = 1 << 20  # what is smaller is waited for as often as not
-_MATRIX = 4096  # of the computation's rows and columns
+_BESIDE_FROM_BYTES = 1 << 20  # smaller payloads are often waited for at once
+_MATRIX = 4096  # rows and columns of the computation's matrices
 
 
 def measure(
@@ -33,20 +34,20 @@ def measure(
 ) -> measured.Tables:
     """Time each algorithm that can run in `group`, and use the fastest of each size from now on.
 
-    On GPUs this is what makes a group take anything but NCCL: predictions do not. There 1 MB and more are timed beside
-    a matrix multiplication that takes about as long, until both are done. Where NCCL offers memory that it is told of,
-    its all-reduces are timed in that, too: gradients lie in it from the size on from which it is faster. Every rank
-    calls it, at a time when nothing else runs; it takes seconds to a minute. What is found of GPUs is kept on disk, so
-    that groups made later on the same hosts, GPUs and versions begin with it. Timed is the sum (or move) of float32
-    values; an algorithm that does not take a dtype or a reduction leaves such a call to NCCL or gloo as ever.
+    On GPUs only this measurement, and no prediction, makes a group use anything but NCCL. There payloads of 1 MB and
+    more are timed while a matrix multiplication of about the same duration runs, until both are done. If NCCL offers
+    registered memory, NCCL's all-reduces are timed in it too; gradients use it from the size from which it is faster.
+    Every rank calls this function while nothing else runs; the call takes seconds to a minute. Results for GPUs are
+    kept on disk, for later groups on the same hosts, GPUs and versions. float32 values are summed (or moved); an
+    algorithm that does not support a dtype or a reduction leaves such a call to NCCL or gloo.
 
     Args:
         group: one of the deepytorch backend; None is the default group.
         device: where the tensors are; None is the current CUDA device.
-        most_bytes: the largest payload that is timed; its choice holds for larger ones, too.
+        most_bytes: the largest payload that is timed; its choice also holds for larger payloads.
 
     Returns:
-        For each kind of collective the ranges of sizes and what runs in them.
+        For each kind of collective, the ranges of sizes and the choice for each range.
 
     Raises:
         ConfigError: another backend's group, no such device, or a group whose `Options` name an algorithm.
@@ -62,18 +63,18 @@ def measure(
         )
     if most_bytes < _SIZES[0]:
         raise ConfigError(f"most_bytes={most_bytes}; expected {_SIZES[0]} or more")
-    known.backend.end_trials()  # what is measured here is chosen by from now on
+    known.backend.end_trials()  # trials must not replace the choices that are measured here
     kind_of_device: DeviceKind = "cuda" if place.type == "cuda" else "cpu"
     sizes = [size for size in _SIZES if size <= most_bytes]
     tables, registered = {}, None
     for kind in KINDS:
         times = _times(known, group, kind, place, kind_of_device, sizes)
         tables[kind] = measured.table_of(times)
-        if kind == "all_reduce" and kind_of_device == "cuda":  # while NCCL runs them all
+        if kind == "all_reduce" and kind_of_device == "cuda":  # NCCL runs every size at this point
             registered = measured.faster_from(_times_registered(sizes, group, place))
     set_measured(known, kind_of_device, tables)
     if kind_of_device == "cuda":
-        torch.cuda.empty_cache()  # registered memory that was tried goes back
+        torch.cuda.empty_cache()  # frees the registered memory that was tried
         set_registered_from(group, registered)
         if known.rank == 0:
             measured.remember(known.topology, known.gpus, measured.Measured(tables, registered))
@@ -109,7 +110,7 @@ def _times(
 def _times_registered(
     sizes: list[int], group: dist.ProcessGroup | None, place: torch.device
 ) -> dict[int, tuple[float, float]]:
-    """What NCCL's all-reduces take, and in memory that it was told of; nothing where there is none."""
+    """Return the us of NCCL's all-reduces in plain and in registered memory; nothing if NCCL offers none."""
     process_group = dist.group.WORLD if group is None else group
     assert process_group is not None
     memory: RegisteredMemory | None = registered_memory(process_group, place)
@@ -122,7 +123,7 @@ def _times_registered(
             return {}
         plain = torch.zeros_like(made[0]).view(torch.float32)
         ways = [_all_reduce(tensor, group) for tensor in (plain, made[0].view(torch.float32))]
-        times = _times_of_computation(ways[0], size, place, group)  # for both
+        times = _times_of_computation(ways[0], size, place, group)  # the same for both ways
         first, second = (_time_us(_with_computation(run, times, place), place, group) for run in ways)
         found[size] = first, second
     return found
@@ -134,7 +135,7 @@ def _runs(known: Group, choice: Choice, operation: Operation) -> bool:
     return shares and algorithm.unsupported(operation, known.topology) is None
 
 
-_Run = Callable[[], "dist.Work | None"]  # begins one collective
+_Run = Callable[[], "dist.Work | None"]  # starts one collective
 
 
 def _call(
@@ -158,12 +159,12 @@ def _all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> _Run:
 
 
 def _beside(run: _Run, num_bytes: int, place: torch.device, group: dist.ProcessGroup | None) -> _Run:
-    """`run`, on GPUs with a computation that begins behind it and takes as long as it alone, as now chosen, does."""
+    """Return `run`; on GPUs with a computation queued after it that takes as long as `run` alone, as now chosen."""
     return _with_computation(run, _times_of_computation(run, num_bytes, place, group), place)
 
 
 def _times_of_computation(run: _Run, num_bytes: int, place: torch.device, group: dist.ProcessGroup | None) -> int:
-    """How often a computation takes as long as `run` does alone; 0 where nothing is computed beside."""
+    """Return how many computations take as long as `run` alone; 0 if `run` is timed without computation."""
     if place.type != "cuda" or num_bytes < _BESIDE_FROM_BYTES:
         return 0
     return max(1, round(_time_us(run, place, group) / _time_us(_computation(place), place, group)))
@@ -184,7 +185,7 @@ def _with_computation(run: _Run, times: int, place: torch.device) -> _Run:
 
 
 def _computation(place: torch.device) -> _Run:
-    """A matrix multiplication, on the current stream."""
+    """Return a matrix multiplication on the current stream."""
     dtype = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
     matrix = torch.randn(_MATRIX, _MATRIX, device=place).to(dtype)
     product = torch.empty_like(matrix)
@@ -196,7 +197,7 @@ def _computation(place: torch.device) -> _Run:
 
 
 def _time_us(run: _Run, place: torch.device, group: dist.ProcessGroup | None) -> float:
-    """The fastest round of the slowest rank: noise only adds."""
+    """Return the us of the fastest round of the slowest rank: noise only adds time."""
     for _ in range(_WARM_UP):
         _seconds(run, 1, place)
     one = _slowest([_seconds(run, 1, place)], group)[0]
@@ -218,7 +219,7 @@ def _seconds(run: _Run, times: int, place: torch.device) -> float:
 
 
 def _slowest(seconds: list[float], group: dist.ProcessGroup | None) -> list[float]:
-    """Of each round the slowest rank's time; alike on all ranks, who choose by it."""
+    """Return the slowest rank's time of each round, equal on all ranks, so that all make the same choice."""
     told = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(told, dist.ReduceOp.MAX, group=group)
     return [float(each) for each in told]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from deepytorch.extension import Extension
 
-# The kernels stay alone, each with its instructions; the bindings too, so that two cores have as much to do each.
+# Each kernel is compiled alone, for its instruction set; the bindings too, so that two cores get equal work.
 native = Extension(
     "deepytorch_comm",
     Path(__file__).parents[1],

@@ -1,4 +1,4 @@
-"""What NCCL is told before it starts, where its own choice leaves bandwidth unused. Not yet run on several hosts."""
+"""Settings for NCCL, made before it starts, where its own choice wastes bandwidth. Not yet run on several hosts."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from deepytorch.config import process_environment
 from deepytorch.errors import ConfigError
 
 _THREADS, _SOCKETS = "NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD"
-MOST_SOCKETS = 64  # NCCL's bound on the product of the two
-_TUNES_ITSELF = ("amazon", "google")  # NCCL knows the networks of these clouds, and 1 x 1 elsewhere
+MOST_SOCKETS = 64  # NCCL's limit for the product of the two
+_TUNES_ITSELF = ("amazon", "google")  # NCCL has settings for these clouds, and uses 1 x 1 elsewhere
 _VENDOR = Path("/sys/devices/virtual/dmi/id/sys_vendor")
 
 
@@ -26,9 +26,10 @@ def prepare(topology: Topology, environment: MutableMapping[str, str] | None = N
 
 
 def socket_settings(topology: Topology, environment: Mapping[str, str], vendor: str = "") -> dict[str, str]:
-    """Threads and sockets a thread for NCCL over TCP: enough connections to fill the link, up to 64.
+    """Return threads, and sockets per thread, for NCCL over TCP: enough connections to fill the link, up to 64.
 
-    Empty on one host, without GPUs, with RDMA, where the user has set either, and on clouds that NCCL tunes for itself.
+    The result is empty on one host, without GPUs, with RDMA, on clouds that NCCL itself tunes for, and if the user has
+    set either value.
     """
     if topology.num_hosts == 1 or not all(host.gpus for host in topology.host_kinds):
         return {}
@@ -37,7 +38,7 @@ def socket_settings(topology: Topology, environment: Mapping[str, str], vendor: 
     if any(cloud in vendor.lower() for cloud in _TUNES_ITSELF):
         return {}
     mbit = min(host.speed_mbit("tcp") or TCP_UNKNOWN_MBIT for host in topology.host_kinds)
-    wanted = math.ceil(2 * mbit * 1e6 / 8 / TCP_STREAM_BYTES_PER_S)  # twice what fills it: connections are uneven
+    wanted = math.ceil(2 * mbit * 1e6 / 8 / TCP_STREAM_BYTES_PER_S)  # twice what fills the link: connections are uneven
     threads = min(8, max(2, math.ceil(math.sqrt(wanted))))
     sockets = min(MOST_SOCKETS // threads, max(2, math.ceil(wanted / threads)))
     return {_THREADS: str(threads), _SOCKETS: str(sockets)}
@@ -45,10 +46,10 @@ def socket_settings(topology: Topology, environment: Mapping[str, str], vendor: 
 
 @dataclass(frozen=True)
 class TunerRow:
-    """One line for NCCL's tuner plugin (the CSV form of its example): what to use for a range of sizes.
+    """One line for NCCL's tuner plugin (the CSV form of its example): the settings for a range of sizes.
 
     collective: "allreduce" and so on. algorithm: "tree", "ring", "nvls", ...; protocol: "ll", "ll128", "simple".
-    channels, num_nodes, num_ranks: -1 leaves it open.
+    channels, num_nodes, num_ranks: -1 leaves the number open.
     """
 
     collective: str

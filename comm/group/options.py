@@ -1,4 +1,4 @@
-"""What a group may be told when it is made."""
+"""The options of a process group."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ _NATIVE = tuple(found.name for found in COLLECTIVES)
 
 @dataclass(frozen=True)
 class Options:
-    """What a group may be told: `init_process_group("deepytorch", pg_options=Options(...))`, likewise `new_group`.
+    """The options of a group, for `init_process_group("deepytorch", pg_options=Options(...))` or `new_group`.
 
-    algorithm: one for every size, in place of the choice by measurement ("engine" leaves all to gloo and nccl).
-    compress: "bf16" or "fp16": sums and averages of float32 may be cast to it between hosts, where that is faster.
-    quantize: "int8" or "fp8": reduce_scatter_tensor and all_gather_into_tensor of floats on the CPU, of 16,384 values
-        or more, take a byte for each value between hosts, with error feedback from step to step (a step ends with
-        `optimizer.step()`); for ZeRO. For FSDP2 see `deepytorch.comm.quantize`.
-    links: measured costs to choose by; None measures them, or takes what was remembered for this topology.
-    chunk_bytes, num_streams: settings of a forced `algorithm`; 0 leaves them to it.
-    area_bytes: shared memory of each rank for a chunk on its way; 0 fits it to the caches, or for CPU-Reduce to PCIe.
-    one_shot_bytes: payloads up to this are read by every rank as a whole.
+    Attributes:
+        algorithm: one algorithm for every size, in place of the choice by measurement ("engine": gloo and nccl alone).
+        compress: "bf16" or "fp16": sums and averages of float32 may be cast to this type between hosts, if faster.
+        quantize: "int8" or "fp8": reduce_scatter_tensor and all_gather_into_tensor of floats on the CPU, of 16,384
+            values or more, send one byte per value between hosts, with error feedback from step to step (a step ends
+            with `optimizer.step()`); for ZeRO. For FSDP2 see `deepytorch.comm.quantize`.
+        links: measured costs to choose by; None measures the links, or takes the remembered ones of this topology.
+        chunk_bytes, num_streams: settings of a forced `algorithm`; 0 leaves the choice to the algorithm.
+        area_bytes: shared memory of each rank for one chunk; 0 fits the size to the caches, or for CPU-Reduce to PCIe.
+        one_shot_bytes: every rank reads payloads of up to this size as a whole.
     """
 
     algorithm: str | None = None
@@ -37,7 +38,7 @@ class Options:
     one_shot_bytes: int = 1 << 15
 
     def __post_init__(self) -> None:
-        """Raise `ConfigError` for a value that makes no sense."""
+        """Raise `ConfigError` for an invalid value."""
         if self.algorithm is not None and self.algorithm not in _NATIVE:
             raise ConfigError(f"algorithm={self.algorithm!r}; expected None or one of {', '.join(_NATIVE)}")
         if self.compress not in (None, "bf16", "fp16"):

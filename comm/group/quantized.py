@@ -1,4 +1,4 @@
-"""Sharded training with a byte for each value between hosts: scattered gradients, gathered weights."""
+"""Sharded training with one byte per value between hosts: reduce-scatter of gradients, all-gather of weights."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def quantize(model: nn.Module, wire: Wire = "int8") -> int:
-    """Let an FSDP2 model send its gradients and weights as one byte a value between hosts; inside, they stay exact.
+    """Send an FSDP2 model's gradients and weights as one byte per value between hosts; inside a host they stay exact.
 
-    Blocks of 256 values share one fp32 scale (as in ZeRO++, Wang et al. 2023); what rounding loses of a gradient is
-    added to the next step's (error feedback, Karimireddy et al. 2019), which takes 4 bytes a value for each other host.
-    Every rank gets the same rounded weights in forward and backward; the shards that the optimizer updates stay exact.
+    Blocks of 256 values share one fp32 scale (as in ZeRO++, Wang et al. 2023). A gradient's rounding error is added to
+    the next step's gradient (error feedback, Karimireddy et al. 2019): 4 bytes per value for each other host. Every
+    rank gets the same rounded weights in forward and backward; the shards that the optimizer updates stay exact.
 
-    model: `fully_shard` has been applied to it or to modules in it. Returns the number of these modules. Groups of one
-    host, and of other backends, send exact values. Call it again after the model was made anew. Raises `ConfigError`
-    for another wire, or a model without such modules.
+    model: `fully_shard` has been applied to the model or to modules in it. Returns the number of these modules. Groups
+    of one host, and of other backends, send exact values. Call the function again after the model was made anew. Raises
+    `ConfigError` for another wire, or a model without such modules.
     """
     _check_wire(wire)
     from torch.distributed.fsdp import FSDPModule
@@ -39,7 +39,7 @@ def quantize(model: nn.Module, wire: Wire = "int8") -> int:
         )
     teams: _TeamsOf = {}
     for number, module in enumerate(found):
-        scatter: Any = _ReduceScatter(wire, f"module {number}", teams)  # FSDP2's interfaces for both have private homes
+        scatter: Any = _ReduceScatter(wire, f"module {number}", teams)  # FSDP2 has both interfaces in private modules
         gather: Any = _AllGather(wire)
         module.set_custom_reduce_scatter(scatter)
         module.set_custom_all_gather(gather)
@@ -55,17 +55,17 @@ _TeamsOf = dict[dist.ProcessGroup, on_device.Teams]  # made for the first payloa
 
 
 class _Comm:
-    """What FSDP2 asks for in place of a collective of its own."""
+    """The common part of the collectives that FSDP2 calls in place of its own."""
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory for the collective, as FSDP2 takes it by itself."""
+        """Allocate memory for the collective, as FSDP2 itself does."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def _backend(self, group: dist.ProcessGroup, *tensors: torch.Tensor) -> Any | None:
-        """Our backend where these tensors are to be rounded, else None."""
+        """Return the deepytorch backend if these tensors are to be quantised, else None."""
         try:
             found = group_of(group)
         except ConfigError:
@@ -79,7 +79,7 @@ class _ReduceScatter(_Comm):
         super().__init__(wire)
         self._key = key
         self._teams = teams
-        self._residual: torch.Tensor | None = None  # of payloads on a GPU; the backend keeps the others
+        self._residual: torch.Tensor | None = None  # of payloads on a GPU; the backend keeps those of CPU payloads
 
     def __call__(
         self,
@@ -134,7 +134,7 @@ def _in_host_memory(tensor: torch.Tensor) -> bool:
 
 
 def _run(call: Any, output: torch.Tensor, given: torch.Tensor, async_op: bool) -> Any | None:
-    """Call it on tensors in the host's memory, or on copies whose values follow each other."""
+    """Run `call` on tensors in host memory, or on contiguous copies of them."""
     if output.is_contiguous() and given.is_contiguous():
         work = call(output, given, async_op)
         if async_op:

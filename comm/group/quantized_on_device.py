@@ -1,7 +1,7 @@
-"""What csrc/quantized.cpp does to tensors in the host's memory, in torch's operators where the tensors are: for GPUs.
+"""Quantised collectives for tensors on GPUs: torch's operators do what csrc/quantized.cpp does in host memory.
 
-The same blocks, scales, roundings and error feedback, so the same bytes. Inside a host sums are exact and in float32;
-between hosts one rank of each host sends to the rank of the same place on every other. It has not run on a GPU.
+Blocks, scales, rounding and error feedback are the same, so the bytes are the same. Inside a host, sums are exact, in
+float32. Between hosts, each rank sends to the same local rank of every other host. This module has not run on a GPU.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _CODES = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
 
 @dataclass(frozen=True)
 class Teams:
-    """The two groups that a step between hosts takes, made of the ranks of one group.
+    """The two groups that a step between hosts uses, made of the ranks of one group.
 
-    inside: the ranks of this host, None where it has one. across: the ranks of the same place on every host. order: all
-    ranks of the group, by their place on a host and then by host.
+    inside: the ranks of this host, None if the host has one. across: the same local rank of every host. order: all
+    ranks of the group, by local rank and then by host.
     """
 
     inside: dist.ProcessGroup | None
@@ -36,14 +36,14 @@ class Teams:
 
 
 def teams_of(group: dist.ProcessGroup) -> Teams:
-    """Make the teams of a group of ours with as many ranks on every host. Every rank of the group calls it."""
+    """Make the teams of a deepytorch group with equally many ranks per host. Every rank of the group calls this."""
     topology, rank = group_of(group).topology, dist.get_rank(group)
     hosts = [topology.ranks_on(host) for host in range(topology.num_hosts)]
     host, place = topology.host_of[rank], topology.local_rank(rank)
 
     def team(ranks: list[int]) -> dist.ProcessGroup:
         members = [dist.get_global_rank(group, each) for each in ranks]
-        kind, timeout = dist.get_backend(group), group_of(group).timeout  # not those of the default group
+        kind, timeout = dist.get_backend(group), group_of(group).timeout  # else those of the default group
         made: dist.ProcessGroup = dist.new_group(members, timeout, kind, use_local_synchronization=True)
         return made
 
@@ -54,14 +54,14 @@ def teams_of(group: dist.ProcessGroup) -> Teams:
 
 
 def num_bytes(count: int) -> int:
-    """Of `count` encoded values: the scales, then a byte for each value."""
+    """Return the bytes of `count` encoded values: the scales, then one byte per value."""
     return -(-count // _BLOCK) * _SCALE_BYTES + count
 
 
 def encode(values: torch.Tensor, wire: str, residual: torch.Tensor | None = None) -> torch.Tensor:
-    """Each row of `values` (rows, count), float32, as (rows, num_bytes(count)) of uint8.
+    """Return each row of `values` (rows, count), float32, as (rows, num_bytes(count)) of uint8.
 
-    residual: (rows, count), float32, is added to the values, and what rounding loses is left in it. A block with a
+    residual: (rows, count), float32, is added to the values, and then receives the rounding errors. A block with a
     value that is not finite arrives as NaN, as an exact sum would show it.
     """
     dtype, limit = _CODES[wire]
@@ -81,7 +81,7 @@ def encode(values: torch.Tensor, wire: str, residual: torch.Tensor | None = None
 
 
 def decode(encoded: torch.Tensor, count: int, wire: str) -> torch.Tensor:
-    """The (rows, count) values, float32, that `encode` made (rows, num_bytes(count)) of."""
+    """Return the (rows, count) values, float32, of what `encode` returned, (rows, num_bytes(count))."""
     head = num_bytes(count) - count
     scale = encoded[:, :head].contiguous().view(torch.float32)
     codes = encoded[:, head:].contiguous().view(_CODES[wire][0]).float()
@@ -91,10 +91,12 @@ def decode(encoded: torch.Tensor, count: int, wire: str) -> torch.Tensor:
 def reduce_scatter(
     output: torch.Tensor, given: torch.Tensor, teams: Teams, wire: str, average: bool, residual: torch.Tensor | None
 ) -> None:
-    """`reduce_scatter_tensor` on the current stream, with a byte for each value between hosts.
+    """Run `reduce_scatter_tensor` on the current stream, with one byte per value between hosts.
 
-    output: `count` values. given: `count` for each rank, one after another. residual: (hosts, count), float32, of this
-    payload in every step, on the same device; or None.
+    Args:
+        output: `count` values.
+        given: `count` values for each rank, one rank after another.
+        residual: (hosts, count), float32, on the same device, the same tensor for this payload in every step; or None.
     """
     count, size = output.numel(), len(teams.order)
     order = torch.tensor(teams.order, device=given.device)
@@ -103,7 +105,7 @@ def reduce_scatter(
     if teams.inside is not None:
         sums = torch.empty(teams.num_hosts, count, device=given.device)
         dist.reduce_scatter_tensor(sums, parts, group=teams.inside)
-    own = sums[teams.host].clone()  # is not rounded: nothing of it is sent
+    own = sums[teams.host].clone()  # is not rounded, because it is not sent
     sums[teams.host] = 0.0
     sent = encode(sums, wire, residual)
     received = torch.empty_like(sent)
@@ -115,7 +117,7 @@ def reduce_scatter(
 
 
 def all_gather(output: torch.Tensor, given: torch.Tensor, group: dist.ProcessGroup, wire: str) -> None:
-    """`all_gather_into_tensor` on the current stream, a byte for each value; every rank gets the same rounded ones."""
+    """Run `all_gather_into_tensor` on the current stream, one byte per value; all ranks get the same rounded values."""
     count = given.numel()
     sent = encode(given.reshape(1, count).float(), wire)
     received = torch.empty(dist.get_world_size(group), num_bytes(count), dtype=torch.uint8, device=given.device)

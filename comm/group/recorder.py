@@ -1,4 +1,4 @@
-"""What the process groups of a running process do: the recorder that its ranks keep in their shared memory."""
+"""A reader for the recorder that the ranks of a running process's groups keep in their shared memory."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _SEGMENT = "/memfd:deepytorch"
 
 
 def read_groups(process: int) -> list[str]:
-    """For each process group that `process` shares memory in, a text: what its ranks on this host have called last.
+    """Return a text for each process group that `process` shares memory in: the last calls of its ranks on this host.
 
-    The last 64 collectives of each rank with dtype, size and reduction, whether they wait, run or are done, and for how
-    long. The process may be stopped or wait for others; it is not touched. Raises `ConfigError` where there is no such
-    process or it may not be looked into, `DataError` where it has no group whose ranks share memory.
+    A text has the last 64 collectives of each rank with dtype, size and reduction, whether each waits, runs or is done,
+    and for how long. The process may be stopped or wait for others, and is not disturbed. Raises `ConfigError` where
+    there is no such process or reading is not permitted, `DataError` where it has no group whose ranks share memory.
     """
     folder = Path(f"/proc/{process}/fd")
     try:

@@ -1,9 +1,9 @@
-"""Memory that NCCL was told of, so that it reads and writes it where it lies, or has the switch add it up.
+"""Memory registered with NCCL, which NCCL reads and writes in place, or lets the switch add up.
 
-NCCL asks that in each call all ranks give such memory or none does, at the same distance from where it was told that it
-begins. So ranks make theirs together and agree that all could; and each piece has a segment of its own, at the head of
-which it lies on every rank, whenever it was made. Whether it is faster is found by measuring (`comm.measure`). Not yet
-run on several GPUs.
+In each call NCCL requires that all ranks pass registered memory or none does, at the same offset from the start of the
+registration. The ranks therefore allocate together, and agree that all succeeded. Each allocation has a segment of its
+own and lies at its start on every rank, whenever it was made. A measurement (`comm.measure`) shows from which size on
+registered memory is faster. This module has not yet run on several GPUs.
 
 Source: "User Buffer Registration" in NCCL's user guide; `torch.cuda.MemPool` in torch's notes on CUDA.
 """
@@ -20,26 +20,26 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from deepytorch.comm.group.groups import native_backend
 
-_OWN_SEGMENT_BYTES = 10 << 20  # of less, torch's allocator makes a segment of 20 MiB
+_OWN_SEGMENT_BYTES = 10 << 20  # for fewer bytes, torch's allocator makes a segment of 20 MiB
 
 
 class RegisteredMemory:
-    """That of one group on one GPU."""
+    """The registered memory of one group on one GPU."""
 
     def __init__(self, nccl: Any, device: torch.device) -> None:
-        """`nccl`: the group's `ProcessGroupNCCL`."""
+        """Start without memory. nccl: the group's `ProcessGroupNCCL`."""
         self._nccl, self._device = nccl, device
-        self._pools: list[tuple[int, Any, StorageWeakRef]] = []  # what each is of, and whether somebody holds it
+        self._pools: list[tuple[int, Any, StorageWeakRef]] = []  # size, pool, and whether it is in use
 
     def connect(self) -> None:
-        """Have NCCL make its communicator, which it does in its first call; on all ranks."""
+        """Make NCCL create its communicator, which happens in NCCL's first call; all ranks call this."""
         self._nccl.allreduce([torch.zeros(1, device=self._device)], dist.AllreduceOptions()).wait()
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """(num_bytes,) uint8 zeros. Raises what torch or NCCL raise, a RuntimeError, where there is none to be had."""
+        """Return (num_bytes,) uint8 zeros. Raises what torch or NCCL raise, a RuntimeError, if no memory is left."""
         size = max(num_bytes, _OWN_SEGMENT_BYTES)
         for place, (earlier, pool, piece) in enumerate(self._pools):
-            if earlier == size and piece.expired():  # NCCL knows its segment, which stays the pool's
+            if earlier == size and piece.expired():  # the pool keeps its segment registered
                 del self._pools[place]
                 return self._from(pool, size)[:num_bytes]
         with torch.cuda.device(self._device):
@@ -56,7 +56,7 @@ class RegisteredMemory:
 
 
 def registered_memory(group: dist.ProcessGroup, device: torch.device) -> RegisteredMemory | None:
-    """That of a group on this device; None where NCCL offers none, as without an NVSwitch, or does not run."""
+    """Return a group's registered memory on this device; None if NCCL offers none (no NVSwitch) or does not run."""
     if device.type != "cuda":
         return None
     backend = native_backend(group)
@@ -68,9 +68,9 @@ def registered_memory(group: dist.ProcessGroup, device: torch.device) -> Registe
 def allocate_together(
     memory: RegisteredMemory | None, sizes: Sequence[int], group: dist.ProcessGroup, device: torch.device
 ) -> list[Tensor] | None:
-    """Memory of these sizes in bytes, made by all ranks at this point; None on all of them where one of them cannot.
+    """Allocate memory of these sizes in bytes on all ranks together; return None on every rank if one rank fails.
 
-    memory: None where this rank is offered none. Waits for the device twice, for what the ranks say.
+    memory: None if NCCL offers this rank none. The function waits for the device twice, for the other ranks' answers.
     """
     if not _all_say(memory is not None, group, device):
         return None

@@ -1,4 +1,4 @@
-"""Makes the name "deepytorch" known to `torch.distributed`, at next to no cost: a first group loads the rest."""
+"""Registration of the name "deepytorch" with `torch.distributed`, at almost no cost: the first group loads the rest."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ NAME = "deepytorch"
 
 
 def register() -> None:
-    """Make `init_process_group("deepytorch")` possible, as `import deepytorch` does. Again: nothing changes."""
-    from torch.distributed.distributed_c10d import Backend  # `torch.distributed` itself may still be on its way
+    """Make `init_process_group("deepytorch")` possible, as `import deepytorch` does. A second call changes nothing."""
+    from torch.distributed.distributed_c10d import Backend  # `torch.distributed` may not be fully imported yet
 
     from deepytorch.torch_internals import backend_plugins
 

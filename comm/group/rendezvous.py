@@ -1,4 +1,4 @@
-"""How the ranks of one host come to share memory: through the group's store, once, with nothing left behind."""
+"""Setup of the memory that the ranks of one host share, through the group's store; nothing is left behind."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def share_segment(
     room_bytes: int = 0,
     node: int = -1,
 ) -> Any | None:
-    """The segment of the ranks that call this with one `store` (a prefix of their own); None where one cannot have it.
+    """Return the segment of the ranks that call this with one `store` (their own prefix); None if any rank fails.
 
-    All ranks return a segment, or all return None. Local rank 0 makes it, the others open it by its process id and
-    descriptor; each says how it went, so that no rank goes on alone. room_bytes: what an area may grow to; 0: it stays.
-    node: the NUMA node whose memory this rank's areas are to lie in; -1 leaves that to the kernel.
+    All ranks return a segment, or all return None. Local rank 0 makes the segment, the others open it by its process id
+    and descriptor; each rank publishes its outcome, so that no rank goes on alone. room_bytes: the size that an area
+    may grow to; 0: none. node: the NUMA node for the memory of this rank's areas; -1 leaves the choice to the kernel.
     """
     segment: Any | None = None
     trouble = ""
@@ -60,7 +60,7 @@ def share_segment(
 
 
 def _least_area_bytes(num_ranks: int) -> int:
-    """Room for the sizes that ranks tell each other, and a cache line for each."""
+    """Return the least bytes of an area: room for the sizes that ranks exchange, and a cache line for each rank."""
     return -(-128 * num_ranks // 4096) * 4096
 
 
@@ -77,7 +77,7 @@ def _report(outcomes: Sequence[str]) -> bool:
 
 
 def same_everywhere(store: dist.Store, topology: Topology, rank: int, mine: bool, timeout: timedelta) -> bool:
-    """Whether the ranks of every host share memory: an algorithm of all hosts needs it on each."""
+    """Return whether the ranks of every host share memory, which an algorithm over all hosts needs on each host."""
     store.set(f"shares/{rank}", "yes" if mine else "no")
     keys = [f"shares/{peer}" for peer in range(topology.num_ranks)]
     store.wait(keys, timeout)

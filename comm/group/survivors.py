@@ -1,4 +1,4 @@
-"""Going on without ranks that are gone: the survivors form the default group anew."""
+"""Recovery from lost ranks: the survivors form the default group anew."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _LOOK_SECONDS = 0.05
 
 
 def shrink(wait: timedelta = timedelta(seconds=10)) -> tuple[int, ...]:
-    """Form the default process group anew among the ranks that are left, after one has died or stands still.
+    """Form the default process group anew among the ranks that are left, after one has died or hangs.
 
-    Every survivor calls it, after it was told of the error. Who has not called it within `wait` of the first is left
-    out; ranks of this host that have died are not waited for. All groups are destroyed; the new default group has the
-    old one's backend and timeout, and ranks are numbered anew in their old order. `RANK` and `WORLD_SIZE` of the
-    environment stay as they were. What was made on the old group (DDP, FSDP, samplers) has to be made again.
+    Every survivor calls this function after a collective has raised an error. Ranks that call later than `wait` after
+    the first one are left out; dead ranks of this host are not waited for. All groups are destroyed. The new default
+    group has the old one's backend and timeout; its ranks are numbered in their old order. `RANK` and `WORLD_SIZE` of
+    the environment do not change. Objects made on the old group (DDP, FSDP, samplers) have to be made again.
 
-    Returns the old ranks of those in the new group, in the order of their new ranks. Raises `ConfigError` without a
+    Returns the old ranks of the new group's members, in the order of their new ranks. Raises `ConfigError` without a
     default group, `CommunicationError` where the group's store is gone (without torchrun it lives in rank 0), or where
     the others have gone on without this rank.
     """
@@ -60,7 +60,7 @@ def shrink(wait: timedelta = timedelta(seconds=10)) -> tuple[int, ...]:
 
 
 def _agree(keys: dist.Store, rank: int, size: int, wait: timedelta) -> list[int]:
-    """Who is left: what the first one to stop waiting has seen."""
+    """Return the ranks that are left: those that the first rank to stop waiting has seen."""
     dead, deadline = _dead(), time.monotonic() + wait.total_seconds()
     while True:
         here = [peer for peer in range(size) if peer == rank or keys.check([f"here/{peer}"])]
@@ -74,7 +74,7 @@ def _agree(keys: dist.Store, rank: int, size: int, wait: timedelta) -> list[int]
 
 
 def _dead() -> set[int]:
-    """Ranks of this host that have died."""
+    """Return the ranks of this host that have died."""
     try:
         found = group_of()
     except ConfigError:

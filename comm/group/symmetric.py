@@ -1,9 +1,9 @@
-"""Collectives of CUDA tensors through torch's symmetric memory: what the algorithms of `nvlink` run.
+"""Collectives of CUDA tensors through torch's symmetric memory: the implementation of the algorithms of `nvlink`.
 
-One-shot and two-shot are kernels of our own where Triton is installed; else, and for the switch's own reduction, they
-are torch's operators; `copies` moves values by plain copies. All run on a stream of the group's own, beside what the
-caller computes, and in memory that no other stream uses: torch's shared workspace is not safe across streams. Not yet
-run on several GPUs.
+One-shot and two-shot run deepytorch's kernels if Triton is installed, else torch's operators; the switch's reduction is
+always torch's operator; `copies` moves values by plain copies. All run on a separate stream of the group, concurrently
+with the caller's computation, and in memory that no other stream uses: torch's shared workspace is not safe across
+streams. This module has not yet run on several GPUs.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ NAMES = (OneShot.name, TwoShot.name, CopyEngines.name, Multimem.name)
 
 
 class SymmetricCollectives:
-    """Those of one group. Memory is set up at the first use and when a larger payload comes, on all ranks."""
+    """The collectives of one group. All ranks set up memory at the first use, and again for larger payloads."""
 
     def __init__(self, group_name: str) -> None:
-        """`group_name`: as torch knows the group by."""
+        """Start without memory. group_name: torch's name of the group."""
         self._group_name = group_name
         self._stream: torch.cuda.Stream | None = None
         self._for_kernels: _KernelMemory | None = None
@@ -37,14 +37,14 @@ class SymmetricCollectives:
         Args:
             name: the algorithm, of `NAMES`.
             kind: "all_reduce", in place: `output` is `given`; copy engines also do "reduce_scatter" and "all_gather".
-            output: contiguous, on the GPU. Where values are added up of float32, bfloat16 or float16, and for kernels a
-                multiple of 16 bytes long.
-            given: as `output`; as many times as large as there are ranks for a reduce-scatter, as small for an
+            output: contiguous, on the GPU. Sums are of float32, bfloat16 or float16; kernels need a multiple of 16
+                bytes.
+            given: like `output`; larger by the number of ranks for a reduce-scatter, and smaller by it for an
                 all-gather.
             average: whether sums are divided by the number of ranks.
 
         Returns:
-            The stream that it runs on. It waits for the caller's current stream; who reads `output` waits for it.
+            The collective's stream, which waits for the caller's current stream; readers of `output` wait for it.
         """
         with torch.cuda.device(output.device):
             if self._stream is None:
@@ -71,7 +71,7 @@ class SymmetricCollectives:
             copies.all_reduce(memory.handle, output, average)
 
     def _of_size(self, memory: _Memory | None, num_bytes: int, device: torch.device) -> _Memory:
-        """`memory` where it is large enough, else more: a power of two, so that few are made."""
+        """Return `memory` if it is large enough, else new memory; sizes are powers of two, so that few are made."""
         if memory is None or memory.num_bytes < num_bytes:
             memory = _Memory(1 << (num_bytes - 1).bit_length(), device, self._group_name)
         return memory
@@ -88,7 +88,7 @@ class SymmetricCollectives:
         )  # fmt: skip
 
     def _by_operators(self, name: str, tensor: torch.Tensor, average: bool) -> None:
-        dtype = torch.float32 if tensor.dtype == torch.float16 else tensor.dtype  # which torch has no kernels for
+        dtype = torch.float32 if tensor.dtype == torch.float16 else tensor.dtype  # torch has no kernels for float16
         self._for_operators = memory = self._of_size(
             self._for_operators, tensor.numel() * dtype.itemsize, tensor.device
         )
@@ -106,10 +106,10 @@ class SymmetricCollectives:
 
 
 class _Memory:
-    """Zeros that all ranks of a group map, each of its own; a rank that has them knows that all have theirs."""
+    """A rank's memory, zeros, that all ranks of a group map; once one rank has its memory, all ranks have theirs."""
 
     def __init__(self, num_bytes: int, device: torch.device, group_name: str) -> None:
-        """Made on all ranks together, which wait for each other."""
+        """Make the memory on all ranks together; the ranks wait for each other."""
         if torch.cuda.is_current_stream_capturing():
             raise ConfigError(
                 f"a collective that wants {num_bytes} bytes of symmetric memory is recorded into a CUDA graph; "
@@ -118,16 +118,16 @@ class _Memory:
         self.num_bytes = num_bytes
         self._own = SymmetricMemory.empty_strided_p2p((num_bytes,), [1], torch.uint8, device, group_name)
         self._own.zero_()
-        torch.cuda.synchronize(device)  # zeros are there, and no earlier call reads memory that is to be given back
+        torch.cuda.synchronize(device)  # zeros are written, and no earlier call reads memory that will be freed
         self.handle = SymmetricMemory.rendezvous(self._own)
         self.rank = int(self.handle.rank)
 
 
 class _KernelMemory(_Memory):
-    """What the kernels of one group go through: see `symmetric_triton.all_reduce`."""
+    """The memory that the kernels of one group use: see `symmetric_triton.all_reduce`."""
 
     def __init__(self, half: int, device: torch.device, group_name: str) -> None:
-        """As `_Memory`. half: bytes for values, twice."""
+        """Make the memory on all ranks together. half: bytes of each of the two halves for values."""
         from deepytorch.comm.kernels.symmetric_triton import PROGRAMS, buffer_bytes
 
         super().__init__(buffer_bytes(half), device, group_name)

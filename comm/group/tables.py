@@ -1,4 +1,4 @@
-"""Which algorithm a group runs for which size, as its native backend takes it: by predictions, or as measured."""
+"""The tables of a group: the algorithm that its native backend runs for each size, as predicted or as measured."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from deepytorch.comm.topology.topology import Topology
 
 _WITHOUT_END = (1 << 64) - 1
 
-Rows = list[tuple[int, str, int, int, str]]  # as the native backend takes them: each up to which size
+Rows = list[tuple[int, str, int, int, str]]  # as the native backend takes them; the largest size of a row first
 
 Tables = dict[tuple[OperationKind, DeviceKind, bool], Rows]
 
 
 def tables_of(group: Group) -> Tables:
-    """The native backend's choices, by kind, device and whether they are for deterministic sums.
+    """Return the native backend's choices, by kind, device and whether they are for deterministic sums.
 
-    Only what it can run on this group's hosts is looked at.
+    Only algorithms that can run on this group's hosts are considered.
     """
     topology, options = group.topology, group.options
     found: Tables = {}
@@ -40,7 +40,7 @@ def tables_of(group: Group) -> Tables:
             if options.algorithm is not None:
                 choice = Choice(options.algorithm, options.chunk_bytes, max(1, options.num_streams), options.compress)
                 rows = for_every_size(_possible(choice, kind, topology, group.shares, device))
-            elif device == "cpu":  # on GPUs nccl, until `measure` has found ours to be faster on that machine
+            elif device == "cpu":  # GPUs use nccl until `measure` has found another algorithm to be faster
                 rows = _rows(group, kind, device, ranges_of[kind])
             found[kind, device, fixed] = rows
     return found
@@ -55,14 +55,14 @@ def _rows(group: Group, kind: OperationKind, device: DeviceKind, ranges: Sequenc
 
 
 def _possible(choice: Choice, kind: OperationKind, topology: Topology, shares: bool, device: DeviceKind) -> Choice:
-    """`choice` where this group can run it, else the engine. shares: whether the ranks of each host share memory."""
+    """Return `choice` if this group can run it, else the engine. shares: whether the ranks of a host share memory."""
     algorithm = collective(choice.algorithm)
     runs = (shares or not algorithm.in_memory) and algorithm.unavailable(kind, device, topology) is None
     return choice if runs else Choice("engine")
 
 
 def for_every_size(choice: Choice) -> Rows:
-    """The rows of a table that has one choice."""
+    """Return the rows of a table that has one choice for all sizes."""
     return [(_WITHOUT_END, *_settings(choice))]
 
 
@@ -71,11 +71,11 @@ def _settings(choice: Choice) -> tuple[str, int, int, str]:
 
 
 def num_streams_of(group: Group, tables: Tables, has_cuda: bool) -> int:
-    """How many connections to other hosts the tables use, or may come to use; rank 0's number, so that all connect."""
+    """Return the number of connections to other hosts that the tables may use: rank 0's number, so that all connect."""
     if group.topology.num_hosts == 1:
         return 0
     if has_cuda and group.options.algorithm is None:
-        return max(STREAMS)  # `measure` may come to more than is predicted
+        return max(STREAMS)  # `measure` may choose more than is predicted
     if group.rank == 0:
         used = (row[3] for rows in tables.values() for row in rows)
         group.store.set("streams", str(max([1, *used, *map(connections_of, group.links.times_us)])))
@@ -84,13 +84,13 @@ def num_streams_of(group: Group, tables: Tables, has_cuda: bool) -> int:
 
 
 def set_measured(group: Group, device: DeviceKind, tables: Mapping[OperationKind, Sequence[Range]]) -> None:
-    """Let the group run what was measured to be fastest. Every rank sets the same tables."""
+    """Make the group run the algorithms that were measured to be fastest. Every rank sets the same tables."""
     for kind, ranges in tables.items():
         group.backend.set_table(kind, device == "cuda", _rows(group, kind, device, ranges), False)
 
 
 def with_remembered(group: Group) -> Group:
-    """`group`, set to what rank 0 remembers to have been measured on these GPUs (`deepytorch.comm.measure`)."""
+    """Return `group`, set to the choices that rank 0 remembers from `deepytorch.comm.measure` on these GPUs."""
     if group.rank == 0:
         found = measured.remembered(group.topology, group.gpus)
         group.store.set("measured", json.dumps(None if found is None else measured.to_json(found)))
@@ -109,6 +109,6 @@ def chosen(
     num_bytes: int = 1 << 20,
     device: str = "cpu",
 ) -> Choice:
-    """What the group does with a payload of that size."""
+    """Return the algorithm and the settings with which the group runs a payload of `num_bytes`."""
     _, algorithm, chunk_bytes, num_streams, wire = group_of(group).backend.chosen(kind, device == "cuda", num_bytes)
     return Choice(algorithm, chunk_bytes, num_streams, None if wire == "exact" else wire)

@@ -24,9 +24,9 @@ class Slots:
     """Places of gradients in one or several buckets, with the tables that a launch keeps from one step to the next."""
 
     def __init__(self, views: Sequence[Tensor]) -> None:
-        """Keep the views.
+        """Keep the views, without a copy.
 
-        `views`: of the buckets' memory, in the layouts of the gradients; kept as they are, not copied.
+        views: of the buckets' memory, in the layouts of the gradients.
         """
         self.views = list(views)
         self.tables: Tables | None = None  # the kernel's, made at its first launch
@@ -103,7 +103,7 @@ def is_dense(tensor: Tensor) -> bool:
 def _on_gpu(gradients: Sequence[Tensor], slots: Sequence[Tensor], bucket: Slots, plain: bool) -> bool:
     """Return whether the kernel takes this call.
 
-    plain: values are only copied, so that for one tensor torch's own copy does.
+    plain: whether values are only copied, so that torch's own copy is enough for one tensor.
     """
     if not slots or not slots[0].is_cuda or (plain and len(slots) == 1):
         return False

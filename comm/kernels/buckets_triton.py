@@ -1,4 +1,4 @@
-"""A kernel that copies many tensors to as many others in one launch, with a cast and a scale: by tables of pointers.
+"""A kernel that copies many tensors to equally many others in one launch, with a cast and a scale, by pointer tables.
 
 Each program moves one block of one tensor. A table of blocks, which depends on the sizes alone, says which one.
 Addresses are in another table, which is made anew when they change. Both tables are written into pinned memory and
@@ -165,7 +165,9 @@ def _to_device(table: Tensor, device: torch.device) -> Tensor:
 def least_bytes(sizes: Sequence[int], source_bytes: int, target_bytes: int) -> int:
     """Return the bytes that must be read and written for tensors of these sizes.
 
-    sizes: numbers of elements. source_bytes, target_bytes: of an element, on either side.
+    Args:
+        sizes: numbers of elements.
+        source_bytes, target_bytes: bytes of an element, on either side.
     """
     return sum(sizes) * (source_bytes + target_bytes)
 

@@ -110,7 +110,7 @@ def _known(topology: Topology) -> Links | None:
 
 
 def measure(bench: Bench) -> Links:
-    """Measure the links; every rank of the group has to call it, and all get the same numbers."""
+    """Measure the links; every rank of the group has to call this function, and all get the same numbers."""
     return fitted(_times(bench), bench.topology)
 
 
@@ -133,10 +133,15 @@ def fitted(times_us: Times, topology: Topology) -> Links:
 
 
 def to_try(links: Links, topology: Topology, in_memory: bool, num_connections: int) -> Times:
-    """Return what a trial times, with the expected us.
+    """Return the names and sizes that a trial times, with the expected us.
 
-    A trial times what was timed before; without such times, the sizes that are worth it by prediction. in_memory:
-    whether the ranks of a host share memory. num_connections: of each rank, to its fellows on other hosts.
+    A trial times the sizes that were timed before; without such times, the sizes that are predicted to be worth it.
+
+    Args:
+        links: the links so far.
+        topology: that of the group.
+        in_memory: whether the ranks of a host share memory.
+        num_connections: the number of connections of each rank to its fellows on other hosts.
     """
     known, per_host, hosts = complete(links, topology, "cpu"), topology.ranks_per_host, topology.num_hosts
     expected = {"engine": known.link("engine")} | ({"memory": known.link("memory")} if in_memory else {})

@@ -46,11 +46,10 @@ NCCL_SOCKET_STREAMS = 2  # one thread and one socket for each of two channels, u
 
 
 def complete(links: Links, topology: Topology, device: str) -> Links:
-    """Return `links` with nominal values, named in `nominal`, for what was not measured.
+    """Return `links` with nominal values, named in `nominal`, for all links that were not measured.
 
-    The engine is composed of the rest.
-
-    If the network's rate was not measured, a measured engine determines it. `device`: "cpu" or "cuda", of the engine.
+    The engine's link is composed of the other links. If the network's rate was not measured, a measured engine
+    determines the rate. device: "cpu" or "cuda", the engine's.
     """
     hosts, per_host = topology.host_kinds, topology.ranks_per_host
     if links.copy_bytes_per_s is None:

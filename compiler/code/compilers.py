@@ -74,7 +74,7 @@ class Worker:
 
 
 class InPlace:
-    """This process, while training waits, as `torch.compile` has it.
+    """A compiler in this process, for which training waits, as with `torch.compile`.
 
     A thread would not make training wait. But while torch compiles it replaces `nn.Module.__call__` for all threads,
     and in the end gives random generators back the state from before: dropout of the steps meanwhile would come again.

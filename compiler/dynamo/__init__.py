@@ -1,1 +1,1 @@
-"""What Dynamo traces and when, and the reading of its graphs."""
+"""Settings that decide what Dynamo traces and when, and the reading of its graphs."""

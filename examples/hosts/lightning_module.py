@@ -18,7 +18,7 @@ class Module(lightning.LightningModule):
         self.model = small_llama()
 
     def training_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
-        """The loss of one batch."""
+        """Return the loss of one batch."""
         loss = self.model(**batch).loss
         self.log("loss", loss, prog_bar=True)
         return loss

@@ -112,7 +112,7 @@ def _match_sizes(
 
 
 def spaces_of(graph: fx.Graph, symbols: Symbols, positions: list[sympy.Symbol]) -> dict[sympy.Symbol, Space]:
-    """Number the token spaces, and find an input from which the sizes of each can be read."""
+    """Give each token space a number, and find an input from which the sizes of each can be read."""
     spaces: dict[sympy.Symbol, Space] = {}
     for symbol in positions:
         for node in graph.nodes:

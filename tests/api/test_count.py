@@ -16,6 +16,7 @@ from tests import count
         ("Whether it is so.", True),
         ("Of all that live.", True),
         ("The same, again.", True),
+        ("How many there are.", True),
         ("Return whether it is so.", False),
         ("Ask the model.", False),  # "As" alone is a word
         ("Offsets of the rows, in tokens.", False),
@@ -36,5 +37,5 @@ def test_the_product_is_read_whole() -> None:
     counts = count.read()
     assert counts["lines of product"] > 10_000
     assert counts["files of product"] > 100
-    assert 0 < counts["docstrings with an unclear first word"] < counts["docstrings"]
+    assert counts["docstrings"] > 1000
     assert counts["context variables"] > 0

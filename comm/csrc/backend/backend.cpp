@@ -46,7 +46,7 @@ Backend::Backend(Setup setup)
   }
   if (setup_.store) {
     for (auto& calls : calls_) calls = std::make_shared<CallHistory>();
-    const bool compares = !segment || segment->rank() == 0;  // the others of the host are compared with this one
+    const bool compares = !segment || segment->rank() == 0;  // the segment compares the host's other ranks with this one
     listener_ = std::make_unique<Listener>(
         Listening{setup_.rank, setup_.host, compares, health_, {calls_[0], calls_[1]}, std::move(setup_.store)},
         [this] { let_go(); });
@@ -181,7 +181,7 @@ void Backend::shutdown() {
   if (forked()) return;
   const WithoutGil unlocked;
   listener_.reset();
-  for (;;) {  // one of them may start another one as it ends
+  for (;;) {  // a worker may start another one before it ends
     std::vector<std::shared_ptr<Worker>> workers;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
@@ -223,8 +223,8 @@ void Backend::let_go() {
   }
   if (!held->cpu && !held->cuda && held->between.empty()) return;
   try {
-    if (poisoned()) {  // something may be stuck in them
-      // torch holds these too, the first one on one host, and would wait for what is stuck in them: they are never ended.
+    if (poisoned()) {  // an operation may be stuck in the inner backends
+      // On one host torch holds the first one too, and would wait for a stuck operation in it: it is never destroyed.
       if (on_one_host()) (void)held->cpu.release();
       Setup* const rest = held.release();
       std::thread([rest] { delete rest; }).detach();

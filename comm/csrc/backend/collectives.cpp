@@ -11,21 +11,21 @@ constexpr int64_t kLeastQuantized = 1 << 14;  // values: less is quickly sent
 
 bool in_memory(const Row& row) { return row.algorithm == Algorithm::shared_memory || row.algorithm == Algorithm::hierarchical; }
 
-// On this group's own threads, from where the caller's tensor lies in the host's memory.
+// Whether the group's own threads run the algorithm, on the caller's tensor in host memory.
 bool reads_host_tensors(const Row& row) { return in_memory(row) || row.algorithm == Algorithm::streams; }
 
-// By memory that GPUs map for each other.
+// Whether the algorithm uses memory that GPUs map for each other.
 bool through_symmetric_memory(const Row& row) {
   return row.algorithm == Algorithm::nvlink_one_shot || row.algorithm == Algorithm::nvlink_two_shot ||
          row.algorithm == Algorithm::nvlink_copies || row.algorithm == Algorithm::nvlink_multimem;
 }
 
-// What of it there is for this kind: kernels all-reduce.
+// Whether such an algorithm runs this kind: kernels only all-reduce.
 bool through_symmetric_memory(const Row& row, Kind kind) {
   return through_symmetric_memory(row) && (kind == Kind::all_reduce || row.algorithm == Algorithm::nvlink_copies);
 }
 
-// Whether values can be added up there.
+// Whether these algorithms can sum such values.
 bool adds_up_on_gpus(at::ScalarType dtype, RedOp reduce) {
   const bool has_kernel = dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
   return has_kernel && (reduce == RedOp::SUM || reduce == RedOp::AVG);

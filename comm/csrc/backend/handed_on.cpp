@@ -106,8 +106,8 @@ Backend::WorkPtr Backend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tens
   });
 }
 
-// It is asked which rank is missing, perhaps by one that has not come to a call before it either: so what was called before
-// is waited for no longer than for the ranks themselves, and gloo then names those that do not answer.
+// A monitored barrier asks which rank is missing, and that rank may also be missing in an earlier call. So earlier calls are
+// waited for no longer than the barrier itself, and gloo then names the ranks that do not answer.
 void Backend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all) {
   guard();
   {

@@ -7,8 +7,8 @@ namespace deepytorch {
 
 namespace {
 
-// An input in a row, or a copy of it where a write to one of `outputs` would come before the last read of it. own: the one of
-// them that it may be itself, or -1.
+// Returns a contiguous input, as a copy if a write to one of `outputs` would come before the last read of the input. own: the
+// output that may be the input itself, or -1.
 at::Tensor to_read(const at::Tensor& tensor, const std::vector<at::Tensor>& outputs, int own) {
   if (!tensor.defined()) return tensor;
   bool apart = true;
@@ -25,8 +25,8 @@ bool Backend::moves_itself(const Wanted& wanted) const {
   return setup_.exchanges && !wanted.on_cuda && setup_.segment && setup_.num_hosts == 1;
 }
 
-// Of a collective that only moves data. What gloo cannot take goes through the segment, whatever was measured: a call must
-// not work in one run and be refused in the next.
+// Returns the row of a collective that only moves data. Tensors that gloo cannot take go through the segment, whatever was
+// measured: a call must not work in one run and be refused in the next.
 Row Backend::row_to_move(const Wanted& wanted, const at::Tensor& tensor, uint64_t bytes) {
   Row found = next_row(wanted.kind, wanted.on_cuda, bytes);
   if (!gloo_takes(tensor) && moves_itself(wanted)) found.algorithm = Algorithm::shared_memory;

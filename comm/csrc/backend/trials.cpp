@@ -1,4 +1,4 @@
-// What the choice of algorithms is made by, timed again: [Note: trials] in backend.h.
+// Trials, which time the algorithms again: [Note: trials] in backend.h.
 #include <cstring>
 
 #include "work.h"
@@ -8,7 +8,7 @@ namespace deepytorch {
 namespace {
 
 constexpr int kRounds = 2;
-constexpr uint64_t kShort = 1 << 16;  // bytes: what is no more is run several times in a row, but between hosts
+constexpr uint64_t kShort = 1 << 16;  // bytes: payloads up to this size run several times in a row, except between hosts
 constexpr int kInARow = 8;
 
 int in_a_row(const Row& row, bool on_one_host) {

@@ -86,7 +86,7 @@ class Backend::OwnWork final : public c10d::Work {
     return future_;
   }
 
-  // Runs what was hung on the future.
+  // Runs the callbacks of the future.
   void settle(c10::ivalue::Future& future) const {
     const c10::OptionalStreamGuard guard(stream_);  // what waits for the future waits for that stream
     if (error_) future.setError(error_);

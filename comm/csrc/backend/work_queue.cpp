@@ -1,4 +1,4 @@
-// How calls are numbered, told to the other ranks, queued and run: [Note: threads] and [Note: order] in backend.h,
+// Numbering, announcement to the other ranks, queueing and running of calls: [Note: threads] and [Note: order] in backend.h,
 // [Note: our locks and the interpreter's] in gil.h.
 #include "work.h"
 
@@ -188,7 +188,7 @@ void Backend::execute(Job& job) {
   job.settled = job.work->end(error);
 }
 
-// One worker is at hand for what is queued: those that run callbacks may wait there for a later collective.
+// Keeps one worker free for the queue: workers that run callbacks may wait there for a later collective.
 void Backend::ensure_worker() {
   if (num_at_hand_ > 0) return;
   auto worker = std::make_shared<Worker>();
@@ -226,7 +226,7 @@ void Backend::work_through(Worker& self) {
     std::string failure;
     try {
       if (!queue_.empty()) ensure_worker();
-    } catch (const std::exception& error) {  // then what is queued waits until the callbacks have ended
+    } catch (const std::exception& error) {  // then the queue waits until the callbacks have ended
       failure = error.what();
     }
     lock.unlock();
@@ -236,7 +236,7 @@ void Backend::work_through(Worker& self) {
       std::optional<at::ThreadLocalStateGuard> as_the_caller;
       if (job->caller) as_the_caller.emplace(*job->caller);
       job->work->settle(*job->settled);
-    } catch (const std::exception& error) {  // of what the caller has hung on the future
+    } catch (const std::exception& error) {  // raised by the caller's callbacks
       TORCH_WARN("a callback of a collective failed: ", error.what());
     }
     job.reset();
@@ -246,7 +246,7 @@ void Backend::work_through(Worker& self) {
   }
 }
 
-// Keeps in mind what the inner backend for CPU tensors was given: what this group runs itself waits for it.
+// Remembers calls that were delegated to the inner backend for CPU tensors: the group's own calls wait for them.
 void Backend::remember(const WorkPtr& work) {
   std::vector<WorkPtr> others;  // dropped without the lock: each may be the last reference
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -263,7 +263,7 @@ void Backend::remember(const WorkPtr& work) {
   any_handed_on_ = true;
 }
 
-// Whether something that was handed to the inner backend for CPU tensors is still under way there.
+// Whether a delegated call is still running in the inner backend for CPU tensors.
 bool Backend::inner_is_at_work() const {
   if (!any_handed_on_) return false;
   std::vector<WorkPtr> works;  // dropped without the lock
@@ -277,7 +277,7 @@ bool Backend::inner_is_at_work() const {
   return std::any_of(works.begin(), works.end(), [](const WorkPtr& work) { return !work->isCompleted(); });
 }
 
-// Waits for what was handed to the inner backend for CPU tensors and is still under way there.
+// Waits for the delegated calls that are still running in the inner backend for CPU tensors.
 void Backend::wait_for_inner(const Call& call) {
   std::vector<WorkPtr> works;
   {
