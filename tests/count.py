@@ -79,6 +79,19 @@ def is_unclear(docstring: str) -> bool:
 
 def settled_step() -> dict[str, int]:
     """Counts of our functions' calls in one training step that is traced and compiled."""
+    called = files_of_a_settled_step()
+    return {
+        "our files in a settled step": len(set(called)),
+        "calls of our functions in it": len(called),
+        "of these into another file than the last one": sum(one != next_one for one, next_one in pairwise(called)),
+        "of these for deferred outputs and double backward": sum(
+            count for file, count in Counter(called).items() if "/outputs/" in file or "second_backward" in file
+        ),
+    }
+
+
+def files_of_a_settled_step() -> list[str]:
+    """The file of each call of our functions in one training step that is traced and compiled, from the root."""
     import torch
 
     import deepytorch
@@ -111,14 +124,7 @@ def settled_step() -> dict[str, int]:
     finally:
         sys.setprofile(None)
     assert deepytorch.report().to_json()["steps_packed"] == packed + 1, "the step that was counted was not packed"
-    return {
-        "our files in a settled step": len(set(called)),
-        "calls of our functions in it": len(called),
-        "of these into another file than the last one": sum(one != next_one for one, next_one in pairwise(called)),
-        "of these for deferred outputs and double backward": sum(
-            count for file, count in Counter(called).items() if "/outputs/" in file or "second_backward" in file
-        ),
-    }
+    return [str(Path(each).relative_to(ROOT)) for each in called]
 
 
 def _own_file(frame: FrameType) -> str | None:

@@ -7,7 +7,7 @@ import functools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from deepytorch.comm.gradients.buckets import Bucket
 from deepytorch.comm.group.buffers import allocate
 from deepytorch.comm.group.groups import registered_from
-from deepytorch.comm.group.registered import RegisteredMemory, allocate_together, registered_memory
 from deepytorch.errors import ConfigError
 from deepytorch.torch_internals import storage_use_count
+
+if TYPE_CHECKING:
+    from deepytorch.comm.group.devices.registered import RegisteredMemory
 
 
 @dataclass
@@ -105,6 +107,8 @@ class Buffers:
         """
         large = [size for size in sizes if self._is_large(size)]
         if large:
+            from deepytorch.comm.group.devices.registered import allocate_together, registered_memory
+
             memory = registered_memory(self._group, self._device)
             made = allocate_together(memory, large, self._group, self._device)
             if made is not None:

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from deepytorch.comm.group import nccl, symmetric
 from deepytorch.comm.group.areas import area_bytes, near_node, num_areas, room_bytes
 from deepytorch.comm.group.groups import Group, remember, remember_stock
 from deepytorch.comm.group.inner_backends import Streams, inner_backends, stock_group
@@ -144,7 +143,10 @@ def _make(
 ) -> Group:
     """Make a group's native backend on top of stock ones, with its tables of algorithms."""
     topology = gather_topology(dist.PrefixStore("topology", store), rank, size, discover_host(), timeout)
-    nccl.prepare(topology)
+    if all(host.gpus for host in topology.host_kinds):
+        from deepytorch.comm.group.devices import nccl
+
+        nccl.prepare(topology)
     cpu, cuda = inner_backends(store, rank, size, timeout, topology.num_hosts == 1)
     host = topology.host_of[rank]
     local = topology.ranks_on(host)
@@ -177,7 +179,9 @@ def _make(
         backend.set_quantize(options.quantize)
         _tell_of_steps(backend)
     if cuda is not None:
-        backend.set_symmetric(symmetric.SymmetricCollectives(name))
+        from deepytorch.comm.group.devices.symmetric import SymmetricCollectives
+
+        backend.set_symmetric(SymmetricCollectives(name))
         if segment is not None:
             backend.set_pin(partial(pin, segment))
     group = replace(group, backend=backend, gpus=_gpus(group) if cuda is not None else ())

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from deepytorch.comm.algorithms import measured
 from deepytorch.comm.algorithms.base import KINDS, Choice, DeviceKind, Operation, OperationKind
 from deepytorch.comm.algorithms.select import ENGINE, Range, collective, explain
+from deepytorch.comm.group.devices.registered import RegisteredMemory, allocate_together, registered_memory
 from deepytorch.comm.group.groups import Group, group_of, set_registered_from
-from deepytorch.comm.group.registered import RegisteredMemory, allocate_together, registered_memory
 from deepytorch.comm.group.tables import set_measured
 from deepytorch.errors import ConfigError
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from deepytorch.comm.group import quantized_on_device as on_device
 from deepytorch.comm.group.groups import group_of
 from deepytorch.errors import ConfigError
+
+if TYPE_CHECKING:
+    from deepytorch.comm.group.devices.quantized import Teams
 
 Wire = Literal["int8", "fp8"]
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -51,7 +53,7 @@ def _check_wire(wire: str) -> None:
         raise ConfigError(f"quantize to {wire!r}; expected 'int8' or 'fp8'")
 
 
-_TeamsOf = dict[dist.ProcessGroup, on_device.Teams]  # made for the first payload of a group on a GPU
+_TeamsOf = dict[dist.ProcessGroup, "Teams"]  # made for the first payload of a group on a GPU
 
 
 class _Comm:
@@ -103,6 +105,8 @@ class _ReduceScatter(_Comm):
         return _run(run, output_tensor, input_tensor, async_op)
 
     def _on_device(self, output: torch.Tensor, given: torch.Tensor, group: dist.ProcessGroup, average: bool) -> None:
+        from deepytorch.comm.group.devices import quantized as on_device
+
         if group not in self._teams:
             self._teams[group] = on_device.teams_of(group)
         teams = self._teams[group]
@@ -120,6 +124,8 @@ class _AllGather(_Comm):
         if backend is None:
             return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
         if not _in_host_memory(output_tensor):
+            from deepytorch.comm.group.devices import quantized as on_device
+
             on_device.all_gather(output_tensor, input_tensor, group, self._wire)
             return None
 

@@ -139,7 +139,7 @@ def _drawn(peer: int, size: int, dtype: torch.dtype) -> Tensor:
 
 def _on_gpu(device: torch.device) -> AllReduce:
     """Return an all-reduce by the kernels that GPUs joined by NVLink run."""
-    from deepytorch.comm.group.symmetric import SymmetricCollectives
+    from deepytorch.comm.group.devices.symmetric import SymmetricCollectives
 
     group = dist.group.WORLD
     assert group is not None

@@ -307,7 +307,7 @@ def _registered_memory(device: torch.device) -> str:
     """Check memory registered with NCCL: made, summed in, dropped while a part of it is held, and made anew."""
     import torch.distributed as dist
 
-    from deepytorch.comm.group.registered import RegisteredMemory
+    from deepytorch.comm.group.devices.registered import RegisteredMemory
 
     if device.type != "cuda" or not dist.is_nccl_available():
         raise Skipped("no CUDA device, or a torch without NCCL")

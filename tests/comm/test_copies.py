@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from deepytorch.comm.group import copies
+from deepytorch.comm.group.devices import copies
 
 DEADLINE_S = 20.0
 

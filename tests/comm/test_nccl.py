@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deepytorch.comm.group.nccl import TunerRow, prepare, socket_settings, write_tuner_file
+from deepytorch.comm.group.devices.nccl import TunerRow, prepare, socket_settings, write_tuner_file
 from deepytorch.comm.topology.topology import read_topology
 from deepytorch.errors import ConfigError
 

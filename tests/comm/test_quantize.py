@@ -76,7 +76,7 @@ def test_ranks_that_quantise_differently_are_told():
 
 
 ON_DEVICE = """
-from deepytorch.comm.group import quantized_on_device as on_device
+from deepytorch.comm.group.devices import quantized as on_device
 from deepytorch.comm.group.groups import group_of
 backend, world = group_of().backend, dist.group.WORLD
 teams = on_device.teams_of(world)

@@ -7,8 +7,8 @@ import contextlib
 import pytest
 import torch
 
-from deepytorch.comm.group import registered
-from deepytorch.comm.group.registered import RegisteredMemory, registered_memory
+from deepytorch.comm.group.devices import registered
+from deepytorch.comm.group.devices.registered import RegisteredMemory, registered_memory
 
 MIB = 1 << 20
 

@@ -7,8 +7,8 @@ import contextlib
 import pytest
 import torch
 
-from deepytorch.comm.group import copies, symmetric
-from deepytorch.comm.group.symmetric import SymmetricCollectives
+from deepytorch.comm.group.devices import copies, symmetric
+from deepytorch.comm.group.devices.symmetric import SymmetricCollectives
 from deepytorch.errors import ConfigError
 from tests.comm.ranks import run
 

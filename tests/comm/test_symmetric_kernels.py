@@ -115,7 +115,7 @@ def test_machine_code_for_every_gpu_is_sound(tmp_path):
 RANKS_OF_ONE_GPU = """
 torch.cuda.set_device(0)
 init("gloo", timeout=300.0)
-from deepytorch.comm.group.symmetric import SymmetricCollectives
+from deepytorch.comm.group.devices.symmetric import SymmetricCollectives
 collective = SymmetricCollectives(dist.group.WORLD.group_name)
 
 def all_reduce(name, tensor, average):

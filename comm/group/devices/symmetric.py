@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from deepytorch.comm.algorithms.nvlink import CopyEngines, Multimem, OneShot, TwoShot
-from deepytorch.comm.group import copies
+from deepytorch.comm.group.devices import copies
 from deepytorch.errors import ConfigError
 from deepytorch.torch_internals import SymmetricMemory, has_triton_package
 

@@ -1,0 +1,1 @@
+"""Collectives of device tensors that move by other ways than gloo or NCCL. Loaded only where GPUs ask for them."""

@@ -1,0 +1,62 @@
+"""What docs/how-it-works.md says of a settled step is what a profile shows; what is for GPUs stays unloaded."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "how-it-works.md"
+
+PROFILE = """
+import json, sys
+from tests.count import files_of_a_settled_step
+called = files_of_a_settled_step()
+apart = [name for name in sys.modules if ".step.rounding" in name or ".group.devices" in name]
+print(json.dumps({"called": called, "apart": apart}))
+"""
+GROUP = """
+import os, sys, tempfile, torch, deepytorch
+import torch.distributed as dist
+store = "file://" + os.path.join(tempfile.mkdtemp(), "store")
+dist.init_process_group("deepytorch", init_method=store, rank=0, world_size=1)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+dist.destroy_process_group()
+print([name for name in sys.modules if ".group.devices" in name])
+"""
+
+
+@pytest.fixture(scope="module")
+def profile() -> dict[str, list[str]]:
+    return json.loads(_python(PROFILE))
+
+
+def test_the_page_names_every_file_of_a_settled_step(profile: dict[str, list[str]]) -> None:
+    section = PAGE.read_text().partition("### A settled step")[2].partition("\n#")[0]
+    named = set(re.findall(r"`((?:comm|compiler|deepytorch|passes)/[\w/]+\.py)`", section))
+    assert named, "the page has no table of a settled step"
+    called = set(profile["called"])
+    assert called - named == set(), "called in a settled step, and not on the page"
+    assert named - called == set(), "on the page, and not called in a settled step"
+
+
+def test_what_is_for_gpus_stays_unloaded(profile: dict[str, list[str]]) -> None:
+    assert profile["apart"] == []
+    assert _python(GROUP).strip() == "[]"
+
+
+def _python(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.strip().splitlines()[-1]
