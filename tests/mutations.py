@@ -105,7 +105,7 @@ MUTATIONS = (
     ),
     Mutation(
         UNPAD + "rules.py",
-        'if bind(node)["scale_grad_by_freq"]:',
+        'if arguments_of(node)["scale_grad_by_freq"]:',
         "if False:",
         "gradients are divided by how often an id stands at a token, instead of anywhere",
     ),

@@ -1,73 +1,155 @@
-"""Weights of past calls, copied right before an optimizer changes them.
+"""Weights of past calls: copied right before an optimizer changes them, and given as they were.
 
 [Note: weights that an optimizer changes]
 Users read or log `out.logits` after `optimizer.step()`, when the weights behind the logits have changed. So one hook,
-before each step of each optimizer, copies those weights once for the pasts of all deferred outputs that live and were
-not computed: what is read afterwards is what eager would have shown. A loop that drops its outputs, such as the
-Trainer's, copies nothing. Weights of a deferred epilogue (`Past.needed`) are always copied. Pads need all weights: up
-to `MAX_COPIED_BYTES` are copied for all calls together, and beyond that a look at pads after the optimizer's step is an
-error.
+before each step of each optimizer, copies those weights once for all deferred outputs that live and were not computed:
+what is read afterwards is what eager would have shown. A loop that drops its outputs, such as the Trainer's, copies
+nothing. Pads need all weights: up to `MAX_COPIED_BYTES` are copied for all calls together, and beyond that a look at
+pads after the optimizer's step is an error. A weight that changes in any other way (in place under `no_grad`, through
+`.data`) is noticed by its version and by a sample of its values. The use then raises `DeferredError` and never gives
+other numbers.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from deepytorch.compiler.step.past import Past
+from deepytorch.compiler.step.past import Past, version_of
+from deepytorch.errors import DeferredError
+from deepytorch.passes.samples import same_bits, sample
 from deepytorch.patches import listen
 
 MAX_COPIED_BYTES = 1 << 30
 
-_PASTS: weakref.WeakSet[Past] = weakref.WeakSet()  # not run again, and held by outputs that somebody holds
+
+class Holder(Protocol):
+    """Something that may still read weights of a past call.
+
+    places: those of the weights, which are copied in any case; None for all, which are copied up to a limit.
+    """
+
+    past: Past
+    places: Collection[int] | None
 
 
-def keep_for(past: Past) -> None:
-    """Have the weights among a past's inputs copied before an optimizer changes them."""
+class PastWeights:
+    """Some weights of a past call, from which one output will be computed.
+
+    Args:
+        past: The call.
+        places: The places of the weights among its inputs.
+        batch: The places of the inputs that belong to the batch.
+        name: The name of the output.
+    """
+
+    __slots__ = ("__weakref__", "_batch", "_name", "_samples", "past", "places")
+
+    def __init__(self, past: Past, places: Sequence[int], batch: Sequence[int], name: str) -> None:
+        self.past, self.places, self._batch, self._name = past, places, batch, name
+        self._samples = [sample(past.inputs[place]) for place in places]
+        keep_for(self)
+
+    def then(self) -> list[torch.Tensor]:
+        """Return the weights as they were at the call: themselves, or copies of those that an optimizer has changed.
+
+        Raises `DeferredError` if the batch was overwritten, or a weight was changed otherwise than by an optimizer.
+        """
+        past = self.past
+        if any(place in self._batch and place not in past.copies for place in past.changed()):
+            raise DeferredError(
+                f"{self._name} is computed from a batch that was overwritten since. Read it before the next batch is "
+                "copied in, or compile with options={'defer_outputs': False}."
+            )
+        return [self._weight(place, before) for place, before in zip(self.places, self._samples, strict=True)]
+
+    def _weight(self, place: int, before: torch.Tensor | None) -> torch.Tensor:
+        past, given = self.past, self.past.inputs[place]
+        if place in past.copies:
+            found = copy_of(past, place, self._name)
+        elif version_of(given) != past.versions.get(place, -1):
+            raise self._changed(given, "changed in place")
+        elif given.numel() and _storage_of(given) == 0:
+            raise self._changed(given, "freed")
+        else:
+            found = given
+        if before is not None and not same_bits(before, sample(found)):
+            raise self._changed(given, "written through .data, or by a kernel that does not tell autograd,")
+        return found
+
+    def _changed(self, weight: torch.Tensor, how: str) -> DeferredError:
+        return DeferredError(
+            f"{self._name!r} is computed at its first use, and a weight of shape {tuple(weight.shape)} that it is made "
+            f"of was {how} since the step; expected it unchanged, or changed by an Optimizer.step only: read it before "
+            "changing the weights, or compile with torch.compile(..., options={'defer_outputs': False}), which "
+            "computes it in every step"
+        )
+
+
+def copy_of(past: Past, place: int, name: str) -> torch.Tensor:
+    """Return a copied input of a past call, for output `name`. A gradient that reaches it raises, as in eager."""
+    given, copy = past.inputs[place], past.copies[place].detach()
+    if given.requires_grad:
+        copy.requires_grad_().register_hook(functools.partial(_refuse_gradient, name, given.shape))
+    return copy
+
+
+def _refuse_gradient(name: str, shape: torch.Size, gradient: torch.Tensor) -> None:
+    raise DeferredError(
+        f"a gradient of {name!r} would have to reach a weight of shape {tuple(shape)} that an optimizer has changed "
+        "since the step; expected backward before Optimizer.step (eager raises here too): call backward first or detach"
+    )
+
+
+# ---------------------------------------------------------------------- before an optimizer's step
+
+_HOLDERS: weakref.WeakSet[Holder] = weakref.WeakSet()
+
+
+def keep_for(holder: Holder) -> None:
+    """Have the weights that a holder may read copied before an optimizer changes them, as long as the holder lives."""
     listen(register_optimizer_step_pre_hook, _before_step, "keep weights that outputs need", _keep_all)
-    _PASTS.add(past)
+    _HOLDERS.add(holder)
 
 
-def forget(past: Past) -> None:
-    """Have nothing more copied for a past."""
-    _PASTS.discard(past)
+def forget(holder: Holder) -> None:
+    """Have nothing more copied for a holder."""
+    _HOLDERS.discard(holder)
 
 
 def _keep_all() -> None:
     """Copy all weights that are still needed: no later optimizer step will be announced."""
     copies: dict[int, torch.Tensor] = {}
-    for past in list(_PASTS):
-        past.keep(sorted(past.needed), copies)
-    _keep_for_pads({id(each) for past in _PASTS for each in past.inputs if _is_weight(each)}, copies)
+    for holder in list(_HOLDERS):
+        holder.past.keep(holder.places or (), copies)
+    _keep_for_pads({id(each) for holder in _HOLDERS for each in holder.past.inputs if _is_weight(each)}, copies)
 
 
 @torch.compiler.disable(reason="weights that deferred outputs still need are copied before a step")
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Copy, once for all pasts, the weights that `optimizer` is about to change and that somebody still needs."""
-    if not _PASTS:
+    """Copy, once for all holders, the weights that `optimizer` is about to change and that somebody still needs."""
+    holders = list(_HOLDERS)
+    if not holders:
         return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     changed = {id(parameter) for parameter in parameters}
-    storages: set[int] | None = None
+    storages = {_storage_of(parameter) for parameter in parameters} - {0}  # flat parameters alias the model's own
     copies: dict[int, torch.Tensor] = {}
-    for past in list(_PASTS):
-        if past.needed and storages is None:  # flat parameters alias the model's own
-            storages = {storage_of(parameter) for parameter in parameters} - {0}
-        due = [
-            place
-            for place in sorted(past.needed)
-            if id(past.inputs[place]) in changed or storage_of(past.inputs[place]) in (storages or ())
-        ]
-        past.keep(due, copies)
+    for holder in holders:
+        inputs = holder.past.inputs
+        due = [p for p in holder.places or () if id(inputs[p]) in changed or _storage_of(inputs[p]) in storages]
+        holder.past.keep(due, copies)
     _keep_for_pads(changed, copies)
 
 
 def _keep_for_pads(changed: set[int], copies: dict[int, torch.Tensor]) -> None:
-    """Copy weights that are about to change for a look at pads, up to `MAX_COPIED_BYTES`."""
-    pasts = [past for past in _PASTS if past.may_be_replayed]
+    """Copy weights that are about to change for looks at pads, up to `MAX_COPIED_BYTES`."""
+    pasts = [holder.past for holder in _HOLDERS if holder.places is None]
     left = MAX_COPIED_BYTES - sum(past.copied_bytes for past in pasts)
     for past in pasts:
         due = [place for place, each in enumerate(past.inputs) if id(each) in changed and place in past.versions]
@@ -82,7 +164,7 @@ def _is_weight(value: Any) -> bool:
     return isinstance(value, torch.nn.Parameter) or (isinstance(value, torch.Tensor) and value.requires_grad)
 
 
-def storage_of(tensor: torch.Tensor) -> int:
+def _storage_of(tensor: torch.Tensor) -> int:
     """Return the address of the memory behind `tensor`; 0 where it has none of its own (freed, sharded, meta)."""
     try:
         return tensor.untyped_storage().data_ptr()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -59,7 +58,7 @@ class Past:
     """
 
     __slots__ = (
-        "__weakref__", "copied_bytes", "copies", "eager", "inputs", "may_be_replayed", "modes", "needed", "random",
+        "__weakref__", "copied_bytes", "copies", "eager", "inputs", "modes", "random",
         "versions",
     )  # fmt: skip
 
@@ -75,8 +74,6 @@ class Past:
         self.random = [(generator, generator.get_state()) for generator in generators]
         self.modes = Modes()
         self.copied_bytes = 0  # by `kept_weights`, for a look at pads
-        self.needed: Counter[int] = Counter()  # how many deferred epilogues will read a weight, by its place
-        self.may_be_replayed = False  # for a look at pads
 
     def let_go(self) -> None:
         """Hold the input tensors weakly, so that they live no longer than others keep them."""

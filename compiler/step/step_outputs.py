@@ -15,6 +15,7 @@ import torch
 from deepytorch.compiler.report import RegionRecord
 from deepytorch.compiler.step.batch_facts import Indices
 from deepytorch.compiler.step.events import RegionEvents
+from deepytorch.compiler.step.kept_weights import PastWeights
 from deepytorch.compiler.step.outputs.deferred import defer
 from deepytorch.compiler.step.outputs.pending import Family
 from deepytorch.compiler.step.outputs.replay import Replay
@@ -60,10 +61,6 @@ class StepOutputs:
         self._program, self._eager, self._events, self._record = program, eager, events, record
         self._batch, self._parameters, self._written, self._draws = batch, parameters, written, draws
         self._sampler = Sampler()
-        weights = set(parameters)
-        # of every deferred epilogue, the places of its weights
-        used = [program.epilogues[output.index] for output in program.outputs if output.kind == "epilogue"]
-        self._needed = [place for each in used for place in each.inputs if place in weights]
         self.are_deferred = any(output.kind != "value" for output in program.outputs)
 
     def begin(self, inputs: Sequence[Any]) -> Begun:
@@ -78,8 +75,6 @@ class StepOutputs:
             sampler=self._sampler,
             written=self._written,
             draws=self._draws,
-            needed=self._needed,
-            batch=self._batch,
         )
         return Begun(kept, replay)
 
@@ -153,7 +148,8 @@ class StepOutputs:
         assert meta is not None
         assert replay is not None
         given = [taken.inputs[index] for index in epilogue.inputs]
-        learned = {at: index for at, index in enumerate(epilogue.inputs) if index in self._needed}
+        learned = {at: index for at, index in enumerate(epilogue.inputs) if index in self._parameters}
+        weights = PastWeights(replay.past, list(learned.values()), self._batch, meta.name)
         rest = [taken.values[index] for index in epilogue.values] + [
             taken.indices.get(index) for index in epilogue.indices
         ]
@@ -161,11 +157,9 @@ class StepOutputs:
 
         def compute() -> torch.Tensor:
             arguments = list(given)
-            for at, weight in zip(learned, replay.weights(learned.values(), meta.name), strict=True):
+            for at, weight in zip(learned, weights.then(), strict=True):
                 arguments[at] = weight
-            made = epilogue.module(*arguments, *rest)[0]
-            replay.release(learned.values())
-            return made
+            return epilogue.module(*arguments, *rest)[0]
 
         whole = output.entries is None  # the epilogue gives it whole, else its tokens
         return defer(

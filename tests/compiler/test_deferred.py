@@ -14,14 +14,24 @@ import torch
 from torch.nn import functional
 
 from deepytorch.compiler.step import kept_weights
+from deepytorch.compiler.step.kept_weights import PastWeights
 from deepytorch.compiler.step.outputs.deferred import computed, defer, is_deferred
-from deepytorch.compiler.step.outputs.replay import Replay
+from deepytorch.compiler.step.past import Past
 from deepytorch.errors import DeferredError
 from deepytorch.passes import samples
-from deepytorch.passes.samples import Sampler
 from tests.calls import Calls, Elements
 
 VOCAB, HIDDEN = 11, 6
+
+
+def past_weights(weights: list[torch.Tensor]) -> PastWeights:
+    versions = {place: each._version for place, each in enumerate(weights) if not each.is_inference()}
+    return PastWeights(Past(lambda *_: (), weights, versions, {}), range(len(weights)), (), "logits")
+
+
+def held() -> list[Past]:
+    """The pasts whose weights are kept at present."""
+    return [each.past for each in kept_weights._HOLDERS]
 
 
 class Head:
@@ -42,15 +52,12 @@ class Head:
         return functional.linear(self.hidden, *self.parameters)
 
     def defer(self, requires_grad: bool = True, dtype: torch.dtype | None = None) -> torch.Tensor:
-        places = range(len(self.parameters))
-        replay = Replay(self.eager, self.parameters, parameters=places, sampler=Sampler(), needed=places)
+        weights = past_weights(self.parameters)
 
         def compute() -> torch.Tensor:
-            weights = replay.weights(places, "logits")
+            given = weights.then()
             self.count += 1
-            made = functional.linear(self.hidden, *weights)
-            replay.release(places)
-            return made
+            return functional.linear(self.hidden, *given)
 
         return defer(
             (2, 3, VOCAB),
@@ -397,11 +404,11 @@ def test_one_clone_serves_all_and_dies_with_them(head):
     first, second = head.defer(), head.defer()
     head.eager().sum().backward()
     optimizer.step()
-    clones = [dependency.snapshot for dependency in first._pending.kept.dependencies]
-    assert all(clone is not None for clone in clones)
-    assert all(mine is theirs.snapshot for mine, theirs in zip(clones, second._pending.kept.dependencies, strict=True))
-    watched = [weakref.ref(clone) for clone in clones]
-    del clones
+    mine, theirs = held()
+    assert list(mine.copies) == [0, 1]
+    assert all(mine.copies[place] is theirs.copies[place] for place in mine.copies)
+    watched = [weakref.ref(copy) for copy in mine.copies.values()]
+    del mine, theirs
     first.sum()
     assert all(reference() is not None for reference in watched)
     del second
@@ -417,7 +424,7 @@ def test_only_what_the_optimizer_updates_is_cloned(head):
             parameter.grad = torch.ones_like(parameter)
         torch.optim.SGD(parameters, lr=0.1).step()
     assert logits is not None
-    [past] = kept_weights._PASTS
+    [past] = held()
     assert list(past.copies) == [1]  # the bias alone
 
 
@@ -428,7 +435,7 @@ def test_nothing_is_cloned_for_what_is_computed_or_dead(head):
     pending = weakref.ref(gone._pending)
     del gone
     assert pending() is None
-    assert not any(past.needed for past in kept_weights._PASTS)
+    assert not held()
     value.sum().backward()
     optimizer.step()
     assert torch.equal(logits, value)
@@ -521,7 +528,7 @@ def test_weights_with_nan_are_unchanged_weights(head):
 def test_failed_computation_can_be_tried_again():
     attempts = []
 
-    def compute(dependencies: list[torch.Tensor]) -> torch.Tensor:
+    def compute() -> torch.Tensor:
         attempts.append(1)
         if len(attempts) == 1:
             raise MemoryError("no room")
@@ -535,7 +542,7 @@ def test_failed_computation_can_be_tried_again():
 
 @pytest.mark.parametrize("value", [torch.ones(3), torch.ones(2, dtype=torch.float64)])
 def test_value_unlike_its_description_raises(value):
-    tensor = defer((2,), lambda _: value, dtype=torch.float32, device="cpu")
+    tensor = defer((2,), lambda: value, dtype=torch.float32, device="cpu")
     with pytest.raises(DeferredError, match="announced"):
         tensor.sum()
 
@@ -554,7 +561,7 @@ def test_closure_is_released_when_computed(head):
 
     held = Held()
     watched = weakref.ref(held)
-    tensor = defer((2,), lambda _, held=held: torch.ones(2), dtype=torch.float32, device="cpu")
+    tensor = defer((2,), lambda held=held: torch.ones(2), dtype=torch.float32, device="cpu")
     del held
     assert watched() is not None
     tensor.sum()
@@ -657,7 +664,8 @@ def test_creation_is_cheap(head):
 @pytest.mark.parametrize("place", range(4))
 def test_a_write_through_data_to_any_one_of_the_weights_is_noticed(place):
     weights = [torch.randn(5, 5) for _ in range(4)]
-    tensor = defer((5, 5), lambda now: sum(now), dtype=torch.float32, device="cpu", depends_on=weights)
+    past = past_weights(weights)
+    tensor = defer((5, 5), lambda: sum(past.then()), dtype=torch.float32, device="cpu")
     weights[place].data.mul_(2)
     with pytest.raises(DeferredError, match="written through"):
         tensor + 1
@@ -667,7 +675,7 @@ def test_frameworks_that_look_for_a_history_and_hook_gradients_compute_nothing()
     weight = torch.ones(3, requires_grad=True)
     made = []
 
-    def compute(_: list[torch.Tensor]) -> torch.Tensor:
+    def compute() -> torch.Tensor:
         made.append(1)
         return weight * 2
 
@@ -701,7 +709,7 @@ def test_a_node_that_passes_every_output_on_gives_no_gradient_to_what_the_loss_i
             return gradients
 
     hidden = weight * 3
-    deferred = defer((3,), lambda _: hidden * 2, dtype=torch.float32, device="cpu", requires_grad=True)
+    deferred = defer((3,), lambda: hidden * 2, dtype=torch.float32, device="cpu", requires_grad=True)
     loss, _ = Sink.apply(hidden.sum(), deferred)
     loss.backward()
     assert weight.grad is not None

@@ -256,6 +256,22 @@ def test_pads_looked_at_after_the_optimizers_step_are_the_old_ones() -> None:
     assert_close(first, reference_logits, "logits of the first step", rel=1e-6)
 
 
+def test_a_gradient_of_pads_to_weights_that_have_stepped_raises_as_in_eager() -> None:
+    model, before = llama(), LEDGER.report().total("steps_replayed")
+    reference = copy.deepcopy(model)
+    compiled = torch.compile(model, backend="deepytorch", options=OPTIONS)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (reference, model)]
+    for number, batch in enumerate(right_padded()):
+        for each, optimizer in zip((reference, compiled), optimizers, strict=True):
+            found = each(**batch)
+            found.loss.backward(retain_graph=True)
+            optimizer.step()
+            if number == 2:
+                with pytest.raises(RuntimeError, match=r"modified by an inplace operation|has changed since the step"):
+                    found.logits.sum().backward()
+    assert LEDGER.report().total("steps_replayed") == before + 1
+
+
 def test_several_calls_before_a_backward_are_watched_together() -> None:
     def call(model: nn.Module, **batch: torch.Tensor) -> torch.Tensor:
         calls = [without_labels(model, batch).last_hidden_state for _ in range(3)]

@@ -40,7 +40,7 @@ class Case:
         place = Place((ROWS, POSITIONS), MASK.flatten().nonzero().squeeze(1))
         self.events = RegionEvents(RegionRecord("region", "packed", "eager"), State(packs=True, defers=True))
 
-        def compute(_: Any) -> torch.Tensor:
+        def compute() -> torch.Tensor:
             self.asked += 1
             if not exact:
                 raise Asked
@@ -468,7 +468,7 @@ def test_two_values_of_one_batch_meet_at_their_tokens_and_of_two_batches_padded(
     shifted = MASK.roll(1, 1)
     place = Place((ROWS, POSITIONS), shifted.flatten().nonzero().squeeze(1))
     elsewhere = defer(
-        other.eager.shape, lambda _: other.eager * 1, dtype=torch.float32, device="cpu", requires_grad=True,
+        other.eager.shape, lambda: other.eager * 1, dtype=torch.float32, device="cpu", requires_grad=True,
         tokens=lambda: Tokens.of(place, place.take(other.eager)),
     )  # fmt: skip
     torch.testing.assert_close(one.object * elsewhere, one.eager * other.eager)
