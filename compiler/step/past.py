@@ -27,22 +27,24 @@ class Modes:
         """Record the modes. grad: the grad mode to enter later; None for the present one."""
         self._grad = torch.is_grad_enabled() if grad is None else grad
         self._inference = torch.is_inference_mode_enabled()
+        self._entered: list[ExitStack] = []  # of uses that are nested
         self._autocasts = (
             ("cpu", torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
             ("cuda", torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")),
         )
 
     def __enter__(self) -> None:
-        self._entered = ExitStack()
-        self._entered.enter_context(torch.inference_mode(self._inference))
-        self._entered.enter_context(torch.set_grad_enabled(self._grad))
+        entered = ExitStack()
+        self._entered.append(entered)
+        entered.enter_context(torch.inference_mode(self._inference))
+        entered.enter_context(torch.set_grad_enabled(self._grad))
         for kind, enabled, dtype in self._autocasts:
             if enabled or torch.is_autocast_enabled(kind):
                 # without autocast's cache: it may hold a cast of a weight that was made without gradients
-                self._entered.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
+                entered.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
 
     def __exit__(self, *error: object) -> None:
-        self._entered.close()
+        self._entered.pop().close()
 
 
 class Past:

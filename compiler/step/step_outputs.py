@@ -16,11 +16,12 @@ from deepytorch.compiler.report import RegionRecord
 from deepytorch.compiler.step.batch_facts import Indices
 from deepytorch.compiler.step.events import RegionEvents
 from deepytorch.compiler.step.kept_weights import PastWeights
-from deepytorch.compiler.step.outputs.deferred import defer
-from deepytorch.compiler.step.outputs.pending import Family
+from deepytorch.compiler.step.outputs.deferred import defer, defer_together
+from deepytorch.compiler.step.outputs.pending import Family, Pending
 from deepytorch.compiler.step.outputs.replay import Replay
 from deepytorch.compiler.step.outputs.rules.operands import pads_of
 from deepytorch.compiler.step.outputs.tokens import UNKNOWN, ZERO, Memo, Once, Pads, Place, Tokens
+from deepytorch.compiler.step.past import Modes
 from deepytorch.passes.samples import Sampler
 from deepytorch.passes.unpad.program import IndexInput, IndexSet, Output, OutputMeta, Program
 
@@ -61,6 +62,11 @@ class StepOutputs:
         self._program, self._eager, self._events, self._record = program, eager, events, record
         self._batch, self._parameters, self._written, self._draws = batch, parameters, written, draws
         self._sampler = Sampler()
+        self._replayed = [
+            (number, output.meta)
+            for number, output in enumerate(program.outputs)
+            if output.kind == "replayed" and output.meta is not None
+        ]
         self.are_deferred = any(output.kind != "value" for output in program.outputs)
 
     def begin(self, inputs: Sequence[Any]) -> Begun:
@@ -82,8 +88,13 @@ class StepOutputs:
         """Return the outputs of a packed step, from the `values` that its graph gave."""
         trains = True in [begun.inputs[index].requires_grad for index in self._parameters]
         taken = _Taken(begun.inputs, values, indices, places, begun.replay, Family(), trains)
+        replayed = iter(self._defer_replayed(taken))
         outputs = [
-            values[output.index] if output.kind == "value" else self._defer(output, place, taken)
+            values[output.index]
+            if output.kind == "value"
+            else next(replayed)
+            if output.kind == "replayed"
+            else self._defer(output, place, taken)
             for place, output in enumerate(self._program.outputs)
         ]
         return tuple(outputs)
@@ -122,8 +133,6 @@ class StepOutputs:
 
     def _defer(self, output: Output, number: int, taken: _Taken) -> torch.Tensor:
         """Return output `number` of the region, deferred."""
-        if output.kind == "replayed":
-            return self._defer_replayed(output, number, taken)
         meta = output.meta
         assert meta is not None
         places = taken.places
@@ -190,19 +199,19 @@ class StepOutputs:
 
         return compute
 
-    def _defer_replayed(self, output: Output, number: int, taken: _Taken) -> torch.Tensor:
-        meta = output.meta
-        assert meta is not None
-        return defer(
-            meta.shape(taken.places.sizes),
-            self._exact(number, meta, taken),
-            dtype=meta.dtype,
-            device=taken.inputs[self._batch[0]].device,
-            requires_grad=taken.trains,
-            name=meta.name,
-            events=self._events,
-            family=taken.family,
-        )
+    def _defer_replayed(self, taken: _Taken) -> Sequence[torch.Tensor]:
+        """Return the outputs that only a padded replay can give, deferred; mostly these are cached keys and values."""
+        if not self._replayed:
+            return ()
+        requires_grad = taken.trains and torch.is_grad_enabled()
+        modes, device = Modes(grad=requires_grad), taken.inputs[self._batch[0]].device
+        pendings = []
+        for number, meta in self._replayed:
+            shape, compute = tuple(meta.shape(taken.places.sizes)), self._exact(number, meta, taken)
+            pending = Pending(shape, meta.dtype, device, requires_grad, meta.name, compute, taken.family, modes)
+            pending.events = self._events
+            pendings.append(pending)
+        return defer_together(pendings)
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,12 @@ def defer(
     return computed(deferred) if must_be_plain() else deferred
 
 
+def defer_together(pendings: Sequence[Pending]) -> Sequence[torch.Tensor]:
+    """Return the tensors that `defer` would give for these pending values of one step, with one autograd node."""
+    tensors = _Deferred.all_of(pendings)
+    return [computed(each) for each in tensors] if must_be_plain() else tensors
+
+
 def must_be_plain() -> bool:
     """Return whether DDP passes the running forward's results through a node of its own, which looks at their graph.
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -64,6 +64,7 @@ class Pending:
         name: str,
         compute: Compute,
         family: Family | None = None,
+        modes: Modes | None = None,
     ) -> None:
         self.shape = shape
         self.dtype = dtype
@@ -71,7 +72,7 @@ class Pending:
         self.requires_grad = requires_grad
         self.name = name
         self._compute: Compute | None = compute
-        self._modes = Modes(grad=requires_grad)
+        self._modes = Modes(grad=requires_grad) if modes is None else modes
         self.hooks: OrderedDict[int, Callable[[torch.Tensor], torch.Tensor | None]] = OrderedDict()
         self.value: torch.Tensor | None = None
         self.make_tokens: Callable[[], Tokens | None] | None = None
@@ -173,11 +174,26 @@ class PendingTensor(torch.Tensor):
         """Return the tensor that stands for `pending`. anchor: the value, if it is computed already."""
         if pending.requires_grad:
             with torch.enable_grad():
-                tensor = _Source.apply(_ANCHOR if anchor is None else anchor, pending, cls)
+                (tensor,) = _Source.apply(_ANCHOR if anchor is None else anchor, (pending,), cls)
         else:
             tensor = cls.bare(pending)
         pending.family.add(tensor)
         return tensor
+
+    @classmethod
+    def all_of(cls, pendings: Sequence[Pending]) -> Sequence[torch.Tensor]:
+        """Return the tensors that stand for pending values of one step, which have one autograd node together.
+
+        A node for each of a decoder's cached keys and values would cost the host 0.4 ms in a model of 12 layers.
+        """
+        if pendings and pendings[0].requires_grad:
+            with torch.enable_grad():
+                tensors = _Source.apply(_ANCHOR, pendings, cls)
+        else:
+            tensors = [cls.bare(each) for each in pendings]
+        for pending, tensor in zip(pendings, tensors, strict=True):
+            pending.family.add(tensor)
+        return tensors
 
     @classmethod
     def bare(cls, pending: Pending) -> torch.Tensor:
@@ -188,25 +204,30 @@ class PendingTensor(torch.Tensor):
 
 
 class _Source(torch.autograd.Function):
-    """The autograd node of a deferred tensor, for gradients of uses that Python does not see (`Function.apply`).
+    """The autograd node of deferred tensors, for gradients of uses that Python does not see (`Function.apply`).
 
-    The node runs the value's backward inside its own. A backward pass that comes both through this node and through an
-    ordinary use reaches the value's graph twice; autograd raises then.
+    The node runs the values' backward inside its own. A backward pass that comes both through this node and through an
+    ordinary use reaches the values' graph twice; autograd raises then.
     """
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, pending: Pending, kind: type[PendingTensor]) -> torch.Tensor:
+    def forward(
+        ctx: Any, anchor: torch.Tensor, pendings: Sequence[Pending], kind: type[PendingTensor]
+    ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)  # another loss, through a node that both share, has no gradient for this one
-        ctx.pending, ctx.is_value = pending, anchor is not _ANCHOR
-        return kind.bare(pending)
+        ctx.pendings, ctx.is_value = pendings, anchor is not _ANCHOR
+        return tuple([kind.bare(each) for each in pendings])
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
-        if gradient is None or ctx.is_value:  # then the anchor is the value itself
-            return gradient, None, None
-        value = ctx.pending.compute()
-        if value.requires_grad:
-            torch.autograd.backward(value, gradient)
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
+        if ctx.is_value:  # then the anchor is the value itself
+            return gradients[0], None, None
+        came = [
+            (pending.compute(), each) for pending, each in zip(ctx.pendings, gradients, strict=True) if each is not None
+        ]
+        came = [(value, each) for value, each in came if value.requires_grad]
+        if came:
+            torch.autograd.backward([value for value, _ in came], [each for _, each in came])
         return None, None, None
 
 
