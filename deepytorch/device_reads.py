@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+_HOST = frozenset(("cpu", "meta"))
 
-def read_would_sync(tensor: Tensor) -> bool:
-    """Return whether the host would wait for a device to read values of `tensor`."""
-    return tensor.device.type not in ("cpu", "meta")
+
+def read_would_sync(*tensors: Tensor) -> bool:
+    """Return whether the host would wait for a device to read values of one of `tensors`."""
+    return not _HOST.issuperset([each.device.type for each in tensors])
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:

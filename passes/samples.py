@@ -14,9 +14,8 @@ _FEW, _ALTOGETHER = 16, 1024  # values for each of many tensors at least, and fo
 
 def sample(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return up to 256 values of `tensor`, spread over it, or None if its memory cannot be sampled."""
-    if not (type(tensor) in _PLAIN and tensor.layout is torch.strided):
-        return None
-    return _spread(tensor, _SAMPLES).clone(memory_format=torch.contiguous_format)
+    view = _spread_of(tensor)
+    return None if view is None else view.clone(memory_format=torch.contiguous_format)
 
 
 class Sampler:
@@ -27,7 +26,9 @@ class Sampler:
     be slow.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, spread: bool = False) -> None:
+        """Start without tensors. spread: take up to 256 values of each, spread over it: finer, for few tensors."""
+        self._is_spread = spread
         self._known: list[weakref.ref[torch.Tensor]] = []  # emptied as soon as one of the tensors is freed
         self._ids: list[int] = []
         self._addresses: list[int] = []
@@ -72,7 +73,8 @@ class Sampler:
         self._views = {}
         values = max(_FEW, _ALTOGETHER // max(1, len(tensors)))
         for index, each in enumerate(tensors):
-            view = _in_the_middle(each, values)
+            spread = self._is_spread and each.is_contiguous()  # else it would be a copy
+            view = _spread_of(each) if spread else _in_the_middle(each, values)
             if view is not None:
                 self._views.setdefault((each.device, each.dtype), {})[index] = view
 
@@ -105,9 +107,11 @@ def _in_the_middle(tensor: torch.Tensor, values: int) -> torch.Tensor | None:
     return view.narrow(0, (view.shape[0] - count) // 2, count)
 
 
-def _spread(tensor: torch.Tensor, values: int) -> torch.Tensor:
-    """Return a view of about `values` values, spread over `tensor`."""
-    num_values = tensor.numel()
+def _spread_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return a view of up to 256 values, spread over `tensor`; None if its memory cannot be sampled."""
+    if not _is_sampled(tensor):
+        return None
+    values, num_values = _SAMPLES, tensor.numel()
     tensor = tensor.detach()
     if not tensor.is_contiguous():
         steps = max(1, round((num_values / values) ** (1 / max(tensor.dim(), 1))))

@@ -124,7 +124,7 @@ def files_of_a_settled_step() -> list[str]:
     finally:
         sys.setprofile(None)
     assert deepytorch.report().to_json()["steps_packed"] == packed + 1, "the step that was counted was not packed"
-    return [str(Path(each).relative_to(ROOT)) for each in called]
+    return [str(Path(each).resolve().relative_to(ROOT)) for each in called]  # deepytorch/compiler is a link
 
 
 def _own_file(frame: FrameType) -> str | None:

@@ -141,7 +141,9 @@ def _nested(
     def call(*arguments: Any) -> Sequence[Any]:
         # Dynamo guards marks, too: an alias hides those that a batch comes with, which do not matter to this graph.
         pairs = zip(arguments, varying, strict=True)
-        given = [mark_alias(value, dims) if dims and is_marked(value) else value for value, dims in pairs]
+        given = [
+            mark_alias(value, dims) if dims and vars(value) and is_marked(value) else value for value, dims in pairs
+        ]
         try:
             return compiled(*given)
         except _PutOff:

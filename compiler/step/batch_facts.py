@@ -155,7 +155,7 @@ def _grids(
     program: Program, values: Sequence[torch.Tensor], sizes: Sequence[tuple[int, int]]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], OnDevice | None]:
     """Return tokens of each space and labelled entries of each loss, (rows, positions) bool, and a kernel's results."""
-    waiting = True in [read_would_sync(each) for each in values]
+    waiting = read_would_sync(*values)
     trimming = set().union(*[space.trimmed_by for space in program.spaces])
     labelled: list[Any] = [None] * len(program.losses)
     for number, loss in enumerate(program.losses):
@@ -279,7 +279,8 @@ class Indices:
     def get(self, index: IndexInput) -> torch.Tensor:
         """Return the tensor of one index input."""
         if index not in self._made:
-            self._made[index] = send(self._make(index), self._facts.device)
+            made = self._make(index)
+            self._made[index] = made if made.device == self._facts.device else send(made, self._facts.device)
         return self._made[index]
 
     def _make(self, index: IndexInput) -> torch.Tensor:

@@ -22,7 +22,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from deepytorch.compiler.step.past import Past, version_of
 from deepytorch.errors import DeferredError
-from deepytorch.passes.samples import same_bits, sample
+from deepytorch.passes.samples import Sampler
 from deepytorch.patches import listen
 
 MAX_COPIED_BYTES = 1 << 30
@@ -35,7 +35,9 @@ class Holder(Protocol):
     """
 
     past: Past
-    places: Collection[int] | None
+
+    @property
+    def places(self) -> Collection[int] | None: ...
 
 
 class PastWeights:
@@ -46,13 +48,15 @@ class PastWeights:
         places: The places of the weights among its inputs.
         batch: The places of the inputs that belong to the batch.
         name: The name of the output.
+        sampler: Samples the weights.
     """
 
-    __slots__ = ("__weakref__", "_batch", "_name", "_samples", "past", "places")
+    __slots__ = ("__weakref__", "_batch", "_name", "_sampler", "_samples", "given", "past", "places")
 
-    def __init__(self, past: Past, places: Sequence[int], batch: Sequence[int], name: str) -> None:
-        self.past, self.places, self._batch, self._name = past, places, batch, name
-        self._samples = [sample(past.inputs[place]) for place in places]
+    def __init__(self, past: Past, places: Sequence[int], batch: Sequence[int], name: str, sampler: Sampler) -> None:
+        self.past, self.places, self._batch, self._name, self._sampler = past, places, batch, name, sampler
+        self.given = [past.inputs[place] for place in places]
+        self._samples = sampler.take(self.given)
         keep_for(self)
 
     def then(self) -> list[torch.Tensor]:
@@ -66,21 +70,20 @@ class PastWeights:
                 f"{self._name} is computed from a batch that was overwritten since. Read it before the next batch is "
                 "copied in, or compile with options={'defer_outputs': False}."
             )
-        return [self._weight(place, before) for place, before in zip(self.places, self._samples, strict=True)]
+        found = [self._weight(place) for place in self.places]
+        for weight in self._sampler.changed(found, self._samples, ()):
+            raise self._changed(weight, "written through .data, or by a kernel that does not tell autograd,")
+        return found
 
-    def _weight(self, place: int, before: torch.Tensor | None) -> torch.Tensor:
+    def _weight(self, place: int) -> torch.Tensor:
         past, given = self.past, self.past.inputs[place]
         if place in past.copies:
-            found = copy_of(past, place, self._name)
-        elif version_of(given) != past.versions.get(place, -1):
+            return copy_of(past, place, self._name)
+        if version_of(given) != past.versions.get(place, -1):
             raise self._changed(given, "changed in place")
-        elif given.numel() and _storage_of(given) == 0:
+        if given.numel() and _storage_of(given) == 0:
             raise self._changed(given, "freed")
-        else:
-            found = given
-        if before is not None and not same_bits(before, sample(found)):
-            raise self._changed(given, "written through .data, or by a kernel that does not tell autograd,")
-        return found
+        return given
 
     def _changed(self, weight: torch.Tensor, how: str) -> DeferredError:
         return DeferredError(

@@ -99,13 +99,13 @@ class Packing:
                 return Refusal("the batch could not be read")
             if isinstance(facts, Refusal):
                 return facts
-            tokens = facts.tokens
+            tokens, positions = facts.tokens, facts.num_positions
             record.steps_read_back += facts.waited
             record.tokens_real += sum(tokens)
-            record.tokens_padded += facts.num_positions
+            record.tokens_padded += positions
             record.labels += sum(facts.labels)
             saving = 1.0 - self.program.relative_cost(tokens, facts.labels, facts.sizes)
-            padding = 1.0 - sum(tokens) / facts.num_positions
+            padding = 1.0 - sum(tokens) / positions
             if saving < MIN_SAVING or padding < self._min_padding:
                 return Refusal("hardly any padding in the batch")
         return facts

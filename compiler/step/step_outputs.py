@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ class StepOutputs:
     ) -> None:
         self._program, self._eager, self._events, self._record = program, eager, events, record
         self._batch, self._parameters, self._written, self._draws = batch, parameters, written, draws
-        self._sampler = Sampler()
+        self._sampler, self._spread = Sampler(), [Sampler(spread=True) for _ in program.epilogues]
         self._replayed = [
             (number, output.meta)
             for number, output in enumerate(program.outputs)
@@ -109,7 +110,7 @@ class StepOutputs:
             assert output.meta is not None
             outputs[number] = defer(
                 value.shape,
-                lambda value=value: value,
+                partial(_there, value),
                 dtype=value.dtype,
                 device=value.device,
                 requires_grad=value.requires_grad,
@@ -140,7 +141,7 @@ class StepOutputs:
             rows = taken.values[output.index]
             tokens = places.later(lambda: rows, output, meta, rows.requires_grad)
             return defer(
-                meta.shape(taken.places.sizes),
+                meta.shape(*taken.places.extent),
                 (lambda: tokens().padded_with_zeros()) if output.zero_at_pads else self._exact(number, meta, taken),
                 dtype=meta.dtype,
                 device=rows.device,
@@ -158,11 +159,11 @@ class StepOutputs:
         assert replay is not None
         given = [taken.inputs[index] for index in epilogue.inputs]
         learned = {at: index for at, index in enumerate(epilogue.inputs) if index in self._parameters}
-        weights = PastWeights(replay.past, list(learned.values()), self._batch, meta.name)
+        weights = PastWeights(replay.past, list(learned.values()), self._batch, meta.name, self._spread[output.index])
         rest = [taken.values[index] for index in epilogue.values] + [
             taken.indices.get(index) for index in epilogue.indices
         ]
-        requires_grad = any(value.requires_grad for value in (*rest, *(given[at] for at in learned)))
+        requires_grad = True in [value.requires_grad for value in (*rest, *weights.given)]
 
         def compute() -> torch.Tensor:
             arguments = list(given)
@@ -172,7 +173,7 @@ class StepOutputs:
 
         whole = output.entries is None  # the epilogue gives it whole, else its tokens
         return defer(
-            meta.shape(taken.places.sizes),
+            meta.shape(*taken.places.extent),
             compute if whole else self._exact(number, meta, taken),
             dtype=meta.dtype,
             device=rest[0].device,
@@ -207,7 +208,7 @@ class StepOutputs:
         modes, device = Modes(grad=requires_grad), taken.inputs[self._batch[0]].device
         pendings = []
         for number, meta in self._replayed:
-            shape, compute = tuple(meta.shape(taken.places.sizes)), self._exact(number, meta, taken)
+            shape, compute = meta.shape(*taken.places.extent), self._exact(number, meta, taken)
             pending = Pending(shape, meta.dtype, device, requires_grad, meta.name, compute, taken.family, modes)
             pending.events = self._events
             pendings.append(pending)
@@ -227,11 +228,15 @@ class _Taken:
     trains: bool  # some weight requires gradients
 
 
+def _there(value: torch.Tensor) -> torch.Tensor:
+    return value
+
+
 class Places:
     """The places of the tokens of one step's outputs: read from the batch now, the rest is made when one is used."""
 
     def __init__(self, indices: Indices, sizes: Sequence[tuple[int, int]], outputs: Sequence[Output]) -> None:
-        self.sizes = sizes
+        self.sizes, self.extent = sizes, (sizes[0][0], *[positions for _, positions in sizes])
         spaces = {output.entries.space for output in outputs if output.entries is not None}
         self._flat = {space: indices.get(IndexInput("flat", IndexSet(space))) for space in spaces}
         self._known: dict[tuple[IndexSet, bool], Place] = {}
@@ -255,7 +260,7 @@ class Places:
 
         def make() -> Tokens:
             place = self.of(output)
-            shape, device = meta.shape(self.sizes), place.at.device
+            shape, device = meta.shape(*self.extent), place.at.device
             features = tuple(shape[len(place.grid) :])
             pads = ZERO if output.zero_at_pads else UNKNOWN
             packed = Memo(lambda: rows().reshape(place.count, *features))

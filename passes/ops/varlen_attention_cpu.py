@@ -62,9 +62,7 @@ class Tile(NamedTuple):
 def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """Return output (tokens_q, heads_q, head_dim_v) and logsumexp (heads_q, tokens_q)."""
     if (kernels := _kernels(query, value, call)) is not None:
-        output, logsumexp = kernels.varlen_attention(
-            _in_float32(query), _in_float32(key), _in_float32(value), *_rows(call), call.rule.scale, _is_causal(call)
-        )
+        output, logsumexp = kernels.varlen_attention(*_in_float32(query, key, value), *_described(call))
         return output.to(query.dtype), logsumexp
     dtype, heads, dim_v = query.dtype, query.size(1), value.size(2)
     q_all, k_all, v_all = (_heads_first(x) for x in (query, key, value))
@@ -102,9 +100,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of query, key, value and bias; the last is empty when it is not asked for."""
     if (kernels := _kernels(query, value, call)) is not None:
-        tensors = map(_in_float32, (grad_output, query, key, value, output))
-        rows, scale, causal = _rows(call), call.rule.scale, _is_causal(call)
-        found = kernels.varlen_attention_backward(*tensors, logsumexp.contiguous(), *rows, scale, causal)
+        tensors = _in_float32(grad_output, query, key, value, output)
+        found = kernels.varlen_attention_backward(*tensors, logsumexp.contiguous(), *_described(call))
         grads = [grad.to(x.dtype) for grad, x in zip(found, (query, key, value), strict=True)]
         return grads[0], grads[1], grads[2], query.new_empty(0)
     g_all, q_all, k_all, v_all, o_all = (_heads_first(x) for x in (grad_output, query, key, value, output))
@@ -163,16 +160,14 @@ def _kernels(query: Tensor, value: Tensor, call: Call) -> ModuleType | None:
     return KERNELS.get() if sees_all_right or causal else None
 
 
-def _is_causal(call: Call) -> bool:
-    return call.rule.window_right == 0
+def _described(call: Call) -> tuple[Tensor, Tensor, float, bool]:
+    """Return the arguments of the kernels of `native` behind the tensors: where rows begin, the scale, if causal."""
+    rule = call.rule
+    return call.cu_seqlens_q.contiguous(), call.cu_seqlens_k.contiguous(), rule.scale, rule.window_right == 0
 
 
-def _rows(call: Call) -> tuple[Tensor, Tensor]:
-    return call.cu_seqlens_q.contiguous(), call.cu_seqlens_k.contiguous()
-
-
-def _in_float32(x: Tensor) -> Tensor:
-    return x.float().contiguous() if x.stride(2) != 1 else x.float()
+def _in_float32(*tensors: Tensor) -> list[Tensor]:
+    return [x.float() if x.stride(2) == 1 else x.float().contiguous() for x in tensors]
 
 
 def _tiles(call: Call, same_head_dim: bool) -> Iterator[Tile]:

@@ -134,9 +134,9 @@ class OutputMeta:
     dtype: torch.dtype
     sizes_of: Callable[..., Sequence[int]]
 
-    def shape(self, sizes: Sequence[tuple[int, int]]) -> list[int]:
-        """Return the shape for a batch whose spaces have these (rows, positions)."""
-        return [*map(int, self.sizes_of(sizes[0][0], *[positions for _, positions in sizes]))]
+    def shape(self, rows: int, *positions: int) -> tuple[int, ...]:
+        """Return the shape for a batch of so many rows, whose spaces have so many positions."""
+        return tuple(map(int, self.sizes_of(rows, *positions)))
 
 
 @dataclass(frozen=True)

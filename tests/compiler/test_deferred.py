@@ -19,6 +19,7 @@ from deepytorch.compiler.step.outputs.deferred import computed, defer, is_deferr
 from deepytorch.compiler.step.past import Past
 from deepytorch.errors import DeferredError
 from deepytorch.passes import samples
+from deepytorch.passes.samples import Sampler
 from tests.calls import Calls, Elements
 
 VOCAB, HIDDEN = 11, 6
@@ -26,7 +27,9 @@ VOCAB, HIDDEN = 11, 6
 
 def past_weights(weights: list[torch.Tensor]) -> PastWeights:
     versions = {place: each._version for place, each in enumerate(weights) if not each.is_inference()}
-    return PastWeights(Past(lambda *_: (), weights, versions, {}), range(len(weights)), (), "logits")
+    return PastWeights(
+        Past(lambda *_: (), weights, versions, {}), range(len(weights)), (), "logits", Sampler(spread=True)
+    )
 
 
 def held() -> list[Past]:
