@@ -159,6 +159,11 @@ INTERNALS = (
         "torch._functorch.config.patch", "settings for one compile", ((0, ("force_non_lazy_backward_lowering",)),)
     ),
     Internal("torch._functorch.config.donated_buffer", "let a backward run twice"),
+    Internal(
+        "torch._functorch.utils.unwrap_dead_wrappers",
+        "see an autograd function of a script that is applied to a deferred output",
+        ((1, ()),),
+    ),
     Internal("torch._functorch.partitioners.min_cut_rematerialization_partition", "the lowering aot_eager"),
     Internal(
         "torch._guards.CompileContext.current_compile_id",
@@ -377,6 +382,7 @@ ALIASES = {
     "foreach_copy": "torch._foreach_copy_",
     "foreach_mul": "torch._foreach_mul",
     "functorch_config": "torch._functorch.config",
+    "functorch_utils": "torch._functorch.utils",
     "get_active_ddp_module": "torch.nn.parallel.DistributedDataParallel._get_active_ddp_module",
     "get_default_store": "torch.distributed.distributed_c10d._get_default_store",
     "get_function_stack_at": "torch._C._get_function_stack_at",

@@ -702,6 +702,8 @@ def test_a_node_that_passes_every_output_on_gives_no_gradient_to_what_the_loss_i
     weight = torch.ones(3, requires_grad=True)
 
     class Sink(torch.autograd.Function):  # as DistributedDataParallel's for unused parameters
+        __module__ = "torch.nn.parallel.distributed"
+
         @staticmethod
         def forward(ctx: Any, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
             ctx.set_materialize_grads(False)

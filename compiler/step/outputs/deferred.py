@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,13 @@ from deepytorch.compiler.step.outputs.token_uses import compute_others, may_writ
 from deepytorch.compiler.step.outputs.tokens import Tokens
 from deepytorch.errors import DeferredError
 from deepytorch.log import once
-from deepytorch.torch_internals import DisableTorchFunctionSubclass, get_active_ddp_module, tree_map_only
+from deepytorch.patches import replace
+from deepytorch.torch_internals import (
+    DisableTorchFunctionSubclass,
+    functorch_utils,
+    get_active_ddp_module,
+    tree_map_only,
+)
 
 
 def defer(
@@ -60,6 +67,7 @@ def defer(
         profiled: Whether `compute` gives a tensor of the graph that eager has made already.
         whole: Whether the value has no pads that cost anything.
     """
+    _see_autograd_functions()
     device = torch.device(device)
     if device.type != "cpu" and device.index is None:
         device = torch.empty(0, device=device).device  # "cuda" means the current device
@@ -72,8 +80,33 @@ def defer(
 
 def defer_together(pendings: Sequence[Pending]) -> Sequence[torch.Tensor]:
     """Return the tensors that `defer` would give for these pending values of one step, with one autograd node."""
+    _see_autograd_functions()
     tensors = _Deferred.all_of(pendings)
     return [computed(each) for each in tensors] if must_be_plain() else tensors
+
+
+def _see_autograd_functions() -> None:
+    """Have deferred outputs computed before a script's `torch.autograd.Function` is applied to them.
+
+    `Function.apply` is no torch function: `_Deferred` does not see it. The value's graph would then begin inside of the
+    function, where gradients are off, and `torch.autograd.grad` would not reach the weights.
+    """
+    replace(functorch_utils, "unwrap_dead_wrappers", _computing, "compute outputs for autograd functions", always=True)
+
+
+def _computing(original: Callable[..., Any]) -> Callable[..., Any]:
+    def unwrap_dead_wrappers(args: tuple[Any, ...]) -> Any:
+        if _Deferred in map(type, args):
+            function = sys._getframe(1).f_locals.get("cls")  # `Function.apply` calls this
+            if not getattr(function, "__module__", "").startswith(_PASS_ON):
+                args = tuple([each._pending.asked(function) if type(each) is _Deferred else each for each in args])
+        return original(args)
+
+    return unwrap_dead_wrappers
+
+
+# Their functions hand every output on as it is, to be told of its gradient: they do not look at it.
+_PASS_ON = ("torch.nn.parallel.", "torch.distributed.", "deepspeed.")
 
 
 def must_be_plain() -> bool:
