@@ -162,7 +162,6 @@ INTERNALS = (
     Internal(
         "torch._functorch.utils.unwrap_dead_wrappers",
         "see an autograd function of a script that is applied to a deferred output",
-        ((1, ()),),
     ),
     Internal("torch._functorch.partitioners.min_cut_rematerialization_partition", "the lowering aot_eager"),
     Internal(

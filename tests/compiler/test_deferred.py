@@ -285,10 +285,13 @@ def test_backward_from_the_tensor_itself(head):
     assert torch.equal(found, expected[1])
 
 
-def test_ordinary_use_beside_one_that_python_does_not_see_is_refused_aloud(head):
+def test_an_ordinary_use_and_an_autograd_function_give_the_gradients_of_both(head):
     logits = head.defer()
-    with pytest.raises(RuntimeError, match="second time"):
-        (_Square.apply(logits).sum() + logits.square().sum()).backward()
+    (_Square.apply(logits).sum() + logits.square().sum()).backward()
+    found = head.gradients()
+    (2 * head.eager().square().sum()).backward()
+    for one, other in zip(found, head.gradients(), strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_hooks_wait_for_the_value(head):

@@ -91,13 +91,14 @@ def _see_autograd_functions() -> None:
     `Function.apply` is no torch function: `_Deferred` does not see it. The value's graph would then begin inside of the
     function, where gradients are off, and `torch.autograd.grad` would not reach the weights.
     """
-    replace(functorch_utils, "unwrap_dead_wrappers", _computing, "compute outputs for autograd functions", always=True)
+    called = functorch_utils.unwrap_dead_wrappers  # by `Function.apply`, with its arguments
+    replace(functorch_utils, called.__name__, _computing, "compute outputs for autograd functions", always=True)
 
 
 def _computing(original: Callable[..., Any]) -> Callable[..., Any]:
     def unwrap_dead_wrappers(args: tuple[Any, ...]) -> Any:
         if _Deferred in map(type, args):
-            function = sys._getframe(1).f_locals.get("cls")  # `Function.apply` calls this
+            function = sys._getframe(1).f_locals.get("cls")  # of `Function.apply`
             if not getattr(function, "__module__", "").startswith(_PASS_ON):
                 args = tuple([each._pending.asked(function) if type(each) is _Deferred else each for each in args])
         return original(args)

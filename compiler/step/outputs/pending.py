@@ -4,8 +4,9 @@
 Gradients reach every tensor that the closure read, as in eager. A gradient that would have to reach a weight that has
 changed since raises, as in eager ("modified by an inplace operation"). The loss of the same step was not made from the
 deferred value, so `d loss / d logits` does not exist: `retain_grad()` on a deferred tensor logs this once. A deferred
-tensor's `grad_fn` is a node of its own that can be looked at (DeepSpeed hooks every output that has one); uses of the
-tensor go through the value's history.
+tensor's `grad_fn` is a node that can be looked at (DeepSpeed hooks every output that has one); uses of the tensor go
+through the value's history. An autograd function of a script gets the value; only functions of frameworks, which hand
+every output on, get the deferred tensor itself (`deferred._PASS_ON`).
 """
 
 from __future__ import annotations
