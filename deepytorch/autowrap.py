@@ -41,7 +41,7 @@ from deepytorch.patches import apply_all, listen, undo_all
 from deepytorch.repeated_draws import RepeatedDraws
 from deepytorch.switch import SWITCH
 from deepytorch.torch_internals import OptimizedModule
-from deepytorch.training_calls import is_of_a_subclass, is_of_the_scripts, is_traced, trains
+from deepytorch.training_calls import is_of_a_subclass, is_of_the_scripts, is_traced, is_transformed, trains
 
 if TYPE_CHECKING:
     from deepytorch.comm import Options
@@ -383,7 +383,7 @@ def _holds(outer: nn.Module, inner: nn.Module) -> bool:
 
 def _training_call(handle: Handle, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run a call of an armed module."""
-    if is_traced() or not module.training:
+    if is_traced() or not module.training or is_transformed():  # under a transform a generator's state has no memory
         return module._call_impl(*args, **kwargs)
     draws = _draws_of(module)
     with draws:

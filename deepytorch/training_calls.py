@@ -33,7 +33,7 @@ def trains(module: nn.Module) -> bool:
         and module.training
         and torch.is_grad_enabled()
         and not SWITCH.paused
-        and not _is_transformed()
+        and not is_transformed()
         and not any(map(vars(torch_modules).get, _HOOKS_ON_ALL))
     )
 
@@ -43,7 +43,7 @@ def is_traced() -> bool:
     return torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting() or torch.jit.is_tracing()
 
 
-def _is_transformed() -> bool:
+def is_transformed() -> bool:
     """Return whether something intercepts this call that could not intercept compiled code.
 
     That is a transform of `torch.func`, forward mode, a mode that takes calls of operators or functions, or hooks on

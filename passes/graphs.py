@@ -67,8 +67,9 @@ def drop_unread_inputs(graph: fx.Graph, count: int | None = None) -> tuple[int, 
 
 def match_softcap(node: fx.Node) -> tuple[float, fx.Node, list[fx.Node]] | None:
     """Match `cap * tanh(x / cap)`, which ends in `node`; return the cap, x, and the two nodes between."""
-    cap = number_of(node.args[1]) if node.target in PRODUCTS else None
-    tanh = node.args[0]
+    if node.target not in PRODUCTS:
+        return None
+    tanh, cap = node.args[0], number_of(node.args[1])
     if cap is None or cap <= 0 or not isinstance(tanh, fx.Node) or tanh.target is not aten.tanh.default:
         return None
     quotient = tanh.args[0]

@@ -149,4 +149,10 @@ def _nested(
         except _PutOff:
             return module.forward(*arguments)
 
-    return call, lambda: compiled(*marked)
+    def first() -> Sequence[Any]:
+        try:
+            return compiled(*marked)
+        except _PutOff:  # another thread has compiled it meanwhile, for other sizes
+            return module.forward(*marked)
+
+    return call, first

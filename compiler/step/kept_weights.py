@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -46,15 +46,15 @@ class PastWeights:
     Args:
         past: The call.
         places: The places of the weights among its inputs.
-        batch: The places of the inputs that belong to the batch.
+        others: The places of the inputs that must not have changed: those of the batch, and buffers that are read.
         name: The name of the output.
         sampler: Samples the weights.
     """
 
-    __slots__ = ("__weakref__", "_batch", "_name", "_sampler", "_samples", "given", "past", "places")
+    __slots__ = ("__weakref__", "_name", "_others", "_sampler", "_samples", "given", "past", "places")
 
-    def __init__(self, past: Past, places: Sequence[int], batch: Sequence[int], name: str, sampler: Sampler) -> None:
-        self.past, self.places, self._batch, self._name, self._sampler = past, places, batch, name, sampler
+    def __init__(self, past: Past, places: Sequence[int], others: Collection[int], name: str, sampler: Sampler) -> None:
+        self.past, self.places, self._others, self._name, self._sampler = past, places, others, name, sampler
         self.given = [past.inputs[place] for place in places]
         self._samples = sampler.take(self.given)
         keep_for(self)
@@ -62,13 +62,14 @@ class PastWeights:
     def then(self) -> list[torch.Tensor]:
         """Return the weights as they were at the call: themselves, or copies of those that an optimizer has changed.
 
-        Raises `DeferredError` if the batch was overwritten, or a weight was changed otherwise than by an optimizer.
+        Raises `DeferredError` if the batch or a buffer was overwritten, or if anything but an optimizer has changed a
+        weight.
         """
         past = self.past
-        if any(place in self._batch and place not in past.copies for place in past.changed()):
+        if any(place in self._others and place not in past.copies for place in past.changed()):
             raise DeferredError(
-                f"{self._name} is computed from a batch that was overwritten since. Read it before the next batch is "
-                "copied in, or compile with options={'defer_outputs': False}."
+                f"{self._name} is computed from a batch or a buffer that was overwritten since. Read it before the "
+                "next batch is copied in, or compile with options={'defer_outputs': False}."
             )
         found = [self._weight(place) for place in self.places]
         for weight in self._sampler.changed(found, self._samples, ()):
@@ -77,8 +78,8 @@ class PastWeights:
 
     def _weight(self, place: int) -> torch.Tensor:
         past, given = self.past, self.past.inputs[place]
-        if place in past.copies:
-            return copy_of(past, place, self._name)
+        if place in past.kept_places:
+            return as_then(past, place)
         if version_of(given) != past.versions.get(place, -1):
             raise self._changed(given, "changed in place")
         if given.numel() and _storage_of(given) == 0:
@@ -94,19 +95,25 @@ class PastWeights:
         )
 
 
-def copy_of(past: Past, place: int, name: str) -> torch.Tensor:
-    """Return a copied input of a past call, for output `name`. A gradient that reaches it raises, as in eager."""
-    given, copy = past.inputs[place], past.copies[place].detach()
-    if given.requires_grad:
-        copy.requires_grad_().register_hook(functools.partial(_refuse_gradient, name, given.shape))
-    return copy
+def as_then(past: Past, place: int) -> torch.Tensor:
+    """Return a weight that an optimizer has changed as it was at the call. Its gradient goes to the weight."""
+    return _AsThen.apply(past.inputs[place], past.copies[place])  # type: ignore[no-any-return]
 
 
-def _refuse_gradient(name: str, shape: torch.Size, gradient: torch.Tensor) -> None:
-    raise DeferredError(
-        f"a gradient of {name!r} would have to reach a weight of shape {tuple(shape)} that an optimizer has changed "
-        "since the step; expected backward before Optimizer.step (eager raises here too): call backward first or detach"
-    )
+class _AsThen(torch.autograd.Function):
+    """Puts the values of an earlier time in a weight's place.
+
+    Eager keeps these values for the backward where it needs them, and raises if they have changed: this gives the
+    gradient that they belong to.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, then: torch.Tensor) -> torch.Tensor:
+        return then.view_as(then)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
 
 
 # ---------------------------------------------------------------------- before an optimizer's step
@@ -116,8 +123,13 @@ _HOLDERS: weakref.WeakSet[Holder] = weakref.WeakSet()
 
 def keep_for(holder: Holder) -> None:
     """Have the weights that a holder may read copied before an optimizer changes them, as long as the holder lives."""
-    listen(register_optimizer_step_pre_hook, _before_step, "keep weights that outputs need", _keep_all)
+    listen_to_steps()
     _HOLDERS.add(holder)
+
+
+def listen_to_steps() -> None:
+    """Have torch announce the steps of all optimizers. To be called before a closure makes the first holder, too."""
+    listen(register_optimizer_step_pre_hook, _before_step, "keep weights that outputs need", _keep_all)
 
 
 def forget(holder: Holder) -> None:
@@ -134,8 +146,26 @@ def _keep_all() -> None:
 
 
 @torch.compiler.disable(reason="weights that deferred outputs still need are copied before a step")
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Copy, once for all holders, the weights that `optimizer` is about to change and that somebody still needs."""
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    """Copy, once for all holders, the weights that `optimizer` is about to change and that somebody still needs.
+
+    If `Optimizer.step` has a closure, return arguments with one that does so behind each of its evaluations.
+    """
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if callable(closure):  # the calls that it makes come before the weights change, and behind this hook
+        kept = functools.partial(_then_keep, closure, optimizer)
+        return ((args[0], kept, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": kept})
+    _keep(optimizer)
+    return None
+
+
+def _then_keep(closure: Callable[[], Any], optimizer: Optimizer) -> Any:
+    found = closure()
+    _keep(optimizer)
+    return found
+
+
+def _keep(optimizer: Optimizer) -> None:
     holders = list(_HOLDERS)
     if not holders:
         return
@@ -158,8 +188,10 @@ def _keep_for_pads(changed: set[int], copies: dict[int, torch.Tensor]) -> None:
         due = [place for place, each in enumerate(past.inputs) if id(each) in changed and place in past.versions]
         takes = past.bytes_of(due, copies)
         if takes <= left:
+            before = len(past.kept_places)
             past.keep(due, copies)
-            past.copied_bytes += takes
+            # shared copies count for each past: any of these may be the last to hold them
+            past.copied_bytes += sum(past.inputs[p].nbytes for p in due) if len(past.kept_places) > before else 0
             left -= takes
 
 

@@ -21,30 +21,28 @@ import torch
 class Modes:
     """Grad mode, inference mode and autocast as they are now, to be entered later."""
 
-    __slots__ = ("_autocasts", "_entered", "_grad", "_inference")
+    __slots__ = ("_autocasts", "_grad", "_inference")
 
     def __init__(self, grad: bool | None = None) -> None:
         """Record the modes. grad: the grad mode to enter later; None for the present one."""
         self._grad = torch.is_grad_enabled() if grad is None else grad
         self._inference = torch.is_inference_mode_enabled()
-        self._entered: list[ExitStack] = []  # of uses that are nested
         self._autocasts = (
             ("cpu", torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
             ("cuda", torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")),
         )
 
-    def __enter__(self) -> None:
-        entered = ExitStack()
-        self._entered.append(entered)
-        entered.enter_context(torch.inference_mode(self._inference))
-        entered.enter_context(torch.set_grad_enabled(self._grad))
-        for kind, enabled, dtype in self._autocasts:
-            if enabled or torch.is_autocast_enabled(kind):
-                # without autocast's cache: it may hold a cast of a weight that was made without gradients
-                entered.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
-
-    def __exit__(self, *error: object) -> None:
-        self._entered.pop().close()
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Set the modes inside of the block; blocks may be nested, and run in several threads."""
+        with ExitStack() as modes:
+            modes.enter_context(torch.inference_mode(self._inference))
+            modes.enter_context(torch.set_grad_enabled(self._grad))
+            for kind, enabled, dtype in self._autocasts:
+                if enabled or torch.is_autocast_enabled(kind):
+                    # without autocast's cache: it may hold a cast of a weight that was made without gradients
+                    modes.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
+            yield
 
 
 class Past:
@@ -60,7 +58,7 @@ class Past:
     """
 
     __slots__ = (
-        "__weakref__", "copied_bytes", "copies", "eager", "inputs", "modes", "random",
+        "__weakref__", "copied_bytes", "copies", "eager", "inputs", "kept_places", "modes", "random", "trained",
         "versions",
     )  # fmt: skip
 
@@ -75,6 +73,8 @@ class Past:
         self.eager, self.inputs, self.versions, self.copies = eager, inputs, versions, copies
         self.random = [(generator, generator.get_state()) for generator in generators]
         self.modes = Modes()
+        self.trained = [getattr(each, "requires_grad", False) for each in inputs]
+        self.kept_places: set[int] = set()  # of the copies, those that `keep` has made
         self.copied_bytes = 0  # by `kept_weights`, for a look at pads
 
     def let_go(self) -> None:
@@ -105,13 +105,26 @@ class Past:
         """
         generators = {id(each): each for each in (*(generator for generator, _ in self.random), *others)}
         now = [(generator, generator.get_state()) for generator in generators.values()]
-        with self.modes:
+        with self.modes.entered():
             try:
                 self.rewind()
                 yield
             finally:
                 for generator, state in now:
                     generator.set_state(state)
+
+    @contextlib.contextmanager
+    def trained_as_it_was(self) -> Iterator[None]:
+        """Give weights that a script has frozen or thawed since the call the `requires_grad` of then, in the block."""
+        pairs = [(each, flag) for each, flag in zip(self.inputs, self.trained, strict=True) if _is_leaf(each)]
+        changed = [each for each, flag in pairs if each.requires_grad != flag]
+        for each in changed:
+            each.requires_grad_(not each.requires_grad)
+        try:
+            yield
+        finally:
+            for each in changed:
+                each.requires_grad_(not each.requires_grad)
 
     # ------------------------------------------------------------------ weights that an optimizer changes
 
@@ -129,6 +142,11 @@ class Past:
             if id(given) not in copies:
                 copies[id(given)] = given.detach().clone()
             self.copies[place] = copies[id(given)]
+            self.kept_places.add(place)
+
+
+def _is_leaf(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_leaf
 
 
 def version_of(tensor: torch.Tensor) -> int:

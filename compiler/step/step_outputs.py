@@ -16,8 +16,8 @@ import torch
 from deepytorch.compiler.report import RegionRecord
 from deepytorch.compiler.step.batch_facts import Indices
 from deepytorch.compiler.step.events import RegionEvents
-from deepytorch.compiler.step.kept_weights import PastWeights
-from deepytorch.compiler.step.outputs.deferred import defer, defer_together
+from deepytorch.compiler.step.kept_weights import PastWeights, listen_to_steps
+from deepytorch.compiler.step.outputs.deferred import defer, defer_together, see_autograd_functions
 from deepytorch.compiler.step.outputs.pending import Family, Pending
 from deepytorch.compiler.step.outputs.replay import Replay
 from deepytorch.compiler.step.outputs.rules.operands import pads_of
@@ -68,12 +68,14 @@ class StepOutputs:
             for number, output in enumerate(program.outputs)
             if output.kind == "replayed" and output.meta is not None
         ]
+        listen_to_steps()
         self.are_deferred = any(output.kind != "value" for output in program.outputs)
 
     def begin(self, inputs: Sequence[Any]) -> Begun:
         """Keep what the deferred outputs of a packed step may need. To be called right before the step."""
         if not self.are_deferred:
             return Begun(inputs, None)
+        see_autograd_functions()
         kept = self._kept(inputs)
         replay = Replay(
             self._eager,
@@ -102,6 +104,7 @@ class StepOutputs:
 
     def profiled(self, plain: Sequence[Any], places: Places) -> tuple[Any, ...]:
         """Return the outputs of a step in eager, wrapped so that their uses are noted."""
+        see_autograd_functions()
         family = Family()
         outputs = list(plain)
         for number, (output, value) in enumerate(zip(self._program.outputs, plain, strict=True)):
@@ -159,7 +162,8 @@ class StepOutputs:
         assert replay is not None
         given = [taken.inputs[index] for index in epilogue.inputs]
         learned = {at: index for at, index in enumerate(epilogue.inputs) if index in self._parameters}
-        weights = PastWeights(replay.past, list(learned.values()), self._batch, meta.name, self._spread[output.index])
+        others = {*self._batch, *epilogue.inputs} - set(learned.values())
+        weights = PastWeights(replay.past, list(learned.values()), others, meta.name, self._spread[output.index])
         rest = [taken.values[index] for index in epilogue.values] + [
             taken.indices.get(index) for index in epilogue.indices
         ]
@@ -167,9 +171,10 @@ class StepOutputs:
 
         def compute() -> torch.Tensor:
             arguments = list(given)
-            for at, weight in zip(learned, weights.then(), strict=True):
-                arguments[at] = weight
-            return epilogue.module(*arguments, *rest)[0]
+            with weights.past.trained_as_it_was():
+                for at, weight in zip(learned, weights.then(), strict=True):
+                    arguments[at] = weight
+                return epilogue.module(*arguments, *rest)[0]
 
         whole = output.entries is None  # the epilogue gives it whole, else its tokens
         return defer(

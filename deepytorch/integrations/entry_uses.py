@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
 
 from deepytorch.compiler.report import RegionRecord
 from deepytorch.compiler.step.events import RegionEvents
-from deepytorch.compiler.step.outputs.deferred import defer
+from deepytorch.compiler.step.kept_weights import listen_to_steps
+from deepytorch.compiler.step.outputs.deferred import defer, see_autograd_functions
 from deepytorch.compiler.step.outputs.pending import Family
 from deepytorch.compiler.step.outputs.replay import Replay
 from deepytorch.compiler.step.outputs.rules.operands import pads_of
@@ -73,6 +76,24 @@ class Buffers:
                     buffer.copy_(copy)
 
 
+@contextlib.contextmanager
+def with_weights(model: nn.Module, others: Mapping[int, torch.Tensor]) -> Iterator[None]:
+    """Put other tensors in the place of a model's parameters inside of the block. others: by the parameters' ids."""
+    places = [
+        (module._parameters, name, each)
+        for module in model.modules()
+        for name, each in module._parameters.items()
+        if others and each is not None and id(each) in others
+    ]
+    try:
+        for parameters, name, each in places:
+            parameters[name] = others[id(each)]  # type: ignore[assignment]
+        yield
+    finally:
+        for parameters, name, each in places:
+            parameters[name] = each
+
+
 class OutputUses:
     """The script's uses of the outputs of one kind of calls.
 
@@ -84,6 +105,7 @@ class OutputUses:
         self.events = RegionEvents(record, State(packs=True, defers=True, profiles=True))
         self.parameters, self.buffers = list(model.parameters()), Buffers(model)
         self.sampler = Sampler()
+        listen_to_steps()
         self._peers, self._calls = peers, 0
 
     def begin(self) -> None:
@@ -102,6 +124,7 @@ class OutputUses:
 
     def profiling(self) -> Show:
         """Return a function that makes the profiled output of a first call from a padded tensor."""
+        see_autograd_functions()
         family = Family()
 
         def show(value: torch.Tensor, side: Side, dim: int, name: str, find: Find) -> torch.Tensor:
@@ -124,6 +147,7 @@ class OutputUses:
 
     def showing(self, again: Replay | None, record: RegionRecord) -> Show:
         """Return a function that makes a deferred output from a packed tensor. again: the padded replay, if any."""
+        see_autograd_functions()
         family = Family()
 
         def show(packed: torch.Tensor, side: Side, dim: int, name: str, find: Find) -> torch.Tensor:

@@ -43,7 +43,7 @@ from deepytorch.integrations.entry_proof import (
     small_weights,
 )
 from deepytorch.integrations.entry_readings import BY_ROW, declined_beforehand, readings
-from deepytorch.integrations.entry_uses import OutputUses, Peers
+from deepytorch.integrations.entry_uses import OutputUses, Peers, with_weights
 from deepytorch.integrations.packed_attention import CannotPack
 from deepytorch.integrations.packed_batch import (
     PackedBatch,
@@ -311,8 +311,10 @@ class ModelEntry:
         tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
         inputs = [*uses.parameters, *tensors]
 
-        def run(*_: Any) -> tuple[Any]:
-            with UserHooks(self.target).silenced():
+        def run(*given: Any) -> tuple[Any]:
+            pairs = zip(uses.parameters, given, strict=False)
+            changed = {id(weight): then for weight, then in pairs if then is not weight}
+            with UserHooks(self.target).silenced(), with_weights(self.target, changed):
                 return (self.target._call_impl(*args, **kwargs),)
 
         parameters = range(len(uses.parameters))

@@ -420,6 +420,22 @@ def test_key_value_caches_and_hidden_states_are_those_of_eager() -> None:
     assert (record.steps_profiled, record.steps_packed, record.steps_replayed, record.steps_padded) == (1, 1, 1, 1)
 
 
+def test_pads_looked_at_after_the_optimizers_step_are_those_of_the_old_weights() -> None:
+    model = llama("sdpa").train()
+    reference = copy.deepcopy(model)
+    entry = entry_for(model)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (reference, model)]
+    for given in batches(causal_batch, (4, 11, "right"), (4, 9, "right"), (4, 10, "right")):
+        wanted, found = reference(**given), entry.call(model._call_impl, (), given)
+        for each, optimizer in zip((wanted, found), optimizers, strict=True):
+            each.loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert entry.record.steps_packed == 2
+    torch.testing.assert_close(found.logits + 0.0, wanted.logits, rtol=1e-4, atol=1e-5)
+    assert entry.record.steps_replayed == 1
+
+
 def test_losses_of_an_accumulation_and_tuples() -> None:
     pair = EntryPair(llama("sdpa").train())
     one, two = batches(causal_batch, (4, 11, "right"), (4, 9, "left"))

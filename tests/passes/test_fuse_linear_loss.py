@@ -224,6 +224,17 @@ def test_what_needs_its_logits_keeps_them(call, reason):
     torch.testing.assert_close(module(*arguments), call(*arguments))
 
 
+def test_a_loss_of_logits_that_are_given_does_not_keep_another_one_from_being_fused():
+    def both(x: Any, w: Any, b: Any, t: Any, logits: Any) -> Any:
+        return F.cross_entropy(F.linear(x, w, b).flatten(0, 1), t.flatten()) + F.cross_entropy(logits, t.flatten())
+
+    x, w, b, t = given()
+    module, rewrite = rewritten(both, [x, w, b, t, torch.randn(t.numel(), w.shape[0])])
+    assert len(rewrite.changes) == 1
+    assert [each.reason for each in rewrite.declined if "stands between" in each.reason]
+    assert calls(module, torch.ops.deepytorch.linear_cross_entropy.default) == 1
+
+
 def test_small_logits_and_those_of_float16_are_kept():
     bytes_of_logits = 3 * 5 * CLASSES * 4
     assert rewritten(flat, given(), least_bytes=bytes_of_logits)[1].fired

@@ -67,7 +67,6 @@ def defer(
         profiled: Whether `compute` gives a tensor of the graph that eager has made already.
         whole: Whether the value has no pads that cost anything.
     """
-    _see_autograd_functions()
     device = torch.device(device)
     if device.type != "cpu" and device.index is None:
         device = torch.empty(0, device=device).device  # "cuda" means the current device
@@ -80,13 +79,14 @@ def defer(
 
 def defer_together(pendings: Sequence[Pending]) -> Sequence[torch.Tensor]:
     """Return the tensors that `defer` would give for these pending values of one step, with one autograd node."""
-    _see_autograd_functions()
     tensors = _Deferred.all_of(pendings)
     return [computed(each) for each in tensors] if must_be_plain() else tensors
 
 
-def _see_autograd_functions() -> None:
+def see_autograd_functions() -> None:
     """Have deferred outputs computed before a script's `torch.autograd.Function` is applied to them.
+
+    To be called before a step makes some.
 
     `Function.apply` is no torch function: `_Deferred` does not see it. The value's graph would then begin inside of the
     function, where gradients are off, and `torch.autograd.grad` would not reach the weights.

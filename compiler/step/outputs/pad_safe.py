@@ -27,6 +27,7 @@ from torch import Tensor
 from deepytorch.compiler.step.outputs.rules import by_feature, by_position, layers, parts, sums, views
 from deepytorch.compiler.step.outputs.rules.operands import NotPacked, finite
 from deepytorch.compiler.step.outputs.tokens import Pads, Tokens, all_of
+from deepytorch.errors import DeferredError
 
 Rule = Callable[..., Any]
 
@@ -40,7 +41,7 @@ def run(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return rule(function, *args, **kwargs)
     except NotPacked:
         return NotImplemented
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, DeferredError):
         raise
     except (RuntimeError, TypeError, ValueError, IndexError):  # a wrong call: eager raises the right error
         return NotImplemented

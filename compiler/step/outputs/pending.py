@@ -24,7 +24,7 @@ from deepytorch.compiler.step.events import RegionEvents
 from deepytorch.compiler.step.outputs.tokens import Tokens
 from deepytorch.compiler.step.past import Modes, version_of
 from deepytorch.errors import DeferredError
-from deepytorch.torch_internals import make_wrapper_subclass
+from deepytorch.torch_internals import keeps_graph_of_this_backward, make_wrapper_subclass
 
 Compute = Callable[[], torch.Tensor]
 
@@ -118,7 +118,7 @@ class Pending:
         if self.value is not None:
             return self.value
         assert self._compute is not None
-        with self._modes:
+        with self._modes.entered():
             value = self._compute()
         self._check(value)
         if self.hooks and value.requires_grad:
@@ -228,7 +228,12 @@ class _Source(torch.autograd.Function):
         ]
         came = [(value, each) for value, each in came if value.requires_grad]
         if came:
-            torch.autograd.backward([value for value, _ in came], [each for _, each in came])
+            torch.autograd.backward(
+                [value for value, _ in came],
+                [each for _, each in came],
+                retain_graph=keeps_graph_of_this_backward(),
+                create_graph=torch.is_grad_enabled(),
+            )
         return None, None, None
 
 

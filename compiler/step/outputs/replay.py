@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from deepytorch.compiler.step.kept_weights import copy_of, forget, keep_for
+from deepytorch.compiler.step.kept_weights import as_then, forget, keep_for
 from deepytorch.compiler.step.past import Past, generators_of
 from deepytorch.errors import DeferredError
 from deepytorch.passes.samples import Sampler
@@ -71,10 +71,10 @@ class Replay:
             past = self.past
             self._check(past, name)
             started = time.perf_counter()
-            with past.as_it_was():
+            with past.as_it_was(), past.trained_as_it_was():
                 given = list(past.inputs)
-                for place in past.copies:
-                    given[place] = copy_of(past, place, name)
+                for place, copy in past.copies.items():
+                    given[place] = as_then(past, place) if place in past.kept_places else copy
                 self._outputs = tuple(past.eager(*given))
             self.seconds = time.perf_counter() - started
             forget(self)
@@ -91,8 +91,9 @@ class Replay:
                 given = past.inputs[place]
                 kind = "a weight" if isinstance(given, torch.nn.Parameter) else "the batch"
                 raise _changed(name, kind, tuple(given.shape))
-        copied = {id(past.inputs[place]) for place in past.copies}
-        for weight in self._sampler.changed(self._weights, self._samples, copied):
+        copies = {id(past.inputs[place]): copy for place, copy in past.copies.items()}
+        then = [copies.get(id(each), each) for each in self._weights]
+        for weight in self._sampler.changed(then, self._samples, ()):
             raise _changed(name, "a weight", tuple(weight.shape))
 
 

@@ -315,7 +315,7 @@ class Once:
     def __call__(self) -> torch.Tensor:
         if self._value is None:
             assert self._make is not None
-            with self._modes:
+            with self._modes.entered():
                 self._value = self._make()
             self._make = None
         return self._value
