@@ -89,7 +89,7 @@ class Replay:
         for place in past.changed():
             if place not in past.copies:
                 given = past.inputs[place]
-                kind = "a weight" if isinstance(given, torch.nn.Parameter) else "the batch"
+                kind = "a weight" if isinstance(given, torch.nn.Parameter) else "the batch or a buffer"
                 raise _changed(name, kind, tuple(given.shape))
         copies = {id(past.inputs[place]): copy for place, copy in past.copies.items()}
         then = [copies.get(id(each), each) for each in self._weights]
