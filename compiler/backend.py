@@ -244,7 +244,7 @@ def _lower_whole(
             tell(Outcome.DECLINED)
             return whole_region(later, eager, lowering, record, unread, parts_in_outputs(copy.graph))
         record.compiles += 1
-        if not config.waits:  # a change-over of its gradients comes later, if at all: until then DDP reduces them
+        if not config.waits:  # a takeover of its gradients comes later, if at all: until then DDP reduces them
             logger.info("%s is compiled now, and training waits for it", record.name)
             lowering = lowering.with_gradients(None)
         compiled = lowering.compile(module, example_inputs)

@@ -12,7 +12,7 @@ padded batches, and losses against the cost by position.)
     later           packed at entry, timed; eager if the model cannot be packed at entry
 
 Ranks of a DistributedDataParallel module wait for each other in every backward, so that pauses in different steps add
-up. Rank 0 decides for all (`SameStep`).
+up. Rank 0 names the call in which all trace (`SameStep`).
 """
 
 from __future__ import annotations

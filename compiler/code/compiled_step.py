@@ -65,7 +65,7 @@ class CompiledStep:
     def poll(self, arguments: Sequence[Any]) -> bool:
         """Advance the compilation: in the background, see [Note: The compile process], or here if that is not possible.
 
-        Return whether a call with these arguments is to run compiled code now: the code is compiled, the change-over of
+        Return whether a call with these arguments is to run compiled code now: the code is compiled, the takeover of
         gradients is done on all ranks if there will be one, and a step of the script begins. Always True if steps wait
         until they are compiled.
         """

@@ -84,10 +84,13 @@ class _Between:
 
     @disable_dynamo
     def _rebuild_buckets(self) -> bool:
-        """Pass on a call of DDP's, made in every forward whose backward may follow, and by a joined rank instead."""
+        """Pass on a call of DDP's, which begins a forward with gradients on, and by a joined rank instead.
+
+        The takeover happens here.
+        """
         if self._joins():
             self._leave()
-        self.takeover.forward()
+        self.takeover.forward_begins()
         return False if self.ours is not None else bool(self.theirs._rebuild_buckets())
 
     @disable_dynamo
@@ -96,7 +99,7 @@ class _Between:
         if self.ours is not None:
             self.ours.arm()
         else:
-            self.takeover.armed()
+            self.takeover.forward_ended()
             self.theirs.prepare_for_backward(outputs)
 
     @disable_dynamo

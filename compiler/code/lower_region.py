@@ -70,14 +70,15 @@ class RegionLowering:
         return lower(module, example_inputs, config=config, plan=self.plan, passes=passes)
 
     def may_begin(self) -> bool:
-        """Return whether code that is compiled may run: not before the change-over on all ranks, if there will be one.
+        """Return whether code that is compiled may run: not before the takeover on all ranks, if there will be one.
 
-        If the user waits for compiled code, it runs at once: DDP reduces its gradients until the change-over.
+        If the user waits for compiled code, it runs at once: DDP reduces its gradients until the takeover.
         """
         if self.config.waits or not isinstance(self.gradients, Prospect):
             return True
         self.gradients.takeover.ready()
-        return self.gradients.takeover.is_over
+        takeover = self.gradients.takeover
+        return takeover.is_over or not takeover.lasts  # without one, DDP reduces what compiled code hands to autograd
 
     def failed(self) -> None:
         """Note that the region could not be compiled on this rank."""
@@ -91,6 +92,6 @@ class RegionLowering:
     def _compile_for_others(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile a graph for other parameters, of this data-parallel module or of another one."""
         lowering = RegionLowering.here(self.config, self.plan)
-        if not lowering.may_begin():  # the parameters of another module before its change-over: DDP's reducer has them
+        if not lowering.may_begin():  # the parameters of another module before its takeover: DDP's reducer has them
             return module.forward
         return lowering.compile(module, example_inputs)

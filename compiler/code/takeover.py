@@ -1,4 +1,4 @@
-"""The takeover of a DistributedDataParallel module's gradients to our reducer, before one backward on all ranks.
+"""The takeover of a DistributedDataParallel module's gradients to our reducer, after the same backward on all ranks.
 
 [Note: Takeover]
 Until the takeover DDP's own reducer reduces all gradients, those of compiled backwards too. Ranks have one clock in
@@ -87,7 +87,7 @@ class Takeover:
 
     # ------------------------------------------------------------------ what DDP does
 
-    def forward(self) -> None:
+    def forward_begins(self) -> None:
         """Note the begin of a forward whose gradients are wanted; take the gradients over if it is time."""
         if self.is_over or self._never or not self._said or self._looked == self._reduced:
             return
@@ -99,7 +99,7 @@ class Takeover:
             self.is_over = True
             self._take_over()
 
-    def armed(self) -> None:
+    def forward_ended(self) -> None:
         """Note the end of a forward whose backward DDP is to reduce; count this rank if it is ready."""
         self._armed = True
         if self._willing and not (self._said or self._never):

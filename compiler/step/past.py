@@ -52,7 +52,8 @@ class Past:
         eager: Runs the call on its inputs, operator by operator.
         inputs: The inputs of the call; after `let_go`, weak references to tensors.
         versions: Counts of writes into inputs, by place.
-        copies: Copies, from before the call, of the inputs that it writes to, by place.
+        copies: Copies of inputs, by place: those that the call writes to, made before it, and weights, made by `keep`
+            before an optimizer changes them.
         random: The generators that the call may draw from, with their states.
         modes: Grad mode, inference mode and autocast.
     """

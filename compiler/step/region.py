@@ -85,8 +85,9 @@ class Padded:
 class Region:
     """The callable that Dynamo calls in place of one of its graphs.
 
-    eager: runs the graph operator by operator, as the model has it. falls_back: whether a call whose code fails runs in
-    eager; False if the code may have written to its inputs, or if that is not known.
+    eager: runs the graph operator by operator, as the model has it. falls_back: whether a call whose code fails
+    is run again (packed code padded, padded code in eager); False if the code may have written to its inputs, or if that
+    is not known.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class Region:
 
     def _run_padded(self, inputs: Sequence[Any], why: str) -> tuple[Any, ...]:
         self._count(why)
-        if Route.PADDED in self._events.state.broken:  # a packed step that failed comes here past `route`
+        if Route.PADDED in self._events.state.broken:  # after a failed packed step, without asking `route`
             return tuple(self._eager(*inputs))
         if not self._padded.poll(inputs):
             self._record.steps_meanwhile += 1

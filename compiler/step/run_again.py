@@ -1,4 +1,4 @@
-"""The forward of one call, kept so that it can be run again in eager and differentiated there.
+"""Running of the forward of one call again, in eager, to differentiate it there.
 
 [Note: what is kept] The inputs of a call are kept until its backward: weights live anyway, and values from earlier
 regions are mostly saved for the backward too. Inputs are kept longer only if another backward may come as in eager,

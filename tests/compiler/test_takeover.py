@@ -1,4 +1,4 @@
-"""Ranks take the gradients of a module over in front of the same step: see [Note: Change-over]."""
+"""Ranks take the gradients of a module over after the same backward: see [Note: Takeover]."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Rank:
         self.taken_at = self.steps
 
     def forward(self) -> None:
-        self.side.forward()
+        self.side.forward_begins()
         if self.taken_at is None:
-            self.side.armed()
+            self.side.forward_ended()
 
     def backward(self) -> None:
         """That of the forwards before it; a gradient comes to each parameter."""
@@ -39,7 +39,7 @@ class Rank:
 
     def microbatch(self) -> None:
         """A forward and a backward under `no_sync`."""
-        self.side.forward()
+        self.side.forward_begins()
         self.side.accumulated()
 
 
@@ -51,7 +51,7 @@ def ranks(count: int) -> list[Rank]:
 
 def step(group: list[Rank]) -> None:
     for rank in group:
-        rank.forward()
+        rank.forward_begins()
     for rank in group:
         rank.backward()
 
@@ -71,7 +71,7 @@ def test_ranks_that_are_ready_at_different_steps_take_over_at_the_same_one(seed:
             if rank.steps >= ready[number]:
                 rank.side.ready()
             for _ in range(chosen.randint(1, 2)):
-                rank.forward()
+                rank.forward_begins()
             begun[number] += 1
         elif min(begun) > rank.steps:  # all have come to this backward
             rank.backward()
