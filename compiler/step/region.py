@@ -86,8 +86,8 @@ class Region:
     """The callable that Dynamo calls in place of one of its graphs.
 
     eager: runs the graph operator by operator, as the model has it. falls_back: whether a call whose code fails
-    is run again (packed code padded, padded code in eager); False if the code may have written to its inputs, or if that
-    is not known.
+    is run again (packed code padded, padded code in eager); False if the code may have written to its inputs, or if
+    that is not known.
     """
 
     def __init__(
