@@ -51,7 +51,7 @@ def ranks(count: int) -> list[Rank]:
 
 def step(group: list[Rank]) -> None:
     for rank in group:
-        rank.forward_begins()
+        rank.forward()
     for rank in group:
         rank.backward()
 
@@ -71,7 +71,7 @@ def test_ranks_that_are_ready_at_different_steps_take_over_at_the_same_one(seed:
             if rank.steps >= ready[number]:
                 rank.side.ready()
             for _ in range(chosen.randint(1, 2)):
-                rank.forward_begins()
+                rank.forward()
             begun[number] += 1
         elif min(begun) > rank.steps:  # all have come to this backward
             rank.backward()
