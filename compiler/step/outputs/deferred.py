@@ -107,7 +107,7 @@ def _computing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # Their functions hand every output on as it is, to be told of its gradient: they do not look at it.
-_PASS_ON = ("torch.nn.parallel.", "torch.distributed.", "deepspeed.")
+_PASS_ON = ("torch.nn.parallel.", "torch.distributed.fsdp.", "torch.distributed._composable.", "deepspeed.")
 
 
 def must_be_plain() -> bool:
