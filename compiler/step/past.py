@@ -74,7 +74,7 @@ class Past:
         self.eager, self.inputs, self.versions, self.copies = eager, inputs, versions, copies
         self.random = [(generator, generator.get_state()) for generator in generators]
         self.modes = Modes()
-        self.trained = [getattr(each, "requires_grad", False) for each in inputs]
+        self.trained: Sequence[bool] = ()  # of the inputs, which required gradients: set by who computes outputs later
         self.kept_places: set[int] = set()  # of the copies, those that `keep` has made
         self.copied_bytes = 0  # by `kept_weights`, for a look at pads
 
@@ -117,7 +117,7 @@ class Past:
     @contextlib.contextmanager
     def trained_as_it_was(self) -> Iterator[None]:
         """Give weights that a script has frozen or thawed since the call the `requires_grad` of then, in the block."""
-        pairs = [(each, flag) for each, flag in zip(self.inputs, self.trained, strict=True) if _is_leaf(each)]
+        pairs = [(each, flag) for each, flag in zip(self.inputs, self.trained, strict=False) if _is_leaf(each)]
         changed = [each for each, flag in pairs if each.requires_grad != flag]
         for each in changed:
             each.requires_grad_(not each.requires_grad)

@@ -50,6 +50,7 @@ class Replay:
             {place: inputs[place].detach().clone() for place in written},
             generators_of(each.device for _, each in tensors) if draws else (),
         )
+        self.past.trained = [getattr(each, "requires_grad", False) for each in inputs]
         self._weights, self._sampler = [inputs[index] for index in parameters], sampler
         self._samples = sampler.take(self._weights)
         self._outputs: tuple[Any, ...] | None = None
