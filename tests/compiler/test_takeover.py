@@ -8,11 +8,16 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
 
+from deepytorch.compiler.code.data_parallel import Prospect
+from deepytorch.compiler.code.lower_region import RegionLowering
 from deepytorch.compiler.code.takeover import Takeover
+from deepytorch.compiler.config import CompilerConfig
+from deepytorch.compiler.plan import Plan
 
 
 class Rank:
@@ -228,3 +233,12 @@ def test_two_ranks_train_as_under_ddp_across_the_change_over(tmp_path: Path) -> 
     reference = run(DEEPYTORCH="off", STEPS=found["0"][0])
     assert found["0"] == found["1"]
     assert found["0"][1] == pytest.approx(reference["0"][1], abs=1e-5)
+
+
+def test_compiled_code_begins_once_gradients_are_to_stay_with_ddp() -> None:
+    takeover = Takeover("ddp1", dist.HashStore(), 0, 2, lambda: None)
+    config = CompilerConfig(wait=False)
+    lowering = RegionLowering(config, Plan.initial("region", config), Prospect("ddp1", {}, cast(Any, None), takeover))
+    assert not lowering.may_begin()  # another rank is not ready
+    takeover.stop()
+    assert lowering.may_begin()
