@@ -201,7 +201,7 @@ class Summary:
         if not self._report.regions and found["first_step_seconds"] is not None:
             told += "\nSo far steps ran as in eager: a model is traced once the run is long enough for the pause"
             told += " (docs/starting.md). DEEPYTORCH_COMPILE=wait compiles at the first step."
-        told += self._beside(found)
+        told += self._compiled_meanwhile(found)
         for group in found["groups_on_stock"]:
             told += f"\nProcess group {group['name']} runs on stock gloo and nccl: {group['why']}."
         if profiled:
@@ -220,7 +220,7 @@ class Summary:
 
     __repr__ = __str__
 
-    def _beside(self, found: dict[str, Any]) -> str:
+    def _compiled_meanwhile(self, found: dict[str, Any]) -> str:
         """Return lines on the steps that ran while code was compiled in the background."""
         if not found["steps_meanwhile"]:
             return ""

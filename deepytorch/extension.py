@@ -68,7 +68,7 @@ class Extension:
         self._loading = threading.Lock()  # one thread loads: the module's types can be registered only once
         self._tried = False
         self._loaded: ModuleType | None = None
-        self._beside: subprocess.Popen[bytes] | None = None
+        self._compiler_process: subprocess.Popen[bytes] | None = None
 
     def load(self) -> ModuleType | None:
         """Return the native module, built if need be; None, with one warning, if it cannot be built."""
@@ -134,13 +134,13 @@ class Extension:
             return
         try:
             code = f"from deepytorch.extension import build_for; build_for({self._description()!r}, {{parent}})"
-            self._beside = start(code)
+            self._compiler_process = start(code)
         except OSError as error:
             once(logging.WARNING, "%s: no process could be started to compile its C++ (%s)", self.without, error)
 
     def builds_in_background(self) -> bool:
         """Return whether the process that `build_in_background` has started still runs."""
-        return self._beside is not None and self._beside.poll() is None
+        return self._compiler_process is not None and self._compiler_process.poll() is None
 
     def failed(self) -> str | None:
         """Why it could not be compiled, if that was tried before. `deepytorch build` tries again.

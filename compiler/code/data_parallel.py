@@ -50,7 +50,7 @@ class Members:
 
 
 @dataclass
-class Prospect(Members):
+class DdpGradients(Members):
     """One DDP module whose gradients our reducer has, or gets once all ranks are ready, see [Note: Takeover].
 
     declined: the reason for which DDP has the gradients again.
@@ -162,20 +162,20 @@ def takeover_of(ddp: Any) -> Takeover:
     return found  # type: ignore[no-any-return]
 
 
-def adopt(ddp: Any) -> Prospect | str:
-    """Return the `prospect` of a DDP module, and note that this rank is ready."""
-    found = prospect(ddp)
-    if isinstance(found, Prospect):
+def adopt(ddp: Any) -> DdpGradients | str:
+    """Return `gradients_of(ddp)`, and note that this rank is ready."""
+    found = gradients_of(ddp)
+    if isinstance(found, DdpGradients):
         found.takeover.ready()
     return found
 
 
-def prospect(ddp: Any) -> Prospect | str:
-    """Return the prospect that gets a DDP module's gradients once all ranks are ready, or the reason against it."""
+def gradients_of(ddp: Any) -> DdpGradients | str:
+    """Return the gradients of a DDP module, which are ours once all ranks are ready, or the reason against it."""
     takeover = takeover_of(ddp)
     known = vars(ddp).get(_ATTRIBUTE)
     if known is None:
-        known = _prospect(ddp, takeover)
+        known = _make_gradients(ddp, takeover)
         object.__setattr__(ddp, _ATTRIBUTE, known)
     return known if isinstance(known, str) else known.declined or known
 
@@ -260,7 +260,7 @@ def _give_back(ddp: Any, reason: str | None = None) -> None:
     forget(_where(between.takeover))
     between.give_back()
     declined = reason or "they were given back"
-    if isinstance(known, Prospect):
+    if isinstance(known, DdpGradients):
         known.declined = declined
     else:
         object.__setattr__(ddp, _ATTRIBUTE, declined)
@@ -305,7 +305,7 @@ def _parameters(ddp: Any) -> list[tuple[str, nn.Parameter]]:
     return [(names.get(id(each), "one that has left the module"), each) for each in reduced]
 
 
-def _prospect(ddp: Any, takeover: Takeover) -> Prospect:
+def _make_gradients(ddp: Any, takeover: Takeover) -> DdpGradients:
     found = _parameters(ddp)
     plan = _plan(found, ddp)
     may_be_unused = bool(ddp.find_unused_parameters or ddp.static_graph)
@@ -324,7 +324,7 @@ def _prospect(ddp: Any, takeover: Takeover) -> Prospect:
     takeover.settings = f"{plan.digest()} {may_be_unused}"
     logger.info("%s: %d gradients are to leave in %d buckets", reducer.name, len(plan.members), len(plan.buckets))
     numbers = {id(parameter): number for number, (_, parameter) in enumerate(found)}
-    return Prospect(reducer.name, numbers, reducer, takeover)
+    return DdpGradients(reducer.name, numbers, reducer, takeover)
 
 
 def _plan(parameters: list[tuple[str, nn.Parameter]], ddp: Any) -> BucketPlan:

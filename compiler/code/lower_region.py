@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from deepytorch.compiler.code.data_parallel import Members, Prospect, active, adopt, delays_some, prospect
+from deepytorch.compiler.code.data_parallel import DdpGradients, Members, active, adopt, delays_some, gradients_of
 from deepytorch.compiler.code.graph_per_parameters import GraphPerParameters
 from deepytorch.compiler.code.lower import GraphPasses, lower
 from deepytorch.compiler.config import CompilerConfig
@@ -47,7 +47,7 @@ class RegionLowering:
             ddp = None
         if ddp is None or torch.distributed.get_world_size(ddp.process_group) == 1:
             return cls(config, plan)
-        adopted = adopt(ddp) if config.waits else prospect(ddp)
+        adopted = adopt(ddp) if config.waits else gradients_of(ddp)
         return cls(config, plan, declined=adopted) if isinstance(adopted, str) else cls(config, plan, adopted)
 
     def compile(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -74,7 +74,7 @@ class RegionLowering:
 
         If the user waits for compiled code, it runs at once: DDP reduces its gradients until the takeover.
         """
-        if self.config.waits or not isinstance(self.gradients, Prospect):
+        if self.config.waits or not isinstance(self.gradients, DdpGradients):
             return True
         self.gradients.takeover.ready()
         takeover = self.gradients.takeover
@@ -82,7 +82,7 @@ class RegionLowering:
 
     def failed(self) -> None:
         """Note that the region could not be compiled on this rank."""
-        if isinstance(self.gradients, Prospect):
+        if isinstance(self.gradients, DdpGradients):
             self.gradients.takeover.failed()
 
     def with_gradients(self, gradients: Members | None) -> RegionLowering:

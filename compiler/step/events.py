@@ -60,9 +60,9 @@ class RegionEvents:
 
     # ------------------------------------------------------------------ steps
 
-    def double_backward(self, asked: str) -> None:
+    def needs_eager_backward(self, asked: str) -> None:
         """Note that a backward of the region was asked for something that compiled code cannot give."""
-        before, self.state = self.state, self.state.double_backward(asked)
+        before, self.state = self.state, self.state.needs_eager_backward(asked)
         if self.state is before:
             return
         if not self.state.packs:
@@ -83,7 +83,7 @@ class RegionEvents:
     def _saw_backward(self, gradient: torch.Tensor) -> None:
         self.state = self.state.backward()
         if torch.is_grad_enabled():  # with a graph of its own
-            self.double_backward("create_graph=True")
+            self.needs_eager_backward("create_graph=True")
 
     def failed(self, broken: Route, error: Exception, step: str = "") -> None:
         """Note that a route's code failed where eager did not: the batch was not to blame. step: as for `fell_back`."""

@@ -141,7 +141,7 @@ def _keep_all() -> None:
     """Copy all weights that are still needed: no later optimizer step will be announced."""
     copies: dict[int, torch.Tensor] = {}
     for holder in list(_HOLDERS):
-        holder.past.keep(holder.places or (), copies)
+        holder.past.copy_inputs(holder.places or (), copies)
     _keep_for_pads({id(each) for holder in _HOLDERS for each in holder.past.inputs if _is_weight(each)}, copies)
 
 
@@ -176,7 +176,7 @@ def _keep(optimizer: Optimizer) -> None:
     for holder in holders:
         inputs = holder.past.inputs
         due = [p for p in holder.places or () if id(inputs[p]) in changed or _storage_of(inputs[p]) in storages]
-        holder.past.keep(due, copies)
+        holder.past.copy_inputs(due, copies)
     _keep_for_pads(changed, copies)
 
 
@@ -189,7 +189,7 @@ def _keep_for_pads(changed: set[int], copies: dict[int, torch.Tensor]) -> None:
         takes = past.bytes_of(due, copies)
         if takes <= left:
             before = len(past.kept_places)
-            past.keep(due, copies)
+            past.copy_inputs(due, copies)
             # shared copies count for each past: any of these may be the last to hold them
             past.copied_bytes += sum(past.inputs[p].nbytes for p in due) if len(past.kept_places) > before else 0
             left -= takes

@@ -52,8 +52,8 @@ class Past:
         eager: Runs the call on its inputs, operator by operator.
         inputs: The inputs of the call; after `let_go`, weak references to tensors.
         versions: Counts of writes into inputs, by place.
-        copies: Copies of inputs, by place: those that the call writes to, made before it, and weights, made by `keep`
-            before an optimizer changes them.
+        copies: Copies of inputs, by place: those that the call writes to, made before it, and weights, made by
+            `copy_inputs` before an optimizer changes them.
         random: The generators that the call may draw from, with their states.
         modes: Grad mode, inference mode and autocast.
     """
@@ -75,14 +75,14 @@ class Past:
         self.random = [(generator, generator.get_state()) for generator in generators]
         self.modes = Modes()
         self.trained: Sequence[bool] = ()  # of the inputs, which required gradients: set by who computes outputs later
-        self.kept_places: set[int] = set()  # of the copies, those that `keep` has made
+        self.kept_places: set[int] = set()  # of the copies, those that `copy_inputs` has made
         self.copied_bytes = 0  # by `kept_weights`, for a look at pads
 
     def let_go(self) -> None:
         """Hold the input tensors weakly, so that they live no longer than others keep them."""
         self.inputs = [weakref.ref(each) if isinstance(each, torch.Tensor) else each for each in self.inputs]
 
-    def kept(self) -> Sequence[Any] | None:
+    def living_inputs(self) -> Sequence[Any] | None:
         """Return the inputs, or None if one is gone."""
         found = [each() if isinstance(each, weakref.ref) else each for each in self.inputs]
         gone = [isinstance(one, weakref.ref) and other is None for one, other in zip(self.inputs, found, strict=True)]
@@ -90,7 +90,7 @@ class Past:
 
     def changed(self) -> list[int]:
         """Return the places of inputs that were written to since the call began; none if an input is gone."""
-        inputs = self.kept()
+        inputs = self.living_inputs()
         return [] if inputs is None else [place for place, at in self.versions.items() if inputs[place]._version != at]
 
     def rewind(self) -> None:
@@ -134,7 +134,7 @@ class Past:
         due = [self.inputs[place] for place in places if place not in self.copies]
         return sum(each.nbytes for each in due if id(each) not in copies)
 
-    def keep(self, places: Iterable[int], copies: dict[int, torch.Tensor]) -> None:
+    def copy_inputs(self, places: Iterable[int], copies: dict[int, torch.Tensor]) -> None:
         """Copy the inputs at `places`, which are about to change. copies: existing ones, by id; new ones are added."""
         for place in places:
             given = self.inputs[place]

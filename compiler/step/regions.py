@@ -80,7 +80,7 @@ def packed_region(
     if round_sizes:
         from deepytorch.compiler.step.rounding.step import rounded_step, without_recording  # on a GPU, when asked for
 
-        rounded = rounded_step(packed, program, fakes, lowering, record, events.double_backward, zero_outputs)
+        rounded = rounded_step(packed, program, fakes, lowering, record, events.needs_eager_backward, zero_outputs)
         lowering = without_recording(lowering)
     outputs = StepOutputs(program, eager, events, record, batch, parameters, effects.written, effects.draws)
     compares = verify_every is not None and not effects.written and not effects.draws
@@ -89,7 +89,7 @@ def packed_region(
         program,
         eager,
         CompiledStep(packed, varying, lowering, record),
-        SecondBackward((), events.double_backward, parts_in_outputs(packed.graph)),
+        SecondBackward((), events.needs_eager_backward, parts_in_outputs(packed.graph)),
         rounded,
         outputs,
         record,
@@ -122,7 +122,7 @@ def _padded(
     reads = drop_unread_inputs(module.graph)  # sizes, mostly
     module.recompile()
     code = CompiledStep(module, [symbolic_dims(fakes[index]) for index in reads], lowering, record)
-    second = SecondBackward((), events.double_backward, parts_in_outputs(module.graph))
+    second = SecondBackward((), events.needs_eager_backward, parts_in_outputs(module.graph))
     return Padded(code, reads, second, module.forward, takes_read=True)
 
 
@@ -168,5 +168,5 @@ def _as_it_is(
     parts: Parts | None,
 ) -> Region:
     events = RegionEvents(record, State())
-    second = SecondBackward(unread, events.double_backward, parts)
+    second = SecondBackward(unread, events.needs_eager_backward, parts)
     return Region(eager, Padded(code, reads, second, eager, takes_read=False), events, record)

@@ -65,7 +65,7 @@ class State:
     broken: frozenset[Route] = frozenset()
 
     @property
-    def is_profiled(self) -> bool:
+    def knows_uses(self) -> bool:
         """Return whether the script's uses of the outputs are known, or do not matter."""
         return not self.profiles or self.profiled >= MAX_PROFILED or (self.profiled > 0 and self.had_backward)
 
@@ -75,7 +75,7 @@ class State:
         """Return the state after a script has used an output. because: the script's action, for the report."""
         return replace(self, uses=uses, because=because) if uses > self.uses else self
 
-    def double_backward(self, asked: str) -> State:
+    def needs_eager_backward(self, asked: str) -> State:
         """Return the state after a backward was asked for something that compiled code cannot give."""
         return self.used(Uses.GRAPH, f"a backward with {asked}")
 
@@ -133,7 +133,7 @@ def route(state: State, call: Call) -> tuple[Route, str]:
         return Route.EAGER, state.because
     why = _why_not_packed(state, call)
     if why is None:
-        return (Route.PACKED if state.is_profiled else Route.PROFILED), ""
+        return (Route.PACKED if state.knows_uses else Route.PROFILED), ""
     return (Route.EAGER if Route.PADDED in state.broken else Route.PADDED), why
 
 

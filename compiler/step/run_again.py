@@ -23,7 +23,7 @@ from deepytorch.torch_internals import will_engine_execute_node
 
 def edges_before(call: Past) -> set[Any]:
     """Return the edges that gradients of the inputs, as they were before the call, go to."""
-    found = {edge_of(each) for each in call.kept() or () if isinstance(each, torch.Tensor)}
+    found = {edge_of(each) for each in call.living_inputs() or () if isinstance(each, torch.Tensor)}
     return found | {edge_behind(copy) for copy in call.copies.values()}
 
 
@@ -65,7 +65,7 @@ def run_again(
         needed: Places of inputs that the wanted gradients depend on; None: all.
         generators: All generators that the region could draw from.
     """
-    inputs = call.kept()
+    inputs = call.living_inputs()
     if inputs is None:
         return None
     _check(call, inputs, needed)

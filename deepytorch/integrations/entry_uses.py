@@ -111,7 +111,7 @@ class OutputUses:
     def begin(self) -> None:
         """Count a call that begins: ranks that share weights profile only their first one, whatever its batch is."""
         self._calls += 1
-        if self._peers and self._calls == 2 and not self.events.state.is_profiled:
+        if self._peers and self._calls == 2 and not self.events.state.knows_uses:
             self.end_profiling()
 
     def end_profiling(self) -> None:

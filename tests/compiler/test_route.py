@@ -57,10 +57,15 @@ ROUTES: list[tuple[State, Given, Route, str]] = [
     (WHOLE, Given(is_recomputed=True), Route.PADDED, ""),
     (WHOLE, Given(is_searched=True), Route.PADDED, ""),
     (WHOLE, Given(is_forward_mode=True), Route.EAGER, "forward-mode"),
-    (WHOLE.double_backward("create_graph=True"), Given(), Route.EAGER, "create_graph=True"),
+    (WHOLE.needs_eager_backward("create_graph=True"), Given(), Route.EAGER, "create_graph=True"),
     # a checkpoint expects what ran before, whatever was asked since
-    (WHOLE.double_backward("create_graph=True"), Given(is_recomputed=True), Route.PADDED, ""),
-    (State(packs=True).double_backward("create_graph=True"), Given(is_recomputed=True), Route.EAGER, "create_graph"),
+    (WHOLE.needs_eager_backward("create_graph=True"), Given(is_recomputed=True), Route.PADDED, ""),
+    (
+        State(packs=True).needs_eager_backward("create_graph=True"),
+        Given(is_recomputed=True),
+        Route.EAGER,
+        "create_graph",
+    ),
     (WHOLE.failed(Route.PADDED), Given(), Route.EAGER, ""),
     (PACKS, Given(), Route.PROFILED, ""),
     (PACKS, Given(why="no padding"), Route.PADDED, "no padding"),
@@ -73,7 +78,7 @@ ROUTES: list[tuple[State, Given, Route, str]] = [
     (PROFILED, Given(why="no padding"), Route.PADDED, "no padding"),
     (PROFILED.used(Uses.PADS, "argmax looks at pads"), Given(), Route.PADDED, "argmax looks at pads"),
     (PROFILED.used(Uses.GRAPH, "retain_grad"), Given(), Route.EAGER, "retain_grad"),
-    (PROFILED.double_backward("create_graph=True"), Given(), Route.EAGER, "create_graph=True"),
+    (PROFILED.needs_eager_backward("create_graph=True"), Given(), Route.EAGER, "create_graph=True"),
     (PROFILED.differed(), Given(), Route.PADDED, "differed"),
     (BROKEN, Given(), Route.PADDED, "failed"),
     (BROKEN.failed(Route.PADDED), Given(), Route.EAGER, "failed"),
@@ -106,7 +111,7 @@ def test_the_batch_is_read_only_where_it_decides(state: State, call: Given, expe
 EVENTS: dict[str, Callable[[State], State]] = {
     "pads": lambda state: state.used(Uses.PADS, "argmax"),
     "graph": lambda state: state.used(Uses.GRAPH, "retain_grad"),
-    "double backward": lambda state: state.double_backward("create_graph=True"),
+    "a backward that needs eager": lambda state: state.needs_eager_backward("create_graph=True"),
     "differed": State.differed,
     "profiled": lambda state: state.profiled_call(trains=True),
     "profiled without a backward": lambda state: state.profiled_call(trains=False),
@@ -158,9 +163,9 @@ def test_an_event_changes_nothing_else() -> None:
 def test_profiling_ends() -> None:
     state = PACKS
     for _ in range(MAX_PROFILED):
-        assert not state.is_profiled
+        assert not state.knows_uses
         state = state.profiled_call(trains=True)
-    assert state.is_profiled
+    assert state.knows_uses
 
 
 def test_events_are_written_to_the_record() -> None:

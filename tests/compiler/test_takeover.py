@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 import torch.distributed as dist
 
-from deepytorch.compiler.code.data_parallel import Prospect
+from deepytorch.compiler.code.data_parallel import DdpGradients
 from deepytorch.compiler.code.lower_region import RegionLowering
 from deepytorch.compiler.code.takeover import Takeover
 from deepytorch.compiler.config import CompilerConfig
@@ -238,7 +238,9 @@ def test_two_ranks_train_as_under_ddp_across_the_change_over(tmp_path: Path) -> 
 def test_compiled_code_begins_once_gradients_are_to_stay_with_ddp() -> None:
     takeover = Takeover("ddp1", dist.HashStore(), 0, 2, lambda: None)
     config = CompilerConfig(wait=False)
-    lowering = RegionLowering(config, Plan.initial("region", config), Prospect("ddp1", {}, cast(Any, None), takeover))
+    lowering = RegionLowering(
+        config, Plan.initial("region", config), DdpGradients("ddp1", {}, cast(Any, None), takeover)
+    )
     assert not lowering.may_begin()  # another rank is not ready
     takeover.stop()
     assert lowering.may_begin()
