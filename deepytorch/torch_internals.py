@@ -149,7 +149,6 @@ INTERNALS = (
     Internal("torch._dynamo.utils.compilation_time_metrics.values", "whether a step has compiled anything", ((0, ()),)),
     Internal("torch._dynamo.utils.counters", "whether compiled code came out of a cache"),
     Internal("torch._foreach_copy_", "copy gradients into their bucket at once", ((2, ()),)),
-    Internal("torch._foreach_mul", "scale gradients on their way into a bucket", ((2, ()),)),
     Internal(
         "torch._functorch._aot_autograd.descriptors.GradAOTOutput", "which output of a backward is whose gradient"
     ),
@@ -379,7 +378,6 @@ ALIASES = {
     "flash_attention_backward": "torch.ops.aten._flash_attention_backward",
     "flash_attention_forward": "torch.ops.aten._flash_attention_forward",
     "foreach_copy": "torch._foreach_copy_",
-    "foreach_mul": "torch._foreach_mul",
     "functorch_config": "torch._functorch.config",
     "functorch_utils": "torch._functorch.utils",
     "get_active_ddp_module": "torch.nn.parallel.DistributedDataParallel._get_active_ddp_module",

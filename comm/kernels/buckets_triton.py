@@ -1,13 +1,12 @@
-"""A kernel that copies many tensors to equally many others in one launch, with a cast and a scale, by pointer tables.
+"""A kernel that copies many tensors to equally many others in one launch, with a cast, by pointer tables.
 
 Each program moves one block of one tensor. A table of blocks, which depends on the sizes alone, says which one.
 Addresses are in another table, which is made anew when they change. Both tables are written into pinned memory and
 copied in the order of the stream: the host never waits.
 
 Bytes: with n elements of s bytes in and t bytes out, at least n (s + t). In addition 32 of tables for each program,
-which moves `block` elements, 4 of partial sums written and read again, and whole 32-byte sectors at the ends of
-misaligned tensors: `moved_bytes` counts them, 0.1 to 0.6 % for the buckets of a Llama. Flops: one product per element,
-with sums of squares three.
+which moves `block` elements, and whole 32-byte sectors at the ends of misaligned tensors: 0.1 to 0.6 % for the buckets
+of a Llama.
 """
 
 from __future__ import annotations
@@ -30,28 +29,25 @@ if TYPE_CHECKING:
 
 # (elements of a block, warps). Not measured: 16 elements per thread are four 16-byte loads of fp32 in flight.
 SETTINGS = ((4096, 8), (2048, 4), (8192, 8))
-_SECTOR_BYTES, _VECTOR_BYTES = 32, 16
-_ROW, _BLOCK_ROW = 3, 2  # int64 (source, target, size) of a tensor; int32 (tensor, which of its blocks) of a program
+_VECTOR_BYTES = 16
 _MOST_KEPT = 4  # address tables of one set of slots: allocators reuse the same few addresses
 _LARGE_BYTES = 4 << 20  # launch settings for smaller sizes are chosen separately
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-@triton.jit(do_not_specialize=["scale"])
+@triton.jit
 def _move(
     rows: tl.tensor,
     blocks: tl.tensor,
-    sums: tl.tensor,
-    scale: tl.tensor,
     SOURCE: tl.constexpr,
     TARGET: tl.constexpr,
     ALIGNED: tl.constexpr,
-    NORM: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """Copy one block of one tensor.
 
-    rows: int64 (tensors, 3). blocks: int32 (programs, 2). sums: fp32 (programs,), not read without NORM.
+    rows: int64 (tensors, 3), source, target and size of a tensor. blocks: int32 (programs, 2), the tensor of a program
+    and which of its blocks.
     """
     program = tl.program_id(0)
     row = rows + 3 * tl.load(blocks + 2 * program)
@@ -64,21 +60,17 @@ def _move(
         target = tl.multiple_of(target, 16)
     offsets = tl.arange(0, BLOCK)
     if left >= BLOCK:  # without a mask, which would split a load
-        values = tl.load(source + offsets).to(tl.float32) * scale
-        tl.store(target + offsets, values.to(TARGET))
+        tl.store(target + offsets, tl.load(source + offsets).to(tl.float32).to(TARGET))
     else:
-        values = tl.load(source + offsets, mask=offsets < left, other=0.0).to(tl.float32) * scale
+        values = tl.load(source + offsets, mask=offsets < left, other=0.0).to(tl.float32)
         tl.store(target + offsets, values.to(TARGET), mask=offsets < left)
-    if NORM:
-        inside = tl.where(offsets < left, values, 0.0)  # zero times an infinite scale is not zero
-        tl.store(sums + program, tl.sum(inside * inside))
 
 
 @dataclass
 class Tables:
     """The tables that stay on the device for one list of sizes.
 
-    blocks: by elements of a block and stream. rows: by stream and addresses. settings: by types and other differences.
+    blocks: by elements of a block and stream. rows: by stream and addresses. settings: by types and alignment.
     """
 
     sizes: tuple[int, ...]
@@ -87,44 +79,35 @@ class Tables:
     settings: dict[tuple[object, ...], tuple[int, int]] = field(default_factory=dict)
 
 
-def move(
-    sources: Sequence[Tensor], targets: Sequence[Tensor], bucket: Slots, scale: float, *, norm: bool = False
-) -> Tensor | None:
-    """Write `scale * source` into each target, on the current stream; with `norm` return the sum of squares.
+def move(gradients: Sequence[Tensor], bucket: Slots) -> None:
+    """Write each gradient into its slot, on the current stream.
 
-    Args:
-        sources, targets: one dtype and device each, dense, of equal shapes and strides in pairs; distinct memory.
-        bucket: its tables are used; one of the two lists is its views.
-        scale: as a float32.
-        norm: whether the squares of the written values, before rounding, are added up: float32 scalar.
+    gradients: of one dtype and device, dense, of the shapes and strides of the slots.
     """
-    device = targets[0].device
+    device = bucket.views[0].device
     if bucket.tables is None:
         bucket.tables = Tables(tuple(view.numel() for view in bucket.views))
     tables = bucket.tables
     if not any(tables.sizes):
-        return torch.zeros((), device=device) if norm else None
+        return
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    addresses = tuple(each.data_ptr() for each in (*sources, *targets))
+    addresses = tuple(each.data_ptr() for each in (*gradients, *bucket.views))
     rows = _rows(tables, addresses, stream, device)
     aligned = not any(address % _VECTOR_BYTES for address in addresses)
-    kinds = _TYPES[sources[0].dtype], _TYPES[targets[0].dtype]
+    kinds = _TYPES[gradients[0].dtype], _TYPES[bucket.views[0].dtype]
 
-    def launch(setting: tuple[int, int]) -> Tensor | None:
+    def launch(setting: tuple[int, int]) -> None:
         block, num_warps = setting
         blocks = _blocks(tables, block, stream, device)
-        programs = blocks.shape[0]
-        sums = torch.empty(programs if norm else 0, dtype=torch.float32, device=device)
-        _move[(programs,)](rows, blocks, sums, scale, *kinds, aligned, norm, block, num_warps=num_warps)
-        return sums.sum() if norm else None
+        _move[(blocks.shape[0],)](rows, blocks, *kinds, aligned, block, num_warps=num_warps)
 
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        key = (*kinds, aligned, norm)
+        key = (*kinds, aligned)
         if key not in tables.settings:
-            size = "large" if sum(tables.sizes) * targets[0].element_size() >= _LARGE_BYTES else "small"
-            name = f"{kinds[0]} to {kinds[1]} {size}{' aligned' * aligned}{' norm' * norm}"
-            tables.settings[key] = fastest("gradient_buckets/1", name, SETTINGS, launch)
-        return launch(tables.settings[key])
+            size = "large" if sum(tables.sizes) * bucket.views[0].element_size() >= _LARGE_BYTES else "small"
+            name = f"{kinds[0]} to {kinds[1]} {size}{' aligned' * aligned}"
+            tables.settings[key] = fastest("gradient_buckets/2", name, SETTINGS, launch)
+        launch(tables.settings[key])
 
 
 def _rows(tables: Tables, addresses: tuple[int, ...], stream: int, device: torch.device) -> Tensor:
@@ -162,44 +145,16 @@ def _to_device(table: Tensor, device: torch.device) -> Tensor:
     return table if device.type == "cpu" else table.pin_memory().to(device, non_blocking=True)
 
 
-def least_bytes(sizes: Sequence[int], source_bytes: int, target_bytes: int) -> int:
-    """Return the bytes that must be read and written for tensors of these sizes.
-
-    Args:
-        sizes: numbers of elements.
-        source_bytes, target_bytes: bytes of an element, on either side.
-    """
-    return sum(sizes) * (source_bytes + target_bytes)
-
-
-def moved_bytes(sizes: Sequence[int], source_bytes: int, target_bytes: int, block: int, norm: bool) -> int:
-    """Return the bytes that a launch with new addresses reads and writes.
-
-    The launch moves tensors, tables (with the tables' own copy) and partial sums. Tensors count in whole sectors, as if
-    each began in the middle of one.
-    """
-    programs = sum(-(-size // block) for size in sizes)
-    moved = 0
-    for size in filter(None, sizes):
-        for num_bytes in (size * source_bytes, size * target_bytes):
-            misaligned = _SECTOR_BYTES if num_bytes % _SECTOR_BYTES else 0
-            moved += num_bytes + misaligned
-    tables = 8 * _ROW * len(sizes) + 4 * _BLOCK_ROW * programs
-    return moved + tables + programs * (8 * _ROW + 4 * _BLOCK_ROW) + (8 * programs if norm else 0)
-
-
 def _variants() -> tuple[Variant, ...]:
     names = {"fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16}
-    ways = [(source, target, True, False) for source in names for target in names]
-    ways += [("bf16", "fp32", True, True), ("fp32", "fp32", True, True), ("bf16", "bf16", False, True)]
-    tables = {"rows": "*i64", "blocks": "*i32", "sums": "*fp32", "scale": "fp32"}
+    ways = [(source, target, True) for source in names for target in names] + [("bf16", "bf16", False)]
+    tables = {"rows": "*i64", "blocks": "*i32"}
     found = []
-    for number, (source, target, aligned, norm) in enumerate(ways):
-        for block, num_warps in SETTINGS if number == 0 or norm else SETTINGS[:1]:
-            constants = {"SOURCE": names[source], "TARGET": names[target], "ALIGNED": aligned, "NORM": norm}
-            constants["BLOCK"] = block
+    for number, (source, target, aligned) in enumerate(ways):
+        for block, num_warps in SETTINGS if number == 0 else SETTINGS[:1]:
+            constants = {"SOURCE": names[source], "TARGET": names[target], "ALIGNED": aligned, "BLOCK": block}
             signature = {**tables, **dict.fromkeys(constants, "constexpr")}
-            label = f"{source} to {target}, {block}{', norm' * norm}{', misaligned' * (not aligned)}"
+            label = f"{source} to {target}, {block}{', misaligned' * (not aligned)}"
             found.append(Variant(f"{__name__}:_move", label, signature, constants, num_warps))
     return tuple(found)
 
