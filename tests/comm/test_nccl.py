@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from deepytorch.comm.group.devices.nccl import TunerRow, prepare, socket_settings, write_tuner_file
+from deepytorch.comm.group.devices.nccl import prepare, socket_settings
 from deepytorch.comm.topology.topology import read_topology
-from deepytorch.errors import ConfigError
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -46,28 +45,3 @@ def test_faster_links_get_more_connections():
 
     assert connections(10_000) <= connections(100_000) <= connections(400_000)
     assert connections(10_000) < connections(400_000)
-
-
-def test_tuner_file_has_a_line_a_row(tmp_path):
-    rows = [
-        TunerRow("allreduce", 0, (128 << 20) - 1, "ring", "simple"),
-        TunerRow("allreduce", 128 << 20, 1 << 32, "tree", "simple", channels=12),
-    ]
-    write_tuner_file(tmp_path / "tuner.csv", rows)
-    lines = (tmp_path / "tuner.csv").read_text().split()
-    assert lines == [
-        "allreduce,0,134217727,ring,simple,-1,-1,-1",
-        "allreduce,134217728,4294967296,tree,simple,12,-1,-1",
-    ]
-
-
-@pytest.mark.parametrize(
-    "rows",
-    [
-        [TunerRow("allreduce", 5, 4, "ring", "ll")],
-        [TunerRow("allreduce", 0, 10, "ring", "ll"), TunerRow("allreduce", 10, 20, "tree", "ll")],
-    ],
-)
-def test_tuner_rows_that_overlap_or_are_empty_are_refused(tmp_path, rows):
-    with pytest.raises(ConfigError, match="expected"):
-        write_tuner_file(tmp_path / "tuner.csv", rows)
