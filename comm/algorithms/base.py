@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from deepytorch.comm.topology.cost import Links
+from deepytorch.comm.topology.cost import Links, cast_us_per_byte
 from deepytorch.comm.topology.topology import Topology
 from deepytorch.errors import ConfigError
 
@@ -26,6 +26,7 @@ _SPELLED_BY_TORCH = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "
 
 # Chunk sizes are powers of two, so that one choice holds for a range of sizes.
 LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES, MOST_CHUNKS = 1 << 16, 1 << 24, 64
+MOST_STREAMS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,31 +69,58 @@ class Choice:
 
 
 class Collective(ABC):
-    """One algorithm: its abilities and their cost. The native code that runs it takes the `Choice`."""
+    """One algorithm: its abilities and their cost. The native code that runs it takes the `Choice`.
+
+    The attributes say what it needs; a subclass adds to `unavailable` and `refused` what they cannot say.
+    """
 
     name: ClassVar[str]
     compresses: ClassVar[bool] = False  # whether its choices may be given `compress`
     in_memory: ClassVar[bool] = False  # whether the ranks of a host have to share memory
+    kinds: ClassVar[tuple[OperationKind, ...]] = KINDS
+    device: ClassVar[DeviceKind | None] = None  # None: any
+    several_hosts: ClassVar[bool | None] = None  # False: one host only; None: any number
+    equal_hosts: ClassVar[bool] = False  # whether every host has to have as many ranks
+    ranks_of_a_host: ClassVar[tuple[float, float]] = (1, math.inf)  # the fewest and the most
+    from_bytes: ClassVar[int] = 0
+    below_bytes: ClassVar[float] = math.inf
 
     def unsupported(self, operation: Operation, topology: Topology) -> str | None:
         """Return why this algorithm cannot do the operation on this topology, in a user's words, or None if it can."""
         return self.unavailable(operation.kind, operation.device, topology) or self.refused(operation)
 
-    @abstractmethod
     def unavailable(self, kind: OperationKind, device: DeviceKind, topology: Topology) -> str | None:
         """Return why the ranks of this topology cannot run this algorithm for any payload, or None if they can."""
+        if self.device is not None and self.device != device:
+            return f"works on {self.device.upper()} tensors, found {device}"
+        if self.several_hosts is False and topology.num_hosts > 1:
+            return f"works on one host, found {topology.num_hosts}"
+        if self.several_hosts and topology.num_hosts == 1:
+            return "needs several hosts, found 1"
+        if self.equal_hosts and not topology.is_regular:
+            return "needs as many ranks on every host, found different numbers"
+        if kind not in self.kinds:
+            return f"does {' and '.join(self.kinds)} only, found {kind}"
+        least, most = self.ranks_of_a_host
+        if not least <= topology.ranks_per_host <= most:
+            return f"works among {least:.0f} to {most:.0f} ranks of a host, found {topology.ranks_per_host}"
+        return None
 
     def refused(self, operation: Operation) -> str | None:
         """Return why this algorithm does not take this payload (type, reduction, size), or None if it does."""
+        if operation.num_bytes < self.from_bytes:
+            return f"starts at {self.from_bytes} bytes, found {operation.num_bytes}"
+        if operation.num_bytes >= self.below_bytes:
+            return f"works below {self.below_bytes} bytes, found {operation.num_bytes}"
         return None
 
     @abstractmethod
     def cost_us(self, operation: Operation, topology: Topology, links: Links, choice: Choice) -> float:
         """Return the predicted time. `links` must be complete: see `nominal.complete`."""
 
-    @abstractmethod
     def choices(self, operation: Operation, topology: Topology, links: Links) -> Sequence[Choice]:
-        """Return the settings worth considering, the plainest first."""
+        """Return the settings worth considering, the plainest first; here one choice, as there is nothing to set."""
+        return (Choice(self.name),)
 
 
 def dtype_name(dtype: object) -> str:
@@ -122,15 +150,34 @@ def compressed_ratio(dtype: str, compress: Compression | None) -> float:
         return 1.0
     if compress not in COMPRESSED_BYTES:
         raise ConfigError(f"compression {compress!r}; expected one of {', '.join(COMPRESSED_BYTES)}, or None")
-    if dtype not in FLOATS or COMPRESSED_BYTES[compress] >= DTYPE_BYTES[dtype]:
+    if not _is_wider(dtype, compress):
         raise ConfigError(f"{dtype} cannot be compressed to {compress}; expected a floating-point type that is wider")
     return COMPRESSED_BYTES[compress] / DTYPE_BYTES[dtype]
 
 
+def compressed_cost(operation: Operation, links: Links, choice: Choice) -> tuple[float, float]:
+    """Return the bytes between hosts for each payload byte, and the us that the casts of a payload byte take."""
+    ratio = compressed_ratio(operation.dtype, choice.compress)
+    return ratio, 0.0 if choice.compress is None else cast_us_per_byte(links.copy_us_per_byte(), ratio)
+
+
 def can_compress(operation: Operation, compress: Compression) -> bool:
     """Return whether a cast between hosts is possible: for a sum or average of a wider floating-point type."""
-    wider = operation.dtype in FLOATS and COMPRESSED_BYTES[compress] < DTYPE_BYTES[operation.dtype]
-    return wider and operation.kind == "all_reduce" and operation.reduce_op in ("sum", "avg")
+    sums = operation.kind == "all_reduce" and operation.reduce_op in ("sum", "avg")
+    return sums and _is_wider(operation.dtype, compress)
+
+
+def _is_wider(dtype: str, compress: Compression) -> bool:
+    return dtype in FLOATS and COMPRESSED_BYTES[compress] < DTYPE_BYTES[dtype]
+
+
+def stream_counts(links: Links, num_rings: int) -> list[int]:
+    """Return the numbers of streams worth considering for each of the rings that leave a host; 1 first.
+
+    The numbers are those that were measured and that the rings can share.
+    """
+    shared = {streams // num_rings for streams in links.network if streams % num_rings == 0}
+    return sorted({1} | {count for count in shared if count <= MOST_STREAMS})
 
 
 def chunk_sizes(num_bytes: int, at_least: int = 1) -> list[int]:

@@ -14,20 +14,18 @@ from deepytorch.comm.algorithms.base import (
     FLOATS,
     Choice,
     Collective,
-    DeviceKind,
     Operation,
-    OperationKind,
     chunk_sizes,
-    compressed_ratio,
+    compressed_cost,
+    stream_counts,
 )
 from deepytorch.comm.algorithms.shared_memory import MOST_RANKS, REDUCE_OPS
-from deepytorch.comm.topology.cost import Link, Links, all_reduce_link, cast_us_per_byte, pipeline_us
+from deepytorch.comm.topology.cost import Link, Links, all_reduce_link, pipeline_us
 from deepytorch.comm.topology.topology import Topology
 
 FROM_BYTES = 4 << 20  # DeepNCCL gains over NCCL above 4 MB; below, the start-up of copies costs more than is saved
 AREA_BYTES = 4 << 20  # of a chunk: its copy takes 175 us at 24 GB/s, eight times the latency. Not measured.
 TURN_US = 20.0  # assumed time of the thread that drives a chunk: two syncs of about 1 us, two copies and their events
-MOST_STREAMS = 16
 
 
 class CpuReduce(Collective):
@@ -36,26 +34,18 @@ class CpuReduce(Collective):
     name = "cpu_reduce"
     compresses = True
     in_memory = True
-
-    def unavailable(self, kind: OperationKind, device: DeviceKind, topology: Topology) -> str | None:
-        """Refuse hosts with too few or unequal ranks, and every kind except all_reduce."""
-        if kind != "all_reduce":
-            return f"does all_reduce only, found {kind}"
-        if not topology.is_regular:
-            return "needs as many ranks on every host, found different numbers"
-        if not 2 <= topology.ranks_per_host <= MOST_RANKS:
-            return f"works among 2 to {MOST_RANKS} ranks of a host, found {topology.ranks_per_host}"
-        return None
+    kinds = ("all_reduce",)
+    equal_hosts = True
+    ranks_of_a_host = (2, MOST_RANKS)
+    from_bytes = FROM_BYTES
 
     def refused(self, operation: Operation) -> str | None:
-        """Refuse CPU tensors (a copy would be useless), too few bytes, and types or reductions without a kernel."""
+        """Refuse CPU tensors (a copy would be useless), and types or reductions without a kernel too."""
         if operation.device != "cuda":
             return f"works on CUDA tensors, found {operation.device}"
         if operation.dtype not in FLOATS or operation.reduce_op not in REDUCE_OPS:
             return f"has no kernel for {operation.reduce_op} of {operation.dtype}"
-        if operation.num_bytes < FROM_BYTES:
-            return f"starts at {FROM_BYTES} bytes, found {operation.num_bytes}"
-        return None
+        return super().refused(operation)
 
     def cost_us(self, operation: Operation, topology: Topology, links: Links, choice: Choice) -> float:
         """Return the predicted time: see `cpu_reduce_us`.
@@ -65,25 +55,21 @@ class CpuReduce(Collective):
         num_chunks = max(choice.num_chunks(operation.num_bytes), math.ceil(operation.num_bytes / AREA_BYTES))
         num_streams = min(choice.num_streams, num_chunks)
         hosts, per_host = topology.num_hosts, topology.ranks_per_host
-        ratio = compressed_ratio(operation.dtype, choice.compress)
-        cast = 0.0 if choice.compress is None else cast_us_per_byte(links.copy_us_per_byte(), ratio)
+        ratio, cast_rate = compressed_cost(operation, links, choice)
         return cpu_reduce_us(
             operation.num_bytes,
             math.ceil(num_chunks / num_streams),
             links.link("pcie"),
-            Link(TURN_US, reduce_us_per_byte(links.copy_us_per_byte(), per_host) + cast),
+            Link(TURN_US, reduce_us_per_byte(links.copy_us_per_byte(), per_host) + cast_rate),
             all_reduce_link(links.network_link(per_host * num_streams), hosts) if hosts > 1 else Link(0.0, 0.0),
             ratio,
         )
 
     def choices(self, operation: Operation, topology: Topology, links: Links) -> Sequence[Choice]:
         """Return chunks of each size that fits; on several hosts also each number of streams that local ranks share."""
-        per_host = topology.ranks_per_host
-        shared = {streams // per_host for streams in links.network if streams % per_host == 0}
-        counts = sorted({1} | {count for count in shared if 1 <= count <= MOST_STREAMS})
         return [
             Choice(self.name, chunk, streams)
-            for streams in counts
+            for streams in stream_counts(links, topology.ranks_per_host)
             for chunk in [size for size in chunk_sizes(operation.num_bytes, streams) if size <= AREA_BYTES]
             or [AREA_BYTES]
             if chunk * max(2, streams) <= operation.num_bytes

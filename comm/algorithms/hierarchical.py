@@ -9,24 +9,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from deepytorch.comm.algorithms.base import (
-    Choice,
-    Collective,
-    DeviceKind,
-    Operation,
-    OperationKind,
-    chunk_sizes,
-    compressed_ratio,
-)
-from deepytorch.comm.algorithms.shared_memory import why_not_in_memory, without_kernel
-from deepytorch.comm.topology.cost import Link, Links, all_reduce_link, cast_us_per_byte, pipeline_us
+from deepytorch.comm.algorithms.base import Choice, Operation, chunk_sizes, compressed_cost, stream_counts
+from deepytorch.comm.algorithms.shared_memory import InMemory
+from deepytorch.comm.topology.cost import Link, Links, all_reduce_link, pipeline_us
 from deepytorch.comm.topology.topology import Topology
 
-MOST_STREAMS = 16
-KINDS = ("all_reduce", "reduce_scatter", "all_gather")
 
-
-class Hierarchical(Collective):
+class Hierarchical(InMemory):
     """Reduce-scatter through the host's memory, all-reduce of each local rank's slice between hosts, all-gather.
 
     reduce_scatter and all_gather are each a half of that: values are summed before they leave their host, and arrive at
@@ -35,21 +24,9 @@ class Hierarchical(Collective):
 
     name = "hierarchical"
     compresses = True
-    in_memory = True
-
-    def unavailable(self, kind: OperationKind, device: DeviceKind, topology: Topology) -> str | None:
-        """Refuse a single host, one rank per host, hosts with unequal ranks, a broadcast, and CUDA tensors."""
-        if topology.num_hosts == 1:
-            return "needs several hosts, found 1"
-        if not topology.is_regular:
-            return "needs as many ranks on every host, found different numbers"
-        if kind not in KINDS:
-            return f"does {', '.join(KINDS)}, found {kind}"
-        return why_not_in_memory(device, topology)
-
-    def refused(self, operation: Operation) -> str | None:
-        """Refuse types and reductions without a kernel."""
-        return without_kernel(operation)
+    several_hosts = True
+    equal_hosts = True
+    kinds = ("all_reduce", "reduce_scatter", "all_gather")
 
     def cost_us(self, operation: Operation, topology: Topology, links: Links, choice: Choice) -> float:
         """Return the predicted time: see `hierarchical_us`.
@@ -59,7 +36,6 @@ class Hierarchical(Collective):
         num_chunks = choice.num_chunks(operation.num_bytes)
         num_streams = min(choice.num_streams, num_chunks)
         num_waves = math.ceil(num_chunks / num_streams)
-        ratio = compressed_ratio(operation.dtype, choice.compress)
         memory = links.link("memory")
         return hierarchical_us(
             operation.num_bytes,
@@ -67,22 +43,17 @@ class Hierarchical(Collective):
             topology.num_hosts,
             replace(memory, latency_us=memory.latency_us * num_chunks / num_waves),
             links.network_link(topology.ranks_per_host * num_streams),
-            ratio,
-            0.0 if choice.compress is None else cast_us_per_byte(links.copy_us_per_byte(), ratio),
+            *compressed_cost(operation, links, choice),
             1 if operation.kind == "all_reduce" else 0.5,
         )
 
     def choices(self, operation: Operation, topology: Topology, links: Links) -> Sequence[Choice]:
-        """Return the whole payload or chunks, with each number of streams.
-
-        The numbers are those that were measured and that the local ranks can share.
-        """
-        per_host = topology.ranks_per_host
-        shared = {streams // per_host for streams in links.network if streams % per_host == 0}
-        found = [Choice(self.name)]
-        for streams in sorted({1} | {count for count in shared if 1 <= count <= MOST_STREAMS}):
-            found += [Choice(self.name, chunk, streams) for chunk in chunk_sizes(operation.num_bytes, streams)]
-        return found
+        """Return the whole payload or chunks, with each number of streams."""
+        return [Choice(self.name)] + [
+            Choice(self.name, chunk, streams)
+            for streams in stream_counts(links, topology.ranks_per_host)
+            for chunk in chunk_sizes(operation.num_bytes, streams)
+        ]
 
 
 def hierarchical_us(

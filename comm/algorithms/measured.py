@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
 from deepytorch.comm.algorithms.base import COMPRESSED_BYTES, KINDS, Choice, Compression, OperationKind
-from deepytorch.comm.algorithms.select import COLLECTIVES, ENGINE, ENGINE_MARGIN, Range
+from deepytorch.comm.algorithms.select import COLLECTIVES, ENGINE, ENGINE_MARGIN, Range, ranges_of
 from deepytorch.comm.topology.checked_json import as_count, as_list, as_object, as_text
 from deepytorch.comm.topology.topology import Topology
 from deepytorch.config import Environment
@@ -58,29 +58,19 @@ def table_of(times_us: Mapping[int, Mapping[Choice, float]]) -> tuple[Range, ...
     times_us: by payload bytes, ascending, the time of each choice. The engine's time must be given, and the engine
     stays unless it takes over 1.10 times as long as the best.
     """
-    found: list[Range] = []
-    for size, times in times_us.items():
-        engine = next(choice for choice in times if choice.algorithm == ENGINE.name)
-        best = min(times, key=lambda choice: times[choice])
-        choice = best if times[best] * ENGINE_MARGIN < times[engine] else engine
-        if not found or found[-1].choice != choice:
-            found.append(Range(size if found else 0, choice))
-    return tuple(found)
+    return ranges_of((size, _fastest(times)) for size, times in times_us.items())
+
+
+def _fastest(times_us: Mapping[Choice, float]) -> Choice:
+    engine = next(choice for choice in times_us if choice.algorithm == ENGINE.name)
+    best = min(times_us, key=lambda choice: times_us[choice])
+    return best if times_us[best] * ENGINE_MARGIN < times_us[engine] else engine
 
 
 def to_json(found: Measured) -> dict[str, Any]:
     """Return the measured choices as JSON values."""
     tables = {
-        kind: [
-            {
-                "from_bytes": each.from_bytes,
-                "algorithm": each.choice.algorithm,
-                "chunk_bytes": each.choice.chunk_bytes,
-                "num_streams": each.choice.num_streams,
-                "compress": each.choice.compress,
-            }
-            for each in ranges
-        ]
+        kind: [{"from_bytes": each.from_bytes, **asdict(each.choice)} for each in ranges]
         for kind, ranges in found.tables.items()
     }
     return {"tables": tables, "registered_from_bytes": found.registered_from}

@@ -6,8 +6,7 @@ given equal links.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from deepytorch.comm.algorithms.base import (
@@ -19,16 +18,31 @@ from deepytorch.comm.algorithms.base import (
     Operation,
     OperationKind,
     can_compress,
+    share_of_all_reduce,
 )
 from deepytorch.comm.algorithms.cpu_reduce import CpuReduce
 from deepytorch.comm.algorithms.hierarchical import Hierarchical
 from deepytorch.comm.algorithms.nvlink import CopyEngines, Multimem, OneShot, TwoShot
 from deepytorch.comm.algorithms.shared_memory import SharedMemory
-from deepytorch.comm.algorithms.stock_engine import Engine
 from deepytorch.comm.algorithms.streams import Streams
 from deepytorch.comm.topology.cost import Links
 from deepytorch.comm.topology.nominal import complete
 from deepytorch.comm.topology.topology import Topology
+
+
+class Engine(Collective):
+    """The unmodified inner backend (Gloo, NCCL): always possible, and the baseline that every algorithm has to beat.
+
+    The engine itself raises an error for what it cannot do.
+    """
+
+    name = "engine"
+
+    def cost_us(self, operation: Operation, topology: Topology, links: Links, choice: Choice) -> float:
+        """Return the predicted time, from the measured all-reduce."""
+        latency, rate = share_of_all_reduce(operation.kind, topology.num_ranks)
+        return links.link("engine").scaled(latency=latency, rate=rate).time_us(operation.num_bytes)
+
 
 ENGINE = Engine()
 COLLECTIVES: tuple[Collective, ...] = (
@@ -79,41 +93,7 @@ def select(operation: Operation, topology: Topology, links: Links, allow_compres
     The engine stays unless its time is over 1.10 times the best prediction. `allow_compress`: the type that values may
     be cast to between hosts, which happens only if it is over 1.05 times as fast.
     """
-    complete_links = complete(links, topology, operation.device)
-    return _chosen(_predictions(operation, topology, complete_links, allow_compress))
-
-
-def table(
-    topology: Topology,
-    links: Links,
-    *,
-    dtype: str = "fp32",
-    reduce_op: str = "sum",
-    device: DeviceKind = "cpu",
-    allow_compress: Compression | None = None,
-    sizes: Sequence[int] = TABLE_SIZES,
-) -> Mapping[OperationKind, tuple[Range, ...]]:
-    """Return, for each kind of operation, the choices by size, as `look_up` reads them.
-
-    `sizes` ascend. A choice holds from its size on, the first one from 0 and the last one without end.
-    """
-    complete_links = complete(links, topology, device)
-    found: dict[OperationKind, tuple[Range, ...]] = {}
-    for kind in KINDS:
-        ranges: list[Range] = []
-        for size in sizes:
-            operation = Operation(kind, size, dtype, reduce_op, device)
-            choice = _chosen(_predictions(operation, topology, complete_links, allow_compress))
-            if not ranges or ranges[-1].choice != choice:
-                ranges.append(Range(size if ranges else 0, choice))
-        found[kind] = tuple(ranges)
-    return found
-
-
-def look_up(ranges: Sequence[Range], num_bytes: int) -> Choice:
-    """Return the choice for `num_bytes` in a table's ranges of one kind."""
-    starts = [entry.from_bytes for entry in ranges]
-    return ranges[bisect_right(starts, num_bytes) - 1].choice
+    return _explained(operation, topology, complete(links, topology, operation.device), allow_compress).choice
 
 
 def explain(
@@ -129,12 +109,31 @@ def explain(
 ) -> tuple[Explanation, ...]:
     """Return, for each size, every algorithm's prediction or reason, and the choice, for people to read."""
     complete_links = complete(links, topology, device)
-    rows = []
-    for size in sizes:
-        operation = Operation(kind, size, dtype, reduce_op, device)
-        predictions = _predictions(operation, topology, complete_links, allow_compress)
-        rows.append(Explanation(operation, predictions, _chosen(predictions)))
-    return tuple(rows)
+    operations = [Operation(kind, size, dtype, reduce_op, device) for size in sizes]
+    return tuple(_explained(each, topology, complete_links, allow_compress) for each in operations)
+
+
+def table(
+    topology: Topology, links: Links, *, device: DeviceKind = "cpu", allow_compress: Compression | None = None
+) -> Mapping[OperationKind, tuple[Range, ...]]:
+    """Return, for each kind of operation, the choices by size, for sums of float32."""
+    found: dict[OperationKind, tuple[Range, ...]] = {}
+    for kind in KINDS:
+        rows = explain(topology, links, kind=kind, device=device, allow_compress=allow_compress)
+        found[kind] = ranges_of((row.operation.num_bytes, row.choice) for row in rows)
+    return found
+
+
+def ranges_of(choices: Iterable[tuple[int, Choice]]) -> tuple[Range, ...]:
+    """Return the ranges of choices by size; the sizes ascend.
+
+    A choice holds from its size on, the first one from 0 and the last one without end.
+    """
+    ranges: list[Range] = []
+    for size, choice in choices:
+        if not ranges or ranges[-1].choice != choice:
+            ranges.append(Range(size if ranges else 0, choice))
+    return tuple(ranges)
 
 
 def predict_us(operation: Operation, topology: Topology, links: Links, choice: Choice) -> float:
@@ -149,10 +148,11 @@ def collective(name: str) -> Collective:
     return next(found for found in COLLECTIVES if found.name == name)
 
 
-def _predictions(
+def _explained(
     operation: Operation, topology: Topology, links: Links, allow_compress: Compression | None
-) -> tuple[Prediction, ...]:
-    return tuple(_prediction(found, operation, topology, links, allow_compress) for found in COLLECTIVES)
+) -> Explanation:
+    predictions = tuple(_prediction(found, operation, topology, links, allow_compress) for found in COLLECTIVES)
+    return Explanation(operation, predictions, _chosen(predictions))
 
 
 def _prediction(

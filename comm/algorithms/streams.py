@@ -12,13 +12,12 @@ from deepytorch.comm.algorithms.base import (
     Operation,
     OperationKind,
     chunk_sizes,
-    compressed_ratio,
+    compressed_cost,
+    stream_counts,
 )
-from deepytorch.comm.topology.cost import Link, Links, cast_us_per_byte, pipeline_us
+from deepytorch.comm.topology.cost import Link, Links, pipeline_us
 from deepytorch.comm.topology.nominal import flat_ring
 from deepytorch.comm.topology.topology import Topology
-
-MOST_STREAMS = 16
 
 
 class Streams(Collective):
@@ -26,52 +25,41 @@ class Streams(Collective):
 
     name = "streams"
     compresses = True
+    kinds = ("all_reduce",)
+    device = "cpu"  # NCCL's sockets are set before it starts
+    several_hosts = True
 
     def unavailable(self, kind: OperationKind, device: DeviceKind, topology: Topology) -> str | None:
-        """Refuse a single host, several ranks on one host, every kind except all_reduce, and CUDA tensors."""
-        if topology.num_hosts == 1:
-            return "needs several hosts, found 1"
-        if topology.ranks_per_host > 1:
+        """Refuse several ranks on one host too."""
+        if topology.num_hosts > 1 and topology.ranks_per_host > 1:
             return (
                 f"works with one rank on each host, found {topology.ranks_per_host} (hierarchical does the same there)"
             )
-        if kind != "all_reduce":
-            return f"does all_reduce only, found {kind}"
-        if device != "cpu":
-            return f"works on CPU tensors, found {device} (NCCL's sockets are set before it starts)"
-        return None
+        return super().unavailable(kind, device, topology)
 
     def cost_us(self, operation: Operation, topology: Topology, links: Links, choice: Choice) -> float:
         """Return the predicted time: the engine's, with its rate scaled by the gain of more streams on this network."""
         num_chunks = choice.num_chunks(operation.num_bytes)
         num_streams = min(choice.num_streams, num_chunks)
-        ratio = compressed_ratio(operation.dtype, choice.compress)
         one, several = flat_ring(links, topology), flat_ring(links, topology, num_streams)
         gain = several.us_per_byte / one.us_per_byte if one.us_per_byte else 1.0
+        ratio, cast_rate = compressed_cost(operation, links, choice)
         return streams_us(
             operation.num_bytes,
             math.ceil(num_chunks / num_streams),
             links.link("engine").scaled(rate=gain),
             ratio,
-            0.0
-            if choice.compress is None
-            else cast_us_per_byte(links.copy_us_per_byte(), ratio) * topology.ranks_per_host,
+            cast_rate * topology.ranks_per_host,
         )
 
     def choices(self, operation: Operation, topology: Topology, links: Links) -> Sequence[Choice]:
-        """Return each number of streams that was measured, with a chunk or more for each.
-
-        One stream is for compression only.
-        """
-        exits = topology.ring_exits
-        counts = sorted({streams // exits for streams in links.network if streams % exits == 0})
-        several = [
+        """Return each number of streams with a chunk or more for each; one stream is for compression only."""
+        one, *counts = stream_counts(links, topology.ring_exits)
+        return [Choice(self.name, num_streams=one)] + [
             Choice(self.name, chunk, streams)
             for streams in counts
-            if 2 <= streams <= MOST_STREAMS
             for chunk in chunk_sizes(operation.num_bytes, streams)
         ]
-        return [Choice(self.name), *several]
 
 
 def streams_us(num_bytes: float, num_waves: float, engine: Link, ratio: float = 1.0, cast_rate: float = 0.0) -> float:

@@ -1,7 +1,7 @@
 """The costs of collectives: alpha-beta links, measured or assumed, and the few formulas that algorithms consist of.
 
 Times are in microseconds (us), sizes in bytes, rates in us per byte (1 / us_per_byte = MB/s). A formula takes numbers
-or sympy symbols alike, so that `formulas` shows exactly what is computed.
+or sympy symbols alike, so that docs/algorithms.md shows exactly what is computed.
 """
 
 from __future__ import annotations

@@ -15,31 +15,19 @@ PACKAGES = ("comm", "compiler", "passes", "deepytorch")
 ALGORITHM = '''
 """All-reduce in which every chunk goes through the areas of the shared segment."""
 
-from deepytorch.comm.algorithms.base import Choice, Collective, DeviceKind, Operation, OperationKind
-from deepytorch.comm.algorithms.shared_memory import why_not_in_memory, without_kernel
+from deepytorch.comm.algorithms.base import Choice, Operation
+from deepytorch.comm.algorithms.shared_memory import InMemory
 from deepytorch.comm.topology.cost import Links
 from deepytorch.comm.topology.topology import Topology
 
 
-class ThroughAreas(Collective):
+class ThroughAreas(InMemory):
     name = "through_areas"
-    in_memory = True
-
-    def unavailable(self, kind: OperationKind, device: DeviceKind, topology: Topology) -> str | None:
-        if kind != "all_reduce":
-            return f"does all_reduce only, found {kind}"
-        if topology.num_hosts > 1:
-            return f"works on one host, found {topology.num_hosts}"
-        return why_not_in_memory(device, topology)
-
-    def refused(self, operation: Operation) -> str | None:
-        return without_kernel(operation)
+    kinds = ("all_reduce",)
+    several_hosts = False
 
     def cost_us(self, operation: Operation, topology: Topology, links: Links, choice: Choice) -> float:
         return 2 * links.link("memory").time_us(operation.num_bytes)
-
-    def choices(self, operation: Operation, topology: Topology, links: Links) -> tuple[Choice, ...]:
-        return (Choice(self.name),)
 '''
 
 # (file, what stands there, what stands there afterwards)

@@ -23,7 +23,6 @@ from deepytorch.comm.algorithms.base import (
     dtype_name,
 )
 from deepytorch.comm.algorithms.cpu_reduce import TURN_US, cpu_reduce_us, reduce_us_per_byte
-from deepytorch.comm.algorithms.formulas import SYMBOLS, formulas
 from deepytorch.comm.algorithms.hierarchical import hierarchical_us
 from deepytorch.comm.algorithms.select import COLLECTIVES, collective, predict_us
 from deepytorch.comm.algorithms.streams import streams_us
@@ -39,6 +38,7 @@ from deepytorch.comm.topology.cost import (
 from deepytorch.comm.topology.nominal import complete, flat_ring
 from deepytorch.comm.topology.topology import Host, Topology, read_topology
 from deepytorch.errors import ConfigError, DataError
+from tests.comm.formulas import SYMBOLS, formulas
 
 FIXTURES = Path(__file__).parent / "fixtures"
 MB = 1 << 20

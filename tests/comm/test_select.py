@@ -16,9 +16,9 @@ from deepytorch.comm.algorithms.select import (
     COLLECTIVES,
     ENGINE_MARGIN,
     TABLE_SIZES,
+    Range,
     collective,
     explain,
-    look_up,
     predict_us,
     select,
     table,
@@ -39,6 +39,10 @@ def of_fixture(name: str) -> Topology:
 def hosts(num_hosts: int, per_host: int) -> Topology:
     listed = tuple(Host(f"h{index}", 4) for index in range(num_hosts))
     return Topology(listed, tuple(index for index in range(num_hosts) for _ in range(per_host)))
+
+
+def look_up(ranges: tuple[Range, ...], num_bytes: int) -> Choice:
+    return [entry.choice for entry in ranges if entry.from_bytes <= num_bytes][-1]
 
 
 def chosen(fixture: str, num_bytes: int, links: Links | None = None, **operation) -> str:

@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import sympy
 
 from deepytorch.comm.algorithms.cpu_reduce import TURN_US, cpu_reduce_us, reduce_us_per_byte
 from deepytorch.comm.algorithms.hierarchical import hierarchical_us
-from deepytorch.comm.algorithms.nvlink import (
-    ONE_SHOT_STEPS,
-    TWO_SHOT_STEPS,
-    CopyEngines,
-    Multimem,
-    OneShot,
-    TwoShot,
-    copy_steps,
-    symmetric_us,
-)
+from deepytorch.comm.algorithms.nvlink import CopyEngines, Multimem, OneShot, TwoShot, symmetric_us
 from deepytorch.comm.algorithms.streams import streams_us
 from deepytorch.comm.topology.cost import Link, all_reduce_link, cast_us_per_byte
-
-if TYPE_CHECKING:
-    import sympy
 
 # The meaning of the symbols. A link X has a latency a_X (us) and a rate b_X (us per byte).
 SYMBOLS = {
@@ -60,17 +50,13 @@ def formulas() -> Mapping[str, sympy.Expr]:
         "streams, compressed": streams_us(s, waves, engine, ratio, cast * per_host),
         "cpu_reduce": cpu_reduce_us(s, waves, pcie, reduce, none, 1),
         "cpu_reduce, several hosts": cpu_reduce_us(s, waves, pcie, reduce, between, 1),
-        "nvlink_one_shot": symmetric_us(s, nvlink, ONE_SHOT_STEPS, OneShot().share(n)),
-        "nvlink_two_shot": symmetric_us(s, nvlink, TWO_SHOT_STEPS, TwoShot().share(n)),
-        "nvlink_copies": symmetric_us(s, nvlink, copy_steps(n), CopyEngines().share(n)),
-        "nvlink_multimem": symmetric_us(s, nvlink, TWO_SHOT_STEPS, Multimem().share(n)),
     }
+    for each in (OneShot(), TwoShot(), CopyEngines(), Multimem()):
+        found[each.name] = symmetric_us(s, nvlink, each.num_steps(n), each.share(n))
     return found
 
 
 def _symbols(names: str) -> Any:
-    import sympy
-
     return sympy.symbols(names, positive=True)
 
 
