@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import stat
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import platformdirs
 
@@ -33,6 +35,28 @@ def prepare_private(directory: Path) -> str | None:
         mode = stat.S_IMODE(status.st_mode)
         return f"other users have access to it (mode {mode:04o}, expected 0700). Run `chmod 700` on it."
     return None
+
+
+def is_private(path: Path) -> bool:
+    """Make the two folders that a file lies in for this user alone; return whether they are."""
+    return all(prepare_private(folder) is None for folder in (path.parent.parent, path.parent))
+
+
+def read_private_json(path: Path) -> Any:
+    """Return the JSON value of a file in two private folders; None if there is none that can be trusted and read."""
+    if not path.exists() or not is_private(path):
+        return None
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def write_private_json(path: Path, content: Any) -> None:
+    """Write a JSON value to a file in two private folders, if that can be done."""
+    if is_private(path):
+        with contextlib.suppress(OSError):
+            replace_file(path, json.dumps(content, indent=1))
 
 
 def replace_file(path: Path, text: str) -> None:

@@ -17,7 +17,7 @@ import torch
 from filelock import FileLock
 
 from deepytorch.log import logger
-from deepytorch.private_files import cache_directory, prepare_private, replace_file
+from deepytorch.private_files import cache_directory, is_private, read_private_json, replace_file
 
 Setting = TypeVar("Setting", bound=Hashable)
 
@@ -130,17 +130,12 @@ def _milliseconds(launch: Callable[[Setting], object], setting: Setting) -> floa
 
 
 def _read(path: Path) -> dict[str, object]:
-    if not path.exists() or any(prepare_private(folder) is not None for folder in (path.parent.parent, path.parent)):
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
+    content = read_private_json(path)
     return content if isinstance(content, dict) else {}
 
 
 def _write(path: Path, name: str, place: int) -> None:
-    if any(prepare_private(folder) is not None for folder in (path.parent.parent, path.parent)):
+    if not is_private(path):
         return
     try:
         with FileLock(path.with_suffix(".lock"), timeout=_LOCK_SECONDS, mode=0o600):  # ranks write at the same time

@@ -5,7 +5,6 @@ The results are kept on disk by the hosts, their GPUs and the versions of torch 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from deepytorch.comm.topology.checked_json import as_count, as_list, as_object, 
 from deepytorch.comm.topology.topology import Topology
 from deepytorch.config import Environment
 from deepytorch.errors import DataError
-from deepytorch.private_files import cache_directory, prepare_private, replace_file
+from deepytorch.private_files import cache_directory, read_private_json, write_private_json
 
 Tables = Mapping[OperationKind, tuple[Range, ...]]
 
@@ -114,12 +113,10 @@ def _ranges(kind: str, given: Any) -> tuple[Range, ...]:
 
 def remembered(topology: Topology, gpus: Sequence[str]) -> Measured | None:
     """Return the choices measured on these hosts with these GPUs; None if there are none, or none may be remembered."""
-    path = _path(topology, gpus)
-    if not Environment.read().remember_links or not path.exists() or _unfit(path):
-        return None
+    content = read_private_json(_path(topology, gpus)) if Environment.read().remember_links else None
     try:
-        return from_json(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, DataError):
+        return None if content is None else from_json(content)
+    except DataError:
         return None
 
 
@@ -128,13 +125,7 @@ def remember(topology: Topology, gpus: Sequence[str], found: Measured) -> None:
 
     Nothing is kept if other users have access to the folder.
     """
-    path = _path(topology, gpus)
-    if _unfit(path):
-        return
-    try:
-        replace_file(path, json.dumps(to_json(found), indent=1))
-    except OSError:
-        return
+    write_private_json(_path(topology, gpus), to_json(found))
 
 
 def _path(topology: Topology, gpus: Sequence[str]) -> Path:
@@ -142,7 +133,3 @@ def _path(topology: Topology, gpus: Sequence[str]) -> Path:
     models = "-".join(sorted({"".join(each if each.isalnum() else "_" for each in name) for name in gpus})) or "cpu"
     name = f"measured-{topology.shape_digest}-{models}-nccl{nccl}-torch{torch.__version__}-{_VERSION}.json"
     return cache_directory() / "links" / name
-
-
-def _unfit(path: Path) -> bool:
-    return any(prepare_private(folder) is not None for folder in (path.parent.parent, path.parent))

@@ -26,7 +26,7 @@ from deepytorch.comm.topology.nominal import complete, scaled_links
 from deepytorch.comm.topology.topology import Topology
 from deepytorch.config import Environment
 from deepytorch.errors import DataError
-from deepytorch.private_files import cache_directory, prepare_private, replace_file
+from deepytorch.private_files import cache_directory, read_private_json, write_private_json
 
 STREAMS = (1, 2, 4, 8)  # numbers of connections of one rank that are tried
 _SIZES = (1 << 10, 1 << 16, 1 << 22)  # within one host
@@ -193,7 +193,7 @@ def remember(topology: Topology, links: Links, rank: int) -> None:
     """Let later groups of this process, and on rank 0 those of later runs, start with these links."""
     _MEASURED.append((topology, links))
     if rank == 0:
-        _remember(_path(topology), links)
+        write_private_json(_path(topology), links.to_json())
 
 
 def _line(times_us: Mapping[int, float], least_us_per_byte: float, assumed: Link) -> Link:
@@ -321,18 +321,8 @@ def _seconds(call: Callable[[], Any]) -> float:
 
 
 def _remembered(path: Path) -> Links | None:
-    if not path.exists() or any(prepare_private(folder) is not None for folder in (path.parent.parent, path.parent)):
-        return None
+    content = read_private_json(path)
     try:
-        return Links.from_json(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, DataError):
+        return None if content is None else Links.from_json(content)
+    except DataError:
         return None
-
-
-def _remember(path: Path, links: Links) -> None:
-    if any(prepare_private(folder) is not None for folder in (path.parent.parent, path.parent)):
-        return
-    try:
-        replace_file(path, json.dumps(links.to_json()))
-    except OSError:
-        return
