@@ -6,7 +6,6 @@ links says which of them runs. Everything that all ranks of a group must share g
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,7 +26,7 @@ from deepytorch.comm.group.options import Options
 from deepytorch.comm.group.rendezvous import same_everywhere, share_segment
 from deepytorch.comm.group.tables import num_streams_of, tables_of, with_remembered
 from deepytorch.comm.topology.cost import Links
-from deepytorch.comm.topology.topology import Topology, discover_host, gather_topology
+from deepytorch.comm.topology.topology import Topology, discover_host, from_all, gather_topology
 from deepytorch.config import Environment, process_environment
 from deepytorch.errors import ConfigError
 from deepytorch.extension import BUILD_TIMEOUT
@@ -198,10 +197,8 @@ def _make(
 def _gpus(group: Group) -> tuple[str, ...]:
     """Return the names of the GPUs of all ranks' hosts; no device is selected or started for this."""
     mine = sorted({torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())})
-    group.store.set(f"gpus/{group.rank}", json.dumps(mine))
-    keys = [f"gpus/{rank}" for rank in range(group.topology.num_ranks)]
-    group.store.wait(keys, group.timeout)
-    return tuple(sorted({name for key in keys for name in json.loads(group.store.get(key))}))
+    found = from_all(group.store, "gpus", group.rank, group.topology.num_ranks, group.timeout, mine)
+    return tuple(sorted({name for names in found for name in names}))
 
 
 def _tell_of_steps(backend: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from deepytorch.comm.topology.topology import Topology
+from deepytorch.comm.topology.topology import Topology, from_all
 from deepytorch.log import once
 
 
@@ -78,7 +78,4 @@ def _report(outcomes: Sequence[str]) -> bool:
 
 def same_everywhere(store: dist.Store, topology: Topology, rank: int, mine: bool, timeout: timedelta) -> bool:
     """Return whether the ranks of every host share memory, which an algorithm over all hosts needs on each host."""
-    store.set(f"shares/{rank}", "yes" if mine else "no")
-    keys = [f"shares/{peer}" for peer in range(topology.num_ranks)]
-    store.wait(keys, timeout)
-    return all(store.get(key) == b"yes" for key in keys)
+    return all(from_all(store, "shares", rank, topology.num_ranks, timeout, mine))

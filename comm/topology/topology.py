@@ -12,21 +12,24 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from deepytorch.comm.topology.checked_json import as_count, as_list, as_object, read_file
 from deepytorch.comm.topology.discover import discover_host
 from deepytorch.comm.topology.host import Gpu, Host, NetworkDevice, NumaNode
 from deepytorch.errors import CommunicationError, DataError
 
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
 __all__ = [
     "Gpu",
     "Host",
     "NetworkDevice",
     "NumaNode",
-    "Store",
     "Topology",
     "discover_host",
+    "from_all",
     "gather_topology",
     "read_topology",
     "regular_topology",
@@ -221,23 +224,15 @@ def regular_topology(hosts: Sequence[Host], num_hosts: int, ranks_per_host: int)
     return Topology((*hosts[:num_hosts], *extra), host_of)
 
 
-class Store(Protocol):
-    """The methods that are needed of a `torch.distributed.Store`."""
-
-    def set(self, key: str, value: str, /) -> None:
-        """Set the value of a key."""
-
-    def get(self, key: str, /) -> bytes:
-        """Return the value of a key."""
-
-    def wait(self, keys: list[str], timeout: timedelta, /) -> None:
-        """Return when all keys are set."""
-
-    def check(self, keys: list[str], /) -> bool:
-        """Return whether all keys are set."""
+def from_all(store: dist.Store, key: str, rank: int, size: int, timeout: timedelta, mine: Any) -> list[Any]:
+    """Return the JSON values of all `size` ranks of a group, in their order."""
+    store.set(f"{key}/{rank}", json.dumps(mine))
+    keys = [f"{key}/{peer}" for peer in range(size)]
+    store.wait(keys, timeout)
+    return [json.loads(store.get(each)) for each in keys]
 
 
-def gather_topology(store: Store, rank: int, size: int, host: Host, timeout: timedelta) -> Topology:
+def gather_topology(store: dist.Store, rank: int, size: int, host: Host, timeout: timedelta) -> Topology:
     """Exchange the hosts of `size` ranks through `store`; every rank returns an equal topology.
 
     Values are JSON under `deepytorch/topology/`: pass a separate `PrefixStore` for each group. Rank 0 reads all values
@@ -263,7 +258,7 @@ def gather_topology(store: Store, rank: int, size: int, host: Host, timeout: tim
     return topology
 
 
-def _silent(store: Store, keys: Sequence[str]) -> str:
+def _silent(store: dist.Store, keys: Sequence[str]) -> str:
     try:
         silent = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
     except Exception:
