@@ -16,11 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from deepytorch.comm.kernels.buckets import Slots, pack
+from deepytorch.comm.group.wire import BF16, Fsdp2Collective, fsdp2_modules
 from deepytorch.errors import ConfigError
-
-_FROM = (torch.float32, torch.bfloat16)  # fp16 has mantissa bits that bf16 lacks; users of fp64 want no rounding
-_OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 
 
 def all_reduce_bf16(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None) -> None:
@@ -37,7 +34,7 @@ def all_reduce_bf16(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: dist.Pro
     Raises:
         ConfigError: another dtype or reduction, or a tensor that is not contiguous. No rank has been told then.
     """
-    _check(tensor, op)
+    BF16.check(op, tensor)
     size = dist.get_world_size(group)
     if size == 1 or tensor.numel() == 0:
         return
@@ -64,7 +61,7 @@ def reduce_scatter_bf16(
     Raises:
         ConfigError: another dtype or reduction, tensors that are not contiguous, or other sizes. No rank has been told.
     """
-    _check(given, op)
+    BF16.check(op, given)
     size = dist.get_world_size(group)
     if output.numel() * size != given.numel() or output.dtype != given.dtype or not output.is_contiguous():
         raise ConfigError(
@@ -88,41 +85,20 @@ def send_bf16(model: nn.Module) -> int:
     model or to modules in it. Returns the number of such modules. Call the function again after the model was made
     anew. Raises `ConfigError` for any other model.
     """
-    from torch.distributed.fsdp import FSDPModule
-
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model.register_comm_hook(_Sender(model.process_group), _bf16_hook)
         return 1
-    found = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    if not found:
-        raise ConfigError(
-            f"send_bf16() of a {type(model).__name__}; expected a DistributedDataParallel module, or an FSDP2 model "
-            "with a module that fully_shard was applied to"
-        )
+    found = fsdp2_modules(model, "send_bf16", "a DistributedDataParallel module, or an FSDP2 model")
     for module in found:
-        scatter: Any = _ReduceScatter()  # FSDP2 has its interface in a private module
-        module.set_custom_reduce_scatter(scatter)
+        module.set_custom_reduce_scatter(_ReduceScatter())
     return len(found)
-
-
-def _check(tensor: Tensor, op: Any) -> None:
-    if not _takes(tensor, op):
-        raise ConfigError(
-            f"a sum as bf16 with {op} of a tensor of {tensor.dtype}; expected SUM or AVG of a contiguous one of "
-            "float32 or bfloat16"
-        )
-
-
-def _takes(tensor: Tensor, op: Any) -> bool:
-    dense = tensor.layout == torch.strided and tensor.is_contiguous()
-    return dense and op in _OPS and tensor.dtype in _FROM
 
 
 def _cast(tensor: Tensor, size: int) -> Tensor:
     """Return (ranks * part,) bf16: a part for each rank, with zeros after the last values so that parts are equal."""
     count = tensor.numel()
     wire = torch.empty(-(-count // size) * size, dtype=torch.bfloat16, device=tensor.device)
-    pack([tensor.view(-1)], Slots([wire[:count]]))
+    wire[:count].copy_(tensor.view(-1))
     wire[count:].zero_()
     return wire
 
@@ -164,7 +140,7 @@ class _Sender:
 def _bf16_hook(sender: _Sender, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Average a full bucket over the ranks: a hook of DistributedDataParallel, and of buckets of `comm.gradients`."""
     tensor = bucket.buffer()
-    if _takes(tensor, dist.ReduceOp.AVG):
+    if BF16.takes(dist.ReduceOp.AVG, tensor):
         return sender.send(tensor, lambda: all_reduce_bf16(tensor, dist.ReduceOp.AVG, sender.group))
     tensor.div_(dist.get_world_size(sender.group))
     future = dist.all_reduce(tensor, group=sender.group, async_op=True).get_future()
@@ -176,17 +152,13 @@ def sends_bf16(hook: Any) -> bool:
     return hook is _bf16_hook
 
 
-class _ReduceScatter:
+class _ReduceScatter(Fsdp2Collective):
     """The reduce-scatter that FSDP2 calls in place of its own, on the stream that FSDP2 has made current."""
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate memory for the collective, as FSDP2 itself does."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> Any:
-        if async_op or not _takes(input_tensor, op) or output_tensor.dtype != input_tensor.dtype:
+        if async_op or not BF16.takes(op, input_tensor) or output_tensor.dtype != input_tensor.dtype:
             return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
         reduce_scatter_bf16(output_tensor, input_tensor, op, group)
         return None

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from deepytorch.comm.algorithms.base import Compression
 from deepytorch.comm.group.groups import group_of
+from deepytorch.comm.group.wire import COMPRESS
 from deepytorch.errors import ConfigError
 from deepytorch.log import once
 
@@ -40,24 +41,13 @@ def all_reduce(
     """
     if compress is None:
         return dist.all_reduce(tensor, op, group, async_op)
-    if compress not in ("bf16", "fp16", "fp8"):
-        raise ConfigError(f"compress={compress!r}; expected None, 'bf16', 'fp16' or 'fp8'")
+    COMPRESS.check_type(compress)
     if compress == "fp8" and not key:
         raise ConfigError(
             "compress='fp8' without a key; expected key='...', the same for a payload in every step: fp8 needs error "
             "feedback"
         )
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
-        raise ConfigError(
-            f"compress on a tensor of {tensor.device} with strides {tensor.stride()}; expected a contiguous one on "
-            "the CPU"
-        )
-    if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) or tensor.dtype not in (
-        torch.float32,
-        torch.bfloat16,
-        torch.float16,
-    ):
-        raise ConfigError(f"compress with {op} of {tensor.dtype}; expected SUM or AVG of float32, bfloat16 or float16")
+    COMPRESS.check(op, tensor)
     found = group_of(group)
     if found.topology.num_hosts == 1:  # nothing leaves the host, so nothing is cast
         return dist.all_reduce(tensor, op, group, async_op)

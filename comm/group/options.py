@@ -41,13 +41,11 @@ class Options:
         """Raise `ConfigError` for an invalid value."""
         if self.algorithm is not None and self.algorithm not in _NATIVE:
             raise ConfigError(f"algorithm={self.algorithm!r}; expected None or one of {', '.join(_NATIVE)}")
-        if self.compress not in (None, "bf16", "fp16"):
-            raise ConfigError(
-                f"compress={self.compress!r}; expected None, 'bf16' or 'fp16' (fp8 needs error feedback: "
-                "deepytorch.comm.all_reduce(tensor, compress='fp8', key=...))"
-            )
-        if self.quantize not in (None, "int8", "fp8"):
-            raise ConfigError(f"quantize={self.quantize!r}; expected None, 'int8' or 'fp8'")
+        # Here, since it loads torch: `deepytorch config`, which shows the defaults, does without.
+        from deepytorch.comm.group.wire import COMPRESS_IF_FASTER, QUANTIZE_GROUP
+
+        COMPRESS_IF_FASTER.check_type(self.compress)
+        QUANTIZE_GROUP.check_type(self.quantize)
         for name in ("num_streams", "one_shot_bytes"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}={getattr(self, name)}; expected 0 or more")

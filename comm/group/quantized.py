@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from deepytorch.comm.group.groups import group_of
+from deepytorch.comm.group.wire import QUANTIZE, Fsdp2Collective, fsdp2_modules
 from deepytorch.errors import ConfigError
 
 if TYPE_CHECKING:
     from deepytorch.comm.group.devices.quantized import Teams
 
 Wire = Literal["int8", "fp8"]
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def quantize(model: nn.Module, wire: Wire = "int8") -> int:
@@ -30,53 +29,35 @@ def quantize(model: nn.Module, wire: Wire = "int8") -> int:
     of one host, and of other backends, send exact values. Call the function again after the model was made anew. Raises
     `ConfigError` for another wire, or a model without such modules.
     """
-    _check_wire(wire)
-    from torch.distributed.fsdp import FSDPModule
-
-    found = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    if not found:
-        raise ConfigError(
-            "quantize() found no module that fully_shard was applied to; expected an FSDP2 model. Others take "
-            "deepytorch.comm.Options(quantize=...): see docs/comm.md"
-        )
+    QUANTIZE.check_type(wire)
+    expected = "an FSDP2 model. Others take deepytorch.comm.Options(quantize=...): see docs/comm.md"
+    found = fsdp2_modules(model, "quantize", expected)
     teams: _TeamsOf = {}
     for number, module in enumerate(found):
-        scatter: Any = _ReduceScatter(wire, f"module {number}", teams)  # FSDP2 has both interfaces in private modules
-        gather: Any = _AllGather(wire)
-        module.set_custom_reduce_scatter(scatter)
-        module.set_custom_all_gather(gather)
+        module.set_custom_reduce_scatter(_ReduceScatter(wire, f"module {number}", teams))
+        module.set_custom_all_gather(_AllGather(wire))
     return len(found)
-
-
-def _check_wire(wire: str) -> None:
-    if wire not in get_args(Wire):
-        raise ConfigError(f"quantize to {wire!r}; expected 'int8' or 'fp8'")
 
 
 _TeamsOf = dict[dist.ProcessGroup, "Teams"]  # made for the first payload of a group on a GPU
 
 
-class _Comm:
-    """The common part of the collectives that FSDP2 calls in place of its own."""
-
+class _Quantized(Fsdp2Collective):
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
 
-    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Allocate memory for the collective, as FSDP2 itself does."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def _backend(self, group: dist.ProcessGroup, *tensors: torch.Tensor) -> Any | None:
+    def _backend(self, group: dist.ProcessGroup, op: Any, *tensors: torch.Tensor) -> Any | None:
         """Return the deepytorch backend if these tensors are to be quantised, else None."""
+        if not QUANTIZE.takes(op, *tensors):
+            return None
         try:
             found = group_of(group)
         except ConfigError:
             return None
-        regular = found.topology.num_hosts > 1 and found.topology.is_regular
-        return found.backend if regular and all(tensor.dtype in _FLOATS for tensor in tensors) else None
+        return found.backend if found.topology.num_hosts > 1 and found.topology.is_regular else None
 
 
-class _ReduceScatter(_Comm):
+class _ReduceScatter(_Quantized):
     def __init__(self, wire: Wire, key: str, teams: _TeamsOf) -> None:
         super().__init__(wire)
         self._key = key
@@ -91,13 +72,13 @@ class _ReduceScatter(_Comm):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        backend = self._backend(group, output_tensor, input_tensor)
-        reduce_op: Any = op if isinstance(op, dist.ReduceOp) else dist.ReduceOp(op)
-        if backend is None or reduce_op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+        backend = self._backend(group, op, output_tensor, input_tensor)
+        if backend is None:
             return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
         if not _in_host_memory(output_tensor):
-            self._on_device(output_tensor, input_tensor, group, reduce_op == dist.ReduceOp.AVG)
+            self._on_device(output_tensor, input_tensor, group, op == dist.ReduceOp.AVG)
             return None
+        reduce_op = op if isinstance(op, dist.ReduceOp) else dist.ReduceOp(op)
 
         def run(output: torch.Tensor, given: torch.Tensor, is_async: bool) -> Any:
             return backend.reduce_scatter_quantized(output, given, reduce_op, self._wire, self._key, is_async)
@@ -116,11 +97,11 @@ class _ReduceScatter(_Comm):
         on_device.reduce_scatter(output, given, teams, self._wire, average, self._residual)
 
 
-class _AllGather(_Comm):
+class _AllGather(_Quantized):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        backend = self._backend(group, output_tensor, input_tensor)
+        backend = self._backend(group, dist.ReduceOp.SUM, output_tensor, input_tensor)
         if backend is None:
             return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
         if not _in_host_memory(output_tensor):
