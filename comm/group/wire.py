@@ -94,7 +94,8 @@ def fsdp2_modules(model: nn.Module, caller: str, expected: str) -> list[Any]:
     found = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not found:
         raise ConfigError(
-            f"{caller}() of a {type(model).__name__}, with no module that fully_shard was applied to; expected {expected}"
+            f"{caller}() of a {type(model).__name__}, without modules that fully_shard was applied to; expected "
+            f"{expected}"
         )
     return found
 
