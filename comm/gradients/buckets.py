@@ -58,15 +58,13 @@ class Bucket:
     Attributes:
         members: their places in the plan's `members`.
         offsets: where each member begins in the buffer, in elements.
-        num_elements: of the whole buffer, including the space between members.
+        num_bytes: of the whole buffer, including the space between members.
         as_rows: the only member is reduced as `rows`, and as a whole only in a step in which some rank has the whole
             gradient.
     """
 
     members: tuple[int, ...]
     offsets: tuple[int, ...]
-    dtype: str
-    num_elements: int
     num_bytes: int
     as_rows: bool = False
 
@@ -209,7 +207,8 @@ def plan_buckets(
         order = [member for member in order if member not in alone]
     if bucket_bytes is not None:
         ready = {member: arrival.at_us for arrival in arrivals for member in arrival.members}
-        pieces = [Arrival(tuple(piece), ready[piece[-1]]) for piece in _filled(members, order, bucket_bytes)]
+        runs = _runs([members[member].num_bytes for member in order], bucket_bytes)
+        pieces = [Arrival(tuple(order[start:end]), ready[order[end - 1]]) for start, end in runs]
     else:
         pieces = _merged(members, arrivals)
         late = [Arrival(piece.members, _LATE * piece.at_us) for piece in pieces]
@@ -231,16 +230,20 @@ def plan_buckets(
 def _merged(members: Sequence[Member], arrivals: Sequence[Arrival]) -> list[Arrival]:
     """Merge neighbouring arrivals until there are few enough to plan with."""
     total = sum(member.num_bytes for member in members)
-    found: list[list[Arrival]] = []
+    runs = _runs([_num_bytes(members, arrival.members) for arrival in arrivals], total / _MAX_GROUPS)
+    return [_joined(arrivals[start:end]) for start, end in runs]
+
+
+def _runs(sizes: Sequence[int], most: float) -> list[tuple[int, int]]:
+    """Return starts and ends of runs of sizes, each as long as it can be with up to `most` bytes, or of one size."""
+    starts: list[int] = []
     filled = 0
-    for arrival in arrivals:
-        size = _num_bytes(members, arrival.members)
-        if not found or filled + size > total / _MAX_GROUPS:
-            found.append([])
+    for place, size in enumerate(sizes):
+        if not starts or filled + size > most:
+            starts.append(place)
             filled = 0
-        found[-1].append(arrival)
         filled += size
-    return [_joined(group) for group in found]
+    return list(pairwise([*starts, len(sizes)]))
 
 
 def _joined(arrivals: Sequence[Arrival]) -> Arrival:
@@ -284,18 +287,6 @@ def _cuts(members: Sequence[Member], pieces: Sequence[Arrival], link: Link) -> s
     return cuts
 
 
-def _filled(members: Sequence[Member], order: Sequence[int], bucket_bytes: int) -> list[list[int]]:
-    found: list[list[int]] = []
-    filled = 0
-    for member in order:
-        if not found or filled + members[member].num_bytes > bucket_bytes:
-            found.append([])
-            filled = 0
-        found[-1].append(member)
-        filled += members[member].num_bytes
-    return found
-
-
 def _by_dtype(members: Sequence[Member], group: Sequence[int]) -> list[list[int]]:
     found: dict[str, list[int]] = {}
     for member in group:
@@ -318,4 +309,4 @@ def _bucket(members: Sequence[Member], group: Sequence[int], as_rows: bool = Fal
     for member in group:
         offsets.append(end)
         end += -(-members[member].num_elements // step) * step
-    return Bucket(tuple(group), tuple(offsets), members[group[0]].dtype, end, end * element_bytes, as_rows)
+    return Bucket(tuple(group), tuple(offsets), end * element_bytes, as_rows)

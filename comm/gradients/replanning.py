@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from deepytorch.comm.gradients.arrival_times import ArrivalTimes, fitted
 from deepytorch.comm.gradients.buckets import NOMINAL, Bucket, BucketPlan, expected_arrivals, plan_buckets
-from deepytorch.comm.gradients.messages import from_rank_0
 from deepytorch.comm.gradients.sparse_rows import saves
 from deepytorch.comm.topology.cost import Link
 
@@ -100,7 +99,7 @@ class Replanner:
                 tables=self._tables,
             )
             said = json.dumps(made.choices())
-        return plan.with_choices(json.loads(from_rank_0(self._group, said, self._device)))
+        return plan.with_choices(json.loads(_from_rank_0(self._group, said, self._device)))
 
     def _worth_rows(self, plan: BucketPlan) -> dict[int, bool]:
         """Return the gradients to be sent as rows, and for each whether the rows are the whole gradient."""
@@ -112,3 +111,18 @@ class Replanner:
             for member, (num_bytes, only) in self._rows_seen.items()
             if saves(num_bytes, plan.members[member].num_bytes, self._seen, num_ranks, on_device=on_device)
         }
+
+
+def _from_rank_0(group: dist.ProcessGroup, text: str, device: torch.device) -> str:
+    """Return `text` of the group's rank 0 on every rank: a collective.
+
+    The message does not go through the store, which ends with the process that holds it: rank 0 may have ended when a
+    slow rank reads.
+    """
+    content = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
+    count = torch.tensor([content.numel()], device=device)
+    dist.broadcast(count, group=group, group_src=0)
+    if dist.get_rank(group) != 0:
+        content = torch.empty(int(count), dtype=torch.uint8, device=device)
+    dist.broadcast(content, group=group, group_src=0)
+    return bytes(content.tolist()).decode()

@@ -22,7 +22,7 @@ def counted_anew() -> Iterator[None]:
 
 def memory() -> BucketMemory:
     parameters = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))]
-    return BucketMemory(Bucket((0, 1), (0, 2), "float32", 5, 20), parameters, torch.zeros(20, dtype=torch.uint8))
+    return BucketMemory(Bucket((0, 1), (0, 2), 20), parameters, torch.zeros(20, dtype=torch.uint8))
 
 
 def test_a_gradient_that_somebody_kept_is_seen() -> None:
