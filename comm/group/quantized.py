@@ -79,11 +79,8 @@ class _ReduceScatter(_Quantized):
             self._on_device(output_tensor, input_tensor, group, op == dist.ReduceOp.AVG)
             return None
         reduce_op = op if isinstance(op, dist.ReduceOp) else dist.ReduceOp(op)
-
-        def run(output: torch.Tensor, given: torch.Tensor, is_async: bool) -> Any:
-            return backend.reduce_scatter_quantized(output, given, reduce_op, self._wire, self._key, is_async)
-
-        return _run(run, output_tensor, input_tensor, async_op)
+        settings = reduce_op, self._wire, self._key
+        return _run(backend.reduce_scatter_quantized, output_tensor, input_tensor, settings, async_op)
 
     def _on_device(self, output: torch.Tensor, given: torch.Tensor, group: dist.ProcessGroup, average: bool) -> None:
         from deepytorch.comm.group.devices import quantized as on_device
@@ -109,26 +106,24 @@ class _AllGather(_Quantized):
 
             on_device.all_gather(output_tensor, input_tensor, group, self._wire)
             return None
-
-        def run(output: torch.Tensor, given: torch.Tensor, is_async: bool) -> Any:
-            return backend.all_gather_quantized(output, given, self._wire, is_async)
-
-        return _run(run, output_tensor, input_tensor, async_op)
+        return _run(backend.all_gather_quantized, output_tensor, input_tensor, (self._wire,), async_op)
 
 
 def _in_host_memory(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-def _run(call: Any, output: torch.Tensor, given: torch.Tensor, async_op: bool) -> Any | None:
+def _run(
+    call: Any, output: torch.Tensor, given: torch.Tensor, settings: tuple[Any, ...], async_op: bool
+) -> dist.Work | None:
     """Run `call` on tensors in host memory, or on contiguous copies of them."""
     if output.is_contiguous() and given.is_contiguous():
-        work = call(output, given, async_op)
+        work: dist.Work = call(output, given, *settings, async_op)
         if async_op:
             return work
         work.wait()
         return None
     whole = torch.empty(output.shape, dtype=output.dtype)
-    call(whole, given.contiguous(), False).wait()
+    call(whole, given.contiguous(), *settings, False).wait()
     output.copy_(whole)
     return None

@@ -6,9 +6,10 @@ or sympy symbols alike, so that docs/algorithms.md shows exactly what is compute
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -117,16 +118,7 @@ class Links:
 
     def to_json(self) -> dict[str, Any]:
         """Return the links as plain JSON values."""
-        content: dict[str, Any] = {}
-        for name in _LINK_NAMES:
-            found: Link | None = getattr(self, name)
-            content[name] = None if found is None else found.to_json()
-        content["network"] = {str(streams): self.network[streams].to_json() for streams in sorted(self.network)}
-        content["copy_bytes_per_s"] = self.copy_bytes_per_s
-        content["nominal"] = sorted(self.nominal)
-        content["times_us"] = {
-            name: {str(size): times[size] for size in sorted(times)} for name, times in sorted(self.times_us.items())
-        }
+        content: dict[str, Any] = json.loads(json.dumps({**asdict(self), "nominal": sorted(self.nominal)}))
         return content
 
     @staticmethod

@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import os
 import platform
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -149,11 +150,15 @@ def _gpu_by_nvml(nvml: Any, index: int, handle: Any) -> Gpu:
 
 
 def _bus_id(nvml: Any, handle: Any) -> str:
-    """Return the PCI address as sysfs spells it: four digits of the domain, in lower case."""
     try:
-        domain, _, rest = _text(nvml.nvmlDeviceGetPciInfo(handle).busId).lower().partition(":")
+        return _in_sysfs(nvml.nvmlDeviceGetPciInfo(handle).busId)
     except Exception:
         return "unknown"
+
+
+def _in_sysfs(address: str | bytes) -> str:
+    """Return a PCI address as sysfs spells it: four digits of the domain, in lower case."""
+    domain, _, rest = _text(address).lower().partition(":")
     return f"{domain[-4:]}:{rest}"
 
 
@@ -170,11 +175,10 @@ def _nvlinks(nvml: Any, handles: list[Any]) -> tuple[tuple[int, int, int], ...]:
                 to_switch[index] += 1
             elif index < peer:  # the other end reports the same link
                 pairs[index, peer] = pairs.get((index, peer), 0) + 1
-    for low in range(len(handles)):
-        for high in range(low + 1, len(handles)):
-            through = min(to_switch[low], to_switch[high])
-            if through:
-                pairs[low, high] = pairs.get((low, high), 0) + through
+    for low, high in combinations(range(len(handles)), 2):
+        through = min(to_switch[low], to_switch[high])
+        if through:
+            pairs[low, high] = pairs.get((low, high), 0) + through
     return tuple((low, high, links) for (low, high), links in sorted(pairs.items()))
 
 
@@ -183,22 +187,18 @@ def _peer_of_nvlink(nvml: Any, handle: Any, link: int, index_of: dict[str, int])
     try:
         if nvml.nvmlDeviceGetNvLinkState(handle, link) != nvml.NVML_FEATURE_ENABLED:
             return None
-        address = _text(nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link).busId).lower()
+        address = _in_sysfs(nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link).busId)
     except Exception:
         return None
-    domain, _, rest = address.partition(":")
-    return index_of.get(f"{domain[-4:]}:{rest}", -1)
+    return index_of.get(address, -1)
 
 
 def _pcie_paths(nvml: Any, handles: list[Any]) -> tuple[tuple[int, int, PcieKind], ...]:
     paths: list[tuple[int, int, PcieKind]] = []
-    for low, first in enumerate(handles):
-        for high, second in enumerate(handles):
-            if high <= low:
-                continue
-            with contextlib.suppress(Exception):
-                level = int(nvml.nvmlDeviceGetTopologyCommonAncestor(first, second))
-                paths.append((low, high, _pcie_kind(level)))
+    for (low, first), (high, second) in combinations(enumerate(handles), 2):
+        with contextlib.suppress(Exception):
+            level = int(nvml.nvmlDeviceGetTopologyCommonAncestor(first, second))
+            paths.append((low, high, _pcie_kind(level)))
     return tuple(paths)
 
 

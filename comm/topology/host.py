@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -112,8 +113,8 @@ class Host:
 
     def to_json(self) -> dict[str, Any]:
         """Return the host as plain JSON values."""
-        content = asdict(self)
-        return {key: [*map(_listed, value)] if isinstance(value, tuple) else value for key, value in content.items()}
+        content: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return content
 
     @staticmethod
     def from_json(content: Any, where: str = "the host") -> Host:
@@ -146,10 +147,6 @@ class Host:
             network=tuple(_network(value, f"{where}, device {at}") for at, value in _items(values, where, "network")),
             name=as_text(values.get("name", ""), f"{where}, name"),
         )
-
-
-def _listed(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
 
 
 def _items(values: dict[str, Any], where: str, key: str) -> Sequence[tuple[int, Any]]:
