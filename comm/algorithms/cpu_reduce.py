@@ -82,13 +82,11 @@ def cpu_reduce_us(
     """Return the time of an all-reduce of `num_bytes` through the host's memory, cut into `num_waves` that overlap.
 
     Args:
-        num_bytes: the payload.
-        num_waves: the number of parts that overlap.
         pcie: one GPU's copy, either way (the two ways run at once). Several copies are requested ahead, so that their
             latency appears once each way.
         reduce: the reduction over payload bytes, and the additional time of each wave.
         between: the all-reduce among hosts over the payload; all 0 on one host.
-        ratio: see compression.
+        ratio: bytes between hosts for each payload byte.
     """
     wave_bytes = num_bytes / num_waves
     copy_us = pcie.us_per_byte * wave_bytes

@@ -49,12 +49,7 @@ class BucketSender:
     ) -> None:
         """Make the sender, without memory.
 
-        Args:
-            plan: the buckets.
-            parameters: those of the plan's members.
-            group: the ranks that reduce.
-            hook: called with each bucket in place of an all-reduce.
-            counts: where sending and waiting are counted.
+        parameters: those of the plan's members. hook: called with each bucket in place of an all-reduce.
         """
         self.plan, self.counts = plan, counts
         self._parameters, self._group, self._hook = parameters, group, hook

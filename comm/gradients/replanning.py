@@ -37,12 +37,7 @@ class Replanner:
     ) -> None:
         """Begin with phase `PARTS`.
 
-        Args:
-            group: the ranks that reduce.
-            device: that of the gradients.
-            link: the assumed time of an all-reduce.
-            bucket_bytes: the size of buckets that the user wants; None to have it chosen.
-            may_send_rows: whether gradients may be sent as rows.
+        link: the assumed time of an all-reduce. bucket_bytes: the size that the user wants; None to have it chosen.
         """
         self.phase = Phase.PARTS
         self.times: ArrivalTimes | None = None  # of the running backward, if it is profiled

@@ -78,12 +78,9 @@ def set_links(name: str, links: Links) -> None:
         _GROUPS[name] = replace(_GROUPS[name], links=links)
 
 
-def set_registered_from(group: dist.ProcessGroup | None, num_bytes: int | None) -> None:
+def set_registered_from(group: dist.ProcessGroup, num_bytes: int | None) -> None:
     """Set the bytes from which the group uses registered memory, as measured, the same on all ranks."""
-    process_group = dist.group.WORLD if group is None else group
-    assert process_group is not None
-    name = process_group.group_name
-    _GROUPS[name] = replace(_GROUPS[name], registered_from=num_bytes)
+    _GROUPS[group.group_name] = replace(_GROUPS[group.group_name], registered_from=num_bytes)
 
 
 def registered_from(group: dist.ProcessGroup) -> int | None:

@@ -53,6 +53,8 @@ def measure(
         ConfigError: another backend's group, no such device, or a group whose `Options` name an algorithm.
     """
     known = group_of(group)
+    group = dist.group.WORLD if group is None else group
+    assert group is not None
     if device is None and not torch.cuda.is_available():
         raise ConfigError('measure() found no CUDA device; expected one, or measure(device="cpu")')
     place = torch.device(device) if device is not None else torch.device("cuda", torch.cuda.current_device())
@@ -83,7 +85,7 @@ def measure(
 
 def _times(
     known: Group,
-    group: dist.ProcessGroup | None,
+    group: dist.ProcessGroup,
     kind: OperationKind,
     place: torch.device,
     device: DeviceKind,
@@ -108,17 +110,15 @@ def _times(
 
 
 def _times_registered(
-    sizes: list[int], group: dist.ProcessGroup | None, place: torch.device
+    sizes: list[int], group: dist.ProcessGroup, place: torch.device
 ) -> dict[int, tuple[float, float]]:
     """Return the us of NCCL's all-reduces in plain and in registered memory; nothing if NCCL offers none."""
-    process_group = dist.group.WORLD if group is None else group
-    assert process_group is not None
-    memory: RegisteredMemory | None = registered_memory(process_group, place)
+    memory: RegisteredMemory | None = registered_memory(group, place)
     found = {}
     for size in sizes:
         if size < _BESIDE_FROM_BYTES:
             continue
-        made = allocate_together(memory, [size], process_group, place)
+        made = allocate_together(memory, [size], group, place)
         if made is None:
             return {}
         plain = torch.zeros_like(made[0]).view(torch.float32)
@@ -138,9 +138,7 @@ def _runs(known: Group, choice: Choice, operation: Operation) -> bool:
 _Run = Callable[[], "dist.Work | None"]  # starts one collective
 
 
-def _call(
-    kind: OperationKind, num_bytes: int, place: torch.device, num_ranks: int, group: dist.ProcessGroup | None
-) -> _Run:
+def _call(kind: OperationKind, num_bytes: int, place: torch.device, num_ranks: int, group: dist.ProcessGroup) -> _Run:
     share = max(1, num_bytes // 4 // num_ranks)
     whole = torch.zeros(share * num_ranks, device=place)
     part = torch.zeros(share, device=place)
@@ -150,20 +148,19 @@ def _call(
         return lambda: dist.reduce_scatter_tensor(part, whole, group=group, async_op=True)
     if kind == "all_gather":
         return lambda: dist.all_gather_into_tensor(whole, part, group=group, async_op=True)
-    source = dist.get_global_rank(group, 0) if group is not None else 0
-    return lambda: dist.broadcast(whole, source, group=group, async_op=True)
+    return lambda: dist.broadcast(whole, group=group, group_src=0, async_op=True)
 
 
-def _all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> _Run:
+def _all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> _Run:
     return lambda: dist.all_reduce(tensor, group=group, async_op=True)
 
 
-def _beside(run: _Run, num_bytes: int, place: torch.device, group: dist.ProcessGroup | None) -> _Run:
+def _beside(run: _Run, num_bytes: int, place: torch.device, group: dist.ProcessGroup) -> _Run:
     """Return `run`; on GPUs with a computation queued after it that takes as long as `run` alone, as now chosen."""
     return _with_computation(run, _times_of_computation(run, num_bytes, place, group), place)
 
 
-def _times_of_computation(run: _Run, num_bytes: int, place: torch.device, group: dist.ProcessGroup | None) -> int:
+def _times_of_computation(run: _Run, num_bytes: int, place: torch.device, group: dist.ProcessGroup) -> int:
     """Return how many computations take as long as `run` alone; 0 if `run` is timed without computation."""
     if place.type != "cuda" or num_bytes < _BESIDE_FROM_BYTES:
         return 0
@@ -196,7 +193,7 @@ def _computation(place: torch.device) -> _Run:
     return multiply
 
 
-def _time_us(run: _Run, place: torch.device, group: dist.ProcessGroup | None) -> float:
+def _time_us(run: _Run, place: torch.device, group: dist.ProcessGroup) -> float:
     """Return the us of the fastest round of the slowest rank: noise only adds time."""
     for _ in range(_WARM_UP):
         _seconds(run, 1, place)
@@ -218,7 +215,7 @@ def _seconds(run: _Run, times: int, place: torch.device) -> float:
     return time.perf_counter() - begin
 
 
-def _slowest(seconds: list[float], group: dist.ProcessGroup | None) -> list[float]:
+def _slowest(seconds: list[float], group: dist.ProcessGroup) -> list[float]:
     """Return the slowest rank's time of each round, equal on all ranks, so that all make the same choice."""
     told = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(told, dist.ReduceOp.MAX, group=group)

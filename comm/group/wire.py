@@ -26,7 +26,7 @@ from deepytorch.errors import ConfigError
 
 @dataclass(frozen=True)
 class WirePolicy:
-    """What values may be sent as, and which values: sums and averages of some dtypes.
+    """One policy: the types that values may be sent as, and which values are, in sums and averages.
 
     Attributes:
         argument: what users set, for errors.

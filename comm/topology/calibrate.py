@@ -136,12 +136,7 @@ def to_try(links: Links, topology: Topology, in_memory: bool, num_connections: i
     """Return the names and sizes that a trial times, with the expected us.
 
     A trial times the sizes that were timed before; without such times, the sizes that are predicted to be worth it.
-
-    Args:
-        links: the links so far.
-        topology: that of the group.
-        in_memory: whether the ranks of a host share memory.
-        num_connections: the number of connections of each rank to its fellows on other hosts.
+    in_memory: whether the ranks of a host share memory. num_connections: of each rank to its fellows on other hosts.
     """
     known, per_host, hosts = complete(links, topology, "cpu"), topology.ranks_per_host, topology.num_hosts
     expected = {"engine": known.link("engine")} | ({"memory": known.link("memory")} if in_memory else {})

@@ -140,18 +140,18 @@ def test_all_reduces_in_registered_memory_are_timed_beside_the_engine_s():
             return torch.zeros(num_bytes, dtype=torch.uint8)
     measuring.registered_memory = lambda group, device: Memory()
     cpu = torch.device("cpu")
-    found = measuring._times_registered([1 << 16, 1 << 20, 4 << 20], None, cpu)
+    found = measuring._times_registered([1 << 16, 1 << 20, 4 << 20], dist.group.WORLD, cpu)
     assert sorted(found) == [1 << 20, 4 << 20], found
     assert all(0 < plain < 1e6 and 0 < registered < 1e6 for plain, registered in found.values()), found
     asked = []  # both beside as much of a computation
     measuring._times_of_computation = lambda run, size, place, group: len(asked) + 2
     measuring._with_computation = lambda run, times, place: asked.append(times) or run
-    measuring._times_registered([1 << 20, 4 << 20], None, cpu)
+    measuring._times_registered([1 << 20, 4 << 20], dist.group.WORLD, cpu)
     assert asked == [2, 2, 4, 4], asked
-    assert measuring._times_registered([1 << 20, 16 << 20], None, cpu) == {}
+    assert measuring._times_registered([1 << 20, 16 << 20], dist.group.WORLD, cpu) == {}
     measuring.registered_memory = lambda group, device: None if rank == 0 else Memory()
-    assert measuring._times_registered([1 << 20], None, cpu) == {}
-    measuring.set_registered_from(None, 1 << 20)
+    assert measuring._times_registered([1 << 20], dist.group.WORLD, cpu) == {}
+    measuring.set_registered_from(dist.group.WORLD, 1 << 20)
     from deepytorch.comm.group.groups import registered_from
     assert registered_from(dist.group.WORLD) == 1 << 20
     assert registered_from(dist.new_group(backend="gloo")) is None
