@@ -11,8 +11,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from deepytorch.comm.topology.discover import discover_host
 from deepytorch.comm.topology.host import Host
-from deepytorch.comm.topology.topology import Topology, discover_host, read_topology
+from deepytorch.comm.topology.topology import Topology, read_topology
 
 _PCIE_WORDS = {"same_switch": "switch", "host_bridge": "bridge", "across_sockets": "sockets"}
 

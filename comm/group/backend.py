@@ -26,7 +26,8 @@ from deepytorch.comm.group.options import Options
 from deepytorch.comm.group.rendezvous import same_everywhere, share_segment
 from deepytorch.comm.group.tables import num_streams_of, tables_of, with_remembered
 from deepytorch.comm.topology.cost import Links
-from deepytorch.comm.topology.topology import Topology, discover_host, from_all, gather_topology
+from deepytorch.comm.topology.discover import discover_host
+from deepytorch.comm.topology.topology import Topology, from_all, gather_topology
 from deepytorch.config import Environment, process_environment
 from deepytorch.errors import ConfigError
 from deepytorch.extension import BUILD_TIMEOUT

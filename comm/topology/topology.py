@@ -15,26 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepytorch.comm.topology.checked_json import as_count, as_list, as_object, read_file
-from deepytorch.comm.topology.discover import discover_host
-from deepytorch.comm.topology.host import Gpu, Host, NetworkDevice, NumaNode
+from deepytorch.comm.topology.host import Host
 from deepytorch.errors import CommunicationError, DataError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
-
-__all__ = [
-    "Gpu",
-    "Host",
-    "NetworkDevice",
-    "NumaNode",
-    "Topology",
-    "discover_host",
-    "from_all",
-    "gather_topology",
-    "read_topology",
-    "regular_topology",
-    "scaled_topology",
-]
 
 _KEY = "deepytorch/topology"
 _ALL = f"{_KEY}/all"

@@ -32,7 +32,8 @@ from deepytorch.bench.shaping import parse_rate
 from deepytorch.comm.algorithms.base import Choice, Compression
 from deepytorch.comm.algorithms.select import COLLECTIVES
 from deepytorch.comm.topology.cost import Links
-from deepytorch.comm.topology.topology import Topology, discover_host, scaled_topology
+from deepytorch.comm.topology.discover import discover_host
+from deepytorch.comm.topology.topology import Topology, scaled_topology
 from deepytorch.errors import ConfigError
 
 BACKENDS = ("deepytorch", "gloo")

@@ -12,7 +12,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from deepytorch.cli import app
-from deepytorch.comm.topology.topology import Gpu, Host, NetworkDevice, Topology, read_topology
+from deepytorch.comm.topology.host import Gpu, Host, NetworkDevice
+from deepytorch.comm.topology.topology import Topology, read_topology
 from deepytorch.errors import ConfigError, DataError
 from deepytorch.topology_view import collect_topology, render_topology
 

@@ -19,8 +19,9 @@ from deepytorch.cli import app
 from deepytorch.comm.algorithms.base import Choice, Operation
 from deepytorch.comm.algorithms.select import predict_us
 from deepytorch.comm.topology.cost import Link, Links
+from deepytorch.comm.topology.host import Host
 from deepytorch.comm.topology.nominal import complete, scaled_links
-from deepytorch.comm.topology.topology import Host, Topology, read_topology, regular_topology
+from deepytorch.comm.topology.topology import Topology, read_topology, regular_topology
 from deepytorch.errors import ConfigError, DataError
 
 ROOT = Path(__file__).parents[2]

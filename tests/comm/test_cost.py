@@ -35,8 +35,9 @@ from deepytorch.comm.topology.cost import (
     pipeline_us,
     read_links,
 )
+from deepytorch.comm.topology.host import Host
 from deepytorch.comm.topology.nominal import complete, flat_ring
-from deepytorch.comm.topology.topology import Host, Topology, read_topology
+from deepytorch.comm.topology.topology import Topology, read_topology
 from deepytorch.errors import ConfigError, DataError
 from tests.comm.formulas import SYMBOLS, formulas
 

@@ -24,7 +24,8 @@ from deepytorch.comm.algorithms.select import (
     table,
 )
 from deepytorch.comm.topology.cost import Link, Links
-from deepytorch.comm.topology.topology import Host, Topology, read_topology
+from deepytorch.comm.topology.host import Host
+from deepytorch.comm.topology.topology import Topology, read_topology
 
 FIXTURES = Path(__file__).parent / "fixtures"
 NAMES = ("pcie_8gpu", "nvlink_8gpu", "tcp_2x8", "rdma_125x8", "cpu_1x2", "cpu_2x2")

@@ -16,17 +16,9 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepytorch.comm.topology.discover import host_id, network_devices, numa_nodes
-from deepytorch.comm.topology.topology import (
-    Gpu,
-    Host,
-    NetworkDevice,
-    Topology,
-    discover_host,
-    gather_topology,
-    read_topology,
-    scaled_topology,
-)
+from deepytorch.comm.topology.discover import discover_host, host_id, network_devices, numa_nodes
+from deepytorch.comm.topology.host import Gpu, Host, NetworkDevice
+from deepytorch.comm.topology.topology import Topology, gather_topology, read_topology, scaled_topology
 from deepytorch.errors import CommunicationError, DataError
 
 FIXTURES = Path(__file__).parent / "fixtures"
