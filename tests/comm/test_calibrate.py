@@ -13,8 +13,8 @@ from deepytorch.comm.topology import calibrate
 from deepytorch.comm.topology.calibrate import Bench, fastest, fitted, measure, tried_again
 from deepytorch.comm.topology.cost import Link, Links
 from deepytorch.errors import DataError
+from tests.comm.machines import hosts
 from tests.comm.ranks import Ranks, run
-from tests.comm.test_select import hosts
 
 TRUTH = {"engine": Link(300.0, 7.9e-4), "memory": Link(20.0, 7e-5)}
 COPY_US = 800.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -35,28 +34,17 @@ from deepytorch.comm.topology.cost import (
     pipeline_us,
     read_links,
 )
-from deepytorch.comm.topology.host import Host
 from deepytorch.comm.topology.nominal import complete, flat_ring
-from deepytorch.comm.topology.topology import Topology, read_topology
+from deepytorch.comm.topology.topology import Topology
 from deepytorch.errors import ConfigError, DataError
 from tests.comm.formulas import SYMBOLS, formulas
+from tests.comm.machines import FIXTURES, hosts, of_fixture
 
-FIXTURES = Path(__file__).parent / "fixtures"
 MB = 1 << 20
 
 latencies = st.floats(0, 1e4)
 rates = st.floats(1e-6, 1)
 links_strategy = st.builds(Link, latencies, rates)
-
-
-@lru_cache
-def of_fixture(name: str) -> Topology:
-    return read_topology(FIXTURES / f"{name}.json")
-
-
-def hosts(num_hosts: int, per_host: int) -> Topology:
-    listed = tuple(Host(f"h{index}", 4) for index in range(num_hosts))
-    return Topology(listed, tuple(index for index in range(num_hosts) for _ in range(per_host)))
 
 
 @given(latencies, rates)
@@ -374,7 +362,7 @@ def _with_names(found):
 def test_costs_of_the_fixtures_stay_ordered_by_size():
     """Best predictions of each algorithm over doubling sizes rise: a table has no dents."""
     for fixture in FIXTURES.glob("*.json"):
-        topology = read_topology(fixture)
+        topology = of_fixture(fixture.stem)
         links = complete(Links(), topology, "cpu")
         for found in COLLECTIVES:
             times = []

@@ -8,9 +8,8 @@ import pytest
 
 from deepytorch.comm.group.areas import area_bytes, near_node, room_bytes
 from deepytorch.comm.topology.discover import gpu_nodes
-from deepytorch.comm.topology.topology import read_topology
+from tests.comm.machines import of_fixture
 from tests.comm.ranks import run
-from tests.comm.test_cost import FIXTURES
 
 pytestmark = pytest.mark.timeout(180, func_only=True)
 
@@ -66,7 +65,7 @@ def test_areas_grow_when_they_are_needed_and_are_one_copy_each_way():
 
 
 def test_memory_lies_at_the_node_of_the_gpu_that_a_process_sees():
-    host = read_topology(FIXTURES / "pcie_8gpu.json").hosts[0]
+    host = of_fixture("pcie_8gpu").hosts[0]
     nodes = [gpu.numa_node for gpu in host.gpus]
     assert len(host.numa_nodes) == 2
     assert set(nodes) == {0, 1}
@@ -96,7 +95,7 @@ def test_nodes_of_gpus_are_read_in_the_order_of_their_addresses(tmp_path):
 def test_rooms_are_bounded_for_all_ranks_of_a_host_together():
     assert room_bytes(6, 8) == 4 << 20
     assert room_bytes(6, 64) == 1 << 20
-    one_host = read_topology(FIXTURES / "pcie_8gpu.json")
+    one_host = of_fixture("pcie_8gpu")
     assert area_bytes(one_host, 6, 8) == 1 << 19
     assert area_bytes(one_host, 6, 8, wanted=8192) == 8192
 

@@ -8,8 +8,8 @@ from deepytorch.comm.algorithms import measured
 from deepytorch.comm.algorithms.base import Choice
 from deepytorch.comm.algorithms.select import Range
 from deepytorch.errors import DataError
+from tests.comm.machines import hosts
 from tests.comm.ranks import run
-from tests.comm.test_select import hosts
 
 ENGINE, OURS = Choice("engine"), Choice("shared_memory", 0, 1)
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from deepytorch.comm.group.devices.nccl import prepare, socket_settings
-from deepytorch.comm.topology.topology import read_topology
-
-FIXTURES = Path(__file__).parent / "fixtures"
+from tests.comm.machines import of_fixture
 
 
 def test_sockets_are_set_over_tcp_between_hosts_with_gpus():
-    settings = socket_settings(read_topology(FIXTURES / "tcp_2x8.json"), {})
+    settings = socket_settings(of_fixture("tcp_2x8"), {})
     threads, sockets = int(settings["NCCL_SOCKET_NTHREADS"]), int(settings["NCCL_NSOCKS_PERTHREAD"])
     assert threads >= 2
     assert sockets >= 2
@@ -23,11 +20,11 @@ def test_sockets_are_set_over_tcp_between_hosts_with_gpus():
 
 @pytest.mark.parametrize("name", ["pcie_8gpu", "nvlink_8gpu", "rdma_125x8", "cpu_2x2"])
 def test_nothing_is_set_where_sockets_do_not_matter(name):
-    assert socket_settings(read_topology(FIXTURES / f"{name}.json"), {}) == {}
+    assert socket_settings(of_fixture(name), {}) == {}
 
 
 def test_what_the_user_or_the_cloud_sets_stays():
-    topology = read_topology(FIXTURES / "tcp_2x8.json")
+    topology = of_fixture("tcp_2x8")
     environment = {"NCCL_SOCKET_NTHREADS": "1"}
     prepare(topology, environment)
     assert environment == {"NCCL_SOCKET_NTHREADS": "1"}
@@ -35,7 +32,7 @@ def test_what_the_user_or_the_cloud_sets_stays():
 
 
 def test_faster_links_get_more_connections():
-    topology = read_topology(FIXTURES / "tcp_2x8.json")
+    topology = of_fixture("tcp_2x8")
 
     def connections(mbit: int) -> int:
         devices = [replace(device, speed_mbit=mbit) for device in topology.hosts[0].network]

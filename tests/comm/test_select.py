@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -25,21 +23,11 @@ from deepytorch.comm.algorithms.select import (
 )
 from deepytorch.comm.topology.cost import Link, Links
 from deepytorch.comm.topology.host import Host
-from deepytorch.comm.topology.topology import Topology, read_topology
+from deepytorch.comm.topology.topology import Topology
+from tests.comm.machines import hosts, of_fixture
 
-FIXTURES = Path(__file__).parent / "fixtures"
 NAMES = ("pcie_8gpu", "nvlink_8gpu", "tcp_2x8", "rdma_125x8", "cpu_1x2", "cpu_2x2")
 KB, MB = 1 << 10, 1 << 20
-
-
-@lru_cache
-def of_fixture(name: str) -> Topology:
-    return read_topology(FIXTURES / f"{name}.json")
-
-
-def hosts(num_hosts: int, per_host: int) -> Topology:
-    listed = tuple(Host(f"h{index}", 4) for index in range(num_hosts))
-    return Topology(listed, tuple(index for index in range(num_hosts) for _ in range(per_host)))
 
 
 def look_up(ranges: tuple[Range, ...], num_bytes: int) -> Choice:

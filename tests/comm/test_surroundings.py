@@ -20,9 +20,9 @@ from deepytorch.comm.group.groups import Group
 from deepytorch.comm.group.native import native
 from deepytorch.comm.group.options import Options
 from deepytorch.comm.topology.cost import Links
-from deepytorch.comm.topology.topology import read_topology
 from deepytorch.errors import BuildError
 from deepytorch.integrations import process_groups
+from tests.comm.machines import of_fixture
 from tests.comm.ranks import run
 
 pytestmark = pytest.mark.timeout(240, func_only=True)
@@ -121,7 +121,7 @@ class Tables:
 
 
 def gpu_group(store, rank, options=None):
-    topology = read_topology(Path(__file__).parent / "fixtures" / "pcie_8gpu.json")
+    topology = of_fixture("pcie_8gpu")
     made = Options() if options is None else options
     return Group(Tables(), topology, Links(), made, store, rank, timedelta(seconds=10), True, ("H200",))
 

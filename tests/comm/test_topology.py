@@ -20,8 +20,7 @@ from deepytorch.comm.topology.discover import discover_host, host_id, network_de
 from deepytorch.comm.topology.host import Gpu, Host, NetworkDevice
 from deepytorch.comm.topology.topology import Topology, gather_topology, read_topology, scaled_topology
 from deepytorch.errors import CommunicationError, DataError
-
-FIXTURES = Path(__file__).parent / "fixtures"
+from tests.comm.machines import of_fixture
 
 
 def host(known_as: str, **more) -> Host:
@@ -46,14 +45,14 @@ def shuffled(topology: Topology, order: list[int]) -> Topology:
     ],
 )
 def test_fixture_is_read_and_survives_json(name, num_hosts, num_ranks):
-    topology = read_topology(FIXTURES / f"{name}.json")
+    topology = of_fixture(name)
     assert (topology.num_hosts, topology.num_ranks, topology.is_regular) == (num_hosts, num_ranks, True)
     assert Topology.from_json(json.loads(json.dumps(topology.to_json()))) == topology
 
 
 def test_links_of_the_fixtures_are_those_of_the_machines():
-    nvlink = read_topology(FIXTURES / "nvlink_8gpu.json").hosts[0]
-    pcie = read_topology(FIXTURES / "pcie_8gpu.json").hosts[0]
+    nvlink = of_fixture("nvlink_8gpu").hosts[0]
+    pcie = of_fixture("pcie_8gpu").hosts[0]
     assert (nvlink.fully_nvlinked, nvlink.has_reducing_nvswitch, nvlink.nvlinks_of_a_gpu) == (True, True, 18)
     assert (pcie.fully_nvlinked, pcie.nvlinks_of_a_gpu, pcie.num_nvlinks(0, 1)) == (False, 0, 0)
     assert [pcie.pcie_path(0, peer) for peer in (1, 2, 4)] == ["same_switch", "host_bridge", "across_sockets"]

@@ -15,8 +15,6 @@ from deepytorch.comm.group.devices import copies
 from deepytorch.errors import ConfigError
 from deepytorch.torch_internals import SymmetricMemory, has_triton_package
 
-NAMES = (OneShot.name, TwoShot.name, CopyEngines.name, Multimem.name)
-
 
 class SymmetricCollectives:
     """The collectives of one group. All ranks set up memory at the first use, and again for larger payloads."""
