@@ -36,10 +36,6 @@ class Link:
         """Return this link with its latency and its us per byte multiplied."""
         return Link(self.latency_us * latency, self.us_per_byte * rate)
 
-    def to_json(self) -> dict[str, float]:
-        """Return the link as plain JSON values."""
-        return {"latency_us": self.latency_us, "us_per_byte": self.us_per_byte}
-
     @staticmethod
     def from_json(content: Any, where: str = "the link") -> Link:
         """Return the link that a JSON value holds.
