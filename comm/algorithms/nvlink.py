@@ -32,7 +32,7 @@ class SymmetricMemory(Collective):
     device = "cuda"
     several_hosts = False
     ranks_of_a_host = (2, 8)
-    kinds = ("all_reduce",)
+    kinds: ClassVar[tuple[OperationKind, ...]] = ("all_reduce",)
     steps: ClassVar[int]
 
     def unavailable(self, kind: OperationKind, device: DeviceKind, topology: Topology) -> str | None:
