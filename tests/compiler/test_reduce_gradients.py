@@ -783,6 +783,7 @@ assert adopted(model).reducer.counts.late == (0 if rank == 0 else len(list(model
 
 REGISTERED = """
 from deepytorch.comm.gradients import bucket_memory
+from deepytorch.comm.group.devices import registered as devices  # loaded where it is asked for, and looked up there
 FROM = 20_000
 
 class Registered:
@@ -804,7 +805,7 @@ def buffers_of(reducer):
     return buffers
 
 def with_memory(memory, **given):
-    bucket_memory.registered_memory = lambda group, device: memory
+    devices.registered_memory = lambda group, device: memory
     model = train(lambda: Net(600), ours={"bucket_cap_mb": 0.1}, **given)
     return adopted(model).reducer
 
