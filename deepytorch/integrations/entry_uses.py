@@ -24,7 +24,6 @@ from deepytorch.integrations.entry_proof import sharding_groups
 from deepytorch.integrations.packed_batch import Find, Show, Side
 from deepytorch.passes.samples import Sampler
 
-
 _KEPT = 4  # calls in a row whose outputs a script holds and has not used: it collects them
 
 

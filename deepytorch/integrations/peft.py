@@ -25,7 +25,7 @@ def attach(_: Any) -> None:
 def model_below_prompts(module: nn.Module) -> nn.Module | None:
     """Return the model below the learned prompts of a `PeftModel`; None for any other module."""
     config = getattr(module, "active_peft_config", None) if type(module).__module__.startswith("peft.") else None
-    if not getattr(config, "is_prompt_learning", False) or str(config.peft_type.value) in _AS_CACHE:
+    if config is None or not config.is_prompt_learning or config.peft_type.value in _AS_CACHE:
         return None
     below = module.get_base_model()  # type: ignore[operator]
     return below if isinstance(below, nn.Module) else None
