@@ -75,6 +75,7 @@ _HOSTS = {
     "lightning": ("lightning.pytorch.strategies.strategy", "deepytorch.integrations.lightning", "attach"),
     "pytorch_lightning": ("pytorch_lightning.strategies.strategy", "deepytorch.integrations.lightning", "attach"),
     "megatron": ("megatron.core.jit", "deepytorch.integrations.megatron", "attach"),
+    "peft": ("peft.peft_model", "deepytorch.integrations.peft", "attach"),
     "trl": ("trl.trainer.utils", "deepytorch.integrations.trl", "attach"),
     "trainer": ("transformers.trainer", "deepytorch.integrations.hf_trainer", "attach"),
     "batches (Accelerate)": ("accelerate.data_loader", "deepytorch.integrations.moved_batches", "attach"),

@@ -35,13 +35,21 @@ from deepytorch.compiler.budget import BUDGET
 from deepytorch.config import Environment
 from deepytorch.errors import ConfigError
 from deepytorch.first_steps import FirstEntry, FirstSteps
+from deepytorch.forward_only import ForwardOnly, may_have_padding
 from deepytorch.library_code import is_of_libraries
 from deepytorch.log import logger, once
 from deepytorch.patches import apply_all, listen, undo_all
 from deepytorch.repeated_draws import RepeatedDraws
 from deepytorch.switch import SWITCH
 from deepytorch.torch_internals import OptimizedModule
-from deepytorch.training_calls import is_of_a_subclass, is_of_the_scripts, is_traced, is_transformed, trains
+from deepytorch.training_calls import (
+    is_of_a_subclass,
+    is_of_the_scripts,
+    is_ours_to_run,
+    is_traced,
+    is_transformed,
+    trains,
+)
 
 if TYPE_CHECKING:
     from deepytorch.comm import Options
@@ -83,9 +91,9 @@ class Handle:
     Args:
         module: The module.
         compiled: Runs its training calls, given the module and the arguments.
-        entry: The packing at its entry, if it has one. It is used if Dynamo cuts the module into several graphs and
-            none of them can be packed. It is used at once if this is known ahead: with partitioned weights (`sharded`),
-            and if no graph of the module can be packed.
+        entry: The packing at its entry, if it has one. It is used if Dynamo cuts the module into several graphs, or
+            cannot analyse one. It is used at once if this is known ahead: with partitioned weights (`sharded`), and if
+            no graph of the module can be packed.
         sharded: Whether weights are partitioned.
         first: Runs the calls before the module is compiled, see `first_steps`.
     """
@@ -104,6 +112,7 @@ class Handle:
         self._looked, self._packs_at_entry = False, sharded or _packs_from_start(module, entry)
         self._first, self._begun = first, first is None
         self._classes, self._paused = ClassState(module), BUDGET.paused
+        self._forward_only, self._sharded = ForwardOnly(waits=first is None), sharded
 
     def is_outdated(self) -> bool:
         """Return whether the script has changed a class of the model's since the module was armed.
@@ -140,6 +149,13 @@ class Handle:
         if self._first is not None:
             return self._first.timed(partial(self._compiled_call, module), args, kwargs)
         return self._compiled_call(module, *args, **kwargs)
+
+    def without_gradients(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Run a call without gradients, packed at entry if possible. Sharded weights stay with their framework."""
+        if self._sharded:
+            return module._call_impl(*args, **kwargs)
+        entry = self.entry if self._first is None or self._begun else self._first.entry
+        return self._forward_only.call(entry, module, args, kwargs)
 
     def _compiled_call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self.entry is None:
@@ -361,12 +377,21 @@ def _probe(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return module._call_impl(*args, **kwargs)
     with _LOCK:
         if module in _PROBED:
-            _leave_alone(module, *module.modules(), *(each for each in _PROBED if _holds(each, module)))
-            if not armed(module):  # the user may have called `optimize` on a part
+            holders = [each for each in _PROBED if each is not module and _holds(each, module)]
+            _leave_alone(module, *module.modules(), *([] if _is_layer(module) else holders))
+            if not (armed(module) or (holders and _is_layer(module))):  # `optimize` may have been called on a part
                 _arm_all(module, _SETTINGS["mode"], _SETTINGS["options"])
     # Not `module(...)`: a class may have a `__call__` of its own, which is running already.
     call = module._compiled_call_impl or module._call_impl
     return call(*args, **kwargs)
+
+
+def _is_layer(module: nn.Module) -> bool:
+    """Return whether a module is a single layer of torch's, which has nothing to gain by itself.
+
+    A script that calls an embedding, and then the model with what it gave, trains the model.
+    """
+    return not module._modules and type(module).__module__.startswith("torch.nn.")
 
 
 def _leave_alone(*modules: nn.Module) -> None:
@@ -381,13 +406,14 @@ def _holds(outer: nn.Module, inner: nn.Module) -> bool:
     return any(each is inner for each in outer.modules())
 
 
-def _training_call(handle: Handle, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _armed_call(handle: Handle, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run a call of an armed module."""
-    if is_traced() or not module.training or is_transformed():  # under a transform a generator's state has no memory
-        return module._call_impl(*args, **kwargs)
+    trained = torch.is_grad_enabled()
+    if is_traced() or is_transformed() or not (module.training or (not trained and may_have_padding(kwargs))):
+        return module._call_impl(*args, **kwargs)  # under a transform a generator's state has no memory
     draws = _draws_of(module)
     with draws:
-        if handle_of(module) is not handle or not trains(module) or handle.is_outdated():
+        if handle_of(module) is not handle or not is_ours_to_run() or handle.is_outdated():
             return module._call_impl(*args, **kwargs)
         if draws.found:
             _tell_repeated(module)
@@ -400,7 +426,7 @@ def _training_call(handle: Handle, module: nn.Module, *args: Any, **kwargs: Any)
             from deepytorch.compiler.step.outputs.deferred import plain_arguments
 
             args, kwargs = plain_arguments(args, kwargs)  # type: ignore[assignment]
-        return handle(module, *args, **kwargs)
+        return (handle if trained else handle.without_gradients)(module, *args, **kwargs)
 
 
 def _draws_of(module: nn.Module) -> RepeatedDraws:
@@ -464,17 +490,16 @@ def _restore(module: nn.Module) -> None:
 
 
 def _needs_entry(module: nn.Module, found: Sequence[Outcome]) -> bool:
-    """Return whether a module is to be packed at entry, since Dynamo packed none of its graphs.
+    """Return whether a module is to be packed at entry, since Dynamo has not packed all of it in one graph.
 
-    That is: Dynamo cut a call into several graphs, or found one that cannot be analysed. A proof at entry uses rows of
-    a dozen tokens, which do not show how far a model reaches. So the module must be a library's, whose code is known to
-    reach by attention alone; a user's code may join tokens any number of positions apart.
+    That is: Dynamo cut a call into several graphs, or found one that cannot be analysed. Packing one graph of several
+    does not last: the next one looks at pads of the values that are handed on. A proof at entry uses rows of a dozen
+    tokens, which do not show how far a model reaches. So the module must be a library's, whose code is known to reach
+    by attention alone; a user's code may join tokens any number of positions apart.
     """
     from deepytorch.compiler.outcome import Outcome
 
-    if Outcome.PACKED in found:
-        return False
-    graphs = [each for each in found if each is not Outcome.PUT_OFF]
+    graphs = [each for each in found if each not in (Outcome.PUT_OFF, Outcome.UNTRACEABLE)]
     return (len(graphs) > 1 or Outcome.UNTRACEABLE in found) and is_of_libraries(module)
 
 
@@ -605,5 +630,5 @@ def _compiled(
 def _keep(module: nn.Module, handle: Handle) -> Handle:
     _HANDLES[module] = weakref.ref(handle)
     _leave_alone(*module.modules())
-    module._compiled_call_impl = partial(_training_call, handle, module)
+    module._compiled_call_impl = partial(_armed_call, handle, module)
     return handle

@@ -41,7 +41,7 @@ _TRACE_SECONDS, _TRACE_SECONDS_A_MODULE = 2.5, 0.05  # to trace and to prove a m
 # The share of it if one trace is enough: a 4-layer Llama took 9.4 s of CPU time in place of 12.7 (one run each, on a
 # busy machine).
 _ONE_TRACE = 0.8
-_ASK_SECONDS = 0.25  # to prove a model at entry
+ASK_SECONDS = 0.25  # to prove a model at entry
 _DOES_NOT_PAY = "padded until it is compiled: packing these batches takes longer than it saves"
 
 
@@ -108,6 +108,11 @@ class FirstSteps:
         """Return the callable of the module's calls from now on, and the `FirstEntry` for those."""
         return self._then(self._cost, self._pays)
 
+    @property
+    def entry(self) -> FirstEntry | None:
+        """Return the packing at the module's entry, once the module was proved there."""
+        return self._entry
+
     def has_looked(self) -> bool:
         """Return whether the module was proved at entry or may be traced: then its code must not change."""
         return self._over or self._asked > 0
@@ -128,7 +133,7 @@ class FirstSteps:
 
     def call(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a call that is not traced."""
-        if not self._asked and self._calls > 1 and BUDGET.affords(_ASK_SECONDS):
+        if not self._asked and self._calls > 1 and BUDGET.affords(ASK_SECONDS):
             self._asked, self._entry = self._calls, self._make_entry()
             marked_ahead = self._entry is None or not self._entry.is_the_only_way
             self._cost *= _ONE_TRACE if marked_ahead and attends_by_name(module) else 1.0
@@ -147,7 +152,7 @@ class FirstSteps:
         return outputs
 
     def _account(self, seconds: float, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        batch = next((each for each in (*args, *kwargs.values()) if _is_batch(each)), None)
+        batch = batch_of(args, kwargs)
         if batch is None or batch.device.type != "cpu":  # on other devices a call returns before it is computed
             return
         positions = batch.shape[0] * batch.shape[1]
@@ -176,6 +181,11 @@ class FirstSteps:
         if self._entry is not None:
             self._entry.restore()
             self._entry = None
+
+
+def batch_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """Return the first argument that has rows and positions, (rows, positions, ...); None if there is none."""
+    return next((each for each in (*args, *kwargs.values()) if _is_batch(each)), None)
 
 
 def _is_batch(value: Any) -> bool:

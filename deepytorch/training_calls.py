@@ -28,14 +28,12 @@ _HOOKS_ON_ALL = (
 
 def trains(module: nn.Module) -> bool:
     """Return whether a call of `module` that begins now may be compiled."""
-    return (
-        not is_traced()
-        and module.training
-        and torch.is_grad_enabled()
-        and not SWITCH.paused
-        and not is_transformed()
-        and not any(map(vars(torch_modules).get, _HOOKS_ON_ALL))
-    )
+    return module.training and torch.is_grad_enabled() and not is_traced() and not is_transformed() and is_ours_to_run()
+
+
+def is_ours_to_run() -> bool:
+    """Return whether armed modules are not paused, and no hook is on every module of the process."""
+    return not SWITCH.paused and not any(map(vars(torch_modules).get, _HOOKS_ON_ALL))
 
 
 def is_traced() -> bool:

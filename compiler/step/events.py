@@ -48,6 +48,10 @@ class RegionEvents:
         """Note that a script has used an output in a way that needs its place in autograd's graph."""
         self._used(Uses.GRAPH, output, function, "the gradient")
 
+    def keeps_outputs(self) -> None:
+        """Note that a script keeps outputs of several calls, of which it has computed none."""
+        self._go_on(self.state.used(Uses.PADS, "outputs are kept over several calls without gradients"))
+
     def _used(self, uses: Uses, output: str, function: Any, looks_at: str) -> None:
         name, where = name_of(function), whose_line()
         self._note(output, f"{name} ({where}) looks at {looks_at}")

@@ -146,10 +146,10 @@ def small_weights(module: nn.Module) -> list[Tensor]:
 
 
 @contextlib.contextmanager
-def quietly(module: nn.Module, *, training: bool) -> Iterator[None]:
-    """Put `module` in training mode without dropout, or in evaluation mode without gradients, inside of the block.
+def quietly(module: nn.Module, *, training: bool, gradients: bool) -> Iterator[None]:
+    """Put `module` in training mode without dropout, or in evaluation mode, inside of the block.
 
-    The user's random generators are restored behind the block.
+    gradients: whether they are on. The user's random generators are restored behind the block.
     """
     modes = {each: each.training for each in module.modules()}
     settings = [
@@ -164,7 +164,7 @@ def quietly(module: nn.Module, *, training: bool) -> Iterator[None]:
             each.training = training
         for each, name, _ in settings:
             setattr(each, name, 0.0)
-        with torch.random.fork_rng(devices), torch.set_grad_enabled(training):
+        with torch.random.fork_rng(devices), torch.set_grad_enabled(gradients):
             yield
     finally:
         for each, mode in modes.items():

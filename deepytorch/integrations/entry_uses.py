@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -22,6 +23,8 @@ from deepytorch.errors import DeferredError
 from deepytorch.integrations.entry_proof import sharding_groups
 from deepytorch.integrations.packed_batch import Find, Show, Side
 from deepytorch.passes.samples import Sampler
+
+_KEPT = 4  # calls in a row whose outputs a script holds and has not used: it collects them
 
 
 class Peers:
@@ -103,14 +106,21 @@ class OutputUses:
 
     def __init__(self, record: RegionRecord, model: nn.Module, peers: Peers | None) -> None:
         self.events = RegionEvents(record, State(packs=True, defers=True, profiles=True))
-        self.parameters, self.buffers = list(model.parameters()), Buffers(model)
+        self.parameters, self.buffers, self._modules = list(model.parameters()), Buffers(model), list(model.modules())
         self.sampler = Sampler()
         listen_to_steps()
         self._peers, self._calls = peers, 0
+        self._given: deque[Family] = deque(maxlen=_KEPT)  # the outputs of the last packed calls
 
     def begin(self) -> None:
-        """Count a call that begins: ranks that share weights profile only their first one, whatever its batch is."""
+        """Count a call that begins: ranks that share weights profile only their first one, whatever its batch is.
+
+        An evaluation that keeps logits puts them together in the end, and would need the pads of every call then.
+        """
         self._calls += 1
+        kept = len(self._given) == _KEPT and all(each.is_pending() for each in self._given)
+        if kept and not torch.is_grad_enabled():
+            self.events.keeps_outputs()
         if self._peers and self._calls == 2 and not self.events.state.knows_uses:
             self.end_profiling()
 
@@ -121,6 +131,22 @@ class OutputUses:
     def raise_to(self, uses: Uses) -> None:
         """Take over the uses of another rank."""
         self.events.state = self.events.state.used(uses, "another rank looks at padded positions")
+
+    def modes(self) -> list[bool]:
+        """Return which of the model's modules are in training mode."""
+        return [each.training for each in self._modules]
+
+    @contextlib.contextmanager
+    def in_modes(self, modes: Sequence[bool]) -> Iterator[None]:
+        """Put the model's modules in the modes of an earlier call, as `modes` gave them, inside of the block."""
+        now = self.modes()
+        try:
+            for module, mode in zip(self._modules, modes, strict=True):
+                module.training = mode
+            yield
+        finally:
+            for module, mode in zip(self._modules, now, strict=True):
+                module.training = mode
 
     def profiling(self) -> Show:
         """Return a function that makes the profiled output of a first call from a padded tensor."""
@@ -149,6 +175,7 @@ class OutputUses:
         """Return a function that makes a deferred output from a packed tensor. again: the padded replay, if any."""
         see_autograd_functions()
         family = Family()
+        self._given.append(family)
 
         def show(packed: torch.Tensor, side: Side, dim: int, name: str, find: Find) -> torch.Tensor:
             shape = list(packed.shape)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 
-def attach(_: Any) -> None:
+def attach(modeling_utils: Any) -> None:
     """Tell `autowrap` of packing at model entry, once transformers is imported."""
     from deepytorch import autowrap
+    from deepytorch.integrations import input_gradients
 
     if _entry_for not in autowrap.ENTRIES:
         autowrap.ENTRIES.append(_entry_for)
+    input_gradients.attach(modeling_utils)
 
 
 def _entry_for(module: Any, min_padding: float) -> Any:

@@ -116,17 +116,23 @@ class ModelEntry:
         self.target = outer
         if type(model).__name__.endswith(BY_ROW):
             self.target = model.base_model
-        self._listed = False
+        self._listed: list[RegionRecord] = []
         self._in_eager = False  # whether module calls are replaced, which Dynamo would not see
         self._found_out: dict[Any, Reading | None] = {}  # by kind of call
         self._above: _Call | None = None  # the running call of the head, if the target is below it
         self._uses: dict[Any, OutputUses] = {}  # by kind of call
         self._calls = 0
         self._peers: Peers | None = None  # from the first call on
-        self.record = RegionRecord(f"model entry of {type(model).__name__}", "declined", "eager")
+        name = type(model).__name__
+        self._records = {
+            True: RegionRecord(f"model entry of {name}", "declined", "eager"),
+            False: RegionRecord(f"model entry of {name}, without gradients", "declined", "eager"),
+        }
+        self.record = self._records[True]  # of calls with gradients, or without, as the present call is
 
     def call(self, run: Run, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run a training call of the outer module, `run(*args, **kwargs)`, packed if that is possible."""
+        """Run a call of the outer module, `run(*args, **kwargs)`, packed if that is possible."""
+        self.record = self._records[torch.is_grad_enabled()]
         call = self._read(args, kwargs)
         others = self._as_others(call.given)
         if call.given is not None and call.kind not in self._found_out:
@@ -211,6 +217,7 @@ class ModelEntry:
         functions = [(place, functions_on(module)) for place, module in enumerate(modules)]
         loss = getattr(self._model, "_loss_function", None), getattr(self._model, "loss_type", None)
         return (
+            (torch.is_grad_enabled(), self._outer.training),
             frozenset((n, v if isinstance(v, bool) else None) for n, v in given.items() if v is not None),
             tuple(map(weakref.ref, modules)),
             tuple((place, *map(_weakly, found)) for place, found in functions if found),
@@ -309,12 +316,12 @@ class ModelEntry:
             return None
         uses.buffers.keep()
         tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
-        inputs = [*uses.parameters, *tensors]
+        inputs, modes = [*uses.parameters, *tensors], uses.modes()
 
         def run(*given: Any) -> tuple[Any]:
             pairs = zip(uses.parameters, given, strict=False)
             changed = {id(weight): then for weight, then in pairs if then is not weight}
-            with UserHooks(self.target).silenced(), with_weights(self.target, changed):
+            with UserHooks(self.target).silenced(), with_weights(self.target, changed), uses.in_modes(modes):
                 return (self.target._call_impl(*args, **kwargs),)
 
         parameters = range(len(uses.parameters))
@@ -409,9 +416,9 @@ class ModelEntry:
 
     def _list(self) -> None:
         """Add this record to the report."""
-        if not self._listed and EXPLAINING.get() is None:
+        if self.record not in self._listed and EXPLAINING.get() is None:
             LEDGER.open(self.record)
-            self._listed = True
+            self._listed.append(self.record)
 
     def _decline(self, reason: str, *, all_kinds: bool = True) -> None:
         if all_kinds:
@@ -442,12 +449,13 @@ class ModelEntry:
         kept = Unchanged(self._outer)
         run = self._outer._call_impl
         with UserHooks(self._outer).silenced():
-            training = not is_sharded(self._outer)
+            is_whole, gradients = not is_sharded(self._outer), torch.is_grad_enabled()
+            training = is_whole and self._outer.training
             if training:
-                with quietly(self._outer, training=True):
+                with quietly(self._outer, training=True, gradients=gradients):
                     training = is_deterministic(run, given, tried[0])
             weights, precision = small_weights(self._outer), precision_of(self._outer)
-            with quietly(self._outer, training=training):
+            with quietly(self._outer, training=training, gradients=gradients and training):
                 for reading in tried:
                     reason = prove(run, partial(self._probe, reading), given, reading, weights, precision)
                     if reason is None:

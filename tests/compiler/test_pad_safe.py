@@ -114,6 +114,10 @@ BY_TOKEN: dict[str, Callable[[Any, Case], Any]] = {
     "split features": lambda x, c: torch.cat(x.split(2, dim=-1)[::-1], dim=-1),
     "chunked features": lambda x, c: x.chunk(2, dim=2)[1],
     "chunked positions": lambda x, c: torch.cat([p.exp() for p in x.view(-1, 4).split(4)]).view(ROWS, POSITIONS, 4),
+    "put together with nothing": lambda x, c: torch.cat([x]).exp(),
+    "rows in two parts": lambda x, c: torch.cat([x[:2].exp(), x[2:]]),
+    "rows one by one": lambda x, c: torch.stack([row.logsumexp(-1) for row in x]),
+    "rows by their numbers": lambda x, c: torch.stack([x[0], x[-2] * 2, x[2, :, :]], dim=-3),
     "narrowed features": lambda x, c: x.narrow(-1, 1, 2),
     "linear": lambda x, c: F.linear(x, c.head, torch.ones(6)),
     "matmul": lambda x, c: x @ c.head.t(),
@@ -182,6 +186,12 @@ PLAIN: dict[str, Callable[[Any, Case], Any]] = {
         (-(x.softmax(-1) * x.log_softmax(-1)).sum(-1))[:, 1:] * c.mask[:, 1:]
     ).sum(),
     "rows one half each": lambda x, c: (x.sum(-1) * c.mask)[:2].sum(1) - (x.sum(-1) * c.mask).chunk(3, dim=0)[2].sum(),
+    "one row": lambda x, c: (x[1].exp() * c.wide[1]).sum(),
+    "part of a row": lambda x, c: (x[-1, 1:, 2] * c.mask[2, 1:]).sum(),
+    "rows put together": lambda x, c: (torch.cat([x, 2 * x]) * torch.cat([c.wide, c.wide])).sum(1),
+    "parts in another order": lambda x, c: _masked_sums(x.view(15, FEATURES).split(5)[::-1], c, [10, 5, 0]),
+    "not all the parts": lambda x, c: _masked_sums(x.view(15, FEATURES).split(5)[:2], c, [0, 5]),
+    "rows in another order": lambda x, c: (torch.stack([x[2], x[0]]) * torch.stack([c.wide[2], c.wide[0]])).sum(0),
     "sum in float64": lambda x, c: (x * c.wide).sum(dtype=torch.float64),
     # Zero times something is zero only where that is finite.
     "ratios times advantages": lambda x, c: (
@@ -222,7 +232,6 @@ ANYTHING: dict[str, Callable[[Any, Case], Any]] = {
     "running sum": lambda x, c: x.cumsum(1),
     "shift": lambda x, c: x.roll(1, 1),
     "flip": lambda x, c: x.flip(1),
-    "one row": lambda x, c: x[1],
     "every other position": lambda x, c: x[:, ::2],
     "numpy": lambda x, c: torch.as_tensor(x.detach().numpy()),
     "list": lambda x, c: torch.tensor(x.tolist()),
@@ -274,9 +283,7 @@ ANYTHING: dict[str, Callable[[Any, Case], Any]] = {
     "split of swapped positions": lambda x, c: torch.cat(x.transpose(1, 2).split(2, 1), 1),
     "chunks of swapped positions": lambda x, c: torch.cat(x.transpose(1, 2).chunk(2, 1), 1),
     "swapped positions put together": lambda x, c: torch.cat([x.transpose(1, 2), x.transpose(1, 2)], 1),
-    "rows put together": lambda x, c: torch.cat([x, x]),
-    "parts in another order": lambda x, c: torch.cat(x.view(15, FEATURES).split(5)[::-1]),
-    "not all the parts": lambda x, c: torch.cat(x.view(15, FEATURES).split(5)[:2]),
+    "rows put together along positions": lambda x, c: torch.cat([x, x], 1),
     "bits": lambda x, c: x.detach().view(torch.int32),
     "a shape of swapped positions": lambda x, c: x.transpose(1, 2).reshape(ROWS, -1),
     "swapped positions merged": lambda x, c: x.transpose(1, 2).flatten(1),
@@ -304,6 +311,12 @@ def _at_pads(x: Any, case: Case, value: float) -> Any:
 
 def _shifted(case: Case) -> torch.Tensor:
     return case.labels[:, 1:].masked_fill(~case.mask[:, :-1], -100)
+
+
+def _masked_sums(parts: Any, case: Case, starts: list[int]) -> torch.Tensor:
+    """The sums over tokens of parts of five merged positions each, which begin at `starts`, put together."""
+    mask = torch.cat([case.mask.view(-1)[start : start + 5] for start in starts])
+    return (torch.cat(parts) * mask[:, None]).sum(0)
 
 
 def _written(x: Any, case: Case) -> Any:

@@ -882,9 +882,9 @@ def test_a_proof_holds_for_the_functions_on_the_model_that_it_was_made_with() ->
 
 def test_what_is_not_proved_by_its_graph_is_not_packed_at_entry_where_the_user_has_written_of_it() -> None:
     model = llama("sdpa")
-    alone, cut = [Outcome.UNTRACEABLE, Outcome.DECLINED], [Outcome.DECLINED, Outcome.DECLINED]
+    alone, cut = [Outcome.UNTRACEABLE, Outcome.DECLINED], [Outcome.PACKED, Outcome.DECLINED]
     assert autowrap._needs_entry(model, alone)
-    assert not autowrap._needs_entry(model, [*alone, Outcome.PACKED])
+    assert not autowrap._needs_entry(model, [Outcome.PACKED])
     assert not autowrap._needs_entry(model, [Outcome.DECLINED])
     assert autowrap._needs_entry(model, cut)
     model.model.layers[0].mlp.act_fn = _OfTheUser()

@@ -149,8 +149,10 @@ TABLE: dict[Any, Rule] = {
     **dict.fromkeys(_named("narrow"), parts.narrow),
     **dict.fromkeys(_named("split"), parts.split),
     **dict.fromkeys(_named("chunk"), parts.chunk),
+    **dict.fromkeys(_named("unbind"), parts.unbind),
     **dict.fromkeys(_named("masked_select"), parts.masked_select),
     **dict.fromkeys(_named("cat", "concat", "concatenate"), parts.cat),
+    **dict.fromkeys(_named("stack"), parts.stack),
     **dict.fromkeys(_named("softmax", "log_softmax"), by_feature.softmax),
     **dict.fromkeys(
         _named("logsumexp", "argmax", "argmin", "amax", "amin", "cumsum", "cumprod", "var", "std", "prod", "glu"),
@@ -205,6 +207,6 @@ OUT_OF_PLACE: dict[Any, Any] = {
 VIEWS = CASTS | frozenset(
     _named(
         "contiguous", "detach", "view", "reshape", "flatten", "unsqueeze", "squeeze", "transpose", "swapaxes",
-        "permute", "narrow", "split", "chunk",
+        "permute", "narrow", "split", "chunk", "unbind",
     )
 ) | {torch.Tensor.__getitem__, getattr(torch.Tensor.mT, "__get__"), F.dropout}  # noqa: B009  # fmt: skip

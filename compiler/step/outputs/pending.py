@@ -159,6 +159,11 @@ class Family:
     def add(self, tensor: torch.Tensor) -> None:
         self._tensors.append(weakref.ref(tensor))
 
+    def is_pending(self) -> bool:
+        """Return whether somebody holds a value that is not computed."""
+        found = [held for each in self._tensors if (held := each()) is not None]
+        return any(held._pending.value is None for held in found)  # type: ignore[attr-defined]
+
     def others(self, tensor: torch.Tensor) -> list[Pending]:
         """Return the pending values of all other tensors that live and are not computed."""
         found = [held for each in self._tensors if (held := each()) is not None and held is not tensor]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
@@ -22,12 +24,13 @@ class Place:
     ascending, the index of every entry in the flattened grid. Positions without an entry are pads.
     """
 
-    __slots__ = ("_derived", "_masks", "_ranks", "at", "cut_from", "grid", "unmerged")
+    __slots__ = ("__weakref__", "_before", "_derived", "_masks", "_ranks", "at", "cut_from", "grid", "unmerged")
 
     def __init__(self, grid: Grid, at: torch.Tensor, unmerged: Grid | None = None) -> None:
         self.grid, self.at = grid, at
         self.unmerged = grid if len(grid) == 2 else unmerged  # the grid of two dimensions that was merged into this one
-        self.cut_from: tuple[Place, int, int] | None = None  # of a merged grid: the whole, start and stop
+        self.cut_from: tuple[Place, int, int] | None = None  # the whole, start and stop along its first dimension
+        self._before: weakref.ref[Place] | None = None  # the place that was reshaped to this one
         self._derived: dict[tuple[object, ...], tuple[Place, torch.Tensor | None]] = {}
         self._masks: list[tuple[torch.Tensor, int, bool]] = []
         self._ranks: torch.Tensor | None = None
@@ -60,9 +63,14 @@ class Place:
         """Return the place of these entries in another grid of as many positions."""
         if grid == self.grid:
             return self
+        before = None if self._before is None else self._before()
+        if before is not None and grid == before.grid:
+            return before
         key = ("reshaped", grid)
         if key not in self._derived:
-            self._derived[key] = (Place(grid, self.at, self.unmerged if len(grid) == 1 else None), None)
+            place = Place(grid, self.at, self.unmerged if len(grid) == 1 else None)
+            place._before = weakref.ref(self)
+            self._derived[key] = (place, None)
         return self._derived[key][0]
 
     def sliced(self, dim: int, start: int, stop: int) -> tuple[Place, torch.Tensor | None]:
@@ -77,10 +85,32 @@ class Place:
             grid = tuple(stop - start if number == dim else size for number, size in enumerate(self.grid))
             at = cut[0] if len(grid) == 1 else cut[0] * grid[1] + cut[1]
             place = Place(grid, at)
-            if len(grid) == 1:
+            if dim == 0:
                 place.cut_from = (self, start, stop)
             self._derived[key] = (place, kept)
         return self._derived[key]
+
+    @staticmethod
+    def joined(places: Sequence[Place]) -> Place:
+        """Return the place of the entries of several grids that are concatenated along their first dimension.
+
+        It is the whole that the places were cut from, if they are all of it.
+        """
+        whole = places[0].cut_from[0] if places[0].cut_from is not None else None
+        if whole is not None and whole._is_all_of(places):
+            return whole
+        starts = itertools.accumulate((each.size for each in places), initial=0)
+        at = torch.cat([each.at + start for each, start in zip(places, starts, strict=False)])
+        return Place((sum(each.grid[0] for each in places), *places[0].grid[1:]), at)
+
+    def _is_all_of(self, places: Sequence[Place]) -> bool:
+        """Return whether these places are parts cut from this one, all of them, in their order."""
+        reached = 0
+        for each in places:
+            if each.cut_from is None or each.cut_from[:2] != (self, reached):
+                return False
+            reached = each.cut_from[2]
+        return reached == self.grid[0]
 
     def moved(self, device: torch.device) -> Place:
         """Return the place with its tensors on another device."""

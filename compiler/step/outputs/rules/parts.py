@@ -1,4 +1,4 @@
-"""Functions that take some positions, or put positions together again: slices, indices, masks, `split` and `cat`."""
+"""Functions that take some positions, or put positions together: slices, indices, masks, `split`, `cat`, `stack`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deepytorch.compiler.step.outputs.rules.operands import NotPacked, shared
-from deepytorch.compiler.step.outputs.tokens import Pads, Tokens, all_of
+from deepytorch.compiler.step.outputs.tokens import Pads, Place, Tokens, all_of
 
 
 def getitem(function: Any, x: Any, key: Any) -> Any:
@@ -35,6 +35,8 @@ def getitem(function: Any, x: Any, key: Any) -> Any:
     of_tokens, of_features = keys[: x.num_token_dims], keys[x.num_token_dims :]
     if x.num_token_dims == 2 and isinstance(of_tokens[1], int):
         return _picked_column(x, of_tokens, of_features)
+    if x.num_token_dims == 2 and isinstance(of_tokens[0], int):
+        return _row(getitem(function, x, (slice(None), *keys[1:])), of_tokens[0])
     for dim, each in enumerate(of_tokens):
         x = _cut(x, dim, each)
     if all(each == slice(None) for each in of_features):
@@ -58,6 +60,22 @@ def _cut(x: Tokens, dim: int, key: Any) -> Tokens:
         raise NotPacked
     assert kept is not None
     return x.later(lambda rows: rows.index_select(0, kept), place=place)
+
+
+def _row(x: Tokens, number: int) -> Tokens:
+    """Return one row of a padded value, (positions, *features)."""
+    rows, positions = x.place.grid
+    if not -rows <= number < rows:
+        raise NotPacked  # eager says what is wrong
+    row = _cut(x, 0, slice(number % rows, number % rows + 1))
+    return row.later(lambda rows: rows, place=row.place.reshaped((positions,)))
+
+
+def unbind(function: Any, x: Any, dim: int = 0) -> Any:
+    """Return every row, as a loop over a tensor does."""
+    if not isinstance(x, Tokens) or x.swapped or x.num_token_dims != 2 or dim not in (0, -len(x.shape)):
+        raise NotPacked
+    return tuple([_row(x, number) for number in range(x.shape[0])])
 
 
 def _masked(x: Tokens, mask: Tensor | Tokens) -> Tensor:
@@ -157,7 +175,7 @@ def _pieces(x: Tokens, sizes: Sequence[int], dim: int) -> tuple[Any, ...]:
 
 
 def cat(function: Any, tensors: Any, dim: int = 0, **kwargs: Any) -> Any:
-    """Concatenate along features; or, along positions, all the parts that one value was split into."""
+    """Concatenate along features, along rows, or along the merged rows and positions."""
     dim = kwargs.pop("axis", dim)
     if kwargs or not all(isinstance(each, Tokens) and not each.swapped for each in tensors):
         raise NotPacked
@@ -170,17 +188,20 @@ def cat(function: Any, tensors: Any, dim: int = 0, **kwargs: Any) -> Any:
         place, _ = shared(tensors)
         pads = Pads(finite=all_of(*(each.pads.finite for each in tensors)))
         return Tokens.of(place, torch.cat([each.rows() for each in tensors], dim - tokens + 1), pads)
-    if tokens != 1 or any(each.features != first.features for each in tensors):
+    if dim != 0 or any(
+        (each.features, each.place.grid[1:]) != (first.features, first.place.grid[1:]) for each in tensors
+    ):
         raise NotPacked
-    if len(tensors) == 1:
-        return first
-    whole, reached = None, 0
-    for each in tensors:
-        part = each.place.cut_from
-        if part is None or part[1] != reached or (whole is not None and part[0] is not whole):
-            raise NotPacked
-        whole, reached = part[0], part[2]
-    if whole is None or reached != whole.size:
-        raise NotPacked
+    place = Place.joined([each.place for each in tensors])
     zero, finite = (all_of(*(getattr(each.pads, name) for each in tensors)) for name in ("zero", "finite"))
-    return Tokens.of(whole, torch.cat([each.rows() for each in tensors]), Pads(zero, finite))
+    return Tokens.of(place, torch.cat([each.rows() for each in tensors]), Pads(zero, finite))
+
+
+def stack(function: Any, tensors: Any, dim: int = 0, **kwargs: Any) -> Any:
+    """Put rows together that a loop has treated one by one."""
+    if kwargs or not all(isinstance(each, Tokens) and each.num_token_dims == 1 for each in tensors):
+        raise NotPacked
+    if dim not in (0, -1 - len(tensors[0].shape)) or any(each.shape != tensors[0].shape for each in tensors):
+        raise NotPacked
+    rows = [each.later(lambda rows: rows, place=each.place.reshaped((1, each.place.size))) for each in tensors]
+    return cat(function, rows)

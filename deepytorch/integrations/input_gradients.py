@@ -1,0 +1,57 @@
+"""Inputs that require gradients, in a form that Dynamo can trace.
+
+Gradient checkpointing with adapters needs the output of the embedding to require gradients, though the embedding is
+frozen. Transformers' hook calls `output.requires_grad_()`, which ends Dynamo's graph behind the embedding: the mask
+and the positions of the body are in one graph, the head and the loss in another, and neither knows what is padding.
+In a trace our hook adds a trained zero instead, so that the model stays one graph. Every later value requires
+gradients as in eager, and has eager's bits but for the sign of zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepytorch.patches import replace
+
+_NAME = "make_inputs_require_grads"
+
+
+def attach(modeling_utils: Any) -> None:
+    """Have transformers' `enable_input_require_grads`, which PEFT and TRL call too, register our hook."""
+
+    def with_our_hook(original: Any) -> Any:
+        def enable_input_require_grads(self: nn.Module) -> None:
+            original(self)
+            for module in self.modules():
+                _replace_hooks(module)
+
+        return enable_input_require_grads
+
+    why = "let Dynamo trace through embeddings whose outputs are made to require gradients"
+    replace(modeling_utils.PreTrainedModel, "enable_input_require_grads", with_our_hook, why)
+
+
+def _replace_hooks(module: nn.Module) -> None:
+    """Put our hook in the places of transformers' hooks, so that their handles remove ours."""
+    weight = getattr(module, "weight", None)
+    if isinstance(weight, torch.Tensor):
+        for place, hook in module._forward_hooks.items():
+            if getattr(hook, "__name__", "") == _NAME and hook.__module__.startswith("transformers."):
+                module._forward_hooks[place] = _requiring_gradients(hook, weight)
+
+
+def _requiring_gradients(original: Callable[..., Any], weight: torch.Tensor) -> Callable[..., Any]:
+    """Return a forward hook that does what `original` does. weight: a tensor of the output's dtype and device."""
+    zero = nn.Parameter(torch.zeros((), dtype=weight.dtype, device=weight.device))
+
+    def make_inputs_require_grads(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor | None:
+        if not torch.compiler.is_dynamo_compiling() or (output.dtype, output.device) != (zero.dtype, zero.device):
+            original(module, inputs, output)
+            return None
+        return None if output.requires_grad else output + zero
+
+    return make_inputs_require_grads
