@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from deepytorch.bench.comm import COMPRESS, CommOptions, Described
+from deepytorch.bench.comm import Described
+from deepytorch.bench.comm_options import COMPRESS, CommOptions
 from deepytorch.comm.algorithms.base import KINDS, Choice, OperationKind, dtype_name
 from deepytorch.comm.algorithms.select import Explanation, explain
 from deepytorch.comm.topology.cost import Links

@@ -12,31 +12,18 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from deepytorch.bench.lab import Lab, LabOptions
 from deepytorch.errors import DeepytorchError
-
-WORKER = (sys.executable, "-m", "deepytorch.bench.comm_worker")
 
 _POLL_S = 0.05
 _END_S = 20.0  # for a rank to end by itself after the measurement
 _GRACE_S = 3.0  # between asking a rank to end and ending it
 _LAST_WORDS_S = 0.3  # for ranks that fail together to report why: the first is the cause
 _LOG_LINES = 15
-
-
-class RankPlan(Protocol):
-    """The plan of a measurement, which every rank receives."""
-
-    @property
-    def timeout_s(self) -> float:
-        """Return the seconds without a message after which all ranks are ended."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the plan as plain JSON values."""
 
 
 class RankError(DeepytorchError, RuntimeError):
@@ -50,19 +37,20 @@ class _Rank:
 
 
 def run_ranks(
-    plan: RankPlan, ranks: int, lab: LabOptions | None = None, worker: Sequence[str] = WORKER
+    plan: Any, ranks: int, lab: LabOptions | None, worker: Sequence[str]
 ) -> Generator[dict[str, Any], None, None]:
-    """Start the ranks that run `plan`, and yield the messages of rank 0: see `rank_process`.
+    """Start the ranks that run `plan`, and yield the records of rank 0: see `rank_process`.
 
-    There are `ranks` of them on this machine, which talk over loopback, or those of `lab`. `worker` is the command of a
-    rank; it gets the plan's file. The ranks meet at a file in a folder that only this user can read. When the generator
-    ends or is closed, no process is left. Raises `RankError` when a rank fails, or when `plan.timeout_s` pass without a
-    message, and `ConfigError` if the machine cannot have a lab.
+    `plan` is a dataclass with a `timeout_s`, which every rank receives. There are `ranks` of them on this machine, which
+    talk over loopback, or those of `lab`. `worker` is the command of a rank; it gets the plan's file. The ranks meet at
+    a file in a folder that only this user can read. When the generator ends or is closed, no process is left. Raises
+    `RankError` when a rank fails, or when `plan.timeout_s` pass without a message, and `ConfigError` if the machine
+    cannot have a lab.
     """
     with contextlib.ExitStack() as running:
         folder = Path(running.enter_context(tempfile.TemporaryDirectory(prefix="deepytorch-comm-")))
         plan_file, records_file = folder / "plan.json", folder / "records.jsonl"
-        plan_file.write_text(json.dumps(plan.to_json()), encoding="utf-8")
+        plan_file.write_text(json.dumps(asdict(plan), default=str), encoding="utf-8")  # default: for paths
         records_file.touch()
         running.enter_context(_sigterm_unwinds())
         command = [*worker, str(plan_file)]
@@ -76,21 +64,29 @@ def run_ranks(
 
 
 def found_by_ranks(
-    plan: RankPlan, ranks: int, lab: LabOptions | None, worker: Sequence[str], notify: Callable[[str], None]
-) -> dict[str, Any]:
-    """Start the ranks as `run_ranks` does, and return rank 0's final message.
+    plan: Any,
+    ranks: int,
+    lab: LabOptions | None,
+    worker: Sequence[str],
+    notify: Callable[[str], None],
+    on_record: Callable[[dict[str, Any]], None] = lambda record: None,
+) -> Any:
+    """Start the ranks as `run_ranks` does, and return what rank 0 has found.
 
-    notify: is told what the ranks are doing. Raises as `run_ranks` does, and `RankError` if no rank ever finishes.
+    `notify` is told what the ranks are doing, `on_record` gets every record. Raises as `run_ranks` does, and
+    `RankError` if no rank ever finishes.
     """
-    found: dict[str, Any] | None = None
+    done: list[Any] = []
     with contextlib.closing(run_ranks(plan, ranks, lab, worker)) as records:
         for record in records:
             if "doing" in record:
                 notify(record["doing"])
-            found = record.get("done", found)
-    if found is None:
+            if "done" in record:
+                done.append(record["done"])
+            on_record(record)
+    if not done:
         raise RankError("The ranks ended before the measurement was complete, and none of them says why.")
-    return found
+    return done[0]
 
 
 @contextlib.contextmanager

@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from deepytorch.bench.comm import CommOptions, describe_ranks, run_comm, run_in_place
+from deepytorch.bench.comm import describe_ranks, run_comm, run_in_place
 from deepytorch.bench.comm_explain import explain_lines
+from deepytorch.bench.comm_options import CommOptions
 from deepytorch.bench.comm_schema import CommCell, CommResult, CommSummary
 from deepytorch.bench.plots import BandwidthCurve, BandwidthPanel, plot_bandwidth
 from deepytorch.errors import ParityError
