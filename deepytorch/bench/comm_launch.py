@@ -41,7 +41,7 @@ def run_ranks(
 ) -> Generator[dict[str, Any], None, None]:
     """Start the ranks that run `plan`, and yield the records of rank 0: see `rank_process`.
 
-    `plan` is a dataclass with a `timeout_s`, which every rank receives. There are `ranks` of them on this machine, which
+    `plan` is a dataclass with a `timeout_s`, which every rank gets. There are `ranks` of them on this machine, which
     talk over loopback, or those of `lab`. `worker` is the command of a rank; it gets the plan's file. The ranks meet at
     a file in a folder that only this user can read. When the generator ends or is closed, no process is left. Raises
     `RankError` when a rank fails, or when `plan.timeout_s` pass without a message, and `ConfigError` if the machine

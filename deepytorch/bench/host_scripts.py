@@ -33,7 +33,7 @@ class Script:
         self._timeout_s, self._deadline = timeout_s, time.monotonic() + timeout_s
         self._turns = TurnGiver(ranks) if in_turns else None
         path = folder / "job.json"
-        path.write_text(json.dumps(asdict(job)), encoding="utf-8")
+        path.write_text(json.dumps(asdict(job), default=str), encoding="utf-8")
         environment = {
             **process_environment(),
             "DEEPYTORCH": "on" if on else "off",

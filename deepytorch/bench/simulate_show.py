@@ -9,7 +9,6 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from deepytorch.bench.json_results import write_json
 from deepytorch.bench.plots import EfficiencyCurve, TimelineRow, plot_steps
 from deepytorch.bench.simulate import Simulation, Step
 from deepytorch.errors import ConfigError
@@ -72,11 +71,6 @@ def draw(path: Path, simulation: Simulation) -> None:
     most = max(step.num_ranks for step in simulation.steps)
     rows = [_row(step) for step in simulation.steps if step.num_ranks == most]
     plot_steps(path, f"{simulation.model}: simulated steps", curves, f"One step on {most:,} ranks", rows)
-
-
-def write_simulation(path: Path, simulation: Simulation) -> None:
-    """Write a simulation as one JSON object. Raises `DataError` when the file cannot be written."""
-    write_json(path, simulation.to_json())
 
 
 def _name(step: Step) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from deepytorch.cli.options import FlowRate, Hosts, JsonFile, RanksOfHost, Rate, StallTimeout
+from deepytorch.cli.output import Output
 
 
 def comm(
@@ -86,39 +85,37 @@ def comm(
     The table has the columns of nccl-tests. Starts its ranks on this machine and ends them; under torchrun it runs on
     the ranks that are there. Exits with 2 if a rank fails or an element of a result is wrong.
     """
-    from deepytorch.bench import comm as measuring
     from deepytorch.bench import comm_show as showing
-    from deepytorch.bench.comm_schema import write_comm_result
+    from deepytorch.bench.comm import ranks_of_host, torchrun_shape
+    from deepytorch.bench.comm_options import CommOptions, parse_sizes
+    from deepytorch.bench.options import names
 
-    shape = measuring.torchrun_shape()
-    options = measuring.CommOptions(
-        ranks=measuring.ranks_of_host(ranks, hosts, shape),
+    shape = torchrun_shape()
+    options = CommOptions(
+        ranks=ranks_of_host(ranks, hosts, shape),
         hosts=shape[1] if shape else hosts,
         rate=rate,
         flow_rate=flow_rate,
-        backends=measuring.names(backends),
-        sizes_bytes=measuring.parse_sizes(sizes),
+        backends=names(backends),
+        sizes_bytes=parse_sizes(sizes),
         dtype=dtype,
-        ops=measuring.names(op),
+        ops=names(op),
         redop=redop,
-        algorithms=measuring.names(algorithms),
-        compress=measuring.names(compress),
+        algorithms=names(algorithms),
+        compress=names(compress),
         allocated=allocated,
         rounds=rounds,
         min_time_ms=min_time_ms,
         timeout_s=timeout,
     )
-    console = Console(stderr=json_file == "-")  # stdout is then for the JSON alone
+    output = Output(json_file)
     if explain:
-        showing.explain_and_show(options, console, in_place=shape is not None)
+        showing.explain_and_show(options, output.console, in_place=shape is not None)
         return
-    result = showing.run_and_show(options, console, in_place=shape is not None)
+    result = showing.run_and_show(options, output.console, in_place=shape is not None)
     if result is None:  # under torchrun rank 0 shows the result
         return
-    if json_file == "-":
-        typer.echo(json.dumps(result.to_json(), indent=2))
-    elif json_file is not None:
-        write_comm_result(Path(json_file), result)
+    output.json(result.to_json())
     if plot is not None:
         showing.plot_result(plot, result)
     showing.refuse_wrong(result)

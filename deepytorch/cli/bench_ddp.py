@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
-from deepytorch.cli.options import (
-    BatchSizeOfRank,
-    FlowRate,
-    Hosts,
-    JsonFile,
-    RanksOfHost,
-    Rate,
-    StallTimeout,
-    quiet_transformers,
-)
+from deepytorch.cli.options import BatchSizeOfRank, FlowRate, Hosts, JsonFile, RanksOfHost, Rate, StallTimeout
+from deepytorch.cli.output import Output
 
 
 def ddp(
@@ -82,13 +70,14 @@ def ddp(
     Seconds are of forward and backward, over all ranks, printed as PyTorch's own DDP benchmark prints them. Starts its
     ranks on this machine and ends them; under torchrun it runs on the ranks that are there.
     """
-    from deepytorch.bench import ddp as measuring
-    from deepytorch.bench.comm import names, ranks_of_host, torchrun_shape
+    from deepytorch.bench.comm import ranks_of_host, torchrun_shape
+    from deepytorch.bench.ddp import line_of, run_ddp, run_ddp_in_place
+    from deepytorch.bench.ddp_worker import DdpOptions
+    from deepytorch.bench.options import names
 
     shape = torchrun_shape()
-    console = Console(stderr=json_file == "-")
-    quiet_transformers()
-    options = measuring.DdpOptions(
+    output = Output(json_file)
+    options = DdpOptions(
         model=model,
         size=size,
         batch_size=batch_size,
@@ -107,26 +96,16 @@ def ddp(
         timeout_s=timeout,
         timeline=timeline,
     )
-    with console.status("Starting") as status:
-        found = measuring.run_ddp if shape is None else measuring.run_ddp_in_place
-        result = found(options, notify=status.update)
+    result = output.watch(run_ddp if shape is None else run_ddp_in_place, options)
     if result is None:  # under torchrun rank 0 shows the result
         return
     for arm in result.arms:
-        console.print(measuring.line_of(arm, result.ranks, options.ranks), highlight=False, soft_wrap=True)
-    table = Table(box=box.SIMPLE_HEAD, title="What overlap reaches", title_justify="left")
-    for name in ("arm", "forward", "backward", "communication", "exposed", "efficiency", "gradients off by"):
-        table.add_column(name, justify="left" if name == "arm" else "right")
+        output.line(line_of(arm, result.ranks, options.ranks))
+    columns = ("arm", "forward", "backward", "communication", "exposed", "efficiency", "gradients off by")
+    rows = []
     for arm in result.arms:
         seconds = (arm.forward_seconds, arm.backward_seconds, arm.comm_seconds, arm.exposed_comm_seconds)
-        table.add_row(
-            arm.name,
-            *(f"{1e3 * value:.1f} ms" for value in seconds),
-            f"{arm.overlap_efficiency:.2f}",
-            f"{arm.max_grad_rel_diff:.1e}",
-        )
-    console.print(table)
-    if json_file == "-":
-        typer.echo(json.dumps(result.to_json(), indent=2))
-    elif json_file is not None:
-        measuring.write_ddp_result(Path(json_file), result)
+        shown = [f"{1e3 * value:.1f} ms" for value in seconds]
+        rows.append([arm.name, *shown, f"{arm.overlap_efficiency:.2f}", f"{arm.max_grad_rel_diff:.1e}"])
+    output.table("What overlap reaches", columns, rows, left=("arm",))
+    output.json(result.to_json())

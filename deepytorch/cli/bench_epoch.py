@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from deepytorch.cli.options import (
     BatchSize,
@@ -23,8 +18,8 @@ from deepytorch.cli.options import (
     ModelFamily,
     ModelSize,
     SizeOf,
-    quiet_transformers,
 )
+from deepytorch.cli.output import Output
 
 
 def epoch(
@@ -47,10 +42,8 @@ def epoch(
     Each setup trains its own model with AdamW; what counts is real tokens a second, without padding.
     """
     from deepytorch.bench.epoch import EpochOptions, run_epoch
-    from deepytorch.bench.json_results import write_json
 
-    console = Console(stderr=json_file == "-")
-    quiet_transformers()
+    output = Output(json_file)
     options = EpochOptions(
         model=model.value,
         size=size.value,
@@ -63,24 +56,20 @@ def epoch(
         dtype=dtype.value,
         device=device,
     )
-    with console.status("Starting") as status:
-        result = run_epoch(options, notify=status.update)
+    result = output.watch(run_epoch, options)
     title = (
         f"{result.model}, batch {result.batch_size}, {result.dtype}, {result.device}: an epoch of {result.rows} rows"
     )
-    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
-    for name in ("compiled by", "rows in order of", "real tokens/s", "ratio", "real tokens"):
-        table.add_column(name, justify="left" if name in ("compiled by", "rows in order of") else "right")
-    for arm in result.arms:
-        table.add_row(
+    words = ("compiled by", "rows in order of")
+    rows_of_arms = [
+        (
             arm.backend,
             arm.order,
             f"{arm.tokens_per_s:,.0f}",
             f"{arm.ratio:.2f}x",
             f"{100 * arm.real_token_fraction:.0f} %",
         )
-    console.print(table)
-    if json_file == "-":
-        typer.echo(json.dumps(result.to_json(), indent=2))
-    elif json_file is not None:
-        write_json(Path(json_file), result.to_json())
+        for arm in result.arms
+    ]
+    output.table(title, (*words, "real tokens/s", "ratio", "real tokens"), rows_of_arms, left=words)
+    output.json(result.to_json())

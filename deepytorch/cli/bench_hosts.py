@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from deepytorch.cli.options import BatchSize, Data, JsonFile, ModelSize, SizeOf
+from deepytorch.cli.output import Output
 
 
 def hosts(
@@ -39,10 +38,11 @@ def hosts(
     CPU, with two ranks where the framework has ranks. Exits with 1 if anything differs that is not known and explained.
     """
     from deepytorch.bench import hosts as measuring
-    from deepytorch.bench.comm import names
     from deepytorch.bench.host_loops import HOSTS
+    from deepytorch.bench.options import names
+    from deepytorch.bench.results import write_text
 
-    console = Console(stderr=json_file == "-")
+    output = Output(json_file)
     options = measuring.HostsOptions(
         hosts=tuple(HOSTS) if hosts == "all" else names(hosts),
         models=names(models),
@@ -53,17 +53,19 @@ def hosts(
         steps=steps,
         timeout_s=timeout,
     )
-    with console.status("Starting") as status:
+    with output.console.status("Starting") as status:
         for result in measuring.run_hosts(options, notify=status.update):  # takes an hour or more: save partial results
-            console.print(measuring.line(result), highlight=False, markup=False, soft_wrap=True)
-            if json_file is not None and json_file != "-":
-                measuring.save(result, Path(json_file))
+            output.line(", ".join(filter(None, measuring.row_of(result.cells[-1]))))
+            if json_file != "-":
+                output.json(result.to_json())
             if markdown is not None:
-                measuring.write_markdown(result, markdown)
-    console.print(measuring.table(result))
-    for remark in measuring.remarks(result):
-        console.print(remark, highlight=False, markup=False, soft_wrap=True)
+                write_text(markdown, measuring.markdown(result), "--markdown")
+    rows = [measuring.row_of(cell)[:-1] for cell in result.cells]
+    output.table("deepytorch bench hosts", measuring.COLUMNS, rows, left=measuring.COLUMNS)
+    for cell in result.cells:
+        if cell.named:
+            output.line(f"{cell.host}, {cell.model}: {cell.named}")
     if json_file == "-":
-        typer.echo(json.dumps(result.to_json(), indent=2))
+        output.json(result.to_json())
     if any(not cell.green and not cell.named for cell in result.cells):
         raise typer.Exit(1)

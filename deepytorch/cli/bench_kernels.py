@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from deepytorch.cli.options import JsonFile
+from deepytorch.cli.output import Output
 
 
 def kernels(
@@ -26,22 +22,18 @@ def kernels(
 
     Ends with status 1 where one spills, takes more shared memory than there is, or multiplies without tensor cores.
     """
-    from deepytorch.bench.json_results import write_json
     from deepytorch.bench.kernels import run_kernels, to_json
     from deepytorch.errors import ConfigError
 
-    console = Console(stderr=json_file == "-")
+    output = Output(json_file)
     try:
         asked = [int(each) for each in capabilities.split(",")]
     except ValueError:
         raise ConfigError(f"--capabilities is {capabilities!r}; expected numbers with commas, as in 80,90.") from None
-    with console.status("Starting") as status:
-        rows = run_kernels(asked, named, notify=status.update)
-    table = Table(box=box.SIMPLE_HEAD, title="Machine code of kernels", title_justify="left")
-    for name in ("kernel", "variant", "GPU", "registers", "spilled", "shared", "instructions", "seconds"):
-        table.add_column(name, justify="left" if name in ("kernel", "variant", "instructions") else "right")
-    for row in rows:
-        table.add_row(
+    rows = output.watch(run_kernels, asked, named)
+    columns = ("kernel", "variant", "GPU", "registers", "spilled", "shared", "instructions", "seconds")
+    shown = [
+        (
             row.kernel,
             row.variant,
             f"sm_{row.capability}",
@@ -51,13 +43,12 @@ def kernels(
             ", ".join(row.instructions),
             f"{row.compile_seconds:.1f}",
         )
-    console.print(table)
+        for row in rows
+    ]
+    output.table("Machine code of kernels", columns, shown, left=("kernel", "variant", "instructions"))
     wrong = [f"{row.kernel}, {row.variant}, sm_{row.capability}: {each}" for row in rows for each in row.troubles]
     for each in wrong:
-        console.print(f"[red]{each}[/red]")
-    if json_file == "-":
-        typer.echo(json.dumps(to_json(rows), indent=2))
-    elif json_file:
-        write_json(Path(json_file), to_json(rows))
+        output.console.print(f"[red]{each}[/red]")
+    output.json(to_json(rows))
     if wrong:
         raise typer.Exit(1)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from deepytorch.cli.options import Device, Dtype, JsonFile, dtype_of
+from deepytorch.cli.output import Output
 
 
 def loss(
@@ -30,10 +26,9 @@ def loss(
 
     In eager, compiled by Inductor, and in deepytorch's operator, which holds the logits in pieces.
     """
-    from deepytorch.bench.json_results import write_json
     from deepytorch.bench.linear_loss import LossOptions, run_loss
 
-    console = Console(stderr=json_file == "-")
+    output = Output(json_file)
     options = LossOptions(
         rows=rows,
         hidden_size=hidden_size,
@@ -43,17 +38,13 @@ def loss(
         device=device,
         rounds=rounds,
     )
-    with console.status("Starting") as status:
-        result = run_loss(options, notify=status.update)
+    result = output.watch(run_loss, options)
     title = (
         f"Linear and cross-entropy, {rows} x {hidden_size} x {vocab_size}, {100 * ignored:.0f} % ignored, "
         f"{dtype.value}, {result.device}; gradients {result.gradients_mb:,.0f} MiB"
     )
-    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
-    for name in ("", "ms", "of eager's", "peak, MiB", "of eager's", "loss"):
-        table.add_column(name, justify="right" if name else "left")
-    for arm in result.arms:
-        table.add_row(
+    rows_of_arms = [
+        (
             arm.name,
             f"{1e3 * arm.seconds:,.1f}",
             f"{arm.time_ratio:.2f}",
@@ -61,8 +52,7 @@ def loss(
             "-" if arm.memory_ratio is None else f"{arm.memory_ratio:.2f}",
             f"{arm.loss:.5f}",
         )
-    console.print(table)
-    if json_file == "-":
-        typer.echo(json.dumps(result.to_json(), indent=2))
-    elif json_file is not None:
-        write_json(Path(json_file), result.to_json())
+        for arm in result.arms
+    ]
+    output.table(title, ("", "ms", "of eager's", "peak, MiB", "of eager's", "loss"), rows_of_arms, left=("",))
+    output.json(result.to_json())

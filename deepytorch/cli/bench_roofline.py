@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from deepytorch.cli.options import JsonFile
+from deepytorch.cli.output import Output
 
 
 def roofline(
@@ -31,10 +29,10 @@ def roofline(
 ) -> None:
     """Compute what a training step takes at least on A100, H100, H200 and B200, padded and packed; no GPU needed."""
     from deepytorch.bench import roofline as computing
-    from deepytorch.bench.json_results import write_json
+    from deepytorch.bench.results import write_text
     from deepytorch.errors import DataError
 
-    console = Console(stderr=json_file == "-")
+    output = Output(json_file)
     found = None
     if measured is not None:
         try:
@@ -45,20 +43,9 @@ def roofline(
             raise DataError(f"{measured} holds no object of objects; expected it as --help shows.")
     lengths = computing.row_lengths(rows, positions, real)
     computed = computing.roofline(lengths, found)
-    table = Table(box=box.SIMPLE_HEAD, title="The least time of a training step (computed)", title_justify="left")
-    for name in (
-        "model",
-        "GPU",
-        "padded",
-        "packed",
-        "gain",
-        "launches",
-        "collectives",
-        *(("measured",) if found else ()),
-    ):
-        table.add_column(name, justify="left" if name in ("model", "GPU") else "right")
-    for row in computed:
-        table.add_row(
+    columns = ["model", "GPU", "padded", "packed", "gain", "launches", "collectives", *(["measured"] if found else [])]
+    shown = [
+        (
             row.model,
             row.gpu,
             f"{row.padded_ms:.4g} ms",
@@ -68,11 +55,10 @@ def roofline(
             str(row.collectives),
             *((computing.measured_text(row),) if found else ()),
         )
-    console.print(table)
+        for row in computed
+    ]
+    output.table("The least time of a training step (computed)", columns, shown, left=("model", "GPU"))
     if markdown is not None:
         command = f"deepytorch bench roofline --rows {rows} --positions {positions} --real {real:g}"
-        computing.write_text(markdown, computing.markdown(computed, lengths, command))
-    if json_file == "-":
-        typer.echo(json.dumps(computing.to_json(computed, lengths), indent=2))
-    elif json_file:
-        write_json(Path(json_file), computing.to_json(computed, lengths))
+        write_text(markdown, computing.markdown(computed, lengths, command), "--markdown")
+    output.json(computing.to_json(computed, lengths))

@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
-from deepytorch.cli.options import (
-    BatchSizeOfRank,
-    Data,
-    JsonFile,
-    ModelSize,
-    SizeOf,
-    StallTimeout,
-    quiet_transformers,
-)
+from deepytorch.cli.options import BatchSizeOfRank, Data, JsonFile, ModelSize, SizeOf, StallTimeout
+from deepytorch.cli.output import Output
 
 
 def sharded(
@@ -50,12 +38,12 @@ def sharded(
 
     The runs take turns step by step, on the same batches. Starts its ranks on simulated hosts and ends them.
     """
-    from deepytorch.bench import sharded as measuring
-    from deepytorch.bench.comm import names
+    from deepytorch.bench.options import names
+    from deepytorch.bench.sharded import LAST_LOSSES, run_sharded
+    from deepytorch.bench.sharded_worker import ShardedOptions
 
-    console = Console(stderr=json_file == "-")
-    quiet_transformers()
-    options = measuring.ShardedOptions(
+    output = Output(json_file)
+    options = ShardedOptions(
         size=size.value,
         batch_size=batch_size,
         arms=names(arms),
@@ -66,23 +54,19 @@ def sharded(
         steps=steps,
         timeout_s=timeout,
     )
-    with console.status("Starting") as status:
-        result = measuring.run_sharded(options, notify=status.update)
+    result = output.watch(run_sharded, options)
     title = f"FSDP2, Llama ({size.value}), {hosts} hosts of {ranks} ranks at {rate}, {steps} steps"
-    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
-    for name in ("arm", "step", f"against {result.arms[0].name}", "loss at the end", "of it"):
-        table.add_column(name, justify="left" if name == "arm" else "right")
-    for arm in result.arms:
-        table.add_row(
+    columns = ("arm", "step", f"against {result.arms[0].name}", "loss at the end", "of it")
+    rows = [
+        (
             arm.name,
             f"{1e3 * arm.step_seconds:,.0f} ms",
             f"{arm.speedup:.2f}x",
             f"{arm.last_loss:.4f}",
             f"{arm.loss_ratio:.4f}",
         )
-    console.print(table)
-    console.print(f"The loss at the end is the mean over the last {measuring.LAST_LOSSES} steps and all ranks.")
-    if json_file == "-":
-        typer.echo(json.dumps(result.to_json(), indent=2))
-    elif json_file is not None:
-        measuring.write_sharded_result(Path(json_file), result)
+        for arm in result.arms
+    ]
+    output.table(title, columns, rows, left=("arm",))
+    output.line(f"The loss at the end is the mean over the last {LAST_LOSSES} steps and all ranks.")
+    output.json(result.to_json())

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from deepytorch.cli.options import JsonFile
+from deepytorch.cli.output import Output
 
 
 def start(
@@ -32,37 +29,23 @@ def start(
     is ahead. Cold runs begin with empty caches, and wait at their end until these are filled;
     warm ones begin with what they have left.
     """
-    from deepytorch.bench.json_results import write_json
     from deepytorch.bench.start import StartOptions, run_start
 
-    console = Console(stderr=json_file == "-")
+    output = Output(json_file)
     options = StartOptions(
         command=tuple(command or ()), steps=steps, rounds=rounds, ranks=ranks, threads=threads, timeout_s=timeout
     )
-    with console.status("Starting") as status:
-        result = run_start(options, notify=status.update)
+    result = output.watch(run_start, options)
     title = f"{Path(options.script[0]).name}: seconds since the process began, medians of {rounds}"
-    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
-    for name in (
-        "",
-        "first step",
-        "first packed",
-        "compiled from",
-        f"step {len(result.eager.steps)}",
-        "at most behind",
-    ):
-        table.add_column(name, justify="right" if name else "left")
-    table.add_column("ahead from step", justify="right")
-    table.add_column("compiles", justify="right")
+    last = f"step {len(result.eager.steps)}"
+    columns = ("", "first step", "first packed", "compiled from", last, "at most behind", "ahead from step", "compiles")
+    rows = []
     for arm in result.arms:
         seconds = [arm.steps[0], arm.first_packed, arm.change_over, arm.steps[-1]]
         row = ["-" if each is None else f"{each:.1f}" for each in seconds]
         if arm is not result.eager:
             ahead = arm.ahead_from(result.eager)
             row += [f"{max(arm.ratios(result.eager)):.2f}x", "-" if ahead is None else str(ahead), str(arm.compiles)]
-        table.add_row(arm.name, *row)
-    console.print(table)
-    if json_file == "-":
-        typer.echo(json.dumps(result.to_json(), indent=2))
-    elif json_file is not None:
-        write_json(Path(json_file), result.to_json())
+        rows.append([arm.name, *row])
+    output.table(title, columns, rows, left=("",))
+    output.json(result.to_json())

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich import box
-from rich.console import Console, Group
-from rich.table import Table
-from rich.text import Text
 
 from deepytorch.cli.options import (
     BatchSize,
@@ -25,8 +19,8 @@ from deepytorch.cli.options import (
     ModelSize,
     SizeOf,
     dtype_of,
-    quiet_transformers,
 )
+from deepytorch.cli.output import Output
 
 if TYPE_CHECKING:
     from deepytorch.bench.schema import UnpadResult
@@ -80,11 +74,9 @@ def unpad(
     back, stock torch.compile on batches of rows of like lengths runs beside, and where flash-attn and liger-kernel are
     installed, transformers' flattening collator with both.
     """
-    from deepytorch.bench.schema import write_result
     from deepytorch.bench.unpad import UnpadOptions, run_unpad
 
-    console = Console(stderr=json_file == "-")  # stdout is then for the JSON alone
-    quiet_transformers()
+    output = Output(json_file)
     options = UnpadOptions(
         labels=labels.value,
         loss=loss,
@@ -100,21 +92,15 @@ def unpad(
         back_to_back=back_to_back,
         device=device,
     )
-    with console.status("Starting") as status:
-        result = run_unpad(options, notify=status.update)
-    console.print(_unpad_table(result))
-    if json_file == "-":
-        typer.echo(json.dumps(result.to_json(), indent=2))
-    elif json_file is not None:
-        write_result(Path(json_file), result)
-
-
-def _unpad_table(result: UnpadResult) -> Group:
+    result = output.watch(run_unpad, options)
     title = f"{result.model}, batch {result.batch_size}, {result.dtype}, {result.device}, steps {result.timing}"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE)
-    table.add_column("arm", no_wrap=True)
-    for heading in ("step ms", "tokens/s", "deepytorch is", "quartiles", "compile s", "peak MB"):
-        table.add_column(heading, justify="right")
+    columns = ("arm", "step ms", "tokens/s", "deepytorch is", "quartiles", "compile s", "peak MB")
+    output.table(title, columns, _rows(result), left=("arm",))
+    output.console.print("\n".join(_remarks(result)), highlight=False, markup=False)
+    output.json(result.to_json())
+
+
+def _rows(result: UnpadResult) -> list[tuple[str, ...]]:
     ratios = {
         "eager": result.ratio_vs_eager,
         "inductor": result.ratio_vs_inductor,
@@ -123,21 +109,24 @@ def _unpad_table(result: UnpadResult) -> Group:
         "flattened": result.ratio_vs_flattened,
     }
     compile_seconds = {"inductor": result.compile_seconds_inductor, "deepytorch": result.compile_seconds}
+    rows = []
     for arm, milliseconds in result.step_ms.items():
         ratio, quartiles = ratios.get(arm), result.ratio_quartiles.get(arm)
-        table.add_row(
-            arm,
-            f"{milliseconds:,.1f}",
-            f"{result.tokens_per_s[arm]:,.0f}" if arm in result.tokens_per_s else "",
-            f"{ratio:.2f}x" if ratio is not None else "",
-            f"{quartiles[0]:.2f} - {quartiles[2]:.2f}" if quartiles is not None else "",
-            f"{compile_seconds[arm]:.1f}" if arm in compile_seconds else "",
-            f"{result.peak_bytes[arm] / 1e6:,.0f}" if arm in result.peak_bytes else "",
+        rows.append(
+            (
+                arm,
+                f"{milliseconds:,.1f}",
+                f"{result.tokens_per_s[arm]:,.0f}" if arm in result.tokens_per_s else "",
+                f"{ratio:.2f}x" if ratio is not None else "",
+                f"{quartiles[0]:.2f} - {quartiles[2]:.2f}" if quartiles is not None else "",
+                f"{compile_seconds[arm]:.1f}" if arm in compile_seconds else "",
+                f"{result.peak_bytes[arm] / 1e6:,.0f}" if arm in result.peak_bytes else "",
+            )
         )
-    return Group(table, Text("\n".join(_unpad_lines(result))))
+    return rows
 
 
-def _unpad_lines(result: UnpadResult) -> list[str]:
+def _remarks(result: UnpadResult) -> list[str]:
     return [
         f"Real tokens: {result.real_token_fraction:.3f} of the positions, so dropping pads alone gives up to "
         f"{result.token_ceiling:.2f}x in token-wise work; {result.labelled_fraction:.2f} of the tokens are labelled.",

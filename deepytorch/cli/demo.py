@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from deepytorch.cli.options import BatchSize, Data, Device, Dtype, DtypeOf, Model, ModelFamily, quiet_transformers
+from deepytorch.cli.options import BatchSize, Data, Device, Dtype, DtypeOf, Model, ModelFamily
 
 
 def demo(
@@ -29,8 +29,6 @@ def demo(
     """
     from deepytorch.demo import DemoOptions, run_demo
 
-    console = Console()
-    quiet_transformers()
     options = DemoOptions(
         data=data,
         model=model.value,
@@ -40,4 +38,4 @@ def demo(
         dtype=dtype.value,
         out=out,
     )
-    run_demo(options, console)
+    run_demo(options, Console())

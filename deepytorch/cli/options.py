@@ -137,12 +137,3 @@ FlowRate = Annotated[
 StallTimeout = Annotated[
     float, typer.Option(metavar="SECONDS", help="End all ranks after so many seconds without progress.")
 ]
-
-
-def quiet_transformers() -> None:
-    """Keep transformers' advice about configurations out of the tables."""
-    try:
-        from transformers import logging
-    except ImportError:
-        return  # an error says what to install when a model is built
-    logging.set_verbosity_error()
