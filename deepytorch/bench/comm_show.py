@@ -14,7 +14,7 @@ from deepytorch.bench.comm import describe_ranks, run_comm, run_in_place
 from deepytorch.bench.comm_explain import explain_lines
 from deepytorch.bench.comm_options import CommOptions
 from deepytorch.bench.comm_schema import CommCell, CommResult, CommSummary
-from deepytorch.bench.plots import BandwidthCurve, BandwidthPanel, plot_bandwidth
+from deepytorch.bench.plots import draw_curve, new_figure, save_figure
 from deepytorch.errors import ParityError
 
 # Bytes that a rank of one host has to read and write for each byte of the op's size: each once, in and out.
@@ -142,19 +142,28 @@ def plot_result(path: Path, result: CommResult) -> None:
     """
     first = result.cells[0]
     shape = f"{first.ranks} ranks" if first.hosts == 1 else f"{first.ranks} ranks on {first.hosts} hosts"
-    panels = []
-    for op in dict.fromkeys(cell.op for cell in result.cells):
-        cells = [cell for cell in result.cells if cell.op == op]
-        curves = [
-            BandwidthCurve(
-                name=arm,
-                sizes_bytes=[cell.bytes for cell in cells if cell.arm == arm],
-                gb_per_s=[cell.algbw for cell in cells if cell.arm == arm],
-            )
-            for arm in dict.fromkeys(cell.arm for cell in cells)
-        ]
-        panels.append(BandwidthPanel(op, curves, *limit(op, first.ranks, first.hosts, result.summary)))
-    plot_bandwidth(path, f"{shape}, {first.dtype}, {result.summary.machine}", panels)
+    ops, arms = (list(dict.fromkeys(getattr(cell, name) for cell in result.cells)) for name in ("op", "arm"))
+    figure = new_figure(max(6.5, 4.8 * len(ops)), 4.4)
+    for axes, op in zip(figure.subplots(1, len(ops), squeeze=False)[0], ops, strict=True):
+        for arm in arms:
+            cells = [cell for cell in result.cells if cell.op == op and cell.arm == arm]
+            draw_curve(axes, arm, [cell.bytes for cell in cells], [cell.algbw for cell in cells])
+        limit_gb_per_s, limit_name = limit(op, first.ranks, first.hosts, result.summary)
+        if limit_gb_per_s is not None:
+            axes.axhline(limit_gb_per_s, label=limit_name, color="#555555", linestyle="--", linewidth=1.0)
+            axes.legend()
+        axes.set_xscale("log", base=2)
+        axes.set(yscale="log", xlabel="bytes", ylabel="algorithm bandwidth, GB/s", title=op)
+        axes.xaxis.set_major_formatter(lambda size, _: _bytes(size))
+    figure.suptitle(f"{shape}, {first.dtype}, {result.summary.machine}")
+    save_figure(figure, path, "Give another --plot path.")
+
+
+def _bytes(size: float) -> str:
+    for unit, factor in (("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10)):
+        if size >= factor:
+            return f"{size / factor:g}{unit}"
+    return f"{size:g}"
 
 
 def limit(op: str, ranks: int, hosts: int, summary: CommSummary) -> tuple[float | None, str]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import platform
 import signal
 import socket
 import statistics
@@ -25,6 +24,8 @@ from typing import Any
 
 import torch
 
+from deepytorch.bench.options import check_at_least
+from deepytorch.bench.results import machine
 from deepytorch.config import process_environment
 from deepytorch.errors import ConfigError, ScriptError
 
@@ -54,9 +55,7 @@ class StartOptions:
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for a value that is not accepted."""
-        for name in ("steps", "rounds", "ranks"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; expected 1 or more.")
+        check_at_least(self, 1, "steps", "rounds", "ranks")
         if self.command and not Path(self.command[0]).is_file():
             raise ConfigError(f"The script {self.command[0]} is not there; expected the path of a Python file.")
 
@@ -135,7 +134,7 @@ def run_start(options: StartOptions, notify: Callable[[str], None] = lambda _: N
                 found[name].append(_run(options, name, Path(scratch), options.steps))
     return StartResult(
         options=options,
-        machine=f"{platform.machine()}, {torch.get_num_threads()} cores",
+        machine=machine(),
         torch=torch.__version__,
         arms=tuple(_arm(name, runs) for name, runs in found.items()),
     )

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from deepytorch.bench.results import machine
 from deepytorch.errors import ConfigError
 from deepytorch.torch_internals import lookup_backend, reset_dynamo
 
@@ -52,6 +53,10 @@ class Precision:
         """Wait until the device has finished all its work, so that the clock can be read."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def device_name(self) -> str:
+        """Return the GPU's name, or the kind of another device."""
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else str(self.device)
 
     @staticmethod
     def parse(device: str, dtype: str, weights: str = "fp32") -> Precision:
@@ -142,6 +147,11 @@ def rotated(items: Sequence[T], turn: int) -> list[T]:
     """Return `items` beginning at another one for each `turn`, so that none always runs first."""
     start = turn % len(items)
     return [*items[start:], *items[:start]]
+
+
+def machine_and_threads() -> str:
+    """Return this machine and torch's threads in words."""
+    return f"{machine()}, {torch.get_num_threads()} threads"
 
 
 @contextlib.contextmanager

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
-import platform
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from deepytorch.bench.hand_packed import ATTENTION_NAME, hand_packed_arm, pack, 
 from deepytorch.bench.measurement import Measurement
 from deepytorch.bench.memory import peak_step_bytes
 from deepytorch.bench.models import MAX_POSITIONS, batch_kind, build_model
+from deepytorch.bench.options import check_at_least, check_choice
 from deepytorch.bench.rivals import FLASH, FLATTENED, GROUPED, flatten, flattened_arm, flattened_unavailable, grouped
 from deepytorch.bench.schema import BACK_TO_BACK, ONE_BY_ONE, UnpadResult
 from deepytorch.bench.training_step import (
@@ -35,11 +35,12 @@ from deepytorch.bench.training_step import (
     dtype_name,
     empty_compile_caches,
     forward_backward,
+    machine_and_threads,
     rotated,
     start_compiler,
     to_device,
 )
-from deepytorch.data import IGNORE_INDEX, batches, load_rows, num_labels, num_positions, num_tokens, train_tokenizer
+from deepytorch.data import IGNORE_INDEX, num_labels, num_positions, num_tokens, text_batches
 from deepytorch.data.batching import Kind, Labels
 from deepytorch.errors import ConfigError, ParityError
 
@@ -76,15 +77,12 @@ class UnpadOptions:
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for numbers that cannot be run with."""
-        for name in ("batch_size", "steps", "rounds", "max_length"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}, expected at least 1.")
+        check_at_least(self, 1, "batch_size", "steps", "rounds", "max_length")
+        check_choice(self, "loss", LOSSES)
         if self.trains and dtype_name(self.dtype) == "fp16":
             raise ConfigError(
                 "dtype is fp16, which trains under a gradient scaler; expected fp32 or bf16 back to back."
             )
-        if self.loss not in LOSSES:
-            raise ConfigError(f"loss is {self.loss!r}, expected one of {', '.join(LOSSES)}.")
         if self.loss != "model" and batch_kind(self.model) != "causal":
             raise ConfigError(f"The loss {self.loss!r} is one over next tokens, expected a decoder, not {self.model}.")
         if self.max_length > MAX_POSITIONS:
@@ -123,12 +121,13 @@ def run_unpad(options: UnpadOptions, notify: Callable[[str], None] = lambda text
         start_compiler(backend, precision)
     notify(f"Compiling with {options.stock_backend}, from empty caches")
     with empty_compile_caches():
-        first_stock = _first_pass(arms[STOCK], data, precision)
+        first_stock = [forward_backward(arms[STOCK], batch, precision) for batch in data]
     with empty_compile_caches():
         notify(f"Compiling with {options.backend}, from empty caches")
         deepytorch.report(reset=True)
-        first_ours = _first_pass(arms[DEEPYTORCH], data, precision)
-        _first_pass(arms[STOCK], data[:_NUM_WARM_BATCHES], precision)
+        first_ours = [forward_backward(arms[DEEPYTORCH], batch, precision) for batch in data]
+        for batch in data[:_NUM_WARM_BATCHES]:
+            forward_backward(arms[STOCK], batch, precision)
         measured = _measure(arms, data, 1 if options.trains else options.rounds, precision, notify)
         compared = measured
         if options.trains:
@@ -164,7 +163,7 @@ def _result(options: UnpadOptions, precision: Precision, data: Sequence[Batch], 
     positions = sum(num_positions(batch, kind) for batch in data)
     return UnpadResult(
         model=options.model,
-        device=_device_name(precision.device),
+        device=f"cuda ({precision.device_name()})" if precision.device.type == "cuda" else precision.device_name(),
         dtype=dtype_name(options.dtype),
         batch_size=options.batch_size,
         real_token_fraction=tokens / positions,
@@ -199,7 +198,7 @@ def _result(options: UnpadOptions, precision: Precision, data: Sequence[Batch], 
         max_length=options.max_length,
         model_size=options.size,
         torch_version=torch.__version__,
-        machine=f"{platform.machine()}, {os.cpu_count()} CPUs, {torch.get_num_threads()} threads",
+        machine=machine_and_threads(),
         weights=dtype_name(options.weights),
         vocab_size=options.vocab_size,
         timing=BACK_TO_BACK if options.trains else ONE_BY_ONE,
@@ -276,10 +275,9 @@ def _cut(tokens: Tensor, num_batches: int, num_rows: int) -> Tensor:
 
 def draw_batches(options: UnpadOptions, device: torch.device) -> list[Batch]:
     """Return the batches that `options` asks for, on `device`."""
-    rows = load_rows(options.data)
-    drawn = batches(
-        rows,
-        train_tokenizer(rows, options.vocab_size),
+    drawn = text_batches(
+        options.data,
+        options.vocab_size,
         batch_size=options.batch_size,
         max_length=options.max_length,
         labels=options.labels,
@@ -288,11 +286,6 @@ def draw_batches(options: UnpadOptions, device: torch.device) -> list[Batch]:
         steps=options.steps,
     )
     return [to_device(batch, device) for batch in drawn]
-
-
-def _first_pass(arm: Arm, data: Sequence[Batch], precision: Precision) -> list[Step]:
-    """Run every batch once."""
-    return [forward_backward(arm, batch, precision) for batch in data]
 
 
 def _steady_step(arm: Arm, batch: Batch, precision: Precision) -> Step:
@@ -315,17 +308,29 @@ def _measure(
     for name in (EAGER, HAND_PACKED):
         if name in arms:  # the compiled arms have run before
             forward_backward(arms[name], inputs[name][0], precision)
-    for turn in range(rounds):
-        for index in range(len(data)):
-            notify(f"Measuring: round {turn + 1} of {rounds}, batch {index + 1} of {len(data)}")
-            losses = {}
-            for name in rotated(list(arms), turn + index):
-                step = _steady_step(arms[name], to_device(inputs[name][index], precision.device), precision)
-                result.seconds[name][index].append(step.seconds)
-                losses[name] = step.loss
-            if turn == 0:
-                _compare(result, arms, losses, index)
+    for turn, index in product(range(rounds), range(len(data))):
+        notify(f"Measuring: round {turn + 1} of {rounds}, batch {index + 1} of {len(data)}")
+        losses = _time_arms(result, arms, inputs, turn, index, precision)
+        if turn == 0:
+            _compare(result, arms, losses, index)
     return result
+
+
+def _time_arms(
+    result: Measurement,
+    arms: Mapping[str, Arm],
+    inputs: Mapping[str, Sequence[Batch]],
+    turn: int,
+    index: int,
+    precision: Precision,
+) -> dict[str, float]:
+    """Run one batch in every arm, beginning at another arm each time; record the seconds and return the losses."""
+    losses = {}
+    for name in rotated(list(arms), turn + index):
+        step = _steady_step(arms[name], to_device(inputs[name][index], precision.device), precision)
+        result.seconds[name][index].append(step.seconds)
+        losses[name] = step.loss
+    return losses
 
 
 def arm_inputs(arms: Mapping[str, Arm], data: Sequence[Batch]) -> dict[str, list[Batch]]:
@@ -368,12 +373,11 @@ def _measure_unpadded(
     compared = {name: arms[name] for name in (STOCK, DEEPYTORCH)}
     full = full_batches(data, batch_kind(options.model))
     for arm in compared.values():
-        _first_pass(arm, full[:1] * 2, precision)
+        for batch in full[:1] * 2:
+            forward_backward(arm, batch, precision)
     result = Measurement({name: [[] for _ in full] for name in compared})
-    for turn in range(options.rounds):
-        for index, batch in enumerate(full):
-            for name in rotated(list(compared), turn + index):
-                result.seconds[name][index].append(_steady_step(compared[name], batch, precision).seconds)
+    for turn, index in product(range(options.rounds), range(len(full))):
+        _time_arms(result, compared, dict.fromkeys(compared, full), turn, index, precision)
     return result
 
 
@@ -385,7 +389,3 @@ def _peak_bytes(arm: Arm, data: Sequence[Batch], kind: Kind, precision: Precisio
         arm.model.zero_grad(set_to_none=True)
         peaks.append(peak_step_bytes(partial(forward_backward, arm, batch, precision), precision.device))
     return max(peaks)
-
-
-def _device_name(device: torch.device) -> str:
-    return f"cuda ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)

@@ -48,7 +48,7 @@ def loss(
             arm.name,
             f"{1e3 * arm.seconds:,.1f}",
             f"{arm.time_ratio:.2f}",
-            "-" if arm.peak_mb is None else f"{arm.peak_mb:,.0f}",
+            f"{arm.peak_mb:,.0f}",
             "-" if arm.memory_ratio is None else f"{arm.memory_ratio:.2f}",
             f"{arm.loss:.5f}",
         )
