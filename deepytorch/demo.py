@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich import box
 from rich.console import Console, Group
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 from rich.text import Text
 from torch import nn
 
@@ -24,6 +22,7 @@ from deepytorch.bench.back_to_back import Trainee
 from deepytorch.bench.models import MAX_POSITIONS, batch_kind, build_model
 from deepytorch.bench.options import check_at_least
 from deepytorch.bench.plots import new_figure, save_figure
+from deepytorch.bench.table import table_of
 from deepytorch.bench.training_step import (
     Batch,
     Precision,
@@ -280,12 +279,8 @@ def _plot(path: Path, options: DemoOptions, result: DemoResult) -> None:
 
 
 def _table(result: DemoResult) -> Group:
-    table = Table(title="The same batches, the same weights at the start", title_justify="left", box=box.SIMPLE)
-    table.add_column("arm", no_wrap=True)
-    for heading in ("step ms", "tokens/s", "speedup", "compile s", "final loss", "loss diff."):
-        table.add_column(heading, justify="right")
-    for run in result.runs:
-        table.add_row(
+    rows = [
+        (
             run.name,
             f"{result.median_step_ms(run):,.0f}",
             f"{result.tokens_per_second(run):,.0f}",
@@ -294,6 +289,10 @@ def _table(result: DemoResult) -> Group:
             f"{run.losses[-1]:.4f}",
             f"{result.loss_difference(run):.1e}" if run is not result.runs[0] else "-",
         )
+        for run in result.runs
+    ]
+    columns = ("arm", "step ms", "tokens/s", "speedup", "compile s", "final loss", "loss diff.")
+    table = table_of("The same batches, the same weights at the start", columns, rows, left=("arm",))
     note = (
         f"Times: medians over the {len(result.counted_steps())} steps after the warm-up in which no arm compiled. "
         f"speedup: the median, too, of each batch's time in {result.runs[0].name} over its own. "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import sys
 import threading
 import time
@@ -34,7 +33,6 @@ def run_rank(kind: type[Plan], work: Callable[[Plan, Tell], Any]) -> None:
     """
     path, rank, ranks = Path(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     SWITCH.enabled = False  # arms decide themselves what is compiled
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all foreground processes: the parent ends this one
     if "--watch-stdin" in sys.argv:
         threading.Thread(target=end_with_stdin, daemon=True).start()
     try:

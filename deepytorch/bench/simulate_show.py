@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from deepytorch.bench.plots import draw_curve, new_figure, save_figure
 from deepytorch.bench.simulate import Simulation, Step
+from deepytorch.bench.table import table_of
 from deepytorch.errors import ConfigError
 
 _MOST_RANKS = 1 << 20
@@ -28,25 +27,23 @@ def parse_ranks(text: str) -> tuple[int, ...]:
 def step_table(simulation: Simulation) -> RenderableType:
     """Return a table with a line for each number of ranks and each algorithm."""
     num_buckets = max(len(step.transfers) for step in simulation.steps)
-    table = Table(
-        title=f"{simulation.model}, {num_buckets} buckets", title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0)
-    )
-    for heading in ("ranks", "hosts"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("algorithm", overflow="fold")
-    for heading in ("step ms", "all-reduce", "exposed", "efficiency"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    rows = []
     shown = None
     for step in simulation.steps:
         first = step.num_ranks != shown
         shown = step.num_ranks
-        table.add_row(
-            f"{step.num_ranks:,}" if first else "",
-            f"{step.num_hosts:,}" if first else "",
-            _name(step),
-            *(f"{time_us / 1e3:,.1f}" for time_us in (step.step_us, step.communication_us, step.exposed_us)),
-            f"{100 * step.efficiency:.1f} %",
+        times_us = (step.step_us, step.communication_us, step.exposed_us)
+        rows.append(
+            (
+                f"{step.num_ranks:,}" if first else "",
+                f"{step.num_hosts:,}" if first else "",
+                _name(step),
+                *(f"{time_us / 1e3:,.1f}" for time_us in times_us),
+                f"{100 * step.efficiency:.1f} %",
+            )
         )
+    columns = ("ranks", "hosts", "algorithm", "step ms", "all-reduce", "exposed", "efficiency")
+    table = table_of(f"{simulation.model}, {num_buckets} buckets", columns, rows, left=("algorithm",))
     return Group(table, *(Text(line) for line in assumptions(simulation)))
 
 

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import typer
-from rich import box
-from rich.console import Console, RenderableType
-from rich.table import Table
+from rich.console import Console
 
 from deepytorch.bench.results import write_json
+from deepytorch.bench.table import table_of
 
 T = TypeVar("T")
 
@@ -33,16 +32,9 @@ class Output:
         """Print text as it is, however long its lines."""
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    def table(
-        self, title: str, columns: Sequence[str], rows: Iterable[Sequence[RenderableType]], left: Collection[str]
-    ) -> None:
+    def table(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[str]) -> None:
         """Print a table. left: the columns of words; figures stand on the right of theirs."""
-        table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
-        for name in columns:
-            table.add_column(name, justify="left" if name in left else "right", overflow="fold")
-        for row in rows:
-            table.add_row(*row)
-        self.console.print(table)
+        self.console.print(table_of(title, columns, rows, left))
 
     def json(self, content: dict[str, Any]) -> None:
         """Write the result where --json says, if it was given."""

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from deepytorch.bench.results import decoded
+
 WITHOUT, WITH, MOVED = "without", "with", "moved"  # MOVED: without the import, weights moved by their last bit
 
 
@@ -28,38 +30,38 @@ class Job:
         folder: The folder for the records.
     """
 
-    command: list[str]
+    command: tuple[str, ...]
     is_module: bool
     role: str
     steps: int
     seed: int
     lowering: str | None
     dropout: bool
-    folder: str
+    folder: Path
 
     def write(self, path: Path) -> None:
         """Save the job for the process."""
-        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        path.write_text(json.dumps(asdict(self), default=str), encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path) -> Job:
         """Load the job in the process."""
-        return cls(**json.loads(path.read_text(encoding="utf-8")))
+        return decoded(cls, json.loads(path.read_text(encoding="utf-8")))
 
     @property
     def records(self) -> Path:
         """Return the file of the records."""
-        return Path(self.folder) / "records.jsonl"
+        return self.folder / "records.jsonl"
 
     @property
     def weights(self) -> Path:
         """Return the file of the trained weights at the end, one after another."""
-        return Path(self.folder) / "weights.bin"
+        return self.folder / "weights.bin"
 
     @property
     def ended(self) -> Path:
         """Return the file that appears once everything is written: a process that hangs afterwards has lost nothing."""
-        return Path(self.folder) / "ended"
+        return self.folder / "ended"
 
 
 @dataclass(frozen=True, slots=True)

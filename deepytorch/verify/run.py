@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -14,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deepytorch.bench.processes import Program, last_lines
 from deepytorch.compiler.config import LOWERINGS
 from deepytorch.config import process_environment
 from deepytorch.errors import ConfigError, ScriptError
@@ -156,31 +154,24 @@ def _run(options: VerifyOptions, role: str, folder: Path, notify: Callable[[str]
     own = folder / role
     own.mkdir(mode=0o700)
     job = Job(
-        command=list(options.command),
+        command=options.command,
         is_module=options.is_module,
         role=role,
         steps=options.steps,
         seed=options.seed,
         lowering=options.lowering,
         dropout=options.dropout,
-        folder=str(own),
+        folder=own,
     )
     job.write(own / "job.json")
     environment = {"PYTHONHASHSEED": str(options.seed % 2**32), **process_environment()}
     environment["DEEPYTORCH"] = "on" if role == WITH else "off"
-    with (own / "output.txt").open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "deepytorch.verify.worker", str(own / "job.json")],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # so that processes of the script, such as data loaders, end with it
-        )
-        try:
-            in_time = _wait(process, job, options.timeout_s)
-        finally:
-            _end(process)
+    command = [sys.executable, "-m", "deepytorch.verify.worker", str(own / "job.json")]
+    program = Program(command, own / "output.txt", env=environment)
+    try:
+        in_time = _wait(program.process, job, options.timeout_s)
+    finally:
+        program.end()
     run = read_run(job)
     if run.ended is None and run.failure is None:
         if not in_time:
@@ -189,9 +180,9 @@ def _run(options: VerifyOptions, role: str, folder: Path, notify: Callable[[str]
                 f"It did not come to its end in {options.timeout_s:g} seconds ({made}); --timeout gives it more."
             )
         else:
-            run.failure = f"Its process ended with status {process.returncode}."
+            run.failure = f"Its process ended with status {program.process.returncode}."
     if run.failure is not None:
-        run.output = _last_lines(own / "output.txt")
+        run.output = "\n".join(last_lines(program.log, _LAST_LINES))
     return run
 
 
@@ -206,18 +197,6 @@ def _wait(process: subprocess.Popen[bytes], job: Job, timeout_s: float) -> bool:
             return written
         time.sleep(0.05)
     return True
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process, and the remaining ones of its session."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def _last_lines(path: Path) -> str:
-    lines = path.read_text(encoding="utf-8", errors="replace").rstrip().splitlines()
-    return "\n".join(lines[-_LAST_LINES:])
 
 
 def refuse_without_training(options: VerifyOptions, run: Run) -> None:
