@@ -211,11 +211,8 @@ def render(found: dict[str, Any]) -> RenderableType:
     parts: list[RenderableType] = [table]
     if found["patches"]:
         parts.append(_list("Changed by the import", {"what": "where", "what for": "why"}, found["patches"]))
-        parts.append(
-            Text(
-                "Libraries such as transformers have theirs when they are imported. deepytorch.disable() undoes all of it."
-            )
-        )
+        note = "Libraries such as transformers have theirs when they are imported. deepytorch.disable() undoes it all."
+        parts.append(Text(note))
     if found["untested"]:
         columns = {"found": "what", "tested with": "tested", "what to do": "how"}
         parts.append(_list("Not tested", columns, found["untested"]))

@@ -25,6 +25,7 @@ from deepytorch import comm
 from deepytorch.bench.comm_options import AUTO, CommArm, CommOptions
 from deepytorch.bench.comm_patterns import Buffers, Pattern
 from deepytorch.bench.comm_schema import NO_REDOP, PREDICTED_OPS, REDUCING_OPS, CommCell, bus_factor
+from deepytorch.bench.measurement import quantiles
 from deepytorch.bench.rank_process import Tell, run_rank
 from deepytorch.bench.training_step import rotated
 from deepytorch.comm.group.groups import group_of
@@ -220,7 +221,6 @@ class _SizeBench:
     def _cell(self, index: int, seconds: list[float], iterations: int, wrong: int) -> CommCell:
         arm, num_bytes = self.arms[index], self.count * self.dtype.itemsize
         times_us = [1e6 * second for second in seconds]
-        quartiles = statistics.quantiles(times_us, n=4, method="inclusive") if len(times_us) > 1 else times_us * 3
         time_us = statistics.median(times_us)
         algbw = num_bytes / time_us / 1e3
         return CommCell(
@@ -233,7 +233,7 @@ class _SizeBench:
             ranks=self.ranks,
             hosts=self.options.hosts,
             time_us=time_us,
-            time_us_quartiles=quartiles,
+            time_us_quartiles=quantiles(times_us, 4),
             algbw=algbw,
             busbw=algbw * bus_factor(self.op, self.ranks),
             wrong=wrong,

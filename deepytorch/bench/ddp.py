@@ -12,6 +12,7 @@ import torch
 
 from deepytorch.bench.comm_launch import found_by_ranks
 from deepytorch.bench.ddp_worker import DdpOptions, measure
+from deepytorch.bench.measurement import quantiles
 from deepytorch.bench.options import simulated_hosts
 from deepytorch.bench.rank_process import torchrun_rank
 from deepytorch.bench.results import Record, machine
@@ -128,7 +129,7 @@ def _arm(name: str, found: Mapping[str, Any], batch_size: int) -> DdpArm:
     forward = statistics.median(step["forward"] for step in alone)
     backward = statistics.median(step["backward"] for step in alone)
     communication = statistics.median(seconds for rank in ranks for seconds in rank["communication"])
-    cuts = statistics.quantiles(steps, n=100, method="inclusive") if len(steps) > 1 else steps * 99
+    cuts = quantiles(steps, 100)
     percentiles = {f"p{part}": cuts[part - 1] for part in PERCENTILES}
     step = percentiles["p50"]
     return DdpArm(

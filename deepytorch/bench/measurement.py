@@ -25,4 +25,9 @@ class Measurement:
     def ratio_quartiles(self, arm: str, against: str = "deepytorch") -> list[float]:
         """Return the quartiles, over the batches, of one batch's ratio: how evenly the gain is spread."""
         ratios = [time / other for time, other in zip(self.steady(arm), self.steady(against), strict=True)]
-        return statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+        return quantiles(ratios, 4)
+
+
+def quantiles(values: list[float], parts: int) -> list[float]:
+    """Return the cuts of values into so many equal parts: their quartiles for 4, their percentiles for 100."""
+    return statistics.quantiles(values, n=parts, method="inclusive") if len(values) > 1 else values * (parts - 1)

@@ -1,4 +1,4 @@
-"""Checks that options of several benchmarks share. All raise `ConfigError`."""
+"""Options that several benchmarks share: how they are read and checked. All checks raise `ConfigError`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 from deepytorch.bench.lab import LabOptions
 from deepytorch.errors import ConfigError
+
+DTYPE_NAMES = ("fp32", "bf16", "fp16")
 
 
 def check_at_least(options: Any, least: int, *names: str) -> None:
@@ -46,6 +48,14 @@ def simulated_hosts(options: Any) -> LabOptions | None:
         return None
     given = {name: getattr(options, name) for name in ("rate", "flow_rate") if getattr(options, name) is not None}
     return LabOptions(hosts=options.hosts, ranks=options.ranks, **given)
+
+
+def dtype_name(text: str) -> str:
+    """Return one of `DTYPE_NAMES`, given so or as torch spells it. Raises `ConfigError` for any other text."""
+    name = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(text, text)
+    if name not in DTYPE_NAMES:
+        raise ConfigError(f'The dtype is "{text}", expected one of {", ".join(DTYPE_NAMES)}.')
+    return name
 
 
 def names(text: str) -> tuple[str, ...]:

@@ -84,10 +84,7 @@ def compare_sums(all_reduce: AllReduce, rank: int, ranks: int, device: torch.dev
     kinds = list(product(NAMES, _DTYPES, (False, True), _SIZES))
     for name, dtype, average, size in kinds:
         given = [_drawn(peer, size, dtype) for peer in range(ranks)]
-        total = given[0].float()
-        for other in given[1:]:
-            total = total + other.float()
-        expected = (total / ranks if average else total).to(dtype)
+        expected = _reduced(given, average).to(dtype)
         tensor = given[rank].to(device)
         all_reduce(name, tensor, average)
         num_wrong = int((tensor.cpu().view(torch.uint8) != expected.view(torch.uint8)).sum())
@@ -149,10 +146,15 @@ def stand_in(name: str, tensor: Tensor, average: bool) -> None:
     """Compute the result of the kernels, by gloo on the CPU."""
     every = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(every, tensor)
-    total = every[0].float()
-    for other in every[1:]:
+    tensor.copy_(_reduced(every, average))
+
+
+def _reduced(tensors: Sequence[Tensor], average: bool) -> Tensor:
+    """Return the float32 sum in the order of the ranks, or the average."""
+    total = tensors[0].float()
+    for other in tensors[1:]:
         total = total + other.float()
-    tensor.copy_(total / len(every) if average else total)
+    return total / len(tensors) if average else total
 
 
 def _work(plan: OneGpuPlan, tell: Tell) -> dict[str, float]:

@@ -11,11 +11,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from deepytorch.bench.options import dtype_name
 from deepytorch.bench.results import machine
 from deepytorch.errors import ConfigError
 from deepytorch.torch_internals import lookup_backend, reset_dynamo
@@ -24,15 +26,6 @@ Batch = dict[str, Any]
 T = TypeVar("T")
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_SPELLED = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-
-
-def dtype_name(text: str) -> str:
-    """Return one of `DTYPES`, given so or as torch spells it. Raises `ConfigError` for any other text."""
-    name = _SPELLED.get(text, text)
-    if name not in DTYPES:
-        raise ConfigError(f'The dtype is "{text}", expected one of {", ".join(DTYPES)}.')
-    return name
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +159,7 @@ def empty_compile_caches() -> Iterator[None]:
     clear_inductor_caches()
     with tempfile.TemporaryDirectory(prefix="deepytorch-bench-", ignore_cleanup_errors=True) as folder:
         caches = {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": str(Path(folder) / "triton")}
-        with _environment(caches):
+        with mock.patch.dict(os.environ, caches):
             yield
 
 
@@ -180,17 +173,3 @@ def start_compiler(backend: str, precision: Precision) -> None:
         starter = "inductor" if backend == "deepytorch" else backend
         layer = torch.compile(nn.Linear(4, 4, device=precision.device), backend=starter)
         layer(torch.ones(2, 4, device=precision.device)).sum().backward()
-
-
-@contextlib.contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

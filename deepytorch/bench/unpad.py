@@ -21,7 +21,7 @@ from deepytorch.bench.hand_packed import ATTENTION_NAME, hand_packed_arm, pack, 
 from deepytorch.bench.measurement import Measurement
 from deepytorch.bench.memory import peak_step_bytes
 from deepytorch.bench.models import MAX_POSITIONS, batch_kind, build_model
-from deepytorch.bench.options import check_at_least, check_choice
+from deepytorch.bench.options import check_at_least, check_choice, dtype_name
 from deepytorch.bench.rivals import FLASH, FLATTENED, GROUPED, flatten, flattened_arm, flattened_unavailable, grouped
 from deepytorch.bench.schema import BACK_TO_BACK, ONE_BY_ONE, UnpadResult
 from deepytorch.bench.training_step import (
@@ -32,7 +32,6 @@ from deepytorch.bench.training_step import (
     Precision,
     Step,
     compiled_arm,
-    dtype_name,
     empty_compile_caches,
     forward_backward,
     machine_and_threads,

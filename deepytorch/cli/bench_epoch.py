@@ -10,7 +10,6 @@ from deepytorch.cli.options import (
     BatchSize,
     Data,
     Device,
-    Dtype,
     DtypeOf,
     JsonFile,
     LabelsOf,
@@ -33,7 +32,7 @@ def epoch(
     rows: Annotated[int, typer.Option(min=1, help="Rows of the epoch that batches are taken from.")] = 3200,
     steps: Annotated[int, typer.Option(min=1, help="Batches that are timed, spread evenly over the epoch.")] = 32,
     rounds: Annotated[int, typer.Option(min=1, help="How often each batch is timed in each setup.")] = 3,
-    dtype: DtypeOf = Dtype.fp32,
+    dtype: DtypeOf = "fp32",
     device: Device = "cpu",
     json_file: JsonFile = None,
 ) -> None:
@@ -53,7 +52,7 @@ def epoch(
         batch_size=batch_size,
         steps=steps,
         rounds=rounds,
-        dtype=dtype.value,
+        dtype=dtype,
         device=device,
     )
     result = output.watch(run_epoch, options)

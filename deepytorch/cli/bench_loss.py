@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from deepytorch.cli.options import Device, Dtype, JsonFile, dtype_of
+from deepytorch.cli.options import Device, JsonFile, dtype_of
 from deepytorch.cli.output import Output
 
 
@@ -16,8 +16,8 @@ def loss(
     vocab_size: Annotated[int, typer.Option(min=2, help="Classes; 128256 are those of Llama 3.")] = 128_256,
     ignored: Annotated[float, typer.Option(min=0.0, max=0.99, help="Fraction of the tokens that have no label.")] = 0.0,
     dtype: Annotated[
-        Dtype, typer.Option(parser=dtype_of, metavar="fp32|bf16|fp16", help="Of hidden states and weight.")
-    ] = Dtype.fp32,
+        str, typer.Option(parser=dtype_of, metavar="fp32|bf16|fp16", help="Of hidden states and weight.")
+    ] = "fp32",
     device: Device = "cpu",
     rounds: Annotated[int, typer.Option(min=1, help="How often each setup is timed.")] = 3,
     json_file: JsonFile = None,
@@ -34,14 +34,14 @@ def loss(
         hidden_size=hidden_size,
         vocab_size=vocab_size,
         ignored=ignored,
-        dtype=dtype.value,
+        dtype=dtype,
         device=device,
         rounds=rounds,
     )
     result = output.watch(run_loss, options)
     title = (
         f"Linear and cross-entropy, {rows} x {hidden_size} x {vocab_size}, {100 * ignored:.0f} % ignored, "
-        f"{dtype.value}, {result.device}; gradients {result.gradients_mb:,.0f} MiB"
+        f"{dtype}, {result.device}; gradients {result.gradients_mb:,.0f} MiB"
     )
     rows_of_arms = [
         (

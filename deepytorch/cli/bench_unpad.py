@@ -10,7 +10,6 @@ from deepytorch.cli.options import (
     BatchSize,
     Data,
     Device,
-    Dtype,
     DtypeOf,
     JsonFile,
     LabelsOf,
@@ -44,15 +43,15 @@ def unpad(
     batch_size: BatchSize = 8,
     steps: Annotated[int, typer.Option(min=1, help="Number of batches; each is timed in every setup.")] = 8,
     rounds: Annotated[int, typer.Option(min=1, help="How often each batch is timed in each setup.")] = 3,
-    dtype: DtypeOf = Dtype.fp32,
+    dtype: DtypeOf = "fp32",
     weights: Annotated[
-        Dtype,
+        str,
         typer.Option(
             parser=dtype_of,
             metavar="fp32|bf16|fp16",
             help="What weights are kept in: fp32, or the same as --dtype, then without autocast.",
         ),
-    ] = Dtype.fp32,
+    ] = "fp32",
     vocab_size: Annotated[
         int, typer.Option(min=400, help="Rows of the embedding and of the head; 128256 is that of Llama 3.")
     ] = 8192,
@@ -86,8 +85,8 @@ def unpad(
         batch_size=batch_size,
         steps=steps,
         rounds=rounds,
-        dtype=dtype.value,
-        weights=weights.value,
+        dtype=dtype,
+        weights=weights,
         vocab_size=vocab_size,
         back_to_back=back_to_back,
         device=device,
