@@ -15,7 +15,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from deepytorch.bench.training_step import Arm, Batch, Precision, num_compilations, rotated
+from deepytorch.bench.measurement import rotated
+from deepytorch.bench.training_step import Arm, Batch, Precision, num_compilations
 from deepytorch.errors import ParityError
 from deepytorch.loading import prefetch
 

@@ -25,9 +25,8 @@ from deepytorch import comm
 from deepytorch.bench.comm_options import AUTO, CommArm, CommOptions
 from deepytorch.bench.comm_patterns import Buffers, Pattern
 from deepytorch.bench.comm_schema import NO_REDOP, PREDICTED_OPS, REDUCING_OPS, CommCell, bus_factor
-from deepytorch.bench.measurement import quantiles
+from deepytorch.bench.measurement import quantiles, rotated
 from deepytorch.bench.rank_process import Tell, run_rank
-from deepytorch.bench.training_step import rotated
 from deepytorch.comm.group.groups import group_of
 from deepytorch.errors import ConfigError
 

@@ -97,21 +97,10 @@ def _result(options: DdpOptions, found: Mapping[str, Any]) -> DdpResult:
     def ratio(name: str) -> float | None:
         return steps[name] / steps["deepytorch"] if name in steps and "deepytorch" in steps else None
 
-    return DdpResult(
-        model=options.model,
-        size=options.size,
-        batch_size=options.batch_size,
-        precision=options.precision,
-        backend=options.backend,
-        compress=options.compress,
-        device=options.device,
+    return DdpResult.of(
+        options,
         data=None if options.data is None else options.data.name,
         ranks=options.ranks * options.hosts,
-        hosts=options.hosts,
-        rate=options.rate,
-        flow_rate=options.flow_rate,
-        rounds=options.rounds,
-        steps=options.steps,
         arms=arms,
         ratio_vs_ddp=ratio("ddp"),
         ratio_vs_ddp_compile=ratio("ddp_compile"),

@@ -7,19 +7,20 @@ training; it is the baseline that a user would name.
 
 from __future__ import annotations
 
-import itertools
-import statistics
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from deepytorch.bench.back_to_back import Trainee
+from deepytorch.bench.measurement import Measurement
 from deepytorch.bench.models import MAX_POSITIONS, batch_kind, build_model
 from deepytorch.bench.options import check_at_least
 from deepytorch.bench.results import Record
-from deepytorch.bench.training_step import Batch, Precision, compiled_arm, machine_and_threads, rotated, to_device
+from deepytorch.bench.training_step import Batch, Precision, compiled_arm, machine_and_threads, to_device
 from deepytorch.data import batches, load_rows, num_positions, num_tokens, train_tokenizer
 from deepytorch.data.batching import Labels, Order
 from deepytorch.errors import ConfigError
@@ -101,33 +102,27 @@ def run_epoch(options: EpochOptions, notify: Callable[[str], None] = lambda text
     kind = batch_kind(options.model)
     notify("Preparing data and models")
     data: dict[Order, list[Batch]] = {order: epoch_batches(options, order) for order in ("length", "random")}
-    training = [_trainee(options, backend, data[order], precision) for backend, order in ARMS]
-    for trainee in training:
-        notify(f"Compiling: {trainee.arm.name}")
+    names = [f"{backend}, {order}" for backend, order in ARMS]
+    training = {name: _trainee(options, *arm, data, precision) for name, arm in zip(names, ARMS, strict=True)}
+    for name, trainee in training.items():
+        notify(f"Compiling: {name}")
         by_length = sorted(trainee.batches, key=lambda batch: num_positions(batch, kind))
         for batch in (*by_length[:1], *by_length[-1:], *trainee.batches[: _WARM_UP - 2]):
             trainee.step(to_device(batch, precision.device), precision)
-    blocks = [slice(at, at + _BLOCK) for at in range(0, len(training[0].batches), _BLOCK)]
-    seconds: list[list[list[float]]] = [[[] for _ in blocks] for _ in training]  # by arm and block, one per round
-    for turn, at in itertools.product(range(options.rounds), range(len(blocks))):
-        notify(f"Measuring: round {turn + 1} of {options.rounds}, block {at + 1} of {len(blocks)}")
-        for arm in rotated(range(len(training)), turn + at):
-            seconds[arm][at].append(sum(training[arm].train(precision, blocks[at])))
+
+    def timed(trainee: Trainee, block: int) -> float:
+        return sum(trainee.train(precision, slice(block * _BLOCK, (block + 1) * _BLOCK)))
+
+    arms = {name: partial(timed, trainee) for name, trainee in training.items()}
+    num_blocks = math.ceil(len(data["length"]) / _BLOCK)
+    measured = Measurement.in_turns(arms, num_blocks, options.rounds, notify)
     tokens = {order: sum(num_tokens(batch, kind) for batch in data[order]) for order in data}
     positions = {order: sum(num_positions(batch, kind) for batch in data[order]) for order in data}
-    rates = [
-        tokens[order] / sum(map(statistics.median, found)) for (_, order), found in zip(ARMS, seconds, strict=True)
-    ]
-    return EpochResult(
-        model=options.model,
+    rates = [tokens[order] / sum(measured.steady(name)) for name, (_, order) in zip(names, ARMS, strict=True)]
+    return EpochResult.of(
+        options,
         model_size=options.size,
-        batch_size=options.batch_size,
-        rows=options.rows,
-        steps=options.steps,
-        rounds=options.rounds,
-        dtype=options.dtype,
         device=precision.device_name(),
-        labels=options.labels,
         arms=[
             EpochArm(
                 backend=backend,
@@ -135,19 +130,21 @@ def run_epoch(options: EpochOptions, notify: Callable[[str], None] = lambda text
                 tokens_per_s=rate,
                 ratio=rate / rates[0],
                 real_token_fraction=tokens[order] / positions[order],
-                compiled_steps=trainee.compiled_steps,
+                compiled_steps=training[name].compiled_steps,
             )
-            for (backend, order), trainee, rate in zip(ARMS, training, rates, strict=True)
+            for name, (backend, order), rate in zip(names, ARMS, rates, strict=True)
         ],
         torch_version=torch.__version__,
         machine=machine_and_threads(),
     )
 
 
-def _trainee(options: EpochOptions, backend: str, data: list[Batch], precision: Precision) -> Trainee:
+def _trainee(
+    options: EpochOptions, backend: str, order: Order, data: Mapping[Order, list[Batch]], precision: Precision
+) -> Trainee:
     model: torch.nn.Module = build_model(options.model, options.size, vocab_size=options.vocab_size, seed=options.seed)
-    arm = compiled_arm(backend, model.to(precision.device), backend)
-    return Trainee(arm, torch.optim.AdamW(model.parameters(), lr=1e-4), data)
+    arm = compiled_arm(f"{backend}, {order}", model.to(precision.device), backend)
+    return Trainee(arm, torch.optim.AdamW(model.parameters(), lr=1e-4), data[order])
 
 
 def epoch_batches(options: EpochOptions, order: Order) -> list[Batch]:

@@ -131,7 +131,6 @@ class FullyShard(OwnLoop):
         super().__init__(fully_shard(model), batches, folder)
 
     def save(self, path: Path) -> None:
-        """Write the shards, each rank its own."""
         import torch.distributed.checkpoint as checkpoint
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
@@ -139,7 +138,6 @@ class FullyShard(OwnLoop):
         checkpoint.save({"model": model, "optimizer": optimizer}, checkpoint_id=path)
 
     def load(self, path: Path) -> None:
-        """Read the shards, each rank its own."""
         import torch.distributed.checkpoint as checkpoint
         from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -160,12 +158,10 @@ class LowRank(OwnLoop):
         super().__init__(get_peft_model(model, config), batches, folder)
 
     def save(self, path: Path) -> None:
-        """Write the adapters, and the optimizer next to them."""
         self.model.save_pretrained(path)
         torch.save(self.optimizer.state_dict(), path / "optimizer.pt")
 
     def load(self, path: Path) -> None:
-        """Read the adapters, and the optimizer."""
         from peft import load_peft_weights, set_peft_model_state_dict
 
         set_peft_model_state_dict(self.model, load_peft_weights(str(path), device="cpu"))
@@ -183,7 +179,6 @@ class Accelerated(OwnLoop):
         self.model, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
 
     def step(self, batch: Batch) -> Tensor:
-        """Run one optimizer step; return the loss."""
         loss = self.model(**batch).loss
         self.accelerator.backward(loss)
         self.optimizer.step()
@@ -191,11 +186,9 @@ class Accelerated(OwnLoop):
         return loss
 
     def save(self, path: Path) -> None:
-        """Write everything that was prepared."""
         self.accelerator.save_state(str(path))
 
     def load(self, path: Path) -> None:
-        """Read everything that was prepared."""
         self.accelerator.load_state(str(path))
 
 
@@ -222,18 +215,15 @@ class Zero(OwnLoop):
         self.engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
 
     def step(self, batch: Batch) -> Tensor:
-        """Run one optimizer step; return the loss."""
         loss = self.engine(**batch).loss
         self.engine.backward(loss)
         self.engine.step()
         return loss
 
     def save(self, path: Path) -> None:
-        """Write the checkpoint, each rank its part."""
         self.engine.save_checkpoint(str(path), tag="bench")
 
     def load(self, path: Path) -> None:
-        """Read the checkpoint, each rank its part."""
         self.engine.load_checkpoint(str(path), tag="bench")
 
 

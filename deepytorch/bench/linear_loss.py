@@ -5,7 +5,6 @@ The loss runs in eager, compiled by Inductor, and in one operator that never hol
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,10 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
+from deepytorch.bench.measurement import Measurement
 from deepytorch.bench.memory import peak_step_bytes
 from deepytorch.bench.options import check_at_least
 from deepytorch.bench.results import Record
-from deepytorch.bench.training_step import Precision, machine_and_threads, rotated
+from deepytorch.bench.training_step import Precision, machine_and_threads
 from deepytorch.errors import ConfigError, ParityError
 from deepytorch.passes.ops.linear_cross_entropy import linear_cross_entropy
 
@@ -85,7 +85,6 @@ def run_loss(options: LossOptions, notify: Callable[[str], None] = lambda text: 
     inputs = _inputs(options, precision)
     arms: dict[str, Loss] = {"eager": _plain, "inductor": torch.compile(_plain), "deepytorch": _fused}
     losses, peaks = {}, {}
-    seconds: dict[str, list[float]] = {name: [] for name in arms}
     for name, loss in arms.items():
         notify(f"Once, which is not timed: {name}")
         losses[name] = _step(loss, inputs, precision)
@@ -93,21 +92,22 @@ def run_loss(options: LossOptions, notify: Callable[[str], None] = lambda text: 
             each.grad = None  # the peak is to hold them
         peaks[name] = peak_step_bytes(partial(_step, loss, inputs, precision), precision.device)
     _compare(losses, precision.dtype)
-    for turn in range(options.rounds):
-        for name, loss in rotated(list(arms.items()), turn):
-            notify(f"Measuring: round {turn + 1} of {options.rounds}, {name}")
-            begin = time.perf_counter()
-            _step(loss, inputs, precision)
-            seconds[name].append(time.perf_counter() - begin)
-    medians = {name: statistics.median(each) for name, each in seconds.items()}
+
+    def timed(loss: Loss, _: int) -> float:
+        begin = time.perf_counter()
+        _step(loss, inputs, precision)
+        return time.perf_counter() - begin
+
+    in_turns = {name: partial(timed, loss) for name, loss in arms.items()}
+    measured = Measurement.in_turns(in_turns, 1, options.rounds, notify)
     eager = peaks["eager"]
     return LossResult(
         options=options,
         arms=[
             LossArm(
                 name=name,
-                seconds=medians[name],
-                time_ratio=medians[name] / medians["eager"],
+                seconds=measured.steady(name)[0],
+                time_ratio=measured.ratio(name, "eager"),
                 peak_mb=peak / 2**20,
                 memory_ratio=peak / eager if eager else None,
                 loss=losses[name],

@@ -44,6 +44,12 @@ class Record:
         if not condition:
             raise DataError(f"{name} of the {self.what} is {getattr(self, name)!r}, expected {expected}.")
 
+    @classmethod
+    def of(cls: type[T], options: Any, **values: Any) -> T:
+        """Return the record of these values, and of the options that have the names of its other fields."""
+        same = {name: getattr(options, name) for name in get_type_hints(cls) if hasattr(options, name)}
+        return cls(**same | values)
+
     def to_json(self) -> dict[str, Any]:
         """Return the record as plain JSON values."""
         return asdict(self)  # type: ignore[call-overload]

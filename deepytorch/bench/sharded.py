@@ -65,14 +65,10 @@ def _result(options: ShardedOptions, found: dict[str, Any]) -> ShardedResult:
     seconds = {name: statistics.median(found[name]["seconds"][UNTIMED:]) for name in options.arms}
     losses = {name: statistics.mean(found[name]["losses"][-LAST_LOSSES:]) for name in options.arms}
     first = options.arms[0]
-    return ShardedResult(
-        size=options.size,
-        batch_size=options.batch_size,
+    return ShardedResult.of(
+        options,
         data=None if options.data is None else options.data.name,
         ranks=options.ranks * options.hosts,
-        hosts=options.hosts,
-        rate=options.rate,
-        steps=options.steps,
         arms=[
             ShardedArm(
                 name=name,

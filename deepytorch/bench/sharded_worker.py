@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+from deepytorch.bench.measurement import rotated
 from deepytorch.bench.models import MAX_POSITIONS, SIZES, build_model
 from deepytorch.bench.options import check_arms, check_at_least, check_choice
 from deepytorch.bench.rank_process import run_rank
-from deepytorch.bench.training_step import rotated
 from deepytorch.comm.group.options import Options
 from deepytorch.comm.group.quantized import Wire, quantize
 from deepytorch.data import text_batches

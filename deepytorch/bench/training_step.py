@@ -6,11 +6,11 @@ import contextlib
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from unittest import mock
 
 import torch
@@ -23,7 +23,6 @@ from deepytorch.errors import ConfigError
 from deepytorch.torch_internals import lookup_backend, reset_dynamo
 
 Batch = dict[str, Any]
-T = TypeVar("T")
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -134,12 +133,6 @@ def num_compilations() -> int:
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """Return `batch` with its tensors on `device`."""
     return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
-
-
-def rotated(items: Sequence[T], turn: int) -> list[T]:
-    """Return `items` beginning at another one for each `turn`, so that none always runs first."""
-    start = turn % len(items)
-    return [*items[start:], *items[:start]]
 
 
 def machine_and_threads() -> str:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,6 @@ from deepytorch.bench.training_step import (
     empty_compile_caches,
     forward_backward,
     machine_and_threads,
-    rotated,
     start_compiler,
     to_device,
 )
@@ -127,18 +125,24 @@ def run_unpad(options: UnpadOptions, notify: Callable[[str], None] = lambda text
         first_ours = [forward_backward(arms[DEEPYTORCH], batch, precision) for batch in data]
         for batch in data[:_NUM_WARM_BATCHES]:
             forward_backward(arms[STOCK], batch, precision)
-        measured = _measure(arms, data, 1 if options.trains else options.rounds, precision, notify)
-        compared = measured
-        if options.trains:
-            measured = replace(measured, seconds=_train(options, arms, precision, notify))
+        compared, differences = _measure(arms, data, 1 if options.trains else options.rounds, precision, notify)
+        measured = Measurement(_train(options, arms, precision, notify)) if options.trains else compared
         counts = deepytorch.report().to_json()
         notify("Measuring batches without padding")
         unpadded = _measure_unpadded(arms, data, options, precision)
         notify("Measuring memory")
         kind = batch_kind(options.model)
         peaks = {name: _peak_bytes(arms[name], data, kind, precision) for name in (EAGER, STOCK, DEEPYTORCH)}
-    found = _Findings(first_stock, first_ours, compared, measured, counts, unpadded, peaks, not_run)
+    found = _Findings(first_stock, first_ours, compared, differences, measured, counts, unpadded, peaks, not_run)
     return _result(options, precision, data, found)
+
+
+@dataclass(slots=True)
+class Differences:
+    """The largest relative differences to eager over all batches, by arm: of losses, and of gradients."""
+
+    losses: dict[str, float] = field(default_factory=dict)
+    gradients: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +152,7 @@ class _Findings:
     first_stock: list[Step]
     first_ours: list[Step]
     compared: Measurement  # step by step; if back to back, `measured` has other times
+    differences: Differences
     measured: Measurement
     counts: Mapping[str, Any]
     unpadded: Measurement
@@ -160,46 +165,39 @@ def _result(options: UnpadOptions, precision: Precision, data: Sequence[Batch], 
     ratios = {name: measured.ratio(name) for name in measured.seconds}
     tokens = sum(num_tokens(batch, kind) for batch in data)
     positions = sum(num_positions(batch, kind) for batch in data)
-    return UnpadResult(
-        model=options.model,
+    return UnpadResult.of(
+        options,
         device=f"cuda ({precision.device_name()})" if precision.device.type == "cuda" else precision.device_name(),
         dtype=dtype_name(options.dtype),
-        batch_size=options.batch_size,
         real_token_fraction=tokens / positions,
         ratio_vs_eager=ratios[EAGER],
         ratio_vs_inductor=ratios[STOCK],
         ratio_vs_handpacked=ratios.get(HAND_PACKED),
         ratio_vs_grouped=ratios.get(GROUPED),
         ratio_vs_flattened=ratios.get(FLATTENED),
-        max_loss_rel_diff=measured.max_loss_rel_diff[DEEPYTORCH],
-        max_grad_rel_diff=measured.max_grad_rel_diff[DEEPYTORCH],
+        max_loss_rel_diff=found.differences.losses[DEEPYTORCH],
+        max_grad_rel_diff=found.differences.gradients[DEEPYTORCH],
         recompiles=found.counts["recompiles"],
         steps_packed=found.counts["steps_packed"],
         steps_padded=found.counts["steps_padded"],
         compile_seconds=_compile_seconds(found.first_ours, found.compared.steady(DEEPYTORCH)),
         compile_seconds_inductor=_compile_seconds(found.first_stock, found.compared.steady(STOCK)),
         peak_memory_ratio_vs_eager=found.peak_bytes[DEEPYTORCH] / found.peak_bytes[EAGER],
-        labels=options.labels,
-        loss=options.loss,
         token_ceiling=positions / tokens,
         labelled_fraction=sum(map(num_labels, data)) / tokens,
         ratio_no_padding=found.unpadded.ratio(STOCK),
         host_ms_per_step=found.counts["host_ms_per_step"],
-        grad_rel_diffs={name: worst for name, worst in measured.max_grad_rel_diff.items() if name != EAGER},
+        grad_rel_diffs={name: worst for name, worst in found.differences.gradients.items() if name != EAGER},
         step_ms={name: statistics.fmean(measured.steady(name)) * 1e3 for name in measured.seconds},
         tokens_per_s={name: tokens / sum(measured.steady(name)) for name in measured.seconds},
         ratio_quartiles={  # batches with other rows cannot be compared one by one
             name: measured.ratio_quartiles(name) for name in ratios if name not in (DEEPYTORCH, GROUPED)
         },
         peak_bytes=found.peak_bytes,
-        steps=options.steps,
-        rounds=options.rounds,
-        max_length=options.max_length,
         model_size=options.size,
         torch_version=torch.__version__,
         machine=machine_and_threads(),
         weights=dtype_name(options.weights),
-        vocab_size=options.vocab_size,
         timing=BACK_TO_BACK if options.trains else ONE_BY_ONE,
         not_run=found.not_run,
     )
@@ -300,36 +298,26 @@ def _compile_seconds(first: Sequence[Step], steady: Sequence[float]) -> float:
 
 def _measure(
     arms: Mapping[str, Arm], data: Sequence[Batch], rounds: int, precision: Precision, notify: Callable[[str], None]
-) -> Measurement:
-    """Run every batch through every arm, alternating, `rounds` times; compare with eager in the first round."""
+) -> tuple[Measurement, Differences]:
+    """Run every batch through every arm, in turns, `rounds` times; compare with eager in the first round."""
     inputs = arm_inputs(arms, data)
-    result = Measurement({name: [[] for _ in data] for name in arms})
     for name in (EAGER, HAND_PACKED):
         if name in arms:  # the compiled arms have run before
             forward_backward(arms[name], inputs[name][0], precision)
-    for turn, index in product(range(rounds), range(len(data))):
-        notify(f"Measuring: round {turn + 1} of {rounds}, batch {index + 1} of {len(data)}")
-        losses = _time_arms(result, arms, inputs, turn, index, precision)
-        if turn == 0:
-            _compare(result, arms, losses, index)
-    return result
+    losses: dict[str, float] = {}
+    found = Differences()
 
-
-def _time_arms(
-    result: Measurement,
-    arms: Mapping[str, Arm],
-    inputs: Mapping[str, Sequence[Batch]],
-    turn: int,
-    index: int,
-    precision: Precision,
-) -> dict[str, float]:
-    """Run one batch in every arm, beginning at another arm each time; record the seconds and return the losses."""
-    losses = {}
-    for name in rotated(list(arms), turn + index):
+    def timed(name: str, index: int) -> float:
         step = _steady_step(arms[name], to_device(inputs[name][index], precision.device), precision)
-        result.seconds[name][index].append(step.seconds)
         losses[name] = step.loss
-    return losses
+        return step.seconds
+
+    def compare(turn: int, index: int) -> None:
+        if turn == 0:
+            _compare(found, arms, losses, index)
+
+    steps = {name: partial(timed, name) for name in arms}
+    return Measurement.in_turns(steps, len(data), rounds, notify, compare), found
 
 
 def arm_inputs(arms: Mapping[str, Arm], data: Sequence[Batch]) -> dict[str, list[Batch]]:
@@ -351,7 +339,7 @@ def _train(
     return train_in_turns(training, options.rounds, precision, notify)
 
 
-def _compare(result: Measurement, arms: Mapping[str, Arm], losses: Mapping[str, float], index: int) -> None:
+def _compare(found: Differences, arms: Mapping[str, Arm], losses: Mapping[str, float], index: int) -> None:
     """Record the differences of each arm's loss and gradients to eager's. Raises `ParityError` for NaN."""
     for name, arm in arms.items():
         loss = abs(losses[name] - losses[EAGER]) / abs(losses[EAGER])
@@ -361,8 +349,8 @@ def _compare(result: Measurement, arms: Mapping[str, Arm], losses: Mapping[str, 
                 f"Batch {index}: the loss in {name} is {losses[name]}, in eager {losses[EAGER]}, and the relative "
                 f"difference of the gradients {gradient}; expected finite numbers. Times would mean nothing."
             )
-        result.max_loss_rel_diff[name] = max(result.max_loss_rel_diff.get(name, 0.0), loss)
-        result.max_grad_rel_diff[name] = max(result.max_grad_rel_diff.get(name, 0.0), gradient)
+        found.losses[name] = max(found.losses.get(name, 0.0), loss)
+        found.gradients[name] = max(found.gradients.get(name, 0.0), gradient)
 
 
 def _measure_unpadded(
@@ -374,10 +362,12 @@ def _measure_unpadded(
     for arm in compared.values():
         for batch in full[:1] * 2:
             forward_backward(arm, batch, precision)
-    result = Measurement({name: [[] for _ in full] for name in compared})
-    for turn, index in product(range(options.rounds), range(len(full))):
-        _time_arms(result, compared, dict.fromkeys(compared, full), turn, index, precision)
-    return result
+
+    def timed(arm: Arm, index: int) -> float:
+        return _steady_step(arm, full[index], precision).seconds
+
+    steps = {name: partial(timed, arm) for name, arm in compared.items()}
+    return Measurement.in_turns(steps, len(full), options.rounds)
 
 
 def _peak_bytes(arm: Arm, data: Sequence[Batch], kind: Kind, precision: Precision) -> int:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from deepytorch import paused
+from deepytorch.bench.back_to_back import Trainee
 from deepytorch.bench.models import batch_kind, build_model
-from deepytorch.bench.training_step import DTYPES, to_device
+from deepytorch.bench.training_step import DTYPES, Precision, compiled_arm, to_device
 from deepytorch.data import text_batches
 from deepytorch.gpu_check.outcome import Check, Failed, Skipped
 from deepytorch.passes.ops.attention_tile import Call, Rule
@@ -239,17 +240,10 @@ def _trains_as_eager(device: torch.device, model: str, dtype: str) -> str:
 
 
 def _trained(model: nn.Module, data: list[dict[str, Tensor]], dtype: torch.dtype, backend: str | None) -> list[Tensor]:
-    call = model if backend is None else torch.compile(model, backend=backend)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    trainee = Trainee(compiled_arm("", model, backend), torch.optim.SGD(model.parameters(), lr=0.05), data)
     before = [each.detach().clone() for each in model.parameters()]
-    losses = []
-    for batch in data:
-        optimizer.zero_grad()
-        with torch.autocast(data[0]["input_ids"].device.type, dtype, enabled=dtype != torch.float32):
-            loss = call(**batch).loss
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach().float())
+    precision = Precision(data[0]["input_ids"].device, dtype)
+    losses = [trainee.step(batch, precision).float() for batch in data]
     change = [(now.detach() - then).flatten() for now, then in zip(model.parameters(), before, strict=True)]
     return [torch.stack(losses), torch.cat(change)]
 

@@ -1,4 +1,4 @@
-"""`deepytorch bench unpad`: the gain of stripping padding."""
+"""`deepytorch bench unpad`, `epoch` and `loss`: steps of one process, and parts of steps."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from deepytorch.cli.options import (
     Device,
     DtypeOf,
     JsonFile,
+    Labels,
     LabelsOf,
     Model,
     ModelFamily,
     ModelSize,
+    RoundsOfBatch,
     SizeOf,
     dtype_of,
 )
@@ -26,9 +28,7 @@ if TYPE_CHECKING:
 
 
 def unpad(
-    labels: Annotated[
-        LabelsOf, typer.Option(help="Which tokens have labels: those of the response, or of the instruction too.")
-    ] = LabelsOf.response,
+    labels: Labels = LabelsOf.response,
     loss: Annotated[
         str,
         typer.Option(
@@ -42,7 +42,7 @@ def unpad(
     size: SizeOf = ModelSize.small,
     batch_size: BatchSize = 8,
     steps: Annotated[int, typer.Option(min=1, help="Number of batches; each is timed in every setup.")] = 8,
-    rounds: Annotated[int, typer.Option(min=1, help="How often each batch is timed in each setup.")] = 3,
+    rounds: RoundsOfBatch = 3,
     dtype: DtypeOf = "fp32",
     weights: Annotated[
         str,
@@ -136,3 +136,102 @@ def _remarks(result: UnpadResult) -> list[str]:
         f"Batches without any padding: {result.ratio_no_padding:.2f}x stock torch.compile.",
         *(f"Not measured: {arm}, {reason}." for arm, reason in result.not_run.items()),
     ]
+
+
+def epoch(
+    labels: Labels = LabelsOf.response,
+    data: Data = None,
+    model: ModelFamily = Model.llama,
+    size: SizeOf = ModelSize.small,
+    batch_size: BatchSize = 8,
+    rows: Annotated[int, typer.Option(min=1, help="Rows of the epoch that batches are taken from.")] = 3200,
+    steps: Annotated[int, typer.Option(min=1, help="Batches that are timed, spread evenly over the epoch.")] = 32,
+    rounds: RoundsOfBatch = 3,
+    dtype: DtypeOf = "fp32",
+    device: Device = "cpu",
+    json_file: JsonFile = None,
+) -> None:
+    """Time training over an epoch, rows in random order and grouped by length as Trainer's group_by_length does.
+
+    Each setup trains its own model with AdamW; what counts is real tokens a second, without padding.
+    """
+    from deepytorch.bench.epoch import EpochOptions, run_epoch
+
+    output = Output(json_file)
+    options = EpochOptions(
+        model=model.value,
+        size=size.value,
+        labels=labels.value,
+        data=data,
+        rows=rows,
+        batch_size=batch_size,
+        steps=steps,
+        rounds=rounds,
+        dtype=dtype,
+        device=device,
+    )
+    result = output.watch(run_epoch, options)
+    title = (
+        f"{result.model}, batch {result.batch_size}, {result.dtype}, {result.device}: an epoch of {result.rows} rows"
+    )
+    words = ("compiled by", "rows in order of")
+    rows_of_arms = [
+        (
+            arm.backend,
+            arm.order,
+            f"{arm.tokens_per_s:,.0f}",
+            f"{arm.ratio:.2f}x",
+            f"{100 * arm.real_token_fraction:.0f} %",
+        )
+        for arm in result.arms
+    ]
+    output.table(title, (*words, "real tokens/s", "ratio", "real tokens"), rows_of_arms, left=words)
+    output.json(result.to_json())
+
+
+def loss(
+    rows: Annotated[int, typer.Option(min=1, help="Tokens.")] = 4096,
+    hidden_size: Annotated[int, typer.Option(min=1, help="Width of the hidden states.")] = 256,
+    vocab_size: Annotated[int, typer.Option(min=2, help="Classes; 128256 are those of Llama 3.")] = 128_256,
+    ignored: Annotated[float, typer.Option(min=0.0, max=0.99, help="Fraction of the tokens that have no label.")] = 0.0,
+    dtype: Annotated[
+        str, typer.Option(parser=dtype_of, metavar="fp32|bf16|fp16", help="Of hidden states and weight.")
+    ] = "fp32",
+    device: Device = "cpu",
+    rounds: Annotated[int, typer.Option(min=1, help="How often each setup is timed.")] = 3,
+    json_file: JsonFile = None,
+) -> None:
+    """Time a language model's head and its loss, forward and backward, and what memory they take.
+
+    In eager, compiled by Inductor, and in deepytorch's operator, which holds the logits in pieces.
+    """
+    from deepytorch.bench.linear_loss import LossOptions, run_loss
+
+    output = Output(json_file)
+    options = LossOptions(
+        rows=rows,
+        hidden_size=hidden_size,
+        vocab_size=vocab_size,
+        ignored=ignored,
+        dtype=dtype,
+        device=device,
+        rounds=rounds,
+    )
+    result = output.watch(run_loss, options)
+    title = (
+        f"Linear and cross-entropy, {rows} x {hidden_size} x {vocab_size}, {100 * ignored:.0f} % ignored, "
+        f"{dtype}, {result.device}; gradients {result.gradients_mb:,.0f} MiB"
+    )
+    rows_of_arms = [
+        (
+            arm.name,
+            f"{1e3 * arm.seconds:,.1f}",
+            f"{arm.time_ratio:.2f}",
+            f"{arm.peak_mb:,.0f}",
+            "-" if arm.memory_ratio is None else f"{arm.memory_ratio:.2f}",
+            f"{arm.loss:.5f}",
+        )
+        for arm in result.arms
+    ]
+    output.table(title, ("", "ms", "of eager's", "peak, MiB", "of eager's", "loss"), rows_of_arms, left=("",))
+    output.json(result.to_json())
