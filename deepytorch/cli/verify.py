@@ -46,7 +46,7 @@ def verify(
     its last bit, shows how much rounding alone changes. Exits with 1 if something differs or the script fails only with
     the import, with 2 if it fails without it.
     """
-    from deepytorch.verify.run import VerifyOptions
+    from deepytorch.verify.records import VerifyOptions
     from deepytorch.verify.run import verify as run_verify
     from deepytorch.verify.show import show
 

@@ -17,8 +17,8 @@ from deepytorch import cli
 from deepytorch.errors import ConfigError, ScriptError
 from deepytorch.verify.compare import COUNT, LOSS, NORM, TOTAL, compare
 from deepytorch.verify.recorder import Draws, drop_nothing, move_last_bit, parameter_names
-from deepytorch.verify.records import Gradients, Job, Loss, Run, read_run
-from deepytorch.verify.run import VerifyOptions, refuse_without_training, verify
+from deepytorch.verify.records import Gradients, Job, Loss, Run, VerifyOptions, read_run
+from deepytorch.verify.run import refuse_without_training, verify
 
 ROOT = Path(__file__).parents[2]
 
@@ -446,9 +446,7 @@ def test_calls_are_counted():
 
 
 def test_records_of_a_script_that_died_can_be_read(tmp_path):
-    job = Job(
-        command=["x"], is_module=False, role="with", steps=2, seed=0, lowering=None, dropout=True, folder=str(tmp_path)
-    )
+    job = Job(options=VerifyOptions(command=("x",), is_module=True), role="with", folder=tmp_path)
     assert read_run(job).steps == 0
     lines = [
         '{"kind": "backward", "step": 1, "values": [NaN]}',

@@ -11,26 +11,17 @@ import subprocess
 import sys
 import textwrap
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from deepytorch import cli
-from deepytorch.bench.comm import (
-    CommOptions,
-    Described,
-    RankError,
-    describe_ranks,
-    names,
-    parse_sizes,
-    ranks_of_host,
-    ratios,
-    run_comm,
-    torchrun_shape,
-)
+from deepytorch.bench.comm import Described, describe_ranks, ranks_of_host, ratios, run_comm, torchrun_shape
 from deepytorch.bench.comm_explain import explain_lines
+from deepytorch.bench.comm_launch import RankError
+from deepytorch.bench.comm_options import CommOptions, parse_sizes
 from deepytorch.bench.comm_patterns import TILE, Buffers, Pattern
 from deepytorch.bench.comm_schema import (
     DTYPES,
@@ -41,10 +32,11 @@ from deepytorch.bench.comm_schema import (
     CommSummary,
     bus_factor,
     read_comm_result,
-    write_comm_result,
 )
 from deepytorch.bench.comm_show import limit, refuse_wrong, table_head, table_rows
-from deepytorch.bench.comm_worker import CommPlan, CopyBandwidth
+from deepytorch.bench.comm_worker import CopyBandwidth
+from deepytorch.bench.options import names
+from deepytorch.bench.results import decoded, write_json
 from deepytorch.comm.algorithms.base import Choice
 from deepytorch.comm.topology.cost import Links
 from deepytorch.comm.topology.host import Host
@@ -215,8 +207,8 @@ def test_options_that_cannot_be_run_are_refused(wrong):
 
 
 def test_a_plan_is_the_same_after_a_trip_through_json():
-    plan = options(backends=("gloo", "gloo"), ops=OPS).plan()
-    assert CommPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    plan = options(backends=("gloo", "gloo"), ops=OPS)
+    assert decoded(CommOptions, json.loads(json.dumps(asdict(plan)))) == plan
 
 
 def test_torchrun_names_the_ranks(monkeypatch):
@@ -363,7 +355,7 @@ def test_limits_are_what_the_bytes_allow():
 
 def test_a_result_is_the_same_after_writing_and_reading(tmp_path):
     result = CommResult(cells=[CELL, OURS], summary=SUMMARY)
-    write_comm_result(tmp_path / "result.json", result)
+    write_json(tmp_path / "result.json", result.to_json())
     assert read_comm_result(tmp_path / "result.json") == result
     content = json.loads((tmp_path / "result.json").read_text())
     assert set(content["cells"][0]) >= {
@@ -402,21 +394,21 @@ def test_another_layout_is_refused(tmp_path):
     content = CommResult(cells=[CELL], summary=SUMMARY).to_json()
     nameless = {key: value for key, value in content["cells"][0].items() if key != "op"}
     with pytest.raises(DataError, match="result is a list"):
-        CommResult.from_json([])
+        decoded(CommResult, [])
     with pytest.raises(DataError, match=r"result lacks \['summary'\]"):
-        CommResult.from_json({"cells": []})
+        decoded(CommResult, {"cells": []})
     with pytest.raises(DataError, match=r"cell lacks \['op'\]"):
-        CommResult.from_json(content | {"cells": [nameless]})
-    with pytest.raises(DataError, match="cells of the result is 'dict', expected a list"):
-        CommResult.from_json(content | {"cells": {}})
+        decoded(CommResult, content | {"cells": [nameless]})
+    with pytest.raises(DataError, match=r"cells of the result is \{\}, expected a list"):
+        decoded(CommResult, content | {"cells": {}})
     with pytest.raises(DataError, match=r"summary lacks \[\] and has the unknown \['speed'\]"):
-        CommResult.from_json(content | {"summary": content["summary"] | {"speed": 1}})
+        decoded(CommResult, content | {"summary": content["summary"] | {"speed": 1}})
     with pytest.raises(DataError, match="link_bit_per_s of the summary is 'fast'"):
-        CommResult.from_json(content | {"summary": content["summary"] | {"link_bit_per_s": "fast"}})
+        decoded(CommResult, content | {"summary": content["summary"] | {"link_bit_per_s": "fast"}})
     with pytest.raises(DataError, match="cannot be read"):
         read_comm_result(tmp_path / "none.json")
     with pytest.raises(DataError, match="cannot be written"):
-        write_comm_result(tmp_path / "no" / "folder.json", CommResult.from_json(content))
+        write_json(tmp_path / "no" / "folder.json", content)
 
 
 def test_wrong_elements_end_the_command_with_what_is_wrong():
@@ -477,7 +469,7 @@ def test_two_ranks_are_measured_on_this_machine(tmp_path):
         *("--rounds", "2", "--min-time-ms", "4", "--json", "-", "--plot", str(tmp_path / "plot.png")),
     )
     assert done.returncode == 0, done.stderr
-    result = CommResult.from_json(json.loads(done.stdout))
+    result = decoded(CommResult, json.loads(done.stdout))
     shape = [(cell.op, cell.arm, cell.bytes) for cell in result.cells]
     sizes = (1024, 8192, 65536)
     assert shape == [
@@ -524,7 +516,7 @@ def test_torchrun_measures_in_place_and_rank_0_shows(tmp_path):
     ]
     (out, err), other = (rank.communicate(timeout=120) for rank in ranks)
     assert [rank.returncode for rank in ranks] == [0, 0], err + other[1]
-    assert len(CommResult.from_json(json.loads(out)).cells) == 1
+    assert len(decoded(CommResult, json.loads(out)).cells) == 1
     assert "#wrong" in err
     assert other == ("", "")
 
