@@ -11,7 +11,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -206,11 +206,6 @@ def test_options_that_cannot_be_run_are_refused(wrong):
         options(**wrong)
 
 
-def test_a_plan_is_the_same_after_a_trip_through_json():
-    plan = options(backends=("gloo", "gloo"), ops=OPS)
-    assert decoded(CommOptions, json.loads(json.dumps(asdict(plan)))) == plan
-
-
 def test_torchrun_names_the_ranks(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -372,43 +367,14 @@ def test_a_result_is_the_same_after_writing_and_reading(tmp_path):
         {"dtype": "fp32"},
         {"redop": None},
         {"bytes": 0},
-        {"bytes": 1.5},
-        {"ranks": True},
-        {"time_us": math.nan},
         {"time_us": 0.0},
         {"time_us_quartiles": [1.0, 2.0]},
         {"time_us_quartiles": [3.0, 2.0, 1.0]},
-        {"algbw": -1.0},
-        {"wrong": -1},
-        {"compress": 16},
-        {"allocated": 1},
-        {"arm": 3},
     ],
 )
 def test_values_that_no_run_gives_are_refused(wrong):
     with pytest.raises(DataError, match=f"^{next(iter(wrong))} of the cell is "):
         replace(CELL, **wrong)
-
-
-def test_another_layout_is_refused(tmp_path):
-    content = CommResult(cells=[CELL], summary=SUMMARY).to_json()
-    nameless = {key: value for key, value in content["cells"][0].items() if key != "op"}
-    with pytest.raises(DataError, match="result is a list"):
-        decoded(CommResult, [])
-    with pytest.raises(DataError, match=r"result lacks \['summary'\]"):
-        decoded(CommResult, {"cells": []})
-    with pytest.raises(DataError, match=r"cell lacks \['op'\]"):
-        decoded(CommResult, content | {"cells": [nameless]})
-    with pytest.raises(DataError, match=r"cells of the result is \{\}, expected a list"):
-        decoded(CommResult, content | {"cells": {}})
-    with pytest.raises(DataError, match=r"summary lacks \[\] and has the unknown \['speed'\]"):
-        decoded(CommResult, content | {"summary": content["summary"] | {"speed": 1}})
-    with pytest.raises(DataError, match="link_bit_per_s of the summary is 'fast'"):
-        decoded(CommResult, content | {"summary": content["summary"] | {"link_bit_per_s": "fast"}})
-    with pytest.raises(DataError, match="cannot be read"):
-        read_comm_result(tmp_path / "none.json")
-    with pytest.raises(DataError, match="cannot be written"):
-        write_json(tmp_path / "no" / "folder.json", content)
 
 
 def test_wrong_elements_end_the_command_with_what_is_wrong():
