@@ -95,9 +95,9 @@ def test_another_layout_is_refused():
 
 
 def test_files_that_cannot_be_read_or_written_are_named(tmp_path):
-    with pytest.raises(DataError, match="none.json cannot be read"):
+    with pytest.raises(DataError, match=r"none\.json cannot be read"):
         read_result(Outer, tmp_path / "none.json")
-    with pytest.raises(DataError, match="page.md cannot be written: .*Give another --markdown path"):
+    with pytest.raises(DataError, match=r"page\.md cannot be written: .*Give another --markdown path"):
         write_text(tmp_path / "no" / "page.md", "", "--markdown")
 
 
