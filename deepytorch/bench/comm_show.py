@@ -1,4 +1,4 @@
-"""The output of `deepytorch bench comm`: rows in the columns of nccl-tests, the findings in sentences, the picture."""
+"""The output of `deepytorch bench comm`: rows in the columns of nccl-tests, findings in sentences, picture, choices."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import torch
 from rich.console import Console
 
-from deepytorch.bench.comm import describe_ranks, run_comm, run_in_place
-from deepytorch.bench.comm_explain import explain_lines
-from deepytorch.bench.comm_options import CommOptions
+from deepytorch.bench.comm import Described, describe_ranks, run_comm, run_in_place
+from deepytorch.bench.comm_options import COMPRESS, CommOptions
 from deepytorch.bench.comm_schema import CommCell, CommResult, CommSummary
 from deepytorch.bench.plots import draw_curve, new_figure, save_figure
+from deepytorch.comm.algorithms.base import KINDS, Choice, OperationKind, dtype_name
+from deepytorch.comm.algorithms.select import Explanation, explain
+from deepytorch.comm.topology.cost import Links
 from deepytorch.errors import ParityError
 
 # Bytes that a rank of one host has to read and write for each byte of the op's size: each once, in and out.
@@ -179,3 +182,76 @@ def limit(op: str, ranks: int, hosts: int, summary: CommSummary) -> tuple[float 
         return None, ""
     crossing = {"all_reduce": 2 * (hosts - 1) / hosts, "broadcast": 1.0}.get(op, (hosts - 1) / hosts)
     return summary.link_bit_per_s / 8e9 / crossing, "link between hosts"
+
+
+def explain_lines(options: CommOptions, described: Described) -> list[str]:
+    """Return, for each op, a table of the predicted times of every algorithm over size, with the choices.
+
+    Nominal speeds replace links that were not measured, and `select`'s choice that of a backend that reports none.
+    """
+    topology, lines = described.topology, []
+    where = "1 host" if topology.num_hosts == 1 else f"{topology.num_hosts} hosts"
+    for op in options.ops:
+        if op not in KINDS:
+            lines += [f"{op}: through shared memory on one host, else by gloo or nccl; nothing to choose", ""]
+            continue
+        for compress in options.compress:
+            explained = explain(
+                topology,
+                described.links or Links(),
+                kind=cast(OperationKind, op),
+                dtype=dtype_name(getattr(torch, options.dtype)),
+                reduce_op=options.redop,
+                allow_compress=COMPRESS[compress],
+                sizes=options.sizes_bytes,
+            )
+            chosen = [row.choice for row in explained]
+            if described.chosen is not None:
+                chosen = list(described.chosen[compress][op])
+            sent = "" if compress == "none" else f", {compress} allowed between hosts"
+            lines += [f"{op}, {topology.num_ranks} ranks on {where}, {options.dtype}{sent}"]
+            lines += [*_predictions(explained, chosen), *_reasons(explained), ""]
+    source = "links as measured, now or before" if described.links else "nominal speeds: the native code is not built"
+    return [*lines, f"Times in us, predicted from {source}."]
+
+
+def _predictions(explained: Sequence[Explanation], chosen: Sequence[Choice]) -> list[str]:
+    able = [
+        algorithm
+        for at, algorithm in enumerate(found.algorithm for found in explained[0].predictions)
+        if any(row.predictions[at].time_us is not None for row in explained)
+    ]
+    widths = [max(12, len(algorithm)) for algorithm in able]
+    heading = [f"{name:>{width}}" for name, width in zip(able, widths, strict=True)]
+    lines = [" ".join([f"{'size (B)':>12}", *heading, "  chosen"])]
+    for row, choice in zip(explained, chosen, strict=True):
+        times = {found.algorithm: found.time_us for found in row.predictions}
+        shown = [f"{_time(times[name]):>{width}}" for name, width in zip(able, widths, strict=True)]
+        num_bytes = row.operation.num_bytes
+        lines.append(" ".join([f"{num_bytes:>12}", *shown, f"  {_settings(choice, num_bytes)}"]))
+    return lines
+
+
+def _reasons(explained: Sequence[Explanation]) -> list[str]:
+    """Return a line for each algorithm that can do none of the sizes, with its reason at the largest."""
+    return [
+        f"  {found.algorithm}: {found.reason}"
+        for at, found in enumerate(explained[-1].predictions)
+        if all(row.predictions[at].time_us is None for row in explained)
+    ]
+
+
+def _time(time_us: float | None) -> str:
+    return "-" if time_us is None else f"{time_us:,.0f}"
+
+
+def _settings(choice: Choice, num_bytes: int) -> str:
+    chunks = choice.num_chunks(num_bytes)
+    return ", ".join(
+        [
+            choice.algorithm,
+            *([f"{chunks} chunks"] if chunks > 1 else []),
+            *([f"{choice.num_streams} streams"] if choice.num_streams > 1 else []),
+            *([choice.compress] if choice.compress else []),
+        ]
+    )

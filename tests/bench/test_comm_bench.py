@@ -19,7 +19,6 @@ import torch
 
 from deepytorch import cli
 from deepytorch.bench.comm import Described, describe_ranks, ranks_of_host, ratios, run_comm, torchrun_shape
-from deepytorch.bench.comm_explain import explain_lines
 from deepytorch.bench.comm_launch import RankError
 from deepytorch.bench.comm_options import CommOptions, parse_sizes
 from deepytorch.bench.comm_patterns import TILE, Buffers, Pattern
@@ -33,7 +32,7 @@ from deepytorch.bench.comm_schema import (
     bus_factor,
     read_comm_result,
 )
-from deepytorch.bench.comm_show import limit, refuse_wrong, table_head, table_rows
+from deepytorch.bench.comm_show import explain_lines, limit, refuse_wrong, table_head, table_rows
 from deepytorch.bench.comm_worker import CopyBandwidth
 from deepytorch.bench.options import names
 from deepytorch.bench.results import decoded, write_json
