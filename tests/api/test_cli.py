@@ -19,18 +19,9 @@ from deepytorch.bench.options import DTYPE_NAMES
 from deepytorch.cli.options import Model, ModelSize
 from deepytorch.errors import DataError, ParityError
 from tests.bench.test_schema import VALUES
+from tests.command_line import run
 
 ROOT = Path(__file__).parents[2]
-
-
-def run(monkeypatch, *arguments: str) -> int:
-    """Run the command line in this process; return the exit status."""
-    monkeypatch.setattr(sys, "argv", ["deepytorch", *arguments])
-    try:
-        cli.main()
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
 
 
 def commands(group, path=()):

@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepytorch import cli
 from deepytorch.bench.comm import Described, describe_ranks, ranks_of_host, ratios, run_comm, torchrun_shape
 from deepytorch.bench.comm_launch import RankError
 from deepytorch.bench.comm_options import CommOptions, parse_sizes
@@ -41,6 +40,7 @@ from deepytorch.comm.topology.cost import Links
 from deepytorch.comm.topology.host import Host
 from deepytorch.comm.topology.topology import Topology
 from deepytorch.errors import ConfigError, DataError, ParityError
+from tests.command_line import run
 
 ROOT = Path(__file__).parents[2]
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -612,16 +612,6 @@ def test_simulated_hosts_are_measured_within_their_rate():
 # The command line
 
 
-def run(monkeypatch, *arguments: str) -> int:
-    """Run `deepytorch bench comm` in this process; return the exit status."""
-    monkeypatch.setattr(sys, "argv", ["deepytorch", "bench", "comm", *arguments])
-    try:
-        cli.main()
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
-
-
 def test_the_command_passes_its_options_on(monkeypatch, tmp_path, capsys):
     asked = []
 
@@ -635,7 +625,7 @@ def test_the_command_passes_its_options_on(monkeypatch, tmp_path, capsys):
     arguments = ["--ranks", "4", "--hosts", "2", "--rate", "1gbit", "--flow-rate", "200mbit", "--sizes", "1K,2K"]
     arguments += ["--dtype", "float16", "--op", "broadcast", "--redop", "max", "--algorithms", "auto,streams"]
     arguments += ["--compress", "none,fp16", "--allocated", "--rounds", "3", "--min-time-ms", "9", "--timeout", "7"]
-    assert run(monkeypatch, *arguments, "--json", str(file)) == 2
+    assert run(monkeypatch, "bench", "comm", *arguments, "--json", str(file)) == 2
     (options,) = asked
     assert options == CommOptions(
         ranks=4,
@@ -660,7 +650,7 @@ def test_the_command_passes_its_options_on(monkeypatch, tmp_path, capsys):
 
 
 def test_an_option_that_is_not_known_is_one_message(monkeypatch, capsys):
-    assert run(monkeypatch, "--op", "all_reduce,gather") == 2
+    assert run(monkeypatch, "bench", "comm", "--op", "all_reduce,gather") == 2
     error = capsys.readouterr().err
     assert 'Error: ops has "gather", expected one of all_reduce, reduce_scatter' in error
     assert "Traceback" not in error
@@ -669,7 +659,7 @@ def test_an_option_that_is_not_known_is_one_message(monkeypatch, capsys):
 def test_explain_measures_nothing(monkeypatch, capsys):
     described = Described(topology_of(1), None, None)
     monkeypatch.setattr("deepytorch.bench.comm_show.describe_ranks", lambda *_, in_place: described)
-    assert run(monkeypatch, "--explain", "--sizes", "1M") == 0
+    assert run(monkeypatch, "bench", "comm", "--explain", "--sizes", "1M") == 0
     assert "shared_memory" in capsys.readouterr().out
 
 
