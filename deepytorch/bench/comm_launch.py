@@ -51,8 +51,9 @@ def run_ranks(
         started: list[Program | Rank] = []
         if lab is None:
             for rank in range(ranks):
-                started.append(_start([*command, "--watch-stdin"], rank, ranks, folder))
-                running.callback(started[-1].end)
+                program = _start([*command, "--watch-stdin"], rank, ranks, folder)
+                running.callback(program.end)
+                started.append(program)
         else:
             started += running.enter_context(Lab(replace(lab, logs=folder))).start(command)
         records = running.enter_context(records_file.open(encoding="utf-8"))
