@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from deepytorch.cli.options import JsonFile
+from deepytorch.cli.options import JsonFile, Markdown
 from deepytorch.cli.output import Output
 
 
@@ -68,7 +68,7 @@ def roofline(
             "Default: none.",
         ),
     ] = None,
-    markdown: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the table as a Markdown page.")] = None,
+    markdown: Markdown = None,
     json_file: JsonFile = None,
 ) -> None:
     """Compute what a training step takes at least on A100, H100, H200 and B200, padded and packed; no GPU needed."""

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from deepytorch.cli.options import BatchSize, Data, JsonFile, ModelSize, SizeOf
+from deepytorch.cli.options import BatchSize, Data, JsonFile, Markdown, ModelSize, SizeOf
 from deepytorch.cli.output import Output
 
 
@@ -30,7 +30,7 @@ def hosts(
     steps: Annotated[int, typer.Option(min=4, help="Training steps of each run.")] = 20,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Time limit of one run.")] = 900.0,
     json_file: JsonFile = None,
-    markdown: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the table as a Markdown page.")] = None,
+    markdown: Markdown = None,
 ) -> None:
     """Run one training script in each framework (Trainer, Lightning, DeepSpeed, ...) with the import and without it.
 
@@ -39,11 +39,12 @@ def hosts(
     """
     from deepytorch.bench import hosts as measuring
     from deepytorch.bench.host_loops import HOSTS
+    from deepytorch.bench.hosts_worker import HostsOptions
     from deepytorch.bench.options import names
     from deepytorch.bench.results import write_text
 
     output = Output(json_file)
-    options = measuring.HostsOptions(
+    options = HostsOptions(
         hosts=tuple(HOSTS) if hosts == "all" else names(hosts),
         models=names(models),
         size=size.value,

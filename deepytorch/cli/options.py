@@ -102,6 +102,8 @@ JsonFile = Annotated[
     typer.Option("--json", metavar="FILE|-", help="Write the result as one JSON object to a file; -: to stdout."),
 ]
 
+Markdown = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the table as a Markdown page.")]
+
 # Of commands that start ranks.
 RanksOfHost = Annotated[
     int | None,
