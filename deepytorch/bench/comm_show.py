@@ -6,7 +6,6 @@ import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
 
 import torch
 from rich.console import Console
@@ -15,7 +14,7 @@ from deepytorch.bench.comm import Described, describe_ranks, run_comm, run_in_pl
 from deepytorch.bench.comm_options import COMPRESS, CommOptions
 from deepytorch.bench.comm_schema import CommCell, CommResult, CommSummary
 from deepytorch.bench.plots import draw_curve, new_figure, save_figure
-from deepytorch.comm.algorithms.base import KINDS, Choice, OperationKind, dtype_name
+from deepytorch.comm.algorithms.base import KINDS, Choice, dtype_name
 from deepytorch.comm.algorithms.select import Explanation, explain
 from deepytorch.comm.topology.cost import Links
 from deepytorch.errors import ParityError
@@ -199,7 +198,7 @@ def explain_lines(options: CommOptions, described: Described) -> list[str]:
             explained = explain(
                 topology,
                 described.links or Links(),
-                kind=cast(OperationKind, op),
+                kind=op,
                 dtype=dtype_name(getattr(torch, options.dtype)),
                 reduce_op=options.redop,
                 allow_compress=COMPRESS[compress],

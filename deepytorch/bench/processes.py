@@ -7,23 +7,31 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 
 class Program:
-    """A command in a process, whose output goes to the file `log`. given: arguments of `subprocess.Popen`."""
+    """A command in a process, whose output goes to the file `log`. The other arguments are those of `Popen`."""
 
-    def __init__(self, command: Sequence[str], log: Path, **given: Any) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        log: Path,
+        env: Mapping[str, str] | None = None,
+        stdin: int = subprocess.DEVNULL,
+        pass_fds: Collection[int] = (),
+    ) -> None:
         self.log = log
         with log.open("wb") as output:
-            self.process: subprocess.Popen[bytes] = subprocess.Popen(
+            self.process = subprocess.Popen(
                 command,
+                stdin=stdin,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                **{"stdin": subprocess.DEVNULL} | given,
+                env=env,
+                pass_fds=pass_fds,
             )
 
     def end(self) -> None:

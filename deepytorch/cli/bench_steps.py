@@ -99,7 +99,7 @@ def unpad(
     output.json(result.to_json())
 
 
-def _rows(result: UnpadResult) -> list[tuple[str, ...]]:
+def _rows(result: UnpadResult) -> list[list[str]]:
     ratios = {
         "eager": result.ratio_vs_eager,
         "inductor": result.ratio_vs_inductor,
@@ -112,7 +112,7 @@ def _rows(result: UnpadResult) -> list[tuple[str, ...]]:
     for arm, milliseconds in result.step_ms.items():
         ratio, quartiles = ratios.get(arm), result.ratio_quartiles.get(arm)
         rows.append(
-            (
+            [
                 arm,
                 f"{milliseconds:,.1f}",
                 f"{result.tokens_per_s[arm]:,.0f}" if arm in result.tokens_per_s else "",
@@ -120,7 +120,7 @@ def _rows(result: UnpadResult) -> list[tuple[str, ...]]:
                 f"{quartiles[0]:.2f} - {quartiles[2]:.2f}" if quartiles is not None else "",
                 f"{compile_seconds[arm]:.1f}" if arm in compile_seconds else "",
                 f"{result.peak_bytes[arm] / 1e6:,.0f}" if arm in result.peak_bytes else "",
-            )
+            ]
         )
     return rows
 
