@@ -123,9 +123,8 @@ def run_start(options: StartOptions, notify: Callable[[str], None] = lambda _: N
     with tempfile.TemporaryDirectory(prefix="deepytorch-bench-") as scratch:
         _run(options, EAGER, Path(scratch), steps=2)
     for number in range(options.rounds):
-        with tempfile.TemporaryDirectory(
-            prefix="deepytorch-bench-"
-        ) as scratch:  # warm runs read the caches of the cold one
+        # The warm run reads the caches that the cold one has filled.
+        with tempfile.TemporaryDirectory(prefix="deepytorch-bench-") as scratch:
             for name in ARMS:
                 notify(f"Round {number + 1} of {options.rounds}: {name}")
                 found[name].append(_run(options, name, Path(scratch), options.steps))
