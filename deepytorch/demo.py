@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from rich import box
 from rich.console import Console, Group
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 from rich.text import Text
 from torch import nn
 
 import deepytorch
+from deepytorch.bench.back_to_back import Trainee
 from deepytorch.bench.models import MAX_POSITIONS, batch_kind, build_model
-from deepytorch.bench.plots import Curve, plot_training
+from deepytorch.bench.options import check_at_least
+from deepytorch.bench.plots import new_figure, save_figure
+from deepytorch.bench.table import table_of
 from deepytorch.bench.training_step import (
-    Arm,
     Batch,
     Precision,
     compiled_arm,
     empty_compile_caches,
-    num_compilations,
     start_compiler,
     to_device,
 )
-from deepytorch.data import batches, load_rows, num_positions, num_tokens, train_tokenizer
+from deepytorch.data import num_positions, num_tokens, text_batches
 from deepytorch.errors import ConfigError, ParityError
 
 # The first steps load code and fill memory pools; they are in the plot, not in the table.
@@ -41,6 +42,13 @@ _WARM_UP_STEPS = 3
 # stock torch.compile is 1e-6 off in fp32 (2e-5 in bf16); 100 times that is allowed, and a real mistake is larger. In
 # half precision two roundings of the loss itself are allowed, since tokens may be summed in another order.
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+# Wide and pale below, narrow and dark above: curves that coincide stay visible.
+_STYLES: tuple[dict[str, Any], ...] = (
+    {"color": "#bbbbbb", "linewidth": 6.0},
+    {"color": "#e69f00", "linewidth": 3.0},
+    {"color": "#0072b2", "linewidth": 1.2},
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +84,7 @@ class DemoOptions:
         """Raise `ConfigError` for numbers with which the demo cannot run."""
         if self.steps <= _WARM_UP_STEPS:
             raise ConfigError(f"steps is {self.steps}, expected more than the {_WARM_UP_STEPS} of the warm-up.")
-        if self.batch_size < 1:
-            raise ConfigError(f"batch_size is {self.batch_size}, expected at least 1.")
+        check_at_least(self, 1, "batch_size")
         if not 1 <= self.max_length <= MAX_POSITIONS:
             raise ConfigError(f"max_length is {self.max_length}, expected 1 to {MAX_POSITIONS}, the models' positions.")
 
@@ -167,7 +174,7 @@ def run_demo(options: DemoOptions, console: Console) -> DemoResult:
     if result.runs:
         console.print(_table(result))
         path = options.out / f"{options.model}.png"
-        plot_training(path, _title(options, result), [Curve(run.name, run.losses, run.seconds) for run in result.runs])
+        _plot(path, options, result)
         console.print(f"Plot: {path}", highlight=False, soft_wrap=True)
         console.print(str(deepytorch.report()), markup=False, highlight=False, soft_wrap=True)
     result.check(options.ways[0].name)
@@ -175,10 +182,9 @@ def run_demo(options: DemoOptions, console: Console) -> DemoResult:
 
 
 def _prepare(options: DemoOptions, precision: Precision) -> tuple[list[Batch], DemoResult]:
-    rows = load_rows(options.data)
-    drawn = batches(
-        rows,
-        train_tokenizer(rows, options.vocab_size),
+    drawn = text_batches(
+        options.data,
+        options.vocab_size,
         batch_size=options.batch_size,
         max_length=options.max_length,
         seed=options.seed,
@@ -223,35 +229,18 @@ def _train(
         arm = compiled_arm(way.name, model, way.backend)
         optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
         scaler = torch.amp.GradScaler(precision.device.type, enabled=precision.dtype == torch.float16)
-        run = Run(way.name, [], [], set())
+        trainee, run = Trainee(arm, optimizer, data, scaler), Run(way.name, [], [], set())
         for index, batch in enumerate(data):
             precision.synchronize()
-            compilations = num_compilations()
+            compiled_steps = trainee.compiled_steps
             start = time.perf_counter()
-            loss = _training_step(arm, batch, precision, optimizer, scaler)
-            run.losses.append(float(loss))
+            run.losses.append(float(trainee.step(batch, precision)))
             precision.synchronize()
             run.seconds.append(time.perf_counter() - start)
-            if num_compilations() > compilations and way.backend is not None:  # an optimizer may compile a helper
+            if trainee.compiled_steps > compiled_steps and way.backend is not None:  # an optimizer may compile a helper
                 run.compiled_steps.add(index)
             show(run.losses[-1], run.seconds[-1])
     return run
-
-
-def _training_step(
-    arm: Arm,
-    batch: Batch,
-    precision: Precision,
-    optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler,
-) -> torch.Tensor:
-    optimizer.zero_grad(set_to_none=True)
-    with precision.autocast():
-        loss = arm.loss(batch)
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    return loss.detach()
 
 
 def _progress(console: Console) -> Progress:
@@ -267,20 +256,31 @@ def _headline(options: DemoOptions, result: DemoResult) -> str:
     )
 
 
-def _title(options: DemoOptions, result: DemoResult) -> str:
-    return (
+def _plot(path: Path, options: DemoOptions, result: DemoResult) -> None:
+    """Write a PNG: the arms' losses on the left, their step times in ms on the right (logarithmic).
+
+    Raises `ConfigError` when the file cannot be written or matplotlib is not installed.
+    """
+    figure = new_figure(11, 4.2)
+    left, right = figure.subplots(1, 2)
+    steps = range(1, len(result.num_tokens) + 1)
+    for run, style in zip(result.runs, itertools.cycle(_STYLES)):
+        left.plot(steps, run.losses, label=run.name, **style)
+        right.plot(steps, [1e3 * seconds for seconds in run.seconds], label=run.name, **style | {"linewidth": 1.5})
+    left.set(xlabel="step", ylabel="loss", title="Loss, on the same batches")
+    right.set(xlabel="step", ylabel="ms", yscale="log", title="Step time (peaks: compilation)")
+    right.legend()
+    left.legend()
+    figure.suptitle(
         f"{options.model}, batch {options.batch_size}, {options.dtype}, {options.device}: "
         f"{result.real_token_fraction:.0%} real tokens"
     )
+    save_figure(figure, path, "Give another folder with --out.")
 
 
 def _table(result: DemoResult) -> Group:
-    table = Table(title="The same batches, the same weights at the start", title_justify="left", box=box.SIMPLE)
-    table.add_column("arm", no_wrap=True)
-    for heading in ("step ms", "tokens/s", "speedup", "compile s", "final loss", "loss diff."):
-        table.add_column(heading, justify="right")
-    for run in result.runs:
-        table.add_row(
+    rows = [
+        (
             run.name,
             f"{result.median_step_ms(run):,.0f}",
             f"{result.tokens_per_second(run):,.0f}",
@@ -289,6 +289,10 @@ def _table(result: DemoResult) -> Group:
             f"{run.losses[-1]:.4f}",
             f"{result.loss_difference(run):.1e}" if run is not result.runs[0] else "-",
         )
+        for run in result.runs
+    ]
+    columns = ("arm", "step ms", "tokens/s", "speedup", "compile s", "final loss", "loss diff.")
+    table = table_of("The same batches, the same weights at the start", columns, rows, left=("arm",))
     note = (
         f"Times: medians over the {len(result.counted_steps())} steps after the warm-up in which no arm compiled. "
         f"speedup: the median, too, of each batch's time in {result.runs[0].name} over its own. "

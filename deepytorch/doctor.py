@@ -208,30 +208,30 @@ def render(found: dict[str, Any]) -> RenderableType:
         ", ".join(f"{name}={value}" for name, value in found["environment"].items()) or "no DEEPYTORCH variable is set",
     )
 
-    changed = Table(title="\nChanged by the import", title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for heading in ("what", "what for"):
-        changed.add_column(heading, overflow="fold")
-    for item in found["patches"]:
-        changed.add_row(Text(item["where"]), Text(item["why"]))
-    note = Text(
-        "Libraries such as transformers have theirs when they are imported. deepytorch.disable() undoes all of it."
-    )
-    parts: list[RenderableType] = [table, changed, note] if found["patches"] else [table]
+    parts: list[RenderableType] = [table]
+    if found["patches"]:
+        parts.append(_list("Changed by the import", {"what": "where", "what for": "why"}, found["patches"]))
+        note = "Libraries such as transformers have theirs when they are imported. deepytorch.disable() undoes it all."
+        parts.append(Text(note))
     if found["untested"]:
-        others = Table(title="\nNot tested", title_justify="left", box=None, padding=(0, 2, 0, 0))
-        for heading in ("found", "tested with", "what to do"):
-            others.add_column(heading, overflow="fold")
-        for item in found["untested"]:
-            others.add_row(*(Text(item[key]) for key in ("what", "tested", "how")))
-        parts.append(others)
-    if not found["missing"]:
-        return Group(*parts, Text("\nNothing is missing.", style="green"))
-    wants = Table(title="\nMissing", title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for heading in ("what", "needed for", "how to get it"):
-        wants.add_column(heading, overflow="fold")
-    for item in found["missing"]:
-        wants.add_row(*(Text(item[key]) for key in ("what", "needed_for", "how")))
-    return Group(*parts, wants)
+        columns = {"found": "what", "tested with": "tested", "what to do": "how"}
+        parts.append(_list("Not tested", columns, found["untested"]))
+    if found["missing"]:
+        columns = {"what": "what", "needed for": "needed_for", "how to get it": "how"}
+        parts.append(_list("Missing", columns, found["missing"]))
+    else:
+        parts.append(Text("\nNothing is missing.", style="green"))
+    return Group(*parts)
+
+
+def _list(title: str, columns: dict[str, str], items: list[dict[str, Any]]) -> Table:
+    """Return a table of items. columns: the heading of each, and the key of its values."""
+    table = Table(title=f"\n{title}", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for heading in columns:
+        table.add_column(heading, overflow="fold")
+    for item in items:
+        table.add_row(*(Text(item[key]) for key in columns.values()))
+    return table
 
 
 def _compiled(extension: Extension, when: str) -> dict[str, Any]:

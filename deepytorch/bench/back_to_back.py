@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from deepytorch.bench.training_step import Arm, Batch, Precision, num_compilations, rotated
+from deepytorch.bench.measurement import rotated
+from deepytorch.bench.training_step import Arm, Batch, Precision, num_compilations
 from deepytorch.errors import ParityError
 from deepytorch.loading import prefetch
 
@@ -55,34 +57,39 @@ class Trainee:
     arm: Arm
     optimizer: torch.optim.Optimizer
     batches: Sequence[Batch]
+    scaler: torch.amp.GradScaler = field(default_factory=partial(torch.amp.GradScaler, enabled=False))  # for fp16
+    compiled_steps: int = 0
 
     def step(self, batch: Batch, precision: Precision) -> Tensor:
         """Run one step and return the loss before it, without waiting."""
+        before = num_compilations()
         self.optimizer.zero_grad(set_to_none=True)
         with precision.autocast():
             loss = self.arm.loss(batch)
-        loss.backward()
-        self.optimizer.step()
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.compiled_steps += num_compilations() > before
         return loss.detach()
 
-    def train(self, precision: Precision) -> list[float]:
-        """Return the seconds of each step of a pass over the batches; repeat the pass if something compiled in it.
+    def train(self, precision: Precision, part: slice = slice(None)) -> list[float]:
+        """Return the seconds of each step of a pass over a part of the batches; repeat it if something compiled in it.
 
         Raises `ParityError` if the loss of the last step is not finite.
         """
         seconds: list[float] = []
         for _ in range(_TRIES):
-            compilations = num_compilations()
+            compiled_steps = self.compiled_steps
             precision.synchronize()
             clock, loss = Clock(precision.device), torch.zeros(())
-            for batch in prefetch(self.batches, precision.device):
+            for batch in prefetch(self.batches[part], precision.device):
                 clock.mark()
                 loss = self.step(batch, precision)
             clock.mark()
             seconds = clock.seconds()
             if not math.isfinite(float(loss)):
                 raise ParityError(f"The loss in {self.arm.name} is {float(loss)} after some steps of training.")
-            if num_compilations() == compilations:
+            if self.compiled_steps == compiled_steps:
                 break
         return seconds
 

@@ -12,105 +12,88 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
-from deepytorch.bench.lab import Lab, LabOptions
+from deepytorch.bench.lab import Lab, LabOptions, Rank
+from deepytorch.bench.processes import Program, ending, last_lines, rank_environment
 from deepytorch.errors import DeepytorchError
-
-WORKER = (sys.executable, "-m", "deepytorch.bench.comm_worker")
 
 _POLL_S = 0.05
 _END_S = 20.0  # for a rank to end by itself after the measurement
-_GRACE_S = 3.0  # between asking a rank to end and ending it
 _LAST_WORDS_S = 0.3  # for ranks that fail together to report why: the first is the cause
 _LOG_LINES = 15
-
-
-class RankPlan(Protocol):
-    """The plan of a measurement, which every rank receives."""
-
-    @property
-    def timeout_s(self) -> float:
-        """Return the seconds without a message after which all ranks are ended."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the plan as plain JSON values."""
 
 
 class RankError(DeepytorchError, RuntimeError):
     """A rank of a measurement failed, or all of them stood still."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Rank:
-    process: subprocess.Popen[bytes]
-    log: Path
-
-
 def run_ranks(
-    plan: RankPlan, ranks: int, lab: LabOptions | None = None, worker: Sequence[str] = WORKER
+    plan: Any, ranks: int, lab: LabOptions | None, worker: Sequence[str]
 ) -> Generator[dict[str, Any], None, None]:
-    """Start the ranks that run `plan`, and yield the messages of rank 0: see `rank_process`.
+    """Start the ranks that run `plan`, and yield the records of rank 0: see `rank_process`.
 
-    There are `ranks` of them on this machine, which talk over loopback, or those of `lab`. `worker` is the command of a
-    rank; it gets the plan's file. The ranks meet at a file in a folder that only this user can read. When the generator
-    ends or is closed, no process is left. Raises `RankError` when a rank fails, or when `plan.timeout_s` pass without a
-    message, and `ConfigError` if the machine cannot have a lab.
+    `plan` is a dataclass with a `timeout_s`, which every rank gets. There are `ranks` of them on this machine, which
+    talk over loopback, or those of `lab`. `worker` is the command of a rank; it gets the plan's file. The ranks meet at
+    a file in a folder that only this user can read. When the generator ends or is closed, no process is left. Raises
+    `RankError` when a rank fails, or when `plan.timeout_s` pass without a message, and `ConfigError` if the machine
+    cannot have a lab.
     """
     with contextlib.ExitStack() as running:
         folder = Path(running.enter_context(tempfile.TemporaryDirectory(prefix="deepytorch-comm-")))
         plan_file, records_file = folder / "plan.json", folder / "records.jsonl"
-        plan_file.write_text(json.dumps(plan.to_json()), encoding="utf-8")
+        plan_file.write_text(json.dumps(asdict(plan), default=str), encoding="utf-8")  # default: for paths
         records_file.touch()
         running.enter_context(_sigterm_unwinds())
         command = [*worker, str(plan_file)]
+        started: list[Program | Rank] = []
         if lab is None:
-            started = running.enter_context(_on_this_machine(command, ranks, folder))
+            for rank in range(ranks):
+                program = _start([*command, "--watch-stdin"], rank, ranks, folder)
+                running.callback(program.end)
+                started.append(program)
         else:
-            simulated = running.enter_context(Lab(replace(lab, logs=folder)))
-            started = [_Rank(rank.process, rank.log) for rank in simulated.start(command)]
+            started += running.enter_context(Lab(replace(lab, logs=folder))).start(command)
         records = running.enter_context(records_file.open(encoding="utf-8"))
         yield from _listen(records, started, folder, plan.timeout_s)
 
 
 def found_by_ranks(
-    plan: RankPlan, ranks: int, lab: LabOptions | None, worker: Sequence[str], notify: Callable[[str], None]
-) -> dict[str, Any]:
-    """Start the ranks as `run_ranks` does, and return rank 0's final message.
+    plan: Any,
+    ranks: int,
+    lab: LabOptions | None,
+    worker: Sequence[str],
+    notify: Callable[[str], None],
+    on_record: Callable[[dict[str, Any]], None] = lambda record: None,
+) -> Any:
+    """Start the ranks as `run_ranks` does, and return what rank 0 has found.
 
-    notify: is told what the ranks are doing. Raises as `run_ranks` does, and `RankError` if no rank ever finishes.
+    `notify` is told what the ranks are doing, `on_record` gets every record. Raises as `run_ranks` does, and
+    `RankError` if no rank ever finishes.
     """
-    found: dict[str, Any] | None = None
+    done: list[Any] = []
     with contextlib.closing(run_ranks(plan, ranks, lab, worker)) as records:
         for record in records:
             if "doing" in record:
                 notify(record["doing"])
-            found = record.get("done", found)
-    if found is None:
+            if "done" in record:
+                done.append(record["done"])
+            on_record(record)
+    if not done:
         raise RankError("The ranks ended before the measurement was complete, and none of them says why.")
-    return found
+    return done[0]
 
 
-@contextlib.contextmanager
-def _on_this_machine(command: Sequence[str], ranks: int, folder: Path) -> Generator[list[_Rank], None, None]:
-    started: list[_Rank] = []
-    try:
-        for rank in range(ranks):
-            log = folder / f"rank{rank}.log"
-            with log.open("wb") as output:
-                process = subprocess.Popen(
-                    [*command, "--watch-stdin"],
-                    stdin=subprocess.PIPE,  # closes when this process ends in any way
-                    stdout=output,
-                    stderr=output,
-                    env=_environment(rank, ranks),
-                )
-            started.append(_Rank(process, log))
-        yield started
-    finally:
-        _end([rank.process for rank in started])
+def _start(command: Sequence[str], rank: int, ranks: int, folder: Path) -> Program:
+    """Start a rank on this machine."""
+    environment = {**os.environ, **rank_environment(rank, ranks)}
+    environment.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: ranks share the cores
+    if sys.platform == "linux":
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no other interface has to be up, and none sees the traffic
+    # The pipe to its stdin closes when this process ends in any way.
+    return Program(command, folder / f"rank{rank}.log", stdin=subprocess.PIPE, env=environment)
 
 
 @contextlib.contextmanager
@@ -126,17 +109,8 @@ def _sigterm_unwinds() -> Generator[None, None, None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _environment(rank: int, ranks: int) -> dict[str, str]:
-    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    environment = {**os.environ, **{name: str(value) for name, value in own.items()}}
-    environment.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: ranks share the cores
-    if sys.platform == "linux":
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no other interface has to be up, and none sees the traffic
-    return environment
-
-
 def _listen(
-    records: TextIO, ranks: Sequence[_Rank], folder: Path, timeout_s: float
+    records: TextIO, ranks: Sequence[Program | Rank], folder: Path, timeout_s: float
 ) -> Generator[dict[str, Any], None, None]:
     """Yield the records until every process has ended successfully."""
     heard, rest, last, complete = time.monotonic(), "", "the start", False
@@ -164,7 +138,7 @@ def _listen(
         time.sleep(_POLL_S)
 
 
-def _failure(ranks: Sequence[_Rank], folder: Path, last: str) -> RankError:
+def _failure(ranks: Sequence[Program | Rank], folder: Path, last: str) -> RankError:
     """Return the error of the rank that failed first: others fail because of it. A killed rank leaves no message."""
     failed = {index: rank.process.returncode for index, rank in enumerate(ranks) if rank.process.poll()}
     words = {}
@@ -172,32 +146,15 @@ def _failure(ranks: Sequence[_Rank], folder: Path, last: str) -> RankError:
         with contextlib.suppress(OSError):
             words[index] = json.loads((folder / f"rank{index}.error").read_text(encoding="utf-8"))
     first = min(failed, key=lambda index: words[index]["at_s"] if index in words else 0.0)
-    code = failed[first]
-    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit status {code}"
+    how = ending(failed[first], "failed with exit status")
     reason = words[first]["error"].strip().splitlines()[-1].rstrip(".") if first in words else "It left no error"
     return RankError(
         f"Rank {first} of {len(ranks)} {how} at: {last}. {reason}. All ranks were ended. {_tail(ranks, first)}"
     )
 
 
-def _tail(ranks: Sequence[_Rank], index: int) -> str:
-    lines = ranks[index].log.read_text(encoding="utf-8", errors="replace").splitlines()
+def _tail(ranks: Sequence[Program | Rank], index: int) -> str:
+    lines = last_lines(ranks[index].log, _LOG_LINES)
     if not lines:
         return f"The log of rank {index} is empty."
-    return "\n".join([f"The end of the log of rank {index}:", *lines[-_LOG_LINES:]])
-
-
-def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End every process that still runs, and wait for it."""
-    for process in processes:
-        if process.poll() is None:
-            process.terminate()
-    deadline = time.monotonic() + _GRACE_S
-    for process in processes:
-        try:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        assert process.stdin is not None
-        process.stdin.close()
+    return "\n".join([f"The end of the log of rank {index}:", *lines])

@@ -1,4 +1,4 @@
-"""The output of `deepytorch bench comm`: rows in the columns of nccl-tests, the findings in sentences, the picture."""
+"""The output of `deepytorch bench comm`: rows in the columns of nccl-tests, findings in sentences, picture, choices."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from deepytorch.bench.comm import CommOptions, describe_ranks, run_comm, run_in_place
-from deepytorch.bench.comm_explain import explain_lines
+from deepytorch.bench.comm import Described, describe_ranks, run_comm, run_in_place
+from deepytorch.bench.comm_options import COMPRESS, CommOptions
 from deepytorch.bench.comm_schema import CommCell, CommResult, CommSummary
-from deepytorch.bench.plots import BandwidthCurve, BandwidthPanel, plot_bandwidth
+from deepytorch.bench.plots import draw_curve, new_figure, save_figure
+from deepytorch.comm.algorithms.base import KINDS, Choice, dtype_name
+from deepytorch.comm.algorithms.select import Explanation, explain
+from deepytorch.comm.topology.cost import Links
 from deepytorch.errors import ParityError
 
 # Bytes that a rank of one host has to read and write for each byte of the op's size: each once, in and out.
@@ -141,19 +144,28 @@ def plot_result(path: Path, result: CommResult) -> None:
     """
     first = result.cells[0]
     shape = f"{first.ranks} ranks" if first.hosts == 1 else f"{first.ranks} ranks on {first.hosts} hosts"
-    panels = []
-    for op in dict.fromkeys(cell.op for cell in result.cells):
-        cells = [cell for cell in result.cells if cell.op == op]
-        curves = [
-            BandwidthCurve(
-                name=arm,
-                sizes_bytes=[cell.bytes for cell in cells if cell.arm == arm],
-                gb_per_s=[cell.algbw for cell in cells if cell.arm == arm],
-            )
-            for arm in dict.fromkeys(cell.arm for cell in cells)
-        ]
-        panels.append(BandwidthPanel(op, curves, *limit(op, first.ranks, first.hosts, result.summary)))
-    plot_bandwidth(path, f"{shape}, {first.dtype}, {result.summary.machine}", panels)
+    ops, arms = (list(dict.fromkeys(getattr(cell, name) for cell in result.cells)) for name in ("op", "arm"))
+    figure = new_figure(max(6.5, 4.8 * len(ops)), 4.4)
+    for axes, op in zip(figure.subplots(1, len(ops), squeeze=False)[0], ops, strict=True):
+        for arm in arms:
+            cells = [cell for cell in result.cells if cell.op == op and cell.arm == arm]
+            draw_curve(axes, arm, [cell.bytes for cell in cells], [cell.algbw for cell in cells])
+        limit_gb_per_s, limit_name = limit(op, first.ranks, first.hosts, result.summary)
+        if limit_gb_per_s is not None:
+            axes.axhline(limit_gb_per_s, label=limit_name, color="#555555", linestyle="--", linewidth=1.0)
+            axes.legend()
+        axes.set_xscale("log", base=2)
+        axes.set(yscale="log", xlabel="bytes", ylabel="algorithm bandwidth, GB/s", title=op)
+        axes.xaxis.set_major_formatter(lambda size, _: _bytes(size))
+    figure.suptitle(f"{shape}, {first.dtype}, {result.summary.machine}")
+    save_figure(figure, path, "Give another --plot path.")
+
+
+def _bytes(size: float) -> str:
+    for unit, factor in (("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10)):
+        if size >= factor:
+            return f"{size / factor:g}{unit}"
+    return f"{size:g}"
 
 
 def limit(op: str, ranks: int, hosts: int, summary: CommSummary) -> tuple[float | None, str]:
@@ -169,3 +181,76 @@ def limit(op: str, ranks: int, hosts: int, summary: CommSummary) -> tuple[float 
         return None, ""
     crossing = {"all_reduce": 2 * (hosts - 1) / hosts, "broadcast": 1.0}.get(op, (hosts - 1) / hosts)
     return summary.link_bit_per_s / 8e9 / crossing, "link between hosts"
+
+
+def explain_lines(options: CommOptions, described: Described) -> list[str]:
+    """Return, for each op, a table of the predicted times of every algorithm over size, with the choices.
+
+    Nominal speeds replace links that were not measured, and `select`'s choice that of a backend that reports none.
+    """
+    topology, lines = described.topology, []
+    where = "1 host" if topology.num_hosts == 1 else f"{topology.num_hosts} hosts"
+    for op in options.ops:
+        if op not in KINDS:
+            lines += [f"{op}: through shared memory on one host, else by gloo or nccl; nothing to choose", ""]
+            continue
+        for compress in options.compress:
+            explained = explain(
+                topology,
+                described.links or Links(),
+                kind=op,
+                dtype=dtype_name(getattr(torch, options.dtype)),
+                reduce_op=options.redop,
+                allow_compress=COMPRESS[compress],
+                sizes=options.sizes_bytes,
+            )
+            chosen = [row.choice for row in explained]
+            if described.chosen is not None:
+                chosen = list(described.chosen[compress][op])
+            sent = "" if compress == "none" else f", {compress} allowed between hosts"
+            lines += [f"{op}, {topology.num_ranks} ranks on {where}, {options.dtype}{sent}"]
+            lines += [*_predictions(explained, chosen), *_reasons(explained), ""]
+    source = "links as measured, now or before" if described.links else "nominal speeds: the native code is not built"
+    return [*lines, f"Times in us, predicted from {source}."]
+
+
+def _predictions(explained: Sequence[Explanation], chosen: Sequence[Choice]) -> list[str]:
+    able = [
+        algorithm
+        for at, algorithm in enumerate(found.algorithm for found in explained[0].predictions)
+        if any(row.predictions[at].time_us is not None for row in explained)
+    ]
+    widths = [max(12, len(algorithm)) for algorithm in able]
+    heading = [f"{name:>{width}}" for name, width in zip(able, widths, strict=True)]
+    lines = [" ".join([f"{'size (B)':>12}", *heading, "  chosen"])]
+    for row, choice in zip(explained, chosen, strict=True):
+        times = {found.algorithm: found.time_us for found in row.predictions}
+        shown = [f"{_time(times[name]):>{width}}" for name, width in zip(able, widths, strict=True)]
+        num_bytes = row.operation.num_bytes
+        lines.append(" ".join([f"{num_bytes:>12}", *shown, f"  {_settings(choice, num_bytes)}"]))
+    return lines
+
+
+def _reasons(explained: Sequence[Explanation]) -> list[str]:
+    """Return a line for each algorithm that can do none of the sizes, with its reason at the largest."""
+    return [
+        f"  {found.algorithm}: {found.reason}"
+        for at, found in enumerate(explained[-1].predictions)
+        if all(row.predictions[at].time_us is None for row in explained)
+    ]
+
+
+def _time(time_us: float | None) -> str:
+    return "-" if time_us is None else f"{time_us:,.0f}"
+
+
+def _settings(choice: Choice, num_bytes: int) -> str:
+    chunks = choice.num_chunks(num_bytes)
+    return ", ".join(
+        [
+            choice.algorithm,
+            *([f"{chunks} chunks"] if chunks > 1 else []),
+            *([f"{choice.num_streams} streams"] if choice.num_streams > 1 else []),
+            *([choice.compress] if choice.compress else []),
+        ]
+    )

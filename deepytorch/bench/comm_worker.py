@@ -22,15 +22,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from deepytorch import comm
+from deepytorch.bench.comm_options import AUTO, CommArm, CommOptions
 from deepytorch.bench.comm_patterns import Buffers, Pattern
 from deepytorch.bench.comm_schema import NO_REDOP, PREDICTED_OPS, REDUCING_OPS, CommCell, bus_factor
-from deepytorch.bench.rank_process import Seat, run_rank
-from deepytorch.bench.training_step import rotated
-from deepytorch.comm.algorithms.base import Compression
+from deepytorch.bench.measurement import quantiles, rotated
+from deepytorch.bench.rank_process import Tell, run_rank
 from deepytorch.comm.group.groups import group_of
 from deepytorch.errors import ConfigError
 
-AUTO = "auto"
 COPY_BYTES = 64 << 20  # larger than every cache that a rank has to itself
 
 _REDOPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
@@ -41,45 +40,6 @@ _PATIENCE = 5  # the slowest arm may take this many times its share of the time,
 
 # (op, buffers, redop, group): runs one collective and waits for it.
 Collective = Callable[[str, Buffers, str, ProcessGroup], None]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CommArm:
-    """One way to run the collectives, with its own process group."""
-
-    name: str
-    backend: str
-    algorithm: str = AUTO
-    compress: Compression | None = None
-    allocated: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CommPlan:
-    """The plan of the measurement: equal on all ranks."""
-
-    arms: tuple[CommArm, ...]
-    ops: tuple[str, ...]
-    sizes_bytes: tuple[int, ...]
-    dtype: str
-    redop: str
-    hosts: int
-    rounds: int
-    min_time_ms: float  # of a cell, over all its rounds
-    timeout_s: float  # of one collective
-    explain: bool = False  # measure nothing; only report the basis of the deepytorch backend's choices
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the plan as plain JSON values."""
-        return asdict(self)
-
-    @staticmethod
-    def from_json(content: dict[str, Any]) -> CommPlan:
-        """Return the plan that `to_json` gave."""
-        arms = tuple(CommArm(**arm) for arm in content["arms"])
-        return CommPlan(
-            **content | {"arms": arms, "ops": (*content["ops"],), "sizes_bytes": (*content["sizes_bytes"],)}
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,23 +73,23 @@ _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or di
 
 
 def measure(
-    plan: CommPlan,
+    options: CommOptions,
     on_cells: Callable[[list[CommCell]], None],
     notify: Callable[[str], None] = lambda text: None,
     collective: Collective = run_collective,
 ) -> CopyBandwidth:
-    """Measure every cell of `plan`; the default group already exists, on CPU. All ranks call this function.
+    """Measure every cell of `options`; the default group already exists, on CPU. All ranks call this function.
 
     Rank 0 calls `on_cells` with the arms' cells of one op and size as soon as they are measured, and `notify` with the
     current activity. Returns the copy bandwidth, measured before and after the cells.
     """
     notify("Opening the groups of every arm")
-    groups = [_open_group(arm, plan.timeout_s) for arm in plan.arms]
+    groups = [_open_group(arm, options.timeout_s) for arm in options.arms()]
     notify("Measuring the copy bandwidth")
     seconds = _copy_seconds()
-    for op in plan.ops:
-        for size_bytes in plan.sizes_bytes:
-            bench = _SizeBench(plan, op, size_bytes, groups, collective)
+    for op in options.ops:
+        for size_bytes in options.sizes_bytes:
+            bench = _SizeBench(options, op, size_bytes, groups, collective)
             cells = bench.run(notify)
             if dist.get_rank() == 0:
                 on_cells(cells)
@@ -149,49 +109,45 @@ def _chosen_by(groups: Sequence[ProcessGroup]) -> dict[str, Any] | None:
     return None
 
 
-def describe(plan: CommPlan) -> dict[str, Any] | None:
+def describe(options: CommOptions) -> dict[str, Any] | None:
     """Return, as plain JSON values, the choices of groups of the deepytorch backend, with their topology and links.
 
     `chosen[compress][op]` has one entry per size: the fields of a `Choice`. None if the backend leaves everything to
     the stock backends, because its native code cannot be built.
     """
     content: dict[str, Any] = {"chosen": {}}
-    for compress in dict.fromkeys(arm.compress for arm in plan.arms if arm.backend == "deepytorch"):
-        group = _open_group(CommArm(name="", backend="deepytorch", compress=compress), plan.timeout_s)
+    for compress in dict.fromkeys(arm.compress for arm in options.arms() if arm.backend == "deepytorch"):
+        group = _open_group(CommArm(name="", backend="deepytorch", compress=compress), options.timeout_s)
         try:
             known = group_of(group)
         except ConfigError:
             return None
         content |= {"topology": known.topology.to_json(), "links": known.links.to_json()}
         content["chosen"][compress or "none"] = {
-            op: [asdict(comm.chosen(group, op, size)) for size in plan.sizes_bytes]
-            for op in plan.ops
+            op: [asdict(comm.chosen(group, op, size)) for size in options.sizes_bytes]
+            for op in options.ops
             if op in PREDICTED_OPS
         }
     return content
-
-
-def init_default_group(timeout_s: float, store: dist.Store | None = None, rank: int = -1, ranks: int = -1) -> None:
-    """Open the gloo group over which ranks exchange measurements; without a store, by torchrun's environment."""
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout_s))
 
 
 class _SizeBench:
     """One op of one size in every arm."""
 
     def __init__(
-        self, plan: CommPlan, op: str, size_bytes: int, groups: Sequence[ProcessGroup], collective: Collective
+        self, options: CommOptions, op: str, size_bytes: int, groups: Sequence[ProcessGroup], collective: Collective
     ) -> None:
-        self.plan, self.op, self.groups, self.collective = plan, op, groups, collective
+        self.options, self.op, self.groups, self.collective = options, op, groups, collective
+        self.arms = options.arms()
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self.dtype: torch.dtype = getattr(torch, plan.dtype)
+        self.dtype: torch.dtype = getattr(torch, options.dtype)
         # at least one element for each rank, and the same number for each
         self.count = max(1, size_bytes // (self.dtype.itemsize * self.ranks)) * self.ranks
-        self.pattern = Pattern(self.dtype, plan.redop, self.ranks, any(arm.compress for arm in plan.arms))
+        self.pattern = Pattern(self.dtype, options.redop, self.ranks, any(arm.compress for arm in self.arms))
         shared = self._buffers(lambda count: torch.empty(count, dtype=self.dtype))
         self.buffers = [
             self._buffers(partial(_allocate, self.dtype, group)) if arm.allocated else shared
-            for arm, group in zip(plan.arms, groups, strict=True)
+            for arm, group in zip(self.arms, groups, strict=True)
         ]
 
     def run(self, notify: Callable[[str], None]) -> list[CommCell]:
@@ -202,10 +158,10 @@ class _SizeBench:
         for buffers in self.buffers:
             buffers.clear()
         iterations = self._calibrate()
-        seconds = torch.zeros(len(arms), self.plan.rounds, dtype=torch.float64)
-        for turn in range(self.plan.rounds):
+        seconds = torch.zeros(len(arms), self.options.rounds, dtype=torch.float64)
+        for turn in range(self.options.rounds):
             for arm in rotated(list(arms), turn):
-                notify(f"{what}: round {turn + 1} of {self.plan.rounds}, {self.plan.arms[arm].name}")
+                notify(f"{what}: round {turn + 1} of {self.options.rounds}, {self.arms[arm].name}")
                 seconds[arm, turn] = self._timed(arm, iterations)
         notify(f"{what}: second check")
         wrong_after = [self._check(arm) for arm in arms]
@@ -232,7 +188,7 @@ class _SizeBench:
             once = _slowest(self._timed(arm, 1))
             again = min(20, int(_CALIBRATION_S / once))
             seconds.append(min([once, *(_slowest(self._timed(arm, again)) for _ in range(2 if again > 1 else 0))]))
-        share = self.plan.min_time_ms / 1e3 / self.plan.rounds
+        share = self.options.min_time_ms / 1e3 / self.options.rounds
         wanted = min(share / min(seconds), _PATIENCE * share / max(seconds))
         return min(_MAX_ITERATIONS, max(1, round(wanted)))
 
@@ -244,10 +200,10 @@ class _SizeBench:
         buffers, group = self.buffers[arm], self.groups[arm]
         dist.barrier()
         if iterations >= _MANY_ITERATIONS:
-            self.collective(self.op, buffers, self.plan.redop, group)
+            self.collective(self.op, buffers, self.options.redop, group)
         start = time.perf_counter()
         for _ in range(iterations):
-            self.collective(self.op, buffers, self.plan.redop, group)
+            self.collective(self.op, buffers, self.options.redop, group)
         return (time.perf_counter() - start) / iterations
 
     def _buffers(self, make_input: Callable[[int], Tensor]) -> Buffers:
@@ -262,22 +218,21 @@ class _SizeBench:
         return Buffers(buffer, buffer)
 
     def _cell(self, index: int, seconds: list[float], iterations: int, wrong: int) -> CommCell:
-        arm, num_bytes = self.plan.arms[index], self.count * self.dtype.itemsize
+        arm, num_bytes = self.arms[index], self.count * self.dtype.itemsize
         times_us = [1e6 * second for second in seconds]
-        quartiles = statistics.quantiles(times_us, n=4, method="inclusive") if len(times_us) > 1 else times_us * 3
         time_us = statistics.median(times_us)
         algbw = num_bytes / time_us / 1e3
         return CommCell(
             op=self.op,
             backend=arm.backend,
             algorithm=_algorithm(arm, self.groups[index], self.op, num_bytes),
-            dtype=self.plan.dtype,
-            redop=self.plan.redop if self.op in REDUCING_OPS else NO_REDOP,
+            dtype=self.options.dtype,
+            redop=self.options.redop if self.op in REDUCING_OPS else NO_REDOP,
             bytes=num_bytes,
             ranks=self.ranks,
-            hosts=self.plan.hosts,
+            hosts=self.options.hosts,
             time_us=time_us,
-            time_us_quartiles=quartiles,
+            time_us_quartiles=quantiles(times_us, 4),
             algbw=algbw,
             busbw=algbw * bus_factor(self.op, self.ranks),
             wrong=wrong,
@@ -335,27 +290,19 @@ def _copy_seconds(times: int = 5) -> list[float]:
 
 
 def main(collective: Collective = run_collective) -> None:
-    """Run the plan of `sys.argv[1]` as one rank.
+    """Run as one rank: report the current activity and the cells, and return the copy bandwidth, or `describe`'s."""
 
-    Rank 0 reports the current activity, the cells, and at the end the copy bandwidth, or the result of `describe`.
-    """
+    def work(options: CommOptions, tell: Tell) -> dict[str, Any] | None:
+        if options.explain:
+            tell(doing="Measuring the links")
+            return describe(options)
 
-    def work(content: dict[str, Any], seat: Seat) -> None:
-        plan = CommPlan.from_json(content)
-        init_default_group(plan.timeout_s, seat.store, seat.rank, seat.ranks)
-        if plan.explain:
-            seat.tell({"doing": "Measuring the links"})
-            seat.tell({"done": describe(plan)})
-            return
-        copied = measure(
-            plan,
-            on_cells=lambda cells: seat.tell({"cells": [asdict(cell) for cell in cells]}),
-            notify=lambda text: seat.tell({"doing": text}),
-            collective=collective,
-        )
-        seat.tell({"done": asdict(copied)})
+        def tell_cells(cells: list[CommCell]) -> None:
+            tell(cells=[asdict(cell) for cell in cells])
 
-    run_rank(work)
+        return asdict(measure(options, tell_cells, lambda text: tell(doing=text), collective))
+
+    run_rank(CommOptions, work)
 
 
 if __name__ == "__main__":

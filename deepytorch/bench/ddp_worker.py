@@ -21,16 +21,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from deepytorch.bench.comm_worker import init_default_group
-from deepytorch.bench.ddp_models import Workload, build_workload
-from deepytorch.bench.rank_process import Seat, run_rank
+from deepytorch.bench.ddp_models import MODELS, SIZES, Workload, build_workload
+from deepytorch.bench.measurement import rotated
+from deepytorch.bench.options import check_arms, check_at_least, check_choice, check_rates
+from deepytorch.bench.rank_process import run_rank
 from deepytorch.bench.timeline import Span
-from deepytorch.bench.training_step import rotated
 from deepytorch.comm.gradients.reducer import REDUCERS, GradientReducer
 from deepytorch.comm.group.options import Options
+from deepytorch.errors import ConfigError
 from deepytorch.torch_internals import dynamo_config, inductor_config
 
 ARMS = ("ddp", "ddp_compile", "ddp_python_reducer", "deepytorch")
+DEVICES = ("cpu", "cuda")
+COMPRESSIONS = ("bf16", "fp16")
+PRECISIONS = ("fp32", "amp", "bf16")
+BACKENDS = ("deepytorch", "gloo")
 # `torch._dynamo.config.optimize_ddp` of each arm: stock splits a model by DDP's buckets, or traces its reducer.
 _OPTIMIZE_DDP: dict[str, bool | str] = {
     "ddp": False, "ddp_compile": True, "ddp_python_reducer": "python_reducer", "deepytorch": False,
@@ -48,26 +53,47 @@ _BUCKET_BYTES = 25 << 20  # of stock DDP
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DdpPlan:
-    """The plan of the measurement: equal on all ranks."""
+class DdpOptions:
+    """The options of `deepytorch bench ddp`, equal on all ranks.
 
-    model: str
-    size: str
-    batch_size: int
-    precision: str
-    arms: tuple[str, ...]
-    backend: str
-    rounds: int
-    steps: int  # per arm and round, each on another batch
-    timeout_s: float
+    backend: the process group of the deepytorch arm, besides gloo's or nccl's. compress: the type that this group casts
+    to between hosts. data: the data that llama learns from. steps: of an arm in a round, each on another batch.
+    timeline: a PNG of one step; a Chrome trace is written next to it, with `.json`.
+    """
+
+    model: str = "vgg16"
+    size: str = "cpu"
+    batch_size: int = 8
+    precision: str = "fp32"
+    arms: tuple[str, ...] = ARMS
+    backend: str = "deepytorch"
+    ranks: int = 2
+    hosts: int = 1
+    rate: str | None = None
+    flow_rate: str | None = None
+    rounds: int = 5
+    steps: int = 2
+    timeout_s: float = 300.0
     device: str = "cpu"
-    compress: str | None = None  # between hosts, in the deepytorch group
-    data: str | None = None
+    compress: str | None = None
+    data: Path | None = None
+    timeline: Path | None = None
     lowering: str = "inductor"
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the plan as plain JSON values."""
-        return asdict(self)
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for a value that is not accepted."""
+        choices = {"model": MODELS, "size": SIZES, "precision": PRECISIONS, "backend": BACKENDS, "device": DEVICES}
+        for name, accepted in choices.items():
+            check_choice(self, name, accepted)
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ConfigError("The device is cuda, found no GPU that torch can use; expected cpu here.")
+        if self.compress is not None:
+            check_choice(self, "compress", COMPRESSIONS)
+        if self.data is not None and self.model != "llama":
+            raise ConfigError(f"Data was given for {self.model}, which learns from random batches; expected llama.")
+        check_arms(self, ARMS)
+        check_at_least(self, 1, "batch_size", "ranks", "hosts", "rounds", "steps")
+        check_rates(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +108,9 @@ class Times:
 class Arm:
     """One way of training the same model on the same batches."""
 
-    def __init__(self, name: str, plan: DdpPlan, group: dist.ProcessGroup, workload: Workload) -> None:
+    def __init__(self, name: str, options: DdpOptions, group: dist.ProcessGroup, workload: Workload) -> None:
         self.name, self.group = name, group
-        self._precision, self._mode = plan.precision, _OPTIMIZE_DDP[name]
+        self._precision, self._mode = options.precision, _OPTIMIZE_DDP[name]
         self.device = next(workload.model.parameters()).device
         with self._dynamo():
             self.model = DistributedDataParallel(
@@ -92,9 +118,9 @@ class Arm:
             )
             self.call: Callable[..., Any] = self.model
             if name == "deepytorch":
-                self.call = torch.compile(self.model, backend="deepytorch", options={"lowering": plan.lowering})
+                self.call = torch.compile(self.model, backend="deepytorch", options={"lowering": options.lowering})
             elif name != "ddp":
-                self.call = torch.compile(self.model, backend=plan.lowering)
+                self.call = torch.compile(self.model, backend=options.lowering)
         self.optimizer = torch.optim.SGD(self.model.parameters(), 1e-3, momentum=0.9, weight_decay=1e-4)
         self.last: tuple[float, Times] = 0.0, Times(0.0, 0.0, 0.0)  # the start and the times of the last step
 
@@ -179,18 +205,20 @@ class Arm:
         return found
 
 
-def measure(plan: DdpPlan, notify: Callable[[str], None]) -> dict[str, Any]:
+def measure(options: DdpOptions, notify: Callable[[str], None]) -> dict[str, Any]:
     """Train in every arm, in turns; return every rank's times, by arm."""
     rank = dist.get_rank()
-    groups = {name: _group(name, plan) for name in plan.arms}
+    groups = {name: _group(name, options) for name in options.arms}
     arms: list[Arm] = []
     batches: list[dict[str, Tensor]] = []
-    for name in plan.arms:
+    for name in options.arms:
         notify(f"Compiling: {name}")
-        workload = build_workload(plan.model, plan.size, data=None if plan.data is None else Path(plan.data))
-        batches = [_on(plan, batch) for batch in workload.batches(plan.batch_size, rank, max(_WARM_UP, plan.steps))]
-        workload.model.to(plan.device, torch.bfloat16 if plan.precision == "bf16" else None)
-        arm = Arm(name, plan, groups[name], workload)
+        workload = build_workload(options.model, options.size, data=options.data)
+        batches = [
+            _on(options, batch) for batch in workload.batches(options.batch_size, rank, max(_WARM_UP, options.steps))
+        ]
+        workload.model.to(options.device, torch.bfloat16 if options.precision == "bf16" else None)
+        arm = Arm(name, options, groups[name], workload)
         for batch in batches:
             arm.step(batch)
         for batch in batches:
@@ -198,13 +226,13 @@ def measure(plan: DdpPlan, notify: Callable[[str], None]) -> dict[str, Any]:
         arms.append(arm)
     found: dict[str, dict[str, list[Any]]] = {arm.name: {"steps": [], "alone": [], "communication": []} for arm in arms}
     difference = _difference(arms, batches[0])
-    for turn in range(plan.rounds):
-        notify(f"Measuring: round {turn + 1} of {plan.rounds}")
+    for turn in range(options.rounds):
+        notify(f"Measuring: round {turn + 1} of {options.rounds}")
         for arm in rotated(arms, turn):
-            for batch in batches[: plan.steps]:
+            for batch in batches[: options.steps]:
                 dist.barrier()
                 found[arm.name]["steps"].append(asdict(arm.step(batch)))
-            for batch in batches[: plan.steps]:
+            for batch in batches[: options.steps]:
                 dist.barrier()
                 found[arm.name]["alone"].append(asdict(arm.step(batch, sync=False)))
             found[arm.name]["communication"].append(arm.communication_seconds())
@@ -219,17 +247,17 @@ def measure(plan: DdpPlan, notify: Callable[[str], None]) -> dict[str, Any]:
     return {"ranks": everyones, "max_grad_rel_diff": difference, "bucket_bytes": buckets, "spans": spans}
 
 
-def _group(name: str, plan: DdpPlan) -> dist.ProcessGroup:
-    timeout = timedelta(seconds=plan.timeout_s)
-    if name == "deepytorch" and plan.backend == "deepytorch":
-        options = Options(compress=plan.compress)  # type: ignore[arg-type]
-        return dist.new_group(backend="deepytorch", timeout=timeout, pg_options=options)
-    return dist.new_group(backend="nccl" if plan.device.startswith("cuda") else "gloo", timeout=timeout)
+def _group(name: str, options: DdpOptions) -> dist.ProcessGroup:
+    timeout = timedelta(seconds=options.timeout_s)
+    if name == "deepytorch" and options.backend == "deepytorch":
+        compressed = Options(compress=options.compress)  # type: ignore[arg-type]
+        return dist.new_group(backend="deepytorch", timeout=timeout, pg_options=compressed)
+    return dist.new_group(backend="nccl" if options.device == "cuda" else "gloo", timeout=timeout)
 
 
-def _on(plan: DdpPlan, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    halves = {torch.float32: torch.bfloat16} if plan.precision == "bf16" else {}
-    return {name: value.to(plan.device, halves.get(value.dtype)) for name, value in batch.items()}
+def _on(options: DdpOptions, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    halves = {torch.float32: torch.bfloat16} if options.precision == "bf16" else {}
+    return {name: value.to(options.device, halves.get(value.dtype)) for name, value in batch.items()}
 
 
 def _difference(arms: list[Arm], batch: dict[str, Tensor]) -> dict[str, float]:
@@ -255,16 +283,5 @@ def _difference(arms: list[Arm], batch: dict[str, Tensor]) -> dict[str, float]:
     return found
 
 
-def main() -> None:
-    """Run the plan of `sys.argv[1]` as one rank."""
-
-    def work(content: dict[str, Any], seat: Seat) -> None:
-        plan = DdpPlan(**content | {"arms": (*content["arms"],)})
-        init_default_group(plan.timeout_s, seat.store, seat.rank, seat.ranks)
-        seat.tell({"done": measure(plan, lambda text: seat.tell({"doing": text}))})
-
-    run_rank(work)
-
-
 if __name__ == "__main__":
-    main()
+    run_rank(DdpOptions, lambda options, tell: measure(options, lambda text: tell(doing=text)))

@@ -7,20 +7,20 @@ training; it is the baseline that a user would name.
 
 from __future__ import annotations
 
-import itertools
-import os
-import platform
-import statistics
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from deepytorch.bench.back_to_back import Trainee
+from deepytorch.bench.measurement import Measurement
 from deepytorch.bench.models import MAX_POSITIONS, batch_kind, build_model
-from deepytorch.bench.training_step import Arm, Batch, Precision, compiled_arm, num_compilations, rotated, to_device
+from deepytorch.bench.options import check_at_least
+from deepytorch.bench.results import Record
+from deepytorch.bench.training_step import Batch, Precision, compiled_arm, machine_and_threads, to_device
 from deepytorch.data import batches, load_rows, num_positions, num_tokens, train_tokenizer
 from deepytorch.data.batching import Labels, Order
 from deepytorch.errors import ConfigError
@@ -55,9 +55,7 @@ class EpochOptions:
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for numbers that cannot be run with."""
-        for name in ("batch_size", "steps", "rounds"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}, expected at least 1.")
+        check_at_least(self, 1, "batch_size", "steps", "rounds")
         if self.rows < self.batch_size * self.steps:
             raise ConfigError(
                 f"rows is {self.rows}, expected at least {self.batch_size * self.steps}: {self.steps} batches of "
@@ -65,8 +63,8 @@ class EpochOptions:
             )
 
 
-@dataclass(frozen=True)
-class EpochArm:
+@dataclass(frozen=True, kw_only=True)
+class EpochArm(Record):
     """One way to train. tokens_per_s: real tokens (no pads). ratio: to the first arm, above 1 is faster."""
 
     backend: str
@@ -77,8 +75,8 @@ class EpochArm:
     compiled_steps: int
 
 
-@dataclass(frozen=True)
-class EpochResult:
+@dataclass(frozen=True, kw_only=True)
+class EpochResult(Record):
     """The result of the measurement, and its options."""
 
     model: str
@@ -94,42 +92,6 @@ class EpochResult:
     torch_version: str
     machine: str
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        return asdict(self)
-
-
-@dataclass
-class _Runner:
-    arm: Arm
-    optimizer: torch.optim.Optimizer
-    data: list[Batch]
-    seconds: list[list[float]]  # of each block, one per round
-    compiled_steps: int = 0
-
-    def step(self, batch: Batch, precision: Precision) -> None:
-        before = num_compilations()
-        self.optimizer.zero_grad(set_to_none=True)
-        with precision.autocast():
-            loss = self.arm.loss(batch)
-        loss.backward()
-        self.optimizer.step()
-        self.compiled_steps += num_compilations() > before
-
-    def block(self, at: int, precision: Precision) -> None:
-        """Time one block; repeat it if something compiled in it."""
-        for _ in range(2):
-            compiled = self.compiled_steps
-            precision.synchronize()
-            begin = time.perf_counter()
-            for batch in self.data[at * _BLOCK : (at + 1) * _BLOCK]:
-                self.step(batch, precision)
-            precision.synchronize()
-            seconds = time.perf_counter() - begin
-            if compiled == self.compiled_steps:
-                break
-        self.seconds[at].append(seconds)
-
 
 def run_epoch(options: EpochOptions, notify: Callable[[str], None] = lambda text: None) -> EpochResult:
     """Train every arm on its own batches of one epoch, in turns of a few steps, with AdamW; the clock times blocks.
@@ -140,45 +102,49 @@ def run_epoch(options: EpochOptions, notify: Callable[[str], None] = lambda text
     kind = batch_kind(options.model)
     notify("Preparing data and models")
     data: dict[Order, list[Batch]] = {order: epoch_batches(options, order) for order in ("length", "random")}
-    runners = []
-    for backend, order in ARMS:
-        model: torch.nn.Module = build_model(
-            options.model, options.size, vocab_size=options.vocab_size, seed=options.seed
-        )
-        model = model.to(precision.device)
-        moved = [to_device(batch, precision.device) for batch in data[order]]
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        blocks: list[list[float]] = [[] for _ in range((len(moved) + _BLOCK - 1) // _BLOCK)]
-        runners.append(_Runner(compiled_arm(f"{backend}, {order}", model, backend), optimizer, moved, blocks))
-    for runner in runners:
-        notify(f"Compiling: {runner.arm.name}")
-        by_length = sorted(runner.data, key=lambda batch: num_positions(batch, kind))
-        for batch in (*by_length[:1], *by_length[-1:], *runner.data[: _WARM_UP - 2]):
-            runner.step(batch, precision)
-    for turn, at in itertools.product(range(options.rounds), range(len(runners[0].seconds))):
-        notify(f"Measuring: round {turn + 1} of {options.rounds}, block {at + 1} of {len(runners[0].seconds)}")
-        for runner in rotated(runners, turn + at):
-            runner.block(at, precision)
-    rates = [_rate(runner, kind) for runner in runners]
-    arms = [
-        EpochArm(backend, order, rate, rate / rates[0], _real_fraction(runner, kind), runner.compiled_steps)
-        for (backend, order), runner, rate in zip(ARMS, runners, rates, strict=True)
-    ]
-    device = torch.cuda.get_device_name(precision.device) if precision.device.type == "cuda" else "cpu"
-    return EpochResult(
-        options.model,
-        options.size,
-        options.batch_size,
-        options.rows,
-        options.steps,
-        options.rounds,
-        options.dtype,
-        device,
-        options.labels,
-        arms,
-        torch.__version__,
-        f"{platform.machine()}, {os.cpu_count()} CPUs, {torch.get_num_threads()} threads",
+    names = [f"{backend}, {order}" for backend, order in ARMS]
+    training = {name: _trainee(options, *arm, data, precision) for name, arm in zip(names, ARMS, strict=True)}
+    for name, trainee in training.items():
+        notify(f"Compiling: {name}")
+        by_length = sorted(trainee.batches, key=lambda batch: num_positions(batch, kind))
+        for batch in (*by_length[:1], *by_length[-1:], *trainee.batches[: _WARM_UP - 2]):
+            trainee.step(to_device(batch, precision.device), precision)
+
+    def timed(trainee: Trainee, block: int) -> float:
+        return sum(trainee.train(precision, slice(block * _BLOCK, (block + 1) * _BLOCK)))
+
+    arms = {name: partial(timed, trainee) for name, trainee in training.items()}
+    num_blocks = math.ceil(len(data["length"]) / _BLOCK)
+    measured = Measurement.in_turns(arms, num_blocks, options.rounds, notify)
+    tokens = {order: sum(num_tokens(batch, kind) for batch in data[order]) for order in data}
+    positions = {order: sum(num_positions(batch, kind) for batch in data[order]) for order in data}
+    rates = [tokens[order] / sum(measured.steady(name)) for name, (_, order) in zip(names, ARMS, strict=True)]
+    return EpochResult.of(
+        options,
+        model_size=options.size,
+        device=precision.device_name(),
+        arms=[
+            EpochArm(
+                backend=backend,
+                order=order,
+                tokens_per_s=rate,
+                ratio=rate / rates[0],
+                real_token_fraction=tokens[order] / positions[order],
+                compiled_steps=training[name].compiled_steps,
+            )
+            for name, (backend, order), rate in zip(names, ARMS, rates, strict=True)
+        ],
+        torch_version=torch.__version__,
+        machine=machine_and_threads(),
     )
+
+
+def _trainee(
+    options: EpochOptions, backend: str, order: Order, data: Mapping[Order, list[Batch]], precision: Precision
+) -> Trainee:
+    model: torch.nn.Module = build_model(options.model, options.size, vocab_size=options.vocab_size, seed=options.seed)
+    arm = compiled_arm(f"{backend}, {order}", model.to(precision.device), backend)
+    return Trainee(arm, torch.optim.AdamW(model.parameters(), lr=1e-4), data[order])
 
 
 def epoch_batches(options: EpochOptions, order: Order) -> list[Batch]:
@@ -199,12 +165,3 @@ def epoch_batches(options: EpochOptions, order: Order) -> list[Batch]:
     )
     steps = min(options.steps, len(every))
     return [every[at * len(every) // steps] for at in range(steps)]
-
-
-def _rate(runner: _Runner, kind: Any) -> float:
-    return sum(num_tokens(batch, kind) for batch in runner.data) / sum(map(statistics.median, runner.seconds))
-
-
-def _real_fraction(runner: _Runner, kind: Any) -> float:
-    positions: Sequence[int] = [num_positions(batch, kind) for batch in runner.data]
-    return sum(num_tokens(batch, kind) for batch in runner.data) / sum(positions)

@@ -8,8 +8,9 @@ from __future__ import annotations
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +34,8 @@ class Step:
 
 
 class Loop(ABC):
-    """One host, with a model and this rank's batches.
+    """One host, with a model and this rank's batches. turn: taken for every step, if another script runs in turns."""
 
-    resumes_in_process: whether, without deepytorch, a second training in one process continues from a checkpoint
-    exactly as one in a new process. turn: taken for every step, if another script runs in alternation.
-    """
-
-    resumes_in_process = True
     turn: Turn | None = None
 
     def __init__(self, model: Any, batches: Sequence[Batch], folder: Path) -> None:
@@ -135,7 +131,6 @@ class FullyShard(OwnLoop):
         super().__init__(fully_shard(model), batches, folder)
 
     def save(self, path: Path) -> None:
-        """Write the shards, each rank its own."""
         import torch.distributed.checkpoint as checkpoint
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
@@ -143,7 +138,6 @@ class FullyShard(OwnLoop):
         checkpoint.save({"model": model, "optimizer": optimizer}, checkpoint_id=path)
 
     def load(self, path: Path) -> None:
-        """Read the shards, each rank its own."""
         import torch.distributed.checkpoint as checkpoint
         from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -164,12 +158,10 @@ class LowRank(OwnLoop):
         super().__init__(get_peft_model(model, config), batches, folder)
 
     def save(self, path: Path) -> None:
-        """Write the adapters, and the optimizer next to them."""
         self.model.save_pretrained(path)
         torch.save(self.optimizer.state_dict(), path / "optimizer.pt")
 
     def load(self, path: Path) -> None:
-        """Read the adapters, and the optimizer."""
         from peft import load_peft_weights, set_peft_model_state_dict
 
         set_peft_model_state_dict(self.model, load_peft_weights(str(path), device="cpu"))
@@ -187,7 +179,6 @@ class Accelerated(OwnLoop):
         self.model, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
 
     def step(self, batch: Batch) -> Tensor:
-        """Run one optimizer step; return the loss."""
         loss = self.model(**batch).loss
         self.accelerator.backward(loss)
         self.optimizer.step()
@@ -195,27 +186,27 @@ class Accelerated(OwnLoop):
         return loss
 
     def save(self, path: Path) -> None:
-        """Write everything that was prepared."""
         self.accelerator.save_state(str(path))
 
     def load(self, path: Path) -> None:
-        """Read everything that was prepared."""
         self.accelerator.load_state(str(path))
 
 
 class Zero(OwnLoop):
-    """DeepSpeed's ZeRO at one stage. offload: the parts of its state that are in the host's memory."""
+    """DeepSpeed's ZeRO at one stage: 1 shards the optimizer's state, 2 gradients as well, 3 weights as well.
 
-    stage = 1
-    offload: tuple[str, ...] = ()
+    offload: the parts of its state that are in the host's memory.
+    """
 
-    def __init__(self, model: nn.Module, batches: Sequence[Batch], folder: Path) -> None:
+    def __init__(
+        self, model: nn.Module, batches: Sequence[Batch], folder: Path, stage: int, offload: tuple[str, ...] = ()
+    ) -> None:
         import deepspeed
 
         deepspeed.init_distributed("gloo", verbose=False)
         config = {
             "train_micro_batch_size_per_gpu": batches[0]["input_ids"].shape[0],
-            "zero_optimization": {"stage": self.stage, **{part: {"device": "cpu"} for part in self.offload}},
+            "zero_optimization": {"stage": stage, **{part: {"device": "cpu"} for part in offload}},
             "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's own optimizer would have to be built
             "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "torch_adam": True}},
             "steps_per_print": 10**9,
@@ -224,43 +215,16 @@ class Zero(OwnLoop):
         self.engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
 
     def step(self, batch: Batch) -> Tensor:
-        """Run one optimizer step; return the loss."""
         loss = self.engine(**batch).loss
         self.engine.backward(loss)
         self.engine.step()
         return loss
 
     def save(self, path: Path) -> None:
-        """Write the checkpoint, each rank its part."""
         self.engine.save_checkpoint(str(path), tag="bench")
 
     def load(self, path: Path) -> None:
-        """Read the checkpoint, each rank its part."""
         self.engine.load_checkpoint(str(path), tag="bench")
-
-
-class Zero2(Zero):
-    """ZeRO stage 2: gradients are sharded as well."""
-
-    stage = 2
-
-
-class Zero2Offload(Zero2):
-    """ZeRO stage 2 with the optimizer's state offloaded."""
-
-    offload = ("offload_optimizer",)
-
-
-class Zero3(Zero):
-    """ZeRO stage 3: weights are sharded as well."""
-
-    stage = 3
-
-
-class Zero3Offload(Zero3):
-    """ZeRO stage 3 with weights and the optimizer's state offloaded."""
-
-    offload = ("offload_optimizer", "offload_param")
 
 
 class Trainer(Loop):
@@ -333,8 +297,6 @@ class SupervisedTrainer(Trainer):
 class Lightning(Loop):
     """Lightning: a LightningModule around the model, data-parallel if there are several ranks."""
 
-    resumes_in_process = False  # the second step differs by 1e-4 between the two, also without the import
-
     def train(self, first: int, save_at: int | None, save: Path, resume: Path | None) -> list[Step]:
         """Train with a new Trainer for every run."""
         import lightning
@@ -360,29 +322,39 @@ class Lightning(Loop):
         return steps[-(len(self.batches) - first) :]
 
 
-HOSTS: dict[str, tuple[type[Loop], int]] = {  # with how many ranks
-    "plain": (OwnLoop, 1),
-    "ddp": (DataParallel, 2),
-    "fsdp2": (FullyShard, 2),
-    "trainer": (Trainer, 2),
-    "accelerate": (Accelerated, 2),
-    "zero1": (Zero, 2),
-    "zero2": (Zero2, 2),
-    "zero2-offload": (Zero2Offload, 2),
-    "zero3": (Zero3, 2),
-    "zero3-offload": (Zero3Offload, 2),
-    "lightning": (Lightning, 2),
-    "peft": (LowRank, 1),
-    "trl": (SupervisedTrainer, 2),
-}
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A host of a training loop.
 
-PACKAGES = {
-    "trainer": ("transformers", "accelerate"),
-    "accelerate": ("accelerate",),
-    **dict.fromkeys(("zero1", "zero2", "zero2-offload", "zero3", "zero3-offload"), ("deepspeed",)),
-    "lightning": ("lightning",),
-    "peft": ("peft",),
-    "trl": ("trl", "datasets"),
+    loop: makes one of a model, this rank's batches and a folder. packages: needed for it. resumes_in_process: whether,
+    without deepytorch, a second training in one process continues from a checkpoint exactly as one in a new process.
+    """
+
+    loop: Callable[[Any, Sequence[Batch], Path], Loop]
+    ranks: int = 2
+    packages: tuple[str, ...] = ()
+    resumes_in_process: bool = True
+
+
+def _zero(stage: int, *offload: str) -> Host:
+    return Host(partial(Zero, stage=stage, offload=offload), packages=("deepspeed",))
+
+
+HOSTS = {
+    "plain": Host(OwnLoop, ranks=1),
+    "ddp": Host(DataParallel),
+    "fsdp2": Host(FullyShard),
+    "trainer": Host(Trainer, packages=("transformers", "accelerate")),
+    "accelerate": Host(Accelerated, packages=("accelerate",)),
+    "zero1": _zero(1),
+    "zero2": _zero(2),
+    "zero2-offload": _zero(2, "offload_optimizer"),
+    "zero3": _zero(3),
+    "zero3-offload": _zero(3, "offload_optimizer", "offload_param"),
+    # Without the import, too, the second step of a training that is resumed in the same process is 1e-4 off.
+    "lightning": Host(Lightning, packages=("lightning",), resumes_in_process=False),
+    "peft": Host(LowRank, ranks=1, packages=("peft",)),
+    "trl": Host(SupervisedTrainer, packages=("trl", "datasets")),
 }
 
 

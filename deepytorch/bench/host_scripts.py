@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -13,7 +12,10 @@ from typing import Any
 
 from deepytorch.bench.alternation import TurnGiver, alternate
 from deepytorch.bench.hosts_worker import HostJob
+from deepytorch.bench.processes import Program, last_lines, meeting_point, rank_environment
 from deepytorch.config import process_environment
+
+_LAST_LINES = 200  # of a log, in which the error is looked for
 
 
 class ScriptFailed(Exception):
@@ -33,7 +35,7 @@ class Script:
         self._timeout_s, self._deadline = timeout_s, time.monotonic() + timeout_s
         self._turns = TurnGiver(ranks) if in_turns else None
         path = folder / "job.json"
-        path.write_text(json.dumps(asdict(job)), encoding="utf-8")
+        path.write_text(json.dumps(asdict(job), default=str), encoding="utf-8")
         environment = {
             **process_environment(),
             "DEEPYTORCH": "on" if on else "off",
@@ -42,18 +44,14 @@ class Script:
             "TOKENIZERS_PARALLELISM": "false",
         }
         if ranks > 1:
-            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(ranks)}
-        self._processes: list[subprocess.Popen[bytes]] = []
+            environment |= meeting_point()
+        self.programs: list[Program] = []
         for rank in range(ranks):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)} if ranks > 1 else {}
+            own = rank_environment(rank, ranks) if ranks > 1 else {}
             pipes = () if self._turns is None else self._turns.handed_over[rank]
-            with self._log(rank).open("w", encoding="utf-8") as log:
-                self._processes.append(
-                    subprocess.Popen(
-                        [sys.executable, "-m", "deepytorch.bench.hosts_worker", str(path), *map(str, pipes)],
-                        env=environment | own, stdout=log, stderr=subprocess.STDOUT, pass_fds=pipes,
-                    )
-                )  # fmt: skip
+            command = [sys.executable, "-m", "deepytorch.bench.hosts_worker", str(path), *map(str, pipes)]
+            log = folder / f"rank{rank}.log"
+            self.programs.append(Program(command, log, env=environment | own, pass_fds=pipes))
         if self._turns is not None:
             self._turns.started()
 
@@ -68,27 +66,24 @@ class Script:
     def result(self) -> list[dict[str, Any]]:
         """Wait for the end; return the results of each rank. Raises `ScriptFailed`."""
         try:
-            codes = [process.wait(max(self._deadline - time.monotonic(), 0.0)) for process in self._processes]
+            for program in self.programs:
+                program.process.wait(max(self._deadline - time.monotonic(), 0.0))
         except subprocess.TimeoutExpired:
             raise self._late() from None
-        for rank, code in enumerate(codes):
-            if code:
-                lines = self._log(rank).read_text(encoding="utf-8").strip().splitlines()
-                said = next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "nothing")
+        for program in self.programs:
+            if program.process.returncode:
+                lines = last_lines(program.log, _LAST_LINES) or ["nothing"]
+                said = next((line for line in reversed(lines) if "Error" in line), lines[-1])
                 raise ScriptFailed(f"failed {self._how}: {said.strip()[:300]}")
-        files = [self._folder / f"rank{rank}.json" for rank in range(len(self._processes))]
+        files = [self._folder / f"rank{rank}.json" for rank in range(len(self.programs))]
         return [json.loads(file.read_text(encoding="utf-8")) for file in files]
 
     def end(self) -> None:
         """Kill all processes that still run."""
-        for process in self._processes:
-            process.kill()
-            process.wait()
+        for program in self.programs:
+            program.end()
         if self._turns is not None:
             self._turns.close()
-
-    def _log(self, rank: int) -> Path:
-        return self._folder / f"rank{rank}.log"
 
     def _late(self) -> ScriptFailed:
         return ScriptFailed(f"no end after {self._timeout_s:g} s {self._how}")
@@ -103,9 +98,3 @@ def results(*scripts: Script) -> list[list[dict[str, Any]]]:
     finally:
         for script in scripts:
             script.end()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -3,59 +3,24 @@
 from __future__ import annotations
 
 import math
-import platform
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
-from rich.table import Table
-
-from deepytorch.bench.host_loops import HOSTS, PACKAGES
+from deepytorch.bench.host_loops import HOSTS
 from deepytorch.bench.host_scripts import Script, ScriptFailed, results
-from deepytorch.bench.hosts_worker import HostJob
-from deepytorch.bench.json_results import write_json
-from deepytorch.bench.models import SIZES
-from deepytorch.errors import ConfigError, DataError
+from deepytorch.bench.hosts_worker import HostJob, HostsOptions
+from deepytorch.bench.results import machine
 
-MODELS = ("llama", "bert", "t5")
+COLUMNS = ("host", "model", "ranks", "losses", "speedup", "checkpoints", "padding")
 NOT_APPLICABLE = {("trl", "bert"): "SFT is for causal models", ("trl", "t5"): "SFT is for causal models"}
 LOSS_TOLERANCE = 1e-3  # relative, after some steps of AdamW, which amplifies rounding
 RESUMED_TOLERANCE = 1e-3
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HostsOptions:
-    """The options of `deepytorch bench hosts`."""
-
-    hosts: tuple[str, ...] = tuple(HOSTS)
-    models: tuple[str, ...] = MODELS
-    size: str = "demo"
-    batch_size: int = 8
-    max_length: int = 384
-    steps: int = 20
-    data: Path | None = None
-    timeout_s: float = 900.0
-    lowering: str = "inductor"
-
-    def __post_init__(self) -> None:
-        """Raise `ConfigError` for a value that is not accepted."""
-        for what, found, accepted in (("host", self.hosts, tuple(HOSTS)), ("model", self.models, MODELS)):
-            if not found:
-                raise ConfigError(f"No {what} is named, expected some of {', '.join(accepted)}.")
-            for name in found:
-                if name not in accepted:
-                    raise ConfigError(f'The {what} is "{name}", expected one of {", ".join(accepted)}.')
-        if self.size not in SIZES:
-            raise ConfigError(f'The model size is "{self.size}", expected one of {", ".join(SIZES)}.')
-        if self.steps < 4:
-            raise ConfigError(f"steps is {self.steps}; expected 4 or more: the last two are repeated from checkpoints.")
-        if self.data is not None and not self.data.is_file():
-            raise DataError(f"The data file {self.data} is not there; expected a JSON file in Alpaca layout.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,17 +78,10 @@ def run_hosts(options: HostsOptions, notify: Callable[[str], None]) -> Iterator[
         for model in options.models:
             notify(f"{host}, {model}")
             cells.append(_cell(host, model, options))
-            yield HostsResult(
-                options=options,
-                machine=f"{platform.machine()}, {torch.get_num_threads()} cores",
-                versions=_versions(),
-                cells=tuple(cells),
-            )
+            yield HostsResult(options=options, machine=machine(), versions=_versions(), cells=tuple(cells))
 
 
 def _versions() -> dict[str, str]:
-    from importlib.metadata import PackageNotFoundError, version
-
     found = {}
     for name in ("torch", "transformers", "accelerate", "deepspeed", "lightning", "peft", "trl"):
         try:
@@ -134,50 +92,35 @@ def _versions() -> dict[str, str]:
 
 
 def _cell(host: str, model: str, options: HostsOptions) -> Cell:
-    ranks = HOSTS[host][1]
+    loop = HOSTS[host]
     if (host, model) in NOT_APPLICABLE:
-        return Cell(host=host, model=model, ranks=ranks, named=NOT_APPLICABLE[host, model])
-    missing = [name for name in PACKAGES.get(host, ()) if find_spec(name) is None]
+        return Cell(host=host, model=model, ranks=loop.ranks, named=NOT_APPLICABLE[host, model])
+    missing = [name for name in loop.packages if find_spec(name) is None]
     if missing:
-        return Cell(host=host, model=model, ranks=ranks, named=f"not installed: {', '.join(missing)}")
+        return Cell(host=host, model=model, ranks=loop.ranks, named=f"not installed: {', '.join(missing)}")
     with tempfile.TemporaryDirectory(prefix="deepytorch-bench-") as scratch:
-        folders = {name: Path(scratch) / name for name in ("plain", "ours", "crossed", "again")}
-        for folder in folders.values():
-            folder.mkdir()
-        save_at, saves = options.steps - 2, {name: str(folder / "save") for name, folder in folders.items()}
-
-        def job(name: str, **given: Any) -> HostJob:
-            return HostJob(
-                host=host,
-                model=model,
-                size=options.size,
-                batch_size=options.batch_size,
-                max_length=options.max_length,
-                steps=options.steps,
-                save_at=save_at,
-                save=saves[name],
-                data=None if options.data is None else str(options.data.resolve()),
-                lowering=options.lowering,
-                **{"first": 0, "resume": None, "other": None} | given,
-            )
+        saves = {name: Path(scratch, name, "save") for name in ("plain", "ours", "crossed", "again")}
 
         def script(name: str, *, on: bool, in_turns: bool = False, **given: Any) -> Script:
+            folder = saves[name].parent
+            folder.mkdir()
+            job = HostJob(options=options, host=host, model=model, save=saves[name], **given)
             timeout_s = options.timeout_s * (2 if in_turns else 1)  # the other script's steps take part of the time
-            return Script(job(name, **given), folders[name], ranks, timeout_s, on=on, in_turns=in_turns)
+            return Script(job, folder, loop.ranks, timeout_s, on=on, in_turns=in_turns)
 
-        other = saves["plain"] if HOSTS[host][0].resumes_in_process else None
+        other = saves["plain"] if loop.resumes_in_process else None
         try:
             plain, ours = results(
                 script("plain", on=False, in_turns=True),
                 script("ours", on=True, in_turns=True, other=other),  # its last step comes after the other's
             )
             if other is None:
-                [resumed] = results(script("again", on=True, first=save_at, resume=saves["plain"]))
+                [resumed] = results(script("again", on=True, first=options.save_at, resume=saves["plain"]))
                 for found, each in zip(ours, resumed, strict=True):
                     found["resumed"] = each["steps"]
-            [back] = results(script("crossed", on=False, first=save_at, resume=saves["ours"]))
+            [back] = results(script("crossed", on=False, first=options.save_at, resume=saves["ours"]))
         except ScriptFailed as failure:
-            return Cell(host=host, model=model, ranks=ranks, named=str(failure))
+            return Cell(host=host, model=model, ranks=loop.ranks, named=str(failure))
     half = options.steps // 2
     without, with_import = (
         statistics.median(each["seconds"] for each in found[0]["steps"][half:]) for found in (plain, ours)
@@ -186,7 +129,7 @@ def _cell(host: str, model: str, options: HostsOptions) -> Cell:
     return Cell(
         host=host,
         model=model,
-        ranks=ranks,
+        ranks=loop.ranks,
         max_loss_rel_diff=_difference(plain, ours, "steps", "steps"),
         speedup=without / with_import,
         seconds=(without, with_import),
@@ -218,27 +161,8 @@ def _difference(one: list[Any], other: list[Any], mine: str, others: str) -> flo
     return largest
 
 
-def table(result: HostsResult) -> Table:
-    """Return the table that is shown on a terminal."""
-    shown = Table(title="deepytorch bench hosts", title_justify="left")
-    for name in ("host", "model", "ranks", "losses", "speedup", "checkpoints", "padding"):
-        shown.add_column(name, overflow="fold")
-    for cell in result.cells:
-        shown.add_row(*_row(cell)[:-1])
-    return shown
-
-
-def line(result: HostsResult) -> str:
-    """Return a line about the last cell that was run."""
-    return ", ".join(each for each in _row(result.cells[-1]) if each)
-
-
-def remarks(result: HostsResult) -> list[str]:
-    """Return the reasons why cells are empty or not green."""
-    return [f"{cell.host}, {cell.model}: {cell.named}" for cell in result.cells if cell.named]
-
-
-def _row(cell: Cell) -> tuple[str, ...]:
+def row_of(cell: Cell) -> tuple[str, ...]:
+    """Return a row of the matrix: a text for each of `COLUMNS`, and the reason why the cell is empty or not green."""
     if cell.speedup is None:
         return cell.host, cell.model, str(cell.ranks), "", "", "", "", cell.named
     losses, checkpoints = (
@@ -252,8 +176,8 @@ def _row(cell: Cell) -> tuple[str, ...]:
     return cell.host, cell.model, str(cell.ranks), losses, f"{cell.speedup:.2f}x", checkpoints, padding, cell.named
 
 
-def write_markdown(result: HostsResult, path: Path) -> None:
-    """Write the matrix as a page of the documentation. Raises `DataError` if the file cannot be written."""
+def markdown(result: HostsResult) -> str:
+    """Return the matrix as a page of the documentation."""
     options = result.options
     versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
     data = "the embedded text" if options.data is None else f"`{options.data.name}`"
@@ -272,17 +196,9 @@ def write_markdown(result: HostsResult, path: Path) -> None:
         f"Size `{options.size}`, batch {options.batch_size}, up to {options.max_length} tokens, fp32, {data}; "
         f"one thread a rank on {result.machine}; {versions}.",
         "",
-        "| host | model | ranks | losses | speedup | checkpoints | padding | |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-        *("| " + " | ".join(_row(cell)) + " |" for cell in result.cells),
+        f"| {' | '.join(COLUMNS)} | |",
+        "| --- " * (len(COLUMNS) + 1) + "|",
+        *("| " + " | ".join(row_of(cell)) + " |" for cell in result.cells),
         "",
     ]
-    try:
-        path.write_text("\n".join(lines), encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"{path} cannot be written: {error.strerror}. Give another --markdown path.") from error
-
-
-def save(result: HostsResult, path: Path) -> None:
-    """Write the result as JSON."""
-    write_json(path, result.to_json())
+    return "\n".join(lines)

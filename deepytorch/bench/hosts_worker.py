@@ -19,62 +19,88 @@ import torch.distributed as dist
 import deepytorch
 from deepytorch.bench.alternation import Turn
 from deepytorch.bench.host_loops import HOSTS
-from deepytorch.bench.models import batch_kind, build_model
-from deepytorch.data import batches, library_rows, read_alpaca, train_tokenizer
+from deepytorch.bench.models import SIZES, batch_kind, build_model
+from deepytorch.bench.options import check_choice
+from deepytorch.bench.results import decoded
+from deepytorch.data import batches, load_rows, train_tokenizer
+from deepytorch.errors import ConfigError, DataError
+
+MODELS = ("llama", "bert", "t5")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostsOptions:
+    """The options of `deepytorch bench hosts`."""
+
+    hosts: tuple[str, ...] = tuple(HOSTS)
+    models: tuple[str, ...] = MODELS
+    size: str = "demo"
+    batch_size: int = 8
+    max_length: int = 384
+    steps: int = 20
+    data: Path | None = None
+    timeout_s: float = 900.0
+    lowering: str = "inductor"
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for a value that is not accepted, `DataError` for a file that is not there."""
+        check_choice(self, "hosts", HOSTS)
+        check_choice(self, "models", MODELS)
+        check_choice(self, "size", SIZES)
+        if self.steps < 4:
+            raise ConfigError(f"steps is {self.steps}; expected 4 or more: the last two are repeated from checkpoints.")
+        if self.data is not None and not self.data.is_file():
+            raise DataError(f"The data file {self.data} is not there; expected a JSON file in Alpaca layout.")
+
+    @property
+    def save_at(self) -> int:
+        """Return the step before which a checkpoint is written."""
+        return self.steps - 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostJob:
-    """The work of one process: train from `first`, save before `save_at`; then continue from `other`, if given."""
+    """The work of one process: train from step `first`, save on the way; then continue from `other`, if given."""
 
+    options: HostsOptions
     host: str
     model: str
-    size: str
-    batch_size: int
-    max_length: int
-    steps: int
-    save_at: int
-    first: int
-    save: str
-    resume: str | None
-    other: str | None
-    data: str | None
-    lowering: str
+    save: Path
+    first: int = 0
+    resume: Path | None = None
+    other: Path | None = None
 
 
 def work(job: HostJob, folder: Path, turn: Turn | None = None) -> dict[str, Any]:
     """Run the job as this rank, its first training in turns; return its steps, and deepytorch's report."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    if job.lowering != "inductor":
-        deepytorch.configure(options={"lowering": job.lowering})
-    rank = int(os.environ.get("RANK", "0"))
-    rows = library_rows() if job.data is None else read_alpaca(Path(job.data))
-    vocab_size = 256 if job.size == "tiny" else 2048
-    tokenizer = train_tokenizer(rows, max(vocab_size, 512))
-    model = build_model(job.model, job.size, vocab_size=tokenizer.get_vocab_size())
+    options = job.options
+    if options.lowering != "inductor":
+        deepytorch.configure(options={"lowering": options.lowering})
+    rows = load_rows(options.data)
+    tokenizer = train_tokenizer(rows, 512 if options.size == "tiny" else 2048)
+    model = build_model(job.model, options.size, vocab_size=tokenizer.get_vocab_size())
     own = list(
         batches(
             rows,
             tokenizer,
-            batch_size=job.batch_size,
-            max_length=job.max_length,
+            batch_size=options.batch_size,
+            max_length=options.max_length,
             kind=batch_kind(job.model),
-            seed=rank,
-            steps=job.steps,
+            seed=int(os.environ.get("RANK", "0")),
+            steps=options.steps,
         )
     )
-    loop = HOSTS[job.host][0](model, own, folder)
+    loop = HOSTS[job.host].loop(model, own, folder)
     loop.turn = turn
     found: dict[str, Any] = {}
-    resume = None if job.resume is None else Path(job.resume)
-    found["steps"] = [asdict(each) for each in loop.train(job.first, job.save_at, Path(job.save), resume)]
+    found["steps"] = [asdict(each) for each in loop.train(job.first, options.save_at, job.save, job.resume)]
     if turn is not None:
         turn.close()
         loop.turn = None
     if job.other is not None:
-        steps = loop.train(job.save_at, None, folder / "again", Path(job.other))
-        found["resumed"] = [asdict(each) for each in steps]
+        found["resumed"] = [asdict(each) for each in loop.train(options.save_at, None, folder / "again", job.other)]
     report = deepytorch.report().to_json()
     found["report"] = {name: report[name] for name in ("steps_packed", "steps_padded", "recompiles")}
     found["regions"] = [
@@ -87,7 +113,7 @@ def work(job: HostJob, folder: Path, turn: Turn | None = None) -> dict[str, Any]
 def main() -> None:
     """Run the job in the file `sys.argv[1]`; rank r writes `rankR.json` next to it."""
     path, pipes = Path(sys.argv[1]), [int(each) for each in sys.argv[2:4]]
-    job = HostJob(**json.loads(path.read_text(encoding="utf-8")))
+    job = decoded(HostJob, json.loads(path.read_text(encoding="utf-8")))
     found = work(job, path.parent, Turn(*pipes) if pipes else None)
     rank = os.environ.get("RANK", "0")
     (path.parent / f"rank{rank}.json").write_text(json.dumps(found), encoding="utf-8")

@@ -30,6 +30,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from deepytorch.bench import namespaces
+from deepytorch.bench.processes import Program, ending, last_lines
 from deepytorch.bench.shaping import MTU_BYTES, flow_commands, link_commands, parse_rate, segment_bytes
 from deepytorch.errors import ConfigError
 from deepytorch.log import logger
@@ -161,8 +162,8 @@ class Lab:
             environment = {**common, "RANK": str(index), "LOCAL_RANK": str(local)}
             environment.update(GROUP_RANK=str(host), NODE_RANK=str(host))
             log = logs / f"host{host}-rank{index}.log"
-            process = self.inside(host, partial(_popen, command, environment, log))
-            started.append(Rank(index=index, host=host, process=process, log=log))
+            program = self.inside(host, partial(Program, command, log, env=environment))
+            started.append(Rank(index=index, host=host, process=program.process, log=log))
             self.ranks.append(started[-1])
         return started
 
@@ -332,17 +333,10 @@ def _wait(
 
 
 def _describe_failure(rank: Rank, code: int) -> str:
-    how = f"was ended by {_signal_name(-code)}" if code < 0 else f"exited with status {code}"
+    how = ending(code, "exited with status")
     what = f"Rank {rank.index} on host {rank.host} {how}, the other ranks are ended; its log is {rank.log}"
-    tail = rank.log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+    tail = last_lines(rank.log, _TAIL_LINES)
     return "\n".join([f"{what}, which ends with:", *tail]) if tail else f"{what}, which is empty."
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time one
-        return f"signal {number}"
 
 
 @contextlib.contextmanager
@@ -455,18 +449,6 @@ def _resolve(command: Sequence[str]) -> list[str]:
     if not found:
         raise ConfigError(f"The command is {command[0]!r}, expected a Python file or a program on PATH.")
     return resolved
-
-
-def _popen(command: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
-    with log.open("wb") as output:
-        return subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
 
 
 def _free_port(candidates: Iterator[int]) -> int:

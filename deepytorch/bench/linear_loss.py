@@ -5,26 +5,24 @@ The loss runs in eager, compiled by Inductor, and in one operator that never hol
 
 from __future__ import annotations
 
-import os
-import platform
-import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
-from deepytorch.bench.training_step import Precision, rotated
+from deepytorch.bench.measurement import Measurement
+from deepytorch.bench.memory import peak_step_bytes
+from deepytorch.bench.options import check_at_least
+from deepytorch.bench.results import Record
+from deepytorch.bench.training_step import Precision, machine_and_threads
 from deepytorch.errors import ConfigError, ParityError
 from deepytorch.passes.ops.linear_cross_entropy import linear_cross_entropy
 
 _IGNORED = -100
-_PEAK_RESET = "5"  # to /proc/PID/clear_refs: proc(5)
 _LARGEST_DIFFERENCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}  # of losses near log(classes)
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -45,34 +43,32 @@ class LossOptions:
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for numbers that cannot be run with."""
-        for name in ("rows", "hidden_size", "vocab_size", "rounds"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}, expected at least 1.")
+        check_at_least(self, 1, "rows", "hidden_size", "vocab_size", "rounds")
         if not 0.0 <= self.ignored < 1.0:
             raise ConfigError(f"ignored is {self.ignored:g}, expected a fraction from 0 to below 1.")
 
 
-@dataclass(frozen=True, slots=True)
-class LossArm:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossArm(Record):
     """One way to compute the loss.
 
     Attributes:
         seconds: of forward and backward, the median of the rounds.
         time_ratio: to eager, below 1 is faster.
-        peak_mb: peak memory beyond the inputs, including the gradients, MiB. None if it cannot be measured.
+        peak_mb: peak memory of tensors beyond the inputs, including the gradients, MiB.
         memory_ratio: to eager.
     """
 
     name: str
     seconds: float
     time_ratio: float
-    peak_mb: float | None
+    peak_mb: float
     memory_ratio: float | None
     loss: float
 
 
-@dataclass(frozen=True, slots=True)
-class LossResult:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossResult(Record):
     """The result of the measurement. gradients_mb: of the hidden states and of the weight, MiB."""
 
     options: LossOptions
@@ -82,10 +78,6 @@ class LossResult:
     torch_version: str
     machine: str
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        return asdict(self)
-
 
 def run_loss(options: LossOptions, notify: Callable[[str], None] = lambda text: None) -> LossResult:
     """Measure every arm on the same tensors, in turns. Raises `ParityError` if their losses differ."""
@@ -93,40 +85,39 @@ def run_loss(options: LossOptions, notify: Callable[[str], None] = lambda text: 
     inputs = _inputs(options, precision)
     arms: dict[str, Loss] = {"eager": _plain, "inductor": torch.compile(_plain), "deepytorch": _fused}
     losses, peaks = {}, {}
-    seconds: dict[str, list[float]] = {name: [] for name in arms}
     for name, loss in arms.items():
         notify(f"Once, which is not timed: {name}")
         losses[name] = _step(loss, inputs, precision)
-        peaks[name] = _peak_bytes(partial(_step, loss, inputs, precision), precision)
+        for each in inputs[:2]:
+            each.grad = None  # the peak is to hold them
+        peaks[name] = peak_step_bytes(partial(_step, loss, inputs, precision), precision.device)
     _compare(losses, precision.dtype)
-    for turn in range(options.rounds):
-        for name, loss in rotated(list(arms.items()), turn):
-            notify(f"Measuring: round {turn + 1} of {options.rounds}, {name}")
-            begin = time.perf_counter()
-            _step(loss, inputs, precision)
-            seconds[name].append(time.perf_counter() - begin)
-    medians = {name: statistics.median(each) for name, each in seconds.items()}
-    found = []
-    for name in arms:
-        peak, eager = peaks[name], peaks["eager"]
-        found.append(
-            LossArm(
-                name,
-                medians[name],
-                medians[name] / medians["eager"],
-                None if peak is None else peak / 2**20,
-                None if peak is None or not eager else peak / eager,
-                losses[name],
-            )
-        )
-    on_cuda = precision.device.type == "cuda"
+
+    def timed(loss: Loss, _: int) -> float:
+        begin = time.perf_counter()
+        _step(loss, inputs, precision)
+        return time.perf_counter() - begin
+
+    in_turns = {name: partial(timed, loss) for name, loss in arms.items()}
+    measured = Measurement.in_turns(in_turns, 1, options.rounds, notify)
+    eager = peaks["eager"]
     return LossResult(
-        options,
-        found,
-        sum(each.nbytes for each in inputs[:2]) / 2**20,
-        torch.cuda.get_device_name(precision.device) if on_cuda else "cpu",
-        torch.__version__,
-        f"{platform.machine()}, {os.cpu_count()} CPUs, {torch.get_num_threads()} threads",
+        options=options,
+        arms=[
+            LossArm(
+                name=name,
+                seconds=measured.steady(name)[0],
+                time_ratio=measured.ratio(name, "eager"),
+                peak_mb=peak / 2**20,
+                memory_ratio=peak / eager if eager else None,
+                loss=losses[name],
+            )
+            for name, peak in peaks.items()
+        ],
+        gradients_mb=sum(each.nbytes for each in inputs[:2]) / 2**20,
+        device=precision.device_name(),
+        torch_version=torch.__version__,
+        machine=machine_and_threads(),
     )
 
 
@@ -163,25 +154,3 @@ def _compare(losses: dict[str, float], dtype: torch.dtype) -> None:
     for name, loss in losses.items():
         if not abs(loss - losses["eager"]) <= _LARGEST_DIFFERENCE[dtype] * abs(losses["eager"]):
             raise ParityError(f"The loss of {name} is {loss}, eager's {losses['eager']}; expected the same.")
-
-
-def _peak_bytes(run: Callable[[], object], precision: Precision) -> int | None:
-    """Return the peak of the memory that `run` takes beyond the memory held before, which has no gradients."""
-    if precision.device.type == "cuda":
-        before = torch.cuda.memory_allocated(precision.device)
-        torch.cuda.reset_peak_memory_stats(precision.device)
-        run()
-        return torch.cuda.max_memory_allocated(precision.device) - before
-    process = Path("/proc/self")
-    try:
-        (process / "clear_refs").write_text(_PEAK_RESET, encoding="ascii")
-        before = _status_bytes(process, "VmRSS")
-        run()
-        return _status_bytes(process, "VmHWM") - before
-    except OSError:  # only Linux reports a peak that can be reset
-        return None
-
-
-def _status_bytes(process: Path, name: str) -> int:
-    lines = (process / "status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))

@@ -1,18 +1,60 @@
-"""Times of several arms over the same batches, and statistics of them."""
+"""The timing of several arms in turns, and statistics of their times."""
 
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
-@dataclass(slots=True)
+def rotated(items: Sequence[T], turn: int) -> list[T]:
+    """Return `items` beginning at another one for each `turn`, so that none always runs first."""
+    start = turn % len(items)
+    return [*items[start:], *items[:start]]
+
+
+def quantiles(values: list[float], parts: int) -> list[float]:
+    """Return the cuts of values into so many equal parts: their quartiles for 4, their percentiles for 100."""
+    return statistics.quantiles(values, n=parts, method="inclusive") if len(values) > 1 else values * (parts - 1)
+
+
+@dataclass(frozen=True, slots=True)
 class Measurement:
-    """The results of alternating runs: `seconds[arm][batch]` holds one time per round; differences are to eager."""
+    """Times of arms on the same batches: `seconds[arm][batch]` holds one time per round."""
 
-    seconds: dict[str, list[list[float]]]
-    max_loss_rel_diff: dict[str, float] = field(default_factory=dict)
-    max_grad_rel_diff: dict[str, float] = field(default_factory=dict)
+    seconds: Mapping[str, Sequence[list[float]]]
+
+    @staticmethod
+    def in_turns(
+        arms: Mapping[str, Callable[[int], float]],
+        num_batches: int,
+        rounds: int,
+        notify: Callable[[str], None] = lambda text: None,
+        after_batch: Callable[[int, int], None] = lambda turn, index: None,
+    ) -> Measurement:
+        """Take every batch through every arm, `rounds` times.
+
+        The order of the arms is rotated from batch to batch and from round to round, so that a change of the machine's
+        speed affects all arms alike.
+
+        Args:
+            arms: By name, a function that runs the batch of a number and returns its seconds.
+            num_batches: The number of batches.
+            rounds: How often each batch is run in each arm.
+            notify: Is told the current activity.
+            after_batch: Called with the numbers of the round and of the batch, once all arms have run it.
+        """
+        found = Measurement({name: [[] for _ in range(num_batches)] for name in arms})
+        for turn, index in product(range(rounds), range(num_batches)):
+            notify(f"Measuring: round {turn + 1} of {rounds}, batch {index + 1} of {num_batches}")
+            for name in rotated(list(arms), turn + index):
+                found.seconds[name][index].append(arms[name](index))
+            after_batch(turn, index)
+        return found
 
     def steady(self, arm: str) -> list[float]:
         """Return the median over the rounds, in seconds, of each batch."""
@@ -25,4 +67,4 @@ class Measurement:
     def ratio_quartiles(self, arm: str, against: str = "deepytorch") -> list[float]:
         """Return the quartiles, over the batches, of one batch's ratio: how evenly the gain is spread."""
         ratios = [time / other for time, other in zip(self.steady(arm), self.steady(against), strict=True)]
-        return statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+        return quantiles(ratios, 4)

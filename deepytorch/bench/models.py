@@ -178,4 +178,5 @@ def _transformers() -> Any:
         raise ConfigError(
             "transformers is not installed, and the models come from it. Install it with: pip install 'deepytorch[hf]'"
         ) from error
+    transformers.logging.set_verbosity_error()  # keeps its advice about configurations out of tables
     return transformers

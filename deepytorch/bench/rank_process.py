@@ -1,58 +1,51 @@
-"""The common part of every rank's process: read the plan, report results, and leave a message on failure."""
+"""The common part of every rank's process: read the plan, join the others, report, and leave a message on failure."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from deepytorch.bench.results import decoded
 from deepytorch.switch import SWITCH
 
-Tell = Callable[[dict[str, Any]], None]
+Plan = TypeVar("Plan")
+Tell = Callable[..., None]
+"""Adds a record of these names and values to the file that the parent process reads, on rank 0."""
 
 
-@dataclass(frozen=True, slots=True)
-class Seat:
-    """The rank of this process, and its way to report: `tell` adds a line to the records, on rank 0."""
+def run_rank(kind: type[Plan], work: Callable[[Plan, Tell], Any]) -> None:
+    """Run `work` as one rank with the plan, a `kind`, in the file `sys.argv[1]`; its answer becomes the record "done".
 
-    rank: int
-    ranks: int
-    store: dist.FileStore
-    tell: Tell
-
-
-def run_rank(work: Callable[[dict[str, Any], Seat], None]) -> None:
-    """Run `work` with the plan of `sys.argv[1]` as one rank; the plan's folder holds the store and takes the results.
-
-    Rank 0 adds lines to `records.jsonl`. A rank that fails leaves `rankR.error`: when it failed (of the system-wide
-    monotonic clock) and how. With `--watch-stdin`, the process ends as soon as the process at the other end of its
-    stdin is gone.
+    The plan's folder holds the store over which ranks meet in a gloo group, and takes the records (`records.jsonl`). A
+    rank that fails leaves `rankR.error`: when it failed (of the system-wide monotonic clock) and how. With
+    `--watch-stdin`, the process ends as soon as the process at the other end of its stdin is gone.
     """
     path, rank, ranks = Path(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     SWITCH.enabled = False  # arms decide themselves what is compiled
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all foreground processes: the parent ends this one
     if "--watch-stdin" in sys.argv:
-        threading.Thread(target=_end_with_stdin, daemon=True).start()
+        threading.Thread(target=end_with_stdin, daemon=True).start()
     try:
-        plan = json.loads(path.read_text(encoding="utf-8"))
+        plan: Any = decoded(kind, json.loads(path.read_text(encoding="utf-8")))
         with (path.parent / "records.jsonl").open("a", encoding="utf-8") as records:
 
-            def tell(record: dict[str, Any]) -> None:
+            def tell(**record: Any) -> None:
                 if rank == 0:
                     records.write(json.dumps(record) + "\n")
                     records.flush()
 
-            work(plan, Seat(rank, ranks, dist.FileStore(str(path.parent / "store"), ranks), tell))
+            _join(plan.timeout_s, store=dist.FileStore(str(path.parent / "store"), ranks), rank=rank, world_size=ranks)
+            tell(done=work(plan, tell))
         dist.destroy_process_group()
     except BaseException:
         text = traceback.format_exc()
@@ -65,7 +58,24 @@ def run_rank(work: Callable[[dict[str, Any], Seat], None]) -> None:
         os._exit(1)  # skips the destructors of groups in which collectives still hang
 
 
-def _end_with_stdin() -> None:
+@contextlib.contextmanager
+def torchrun_rank(timeout_s: float) -> Iterator[int]:
+    """Join torchrun's ranks in a gloo group, until all have done their part; return this process's rank."""
+    _join(timeout_s)
+    try:
+        yield dist.get_rank()
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def end_with_stdin() -> None:
+    """End this process when the process at the other end of its stdin is gone."""
     while os.read(0, 1):  # not sys.stdin, whose lock a thread must not hold when the interpreter ends
         pass
     os._exit(1)
+
+
+def _join(timeout_s: float, **given: Any) -> None:
+    """Open the gloo group over which ranks exchange measurements."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s), **given)

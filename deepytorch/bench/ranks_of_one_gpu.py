@@ -11,17 +11,15 @@ import random
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from datetime import timedelta
+from dataclasses import dataclass
 from itertools import product
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from deepytorch.bench.comm_launch import found_by_ranks
-from deepytorch.bench.rank_process import Seat, run_rank
+from deepytorch.bench.rank_process import Tell, run_rank
 from deepytorch.comm.algorithms.nvlink import CopyEngines, OneShot, TwoShot
 from deepytorch.config import process_environment
 
@@ -52,10 +50,6 @@ class OneGpuPlan:
     calls: int = 10_000
     seconds: float = 60.0
     timeout_s: float = 120.0
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the plan as plain JSON values."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +84,7 @@ def compare_sums(all_reduce: AllReduce, rank: int, ranks: int, device: torch.dev
     kinds = list(product(NAMES, _DTYPES, (False, True), _SIZES))
     for name, dtype, average, size in kinds:
         given = [_drawn(peer, size, dtype) for peer in range(ranks)]
-        total = given[0].float()
-        for other in given[1:]:
-            total = total + other.float()
-        expected = (total / ranks if average else total).to(dtype)
+        expected = _reduced(given, average).to(dtype)
         tensor = given[rank].to(device)
         all_reduce(name, tensor, average)
         num_wrong = int((tensor.cpu().view(torch.uint8) != expected.view(torch.uint8)).sum())
@@ -155,35 +146,38 @@ def stand_in(name: str, tensor: Tensor, average: bool) -> None:
     """Compute the result of the kernels, by gloo on the CPU."""
     every = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(every, tensor)
-    total = every[0].float()
-    for other in every[1:]:
+    tensor.copy_(_reduced(every, average))
+
+
+def _reduced(tensors: Sequence[Tensor], average: bool) -> Tensor:
+    """Return the float32 sum in the order of the ranks, or the average."""
+    total = tensors[0].float()
+    for other in tensors[1:]:
         total = total + other.float()
-    tensor.copy_(total / len(every) if average else total)
+    return total / len(tensors) if average else total
 
 
-def _work(given: dict[str, Any], seat: Seat) -> None:
-    plan = OneGpuPlan(**given)
+def _work(plan: OneGpuPlan, tell: Tell) -> dict[str, float]:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     process_environment()["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     device = torch.device(plan.device)
     if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)
-    timeout = timedelta(seconds=plan.timeout_s)
-    dist.init_process_group("gloo", store=seat.store, rank=seat.rank, world_size=seat.ranks, timeout=timeout)
     all_reduce = stand_in if device.type == "cpu" else _on_gpu(device)
-    seat.tell({"doing": f"{seat.ranks} ranks on one device: every dtype"})
-    compared = compare_sums(all_reduce, seat.rank, seat.ranks, device)
+    tell(doing=f"{ranks} ranks on one device: every dtype")
+    compared = compare_sums(all_reduce, rank, ranks, device)
     begin = time.monotonic()
 
     def go_on(number: int) -> bool:
-        seat.tell({"doing": f"{seat.ranks} ranks on one device: {number} calls"})
+        tell(doing=f"{ranks} ranks on one device: {number} calls")
         more = torch.tensor(int(time.monotonic() - begin < plan.seconds))
         dist.broadcast(more, 0)
         return bool(more)
 
-    calls = many_calls(all_reduce, seat.rank, seat.ranks, device, plan.calls, go_on)
+    calls = many_calls(all_reduce, rank, ranks, device, plan.calls, go_on)
     dist.barrier()  # no rank frees its memory while another one reads it
-    seat.tell({"done": {"compared": compared, "calls": calls, "seconds": time.monotonic() - begin}})
+    return {"compared": compared, "calls": calls, "seconds": time.monotonic() - begin}
 
 
 if __name__ == "__main__":
-    run_rank(_work)
+    run_rank(OneGpuPlan, _work)

@@ -11,10 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from deepytorch.errors import ConfigError, DataError
+from deepytorch.errors import ConfigError
 
 _ELEMENT = 2  # bytes, of bf16
 _ADAMW_BYTES = 22  # per parameter: weight, gradient and two moments read, weight and moments written
@@ -343,11 +342,3 @@ def measured_text(row: RooflineRow) -> str:
         return "none yet"
     found = ("-" if each is None else f"{each:.3g}" for each in (row.measured_padded_ms, row.measured_packed_ms))
     return " / ".join(found)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write `text` to `path`. Raises `DataError` if the file cannot be written."""
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"{path} cannot be written: {error.strerror}. Give another path.") from error

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -18,40 +18,48 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from deepytorch.bench.comm_worker import init_default_group
-from deepytorch.bench.models import MAX_POSITIONS, build_model
-from deepytorch.bench.rank_process import Seat, run_rank
-from deepytorch.bench.training_step import rotated
+from deepytorch.bench.measurement import rotated
+from deepytorch.bench.models import MAX_POSITIONS, SIZES, build_model
+from deepytorch.bench.options import check_arms, check_at_least, check_choice
+from deepytorch.bench.rank_process import run_rank
 from deepytorch.comm.group.options import Options
 from deepytorch.comm.group.quantized import Wire, quantize
-from deepytorch.data import batches, load_rows, train_tokenizer
+from deepytorch.data import text_batches
 
+UNTIMED = 2  # first steps, which allocate buffers
 _VOCAB = 8192
 ARMS = ("gloo", "exact", *get_args(Wire))  # stock's group; deepytorch's, by the rounding between hosts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ShardedPlan:
-    """The plan of the measurement: equal on all ranks."""
+class ShardedOptions:
+    """The options of `deepytorch bench sharded`, equal on all ranks. The first of `arms` is the baseline."""
 
-    size: str
-    batch_size: int
-    arms: tuple[str, ...]
-    steps: int
-    timeout_s: float
-    data: str | None = None
+    size: str = "demo"
+    batch_size: int = 2
+    arms: tuple[str, ...] = ("exact", "int8")
+    ranks: int = 2
+    hosts: int = 2
+    rate: str = "200mbit"
+    steps: int = 100
+    timeout_s: float = 300.0
+    data: Path | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the plan as plain JSON values."""
-        return asdict(self)
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for a value that is not accepted."""
+        check_choice(self, "size", SIZES)
+        check_arms(self, ARMS)
+        check_at_least(self, 1, "batch_size", "ranks")
+        check_at_least(self, 2, "hosts")
+        check_at_least(self, UNTIMED + 1, "steps")
 
 
 class Arm:
     """One way of training the same model on the same batches."""
 
-    def __init__(self, name: str, plan: ShardedPlan, model: nn.Module) -> None:
+    def __init__(self, name: str, options: ShardedOptions, model: nn.Module) -> None:
         self.name = name
-        timeout = timedelta(seconds=plan.timeout_s)
+        timeout = timedelta(seconds=options.timeout_s)
         if name == "gloo":
             group = dist.new_group(backend="gloo", timeout=timeout)
         else:
@@ -74,20 +82,22 @@ class Arm:
         return time.perf_counter() - begin, loss.detach()
 
 
-def measure(plan: ShardedPlan, notify: Callable[[str], None]) -> dict[str, Any]:
+def measure(options: ShardedOptions, notify: Callable[[str], None]) -> dict[str, Any]:
     """Train in every arm, in turns; return the times and losses of each arm's steps.
 
     A time is the slowest rank's seconds, a loss the mean of the ranks.
     """
-    rows = load_rows(None if plan.data is None else Path(plan.data))
-    tokenizer = train_tokenizer(rows)
-    arms = [Arm(name, plan, build_model("llama", plan.size, vocab_size=_VOCAB)) for name in plan.arms]
+    arms = [Arm(name, options, build_model("llama", options.size, vocab_size=_VOCAB)) for name in options.arms]
     found: dict[str, dict[str, list[float]]] = {arm.name: {"seconds": [], "losses": []} for arm in arms}
-    drawn = batches(
-        rows, tokenizer, batch_size=plan.batch_size, max_length=MAX_POSITIONS, seed=dist.get_rank(), steps=plan.steps
+    drawn = text_batches(
+        options.data,
+        batch_size=options.batch_size,
+        max_length=MAX_POSITIONS,
+        seed=dist.get_rank(),
+        steps=options.steps,
     )
     for number, batch in enumerate(drawn):
-        notify(f"Training: step {number + 1} of {plan.steps}")
+        notify(f"Training: step {number + 1} of {options.steps}")
         for arm in rotated(arms, number):
             dist.barrier()
             seconds, loss = arm.step(batch)
@@ -99,16 +109,5 @@ def measure(plan: ShardedPlan, notify: Callable[[str], None]) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    """Run the plan of `sys.argv[1]` as one rank."""
-
-    def work(content: dict[str, Any], seat: Seat) -> None:
-        plan = ShardedPlan(**content | {"arms": (*content["arms"],)})
-        init_default_group(plan.timeout_s, seat.store, seat.rank, seat.ranks)
-        seat.tell({"done": measure(plan, lambda text: seat.tell({"doing": text}))})
-
-    run_rank(work)
-
-
 if __name__ == "__main__":
-    main()
+    run_rank(ShardedOptions, lambda options, tell: measure(options, lambda text: tell(doing=text)))

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
-from deepytorch.bench.json_results import write_json
-from deepytorch.bench.plots import EfficiencyCurve, TimelineRow, plot_steps
+from deepytorch.bench.plots import draw_curve, new_figure, save_figure
 from deepytorch.bench.simulate import Simulation, Step
+from deepytorch.bench.table import table_of
 from deepytorch.errors import ConfigError
 
 _MOST_RANKS = 1 << 20
@@ -28,25 +27,23 @@ def parse_ranks(text: str) -> tuple[int, ...]:
 def step_table(simulation: Simulation) -> RenderableType:
     """Return a table with a line for each number of ranks and each algorithm."""
     num_buckets = max(len(step.transfers) for step in simulation.steps)
-    table = Table(
-        title=f"{simulation.model}, {num_buckets} buckets", title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0)
-    )
-    for heading in ("ranks", "hosts"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("algorithm", overflow="fold")
-    for heading in ("step ms", "all-reduce", "exposed", "efficiency"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    rows = []
     shown = None
     for step in simulation.steps:
         first = step.num_ranks != shown
         shown = step.num_ranks
-        table.add_row(
-            f"{step.num_ranks:,}" if first else "",
-            f"{step.num_hosts:,}" if first else "",
-            _name(step),
-            *(f"{time_us / 1e3:,.1f}" for time_us in (step.step_us, step.communication_us, step.exposed_us)),
-            f"{100 * step.efficiency:.1f} %",
+        times_us = (step.step_us, step.communication_us, step.exposed_us)
+        rows.append(
+            (
+                f"{step.num_ranks:,}" if first else "",
+                f"{step.num_hosts:,}" if first else "",
+                _name(step),
+                *(f"{time_us / 1e3:,.1f}" for time_us in times_us),
+                f"{100 * step.efficiency:.1f} %",
+            )
         )
+    columns = ("ranks", "hosts", "algorithm", "step ms", "all-reduce", "exposed", "efficiency")
+    table = table_of(f"{simulation.model}, {num_buckets} buckets", columns, rows, left=("algorithm",))
     return Group(table, *(Text(line) for line in assumptions(simulation)))
 
 
@@ -64,19 +61,36 @@ def assumptions(simulation: Simulation) -> list[str]:
 
 def draw(path: Path, simulation: Simulation) -> None:
     """Write a PNG: efficiency over ranks, and the timelines on the most ranks. Raises `ConfigError` when it cannot."""
-    algorithms = dict.fromkeys(step.algorithm for step in simulation.steps)
-    curves = []
-    for name in algorithms:
-        steps = sorted((step for step in simulation.steps if step.algorithm == name), key=lambda step: step.num_ranks)
-        curves.append(EfficiencyCurve(name, [step.num_ranks for step in steps], [step.efficiency for step in steps]))
     most = max(step.num_ranks for step in simulation.steps)
-    rows = [_row(step) for step in simulation.steps if step.num_ranks == most]
-    plot_steps(path, f"{simulation.model}: simulated steps", curves, f"One step on {most:,} ranks", rows)
+    rows = [step for step in simulation.steps if step.num_ranks == most]
+    figure = new_figure(13, max(4.2, 1.6 + 0.7 * len(rows)))
+    left, right = figure.subplots(1, 2, width_ratios=(2, 3))
+    for name in dict.fromkeys(step.algorithm for step in simulation.steps):
+        steps = sorted((step for step in simulation.steps if step.algorithm == name), key=lambda step: step.num_ranks)
+        draw_curve(left, name, [step.num_ranks for step in steps], [step.efficiency for step in steps])
+    left.set_xscale("log")
+    left.set(ylim=(0, 1.05), xlabel="ranks", ylabel="compute of one rank / step", title="Scaling efficiency")
+    for at, step in enumerate(rows):
+        _draw_timeline(right, at, step)
+    right.set_yticks(range(len(rows)), [_name(step) for step in rows])
+    right.invert_yaxis()
+    right.set(xlabel="ms", title=f"One step on {most:,} ranks")
+    right.legend()
+    figure.suptitle(f"{simulation.model}: simulated steps")
+    save_figure(figure, path, "Give another --plot path.")
 
 
-def write_simulation(path: Path, simulation: Simulation) -> None:
-    """Write a simulation as one JSON object. Raises `DataError` when the file cannot be written."""
-    write_json(path, simulation.to_json())
+def _draw_timeline(axes: Any, at: int, step: Step) -> None:
+    """Draw one row: compute above, collectives below."""
+    transfers = [(transfer.start_us, transfer.end_us) for transfer in step.transfers]
+    for name, color, top, spans, style in (
+        ("forward", "#bbbbbb", at - 0.4, [(0.0, step.forward_us)], {}),
+        ("backward", "#0072b2", at - 0.4, [(step.forward_us, step.backward_us)], {}),
+        ("optimizer", "#555555", at - 0.4, [(step.backward_us + step.exposed_us, step.step_us)], {}),
+        ("collectives", "#e69f00", at, transfers, {"edgecolor": "white", "linewidth": 0.5}),
+    ):
+        spans_ms = [(start / 1e3, (end - start) / 1e3) for start, end in spans]
+        axes.broken_barh(spans_ms, (top, 0.4), color=color, label=name if at == 0 else None, **style)
 
 
 def _name(step: Step) -> str:
@@ -86,16 +100,3 @@ def _name(step: Step) -> str:
     if len(step.algorithms) == 1:
         return f"{step.algorithm}: {next(iter(step.algorithms))}"
     return f"{step.algorithm}: {', '.join(f'{count} {name}' for name, count in step.algorithms.items())}"
-
-
-def _row(step: Step) -> TimelineRow:
-    end_ms = step.step_us / 1e3
-    forward_ms, backward_ms = step.forward_us / 1e3, step.backward_us / 1e3
-    optimizer_ms = (step.backward_us + step.exposed_us) / 1e3
-    return TimelineRow(
-        _name(step),
-        forward_ms=(0.0, forward_ms),
-        backward_ms=(forward_ms, backward_ms),
-        optimizer_ms=(optimizer_ms, end_ms),
-        transfers_ms=[(transfer.start_us / 1e3, transfer.end_us / 1e3) for transfer in step.transfers],
-    )

@@ -7,14 +7,9 @@ over. Cold runs wait after the last of these steps until everything that is comp
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import platform
-import signal
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,6 +20,9 @@ from typing import Any
 
 import torch
 
+from deepytorch.bench.options import check_at_least
+from deepytorch.bench.processes import Program, last_lines, meeting_point, rank_environment
+from deepytorch.bench.results import machine
 from deepytorch.config import process_environment
 from deepytorch.errors import ConfigError, ScriptError
 
@@ -54,9 +52,7 @@ class StartOptions:
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for a value that is not accepted."""
-        for name in ("steps", "rounds", "ranks"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; expected 1 or more.")
+        check_at_least(self, 1, "steps", "rounds", "ranks")
         if self.command and not Path(self.command[0]).is_file():
             raise ConfigError(f"The script {self.command[0]} is not there; expected the path of a Python file.")
 
@@ -127,15 +123,14 @@ def run_start(options: StartOptions, notify: Callable[[str], None] = lambda _: N
     with tempfile.TemporaryDirectory(prefix="deepytorch-bench-") as scratch:
         _run(options, EAGER, Path(scratch), steps=2)
     for number in range(options.rounds):
-        with tempfile.TemporaryDirectory(
-            prefix="deepytorch-bench-"
-        ) as scratch:  # warm runs read the caches of the cold one
+        # The warm run reads the caches that the cold one has filled.
+        with tempfile.TemporaryDirectory(prefix="deepytorch-bench-") as scratch:
             for name in ARMS:
                 notify(f"Round {number + 1} of {options.rounds}: {name}")
                 found[name].append(_run(options, name, Path(scratch), options.steps))
     return StartResult(
         options=options,
-        machine=f"{platform.machine()}, {torch.get_num_threads()} cores",
+        machine=machine(),
         torch=torch.__version__,
         arms=tuple(_arm(name, runs) for name, runs in found.items()),
     )
@@ -168,31 +163,20 @@ def _run(options: StartOptions, name: str, scratch: Path, steps: int) -> dict[st
     if options.threads is not None:
         environment["OMP_NUM_THREADS"] = str(options.threads)
     if options.ranks > 1:
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(options.ranks)}
+        environment |= meeting_point()
         environment.setdefault("OMP_NUM_THREADS", "1")
     record = scratch / f"{name}.json"
-    command = [sys.executable, str(_WORKER), str(record), str(steps), _IMPORTS[name]]
-    processes: list[subprocess.Popen[bytes]] = []
+    programs: list[Program] = []
     try:
         for rank in range(options.ranks):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(options.ranks)}
-            with _log(scratch, rank).open("wb") as log:
-                processes.append(
-                    subprocess.Popen(
-                        [*command[:2], str(record if rank == 0 else f"{record}.{rank}"), *command[3:], *options.script],
-                        env=environment | (own if options.ranks > 1 else {}),
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,  # its child processes end with it
-                    )
-                )
-        _wait(processes, options, scratch, name)
+            own = rank_environment(rank, options.ranks) if options.ranks > 1 else {}
+            file = record if rank == 0 else f"{record}.{rank}"
+            command = [sys.executable, str(_WORKER), str(file), str(steps), _IMPORTS[name], *options.script]
+            programs.append(Program(command, scratch / f"rank{rank}.log", env=environment | own))
+        _wait(programs, options, name)
     finally:
-        for process in processes:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        for program in programs:
+            program.end()
         time.sleep(_REST_SECONDS)
     found: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))
     if not found["seconds"]:
@@ -200,34 +184,16 @@ def _run(options: StartOptions, name: str, scratch: Path, steps: int) -> dict[st
     return found
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], options: StartOptions, scratch: Path, name: str) -> None:
+def _wait(programs: list[Program], options: StartOptions, name: str) -> None:
     deadline = time.monotonic() + options.timeout_s
-    running = dict(enumerate(processes))
-    while running:
-        for rank, process in list(running.items()):
-            if process.poll() is None:
-                continue
-            if rank == 0 and process.returncode == 0:
-                return  # rank 0 has written its record; other ranks, still in their last step, fail without it
-            del running[rank]
-            if process.returncode:
-                lines = _log(scratch, rank).read_text(encoding="utf-8", errors="replace").rstrip().splitlines()
-                said = "\n".join(lines[-_LAST_LINES:])
-                raise ScriptError(
-                    f"{options.script[0]} ({name}) ended with {process.returncode}. Its last lines:\n{said}"
-                )
+    what = f"{options.script[0]} ({name})"
+    while True:
+        if programs[0].process.poll() == 0:
+            return  # rank 0 has written its record; other ranks, still in their last step, fail without it
+        for program in programs:
+            if program.process.poll():
+                said = "\n".join(last_lines(program.log, _LAST_LINES))
+                raise ScriptError(f"{what} ended with {program.process.returncode}. Its last lines:\n{said}")
         if time.monotonic() > deadline:
-            raise ScriptError(
-                f"{options.script[0]} ({name}) was not over in {options.timeout_s:g} seconds; --timeout gives it more."
-            )
+            raise ScriptError(f"{what} was not over in {options.timeout_s:g} seconds; --timeout gives it more.")
         time.sleep(0.05)
-
-
-def _log(scratch: Path, rank: int) -> Path:
-    return scratch / f"rank{rank}.log"
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])

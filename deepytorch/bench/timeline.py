@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deepytorch.bench.json_results import write_json
 from deepytorch.bench.plots import new_figure, save_figure
+from deepytorch.bench.results import write_json
 
 _COLORS = {"forward": "#56b4e9", "backward": "#0072b2", "optimizer": "#999999"}
 _LANES = {"compute": "#0072b2", "communication": "#e69f00", "waiting": "#d55e00"}

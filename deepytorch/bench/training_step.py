@@ -6,32 +6,25 @@ import contextlib
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from deepytorch.bench.options import dtype_name
+from deepytorch.bench.results import machine
 from deepytorch.errors import ConfigError
 from deepytorch.torch_internals import lookup_backend, reset_dynamo
 
 Batch = dict[str, Any]
-T = TypeVar("T")
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_SPELLED = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-
-
-def dtype_name(text: str) -> str:
-    """Return one of `DTYPES`, given so or as torch spells it. Raises `ConfigError` for any other text."""
-    name = _SPELLED.get(text, text)
-    if name not in DTYPES:
-        raise ConfigError(f'The dtype is "{text}", expected one of {", ".join(DTYPES)}.')
-    return name
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +45,10 @@ class Precision:
         """Wait until the device has finished all its work, so that the clock can be read."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def device_name(self) -> str:
+        """Return the GPU's name, or the kind of another device."""
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else str(self.device)
 
     @staticmethod
     def parse(device: str, dtype: str, weights: str = "fp32") -> Precision:
@@ -138,10 +135,9 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
 
 
-def rotated(items: Sequence[T], turn: int) -> list[T]:
-    """Return `items` beginning at another one for each `turn`, so that none always runs first."""
-    start = turn % len(items)
-    return [*items[start:], *items[:start]]
+def machine_and_threads() -> str:
+    """Return this machine and torch's threads in words."""
+    return f"{machine()}, {torch.get_num_threads()} threads"
 
 
 @contextlib.contextmanager
@@ -156,7 +152,7 @@ def empty_compile_caches() -> Iterator[None]:
     clear_inductor_caches()
     with tempfile.TemporaryDirectory(prefix="deepytorch-bench-", ignore_cleanup_errors=True) as folder:
         caches = {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": str(Path(folder) / "triton")}
-        with _environment(caches):
+        with mock.patch.dict(os.environ, caches):
             yield
 
 
@@ -170,17 +166,3 @@ def start_compiler(backend: str, precision: Precision) -> None:
         starter = "inductor" if backend == "deepytorch" else backend
         layer = torch.compile(nn.Linear(4, 4, device=precision.device), backend=starter)
         layer(torch.ones(2, 4, device=precision.device)).sum().backward()
-
-
-@contextlib.contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import os
-import platform
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from deepytorch.bench.hand_packed import ATTENTION_NAME, hand_packed_arm, pack, 
 from deepytorch.bench.measurement import Measurement
 from deepytorch.bench.memory import peak_step_bytes
 from deepytorch.bench.models import MAX_POSITIONS, batch_kind, build_model
+from deepytorch.bench.options import check_at_least, check_choice, dtype_name
 from deepytorch.bench.rivals import FLASH, FLATTENED, GROUPED, flatten, flattened_arm, flattened_unavailable, grouped
 from deepytorch.bench.schema import BACK_TO_BACK, ONE_BY_ONE, UnpadResult
 from deepytorch.bench.training_step import (
@@ -32,14 +31,13 @@ from deepytorch.bench.training_step import (
     Precision,
     Step,
     compiled_arm,
-    dtype_name,
     empty_compile_caches,
     forward_backward,
-    rotated,
+    machine_and_threads,
     start_compiler,
     to_device,
 )
-from deepytorch.data import IGNORE_INDEX, batches, load_rows, num_labels, num_positions, num_tokens, train_tokenizer
+from deepytorch.data import IGNORE_INDEX, num_labels, num_positions, num_tokens, text_batches
 from deepytorch.data.batching import Kind, Labels
 from deepytorch.errors import ConfigError, ParityError
 
@@ -76,15 +74,12 @@ class UnpadOptions:
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for numbers that cannot be run with."""
-        for name in ("batch_size", "steps", "rounds", "max_length"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}, expected at least 1.")
+        check_at_least(self, 1, "batch_size", "steps", "rounds", "max_length")
+        check_choice(self, "loss", LOSSES)
         if self.trains and dtype_name(self.dtype) == "fp16":
             raise ConfigError(
                 "dtype is fp16, which trains under a gradient scaler; expected fp32 or bf16 back to back."
             )
-        if self.loss not in LOSSES:
-            raise ConfigError(f"loss is {self.loss!r}, expected one of {', '.join(LOSSES)}.")
         if self.loss != "model" and batch_kind(self.model) != "causal":
             raise ConfigError(f"The loss {self.loss!r} is one over next tokens, expected a decoder, not {self.model}.")
         if self.max_length > MAX_POSITIONS:
@@ -123,24 +118,31 @@ def run_unpad(options: UnpadOptions, notify: Callable[[str], None] = lambda text
         start_compiler(backend, precision)
     notify(f"Compiling with {options.stock_backend}, from empty caches")
     with empty_compile_caches():
-        first_stock = _first_pass(arms[STOCK], data, precision)
+        first_stock = [forward_backward(arms[STOCK], batch, precision) for batch in data]
     with empty_compile_caches():
         notify(f"Compiling with {options.backend}, from empty caches")
         deepytorch.report(reset=True)
-        first_ours = _first_pass(arms[DEEPYTORCH], data, precision)
-        _first_pass(arms[STOCK], data[:_NUM_WARM_BATCHES], precision)
-        measured = _measure(arms, data, 1 if options.trains else options.rounds, precision, notify)
-        compared = measured
-        if options.trains:
-            measured = replace(measured, seconds=_train(options, arms, precision, notify))
+        first_ours = [forward_backward(arms[DEEPYTORCH], batch, precision) for batch in data]
+        for batch in data[:_NUM_WARM_BATCHES]:
+            forward_backward(arms[STOCK], batch, precision)
+        compared, differences = _measure(arms, data, 1 if options.trains else options.rounds, precision, notify)
+        measured = Measurement(_train(options, arms, precision, notify)) if options.trains else compared
         counts = deepytorch.report().to_json()
         notify("Measuring batches without padding")
         unpadded = _measure_unpadded(arms, data, options, precision)
         notify("Measuring memory")
         kind = batch_kind(options.model)
         peaks = {name: _peak_bytes(arms[name], data, kind, precision) for name in (EAGER, STOCK, DEEPYTORCH)}
-    found = _Findings(first_stock, first_ours, compared, measured, counts, unpadded, peaks, not_run)
+    found = _Findings(first_stock, first_ours, compared, differences, measured, counts, unpadded, peaks, not_run)
     return _result(options, precision, data, found)
+
+
+@dataclass(slots=True)
+class Differences:
+    """The largest relative differences to eager over all batches, by arm: of losses, and of gradients."""
+
+    losses: dict[str, float] = field(default_factory=dict)
+    gradients: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +152,7 @@ class _Findings:
     first_stock: list[Step]
     first_ours: list[Step]
     compared: Measurement  # step by step; if back to back, `measured` has other times
+    differences: Differences
     measured: Measurement
     counts: Mapping[str, Any]
     unpadded: Measurement
@@ -162,46 +165,39 @@ def _result(options: UnpadOptions, precision: Precision, data: Sequence[Batch], 
     ratios = {name: measured.ratio(name) for name in measured.seconds}
     tokens = sum(num_tokens(batch, kind) for batch in data)
     positions = sum(num_positions(batch, kind) for batch in data)
-    return UnpadResult(
-        model=options.model,
-        device=_device_name(precision.device),
+    return UnpadResult.of(
+        options,
+        device=f"cuda ({precision.device_name()})" if precision.device.type == "cuda" else precision.device_name(),
         dtype=dtype_name(options.dtype),
-        batch_size=options.batch_size,
         real_token_fraction=tokens / positions,
         ratio_vs_eager=ratios[EAGER],
         ratio_vs_inductor=ratios[STOCK],
         ratio_vs_handpacked=ratios.get(HAND_PACKED),
         ratio_vs_grouped=ratios.get(GROUPED),
         ratio_vs_flattened=ratios.get(FLATTENED),
-        max_loss_rel_diff=measured.max_loss_rel_diff[DEEPYTORCH],
-        max_grad_rel_diff=measured.max_grad_rel_diff[DEEPYTORCH],
+        max_loss_rel_diff=found.differences.losses[DEEPYTORCH],
+        max_grad_rel_diff=found.differences.gradients[DEEPYTORCH],
         recompiles=found.counts["recompiles"],
         steps_packed=found.counts["steps_packed"],
         steps_padded=found.counts["steps_padded"],
         compile_seconds=_compile_seconds(found.first_ours, found.compared.steady(DEEPYTORCH)),
         compile_seconds_inductor=_compile_seconds(found.first_stock, found.compared.steady(STOCK)),
         peak_memory_ratio_vs_eager=found.peak_bytes[DEEPYTORCH] / found.peak_bytes[EAGER],
-        labels=options.labels,
-        loss=options.loss,
         token_ceiling=positions / tokens,
         labelled_fraction=sum(map(num_labels, data)) / tokens,
         ratio_no_padding=found.unpadded.ratio(STOCK),
         host_ms_per_step=found.counts["host_ms_per_step"],
-        grad_rel_diffs={name: worst for name, worst in measured.max_grad_rel_diff.items() if name != EAGER},
+        grad_rel_diffs={name: worst for name, worst in found.differences.gradients.items() if name != EAGER},
         step_ms={name: statistics.fmean(measured.steady(name)) * 1e3 for name in measured.seconds},
         tokens_per_s={name: tokens / sum(measured.steady(name)) for name in measured.seconds},
         ratio_quartiles={  # batches with other rows cannot be compared one by one
             name: measured.ratio_quartiles(name) for name in ratios if name not in (DEEPYTORCH, GROUPED)
         },
         peak_bytes=found.peak_bytes,
-        steps=options.steps,
-        rounds=options.rounds,
-        max_length=options.max_length,
         model_size=options.size,
         torch_version=torch.__version__,
-        machine=f"{platform.machine()}, {os.cpu_count()} CPUs, {torch.get_num_threads()} threads",
+        machine=machine_and_threads(),
         weights=dtype_name(options.weights),
-        vocab_size=options.vocab_size,
         timing=BACK_TO_BACK if options.trains else ONE_BY_ONE,
         not_run=found.not_run,
     )
@@ -276,10 +272,9 @@ def _cut(tokens: Tensor, num_batches: int, num_rows: int) -> Tensor:
 
 def draw_batches(options: UnpadOptions, device: torch.device) -> list[Batch]:
     """Return the batches that `options` asks for, on `device`."""
-    rows = load_rows(options.data)
-    drawn = batches(
-        rows,
-        train_tokenizer(rows, options.vocab_size),
+    drawn = text_batches(
+        options.data,
+        options.vocab_size,
         batch_size=options.batch_size,
         max_length=options.max_length,
         labels=options.labels,
@@ -288,11 +283,6 @@ def draw_batches(options: UnpadOptions, device: torch.device) -> list[Batch]:
         steps=options.steps,
     )
     return [to_device(batch, device) for batch in drawn]
-
-
-def _first_pass(arm: Arm, data: Sequence[Batch], precision: Precision) -> list[Step]:
-    """Run every batch once."""
-    return [forward_backward(arm, batch, precision) for batch in data]
 
 
 def _steady_step(arm: Arm, batch: Batch, precision: Precision) -> Step:
@@ -308,24 +298,26 @@ def _compile_seconds(first: Sequence[Step], steady: Sequence[float]) -> float:
 
 def _measure(
     arms: Mapping[str, Arm], data: Sequence[Batch], rounds: int, precision: Precision, notify: Callable[[str], None]
-) -> Measurement:
-    """Run every batch through every arm, alternating, `rounds` times; compare with eager in the first round."""
+) -> tuple[Measurement, Differences]:
+    """Run every batch through every arm, in turns, `rounds` times; compare with eager in the first round."""
     inputs = arm_inputs(arms, data)
-    result = Measurement({name: [[] for _ in data] for name in arms})
     for name in (EAGER, HAND_PACKED):
         if name in arms:  # the compiled arms have run before
             forward_backward(arms[name], inputs[name][0], precision)
-    for turn in range(rounds):
-        for index in range(len(data)):
-            notify(f"Measuring: round {turn + 1} of {rounds}, batch {index + 1} of {len(data)}")
-            losses = {}
-            for name in rotated(list(arms), turn + index):
-                step = _steady_step(arms[name], to_device(inputs[name][index], precision.device), precision)
-                result.seconds[name][index].append(step.seconds)
-                losses[name] = step.loss
-            if turn == 0:
-                _compare(result, arms, losses, index)
-    return result
+    losses: dict[str, float] = {}
+    found = Differences()
+
+    def timed(name: str, index: int) -> float:
+        step = _steady_step(arms[name], to_device(inputs[name][index], precision.device), precision)
+        losses[name] = step.loss
+        return step.seconds
+
+    def compare(turn: int, index: int) -> None:
+        if turn == 0:
+            _compare(found, arms, losses, index)
+
+    steps = {name: partial(timed, name) for name in arms}
+    return Measurement.in_turns(steps, len(data), rounds, notify, compare), found
 
 
 def arm_inputs(arms: Mapping[str, Arm], data: Sequence[Batch]) -> dict[str, list[Batch]]:
@@ -347,7 +339,7 @@ def _train(
     return train_in_turns(training, options.rounds, precision, notify)
 
 
-def _compare(result: Measurement, arms: Mapping[str, Arm], losses: Mapping[str, float], index: int) -> None:
+def _compare(found: Differences, arms: Mapping[str, Arm], losses: Mapping[str, float], index: int) -> None:
     """Record the differences of each arm's loss and gradients to eager's. Raises `ParityError` for NaN."""
     for name, arm in arms.items():
         loss = abs(losses[name] - losses[EAGER]) / abs(losses[EAGER])
@@ -357,8 +349,8 @@ def _compare(result: Measurement, arms: Mapping[str, Arm], losses: Mapping[str, 
                 f"Batch {index}: the loss in {name} is {losses[name]}, in eager {losses[EAGER]}, and the relative "
                 f"difference of the gradients {gradient}; expected finite numbers. Times would mean nothing."
             )
-        result.max_loss_rel_diff[name] = max(result.max_loss_rel_diff.get(name, 0.0), loss)
-        result.max_grad_rel_diff[name] = max(result.max_grad_rel_diff.get(name, 0.0), gradient)
+        found.losses[name] = max(found.losses.get(name, 0.0), loss)
+        found.gradients[name] = max(found.gradients.get(name, 0.0), gradient)
 
 
 def _measure_unpadded(
@@ -368,13 +360,14 @@ def _measure_unpadded(
     compared = {name: arms[name] for name in (STOCK, DEEPYTORCH)}
     full = full_batches(data, batch_kind(options.model))
     for arm in compared.values():
-        _first_pass(arm, full[:1] * 2, precision)
-    result = Measurement({name: [[] for _ in full] for name in compared})
-    for turn in range(options.rounds):
-        for index, batch in enumerate(full):
-            for name in rotated(list(compared), turn + index):
-                result.seconds[name][index].append(_steady_step(compared[name], batch, precision).seconds)
-    return result
+        for batch in full[:1] * 2:
+            forward_backward(arm, batch, precision)
+
+    def timed(arm: Arm, index: int) -> float:
+        return _steady_step(arm, full[index], precision).seconds
+
+    steps = {name: partial(timed, arm) for name, arm in compared.items()}
+    return Measurement.in_turns(steps, len(full), options.rounds)
 
 
 def _peak_bytes(arm: Arm, data: Sequence[Batch], kind: Kind, precision: Precision) -> int:
@@ -385,7 +378,3 @@ def _peak_bytes(arm: Arm, data: Sequence[Batch], kind: Kind, precision: Precisio
         arm.model.zero_grad(set_to_none=True)
         peaks.append(peak_step_bytes(partial(forward_backward, arm, batch, precision), precision.device))
     return max(peaks)
-
-
-def _device_name(device: torch.device) -> str:
-    return f"cuda ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)

@@ -1,4 +1,4 @@
-"""The command line, `deepytorch`: its commands in the order of `--help`, one module each.
+"""The command line, `deepytorch`: its commands in the order of `--help`.
 
 torch takes seconds to import. So a command imports the modules that it needs when it runs, and --help and --version
 answer at once.
@@ -14,23 +14,14 @@ from rich.console import Console
 from rich.markup import escape
 
 from deepytorch.cli import (
-    bench_comm,
-    bench_ddp,
-    bench_epoch,
-    bench_hosts,
     bench_kernels,
-    bench_loss,
-    bench_roofline,
-    bench_sharded,
-    bench_start,
-    bench_unpad,
-    build,
+    bench_ranks,
+    bench_scripts,
+    bench_steps,
     cache,
-    config,
     demo,
-    doctor,
-    gpu_check,
     lab,
+    machine,
     simulate,
     verify,
 )
@@ -53,22 +44,22 @@ bench = typer.Typer(help="Measure what deepytorch gains on this machine.", no_ar
 
 app.command("demo")(demo.demo)
 app.command("verify", context_settings=_BEFORE_A_COMMAND)(verify.verify)
-app.command("doctor")(doctor.doctor)
-app.command("gpu-check")(gpu_check.gpu_check)
-app.command("config")(config.config)
-app.command("build")(build.build)
+app.command("doctor")(machine.doctor)
+app.command("gpu-check")(machine.gpu_check)
+app.command("config")(machine.config)
+app.command("build")(machine.build)
 app.add_typer(cache.cache, name="cache")
 app.add_typer(bench, name="bench")
-bench.command("unpad")(bench_unpad.unpad)
-bench.command("hosts")(bench_hosts.hosts)
-bench.command("ddp")(bench_ddp.ddp)
-bench.command("sharded")(bench_sharded.sharded)
-bench.command("comm")(bench_comm.comm)
-bench.command("start", context_settings=_BEFORE_A_COMMAND)(bench_start.start)
-bench.command("epoch")(bench_epoch.epoch)
-bench.command("loss")(bench_loss.loss)
+bench.command("unpad")(bench_steps.unpad)
+bench.command("hosts")(bench_scripts.hosts)
+bench.command("ddp")(bench_ranks.ddp)
+bench.command("sharded")(bench_ranks.sharded)
+bench.command("comm")(bench_ranks.comm)
+bench.command("start", context_settings=_BEFORE_A_COMMAND)(bench_scripts.start)
+bench.command("epoch")(bench_steps.epoch)
+bench.command("loss")(bench_steps.loss)
 bench.command("kernels")(bench_kernels.kernels)
-bench.command("roofline")(bench_roofline.roofline)
+bench.command("roofline")(bench_kernels.roofline)
 app.command("lab", context_settings=_BEFORE_A_COMMAND)(lab.lab)
 app.command("simulate")(simulate.simulate)
 

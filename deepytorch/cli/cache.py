@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
+
+from deepytorch.bench.table import table_of
 
 cache = typer.Typer(help="Compiled graphs that are kept on disk: list, export, import, clear.", no_args_is_help=True)
 
@@ -18,22 +19,15 @@ def list_entries() -> None:
     """List the graphs that are kept, the most recently used first."""
     from deepytorch.compiler.code.worker.store import entries, folder
 
-    table = Table(title=f"compiled graphs in {folder()}", title_justify="left")
-    for name in ("model", "graph", "MB", "compiled in s", "torch", "used"):
-        table.add_column(name)
-    found = entries()
-    for entry in found:
+    rows = []
+    for entry in entries():
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
         seconds, torch = entry.about.get("seconds"), entry.about.get("torch", "")
-        table.add_row(
-            str(entry.about.get("model", "")),
-            entry.digest[:12],
-            f"{entry.num_bytes / 2**20:.1f}",
-            f"{seconds:.1f}" if isinstance(seconds, (int, float)) else "",
-            str(torch),
-            used,
-        )
-    Console().print(table if found else f"nothing is kept in {folder()}", soft_wrap=True)
+        size, compiled = f"{entry.num_bytes / 2**20:.1f}", f"{seconds:.1f}" if isinstance(seconds, (int, float)) else ""
+        rows.append((str(entry.about.get("model", "")), entry.digest[:12], size, compiled, str(torch), used))
+    columns = ("model", "graph", "MB", "compiled in s", "torch", "used")
+    table = table_of(f"compiled graphs in {folder()}", columns, rows, left=columns)
+    Console().print(table if rows else f"nothing is kept in {folder()}", soft_wrap=True)
 
 
 @cache.command("export")

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from deepytorch.cli.options import BatchSize, Data, Device, Dtype, DtypeOf, Model, ModelFamily, quiet_transformers
+from deepytorch.cli.options import BatchSize, Data, Device, DtypeOf, Model, ModelFamily
 
 
 def demo(
@@ -17,7 +17,7 @@ def demo(
     steps: Annotated[int, typer.Option(min=4, help="Training steps of each of the three runs.")] = 50,
     batch_size: BatchSize = 8,
     device: Device = "cpu",
-    dtype: DtypeOf = Dtype.fp32,
+    dtype: DtypeOf = "fp32",
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the plot goes; made if missing.")] = Path(
         "deepytorch-demo"
     ),
@@ -29,15 +29,13 @@ def demo(
     """
     from deepytorch.demo import DemoOptions, run_demo
 
-    console = Console()
-    quiet_transformers()
     options = DemoOptions(
         data=data,
         model=model.value,
         steps=steps,
         batch_size=batch_size,
         device=device,
-        dtype=dtype.value,
+        dtype=dtype,
         out=out,
     )
-    run_demo(options, console)
+    run_demo(options, Console())

@@ -8,6 +8,9 @@ from typing import Annotated
 
 import typer
 
+from deepytorch.bench.options import dtype_name
+from deepytorch.errors import ConfigError
+
 
 class Model(str, Enum):
     """Families of Hugging Face models, made with random weights."""
@@ -29,14 +32,6 @@ class ModelSize(str, Enum):
     small = "small"
     base = "base"
     large = "large"
-
-
-class Dtype(str, Enum):
-    """Precisions: fp32, or autocast to a lower one with fp32 weights."""
-
-    fp32 = "fp32"
-    bf16 = "bf16"
-    fp16 = "fp16"
 
 
 class Compress(str, Enum):
@@ -79,23 +74,25 @@ SizeOf = Annotated[
         "base and large are for GPUs.",
     ),
 ]
+Labels = Annotated[
+    LabelsOf, typer.Option(help="Which tokens have labels: those of the response, or of the instruction too.")
+]
+RoundsOfBatch = Annotated[int, typer.Option(min=1, help="How often each batch is timed in each setup.")]
 BatchSize = Annotated[int, typer.Option(min=1, help="Rows in a batch.")]
 BatchSizeOfRank = Annotated[int, typer.Option(min=1, help="Rows in a batch of each rank.")]
 Device = Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...")]
-_SPELLED = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
-def dtype_of(text: str | Dtype) -> Dtype:
+def dtype_of(text: str) -> str:
     """Return the dtype that a text names, in our spelling or torch's. Raises `typer.BadParameter`."""
     try:
-        return Dtype(_SPELLED.get(text, text))
-    except ValueError:
-        known = ", ".join(each.value for each in Dtype)
-        raise typer.BadParameter(f"{text!r} is not one of {known}.") from None
+        return dtype_name(text)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 DtypeOf = Annotated[
-    Dtype,
+    str,
     typer.Option(
         parser=dtype_of, metavar="fp32|bf16|fp16", help="fp32, or autocast to bf16 or fp16 with weights in fp32."
     ),
@@ -104,6 +101,8 @@ JsonFile = Annotated[
     str | None,
     typer.Option("--json", metavar="FILE|-", help="Write the result as one JSON object to a file; -: to stdout."),
 ]
+
+Markdown = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the table as a Markdown page.")]
 
 # Of commands that start ranks.
 RanksOfHost = Annotated[
@@ -137,12 +136,3 @@ FlowRate = Annotated[
 StallTimeout = Annotated[
     float, typer.Option(metavar="SECONDS", help="End all ranks after so many seconds without progress.")
 ]
-
-
-def quiet_transformers() -> None:
-    """Keep transformers' advice about configurations out of the tables."""
-    try:
-        from transformers import logging
-    except ImportError:
-        return  # an error says what to install when a model is built
-    logging.set_verbosity_error()

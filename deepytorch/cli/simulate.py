@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from deepytorch.cli.options import Compress, JsonFile
+from deepytorch.cli.output import Output
 
 
 def simulate(
@@ -66,10 +65,8 @@ def simulate(
         numbers,
         None if compress is None else compress.value,
     )
-    Console(stderr=json_file == "-").print(showing.step_table(simulation))
-    if json_file == "-":
-        typer.echo(json.dumps(simulation.to_json(), indent=2))
-    elif json_file is not None:
-        showing.write_simulation(Path(json_file), simulation)
+    output = Output(json_file)
+    output.console.print(showing.step_table(simulation))
+    output.json(simulation.to_json())
     if plot is not None:
         showing.draw(plot, simulation)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from deepytorch.cli.options import JsonFile, Lowering
+from deepytorch.cli.output import Output
 
 
 def verify(
@@ -46,9 +46,11 @@ def verify(
     its last bit, shows how much rounding alone changes. Exits with 1 if something differs or the script fails only with
     the import, with 2 if it fails without it.
     """
-    from deepytorch.verify.run import VerifyOptions
-    from deepytorch.verify.show import verify_and_show
+    from deepytorch.verify.records import VerifyOptions
+    from deepytorch.verify.run import verify as run_verify
+    from deepytorch.verify.show import show
 
+    output = Output(json_file)
     options = VerifyOptions(
         command=tuple(command),
         is_module=module,
@@ -59,4 +61,7 @@ def verify(
         lowering=None if lowering is None else lowering.value,
         dropout=not no_dropout,
     )
-    raise typer.Exit(verify_and_show(options, Console(stderr=json_file == "-"), json_file))
+    verdict = output.watch(run_verify, options)
+    show(verdict, output.console)
+    output.json(verdict.to_json())
+    raise typer.Exit(0 if verdict.agrees else 1)

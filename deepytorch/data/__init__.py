@@ -6,7 +6,15 @@ instruction -> response rows. A file in the Alpaca layout replaces them if the u
 
 from __future__ import annotations
 
-from deepytorch.data.batching import IGNORE_INDEX, batches, num_labels, num_positions, num_tokens, prompt_text
+from deepytorch.data.batching import (
+    IGNORE_INDEX,
+    batches,
+    num_labels,
+    num_positions,
+    num_tokens,
+    prompt_text,
+    text_batches,
+)
 from deepytorch.data.library_docs import library_rows
 from deepytorch.data.rows import Row, load_rows, read_alpaca
 from deepytorch.data.tokenizer import BOS_ID, EOS_ID, MASK_ID, PAD_ID, train_tokenizer
@@ -26,5 +34,6 @@ __all__ = [
     "num_tokens",
     "prompt_text",
     "read_alpaca",
+    "text_batches",
     "train_tokenizer",
 ]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from deepytorch.data.rows import Row
-from deepytorch.data.tokenizer import BOS_ID, EOS_ID, MASK_ID, PAD_ID, SPECIAL_TOKENS
+from deepytorch.data.rows import Row, load_rows
+from deepytorch.data.tokenizer import BOS_ID, EOS_ID, MASK_ID, PAD_ID, SPECIAL_TOKENS, train_tokenizer
 from deepytorch.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -89,6 +90,15 @@ def batches(
             f"one batch of {batch_size}. Give more rows, a smaller batch or a larger maximum length."
         )
     return _generate(examples, tokenizer.get_vocab_size(), batch_size, labels, pad_side, seed, kind, order, steps)
+
+
+def text_batches(data: str | Path | None, vocab_size: int = 8192, **options: Any) -> list[dict[str, Tensor]]:
+    """Return batches of the rows of a file (None: the embedded ones), whose tokenizer is trained on all these rows.
+
+    options: of `batches`; `steps` has to be among them.
+    """
+    rows = load_rows(data)
+    return list(batches(rows, train_tokenizer(rows, vocab_size), **options))
 
 
 def num_positions(batch: dict[str, Tensor], kind: Kind) -> int:

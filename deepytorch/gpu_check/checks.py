@@ -6,14 +6,17 @@ import copy
 import statistics
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from deepytorch import paused
+from deepytorch.bench.back_to_back import Trainee
 from deepytorch.bench.models import batch_kind, build_model
-from deepytorch.data import batches, load_rows, train_tokenizer
+from deepytorch.bench.training_step import DTYPES, Precision, compiled_arm, to_device
+from deepytorch.data import text_batches
 from deepytorch.gpu_check.outcome import Check, Failed, Skipped
 from deepytorch.passes.ops.attention_tile import Call, Rule
 from deepytorch.passes.ops.linear_cross_entropy import linear_cross_entropy
@@ -27,7 +30,6 @@ from deepytorch.passes.ops.reference import (
 from deepytorch.passes.ops.varlen_attention import varlen_attention
 from deepytorch.torch_internals import reset_dynamo
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _MODELS = ("llama", "bert", "t5")
 _OF_EAGERS = 3.0  # allowed error, in multiples of eager's error in that dtype: the rule of PyTorch's own benchmarks
 _SLACK = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # relative to the norm of the exact values
@@ -41,36 +43,32 @@ def checks_on(device: str) -> list[Check]:
 
 
 def _checks(device: torch.device) -> Iterator[Check]:
-    for dtype in _DTYPES:
+    for dtype in DTYPES:
         for name, options in _LOSSES.items():
-            yield Check("linear + cross-entropy", f"{dtype}, {name}", _bound(_loss_is_right, device, dtype, options))
-    for dtype in _DTYPES:
+            yield Check("linear + cross-entropy", f"{dtype}, {name}", partial(_loss_is_right, device, dtype, options))
+    for dtype in DTYPES:
         for name, options in _ATTENTIONS.items():
             group = "attention" if dtype == "bf16" else f"attention in {dtype}"
-            yield Check(group, f"{dtype}, {name}", _bound(_attention_is_right, device, dtype, options))
+            yield Check(group, f"{dtype}, {name}", partial(_attention_is_right, device, dtype, options))
     for dtype in ("bf16", "fp16"):
-        run = _bound(_biased_wide_heads, device, dtype)
+        run = partial(_biased_wide_heads, device, dtype)
         yield Check("attention that is held back from Triton", f"{dtype}, heads of 256 with a bias", run)
     for size in ((5, 61), (37, 701)):  # in one launch and in two
-        yield Check("facts of a batch", f"{size[0]} rows of {size[1]}", _bound(_facts_are_right, device, size))
+        yield Check("facts of a batch", f"{size[0]} rows of {size[1]}", partial(_facts_are_right, device, size))
     for model in _MODELS:
         for dtype in ("fp32", "bf16"):
-            run = _bound(_trains_as_eager, device, model, dtype)
+            run = partial(_trains_as_eager, device, model, dtype)
             yield Check(f"parity of {model}", f"{dtype}, Inductor", run, deadline_s=_COMPILES_S)
-    yield Check("synchronisations", "a packed step", lambda: _synchronisations(device), deadline_s=_COMPILES_S)
-    yield Check("ranks of one GPU", "4 ranks, all-reduces", lambda: _ranks_of_one_gpu(device), deadline_s=_MANY_S)
-    yield Check("registered memory", "NCCL with one rank", lambda: _registered_memory(device))
-    yield Check("machine code", "every kernel, for this device", lambda: _machine_code(device), deadline_s=_MANY_S)
+    yield Check("synchronisations", "a packed step", partial(_synchronisations, device), deadline_s=_COMPILES_S)
+    yield Check("ranks of one GPU", "4 ranks, all-reduces", partial(_ranks_of_one_gpu, device), deadline_s=_MANY_S)
+    yield Check("registered memory", "NCCL with one rank", partial(_registered_memory, device))
+    yield Check("machine code", "every kernel, for this device", partial(_machine_code, device), deadline_s=_MANY_S)
     for name, speed in (
         ("linear + cross-entropy, 4096 x 4096 x 128256, bf16", _loss_speed),
         ("attention, 8 rows of 1024, 32 heads of 128, bf16", _attention_speed),
         ("bench unpad, llama base, bf16", _unpad_speed),
     ):
-        yield Check("speed", name, _bound(speed, device), quick=False, is_timed=True, deadline_s=_MANY_S)
-
-
-def _bound(call: Callable[..., str], *given: Any) -> Callable[[], str]:
-    return lambda: call(*given)
+        yield Check("speed", name, partial(speed, device), quick=False, is_timed=True, deadline_s=_MANY_S)
 
 
 # ------------------------------------------------------------------ kernels
@@ -125,9 +123,9 @@ def _loss_is_right(device: torch.device, dtype: str, options: dict[str, Any]) ->
     def reference(hidden: Tensor, weight: Tensor) -> Tensor:
         return linear_cross_entropy_reference(hidden, weight, None, target, None, rule)
 
-    exact, eager = of(reference, torch.float64), of(reference, _DTYPES[dtype])
-    ours = of(lambda hidden, weight: linear_cross_entropy(hidden, weight, target, **named), _DTYPES[dtype])
-    return _as_near(("loss", "gradient of hidden", "gradient of weight"), exact, eager, ours, _DTYPES[dtype])
+    exact, eager = of(reference, torch.float64), of(reference, DTYPES[dtype])
+    ours = of(lambda hidden, weight: linear_cross_entropy(hidden, weight, target, **named), DTYPES[dtype])
+    return _as_near(("loss", "gradient of hidden", "gradient of weight"), exact, eager, ours, DTYPES[dtype])
 
 
 def _attention_is_right(device: torch.device, dtype: str, options: dict[str, Any]) -> str:
@@ -156,9 +154,9 @@ def _attention_is_right(device: torch.device, dtype: str, options: dict[str, Any
             query, key, value, starts, starts, longest, longest, bias=added, seed=seed, scale=0.125, **options
         )
 
-    exact, eager = of(reference, torch.float64), of(reference, _DTYPES[dtype])
-    ours = of(operator, _DTYPES[dtype])
-    return _as_near(("output", "query", "key", "value"), exact, eager, ours, _DTYPES[dtype])
+    exact, eager = of(reference, torch.float64), of(reference, DTYPES[dtype])
+    ours = of(operator, DTYPES[dtype])
+    return _as_near(("output", "query", "key", "value"), exact, eager, ours, DTYPES[dtype])
 
 
 def _biased_wide_heads(device: torch.device, dtype: str) -> str:
@@ -168,7 +166,7 @@ def _biased_wide_heads(device: torch.device, dtype: str) -> str:
     from deepytorch.passes.ops import varlen_attention_triton as triton_form
 
     generator = torch.Generator().manual_seed(0)
-    lengths, dim, kind = [300, 1, 77], 256, _DTYPES[dtype]
+    lengths, dim, kind = [300, 1, 77], 256, DTYPES[dtype]
     starts = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
     shapes = [(sum(lengths), heads, dim) for heads in (4, 2, 2)]
     given = [torch.randn(shape, generator=generator).to(device, kind) for shape in shapes]
@@ -225,11 +223,8 @@ def _as_near(
 
 
 def _few_batches(model: str, device: torch.device, steps: int, size: int = 8) -> list[dict[str, Tensor]]:
-    rows = load_rows(None)
-    drawn = batches(
-        rows, train_tokenizer(rows, 512), batch_size=size, max_length=256, kind=batch_kind(model), steps=steps
-    )
-    return [{name: value.to(device) for name, value in batch.items()} for batch in drawn]
+    drawn = text_batches(None, 512, batch_size=size, max_length=256, kind=batch_kind(model), steps=steps)
+    return [to_device(batch, device) for batch in drawn]
 
 
 def _trains_as_eager(device: torch.device, model: str, dtype: str) -> str:
@@ -239,23 +234,16 @@ def _trains_as_eager(device: torch.device, model: str, dtype: str) -> str:
     data = _few_batches(model, device, 3)
     with paused():
         exact = _trained(copy.deepcopy(start).to(device), data, torch.float32, None)
-        eager = _trained(copy.deepcopy(start).to(device), data, _DTYPES[dtype], None)
-    ours = _trained(copy.deepcopy(start).to(device), data, _DTYPES[dtype], "deepytorch")
-    return _as_near(("losses", "change of the weights"), exact, eager, ours, _DTYPES[dtype])
+        eager = _trained(copy.deepcopy(start).to(device), data, DTYPES[dtype], None)
+    ours = _trained(copy.deepcopy(start).to(device), data, DTYPES[dtype], "deepytorch")
+    return _as_near(("losses", "change of the weights"), exact, eager, ours, DTYPES[dtype])
 
 
 def _trained(model: nn.Module, data: list[dict[str, Tensor]], dtype: torch.dtype, backend: str | None) -> list[Tensor]:
-    call = model if backend is None else torch.compile(model, backend=backend)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    trainee = Trainee(compiled_arm("", model, backend), torch.optim.SGD(model.parameters(), lr=0.05), data)
     before = [each.detach().clone() for each in model.parameters()]
-    losses = []
-    for batch in data:
-        optimizer.zero_grad()
-        with torch.autocast(data[0]["input_ids"].device.type, dtype, enabled=dtype != torch.float32):
-            loss = call(**batch).loss
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach().float())
+    precision = Precision(data[0]["input_ids"].device, dtype)
+    losses = [trainee.step(batch, precision).float() for batch in data]
     change = [(now.detach() - then).flatten() for now, then in zip(model.parameters(), before, strict=True)]
     return [torch.stack(losses), torch.cat(change)]
 

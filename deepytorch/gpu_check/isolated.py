@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -13,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from deepytorch.bench.processes import Program, ending, last_lines
 from deepytorch.gpu_check.outcome import Check, Outcome
 
 WORKER = (sys.executable, "-m", "deepytorch.gpu_check.worker")
@@ -67,7 +66,7 @@ class _Group:
     def __init__(self, name: str, checks: Sequence[Check], device: str, worker: Sequence[str]) -> None:
         self._name, self._checks, self._device, self._worker = name, checks, device, worker
         self.is_timed = any(check.is_timed for check in checks)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._program: Program | None = None
         self._num_started = self._next = 0
         self._has_begun = False  # whether this process has begun any check
         self._begun: int | None = None  # the check that is being made
@@ -85,22 +84,17 @@ class _Group:
         self._folder, self._begun, self._has_begun, self._heard = folder, None, False, time.monotonic()
         self._num_started += 1
         stem = f"{self._name.replace(' ', '-')}-{self._num_started}".replace("/", "-")
-        self._records, self._log = folder / f"{stem}.jsonl", folder / f"{stem}.log"
+        self._records = folder / f"{stem}.jsonl"
         self._records.touch()
         self._read = 0
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [*self._worker, str(self._records), self._name, str(self._next), self._device],
-                stdin=subprocess.PIPE,  # closes when this process ends, in whatever way
-                stdout=log,
-                stderr=log,
-                start_new_session=True,  # so that it is ended together with its children
-            )
+        command = [*self._worker, str(self._records), self._name, str(self._next), self._device]
+        self._program = Program(command, folder / f"{stem}.log", stdin=subprocess.PIPE)  # closes when this process ends
 
     def listen(self, notify: Callable[[str], None]) -> list[Outcome]:
         """Return new outcomes since the last call. Starts the next process if this one is gone and checks are left."""
-        assert self._process is not None
-        code = self._process.poll()  # before the records are read, so that they hold all that an ended process wrote
+        assert self._program is not None
+        # The process is asked before the records are read, so that they hold all that an ended one wrote.
+        code = self._program.process.poll()
         found = self._recorded(notify)
         if self.is_over:
             self.close()
@@ -109,12 +103,15 @@ class _Group:
         deadline_s = _START_S if self._begun is None else self._checks[self._begun].deadline_s
         if code is None and silent_s <= deadline_s:
             return found
+        lines = last_lines(self._program.log, _LOG_LINES)
+        said = "\n".join(["The end of what it said:", *lines]) if lines else "It said nothing."
+        ended = "" if code is None else ending(code, "ended with status")
         if not self._has_begun:
-            how = f"did not begin within {deadline_s:.0f} s" if code is None else _said_of(code)
-            return found + self.left(f"its process {how}. {self._tail()}", passed=False)
+            how = ended or f"did not begin within {deadline_s:.0f} s"
+            return found + self.left(f"its process {how}. {said}", passed=False)
         if self._begun is not None:
-            how = f"was not over within {deadline_s:.0f} s, and was ended" if code is None else _said_of(code)
-            found.append(self._outcome(self._begun, False, f"{how}. {self._tail()}", silent_s))
+            how = ended or f"was not over within {deadline_s:.0f} s, and was ended"
+            found.append(self._outcome(self._begun, False, f"{how}. {said}", silent_s))
             self._next = self._begun + 1
         self.close()
         if not self.is_over:
@@ -129,14 +126,9 @@ class _Group:
 
     def close(self) -> None:
         """End the process, and all that it has started."""
-        if self._process is None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process = None
+        if self._program is not None:
+            self._program.end()
+        self._program = None
 
     def _recorded(self, notify: Callable[[str], None]) -> list[Outcome]:
         with self._records.open(encoding="utf-8") as records:
@@ -158,11 +150,3 @@ class _Group:
 
     def _outcome(self, number: int, passed: bool | None, said: str, seconds: float) -> Outcome:
         return Outcome(self._name, self._checks[number].name, passed, said, round(seconds, 2))
-
-    def _tail(self) -> str:
-        lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
-        return "\n".join(["The end of what it said:", *lines[-_LOG_LINES:]]) if lines else "It said nothing."
-
-
-def _said_of(code: int) -> str:
-    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"

@@ -36,12 +36,27 @@ def attach(modeling_utils: Any) -> None:
 
 
 def _replace_hooks(module: nn.Module) -> None:
-    """Put our hook in the places of transformers' hooks, so that their handles remove ours."""
-    weight = getattr(module, "weight", None)
-    if isinstance(weight, torch.Tensor):
-        for place, hook in module._forward_hooks.items():
-            if getattr(hook, "__name__", "") == _NAME and hook.__module__.startswith("transformers."):
-                module._forward_hooks[place] = _requiring_gradients(hook, weight)
+    """Put our hook in the place of transformers' first one, whose handle removes it, and drop the others.
+
+    Transformers registers one more each time that checkpointing is switched on, as TRL does behind each generation. The
+    later ones do nothing more, and Dynamo would trace the model anew for each.
+    """
+    weight, hooks = getattr(module, "weight", None), module._forward_hooks
+    if not isinstance(weight, torch.Tensor):
+        return
+    found = [place for place, hook in hooks.items() if _is_ours(hook) or _is_transformers(hook)]
+    for place in found[1:]:
+        del hooks[place]
+    if found and not _is_ours(hooks[found[0]]):
+        hooks[found[0]] = _requiring_gradients(hooks[found[0]], weight)
+
+
+def _is_transformers(hook: Any) -> bool:
+    return getattr(hook, "__name__", "") == _NAME and hook.__module__.startswith("transformers.")
+
+
+def _is_ours(hook: Any) -> bool:
+    return getattr(hook, "__name__", "") == _NAME and hook.__module__ == __name__
 
 
 def _requiring_gradients(original: Callable[..., Any], weight: torch.Tensor) -> Callable[..., Any]:

@@ -112,7 +112,7 @@ class Recorder:
         if os.getpid() != self._pid or self._finished:
             return
         modules = living_modules()
-        dropouts = 0 if self._job.dropout else sum(map(drop_nothing, modules))
+        dropouts = 0 if self._job.options.dropout else sum(map(drop_nothing, modules))
         self._write("optimizer", name=type(optimizer).__name__, dropouts=dropouts)
         trained = _trained(optimizer)
         if self._job.role == MOVED:
@@ -156,7 +156,7 @@ class Recorder:
         self._write("step", step=self._step, regions=_regions())
         if self._draws is not None and self._draws.watching:
             self._write("draws", modules=self._draws.stop())
-        if self._step >= self._job.steps:
+        if self._step >= self._job.options.steps:
             self.finish("steps")
             raise StepsDone
 

@@ -10,56 +10,92 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from deepytorch.bench.results import decoded
+from deepytorch.compiler.config import LOWERINGS
+from deepytorch.config import process_environment
+from deepytorch.errors import ConfigError
+
+_LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "python", "python3")
 WITHOUT, WITH, MOVED = "without", "with", "moved"  # MOVED: without the import, weights moved by their last bit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
-    """The job of one process.
+class VerifyOptions:
+    """The options of a verification.
 
     Attributes:
-        command: The script, or the module's name if `is_module`, and its arguments.
+        command: The script, or the name of a module if `is_module`, and its arguments.
         is_module: Whether the command names a module.
-        role: WITHOUT, WITH or MOVED.
-        steps: The number of optimizer steps after which the run ends.
+        steps: The number of optimizer steps after which a run ends.
         seed: The seed of random numbers.
+        tolerance: The relative difference that is always allowed.
+        timeout_s: The time limit of each of the three processes.
         lowering: The lowering of what the import compiles; None leaves it to the script.
-        dropout: False sets every dropout to zero.
-        folder: The folder for the records.
+        dropout: False sets every dropout to zero in all three runs.
     """
 
-    command: list[str]
-    is_module: bool
+    command: tuple[str, ...]
+    is_module: bool = False
+    steps: int = 10
+    seed: int = 0
+    tolerance: float = 1e-4
+    timeout_s: float = 1800.0
+    lowering: str | None = None
+    dropout: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.command:
+            raise ConfigError("no script was given; expected: deepytorch verify SCRIPT [ARGUMENTS]")
+        for name in ("steps", "tolerance", "timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name}={getattr(self, name)!r}; expected more than 0")
+        if self.lowering not in (None, *LOWERINGS):
+            raise ConfigError(f"lowering={self.lowering!r}; expected one of {', '.join(LOWERINGS)}")
+        ranks = process_environment().get("WORLD_SIZE", "1")
+        if ranks != "1":
+            raise ConfigError(
+                f"WORLD_SIZE={ranks} is set, so this is one of several ranks; expected one process: run `deepytorch "
+                "verify SCRIPT` without torchrun"
+            )
+        if not self.is_module and not Path(self.command[0]).exists():
+            hint = "the script itself" if Path(self.command[0]).name in _LAUNCHERS else "a path to a Python script"
+            raise ConfigError(
+                f"the script {self.command[0]!r} does not exist; expected {hint}: deepytorch verify SCRIPT [ARGUMENTS] "
+                "or deepytorch verify -m MODULE [ARGUMENTS]"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """The job of one process. role: WITHOUT, WITH or MOVED. folder: for its records."""
+
+    options: VerifyOptions
     role: str
-    steps: int
-    seed: int
-    lowering: str | None
-    dropout: bool
-    folder: str
+    folder: Path
 
     def write(self, path: Path) -> None:
         """Save the job for the process."""
-        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        path.write_text(json.dumps(asdict(self), default=str), encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path) -> Job:
         """Load the job in the process."""
-        return cls(**json.loads(path.read_text(encoding="utf-8")))
+        return decoded(cls, json.loads(path.read_text(encoding="utf-8")))
 
     @property
     def records(self) -> Path:
         """Return the file of the records."""
-        return Path(self.folder) / "records.jsonl"
+        return self.folder / "records.jsonl"
 
     @property
     def weights(self) -> Path:
         """Return the file of the trained weights at the end, one after another."""
-        return Path(self.folder) / "weights.bin"
+        return self.folder / "weights.bin"
 
     @property
     def ended(self) -> Path:
         """Return the file that appears once everything is written: a process that hangs afterwards has lost nothing."""
-        return Path(self.folder) / "ended"
+        return self.folder / "ended"
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -14,66 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deepytorch.compiler.config import LOWERINGS
+from deepytorch.bench.processes import Program, last_lines
 from deepytorch.config import process_environment
-from deepytorch.errors import ConfigError, ScriptError
+from deepytorch.errors import ScriptError
 from deepytorch.verify.compare import Compared, compare, plain
-from deepytorch.verify.records import MOVED, WITH, WITHOUT, Job, Run, read_run
+from deepytorch.verify.records import MOVED, WITH, WITHOUT, Job, Run, VerifyOptions, read_run
 
 _GRACE_S = 30.0  # time for a process to end by itself, once everything is written
 _LAST_LINES = 20
-_LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "python", "python3")
 _TELL = {
     WITHOUT: "without the import (1 of 3)",
     WITH: "with the import (2 of 3)",
     MOVED: "without the import, weights moved by their last bit (3 of 3)",
 }
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class VerifyOptions:
-    """The options of a verification.
-
-    Attributes:
-        command: The script, or the name of a module if `is_module`, and its arguments.
-        is_module: Whether the command names a module.
-        steps: The number of optimizer steps after which a run ends.
-        seed: The seed of random numbers.
-        tolerance: The relative difference that is always allowed.
-        timeout_s: The time limit of each of the three processes.
-        lowering: The lowering of what the import compiles; None leaves it to the script.
-        dropout: False sets every dropout to zero in all three runs.
-    """
-
-    command: tuple[str, ...]
-    is_module: bool = False
-    steps: int = 10
-    seed: int = 0
-    tolerance: float = 1e-4
-    timeout_s: float = 1800.0
-    lowering: str | None = None
-    dropout: bool = True
-
-    def __post_init__(self) -> None:
-        if not self.command:
-            raise ConfigError("no script was given; expected: deepytorch verify SCRIPT [ARGUMENTS]")
-        for name in ("steps", "tolerance", "timeout_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name}={getattr(self, name)!r}; expected more than 0")
-        if self.lowering not in (None, *LOWERINGS):
-            raise ConfigError(f"lowering={self.lowering!r}; expected one of {', '.join(LOWERINGS)}")
-        ranks = process_environment().get("WORLD_SIZE", "1")
-        if ranks != "1":
-            raise ConfigError(
-                f"WORLD_SIZE={ranks} is set, so this is one of several ranks; expected one process: run `deepytorch "
-                "verify SCRIPT` without torchrun"
-            )
-        if not self.is_module and not Path(self.command[0]).exists():
-            hint = "the script itself" if Path(self.command[0]).name in _LAUNCHERS else "a path to a Python script"
-            raise ConfigError(
-                f"the script {self.command[0]!r} does not exist; expected {hint}: deepytorch verify SCRIPT [ARGUMENTS] "
-                "or deepytorch verify -m MODULE [ARGUMENTS]"
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,32 +105,16 @@ def _run(options: VerifyOptions, role: str, folder: Path, notify: Callable[[str]
     notify(f"Running {_TELL[role]}")
     own = folder / role
     own.mkdir(mode=0o700)
-    job = Job(
-        command=list(options.command),
-        is_module=options.is_module,
-        role=role,
-        steps=options.steps,
-        seed=options.seed,
-        lowering=options.lowering,
-        dropout=options.dropout,
-        folder=str(own),
-    )
+    job = Job(options=options, role=role, folder=own)
     job.write(own / "job.json")
     environment = {"PYTHONHASHSEED": str(options.seed % 2**32), **process_environment()}
     environment["DEEPYTORCH"] = "on" if role == WITH else "off"
-    with (own / "output.txt").open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "deepytorch.verify.worker", str(own / "job.json")],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # so that processes of the script, such as data loaders, end with it
-        )
-        try:
-            in_time = _wait(process, job, options.timeout_s)
-        finally:
-            _end(process)
+    command = [sys.executable, "-m", "deepytorch.verify.worker", str(own / "job.json")]
+    program = Program(command, own / "output.txt", env=environment)
+    try:
+        in_time = _wait(program.process, job, options.timeout_s)
+    finally:
+        program.end()
     run = read_run(job)
     if run.ended is None and run.failure is None:
         if not in_time:
@@ -189,9 +123,9 @@ def _run(options: VerifyOptions, role: str, folder: Path, notify: Callable[[str]
                 f"It did not come to its end in {options.timeout_s:g} seconds ({made}); --timeout gives it more."
             )
         else:
-            run.failure = f"Its process ended with status {process.returncode}."
+            run.failure = f"Its process ended with status {program.process.returncode}."
     if run.failure is not None:
-        run.output = _last_lines(own / "output.txt")
+        run.output = "\n".join(last_lines(program.log, _LAST_LINES))
     return run
 
 
@@ -206,18 +140,6 @@ def _wait(process: subprocess.Popen[bytes], job: Job, timeout_s: float) -> bool:
             return written
         time.sleep(0.05)
     return True
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process, and the remaining ones of its session."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def _last_lines(path: Path) -> str:
-    lines = path.read_text(encoding="utf-8", errors="replace").rstrip().splitlines()
-    return "\n".join(lines[-_LAST_LINES:])
 
 
 def refuse_without_training(options: VerifyOptions, run: Run) -> None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from deepytorch.bench.table import table_of
 from deepytorch.verify.compare import COUNT, LOSS, NORM, SENSITIVITIES, TOTAL, WEIGHT, Compared
-from deepytorch.verify.run import Verdict, VerifyOptions, verify
+from deepytorch.verify.run import Verdict
 
 _KINDS = {
     LOSS: "losses",
@@ -21,18 +19,6 @@ _KINDS = {
     WEIGHT: "end weights",
     COUNT: "counts",
 }
-
-
-def verify_and_show(options: VerifyOptions, console: Console, json_file: str | None) -> int:
-    """Run, compare and print; return the exit status: 0 if all agrees, else 1."""
-    with console.status("Starting") as status:
-        verdict = verify(options, notify=status.update)
-    show(verdict, console)
-    if json_file == "-":
-        Console(soft_wrap=True, markup=False, highlight=False).print(json.dumps(verdict.to_json(), indent=2))
-    elif json_file is not None:
-        Path(json_file).write_text(json.dumps(verdict.to_json(), indent=2) + "\n", encoding="utf-8")
-    return 0 if verdict.agrees else 1
 
 
 def show(verdict: Verdict, console: Console) -> None:
@@ -86,11 +72,7 @@ def remarks(verdict: Verdict) -> Iterator[str]:
 def _summary(verdict: Verdict) -> Table:
     options = verdict.options
     title = f"{' '.join(options.command)}: {verdict.with_import.steps} steps, seed {options.seed}"
-    table = Table(title=escape(title), title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("compared")
-    for name in ("numbers", "difference", "eager's own", "allowed"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("")
+    rows = []
     for kind, told in _KINDS.items():
         of_kind = [each for each in verdict.compared if each.kind == kind]
         if not of_kind:
@@ -98,40 +80,39 @@ def _summary(verdict: Verdict) -> Table:
         worst = max(of_kind, key=lambda each: each.relative / each.allowed if each.allowed else each.relative)
         differ = sum(not each.agrees for each in of_kind)
         said = f"[bold red]{differ:,} differ[/]" if differ else "[green]agree[/]"
-        row = (f"{len(of_kind):,}", f"{worst.relative:.1e}", _own(worst), f"{worst.allowed:.1e}", said)
-        table.add_row(told, *row)
-    return table
+        rows.append((told, f"{len(of_kind):,}", f"{worst.relative:.1e}", _own(worst), f"{worst.allowed:.1e}", said))
+    columns = ("compared", "numbers", "difference", "eager's own", "allowed", "")
+    return table_of(escape(title), columns, rows, left=("compared", ""))
 
 
 def _differences(verdict: Verdict) -> Table:
-    table = Table(title="What differs first, of each kind", title_justify="left", box=box.SIMPLE_HEAD)
-    for name in ("where", "what"):
-        table.add_column(name, overflow="fold")
-    for name in ("without", "with import", "difference", "eager's own"):
-        table.add_column(name, justify="right", no_wrap=True)
     firsts: dict[str, Compared] = {}
     for each in verdict.differences:
         firsts.setdefault(each.kind, each)
-    for each in firsts.values():
-        values = (f"{each.without:.6g}", f"{each.with_import:.6g}", f"{each.relative:.1e}", _own(each))
-        table.add_row(each.where, escape(_what(each)), *values)
-    return table
+    rows = [
+        (
+            each.where,
+            escape(_what(each)),
+            f"{each.without:.6g}",
+            f"{each.with_import:.6g}",
+            f"{each.relative:.1e}",
+            _own(each),
+        )
+        for each in firsts.values()
+    ]
+    columns = ("where", "what", "without", "with import", "difference", "eager's own")
+    return table_of("What differs first, of each kind", columns, rows, left=("where", "what"))
 
 
 def _regions(verdict: Verdict) -> Table:
-    table = Table(title="What deepytorch compiled", title_justify="left", box=box.SIMPLE_HEAD)
-    for name in ("region", "outcome", "steps packed", "padded", "why padded or declined"):
-        table.add_column(name, justify="right" if name in ("steps packed", "padded") else "left", overflow="fold")
+    rows = []
     for region in verdict.with_import.report["regions"]:
         reasons = [f"{count} x {reason}" for reason, count in region["padded_because"].items()]
-        table.add_row(
-            escape(region["name"]),
-            region["outcome"],
-            str(region["steps_packed"]),
-            str(region["steps_padded"]),
-            escape("\n".join([*reasons, *region["declined"], *region["fallbacks"]])),
-        )
-    return table
+        why = escape("\n".join([*reasons, *region["declined"], *region["fallbacks"]]))
+        steps = (str(region["steps_packed"]), str(region["steps_padded"]))
+        rows.append((escape(region["name"]), region["outcome"], *steps, why))
+    columns = ("region", "outcome", "steps packed", "padded", "why padded or declined")
+    return table_of("What deepytorch compiled", columns, rows, left=("region", "outcome", "why padded or declined"))
 
 
 def _sentence(verdict: Verdict) -> str:

@@ -20,7 +20,7 @@ import torch
 
 import deepytorch
 from deepytorch.verify.recorder import Recorder, StepsDone
-from deepytorch.verify.records import WITH, Job
+from deepytorch.verify.records import WITH, Job, VerifyOptions
 
 _OURS = ("<frozen runpy>", runpy.__file__, __file__)
 
@@ -29,16 +29,17 @@ def main() -> None:
     """Run and record the script that `sys.argv[1]` describes."""
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     job = Job.read(Path(sys.argv[1]))
+    options = job.options
     recorder = Recorder(job)
     recorder.attach()
-    if job.role == WITH and job.lowering is not None:
-        deepytorch.configure(options={"lowering": job.lowering})
-    random.seed(job.seed)
+    if job.role == WITH and options.lowering is not None:
+        deepytorch.configure(options={"lowering": options.lowering})
+    random.seed(options.seed)
     if find_spec("numpy") is not None:  # torch and deepytorch work without NumPy
-        import_module("numpy").random.seed(job.seed)
-    torch.manual_seed(job.seed)
+        import_module("numpy").random.seed(options.seed)
+    torch.manual_seed(options.seed)
     try:
-        run_script(job)
+        run_script(options)
     except StepsDone:
         return
     except SystemExit as end:
@@ -53,14 +54,14 @@ def main() -> None:
     recorder.finish("script")
 
 
-def run_script(job: Job) -> None:
+def run_script(options: VerifyOptions) -> None:
     """Run the script as `python SCRIPT ARGUMENTS` or `python -m MODULE ARGUMENTS` does."""
-    sys.argv = list(job.command)
-    if job.is_module:
-        runpy.run_module(job.command[0], run_name="__main__", alter_sys=True)
+    sys.argv = list(options.command)
+    if options.is_module:
+        runpy.run_module(options.command[0], run_name="__main__", alter_sys=True)
     else:
-        sys.path[0] = str(Path(job.command[0]).resolve().parent)
-        runpy.run_path(job.command[0], run_name="__main__")
+        sys.path[0] = str(Path(options.command[0]).resolve().parent)
+        runpy.run_path(options.command[0], run_name="__main__")
 
 
 def _told(error: BaseException) -> str:

@@ -15,21 +15,13 @@ import typer
 import deepytorch
 from deepytorch import cli
 from deepytorch.bench.models import MODELS, SIZES
-from deepytorch.cli.options import Dtype, Model, ModelSize
+from deepytorch.bench.options import DTYPE_NAMES
+from deepytorch.cli.options import Model, ModelSize
 from deepytorch.errors import DataError, ParityError
 from tests.bench.test_schema import VALUES
+from tests.command_line import run
 
 ROOT = Path(__file__).parents[2]
-
-
-def run(monkeypatch, *arguments: str) -> int:
-    """Run the command line in this process; return the exit status."""
-    monkeypatch.setattr(sys, "argv", ["deepytorch", *arguments])
-    try:
-        cli.main()
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
 
 
 def commands(group, path=()):
@@ -72,7 +64,7 @@ def test_models_and_dtypes_of_the_options_are_those_that_exist():
 
     assert tuple(model.value for model in Model) == MODELS
     assert tuple(size.value for size in ModelSize) == tuple(SIZES)
-    assert tuple(dtype.value for dtype in Dtype) == tuple(DTYPES)
+    assert tuple(DTYPES) == DTYPE_NAMES
 
 
 def test_an_error_of_ours_is_one_message_and_status_2(monkeypatch, capsys, tmp_path):

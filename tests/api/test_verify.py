@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 import time
 from pathlib import Path
 
@@ -13,12 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from deepytorch import cli
 from deepytorch.errors import ConfigError, ScriptError
 from deepytorch.verify.compare import COUNT, LOSS, NORM, TOTAL, compare
 from deepytorch.verify.recorder import Draws, drop_nothing, move_last_bit, parameter_names
-from deepytorch.verify.records import Gradients, Job, Loss, Run, read_run
-from deepytorch.verify.run import VerifyOptions, refuse_without_training, verify
+from deepytorch.verify.records import Gradients, Job, Loss, Run, VerifyOptions, read_run
+from deepytorch.verify.run import refuse_without_training, verify
+from tests.command_line import run
 
 ROOT = Path(__file__).parents[2]
 
@@ -65,16 +64,6 @@ def _processes_find_this_tree(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
 
-def command(monkeypatch, *arguments: str) -> int:
-    """Run `deepytorch verify`; return the exit status."""
-    monkeypatch.setattr(sys, "argv", ["deepytorch", "verify", *arguments])
-    try:
-        cli.main()
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
-
-
 def found(script: str, *arguments: str, **options):
     """What `verify` finds in a plain script."""
     Path("script.py").write_text(PLAIN + script)
@@ -87,8 +76,18 @@ def found(script: str, *arguments: str, **options):
 @pytest.mark.slow
 def test_a_script_that_agrees(monkeypatch, capsys):
     Path("train.py").write_text(LLAMA)
-    status = command(
-        monkeypatch, "--steps", "3", "--seed", "7", "--lowering", "aot_eager", "--json", "out.json", "train.py"
+    status = run(
+        monkeypatch,
+        "verify",
+        "--steps",
+        "3",
+        "--seed",
+        "7",
+        "--lowering",
+        "aot_eager",
+        "--json",
+        "out.json",
+        "train.py",
     )
     shown = capsys.readouterr().out
     assert status == 0, shown
@@ -120,7 +119,7 @@ assert dropout.p == 0.0
 optimizer.step()
 """
     )
-    assert command(monkeypatch, "--no-dropout", "script.py") == 0
+    assert run(monkeypatch, "verify", "--no-dropout", "script.py") == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "--no-dropout: 1 settings of dropout were set to zero in all runs." in shown
     assert "The script came to its end after 1 of 10 steps." in shown
@@ -141,7 +140,7 @@ for step in range(1, 20):
 @pytest.mark.slow
 def test_a_script_that_differs(monkeypatch, capsys):
     Path("script.py").write_text(PLAIN + DIFFERS)
-    assert command(monkeypatch, "--steps", "4", "--json", "-", "script.py") == 1
+    assert run(monkeypatch, "verify", "--steps", "4", "--json", "-", "script.py") == 1
     shown = capsys.readouterr()
     answer = json.loads(shown.out)
     first = answer["differs_first"]
@@ -169,7 +168,7 @@ for step in range(20):
         raise ValueError("only [with] it")
 """
     )
-    assert command(monkeypatch, "--steps", "4", "--json", "out.json", "script.py") == 1
+    assert run(monkeypatch, "verify", "--steps", "4", "--json", "out.json", "script.py") == 1
     shown = capsys.readouterr().out
     assert "Fails with the import only, after 2 of 4 steps" in shown
     assert "ValueError: only [with] it" in shown
@@ -184,7 +183,7 @@ for step in range(20):
 
 def test_a_script_that_fails_by_itself(monkeypatch, capsys):
     Path("script.py").write_text('print("before it")\nraise KeyError("rows")\n')
-    assert command(monkeypatch, "script.py") == 2
+    assert run(monkeypatch, "verify", "script.py") == 2
     shown = capsys.readouterr().err
     assert "Error: script.py fails without the import" in shown
     assert "before it" in shown
@@ -201,7 +200,7 @@ def test_a_script_that_fails_by_itself(monkeypatch, capsys):
 )
 def test_a_script_with_nothing_to_compare(monkeypatch, capsys, script, words):
     Path("script.py").write_text(PLAIN + script)
-    assert command(monkeypatch, "script.py") == 2
+    assert run(monkeypatch, "verify", "script.py") == 2
     assert words in " ".join(capsys.readouterr().err.split())
 
 
@@ -325,7 +324,7 @@ if with_import:
 """
     )
     before = time.monotonic()
-    assert command(monkeypatch, "--timeout", "15", "script.py") == 1
+    assert run(monkeypatch, "verify", "--timeout", "15", "script.py") == 1
     assert time.monotonic() - before < 120
     shown = capsys.readouterr()
     assert "did not come to its end in 15 seconds (1 of 10 steps made)" in " ".join((shown.out + shown.err).split())
@@ -353,7 +352,7 @@ def _alive(pid: int) -> bool:
     ],
 )
 def test_what_cannot_be_run_is_refused(monkeypatch, capsys, arguments, words):
-    assert command(monkeypatch, *arguments) == 2
+    assert run(monkeypatch, "verify", *arguments) == 2
     assert words in " ".join(capsys.readouterr().err.split())
 
 
@@ -446,9 +445,7 @@ def test_calls_are_counted():
 
 
 def test_records_of_a_script_that_died_can_be_read(tmp_path):
-    job = Job(
-        command=["x"], is_module=False, role="with", steps=2, seed=0, lowering=None, dropout=True, folder=str(tmp_path)
-    )
+    job = Job(options=VerifyOptions(command=("x",), is_module=True), role="with", folder=tmp_path)
     assert read_run(job).steps == 0
     lines = [
         '{"kind": "backward", "step": 1, "values": [NaN]}',

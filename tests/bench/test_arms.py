@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from deepytorch.bench.gradients import max_relative_difference
+from deepytorch.bench.measurement import rotated
 from deepytorch.bench.memory import peak_step_bytes
 from deepytorch.bench.training_step import (
     Arm,
@@ -18,7 +19,6 @@ from deepytorch.bench.training_step import (
     compiled_arm,
     empty_compile_caches,
     forward_backward,
-    rotated,
 )
 from deepytorch.errors import ConfigError
 

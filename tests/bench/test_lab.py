@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from deepytorch import cli
 from deepytorch.bench import lab as lab_module
 from deepytorch.bench.lab import DEVICE, Lab, LabOptions, check_machine, run_lab
 from deepytorch.bench.shaping import NUM_FLOW_LEAVES, flow_commands, parse_rate, segment_bytes
 from deepytorch.errors import ConfigError
+from tests.command_line import run
 
 ROOT = Path(__file__).parents[2]
 PAYLOAD = 1448 / 1514  # of a full frame
@@ -119,10 +119,7 @@ def test_the_command_line_passes_everything_on(monkeypatch):
     asked = []
     monkeypatch.setattr(lab_module, "run_lab", lambda *given: asked.append(given) or 7)
     options = "--hosts 3 --ranks 2 --rate 50mbit --flow-rate 10mbit --logs out --timeout 9"
-    monkeypatch.setattr(sys, "argv", ["deepytorch", "lab", *options.split(), "--", "train.py", "--rate", "1"])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    assert end.value.code == 7
+    assert run(monkeypatch, "lab", *options.split(), "--", "train.py", "--rate", "1") == 7
     ((options, command, _),) = asked
     assert options == LabOptions(hosts=3, ranks=2, rate="50mbit", flow_rate="10mbit", logs=Path("out"), timeout_s=9.0)
     assert command == ["train.py", "--rate", "1"]

@@ -1,13 +1,10 @@
-"""A result file holds what was measured, and nothing that no run can give."""
+"""The result of `deepytorch bench unpad`: its keys, and what it refuses beyond its types."""
 
 from __future__ import annotations
 
-import json
-import math
-
 import pytest
 
-from deepytorch.bench.schema import UnpadResult, read_result, write_result
+from deepytorch.bench.schema import UnpadResult
 from deepytorch.errors import DataError
 
 VALUES = {
@@ -59,52 +56,13 @@ ASKED_FOR = {
 }
 
 
-def test_a_result_is_the_same_after_writing_and_reading(tmp_path):
-    result = UnpadResult(**VALUES)
-    write_result(tmp_path / "result.json", result)
-    assert read_result(tmp_path / "result.json") == result
-    assert json.loads((tmp_path / "result.json").read_text()) == VALUES
-
-
 def test_the_keys_that_others_read_are_there():
-    assert set(UnpadResult(**VALUES).to_json()) >= ASKED_FOR
+    content = UnpadResult(**VALUES).to_json()
+    assert content == VALUES
+    assert set(content) >= ASKED_FOR
 
 
-def test_no_hand_packing_is_null():
-    assert UnpadResult(**VALUES | {"ratio_vs_handpacked": None}).to_json()["ratio_vs_handpacked"] is None
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"ratio_vs_eager": math.nan},
-        {"ratio_vs_eager": None},
-        {"ratio_vs_handpacked": math.inf},
-        {"recompiles": -1},
-        {"recompiles": 1.5},
-        {"steps_packed": True},
-        {"model": 3},
-        {"real_token_fraction": 1.2},
-        {"real_token_fraction": 0.0},
-        {"step_ms": {"eager": None}},
-        {"ratio_quartiles": {"eager": [1.0, math.nan]}},
-        {"peak_bytes": [1]},
-    ],
-)
+@pytest.mark.parametrize("wrong", [{"ratio_vs_eager": None}, {"real_token_fraction": 1.2}])
 def test_values_that_no_run_gives_are_refused(wrong):
-    with pytest.raises(DataError, match=f"{next(iter(wrong))} (of the result )?is "):
+    with pytest.raises(DataError, match=f"{next(iter(wrong))} of the result is "):
         UnpadResult(**VALUES | wrong)
-
-
-def test_another_layout_is_refused(tmp_path):
-    path = tmp_path / "result.json"
-    path.write_text(json.dumps({key: value for key, value in VALUES.items() if key != "dtype"} | {"speed": 1}))
-    with pytest.raises(DataError, match=r"lacks \['dtype'\] and has the unknown \['speed'\]"):
-        read_result(path)
-    path.write_text("[]")
-    with pytest.raises(DataError, match="is a list, expected one JSON object"):
-        read_result(path)
-    with pytest.raises(DataError, match="cannot be read"):
-        read_result(tmp_path / "none.json")
-    with pytest.raises(DataError, match="cannot be written"):
-        write_result(tmp_path / "no" / "folder.json", UnpadResult(**VALUES))

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import json
 from typing import Any
 
 import pytest
 
 from deepytorch.bench import comm_launch
-from deepytorch.bench.sharded import (
-    ShardedOptions,
-    ShardedResult,
-    read_sharded_result,
-    run_sharded,
-    write_sharded_result,
-)
-from deepytorch.errors import ConfigError, DataError
+from deepytorch.bench.results import decoded
+from deepytorch.bench.sharded import ShardedResult, run_sharded
+from deepytorch.bench.sharded_worker import ShardedOptions
+from deepytorch.errors import ConfigError
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"size": "huge"}, "expected one of tiny, quarter"),
-        ({"arms": ("exact", "int4")}, "int4; expected one or more of gloo, exact, int8, fp8"),
+        ({"arms": ("exact", "int4")}, 'arms has "int4", expected one of gloo, exact, int8, fp8'),
         ({"arms": ()}, "expected one or more of"),
         ({"arms": ("int8", "int8")}, "each once"),
         ({"hosts": 1}, "hosts is 1; expected 2 or more"),
@@ -35,7 +31,7 @@ def test_options_that_make_no_sense_are_refused(changes: dict[str, Any], words: 
         ShardedOptions(**changes)
 
 
-def test_figures_are_those_of_the_measured_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_figures_are_those_of_the_measured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {
         "exact": {"seconds": [9.0, 9.0, 2.0, 1.0, 3.0], "losses": [5.0, 4.0, 3.0, 2.0, 1.0]},
         "int8": {"seconds": [9.0, 9.0, 1.0, 1.0, 4.0], "losses": [5.0, 4.0, 3.0, 2.0, 1.3]},
@@ -54,10 +50,7 @@ def test_figures_are_those_of_the_measured_steps(monkeypatch: pytest.MonkeyPatch
     assert rounded.speedup == 2.0
     assert rounded.last_loss == pytest.approx(15.3 / 5)
     assert rounded.loss_ratio == pytest.approx(15.3 / 15)
-    write_sharded_result(tmp_path / "result.json", result)
-    assert read_sharded_result(tmp_path / "result.json") == result
-    with pytest.raises(DataError, match="lacks"):
-        ShardedResult.from_json({"size": "demo"})
+    assert decoded(ShardedResult, json.loads(json.dumps(result.to_json()))) == result
 
 
 @pytest.mark.matrix

@@ -6,12 +6,13 @@ import os
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from deepytorch.bench.alternation import Turn, TurnGiver, alternate
 from deepytorch.bench.host_scripts import Script, ScriptFailed, results
-from deepytorch.bench.hosts_worker import HostJob
+from deepytorch.bench.hosts_worker import HostJob, HostsOptions
 
 
 def soon(seconds: float = 20.0) -> float:
@@ -102,10 +103,9 @@ def test_a_step_that_does_not_end_is_given_up_at_the_deadline():
     assert ranks.ended()
 
 
-def job(**given: object) -> HostJob:
-    values: dict[str, object] = {"host": "plain", "model": "llama", "size": "tiny", "batch_size": 2, "max_length": 32}
-    values |= {"steps": 2, "save_at": 1, "first": 0, "save": "", "resume": None, "other": None, "data": None}
-    return HostJob(**{**values, "lowering": "aot_eager", **given})  # type: ignore[arg-type]
+def job(folder: Path, **given: Any) -> HostJob:
+    options = HostsOptions(**{"size": "tiny", "batch_size": 2, "max_length": 32, "lowering": "aot_eager"} | given)
+    return HostJob(options=options, host="plain", model="llama", save=folder / "save")
 
 
 @pytest.mark.slow
@@ -113,17 +113,18 @@ def test_a_script_that_fails_says_how_and_the_other_is_ended(tmp_path: Path):
     folders = [tmp_path / name for name in ("fails", "trains")]
     for folder in folders:
         folder.mkdir()
+    (tmp_path / "wrong.json").write_text("[]")
     scripts = [
-        Script(job(data=str(tmp_path / "missing.json")), folders[0], 1, 120.0, on=False, in_turns=True),
-        Script(job(save=str(tmp_path / "save")), folders[1], 1, 120.0, on=False, in_turns=True),
+        Script(job(tmp_path, data=tmp_path / "wrong.json"), folders[0], 1, 120.0, on=False, in_turns=True),
+        Script(job(tmp_path, steps=4), folders[1], 1, 120.0, on=False, in_turns=True),
     ]
-    with pytest.raises(ScriptFailed, match=r"^failed without the import: .*missing\.json"):
+    with pytest.raises(ScriptFailed, match=r"^failed without the import: .*wrong\.json"):
         results(*scripts)
-    assert all(process.poll() is not None for script in scripts for process in script._processes)
+    assert all(each.process.poll() is not None for script in scripts for each in script.programs)
 
 
 def test_a_script_without_end_is_ended(tmp_path: Path):
-    script = Script(job(steps=100_000, save_at=100_000), tmp_path, 1, 0.5, on=False)
+    script = Script(job(tmp_path, steps=100_000), tmp_path, 1, 0.5, on=False)
     with pytest.raises(ScriptFailed, match=r"^no end after 0\.5 s without the import$"):
         results(script)
-    assert all(process.poll() is not None for process in script._processes)
+    assert all(each.process.poll() is not None for each in script.programs)

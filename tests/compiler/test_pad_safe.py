@@ -191,6 +191,8 @@ PLAIN: dict[str, Callable[[Any, Case], Any]] = {
     "rows put together": lambda x, c: (torch.cat([x, 2 * x]) * torch.cat([c.wide, c.wide])).sum(1),
     "parts in another order": lambda x, c: _masked_sums(x.view(15, FEATURES).split(5)[::-1], c, [10, 5, 0]),
     "not all the parts": lambda x, c: _masked_sums(x.view(15, FEATURES).split(5)[:2], c, [0, 5]),
+    "rows by indices": lambda x, c: (x[torch.tensor([2, 0, 2])].exp() * c.wide[[2, 0, 2]]).sum(1),
+    "rows by a list": lambda x, c: (x[[0, -1]] * c.wide[[0, -1]]).sum(0),
     "rows in another order": lambda x, c: (torch.stack([x[2], x[0]]) * torch.stack([c.wide[2], c.wide[0]])).sum(0),
     "sum in float64": lambda x, c: (x * c.wide).sum(dtype=torch.float64),
     # Zero times something is zero only where that is finite.
@@ -270,7 +272,7 @@ ANYTHING: dict[str, Callable[[Any, Case], Any]] = {
     "an exponential in half precision": lambda x, c: ((x.detach().half() * 30).exp() * c.wide).sum(),
     # What is not followed, though some of it would do without pads.
     "a new dimension in front": lambda x, c: x[None],
-    "indices of rows alone": lambda x, c: x[[0, 1]],
+    "no rows": lambda x, c: x[torch.empty(0, dtype=torch.long)],
     "a position of some rows": lambda x, c: x[1:, 1],
     "a part without a token": lambda x, c: x[2:, :1],
     "a mask of features": lambda x, c: x[x > 0],

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from deepytorch.bench.host_loops import PACKAGES
-from deepytorch.bench.hosts import HostsOptions, run_hosts
+from deepytorch.bench.host_loops import HOSTS
+from deepytorch.bench.hosts import run_hosts
+from deepytorch.bench.hosts_worker import HostsOptions
 
 GRAPH, ENTRY = "in the graph", "at model entry"
 CELLS = [
@@ -42,7 +43,7 @@ RARE = {
     ],
 )
 def test_losses_agree_and_checkpoints_are_interchangeable(host: str, model: str, how: str) -> None:
-    for package in PACKAGES.get(host, ()):
+    for package in HOSTS[host].packages:
         pytest.importorskip(package)
     # Rows are cut so late that no batch has hardly any padding, whichever of them a rank is dealt.
     options = HostsOptions(

@@ -90,6 +90,15 @@ class Place:
             self._derived[key] = (place, kept)
         return self._derived[key]
 
+    def rows_at(self, index: torch.Tensor) -> tuple[Place, torch.Tensor]:
+        """Return the place of some rows, in any order, and their entries, (entries,) int64. index: (rows,) int64."""
+        rows, columns = self.coordinates()
+        counts = torch.bincount(rows, minlength=self.grid[0])
+        lengths, starts = counts[index], (counts.cumsum(0) - counts)[index]
+        of_row = torch.arange(index.shape[0], device=index.device).repeat_interleave(lengths)
+        entries = (starts - (lengths.cumsum(0) - lengths))[of_row] + torch.arange(of_row.shape[0], device=index.device)
+        return Place((index.shape[0], self.grid[1]), of_row * self.grid[1] + columns[entries]), entries
+
     @staticmethod
     def joined(places: Sequence[Place]) -> Place:
         """Return the place of the entries of several grids that are concatenated along their first dimension.

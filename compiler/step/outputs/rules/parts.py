@@ -107,26 +107,33 @@ def _picked_column(x: Tokens, of_tokens: Sequence[Any], of_features: Sequence[An
     return _picked(x, wanted, of_features)
 
 
-def _picked_by_index(x: Tokens, keys: Sequence[Any]) -> Tensor:
-    """Return positions by their indices, which must be those of tokens: `x[rows, positions]`."""
-    if x.num_token_dims != 2 or len(keys) < 2:
+def _picked_by_index(x: Tokens, keys: Sequence[Any]) -> Any:
+    """Return positions by their indices, which must be those of tokens: `x[rows, positions]`; or rows: `x[rows]`."""
+    if x.num_token_dims != 2:
         raise NotPacked
-    device, grid = x.place.at.device, x.place.grid
-    indices = []
-    for key, size in zip(keys[:2], grid, strict=True):
-        index = torch.as_tensor(list(key), device=device) if isinstance(key, range | list) else key
-        if not isinstance(index, Tensor) or index.dtype not in (torch.int64, torch.int32) or index.dim() > 1:
+    indices = [_index(key, size, x.place.at.device) for key, size in zip(keys[:2], x.place.grid, strict=False)]
+    if len(indices) == 1:
+        if indices[0].dim() != 1 or indices[0].shape[0] == 0:
             raise NotPacked
-        if index.device != device or bool(((index < -size) | (index >= size)).any()):
-            raise NotPacked  # eager says what is wrong
-        indices.append(index.long() % size)
+        place, entries = x.place.rows_at(indices[0])
+        return x.later(lambda rows: rows.index_select(0, entries), place=place)
     rest = list(keys[2:])
     if not all(isinstance(each, slice) for each in rest):
         raise NotPacked
     rows, columns = torch.broadcast_tensors(*indices)
     if rows.dim() != 1:
         raise NotPacked
-    return _picked(x, rows * grid[1] + columns, rest)
+    return _picked(x, rows * x.place.grid[1] + columns, rest)
+
+
+def _index(key: Any, size: int, device: torch.device) -> Tensor:
+    """Return an index tensor (n,) or (), int64, of numbers from 0 to `size`, for the key of a dimension."""
+    index = torch.as_tensor(list(key), device=device) if isinstance(key, range | list) else key
+    if not isinstance(index, Tensor) or index.dtype not in (torch.int64, torch.int32) or index.dim() > 1:
+        raise NotPacked
+    if index.device != device or bool(((index < -size) | (index >= size)).any()):
+        raise NotPacked  # eager says what is wrong
+    return index.long() % size
 
 
 def _picked(x: Tokens, positions: Tensor, of_features: Sequence[Any]) -> Tensor:

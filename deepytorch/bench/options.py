@@ -1,0 +1,63 @@
+"""Options that several benchmarks share: how they are read and checked. All checks raise `ConfigError`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from deepytorch.bench.lab import LabOptions
+from deepytorch.errors import ConfigError
+
+DTYPE_NAMES = ("fp32", "bf16", "fp16")
+
+
+def check_at_least(options: Any, least: int, *names: str) -> None:
+    """Refuse options of these names that are below `least`."""
+    for name in names:
+        if getattr(options, name) < least:
+            raise ConfigError(f"{name} is {getattr(options, name)}; expected {least} or more.")
+
+
+def check_choice(options: Any, name: str, accepted: Collection[str]) -> None:
+    """Refuse an option that is none of `accepted`; of an option with several values, each has to be one of them."""
+    given = getattr(options, name)
+    if not given:
+        raise ConfigError(f"{name} is empty, expected one or more of {', '.join(accepted)}.")
+    values, verb = ((given,), "is") if isinstance(given, str) else (given, "has")
+    for value in values:
+        if value not in accepted:
+            raise ConfigError(f'{name} {verb} "{value}", expected one of {", ".join(accepted)}.')
+
+
+def check_arms(options: Any, accepted: Collection[str]) -> None:
+    """Refuse arms that are none of `accepted`, and one that is named twice."""
+    check_choice(options, "arms", accepted)
+    if len(set(options.arms)) != len(options.arms):
+        raise ConfigError(f"arms is {', '.join(options.arms)}; expected each once.")
+
+
+def check_rates(options: Any) -> None:
+    """Refuse `rate` and `flow_rate` where there is one host."""
+    if options.hosts == 1 and (options.rate or options.flow_rate):
+        raise ConfigError("A rate shapes links between simulated hosts, found one host; expected --hosts 2 or more.")
+
+
+def simulated_hosts(options: Any) -> LabOptions | None:
+    """Return the hosts that `hosts`, `ranks`, `rate` and `flow_rate` ask for; None for this machine alone."""
+    if options.hosts == 1:
+        return None
+    given = {name: getattr(options, name) for name in ("rate", "flow_rate") if getattr(options, name) is not None}
+    return LabOptions(hosts=options.hosts, ranks=options.ranks, **given)
+
+
+def dtype_name(text: str) -> str:
+    """Return one of `DTYPE_NAMES`, given so or as torch spells it. Raises `ConfigError` for any other text."""
+    name = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(text, text)
+    if name not in DTYPE_NAMES:
+        raise ConfigError(f'The dtype is "{text}", expected one of {", ".join(DTYPE_NAMES)}.')
+    return name
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Return the parts of a comma-separated list."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())

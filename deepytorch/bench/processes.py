@@ -1,0 +1,70 @@
+"""Processes that a command starts: each in a session of its own, and ended with everything that it has started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+
+class Program:
+    """A command in a process, whose output goes to the file `log`. The other arguments are those of `Popen`."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        log: Path,
+        env: Mapping[str, str] | None = None,
+        stdin: int = subprocess.DEVNULL,
+        pass_fds: Collection[int] = (),
+    ) -> None:
+        self.log = log
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                command,
+                stdin=stdin,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=env,
+                pass_fds=pass_fds,
+            )
+
+    def end(self) -> None:
+        """End the process, and the others of its session."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+
+
+def last_lines(log: Path, count: int) -> list[str]:
+    """Return the last `count` lines of a process's output."""
+    return log.read_text(encoding="utf-8", errors="replace").rstrip().splitlines()[-count:]
+
+
+def ending(code: int, failed: str) -> str:
+    """Return in words how a process has ended. failed: the words before an exit status."""
+    if code >= 0:
+        return f"{failed} {code}"
+    try:
+        return f"was ended by {signal.Signals(-code).name}"
+    except ValueError:  # a real-time one
+        return f"was ended by signal {-code}"
+
+
+def rank_environment(rank: int, ranks: int) -> dict[str, str]:
+    """Return the variables that torchrun sets for a rank, where all are on one host."""
+    return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+
+
+def meeting_point() -> dict[str, str]:
+    """Return the variables that say where ranks meet: at a free port of this host."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}

@@ -1,0 +1,139 @@
+"""Results and plans as JSON: one object a file, whose layout is a dataclass and its fields' types."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+from dataclasses import MISSING, asdict, is_dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+from deepytorch.errors import DataError
+
+T = TypeVar("T")
+
+_NAMES = {
+    str: "text",
+    bool: "true or false",
+    int: "a count",
+    float: "a finite number, 0 or more",
+    NoneType: "null",
+    Any: "any value",
+}
+
+
+class Record:
+    """The base of dataclasses that are written to a result file: a value that no run can give raises `DataError`.
+
+    what: the name of the record in errors.
+    """
+
+    what = "result"
+
+    def __post_init__(self) -> None:
+        """Compare every field with its type; numbers are finite and 0 or more."""
+        for name, kind in get_type_hints(type(self)).items():
+            value = getattr(self, name)
+            self.require(_fits(value, kind), name, _expected(kind))
+
+    def require(self, condition: bool, name: str, expected: str) -> None:
+        """Raise `DataError`, which names the field, unless `condition` holds."""
+        if not condition:
+            raise DataError(f"{name} of the {self.what} is {getattr(self, name)!r}, expected {expected}.")
+
+    @classmethod
+    def of(cls: type[T], options: Any, **values: Any) -> T:
+        """Return the record of these values, and of the options that have the names of its other fields."""
+        same = {name: getattr(options, name) for name in get_type_hints(cls) if hasattr(options, name)}
+        return cls(**same | values)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the record as plain JSON values."""
+        return asdict(self)  # type: ignore[call-overload]
+
+
+def decoded(kind: type[T], content: Any) -> T:
+    """Return the dataclass `kind` that a JSON value holds. Fields that have a default may be missing.
+
+    Raises `DataError` for another layout, and what `kind` raises for values that it does not accept.
+    """
+    what = getattr(kind, "what", kind.__name__)
+    if not isinstance(content, dict):
+        raise DataError(f"The {what} is a {type(content).__name__}, expected one JSON object.")
+    kinds = get_type_hints(kind)
+    required = {name for name in kinds if not _has_default(kind, name)}
+    missing, unknown = sorted(required - set(content)), sorted(set(content) - set(kinds))
+    if missing or unknown:
+        raise DataError(f"The {what} lacks {missing} and has the unknown {unknown}: written by another version?")
+    return kind(**{name: _decoded(kinds[name], value) for name, value in content.items()})
+
+
+def read_result(kind: type[T], path: Path) -> T:
+    """Return the result in a file. Raises `DataError` when it cannot be read or has another layout than `kind`."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"The result file {path} cannot be read: {error}.") from error
+    return decoded(kind, content)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write `content` to `path` as one JSON object. Raises `DataError` when the file cannot be written."""
+    write_text(path, json.dumps(content, indent=2) + "\n", "--json")
+
+
+def write_text(path: Path, text: str, option: str) -> None:
+    """Write `text` to the path given with `option`. Raises `DataError` when the file cannot be written."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"The file {path} cannot be written: {error.strerror}. Give another {option} path.") from error
+
+
+def machine() -> str:
+    """Return this machine in words."""
+    return f"{platform.machine()}, {os.cpu_count()} CPUs"
+
+
+def _has_default(kind: Any, name: str) -> bool:
+    field = kind.__dataclass_fields__[name]
+    return field.default is not MISSING or field.default_factory is not MISSING
+
+
+def _decoded(kind: Any, value: Any) -> Any:
+    """Return a field's value, with tuples, paths and dataclasses as its type asks for; `Record` checks the rest."""
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin is UnionType:
+        return None if value is None else _decoded(parts[0], value)
+    if origin in (list, tuple) and isinstance(value, list):
+        return origin(_decoded(parts[0], each) for each in value)
+    if kind is Path:
+        return Path(value)
+    return decoded(kind, value) if is_dataclass(kind) and isinstance(kind, type) else value
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin is UnionType:
+        return any(_fits(value, each) for each in parts)
+    if origin in (list, tuple):
+        return isinstance(value, origin) and all(_fits(each, parts[0]) for each in value)
+    if origin is dict:
+        pairs = value.items() if isinstance(value, dict) else [(None, None)]
+        return all(_fits(key, parts[0]) and _fits(each, parts[1]) for key, each in pairs)
+    if kind in (int, float):
+        is_number = isinstance(value, int | kind) and not isinstance(value, bool)
+        return is_number and math.isfinite(value) and value >= 0
+    return kind is Any or isinstance(value, kind)
+
+
+def _expected(kind: Any) -> str:
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin is UnionType:
+        return ", or ".join(map(_expected, parts))
+    if origin in (list, tuple, dict):
+        return f"{'an object' if origin is dict else 'a list'} ({_expected(parts[-1 if origin is dict else 0])} each)"
+    return _NAMES.get(kind, f"a {getattr(kind, '__name__', kind)}")
