@@ -24,7 +24,7 @@ from deepytorch.integrations.entry_proof import sharding_groups
 from deepytorch.integrations.packed_batch import Find, Show, Side
 from deepytorch.passes.samples import Sampler
 
-_KEPT = 4  # calls in a row whose outputs a script holds and has not used: it collects them
+KEPT = 4  # calls in a row whose outputs a script holds and has not used: it collects them
 
 
 class Peers:
@@ -106,11 +106,11 @@ class OutputUses:
 
     def __init__(self, record: RegionRecord, model: nn.Module, peers: Peers | None) -> None:
         self.events = RegionEvents(record, State(packs=True, defers=True, profiles=True))
-        self.parameters, self.buffers, self._modules = list(model.parameters()), Buffers(model), list(model.modules())
+        self.parameters, self.buffers, self._parts = list(model.parameters()), Buffers(model), list(model.modules())
         self.sampler = Sampler()
         listen_to_steps()
         self._peers, self._calls = peers, 0
-        self._given: deque[Family] = deque(maxlen=_KEPT)  # the outputs of the last packed calls
+        self._given: deque[Family] = deque(maxlen=KEPT)  # the outputs of the last packed calls
 
     def begin(self) -> None:
         """Count a call that begins: ranks that share weights profile only their first one, whatever its batch is.
@@ -118,7 +118,7 @@ class OutputUses:
         An evaluation that keeps logits puts them together in the end, and would need the pads of every call then.
         """
         self._calls += 1
-        kept = len(self._given) == _KEPT and all(each.is_pending() for each in self._given)
+        kept = len(self._given) == KEPT and all(each.is_pending() for each in self._given)
         if kept and not torch.is_grad_enabled():
             self.events.keeps_outputs()
         if self._peers and self._calls == 2 and not self.events.state.knows_uses:
@@ -134,18 +134,18 @@ class OutputUses:
 
     def modes(self) -> list[bool]:
         """Return which of the model's modules are in training mode."""
-        return [each.training for each in self._modules]
+        return [each.training for each in self._parts]
 
     @contextlib.contextmanager
     def in_modes(self, modes: Sequence[bool]) -> Iterator[None]:
         """Put the model's modules in the modes of an earlier call, as `modes` gave them, inside of the block."""
         now = self.modes()
         try:
-            for module, mode in zip(self._modules, modes, strict=True):
+            for module, mode in zip(self._parts, modes, strict=True):
                 module.training = mode
             yield
         finally:
-            for module, mode in zip(self._modules, now, strict=True):
+            for module, mode in zip(self._parts, now, strict=True):
                 module.training = mode
 
     def profiling(self) -> Show:
