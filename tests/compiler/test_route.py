@@ -148,7 +148,7 @@ def test_an_event_changes_nothing_else() -> None:
     assert touched == {
         "pads": {"uses", "because"},
         "graph": {"uses", "because"},
-        "double backward": {"uses", "because"},
+        "a backward that needs eager": {"uses", "because"},
         "differed": {"uses", "because"},
         "profiled": {"profiled"},
         "profiled without a backward": {"profiled", "had_backward"},
