@@ -192,7 +192,6 @@ def _compile(
         record=record,
         effects=effects,
         min_padding=config.min_padding,
-        zero_outputs=config.outputs == "zeros",
         verify_every=environment.verify_every if environment.verify else None,
         round_sizes=round_sizes,
     )

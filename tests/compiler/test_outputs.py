@@ -478,21 +478,6 @@ def test_a_decoder_without_a_mask_is_cut_after_its_last_label_and_shows_eagers_l
 
 
 @pytest.mark.slow
-def test_zeros_at_pads_are_what_a_user_asks_for() -> None:
-    LEDGER.forget()
-    model = llama()
-    reference = copy.deepcopy(model)
-    compiled = torch.compile(model, backend="deepytorch", options={**OPTIONS, "outputs": "zeros"})
-    for batch in right_padded():
-        wanted, found = reference(**batch), compiled(**batch)
-        real = batch["attention_mask"].bool()
-        assert_close(found.logits[real], wanted.logits[real], "logits at tokens")
-        assert not found.logits[~real].any()
-    report = LEDGER.report()
-    assert report.total("steps_packed") == len(SIZES), describe(report)
-
-
-@pytest.mark.slow
 def test_without_deferred_outputs_every_value_is_there_at_once() -> None:
     pair = Pair(llama(), options={"defer_outputs": False})
 

@@ -29,7 +29,7 @@ from tests.compiler.parity import (
 )  # fmt: skip
 from tests.compiler.plain_models import Plain, filled
 
-PACKS = State(packs=True, defers=True, profiles=True)
+PACKS = State(packs=True, defers=True)
 PROFILED = PACKS.profiled_call(trains=False)
 WHOLE = State()
 
