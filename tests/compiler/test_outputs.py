@@ -135,7 +135,7 @@ def right_padded(device: str = "cpu", sizes: Any = SIZES) -> list[Batch]:
 
 def assert_way(report: Report, way: str, steps: int) -> None:
     """The first step was watched (two where transformers cuts its first graph), and all others went this way."""
-    packed, padded, watched = (report.total(f"steps_{name}") for name in ("packed", "padded", "watched"))
+    packed, padded, watched = (report.total(f"steps_{name}") for name in ("packed", "padded", "profiled"))
     assert watched in (1, 2), describe(report)
     left = steps - watched
     assert (packed, padded) == ((left, 0) if way == "packed" else (0, left)), describe(report)
@@ -209,7 +209,7 @@ def test_a_first_look_at_pads_in_a_later_step_runs_that_step_again_and_later_one
         pair.step(batch)
     assert_same_parameters(pair.reference, pair.model)
     report = LEDGER.report()
-    counts = [report.total(f"steps_{name}") for name in ("watched", "packed", "replayed", "padded")]
+    counts = [report.total(f"steps_{name}") for name in ("profiled", "packed", "replayed", "padded")]
     assert counts == [1, 2, 1, 3], describe(report)
     (region,) = report.regions
     assert any("test_outputs.py" in use and "padded positions" in use for use in region.outputs["logits"])
