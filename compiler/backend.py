@@ -22,7 +22,6 @@ from deepytorch.compiler.dynamo.graph_traits import (
     attention_forms,
     draws_as_eager,
     is_cut_at,
-    is_packed,
     keeps_all,
     may_have_attention,
     may_have_large_loss,
@@ -43,10 +42,9 @@ from deepytorch.compiler.step.unused_outputs import parts_in_outputs
 from deepytorch.config import Environment
 from deepytorch.log import logger, once
 from deepytorch.passes.base import Context
-from deepytorch.passes.graphs import copied
+from deepytorch.passes.graphs import copied, is_packed, is_random
 from deepytorch.passes.slicing import Slicer
 from deepytorch.passes.unpad.program import Program
-from deepytorch.passes.unpad.rules import is_random
 from deepytorch.torch_internals import CompileContext, TensorifyScalarRestartAnalysis
 
 _OF_ANY_SIZES = ("FuseLinearLoss",)  # passes that need no symbolic sizes: stock's own trace is enough
@@ -194,7 +192,6 @@ def _compile(
         record=record,
         effects=effects,
         min_padding=config.min_padding,
-        zero_outputs=config.outputs == "zeros",
         verify_every=environment.verify_every if environment.verify else None,
         round_sizes=round_sizes,
     )

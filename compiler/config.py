@@ -13,8 +13,6 @@ from deepytorch.config import Environment
 from deepytorch.errors import ConfigError
 
 Lowering = Literal["inductor", "aot_eager", "eager"]
-Outputs = Literal["exact", "zeros"]
-OUTPUTS = ("exact", "zeros")
 LOWERINGS = ("inductor", "aot_eager", "eager")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
@@ -33,8 +31,6 @@ class CompilerConfig:
     there; where None, in packed regions for that reason alone.
     `loss_rows`: leave out rows of the loss whose label is ignored.
     `defer_outputs`: compute an output that the loss does not need, such as logits, at its first use.
-    `outputs`: what a script finds at padded positions of outputs; "exact": what eager has there, "zeros": zeros, for
-    scripts that look at real positions only and in ways that cannot be seen to.
     `min_padding`: the padded step runs for a batch whose fraction of padded positions, from 0 to 1, is below this.
     `round_sizes`: fill packed batches up with pads to one of a few sizes, at most an eighth more tokens, so that a CUDA
     graph is recorded for each size once; where None, on CUDA devices if CUDA graphs are asked for.
@@ -51,7 +47,6 @@ class CompilerConfig:
     fuse_loss: bool | None = None
     loss_rows: bool = True
     defer_outputs: bool = True
-    outputs: Outputs = "exact"
     min_padding: float = 0.0
     round_sizes: bool | None = None
     reduce_gradients: bool = True
@@ -62,7 +57,6 @@ class CompilerConfig:
     def __post_init__(self) -> None:
         _expect("lowering", self.lowering, self.lowering in LOWERINGS, f"one of {', '.join(LOWERINGS)}")
         _expect("mode", self.mode, self.mode is None or self.mode in MODES, f"one of {', '.join(MODES)}")
-        _expect("outputs", self.outputs, self.outputs in OUTPUTS, f"one of {', '.join(OUTPUTS)}")
         for name in ("wait", "round_sizes", "fuse_loss"):
             value = getattr(self, name)
             _expect(name, value, value is None or isinstance(value, bool), "True, False or None")
@@ -99,6 +93,11 @@ class CompilerConfig:
         inductor: dict[str, Any] = {}
         for name, value in (options or {}).items():
             plain = name.replace("-", "_") if isinstance(name, str) else name
+            if plain == "outputs":
+                raise ConfigError(
+                    f"option {name!r} is {value!r}; expected no such option, since outputs are eager's at pads, too, "
+                    "and those that a script does not look at are not computed: leave it out"
+                )
             if plain in _OPTIONS:
                 ours[plain] = value
             else:

@@ -70,9 +70,7 @@ def passes_for(plan: Plan) -> list[Pass]:
     """Return the passes of `plan`, in order."""
     config = plan.config
     passes: list[Pass] = [
-        StripPadding(
-            loss_rows=config.loss_rows, defer_outputs=config.defer_outputs, zero_outputs=config.outputs == "zeros"
-        ),
+        StripPadding(loss_rows=config.loss_rows, defer_outputs=config.defer_outputs),
         # behind StripPadding, after which only the loss reads the logits of a Hugging Face model
         FuseLinearLoss() if config.fuse_loss else FuseLinearLoss(least_bytes=None),
     ]

@@ -267,7 +267,6 @@ ATTRIBUTES = (
     Attribute("backward node", "_raw_saved_tensors", "whether a forward saves anything for its backward"),
     Attribute("operator", "_overloadname", "tell another process which operator a graph calls"),
     Attribute("operator", "_schema", "the arguments of an operator, and whether it writes to them"),
-    Attribute("library", "_register_fake", "operators of ours without values"),
     Attribute("process group", "_device_types", "which backends a group has"),
     Attribute("process group", "_get_backend", "the same"),
     Attribute("process group", "_register_backend", "a stock group inside of ours"),

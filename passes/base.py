@@ -44,7 +44,7 @@ class Context:
     """
 
     shape_env: Any = None  # torch.fx.experimental.symbolic_shapes.ShapeEnv; None where every size is a number
-    # The graph ends at a graph break: the model's own code reads the outputs and would see zeros at pads.
+    # The graph ends at a graph break: the model's own code reads the outputs, at pads too.
     ends_in_break: bool = False
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from deepytorch.passes.base import Context, Decline, Pass, Rewrite, Role
-from deepytorch.passes.graphs import arguments_of, match_softcap
+from deepytorch.passes.graphs import arguments_of, is_packed, match_softcap
 from deepytorch.passes.ops import linear_cross_entropy  # noqa: F401, registers the operator
 from deepytorch.passes.ops.linear_cross_entropy_chunked import NONE
 from deepytorch.passes.slicing import writes_in_place
@@ -56,7 +56,7 @@ class FuseLinearLoss(Pass):
 
     def concerns(self, module: fx.GraphModule) -> bool:
         """Return whether the graph has a loss, a weight with enough rows, and a batch with enough places."""
-        if self.least_bytes is None and not _is_packed(module):
+        if self.least_bytes is None and not is_packed(module):
             return False
         rows, classes, fast = 0, 0, False
         for node in module.graph.nodes:
@@ -201,11 +201,6 @@ def _name(node: fx.Node) -> str:
 def _value(node: Any) -> torch.Tensor:
     value: torch.Tensor = node.meta["val"]
     return value
-
-
-def _is_packed(module: fx.GraphModule) -> bool:
-    packed = torch.ops.deepytorch.varlen_attention.default
-    return any(node.target is packed for node in module.graph.nodes)
 
 
 def _is_fast(value: torch.Tensor) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from deepytorch.torch_internals import detect_fake_mode
+from deepytorch.torch_internals import OpOverload, detect_fake_mode
 
 aten = torch.ops.aten
 
@@ -63,6 +63,20 @@ def drop_unread_inputs(graph: fx.Graph, count: int | None = None) -> tuple[int, 
         else:
             graph.erase_node(node)
     return tuple(kept)
+
+
+def is_random(node: fx.Node) -> bool:
+    """Return whether a node draws random numbers when it runs."""
+    if node.target is aten.dropout.default:
+        return bool(node.args[2]) and node.args[1] != 0
+    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def is_packed(module: fx.GraphModule) -> bool:
+    """Return whether a graph, or one nested in it, has attention over packed rows."""
+    packed = torch.ops.deepytorch.varlen_attention.default
+    graphs = (part.graph for part in module.modules() if isinstance(part, fx.GraphModule))
+    return any(node.target is packed for graph in graphs for node in graph.nodes)
 
 
 def match_softcap(node: fx.Node) -> tuple[float, fx.Node, list[fx.Node]] | None:

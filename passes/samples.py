@@ -61,15 +61,13 @@ class Sampler:
 
     def _knows(self, tensors: Sequence[torch.Tensor]) -> bool:
         return (
-            bool(self._known)
-            and self._ids == [id(each) for each in tensors]
-            and self._addresses == [each.data_ptr() if type(each) in _PLAIN else 0 for each in tensors]
+            bool(self._known) and self._ids == [id(each) for each in tensors] and self._addresses == _addresses(tensors)
         )
 
     def _look_at(self, tensors: Sequence[torch.Tensor]) -> None:
         self._known = [weakref.ref(each, self._forget) for each in tensors]
         self._ids = [id(each) for each in tensors]
-        self._addresses = [each.data_ptr() if type(each) in _PLAIN else 0 for each in tensors]
+        self._addresses = _addresses(tensors)
         self._views = {}
         values = max(_FEW, _ALTOGETHER // max(1, len(tensors)))
         for index, each in enumerate(tensors):
@@ -85,6 +83,10 @@ class Sampler:
 def same_bits(before: torch.Tensor, after: torch.Tensor | None) -> bool:
     """Return whether two samples of a tensor are equal, bit by bit."""
     return after is not None and torch.equal(before.view(torch.uint8), after.view(torch.uint8))
+
+
+def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return [each.data_ptr() if type(each) in _PLAIN else 0 for each in tensors]
 
 
 def _is_sampled(tensor: torch.Tensor) -> bool:

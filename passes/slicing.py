@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from deepytorch.passes.base import Role
+from deepytorch.passes.graphs import is_random
 from deepytorch.torch_internals import OpOverload
 
 aten = torch.ops.aten
@@ -135,7 +136,7 @@ class Slicer:
             return False
         target = node.target
         if isinstance(target, OpOverload):
-            if torch.Tag.nondeterministic_seeded in target.tags and not _is_inert_dropout(node):
+            if is_random(node):
                 return False
         else:
             if not (getattr(target, "__module__", "") or "").startswith(("_operator", "math", "torch.")):
@@ -146,10 +147,6 @@ class Slicer:
         return all(self._from_batch.get(source, False) for source in node.all_input_nodes) and all(
             self._from_batch.get(source, True) for write in writes for source in write.all_input_nodes
         )
-
-
-def _is_inert_dropout(node: fx.Node) -> bool:
-    return node.target is torch.ops.aten.dropout.default and (node.args[1] == 0 or not node.args[2])
 
 
 def _is_buffer(node: fx.Node) -> bool:

@@ -302,8 +302,8 @@ MUTATIONS = (
     ),
     Mutation(
         UNPAD + "emit.py",
-        "return self.call(aten.add.Tensor, (start, self.columns(entries, offset)), {})",
-        "return self.call(aten.add.Tensor, (start, self.columns(entries)), {})",
+        "return self.call(aten.add.Tensor, (start, self.columns(entries, offset)))",
+        "return self.call(aten.add.Tensor, (start, self.columns(entries)))",
         "a slice is gathered one position late",
     ),
     Mutation(

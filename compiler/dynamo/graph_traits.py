@@ -29,17 +29,6 @@ def may_have_attention(module: fx.GraphModule) -> bool:
     return False
 
 
-def is_packed(module: fx.GraphModule) -> bool:
-    """Return whether a Dynamo graph has our attention already, by packing at model entry."""
-    packed = torch.ops.deepytorch.varlen_attention.default
-    return any(
-        node.target is packed
-        for part in module.modules()
-        if isinstance(part, fx.GraphModule)
-        for node in part.graph.nodes
-    )
-
-
 def may_have_large_loss(module: fx.GraphModule) -> bool:
     """Return whether a Dynamo graph may have a cross-entropy of large logits: a cheap look."""
     for node in module.graph.nodes:
@@ -73,7 +62,7 @@ def _form(node: fx.Node) -> str:
     rows_k = rows_q if cu_k is cu_q else torch.empty(1)
     some_bias = None if bias is None else _of_that_shape(bias)
     # 1 and 1 stand for the longest rows: the choice only asks if there are tokens.
-    call = Call(rows_q, rows_k, 1, 1, some_bias, None, None, None, Rule(**node.kwargs))  # type: ignore[arg-type]
+    call = Call(rows_q, rows_k, 1, 1, Rule(**node.kwargs), some_bias)  # type: ignore[arg-type]
     form, reasons = choose_form(query, key, value, call)
     return f"{form} ({'; '.join(reasons)})" if reasons else form
 

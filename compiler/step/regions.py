@@ -49,7 +49,6 @@ def packed_region(
     effects: Effects,
     *,
     min_padding: float = 0.0,
-    zero_outputs: bool = False,
     verify_every: int | None = None,
     round_sizes: bool = False,
 ) -> Region:
@@ -66,21 +65,20 @@ def packed_region(
         record: The region's record in the report.
         effects: The side effects of the region.
         min_padding: The share of pads from which on a batch is packed.
-        zero_outputs: Whether outputs are zeros at pads.
         verify_every: One of so many packed steps is compared with eager; None compares none.
         round_sizes: Whether packed steps get few sizes only.
     """
     batch = tuple(index for index, given in enumerate(inputs) if given.role is Role.BATCH)
     parameters = tuple(index for index, given in enumerate(inputs) if given.role is Role.PARAMETER)
     defers = any(output.kind != "value" for output in program.outputs)
-    events = RegionEvents(record, State(packs=True, defers=defers, profiles=defers and not zero_outputs))
+    events = RegionEvents(record, State(packs=True, defers=defers))
     whole = _padded(padded, fakes, lowering, record, events)
     varying = [symbolic_dims(fakes[index]) for index in program.packed_inputs] + [(0,)] * len(program.indices)
     rounded = None
     if round_sizes:
         from deepytorch.compiler.step.rounding.step import rounded_step, without_recording  # on a GPU, when asked for
 
-        rounded = rounded_step(packed, program, fakes, lowering, record, events.needs_eager_backward, zero_outputs)
+        rounded = rounded_step(packed, program, fakes, lowering, record, events.needs_eager_backward)
         lowering = without_recording(lowering)
     outputs = StepOutputs(program, eager, events, record, batch, parameters, effects.written, effects.draws)
     compares = verify_every is not None and not effects.written and not effects.draws

@@ -46,8 +46,8 @@ class State:
 
     Attributes:
         packs: Whether it has a packed form.
-        defers: Whether some outputs of the packed form are computed when they are used.
-        profiles: Whether, for that reason, the uses of outputs have to be known first.
+        defers: Whether some outputs of the packed form are computed when they are used. Their uses have to be known
+            first.
         uses: The most that a script was seen to use of the outputs.
         because: The script's action behind `uses`, for the report.
         profiled: The number of calls that were profiled so far.
@@ -57,7 +57,6 @@ class State:
 
     packs: bool = False
     defers: bool = False
-    profiles: bool = False
     uses: Uses = Uses.TOKENS
     because: str = ""
     profiled: int = 0
@@ -67,7 +66,7 @@ class State:
     @property
     def knows_uses(self) -> bool:
         """Return whether the script's uses of the outputs are known, or do not matter."""
-        return not self.profiles or self.profiled >= MAX_PROFILED or (self.profiled > 0 and self.had_backward)
+        return not self.defers or self.profiled >= MAX_PROFILED or (self.profiled > 0 and self.had_backward)
 
     # ------------------------------------------------------------------ events
 

@@ -18,7 +18,7 @@ from deepytorch.bench.models import batch_kind, build_model
 from deepytorch.bench.training_step import DTYPES, Precision, compiled_arm, to_device
 from deepytorch.data import text_batches
 from deepytorch.gpu_check.outcome import Check, Failed, Skipped
-from deepytorch.passes.ops.attention_tile import Call, Rule
+from deepytorch.passes.ops.attention_tile import Call, Rule, Saved
 from deepytorch.passes.ops.linear_cross_entropy import linear_cross_entropy
 from deepytorch.passes.ops.linear_cross_entropy_chunked import LossRule
 from deepytorch.passes.ops.pack_facts import Packing, Target, pack_facts, takes
@@ -181,9 +181,9 @@ def _biased_wide_heads(device: torch.device, dtype: str) -> str:
         return [output.detach(), *torch.autograd.grad(output, leaves, upstream.to(output.dtype))]
 
     query, key, value, bias = given
-    call = Call(starts, starts, max(lengths), max(lengths), bias, None, None, None, rule)
+    call = Call(starts, starts, max(lengths), max(lengths), rule, bias)
     output, logsumexp = triton_form.forward(query, key, value, call)
-    ours = [output, *triton_form.backward(upstream, query, key, value, output, logsumexp, call, True)]
+    ours = [output, *triton_form.backward(Saved(query, key, value, output, logsumexp, call), upstream, True)]
     names = ("output", "query", "key", "value", "bias")
     return _as_near(names, reference(torch.float64), reference(kind), ours, kind)
 

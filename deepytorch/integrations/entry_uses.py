@@ -105,7 +105,7 @@ class OutputUses:
     """
 
     def __init__(self, record: RegionRecord, model: nn.Module, peers: Peers | None) -> None:
-        self.events = RegionEvents(record, State(packs=True, defers=True, profiles=True))
+        self.events = RegionEvents(record, State(packs=True, defers=True))
         self.parameters, self.buffers, self._parts = list(model.parameters()), Buffers(model), list(model.modules())
         self.sampler = Sampler()
         listen_to_steps()

@@ -34,11 +34,30 @@ class Call(NamedTuple):
     cu_seqlens_k: Tensor
     max_q: int
     max_k: int
-    bias: Tensor | None
-    positions_q: Tensor | None
-    positions_k: Tensor | None
-    seed: Tensor | None
     rule: Rule
+    bias: Tensor | None = None
+    positions_q: Tensor | None = None
+    positions_k: Tensor | None = None
+    seed: Tensor | None = None
+
+
+class Saved(NamedTuple):
+    """One call and its results, from which the backward starts.
+
+    `output` is (tokens_q, heads_q, head_dim_v), `logsumexp` (heads_q, tokens_q). Logsumexp means the same in all forms,
+    so it does not matter which form computed it.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    output: Tensor
+    logsumexp: Tensor
+    call: Call
+
+
+# Of query, key, value and bias; the last is empty where it is not asked for.
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class Hidden(NamedTuple):
@@ -75,6 +94,11 @@ class TileGradients(NamedTuple):
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of scores, logsumexp and sums: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def inner_adjacent(x: Tensor) -> Tensor:
+    """Return (tokens, heads, head_dim) with a last dimension that is adjacent in memory."""
+    return x if x.stride(2) == 1 else x.contiguous()
 
 
 def hidden_by_window(num_q: int, num_k: int, shift: int, rule: Rule, device: torch.device) -> Hidden | None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import torch
 
 NAMESPACE = "deepytorch"
@@ -11,14 +14,32 @@ if "LIBRARY" not in globals():  # importlib.reload runs this module again in the
     LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
-def define_once(schema: str, tags: tuple[torch.Tag, ...] = ()) -> bool:
-    """Define the operator of `schema`, `"name(arguments) -> results"`; return False if this process already has it."""
-    if hasattr(getattr(torch.ops, NAMESPACE), schema.partition("(")[0]):
-        return False
+def register(
+    schema: str,
+    kernels: Mapping[str, Callable[..., Any]],
+    fake: Callable[..., Any] | None = None,
+    backward: Callable[..., Any] | None = None,
+    setup_context: Callable[..., None] | None = None,
+    tags: tuple[torch.Tag, ...] = (torch.Tag.pt2_compliant_tag,),
+) -> None:
+    """Register an operator, unless this process already has it.
+
+    Args:
+        schema: `"name(arguments) -> results"`.
+        kernels: what computes it, by dispatch key.
+        fake: its results' shapes and dtypes, on fake tensors.
+        backward: its formula for autograd.
+        setup_context: saves what `backward` needs.
+        tags: of the operator.
+    """
+    name = schema.partition("(")[0]
+    if hasattr(getattr(torch.ops, NAMESPACE), name):
+        return
     LIBRARY.define(schema, tags=tags)
-    return True
-
-
-def qualified(name: str) -> str:
-    """Return the operator's name with its namespace, as `torch.library` takes it."""
-    return f"{NAMESPACE}::{name}"
+    for key, kernel in kernels.items():
+        LIBRARY.impl(name, kernel, key)
+    qualified = f"{NAMESPACE}::{name}"
+    if fake is not None:
+        torch.library.register_fake(qualified, fake, lib=LIBRARY)
+    if backward is not None:
+        torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=LIBRARY)

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from deepytorch.passes.ops import linear_cross_entropy_chunked as chunked
-from deepytorch.passes.ops.library import LIBRARY, define_once, qualified
-from deepytorch.passes.ops.linear_cross_entropy_chunked import LossRule
-from deepytorch.passes.ops.reference import linear_cross_entropy_reference
+from deepytorch.passes.ops.library import register
+from deepytorch.passes.ops.linear_cross_entropy_chunked import Call, LossRule
+from deepytorch.passes.ops.reference import linear_cross_entropy_reference, second_derivatives
 from deepytorch.torch_internals import disable_dynamo
 
 _REDUCTIONS = {"none": chunked.NONE, "mean": chunked.MEAN, "sum": chunked.SUM}
@@ -84,21 +84,13 @@ def linear_cross_entropy(
         ValueError: shapes, dtypes or numbers that do not fit together.
     """
     rule = LossRule(_REDUCTIONS.get(reduction, -1), ignore_index, label_smoothing, softcap, upcast, z_loss)
-    _check(hidden, weight, bias, target, class_weight, rule, reduction)
-    return torch.ops.deepytorch.linear_cross_entropy.default(
-        hidden, weight, bias, target, class_weight, **rule._asdict()
-    )
+    call = Call(hidden, weight, bias, target, class_weight, rule)
+    _check(call, reduction)
+    return torch.ops.deepytorch.linear_cross_entropy.default(*call[:-1], **rule._asdict())
 
 
-def _check(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    class_weight: Tensor | None,
-    rule: LossRule,
-    reduction: str,
-) -> None:
+def _check(call: Call, reduction: str) -> None:
+    hidden, weight, bias, target, class_weight, rule = call
     if hidden.dim() != 2 or not hidden.is_floating_point():
         raise _wrong(f"hidden of shape {tuple(hidden.shape)} and dtype {hidden.dtype}", "(tokens, hidden), floating")
     if weight.dim() != 2 or weight.size(1) != hidden.size(1) or weight.dtype != hidden.dtype:
@@ -128,37 +120,30 @@ def _wrong(found: str, expected: str) -> ValueError:
     return ValueError(f"linear_cross_entropy: found {found}; expected {expected}")
 
 
-def _whole(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None, **rule: Any
-) -> Tensor:
+def _whole(*tensors: Tensor | None, **rule: Any) -> Tensor:
     """Call the operator above autograd, where it is visible which gradients will be asked for."""
-    wants = [each is not None and each.requires_grad and torch.is_grad_enabled() for each in (hidden, weight, bias)]
-    return torch.ops.deepytorch.linear_cross_entropy_sweep.default(
-        hidden, weight, bias, target, class_weight, **rule, gradients=wants
-    )[0]
+    wants = [each is not None and each.requires_grad and torch.is_grad_enabled() for each in tensors[:3]]
+    return torch.ops.deepytorch.linear_cross_entropy_sweep.default(*tensors, **rule, gradients=wants)[0]
+
+
+def _call(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None, **rule: Any
+) -> Call:
+    return Call(hidden, weight, bias, target, class_weight, LossRule(**rule))
 
 
 @disable_dynamo
-def _forward(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    class_weight: Tensor | None,
-    *,
-    gradients: list[bool],
-    **rule: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    form = _triton_form(hidden) or chunked
-    with torch.autocast(hidden.device.type, enabled=False):
-        loss, made, logsumexp = form.forward(hidden, weight, bias, target, class_weight, LossRule(**rule), gradients)
+def _forward(*tensors: Any, gradients: list[bool], **rule: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    call = _call(*tensors, **rule)
+    with torch.autocast(call.hidden.device.type, enabled=False):
+        loss, made, logsumexp = _form(call.hidden).forward(call, gradients)
     return loss, *made, logsumexp
 
 
-def _triton_form(hidden: Tensor) -> ModuleType | None:
-    """Return the module with kernels for these hidden states, or None if there are none."""
+def _form(hidden: Tensor) -> ModuleType:
+    """Return the module that computes these hidden states: that with kernels where it can."""
     if hidden.device.type != "cuda" or hidden.dtype not in _TRITON_DTYPES or not _has_triton():
-        return None
+        return chunked
     from deepytorch.passes.ops import linear_cross_entropy_triton
 
     return linear_cross_entropy_triton
@@ -170,54 +155,29 @@ def _has_triton() -> bool:
     return torch.version.hip is None and importlib.util.find_spec("triton") is not None
 
 
-def _forward_fake(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    class_weight: Tensor | None,
-    *,
-    gradients: list[bool],
-    reduction: int = chunked.MEAN,
-    upcast: bool = False,
-    **_: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    later = reduction == chunked.NONE
-    loss = hidden.new_empty(hidden.shape[:1] if later else (), dtype=chunked.loss_dtype(hidden.dtype, upcast))
-    dtype = chunked.gradient_dtype(hidden.dtype)
-    made = [
-        each.new_empty(each.shape if wanted and not later else 0, dtype=dtype)
+def _forward_fake(*tensors: Any, gradients: list[bool], **rule: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    call = _call(*tensors, **rule)
+    hidden, weight, bias, *_ = call
+    by_row, dtype = call.is_by_row, hidden.dtype
+    loss = hidden.new_empty(hidden.shape[:1] if by_row else (), dtype=chunked.loss_dtype(dtype, call.rule.upcast))
+    one, two, three = (
+        each.new_empty(each.shape if wanted and not by_row else 0, dtype=chunked.gradient_dtype(dtype))
         for each, wanted in zip((hidden, weight, hidden if bias is None else bias), gradients, strict=True)
-    ]
-    logsumexp = hidden.new_empty(hidden.shape[:1] if later else 0, dtype=chunked.computed_in(hidden.dtype))
-    return loss, made[0], made[1], made[2], logsumexp
+    )
+    logsumexp = hidden.new_empty(hidden.shape[:1] if by_row else 0, dtype=chunked.computed_in(dtype))
+    return loss, one, two, three, logsumexp
 
 
 @disable_dynamo
-def _gradients(
-    grad_loss: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    class_weight: Tensor | None,
-    logsumexp: Tensor,
-    *made: Tensor,
-    gradients: list[bool],
-    **rule: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    if rule.get("reduction", chunked.MEAN) != chunked.NONE:
-        # a 0-d number takes part in the product without being rounded first
-        one, two, three = ((each * grad_loss).to(hidden.dtype) for each in made)
-        return one, two, three
-    given, wanted = (hidden, weight, bias, target, class_weight), LossRule(**rule)
-    form = _triton_form(hidden)
-    with torch.autocast(hidden.device.type, enabled=False):
-        if form is not None:
-            found = form.backward(grad_loss, *given, logsumexp, wanted, gradients)
-        else:
-            found = chunked.backward(grad_loss, *given, wanted, gradients)
-    one, two, three = (each.to(hidden.dtype) for each in found)
+def _gradients(grad_loss: Tensor, *saved: Any, gradients: list[bool], **rule: Any) -> tuple[Tensor, Tensor, Tensor]:
+    call, logsumexp, made = _call(*saved[:5], **rule), saved[5], saved[6:]
+    hidden = call.hidden
+    if call.is_by_row:
+        with torch.autocast(hidden.device.type, enabled=False):
+            made = _form(hidden).backward(call, grad_loss, logsumexp, gradients)
+    else:  # a 0-d number takes part in the product without being rounded first
+        made = tuple(each * grad_loss for each in made)
+    one, two, three = (each.to(hidden.dtype) for each in made)
     return one, two, three
 
 
@@ -239,11 +199,11 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[
 
 
 def _backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    hidden, weight, bias, target, class_weight, *made, logsumexp = ctx.saved_tensors
+    *tensors, grad_hidden, grad_weight, grad_bias, logsumexp = ctx.saved_tensors
     needed, gradients = ctx.needs_input_grad, ctx.options["gradients"]
     assert all(ours or not asked for asked, ours in zip(needed[:3], gradients, strict=True)), "a gradient was not made"
     found = torch.ops.deepytorch.linear_cross_entropy_backward.default(
-        grad_loss, hidden, weight, bias, target, class_weight, logsumexp, *made, **ctx.options
+        grad_loss, *tensors, logsumexp, grad_hidden, grad_weight, grad_bias, **ctx.options
     )
     return *(each if asked else None for each, asked in zip(found, needed, strict=False)), None, None
 
@@ -259,43 +219,21 @@ def _backward_of_backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor |
     """Return second derivatives, of the operator's meaning in plain torch: slow, and with all logits in memory."""
     grad_loss, hidden, weight, bias, target, class_weight = ctx.saved_tensors
     options = dict(ctx.options)
-    wants = [True, *options.pop("gradients")]
-    creates_graph = torch.is_grad_enabled()
-    with torch.enable_grad(), torch.autocast(hidden.device.type, enabled=False):
-        given: list[Any] = [None if each is None else each.view_as(each) for each in (grad_loss, hidden, weight, bias)]
-        if not creates_graph:
-            given = [None if each is None else each.detach().requires_grad_() for each in given]
-        grad, h, w, b = given
-        loss = linear_cross_entropy_reference(h, w, b, target, class_weight, LossRule(**options))
-        first = {place: each for place, each in enumerate(given) if place and wants[place] and each is not None}
-        found = torch.autograd.grad(loss, list(first.values()), grad, create_graph=True)
-        upstream = [gradients[place - 1] for place in first]
-        wanted = {place: each for place, each in enumerate(given) if each is not None and each.requires_grad}
-        second = torch.autograd.grad(
-            found,
-            list(wanted.values()),
-            [torch.zeros_like(one) if two is None else two for one, two in zip(found, upstream, strict=True)],
-            create_graph=creates_graph,
-            allow_unused=True,
-        )
-    of = dict(zip(wanted, second, strict=True))
-    return of.get(0), of.get(1), of.get(2), of.get(3), None, None, None, None, None, None
+    wants = options.pop("gradients")
+
+    def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return linear_cross_entropy_reference(hidden, weight, bias, target, class_weight, LossRule(**options))
+
+    target_to_made = (None,) * 6
+    return *second_derivatives(loss, grad_loss, (hidden, weight, bias), wants, gradients), *target_to_made
 
 
-def _register() -> None:
-    tags = (torch.Tag.pt2_compliant_tag,)
-    if not define_once(_WHOLE, tags):
-        return
-    define_once(_SWEEP, tags)
-    define_once(_BACKWARD, tags)
-    name, backward = qualified("linear_cross_entropy_sweep"), qualified("linear_cross_entropy_backward")
-    LIBRARY.impl("linear_cross_entropy", _whole, "CompositeImplicitAutograd")
-    LIBRARY.impl("linear_cross_entropy_sweep", _forward, "CompositeExplicitAutograd")
-    LIBRARY.impl("linear_cross_entropy_backward", _gradients, "CompositeExplicitAutograd")
-    torch.library.register_fake(name, _forward_fake, lib=LIBRARY)
-    torch.library.register_fake(backward, _gradients_fake, lib=LIBRARY)
-    torch.library.register_autograd(name, _backward, setup_context=_setup_context, lib=LIBRARY)
-    torch.library.register_autograd(backward, _backward_of_backward, setup_context=_setup_backward_context, lib=LIBRARY)
-
-
-_register()
+register(_WHOLE, {"CompositeImplicitAutograd": _whole})
+register(_SWEEP, {"CompositeExplicitAutograd": _forward}, _forward_fake, _backward, _setup_context)
+register(
+    _BACKWARD,
+    {"CompositeExplicitAutograd": _gradients},
+    _gradients_fake,
+    _backward_of_backward,
+    _setup_backward_context,
+)

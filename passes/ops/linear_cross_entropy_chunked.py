@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 NONE, MEAN, SUM = 0, 1, 2
+NO_GRADIENTS = (False, False, False)
 # Bytes of a piece's logits in the dtype of the loss; on GPUs their softmax takes as much again. Each piece reads the
 # weight twice and adds to its gradient: on two CPU cores 4,096 rows x 256 x 128,256 took 6.6, 5.9, 5.35, 5.5 s with 60,
 # 120, 256, 400 MiB.
@@ -27,6 +28,22 @@ class LossRule(NamedTuple):
     softcap: float = 0.0
     upcast: bool = False
     z_loss: float = 0.0
+
+
+class Call(NamedTuple):
+    """The arguments of one call of `linear_cross_entropy`."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    target: Tensor
+    class_weight: Tensor | None
+    rule: LossRule
+
+    @property
+    def is_by_row(self) -> bool:
+        """Return whether each row has a loss, and a loss gradient, of its own, which the forward does not know."""
+        return self.rule.reduction == NONE
 
 
 class Gradients(NamedTuple):
@@ -73,13 +90,12 @@ def loss_dtype(dtype: torch.dtype, upcast: bool) -> torch.dtype:
     return computed_in(dtype) if upcast else dtype
 
 
-def row_weights(
-    target: Tensor, class_weight: Tensor | None, rule: LossRule, dtype: torch.dtype, grad_loss: Tensor | None = None
-) -> RowWeights:
-    """Return `RowWeights` in `dtype`, without waiting for the device.
+def row_weights(call: Call, grad_loss: Tensor | None = None) -> RowWeights:
+    """Return `RowWeights` in the dtype of sums, without waiting for the device.
 
     If `grad_loss` (tokens,) is given, it multiplies them.
     """
+    target, class_weight, rule, dtype = call.target, call.class_weight, call.rule, computed_in(call.hidden.dtype)
     counted = target != rule.ignore_index
     safe = target.where(counted, 0)
     z_share = counted.to(dtype)
@@ -90,7 +106,7 @@ def row_weights(
         nothing = 0.0 / total
         share, z_share = share / total.where(total != 0, 1.0), z_share / number.clamp(min=1.0)
     if grad_loss is not None:
-        share, z_share = ((each * grad_loss).where(counted, 0.0) for each in (share, z_share))
+        share, z_share = ((each * grad_loss.to(dtype)).where(counted, 0.0) for each in (share, z_share))
     return RowWeights(safe, counted, share, z_share, nothing)
 
 
@@ -102,69 +118,35 @@ def losses_of_rows(cross_entropy: Tensor, logsumexp: Tensor, weights: RowWeights
     return losses
 
 
-def forward(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    class_weight: Tensor | None,
-    rule: LossRule,
-    gradients: Sequence[bool],
-    chunk_rows: int | None = None,
-) -> tuple[Tensor, Gradients, Tensor]:
+def loss_of(losses: Tensor, weights: RowWeights, call: Call) -> Tensor:
+    """Return the loss, reduced or by row, from each row's part."""
+    loss = losses if call.is_by_row else losses.sum() + weights.nothing
+    return loss.to(loss_dtype(call.hidden.dtype, call.rule.upcast))
+
+
+def forward(call: Call, gradients: Sequence[bool]) -> tuple[Tensor, Gradients, Tensor]:
     """Return the loss, the gradients for a loss gradient of 1, and (tokens,) logsumexp for `backward`.
 
-    Under reduction `NONE` each row has a loss gradient of its own, which is not known yet: then the gradients are
-    empty. In the other cases logsumexp is empty.
+    Gradients of a loss by row are empty, as they are not known yet. Logsumexp of any other loss is empty.
     """
-    dtype = hidden.dtype
-    hidden, weight, bias = _computable(hidden, weight, bias)
-    weights = row_weights(target, class_weight, rule, computed_in(dtype))
-    later = rule.reduction == NONE
-    cross_entropy, logsumexp, made = _sweep(
-        hidden, weight, bias, weights, rule, (False, False, False) if later else gradients, chunk_rows
-    )
-    losses = losses_of_rows(cross_entropy, logsumexp, weights, rule.z_loss)
-    loss = losses if later else losses.sum() + weights.nothing
-    made = Gradients(*(each.to(gradient_dtype(dtype)) for each in made))
-    return loss.to(loss_dtype(dtype, rule.upcast)), made, logsumexp if later else logsumexp.new_empty(0)
+    weights = row_weights(call)
+    cross_entropy, logsumexp, made = _sweep(call, weights, NO_GRADIENTS if call.is_by_row else gradients)
+    loss = loss_of(losses_of_rows(cross_entropy, logsumexp, weights, call.rule.z_loss), weights, call)
+    made = Gradients(*(each.to(gradient_dtype(call.hidden.dtype)) for each in made))
+    return loss, made, logsumexp if call.is_by_row else logsumexp.new_empty(0)
 
 
-def backward(
-    grad_loss: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    class_weight: Tensor | None,
-    rule: LossRule,
-    gradients: Sequence[bool],
-    chunk_rows: int | None = None,
-) -> Gradients:
-    """Return the gradients under reduction `NONE`, for grad_loss (tokens,). Logits are computed again."""
-    dtype = hidden.dtype
-    hidden, weight, bias = _computable(hidden, weight, bias)
-    weights = row_weights(target, class_weight, rule, computed_in(dtype), grad_loss.to(computed_in(dtype)))
-    return _sweep(hidden, weight, bias, weights, rule, gradients, chunk_rows)[2]
+def backward(call: Call, grad_loss: Tensor, logsumexp: Tensor, gradients: Sequence[bool]) -> Gradients:
+    """Return the gradients of a loss by row, for grad_loss (tokens,). Logits and logsumexp are computed again."""
+    return _sweep(call, row_weights(call, grad_loss), gradients)[2]
 
 
-def _computable(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    if hidden.dtype != torch.float16:
-        return hidden, weight, bias
-    # sums over many rows overflow float16, and on the devices that use this form float16 is no faster
-    return hidden.float(), weight.float(), None if bias is None else bias.float()
-
-
-def _sweep(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    weights: RowWeights,
-    rule: LossRule,
-    gradients: Sequence[bool],
-    chunk_rows: int | None,
-) -> tuple[Tensor, Tensor, Gradients]:
+def _sweep(call: Call, weights: RowWeights, gradients: Sequence[bool]) -> tuple[Tensor, Tensor, Gradients]:
     """Return the cross-entropy and logsumexp of each row (0 where ignored), and gradients for the rows' weights."""
+    hidden, weight, bias, _, _, rule = call
+    if hidden.dtype == torch.float16:
+        # sums over many rows overflow float16, and on the devices that use this form float16 is no faster
+        hidden, weight, bias = hidden.float(), weight.float(), None if bias is None else bias.float()
     dtype = computed_in(hidden.dtype)
     rows, number = None, hidden.size(0)
     target, counted, share, z_share, _ = weights
@@ -182,7 +164,7 @@ def _sweep(
     if wants_weight and hidden.size(0) == 0:
         grad_weight.zero_()
     grad_bias = weight.new_zeros(weight.size(0), dtype=dtype) if wants_bias else weight.new_empty(0)
-    step = chunk_rows or _rows_of_a_piece(weight, dtype)
+    step = _rows_of_a_piece(weight, dtype)
     make = _Logits(weight, bias, rule.softcap, dtype, min(step, hidden.size(0)))
     for start in range(0, hidden.size(0), step):
         piece = slice(start, min(start + step, hidden.size(0)))

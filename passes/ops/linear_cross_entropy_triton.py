@@ -47,12 +47,13 @@ import triton
 from torch import Tensor
 
 from deepytorch.passes.ops.linear_cross_entropy_chunked import (
-    NONE,
+    NO_GRADIENTS,
+    Call,
     Gradients,
     LossRule,
     RowWeights,
     gradient_dtype,
-    loss_dtype,
+    loss_of,
     losses_of_rows,
     row_weights,
 )
@@ -90,69 +91,49 @@ class _Rows(NamedTuple):
     unscale: Tensor | None
 
 
-def forward(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    class_weight: Tensor | None,
-    rule: LossRule,
-    gradients: Sequence[bool],
-    setting: Setting | None = None,
-) -> tuple[Tensor, Gradients, Tensor]:
+def forward(call: Call, gradients: Sequence[bool], setting: Setting | None = None) -> tuple[Tensor, Gradients, Tensor]:
     """Return the same as `linear_cross_entropy_chunked.forward`, for half precision or float32.
 
     setting: used instead of the fastest setting.
     """
 
     def run(setting: Setting) -> tuple[Tensor, Gradients, Tensor]:
-        later = rule.reduction == NONE
-        rows = _rows(hidden, target, row_weights(target, class_weight, rule, torch.float32), rule, setting)
-        wants = (False, False, False) if later else gradients
-        cross_entropy, logsumexp, made = _sweep(rows, weight, bias, rule, wants, setting)
-        losses = losses_of_rows(cross_entropy, logsumexp, rows.weights, rule.z_loss)
-        if later:
+        rows = _rows(call, row_weights(call), setting)
+        wants = NO_GRADIENTS if call.is_by_row else gradients
+        cross_entropy, logsumexp, made = _sweep(rows, call, wants, setting)
+        losses = losses_of_rows(cross_entropy, logsumexp, rows.weights, call.rule.z_loss)
+        if call.is_by_row:
             losses, logsumexp = (_placed_back(each, rows.order) for each in (losses, logsumexp))
-        loss = losses if later else losses.sum() + rows.weights.nothing
-        return loss.to(loss_dtype(hidden.dtype, rule.upcast)), made, logsumexp if later else logsumexp.new_empty(0)
+        loss = loss_of(losses, rows.weights, call)
+        return loss, made, logsumexp if call.is_by_row else logsumexp.new_empty(0)
 
-    with torch.cuda.device_of(hidden):
-        return run(setting or _setting("forward" if any(gradients) else "loss", hidden, weight, target, rule, run))
+    with torch.cuda.device_of(call.hidden):
+        return run(setting or _setting("forward" if any(gradients) else "loss", call, run))
 
 
 def backward(
-    grad_loss: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    class_weight: Tensor | None,
-    logsumexp: Tensor,
-    rule: LossRule,
-    gradients: Sequence[bool],
-    setting: Setting | None = None,
+    call: Call, grad_loss: Tensor, logsumexp: Tensor, gradients: Sequence[bool], setting: Setting | None = None
 ) -> Gradients:
     """Return the same as `linear_cross_entropy_chunked.backward`, given logsumexp (tokens,) from `forward`."""
 
     def run(setting: Setting) -> Gradients:
-        weights = row_weights(target, class_weight, rule, torch.float32, grad_loss.float())
-        rows = _rows(hidden, target, weights, rule, setting)
+        rows = _rows(call, row_weights(call, grad_loss), setting)
         ordered = logsumexp if rows.order is None else logsumexp[rows.order]
-        return _sweep_classes(rows, weight, bias, ordered, rule, gradients, setting)
+        return _sweep_classes(rows, call, ordered, gradients, setting)
 
-    with torch.cuda.device_of(hidden):
-        return run(setting or _setting("backward", hidden, weight, target, rule, run))
+    with torch.cuda.device_of(call.hidden):
+        return run(setting or _setting("backward", call, run))
 
 
-def _rows(hidden: Tensor, target: Tensor, weights: RowWeights, rule: LossRule, setting: Setting) -> _Rows:
+def _rows(call: Call, weights: RowWeights, setting: Setting) -> _Rows:
     order = None
-    hidden, target = hidden.contiguous(), target.masked_fill(~weights.counted, -1)
+    hidden, target = call.hidden.contiguous(), call.target.masked_fill(~weights.counted, -1)
     if setting.tile is not None:
         order = torch.sort((~weights.counted).to(torch.uint8), stable=True).indices
         hidden, target = hidden.index_select(0, order), target[order]
         safe, counted, share, z_share = (each[order] for each in weights[:-1])
         weights = RowWeights(safe, counted, share, z_share, weights.nothing)
-    factor, z_factor, unscale = weights.share, rule.z_loss * weights.z_share, None
+    factor, z_factor, unscale = weights.share, call.rule.z_loss * weights.z_share, None
     if hidden.dtype == torch.float16 and hidden.size(0):
         # gradients of logits use float16's range well, whatever the rows' weights
         most = torch.maximum(factor.abs().amax(), z_factor.abs().amax())
@@ -192,11 +173,9 @@ def _multiple(number: int, of: int) -> int:
     return -(-number // of) * of
 
 
-def _sweep(
-    rows: _Rows, weight: Tensor, bias: Tensor | None, rule: LossRule, gradients: Sequence[bool], setting: Setting
-) -> tuple[Tensor, Tensor, Gradients]:
+def _sweep(rows: _Rows, call: Call, gradients: Sequence[bool], setting: Setting) -> tuple[Tensor, Tensor, Gradients]:
     """Return (tokens,) cross-entropy and logsumexp in fp32, 0 where ignored, and gradients."""
-    hidden = rows.hidden
+    hidden, weight = rows.hidden, call.weight
     (num_rows, size), num_classes = hidden.shape, weight.size(0)
     wants_hidden, wants_weight, wants_bias = gradients
     out_dtype = gradient_dtype(hidden.dtype)
@@ -231,7 +210,7 @@ def _sweep(
         for number, logits in enumerate(room.views):
             multiply(h, weight[number * width :][: logits.size(1)].t(), logits)
         _launch(
-            room, bias, rows, part, count, cross_entropy[part], logsumexp[part], rule, num_classes, setting,
+            room, call.bias, rows, part, count, cross_entropy[part], logsumexp[part], call.rule, num_classes, setting,
             known=False, gradients=any(gradients), exits=not wants_bias,
         )  # fmt: skip
         summed = hidden.new_zeros(h.shape if wants_hidden else 0, dtype=torch.float32)
@@ -254,16 +233,10 @@ def _sweep(
 
 
 def _sweep_classes(
-    rows: _Rows,
-    weight: Tensor,
-    bias: Tensor | None,
-    logsumexp: Tensor,
-    rule: LossRule,
-    gradients: Sequence[bool],
-    setting: Setting,
+    rows: _Rows, call: Call, logsumexp: Tensor, gradients: Sequence[bool], setting: Setting
 ) -> Gradients:
     """Return the gradients for a known logsumexp: a piece of classes at a time, of all rows."""
-    hidden = rows.hidden
+    hidden, weight, bias = rows.hidden, call.weight, call.bias
     (num_rows, size), num_classes = hidden.shape, weight.size(0)
     wants_hidden, wants_weight, wants_bias = gradients
     out_dtype = gradient_dtype(hidden.dtype)
@@ -282,8 +255,8 @@ def _sweep_classes(
         [made] = room.views
         multiply(hidden, weight[classes].t(), made)
         _launch(
-            room, None if bias is None else bias[classes], rows, everything, rows.number, nothing, logsumexp, rule,
-            num_classes, setting, known=True, gradients=True, exits=not wants_bias, first=first,
+            room, None if bias is None else bias[classes], rows, everything, rows.number, nothing, logsumexp,
+            call.rule, num_classes, setting, known=True, gradients=True, exits=not wants_bias, first=first,
         )  # fmt: skip
         if wants_hidden:
             multiply(made, weight[classes], summed, add=True)
@@ -388,11 +361,12 @@ def _launch(
 _CHOSEN: dict[tuple[object, ...], Setting] = {}
 
 
-def _setting(kind: str, hidden: Tensor, weight: Tensor, target: Tensor, rule: LossRule, launch: Any) -> Setting:
+def _setting(kind: str, call: Call, launch: Any) -> Setting:
     """Return the fastest setting, measured once per process.
 
     The measurement reads the share of ignored rows from the device.
     """
+    hidden, weight = call.hidden, call.weight
     usable = [each for each in SETTINGS if each.tile is None or _takes_tiles(hidden, weight)]
     if hidden.device.type != "cuda" or hidden.size(0) == 0:
         return usable[0]
@@ -401,7 +375,7 @@ def _setting(kind: str, hidden: Tensor, weight: Tensor, target: Tensor, rule: Lo
     if key not in _CHOSEN:
         if torch.cuda.is_current_stream_capturing():
             return usable[0]
-        quarters = round(4 * float((target != rule.ignore_index).float().mean()))
+        quarters = round(4 * float((call.target != call.rule.ignore_index).float().mean()))
         shape_class = f"{kind} {hidden.dtype} H{hidden.size(1)} V{num_classes} N{num_rows} counted {quarters}/4"
         _CHOSEN[key] = fastest("linear_cross_entropy/1", shape_class, usable, launch)
     return _CHOSEN[key]

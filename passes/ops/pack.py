@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepytorch.passes.ops.library import LIBRARY, define_once, qualified
+from deepytorch.passes.ops.library import register
 from deepytorch.torch_internals import disable_dynamo, has_triton_package
 
 _PACK = "pack_rows(Tensor x, Tensor indices) -> Tensor"
@@ -114,18 +114,6 @@ def _unpack_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
     return torch.ops.deepytorch.pack_rows.default(grad, indices), None, None
 
 
-def _register() -> None:
-    tags = (torch.Tag.pt2_compliant_tag,)
-    if not define_once(_PACK, tags):
-        return
-    define_once(_UNPACK, tags)
-    for name, kernel, fake, setup, backward in (
-        ("pack_rows", _pack, _pack_fake, _pack_setup, _pack_backward),
-        ("unpack_rows", _unpack, _unpack_fake, _unpack_setup, _unpack_backward),
-    ):
-        LIBRARY.impl(name, disable_dynamo(kernel), "CompositeExplicitAutograd")  # a running graph must not be traced
-        torch.library.register_fake(qualified(name), fake, lib=LIBRARY)
-        torch.library.register_autograd(qualified(name), backward, setup_context=setup, lib=LIBRARY)
-
-
-_register()
+# Dynamo is kept out of the kernels when a graph runs.
+register(_PACK, {"CompositeExplicitAutograd": disable_dynamo(_pack)}, _pack_fake, _pack_backward, _pack_setup)
+register(_UNPACK, {"CompositeExplicitAutograd": disable_dynamo(_unpack)}, _unpack_fake, _unpack_backward, _unpack_setup)

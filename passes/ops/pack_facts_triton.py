@@ -14,8 +14,6 @@ rows before are read again: (r - 1) / 2 times n (m + l), from the L2 cache; in t
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 import triton
 import triton.language as tl
@@ -187,7 +185,7 @@ def launch(mask: Tensor, reading: int, target: Target | None, block: int = BLOCK
     labels = (0, 0, 0) if target is None else (target.offset, values.size(1), target.ignore_index)
     half = mask.dtype in (torch.float16, torch.bfloat16)
     ways = [(False, True)] if rows * positions <= _ONE_LAUNCH else [(False, False), (True, True)]
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+    with torch.cuda.device_of(mask):
         for counted, placed in ways:
             how = (reading, half, target is not None, counted, placed, block)
             pack_row[(rows,)](given, values, *written, rows, positions, *strides, *labels, *how, num_warps=NUM_WARPS)

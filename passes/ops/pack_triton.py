@@ -10,8 +10,6 @@ and a copy move w (n + 2 t) and 8 t. Flops: none.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 import triton
 import triton.language as tl
@@ -54,7 +52,7 @@ def spread(x: Tensor, indices: Tensor, num_rows: int, block: int = BLOCK) -> Ten
     tokens, width = len(x), x[0].numel()
     bits = _OF_SIZE[x.element_size()]
     grid = (num_rows, triton.cdiv(width, block))
-    with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
+    with torch.cuda.device_of(x):
         invert_indices[(triton.cdiv(tokens, block),)](indices, inverse, tokens, block, num_warps=NUM_WARPS)
         spread_rows[grid](x.view(bits), inverse, out.view(bits), width, block, num_warps=NUM_WARPS)
     return out

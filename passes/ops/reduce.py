@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from deepytorch.comm.gradients.reducer import reducer
-from deepytorch.passes.ops.library import LIBRARY, define_once
+from deepytorch.passes.ops.library import register
 
 _START = "reduce_start(Tensor[] gradients, int[] members, str name) -> Tensor"
 _PART = "reduce_part(Tensor gradient, int member, str name) -> Tensor"
@@ -67,15 +67,7 @@ def _wait_fake(started: Sequence[Tensor], members: Sequence[int], name: str) -> 
 EXPECTED: dict[str, Mapping[int, tuple[Any, Any, torch.dtype, torch.device]]] = {}
 
 
-if define_once(_START, _STATEFUL):
-    LIBRARY.impl("reduce_start", _start, "CompositeExplicitAutograd")
-    LIBRARY._register_fake("reduce_start", _start_fake)
-if define_once(_PART, _STATEFUL):
-    LIBRARY.impl("reduce_part", _part, "CompositeExplicitAutograd")
-    LIBRARY._register_fake("reduce_part", _part_fake)
-if define_once(_ROWS, _STATEFUL):
-    LIBRARY.impl("reduce_rows", _rows, "CompositeExplicitAutograd")
-    LIBRARY._register_fake("reduce_rows", _rows_fake)
-if define_once(_WAIT, _STATEFUL):
-    LIBRARY.impl("reduce_wait", _wait, "CompositeExplicitAutograd")
-    LIBRARY._register_fake("reduce_wait", _wait_fake)
+register(_START, {"CompositeExplicitAutograd": _start}, _start_fake, tags=_STATEFUL)
+register(_PART, {"CompositeExplicitAutograd": _part}, _part_fake, tags=_STATEFUL)
+register(_ROWS, {"CompositeExplicitAutograd": _rows}, _rows_fake, tags=_STATEFUL)
+register(_WAIT, {"CompositeExplicitAutograd": _wait}, _wait_fake, tags=_STATEFUL)

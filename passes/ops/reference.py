@@ -5,6 +5,8 @@ The references serve second derivatives, tests, and readers.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
@@ -107,3 +109,56 @@ def pack_facts_reference(mask: Tensor, labelled: Tensor | None, values: Tensor |
     flat, labelled_flat = (each.flatten().nonzero().squeeze(1) for each in (mask, counted))
     cu_seqlens = torch.cat([mask.new_zeros(1, dtype=torch.int64), mask.sum(1).cumsum(0)]).int()
     return Packing(mask, labelled, counts.int(), flat, ranks, labelled_flat, ranks[labelled_flat], cu_seqlens)
+
+
+def second_derivatives(
+    meaning: Callable[..., Tensor],
+    grad_output: Tensor,
+    inputs: Sequence[Tensor | None],
+    wants: Sequence[bool],
+    gradients: Sequence[Tensor | None],
+) -> list[Tensor | None]:
+    """Differentiate an operator's backward once more.
+
+    Args:
+        meaning: the operator in plain torch, a function of `inputs`.
+        grad_output: the gradient of its output, which the backward was given.
+        inputs: the operator's differentiable inputs.
+        wants: the inputs that the backward made a gradient of.
+        gradients: the gradients of these gradients.
+
+    Returns:
+        The gradients of `grad_output` and of each of `inputs`, None where there is none.
+    """
+    creates_graph = torch.is_grad_enabled()
+    with torch.enable_grad(), torch.autocast(grad_output.device.type, enabled=False):
+        given = [None if each is None else each.view_as(each) for each in (grad_output, *inputs)]
+        if not creates_graph:
+            given = [None if each is None else each.detach().requires_grad_() for each in given]
+        grad, *leaves = given
+        output = meaning(*leaves)
+        if not output.requires_grad:  # it does not depend on the inputs, such as attention where no row has a key
+            return [None] * len(given)
+        differentiated = [
+            (leaf, gradient)
+            for leaf, wanted, gradient in zip(leaves, wants, gradients, strict=True)
+            if leaf is not None and wanted and leaf.requires_grad
+        ]
+        first = torch.autograd.grad(
+            output, [leaf for leaf, _ in differentiated], grad, create_graph=True, materialize_grads=True
+        )
+        asked = [
+            (made, torch.zeros_like(made) if gradient is None else gradient)
+            for made, (_, gradient) in zip(first, differentiated, strict=True)
+            if made.requires_grad
+        ]
+        places = [place for place, each in enumerate(given) if each is not None and each.requires_grad]
+        second = torch.autograd.grad(
+            [made for made, _ in asked],
+            [each for each in given if each is not None and each.requires_grad],
+            [gradient for _, gradient in asked],
+            create_graph=creates_graph,
+            allow_unused=True,
+        )
+    found = dict(zip(places, second, strict=True))
+    return [found.get(place) for place in range(len(given))]

@@ -15,9 +15,9 @@ from torch import Tensor
 from deepytorch.passes.ops import varlen_attention_cpu as cpu
 from deepytorch.passes.ops import varlen_attention_cuda as cuda
 from deepytorch.passes.ops import varlen_attention_dense as dense
-from deepytorch.passes.ops.attention_tile import Call, Rule, statistics_dtype
-from deepytorch.passes.ops.library import LIBRARY, define_once, qualified
-from deepytorch.passes.ops.reference import varlen_attention_reference
+from deepytorch.passes.ops.attention_tile import Call, Gradients, Rule, Saved, statistics_dtype
+from deepytorch.passes.ops.library import register
+from deepytorch.passes.ops.reference import second_derivatives, varlen_attention_reference
 from deepytorch.torch_internals import DispatchKey, DispatchKeySet, ExcludeDispatchKeyGuard, disable_dynamo
 
 _SHARED = (
@@ -91,9 +91,9 @@ def varlen_attention(
     )
     if dropout_p > 0 and seed is None:
         seed = torch.randint(2**62, (), device=query.device)
-    call = Call(cu_seqlens_q, cu_seqlens_k, max_q, max_k, bias, positions_q, positions_k, seed, rule)
+    call = Call(cu_seqlens_q, cu_seqlens_k, max_q, max_k, rule, bias, positions_q, positions_k, seed)
     _check(query, key, value, call)
-    return torch.ops.deepytorch.varlen_attention.default(query, key, value, *call[:-1], **rule._asdict())[0]
+    return torch.ops.deepytorch.varlen_attention.default(query, key, value, *call[:4], *call[5:], **rule._asdict())[0]
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, call: Call) -> None:
@@ -179,33 +179,35 @@ def _wrong(found: str, expected: str) -> ValueError:
     return ValueError(f"varlen_attention: found {found}; expected {expected}")
 
 
-def _kernels(form: Any) -> tuple[Any, Any]:
-    """Return the forward and backward kernels of one form. Dynamo is kept out of them when a graph runs."""
+def _forward_by(form: Any) -> Any:
+    """Return the forward's kernel of one form. Dynamo is kept out of it when a graph runs."""
 
     @disable_dynamo
     def forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **rule: Any) -> tuple[Tensor, Tensor]:
         return form.forward(query, key, value, _call(*rest, **rule))
 
+    return forward
+
+
+def _backward_by(form: Any) -> Any:
+    """Return the backward's kernel of one form, likewise."""
+
     @disable_dynamo
-    def backward(*arguments: Any, bias_gradient: bool = False, **rule: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        tensors, rest = arguments[:6], arguments[6:]
-        return form.backward(*tensors, _call(*rest, **rule), bias_gradient)
+    def backward(grad_output: Tensor, *rest: Any, bias_gradient: bool = False, **rule: Any) -> Gradients:
+        return form.backward(_saved(*rest, **rule), grad_output, bias_gradient)
 
-    return forward, backward
+    return backward
 
 
-def _call(
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_q: int,
-    max_k: int,
-    bias: Tensor | None = None,
-    positions_q: Tensor | None = None,
-    positions_k: Tensor | None = None,
-    seed: Tensor | None = None,
-    **rule: Any,
-) -> Call:
-    return Call(cu_seqlens_q, cu_seqlens_k, max_q, max_k, bias, positions_q, positions_k, seed, Rule(**rule))
+def _call(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_q: int, max_k: int, *rest: Any, **rule: Any) -> Call:
+    """Return the arguments behind query, key and value. The dispatcher leaves out the last ones that are defaults."""
+    return Call(cu_seqlens_q, cu_seqlens_k, max_q, max_k, Rule(**rule), *rest)
+
+
+def _saved(
+    query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsumexp: Tensor, *rest: Any, **rule: Any
+) -> Saved:
+    return Saved(query, key, value, output, logsumexp, _call(*rest, **rule))
 
 
 def _forward_fake(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -214,26 +216,12 @@ def _forward_fake(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any)
     return output, statistics
 
 
-def _backward_fake(
-    grad_output: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    logsumexp: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_q: int,
-    max_k: int,
-    bias: Tensor | None = None,
-    *_: Any,
-    bias_gradient: bool = False,
-    **__: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _backward_fake(grad_output: Tensor, *rest: Any, bias_gradient: bool = False, **rule: Any) -> Gradients:
+    query, key, value, _, _, call = _saved(*rest, **rule)
     grad_bias = query.new_empty(0)
     if bias_gradient:
-        assert bias is not None
-        grad_bias = bias.new_empty(bias.shape)
+        assert call.bias is not None
+        grad_bias = call.bias.new_empty(call.bias.shape)
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape), grad_bias
 
 
@@ -246,36 +234,15 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[
 
 
 def _backward(ctx: Any, grad_output: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    query, key, value, output, logsumexp, cu_seqlens_q, cu_seqlens_k, *rest = ctx.saved_tensors
+    saved = ctx.saved_tensors
+    tensors, rest = saved[:7], saved[7:]  # up to cu_seqlens_k; from the bias on
     # The dispatcher omits trailing arguments that have their default value, so there may be no entry for the bias.
     bias_gradient = any(ctx.needs_input_grad[7:8])
-    grad_query, grad_key, grad_value, grad_bias = torch.ops.deepytorch.varlen_attention_backward.default(
-        grad_output,
-        query,
-        key,
-        value,
-        output,
-        logsumexp,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        *ctx.longest,
-        *rest,
-        bias_gradient=bias_gradient,
-        **ctx.rule,
+    *grads, grad_bias = torch.ops.deepytorch.varlen_attention_backward.default(
+        grad_output, *tensors, *ctx.longest, *rest, bias_gradient=bias_gradient, **ctx.rule
     )
-    return (
-        grad_query,
-        grad_key,
-        grad_value,
-        None,
-        None,
-        None,
-        None,
-        grad_bias if bias_gradient else None,
-        None,
-        None,
-        None,
-    )
+    starts_to_max_k, behind_bias = (None,) * 4, (None,) * 3
+    return *grads, *starts_to_max_k, grad_bias if bias_gradient else None, *behind_bias
 
 
 def _setup_backward_context(
@@ -291,36 +258,18 @@ def _backward_of_backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor |
     """Return second derivatives, of the operator's meaning in plain torch: slow, but rarely needed."""
     saved: list[Any] = [*ctx.saved_tensors, None, None, None, None]
     grad_output, query, key, value, cu_seqlens_q, cu_seqlens_k, bias, positions_q, positions_k, seed, *_ = saved
-    creates_graph = torch.is_grad_enabled()
-    with torch.enable_grad(), torch.autocast(query.device.type, enabled=False):
-        given = [each.view_as(each) for each in (query, key, value, grad_output, bias) if each is not None]
-        if not creates_graph:
-            given = [each.detach().requires_grad_() for each in given]
-        q, k, v, grad, *added = given
-        output = varlen_attention_reference(
-            q, k, v, cu_seqlens_q, cu_seqlens_k,
-            bias=added[0] if added else None, positions_q=positions_q, positions_k=positions_k, seed=seed,
-            rule=Rule(**ctx.rule),
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
+        return varlen_attention_reference(
+            query, key, value, cu_seqlens_q, cu_seqlens_k,
+            bias=bias, positions_q=positions_q, positions_k=positions_k, seed=seed, rule=Rule(**ctx.rule),
         )  # fmt: skip
-        if not output.requires_grad:  # no row has both a query and a key
-            return (None,) * 14
-        first = [q, k, v, *added] if ctx.bias_gradient else [q, k, v]
-        pairs = [(one, two) for one, two in zip(first, gradients, strict=False) if one.requires_grad]
-        found = torch.autograd.grad(output, [one for one, _ in pairs], grad, create_graph=True, materialize_grads=True)
-        asked = [(one, two) for one, (_, two) in zip(found, pairs, strict=True) if one.requires_grad]
-        given = [each for each in given if each.requires_grad]
-        second = torch.autograd.grad(
-            [one for one, _ in asked],
-            given,
-            [torch.zeros_like(one) if two is None else two for one, two in asked],
-            create_graph=creates_graph,
-            allow_unused=True,
-        )
-    of = {id(each): found for each, found in zip(given, second, strict=True)}
+
+    wants = (True, True, True, ctx.bias_gradient)
+    *inputs, grad_bias = second_derivatives(attention, grad_output, (query, key, value, bias), wants, gradients)
     output_to_max_k = (None,) * 6  # output and logsumexp are functions of the inputs that are differentiated here
     behind_bias = (None,) * 3
-    inputs = [of.get(id(each)) for each in (grad, q, k, v)]
-    return *inputs, *output_to_max_k, of.get(id(added[0])) if added else None, *behind_bias
+    return *inputs, *output_to_max_k, grad_bias, *behind_bias
 
 
 def _autocast(device_type: str, dispatch_key: str) -> Any:
@@ -336,25 +285,19 @@ def _autocast(device_type: str, dispatch_key: str) -> Any:
     return cast
 
 
-def _register() -> None:
-    tags = (torch.Tag.pt2_compliant_tag,)
-    if not define_once(_FORWARD, tags):
-        return
-    define_once(_BACKWARD, tags)
-    name, backward_name = qualified("varlen_attention"), qualified("varlen_attention_backward")
-    # CompositeExplicitAutograd: every other device
-    for key, form in (("CPU", cpu), ("CUDA", cuda), ("CompositeExplicitAutograd", dense)):
-        forward, backward = _kernels(form)
-        LIBRARY.impl("varlen_attention", forward, key)
-        LIBRARY.impl("varlen_attention_backward", backward, key)
-    torch.library.register_fake(name, _forward_fake, lib=LIBRARY)
-    torch.library.register_fake(backward_name, _backward_fake, lib=LIBRARY)
-    torch.library.register_autograd(name, _backward, setup_context=_setup_context, lib=LIBRARY)
-    torch.library.register_autograd(
-        backward_name, _backward_of_backward, setup_context=_setup_backward_context, lib=LIBRARY
-    )
-    for device_type, autocast in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
-        LIBRARY.impl("varlen_attention", _autocast(device_type, autocast), autocast)
-
-
-_register()
+_FORMS = {"CPU": cpu, "CUDA": cuda, "CompositeExplicitAutograd": dense}  # the last: every other device
+register(
+    _FORWARD,
+    {key: _forward_by(form) for key, form in _FORMS.items()}
+    | {"AutocastCPU": _autocast("cpu", "AutocastCPU"), "AutocastCUDA": _autocast("cuda", "AutocastCUDA")},
+    _forward_fake,
+    _backward,
+    _setup_context,
+)
+register(
+    _BACKWARD,
+    {key: _backward_by(form) for key, form in _FORMS.items()},
+    _backward_fake,
+    _backward_of_backward,
+    _setup_backward_context,
+)

@@ -20,9 +20,12 @@ from deepytorch.passes.ops.attention_tile import (
     NEGATIVE_INFINITY,
     Call,
     Extras,
+    Gradients,
     Hidden,
+    Saved,
     dropout_factor,
     hidden_by_window,
+    inner_adjacent,
     statistics_dtype,
     tile_backward,
     tile_forward,
@@ -68,11 +71,11 @@ def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tens
     q_all, k_all, v_all = (_heads_first(x) for x in (query, key, value))
     overlay = _Overlay(call, heads, statistics_dtype(query.dtype))
     outputs, statistics = [], []
-    for tile in _tiles(call, query.size(2) == dim_v):
-        num_q, num_k = tile.q1 - tile.q0, tile.k1 - tile.k0
+    for tile in _tiles(query, value, call):
+        num_q, num_k = len(tile.queries), len(tile.keys)
         if num_k == 0:
             outputs.append(q_all.new_zeros(1, num_q, heads, dim_v))
-            statistics.append(_no_keys(q_all, num_q))
+            statistics.append(q_all.new_full((1, heads, num_q), NEGATIVE_INFINITY, dtype=statistics_dtype(q_all.dtype)))
             continue
         q, k, v = q_all.narrow(2, tile.q0, num_q), k_all.narrow(2, tile.k0, num_k), v_all.narrow(2, tile.k0, num_k)
         if tile.causal is None:
@@ -81,24 +84,12 @@ def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tens
             output, logsumexp = cpu_flash_attention(q, k, v, 0.0, tile.causal, scale=call.rule.scale)
         outputs.append(output.transpose(1, 2))
         statistics.append(logsumexp)
-    beyond = query.size(0) - sum(output.size(1) for output in outputs)
-    if beyond or not outputs:
-        outputs.append(q_all.new_zeros(1, beyond, heads, dim_v))
-        statistics.append(_no_keys(q_all, beyond))
     return torch.cat(outputs, dim=1).squeeze(0).to(dtype), torch.cat(statistics, dim=2).squeeze(0)
 
 
-def backward(
-    grad_output: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    logsumexp: Tensor,
-    call: Call,
-    bias_gradient: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key, value and bias; the last is empty when it is not asked for."""
+def backward(saved: Saved, grad_output: Tensor, bias_gradient: bool) -> Gradients:
+    """Return the gradients of one call."""
+    query, key, value, output, logsumexp, call = saved
     if (kernels := _kernels(query, value, call)) is not None:
         tensors = _in_float32(grad_output, query, key, value, output)
         found = kernels.varlen_attention_backward(*tensors, logsumexp.contiguous(), *_described(call))
@@ -106,13 +97,13 @@ def backward(
         return grads[0], grads[1], grads[2], query.new_empty(0)
     g_all, q_all, k_all, v_all, o_all = (_heads_first(x) for x in (grad_output, query, key, value, output))
     lse_all = logsumexp.unsqueeze(0)
-    heads, head_dim, dim_v = query.size(1), query.size(2), value.size(2)
+    heads, head_dim = query.size(1), query.size(2)
     overlay = _Overlay(call, heads, statistics_dtype(query.dtype))
     grad_query: list[Tensor] = []
     grad_key, grad_value = _Summed(k_all), _Summed(v_all)
     grad_bias = BiasGradient(call.bias) if bias_gradient and call.bias is not None else None
-    for tile in _tiles(call, head_dim == dim_v):
-        num_q, num_k = tile.q1 - tile.q0, tile.k1 - tile.k0
+    for tile in _tiles(query, value, call):
+        num_q, num_k = len(tile.queries), len(tile.keys)
         if num_k == 0:
             grad_query.append(q_all.new_zeros(1, num_q, heads, head_dim))
             continue
@@ -130,9 +121,6 @@ def backward(
         grad_query.append(grad_q.transpose(1, 2))
         grad_key.add(tile, grad_k.transpose(1, 2))
         grad_value.add(tile, grad_v.transpose(1, 2))
-    beyond = query.size(0) - sum(grad.size(1) for grad in grad_query)
-    if beyond or not grad_query:
-        grad_query.append(q_all.new_zeros(1, beyond, heads, head_dim))
     return (
         torch.cat(grad_query, dim=1).squeeze(0).to(query.dtype),
         grad_key.joined(key.dtype),
@@ -167,13 +155,13 @@ def _described(call: Call) -> tuple[Tensor, Tensor, float, bool]:
 
 
 def _in_float32(*tensors: Tensor) -> list[Tensor]:
-    return [x.float() if x.stride(2) == 1 else x.float().contiguous() for x in tensors]
+    return [inner_adjacent(x.float()) for x in tensors]
 
 
-def _tiles(call: Call, same_head_dim: bool) -> Iterator[Tile]:
-    """Yield the queries of every row, in order and without a gap, in pieces with the keys that they may see."""
+def _tiles(query: Tensor, value: Tensor, call: Call) -> Iterator[Tile]:
+    """Yield all queries, in order and without a gap, in pieces with the keys that they may see."""
     left, right = call.rule.window_left, call.rule.window_right
-    plain = same_head_dim and call.bias is None and call.rule.softcap == 0 and call.rule.dropout_p == 0
+    plain = query.size(2) == value.size(2) and call.bias is None and call.rule.softcap == 0 and call.rule.dropout_p == 0
     starts_q = call.cu_seqlens_q.tolist()
     starts_k = starts_q if call.cu_seqlens_k is call.cu_seqlens_q else call.cu_seqlens_k.tolist()
     for row in range(len(starts_q) - 1):
@@ -191,6 +179,9 @@ def _tiles(call: Call, same_head_dim: bool) -> Iterator[Tile]:
             low = 0 if left < 0 else min(num_k, max(0, first - left))
             high = num_k if right < 0 else min(num_k, last + right)
             yield Tile(row, q0 + first, q0 + last, k0 + low, k0 + max(low, high), q0, k0, k1, None)
+    tokens, end, end_k = query.size(0), starts_q[-1], starts_k[-1]
+    if tokens > end or tokens == 0:  # tokens beyond the last row see no key; without any, one tile gives the shape
+        yield Tile(len(starts_q) - 1, end, tokens, end_k, end_k, end, end_k, end_k, None)
 
 
 class _Overlay:
@@ -273,8 +264,7 @@ def _heads_first(x: Tensor) -> Tensor:
     if _casts(x.dtype):
         x = x.float()
     # The flash kernel assumes that head elements are adjacent, and does not check it.
-    x = x if x.stride(2) == 1 else x.contiguous()
-    return x.transpose(0, 1).unsqueeze(0)
+    return inner_adjacent(x).transpose(0, 1).unsqueeze(0)
 
 
 # On CPUs without matrix units for half precision, torch's half kernels are slower than fp32 with a cast (backward of a
@@ -284,8 +274,3 @@ _HALF_UNITS = {
     torch.bfloat16: cache(getattr(torch.cpu, "_is_amx_tile_supported", bool)),
     torch.float16: cache(getattr(torch.cpu, "_is_amx_fp16_supported", bool)),
 }
-
-
-def _no_keys(like: Tensor, num_q: int) -> Tensor:
-    """Return the logsumexp (1, heads_q, num_q) of queries that see no key."""
-    return torch.full((1, like.size(1), num_q), NEGATIVE_INFINITY, dtype=statistics_dtype(like.dtype))

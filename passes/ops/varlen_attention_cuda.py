@@ -19,7 +19,7 @@ from torch import Tensor
 from deepytorch.passes.ops import varlen_attention_dense as dense
 from deepytorch.passes.ops import varlen_attention_efficient as efficient
 from deepytorch.passes.ops import varlen_attention_flash as flash
-from deepytorch.passes.ops.attention_tile import Call
+from deepytorch.passes.ops.attention_tile import Call, Gradients, Saved
 from deepytorch.tuning import fastest, known, records_a_graph
 
 _TRITON_CAPABILITY = (8, 0)  # the tests compile the Triton kernels for this capability and newer ones
@@ -41,22 +41,9 @@ def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tens
     return _form(query, key, value, call).forward(query, key, value, call)
 
 
-def backward(
-    grad_output: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    logsumexp: Tensor,
-    call: Call,
-    bias_gradient: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key, value and bias; the last is empty when it is not asked for.
-
-    Logsumexp means the same in all forms, so it does not matter which form computed it.
-    """
-    form = _form(query, key, value, call)
-    return form.backward(grad_output, query, key, value, output, logsumexp, call, bias_gradient)
+def backward(saved: Saved, grad_output: Tensor, bias_gradient: bool) -> Gradients:
+    """Return the gradients of one call."""
+    return _form(*saved[:3], saved.call).backward(saved, grad_output, bias_gradient)
 
 
 def choose_form(query: Tensor, key: Tensor, value: Tensor, call: Call) -> Choice:
@@ -88,10 +75,8 @@ def _form(query: Tensor, key: Tensor, value: Tensor, call: Call) -> ModuleType:
 
 def _choose(query: Tensor, key: Tensor, value: Tensor, call: Call) -> ModuleType:
     taking, _ = _ladder(query, key, value, call)
-    if not taking:
-        return dense
-    if len(taking) == 1 or torch.are_deterministic_algorithms_enabled():  # two processes may measure differently
-        return _module(taking[0])
+    if len(taking) < 2 or torch.are_deterministic_algorithms_enabled():  # two processes may measure differently
+        return _module(taking[0] if taking else "dense")
     shape_class = _shape_class(query, key, value, call, taking)
     return _module(fastest(_KERNEL, shape_class, taking, partial(_run, query, key, value, call), _MARGIN))
 
@@ -166,7 +151,7 @@ def _run(query: Tensor, key: Tensor, value: Tensor, call: Call, form: str) -> No
     """Run a step of one form, to be timed."""
     module = _module(form)
     output, logsumexp = module.forward(query, key, value, call)
-    module.backward(output, query, key, value, output, logsumexp, call, False)
+    module.backward(Saved(query, key, value, output, logsumexp, call), output, False)
 
 
 @cache

@@ -17,7 +17,9 @@ from deepytorch.passes.ops.attention_tile import (
     NEGATIVE_INFINITY,
     Call,
     Extras,
+    Gradients,
     Hidden,
+    Saved,
     dropout_factor,
     statistics_dtype,
     tile_backward,
@@ -37,8 +39,7 @@ class Slots(NamedTuple):
 
     def lay(self, x: Tensor) -> Tensor:
         """Lay out (tokens, heads, dim) as (rows, heads, width, dim), with zeros where there is no token."""
-        laid = x.new_zeros(self.rows * self.width + 1, *x.shape[1:]).index_copy_(0, self.slot, x)
-        return laid[:-1].view(self.rows, self.width, *x.shape[1:]).transpose(1, 2)
+        return self.view(self.empty(x, x.size(2)).index_copy_(0, self.slot, x))
 
     def empty(self, like: Tensor, dim: int) -> Tensor:
         """Return zeros (rows * width + 1, heads, dim), to be filled in and picked from."""
@@ -69,18 +70,9 @@ def forward(
     return slots_q.pick(output), slots_q.pick(statistics).squeeze(-1).t().contiguous()
 
 
-def backward(
-    grad_output: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    logsumexp: Tensor,
-    call: Call,
-    bias_gradient: bool,
-    max_scores: int = MAX_SCORES,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key, value and bias; the last is empty when it is not asked for."""
+def backward(saved: Saved, grad_output: Tensor, bias_gradient: bool, max_scores: int = MAX_SCORES) -> Gradients:
+    """Return the gradients of one call."""
+    query, key, value, _, _, call = saved
     slots_q, slots_k = _slots(query, key, call)
     g_all, q_all, k_all, v_all = slots_q.lay(grad_output), slots_q.lay(query), slots_k.lay(key), slots_k.lay(value)
     grad_query = slots_q.empty(query, query.size(2))

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deepytorch.passes.ops.attention_tile import Call
+from deepytorch.passes.ops.attention_tile import Call, Gradients, Saved
 from deepytorch.passes.ops.varlen_attention_dense import laid_out
-from deepytorch.passes.ops.varlen_attention_flash import one_token_space
+from deepytorch.passes.ops.varlen_attention_flash import one_token_space, why_not_torch
 from deepytorch.torch_internals import efficient_attention_backward, efficient_attention_forward
 
 _CAPABILITY = (5, 0)
@@ -22,7 +22,6 @@ _WHOLE, _CAUSAL = 0, 1  # values of `custom_mask_type`: no mask, or causal from 
 
 def why_not_efficient(query: Tensor, key: Tensor, value: Tensor, call: Call, capability: tuple[int, int]) -> str | None:
     """Return the reason why these kernels cannot compute this call on an NVIDIA device, or None if they can."""
-    rule = call.rule
     if query.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"dtype {query.dtype}"
     if not query.dtype == key.dtype == value.dtype:
@@ -32,16 +31,11 @@ def why_not_efficient(query: Tensor, key: Tensor, value: Tensor, call: Call, cap
     elements = _BYTES // query.element_size()
     if query.size(2) % elements or value.size(2) % elements or 0 in (query.size(2), value.size(2)):
         return f"head_dim {query.size(2)} of keys and {value.size(2)} of values"
-    if call.bias is not None:  # the kernels expect a bias with the strides of padded rows
-        return "a bias"
-    if rule.softcap > 0:
-        return "softcap"
-    if rule.dropout_p > 0:  # see [Note: No dropout by torch's kernels] in `varlen_attention_flash`
-        return "dropout, which a recomputed forward would draw anew"
-    if rule.window_left >= 0 or rule.window_right > 0:
+    reason = why_not_torch(call)
+    if reason is not None:
+        return reason
+    if call.rule.window_left >= 0 or call.rule.window_right > 0:
         return "a window"
-    if call.max_q == 0 or call.max_k == 0:
-        return "no tokens"
     if not one_token_space(call):  # a row may have no key, for which the kernels promise nothing
         return "two token spaces"
     return None
@@ -66,17 +60,9 @@ def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tens
     return output[0].contiguous(), padded[row, :, index].t().contiguous()
 
 
-def backward(
-    grad_output: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    logsumexp: Tensor,
-    call: Call,
-    bias_gradient: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value, and an empty one of the bias, which this form never has."""
+def backward(saved: Saved, grad_output: Tensor, bias_gradient: bool) -> Gradients:
+    """Return the gradients of one call, without one of the bias, which this form never has."""
+    query, key, value, output, logsumexp, call = saved
     group = query.size(1) // key.size(1)
     nothing_drawn = torch.zeros((), dtype=torch.int64, device=query.device)
     grad_query, grad_key, grad_value, _ = efficient_attention_backward(

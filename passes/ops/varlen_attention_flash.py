@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deepytorch.passes.ops.attention_tile import Call
+from deepytorch.passes.ops.attention_tile import Call, Gradients, Saved, inner_adjacent
 from deepytorch.torch_internals import FakeTensor, flash_attention_backward, flash_attention_forward
 
 _MAX_HEAD_DIM = 256
@@ -43,18 +43,24 @@ def why_not_flash(query: Tensor, value: Tensor, call: Call, capability: tuple[in
         return f"{name}, which stands in their place, is not for compute capability {capability[0]}.{capability[1]}"
     if head_dim != value.size(2) or head_dim > longest or head_dim % 8:
         return f"head_dim {head_dim} of keys and {value.size(2)} of values"
-    if call.bias is not None:
-        return "a bias"
-    if rule.softcap > 0:
-        return "softcap"
-    if rule.dropout_p > 0:  # see [Note: No dropout by torch's kernels]
-        return "dropout, which a recomputed forward would draw anew"
-    if call.max_q == 0 or call.max_k == 0:
-        return "no tokens"
+    reason = why_not_torch(call)
+    if reason is not None:
+        return reason
     # The kernels align windows at a row's last query and key, the operator at its first: equal if both are as many.
     if (rule.window_left >= 0 or rule.window_right >= 0) and not one_token_space(call):
         return "a window between two token spaces"
     return None
+
+
+def why_not_torch(call: Call) -> str | None:
+    """Return the reason why neither of torch's kernels can compute a call, or None."""
+    if call.bias is not None:  # the efficient kernels expect one with the strides of padded rows
+        return "a bias"
+    if call.rule.softcap > 0:
+        return "softcap"
+    if call.rule.dropout_p > 0:  # see [Note: No dropout by torch's kernels]
+        return "dropout, which a recomputed forward would draw anew"
+    return "no tokens" if call.max_q == 0 or call.max_k == 0 else None
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
@@ -76,17 +82,9 @@ def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tens
     return output, logsumexp
 
 
-def backward(
-    grad_output: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    logsumexp: Tensor,
-    call: Call,
-    bias_gradient: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value, and an empty one of the bias, which this form never has."""
+def backward(saved: Saved, grad_output: Tensor, bias_gradient: bool) -> Gradients:
+    """Return the gradients of one call, without one of the bias, which this form never has."""
+    query, key, value, output, logsumexp, call = saved
     rule = call.rule
     grad_query, grad_key, grad_value = flash_attention_backward(
         grad_output.contiguous(),
@@ -119,8 +117,3 @@ def one_token_space(call: Call) -> bool:
         return True
     has_memory = not isinstance(x, FakeTensor)
     return has_memory and x.data_ptr() == y.data_ptr() and x.shape == y.shape and x.stride() == y.stride()
-
-
-def inner_adjacent(x: Tensor) -> Tensor:
-    """Return (tokens, heads, head_dim) with a last dimension that is adjacent in memory."""
-    return x if x.stride(2) == 1 else x.contiguous()

@@ -8,14 +8,13 @@ the end of their row return at once. The kernels, with their flops and bytes, ar
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from deepytorch.machine_code import Variant
-from deepytorch.passes.ops.attention_tile import NEGATIVE_INFINITY, Call
+from deepytorch.passes.ops.attention_tile import NEGATIVE_INFINITY, Call, Gradients, Saved, inner_adjacent
 from deepytorch.passes.ops.varlen_attention_bias_kernel import grad_bias_kernel
 from deepytorch.passes.ops.varlen_attention_dense import laid_out
 from deepytorch.passes.ops.varlen_attention_kernels import (
@@ -105,7 +104,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, call: Call, tiles: Tiles 
 
     tiles: used instead of the tuned ones.
     """
-    query, key, value = (_inner_adjacent(x) for x in (query, key, value))
+    query, key, value = (inner_adjacent(x) for x in (query, key, value))
     heads, rows = query.size(1), call.cu_seqlens_q.size(0) - 1
     output = query.new_zeros(query.size(0), heads, value.size(2))
     logsumexp = query.new_full((heads, query.size(0)), NEGATIVE_INFINITY, dtype=torch.float32)
@@ -121,25 +120,16 @@ def forward(query: Tensor, key: Tensor, value: Tensor, call: Call, tiles: Tiles 
             **constants, **_launch_options(tiles),
         )  # fmt: skip
 
-    with _on_device_of(query):
+    with torch.cuda.device_of(query):
         launch(tiles or _tuned("forward", query, value, call, launch))
     return output, logsumexp
 
 
-def backward(
-    grad_output: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    logsumexp: Tensor,
-    call: Call,
-    bias_gradient: bool,
-    tiles: Tiles | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key, value and bias; the last is empty when it is not asked for."""
-    grad_output, query, key, value = (_inner_adjacent(x) for x in (grad_output, query, key, value))
-    output, logsumexp = output.contiguous(), logsumexp.contiguous()
+def backward(saved: Saved, grad_output: Tensor, bias_gradient: bool, tiles: Tiles | None = None) -> Gradients:
+    """Return the gradients of one call. tiles: used instead of the tuned ones."""
+    call = saved.call
+    grad_output, query, key, value = (inner_adjacent(x) for x in (grad_output, *saved[:3]))
+    output, logsumexp = saved.output.contiguous(), saved.logsumexp.contiguous()
     (tokens_q, heads, _), (heads_k, dim_v), rows = query.shape, value.shape[1:], call.cu_seqlens_q.size(0) - 1
     grads = [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value)]
     grad_bias = query.new_empty(0)
@@ -168,7 +158,7 @@ def backward(
             **_launch_options(tiles),
         )  # fmt: skip
 
-    with _on_device_of(query):
+    with torch.cuda.device_of(query):
         blocks = -(-tokens_q // _DELTA_TOKENS)
         delta_kernel[(blocks * heads,)](
             output, grad_output, delta, grad_output.stride(0), grad_output.stride(1), blocks, heads, tokens_q,
@@ -259,7 +249,7 @@ def _draws(query: Tensor, call: Call) -> tuple[Tensor | None, Tensor | None]:
     drawn_q = query.new_empty(query.size(1), query.size(0), dtype=torch.int32)
     drawn_k = query.new_empty(call.max_k, dtype=torch.int32)
     blocks = -(-max(call.max_q, call.max_k) // _DRAWN)
-    with _on_device_of(query):
+    with torch.cuda.device_of(query):
         draws_kernel[(blocks * query.size(1) * (call.cu_seqlens_q.size(0) - 1),)](
             call.seed,
             call.cu_seqlens_q.contiguous(),
@@ -338,14 +328,6 @@ def _tuned(kernel: str, query: Tensor, value: Tensor, call: Call, launch: Callab
     precision = _precision(query) if query.dtype == torch.float32 else ""
     shape_class = f"{query.dtype} {precision} {_padded(query.size(2))} {_padded(value.size(2))} {names}"
     return fastest(f"varlen_attention_{kernel}/1", shape_class, _listed(kernel, query, value), launch)
-
-
-def _inner_adjacent(x: Tensor) -> Tensor:
-    return x if x.stride(2) == 1 else x.contiguous()
-
-
-def _on_device_of(x: Tensor) -> AbstractContextManager[object]:
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 _OF_TOKENS = ("query", "key", "value", "output", "grad_output", "grad_query", "grad_key", "grad_value")

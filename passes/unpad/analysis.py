@@ -17,11 +17,13 @@ from deepytorch.passes.unpad.demand import Seen, is_float
 from deepytorch.passes.unpad.infinities import may_be_infinite
 from deepytorch.passes.unpad.layout import (
     ROWS,
+    Dim,
     Layout,
     Positions,
     Symbols,
     is_token,
     layouts,
+    leads_with_tokens,
     packed_sizes,
     plain_size,
     positions_of,
@@ -30,7 +32,7 @@ from deepytorch.passes.unpad.layout import (
 )
 from deepytorch.passes.unpad.masks import Meaning, Prober, TokenSource, Undecided
 from deepytorch.passes.unpad.origins import are_one_sequence, origins
-from deepytorch.passes.unpad.region import Declined, Region, Space
+from deepytorch.passes.unpad.region import Declined, Region
 from deepytorch.passes.unpad.rules import broadcasts, rule_for
 from deepytorch.passes.unpad.sizes import seed, spaces_of, unify_labels, unify_masks
 
@@ -39,9 +41,7 @@ aten = torch.ops.aten
 _LOSSES = frozenset({aten.cross_entropy_loss.default, aten.nll_loss_nd.default, aten.nll_loss.default})
 
 
-def analyse(
-    module: fx.GraphModule, context: Context, *, loss_rows: bool, defer_outputs: bool, zero_outputs: bool
-) -> Region:
+def analyse(module: fx.GraphModule, context: Context, *, loss_rows: bool, defer_outputs: bool) -> Region:
     """Return all findings about a graph that do not depend on which values are seen.
 
     Raises:
@@ -55,8 +55,8 @@ def analyse(
     reason = slicer.cannot_pack()
     if reason is not None:
         raise Declined(reason)
-    rows, positions = seed(attentions, context)
     losses = [node for node in graph.nodes if node.target in _LOSSES]
+    rows, positions = seed(attentions, context)
     unify_masks(graph, slicer, attentions, rows, context)
     rows, positions = seed(attentions, context)
     unify_labels(graph, slicer, losses, rows, positions, context)
@@ -64,44 +64,49 @@ def analyse(
     symbols = Symbols(rows, frozenset(positions), context.shape_env)
     known = layouts(graph, symbols, slicer.from_batch)
     _forget_foreign(graph, known, attentions, slicer)
-    spaces = spaces_of(graph, symbols, positions)
-    declined: list[Decline] = []
-    decided = _meanings(graph, attentions, known, symbols, slicer, declined)
-    losses = [node for node in losses if _is_token_loss(node, known, slicer)]
-    for attention, meaning in decided:
-        spaces[positions_of(known[attention.key])[0].symbol].attentions.append((attention, meaning))
-    outputs = list(next(iter(reversed(graph.nodes))).args[0])
-    # Positions past the last label are real positions. Code that reads them gets them from a padded replay of the step,
-    # so running the step again must be harmless.
-    may_trim = defer_outputs and not slicer.writes_inputs and not context.ends_in_break
-    _keep_sequences_apart(graph, spaces, known, attentions, losses, slicer, declined)
-    _token_sources(graph, spaces, known, losses, symbols, slicer, declined, may_trim=may_trim)
-    decided = _all_attentions(spaces)  # without the attentions that disagreed
-    packs = any(space.strips for space in spaces.values()) and bool(decided)
-    if not packs and not (losses and loss_rows):
-        raise Declined(why_not(declined))
-    picks = _picks(graph, known, slicer) if packs else []
-    zeroing = _zeroing(graph, known, slicer, attentions) if packs else {}
-    seen = Seen(
+    region = Region(
+        graph,
+        slicer,
+        symbols,
+        known,
+        spaces_of(graph, symbols, positions),
+        losses=[node for node in losses if _is_token_loss(node, known, slicer)],
+        outputs=list(next(iter(reversed(graph.nodes))).args[0]),
+        defers=defer_outputs and not context.ends_in_break,
+    )
+    _read_masks(region, attentions)
+    _keep_sequences_apart(region, attentions)
+    _token_sources(region)
+    decided = region.attentions  # without the attentions that disagreed
+    region.packs = any(space.strips for space in region.spaces.values()) and bool(decided)
+    if not region.packs and not (region.losses and loss_rows):
+        raise Declined(why_not(region.declined))
+    region.meanings = {attention.output: meaning for attention, meaning in decided}
+    if region.packs:
+        region.picks = _picks(region)
+        region.zeroing = _zeroing(region, attentions)
+    region.seen = Seen(
         layouts=known,
         from_batch={node: slicer.from_batch(node) for node in graph.nodes},
-        attentions={attention.output: attention for attention, _ in decided} if packs else {},
-        losses={node: number for number, node in enumerate(losses)},
+        attentions={attention.output: attention for attention, _ in decided} if region.packs else {},
+        losses={node: number for number, node in enumerate(region.losses)},
         loss_rows=loss_rows,
-        token_outputs=frozenset(),
-        biases={attention.output: meaning.bias for attention, meaning in decided},
-        unreduced=frozenset(node for node in losses if is_token(known.get(node))),
-        picks={node: number for number, node in enumerate(picks)},
-        zero_at_pads=frozenset(zeroing),
+        token_outputs=_token_outputs(region),
+        biases={output: meaning.bias for output, meaning in region.meanings.items()},
+        unreduced=frozenset(node for node in region.losses if is_token(known.get(node))),
+        picks={node: number for number, node in enumerate(region.picks)},
+        zero_at_pads=frozenset(region.zeroing),
         deferred=frozenset(),
     )
-    return Region(
-        graph=graph, slicer=slicer, symbols=symbols, layouts=known, spaces=spaces,
-        meanings={attention.output: meaning for attention, meaning in decided}, seen=seen, demand={}, outputs=outputs,
-        losses=losses, picks=picks, zeroing=zeroing,
-        exact_outputs=context.ends_in_break or not (defer_outputs or zero_outputs),
-        entries={}, declined=declined, packs=packs,
-    )  # fmt: skip
+    return region
+
+
+def _token_outputs(region: Region) -> frozenset[fx.Node]:
+    """Return the outputs that may leave the region packed."""
+    if not region.defers:
+        return frozenset()
+    nodes = (node for node in region.outputs if isinstance(node, fx.Node) and not region.slicer.from_batch(node))
+    return frozenset(node for node in nodes if leads_with_tokens(region.layouts.get(node)))
 
 
 def why_not(declined: list[Decline]) -> str:
@@ -138,31 +143,22 @@ def _forget_foreign(graph: fx.Graph, known: dict[fx.Node, Layout], attentions: l
             known.pop(node, None)
 
 
-def _meanings(
-    graph: fx.Graph,
-    attentions: list[Attention],
-    known: Mapping[fx.Node, Layout],
-    symbols: Symbols,
-    slicer: Slicer,
-    declined: list[Decline],
-) -> list[tuple[Attention, Meaning]]:
-    """Return the meaning of each attention's mask.
+def _read_masks(region: Region, attentions: list[Attention]) -> None:
+    """Give each attention, with the meaning of its mask, to the token space of its keys.
 
     An attention whose mask is not understood is declined, with the reason.
     """
-    prober = Prober(graph, symbols, slicer)
+    prober = Prober(region.graph, region.symbols, region.slicer)
     cache: dict[Any, Meaning] = {}
-    decided = []
     for attention in attentions:
         try:
-            queries, keys = _check_operands(attention, known)
+            queries, keys = _check_operands(attention, region.layouts)
             asked = (attention.terms, attention.causal, queries, keys)
             if asked not in cache:
-                cache[asked] = prober.meaning(attention, symbols.rows, queries, keys)
-            decided.append((attention, cache[asked]))
+                cache[asked] = prober.meaning(attention, queries, keys)
+            region.space(attention.key).attentions.append((attention, cache[asked]))
         except Undecided as undecided:
-            declined.append(Decline(attention.output.name, f"attention: {undecided}"))
-    return decided
+            region.declined.append(Decline(attention.output.name, f"attention: {undecided}"))
 
 
 def _check_operands(attention: Attention, known: Mapping[fx.Node, Layout]) -> tuple[sympy.Symbol, sympy.Symbol]:
@@ -238,143 +234,111 @@ def _kinds(dim: tuple[Any, ...]) -> list[str]:
     return ["rows" if atom is ROWS else "positions" if isinstance(atom, Positions) else str(atom) for atom in dim]
 
 
-def _keep_sequences_apart(
-    graph: fx.Graph,
-    spaces: dict[sympy.Symbol, Space],
-    known: Mapping[fx.Node, Layout],
-    attentions: list[Attention],
-    losses: list[fx.Node],
-    slicer: Slicer,
-    declined: list[Decline],
-) -> None:
+def _keep_sequences_apart(region: Region, attentions: list[Attention]) -> None:
     """Leave a space padded if it holds two different sequences.
 
     The model then requires both to have the same number of positions.
     """
-    found = origins(graph, known, attentions, slicer)
-    seen = [node for attention, _ in _all_attentions(spaces) for node in (attention.query, attention.key)]
-    seen += [loss.args[0] for loss in losses]  # type: ignore[misc]
-    seen += [node for node in next(iter(reversed(graph.nodes))).all_input_nodes if not slicer.from_batch(node)]
-    for space in spaces.values():
-        values = [node for node in seen if _stands_in(node, space, known)]
-        if not are_one_sequence(found[node] for node in values):
-            declined.append(Decline(space.name, "two sequences share their positions, each with tokens of its own"))
+    found = origins(region.graph, region.layouts, attentions, region.slicer)
+    seen = [node for attention, _ in region.attentions for node in (attention.query, attention.key)]
+    seen += [loss.args[0] for loss in region.losses]  # type: ignore[misc]
+    seen += [node for node in region.output_nodes if not region.slicer.from_batch(node)]
+    for space in region.spaces.values():
+        if not are_one_sequence(found[node] for node in seen if region.stands_in(node, space)):
+            region.declined.append(
+                Decline(space.name, "two sequences share their positions, each with tokens of its own")
+            )
             space.attentions.clear()
 
 
-def _all_attentions(spaces: Mapping[sympy.Symbol, Space]) -> list[tuple[Attention, Meaning]]:
-    return [pair for space in spaces.values() for pair in space.attentions]
-
-
-def _stands_in(node: fx.Node, space: Space, known: Mapping[fx.Node, Layout]) -> bool:
-    layout = known.get(node)
-    return is_token(layout) and positions_of(layout)[0].symbol == space.symbol  # type: ignore[arg-type]
-
-
-def _token_sources(
-    graph: fx.Graph,
-    spaces: dict[sympy.Symbol, Space],
-    known: Mapping[fx.Node, Layout],
-    losses: list[fx.Node],
-    symbols: Symbols,
-    slicer: Slicer,
-    declined: list[Decline],
-    *,
-    may_trim: bool,
-) -> None:
+def _token_sources(region: Region) -> None:
     """Determine for every space which of its positions are tokens.
 
     Attentions that disagree about the tokens of a space are removed from the space's list.
     """
-    outputs = [node for node in next(iter(reversed(graph.nodes))).all_input_nodes if is_token(known.get(node))]
-    for space in spaces.values():
-        shown = [node for node in outputs if _stands_in(node, space, known)]
-        can_wait = all(is_float(node) or slicer.from_batch(node) for node in shown)  # only floats are deferred
+    # Positions past the last label are real positions. Code that reads them gets them from a padded replay of the step,
+    # so running the step again must be harmless.
+    may_trim = region.defers and not region.slicer.writes_inputs
+    for space in region.spaces.values():
+        shown = [node for node in region.output_nodes if region.stands_in(node, space)]
+        can_wait = all(is_float(node) or region.slicer.from_batch(node) for node in shown)  # only floats are deferred
         sources = list(dict.fromkeys(m.tokens for _, m in space.attentions if m.tokens is not None))
         bare = [(a, m) for a, m in space.attentions if m.tokens is None]
-        sees_pads = [a for a, m in bare if not _is_causal_self(a, m, known)]
-        if sources and (sees_pads or not _agree(sources, graph, symbols, slicer)):
-            declined.append(Decline(space.name, "attentions over the same keys disagree on which of them are tokens"))
+        sees_pads = [a for a, m in bare if not (m.window_right == 0 and region.stands_in(a.query, space))]
+        if sources and (sees_pads or not _agree(sources, region)):
+            region.declined.append(
+                Decline(space.name, "attentions over the same keys disagree on which of them are tokens")
+            )
             space.attentions.clear()
-            continue
-        if sources:
+        elif sources:
             space.source = sources[0]
         elif bare and not sees_pads and may_trim and can_wait:
             space.trimmed_by = tuple(
-                number
-                for number, loss in enumerate(losses)
-                if positions_of(known[loss.args[0]])[0].symbol == space.symbol  # type: ignore[index]
+                number for number, loss in enumerate(region.losses) if region.stands_in(loss.args[0], space)
             )
 
 
-def _is_causal_self(attention: Attention, meaning: Meaning, known: Mapping[fx.Node, Layout]) -> bool:
-    same = positions_of(known[attention.query])[0].symbol == positions_of(known[attention.key])[0].symbol
-    return same and meaning.window_right == 0
-
-
-def _agree(sources: list[TokenSource], graph: fx.Graph, symbols: Symbols, slicer: Slicer) -> bool:
+def _agree(sources: list[TokenSource], region: Region) -> bool:
     """Return whether several token masks are equal, found by evaluating them on the same probes."""
     if len(sources) == 1:
         return True
-    prober = Prober(graph, symbols, slicer)
-    nodes = [source.node for source in sources]
-    for masks in prober.probe_together(nodes):
+    prober = Prober(region.graph, region.symbols, region.slicer)
+    for masks in prober.probe_together([source.node for source in sources]):
         read = [source.read(mask).flatten() for source, mask in zip(sources, masks, strict=True)]
         if not all(torch.equal(read[0], other) for other in read[1:]):
             return False
     return True
 
 
-def _picks(graph: fx.Graph, known: Mapping[fx.Node, Layout], slicer: Slicer) -> list[fx.Node]:
+def _picks(region: Region) -> list[fx.Node]:
     """Return the nodes that take one position of each row: `x[:, 0]`, `x[rows, last]`."""
     found = []
-    for node in graph.nodes:
+    for node in region.graph.nodes:
         x = node.args[0] if node.args else None
-        layout = known.get(x) if isinstance(x, fx.Node) else None  # type: ignore[arg-type]
-        if not is_token(layout) or slicer.from_batch(x):  # type: ignore[arg-type]
+        layout = region.layouts.get(x) if isinstance(x, fx.Node) else None
+        if layout is None or not is_token(layout) or region.slicer.from_batch(x):  # type: ignore[arg-type]
             continue
-        assert layout is not None
         if node.target is aten.select.int:
             index = node.args[1] % len(layout)
             dim, rest = layout[index], (*layout[:index], *layout[index + 1 :])
-            whole = len(dim) == 1 and isinstance(dim[0], Positions) and dim[0].whole
-            if whole and rest[0] == (ROWS,) and isinstance(node.args[2], int):
+            if _is_whole(dim) and rest[0] == (ROWS,) and isinstance(node.args[2], int):
                 found.append(node)
-        elif node.target is aten.index.Tensor and _picks_by_index(node, layout, known, slicer):
+        elif node.target is aten.index.Tensor and _picks_by_index(node, layout, region):
             found.append(node)
     return found
 
 
-def _picks_by_index(node: fx.Node, layout: Layout, known: Mapping[fx.Node, Layout], slicer: Slicer) -> bool:
+def _is_whole(dim: Dim) -> bool:
+    """Return whether a dimension is all positions of a token space, and nothing else."""
+    return len(dim) == 1 and isinstance(dim[0], Positions) and dim[0].whole
+
+
+def _picks_by_index(node: fx.Node, layout: Layout, region: Region) -> bool:
     indices = node.args[1]
-    if len(indices) != 2 or layout[0] != (ROWS,) or len(layout[1]) != 1 or not isinstance(layout[1][0], Positions):  # type: ignore[arg-type]
-        return False
-    if not layout[1][0].whole:
+    if len(indices) != 2 or layout[0] != (ROWS,) or not _is_whole(layout[1]):  # type: ignore[arg-type]
         return False
     return all(
         isinstance(index, fx.Node)
-        and slicer.from_batch(index)
+        and region.slicer.from_batch(index)
         and index.meta["val"].dtype is torch.int64
-        and known.get(index) == ((ROWS,),)
+        and region.layouts.get(index) == ((ROWS,),)
         for index in indices  # type: ignore[union-attr]
     )
 
 
-def _zeroing(
-    graph: fx.Graph, known: Mapping[fx.Node, Layout], slicer: Slicer, attentions: Sequence[Attention]
-) -> dict[fx.Node, fx.Node]:
+def _zeroing(region: Region, attentions: Sequence[Attention]) -> dict[fx.Node, fx.Node]:
     """Return the values that are zero wherever a batch-only factor is zero, each with its factor.
 
     Such values are `x * mask`, `x.masked_fill(~mask, 0)` and `where(mask, x, 0)`. A product counts only if its other
     factor is finite: zero times infinity is NaN.
     """
     found: dict[fx.Node, fx.Node] = {}
-    infinite = may_be_infinite(graph, slicer, attentions)
-    for node in graph.nodes:
+    known, slicer = region.layouts, region.slicer
+    infinite = may_be_infinite(region.graph, slicer, attentions)
+    for node in region.graph.nodes:
         out = known.get(node)
-        if not is_token(out) or slicer.from_batch(node):
+        if out is None or not is_token(out) or slicer.from_batch(node):
             continue
-        assert out is not None
         if node.target is aten.mul.Tensor:
             factors = [arg for arg in node.args[:2] if isinstance(arg, fx.Node)]
             if any(factor in infinite for factor in factors):

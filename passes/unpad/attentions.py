@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from deepytorch.passes.graphs import arguments_of, match_softcap, number_of
+from deepytorch.passes.graphs import PRODUCTS, QUOTIENTS, arguments_of, match_softcap, number_of
 from deepytorch.passes.unpad.layout import VIEWS
 
 aten = torch.ops.aten
@@ -98,7 +98,11 @@ _CASTS = frozenset({
     aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.type_as.default, aten._to_copy.default,
     aten.contiguous.default, aten.clone.default,
 })  # fmt: skip
-_SCALINGS = frozenset({aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar})
+_SCALINGS = frozenset({*PRODUCTS, *QUOTIENTS})
+_ADDS_A_TERM = frozenset({
+    aten.baddbmm.default, aten.add.Tensor, aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.where.ScalarOther,
+    aten.where.self,
+})  # fmt: skip
 _PRODUCTS = frozenset({aten.matmul.default, aten.bmm.default})
 
 
@@ -145,32 +149,27 @@ def _scores(node: fx.Node) -> tuple[fx.Node, fx.Node, float, float, list[Term], 
         target, args, ndim = node.target, node.args, node.meta["val"].dim()
         if target in _PRODUCTS:
             return args[0], args[1], scale, softcap, terms, inner
+        if target in _ADDS_A_TERM and (scale != 1.0 or softcap):
+            return None  # a term that is scaled after its addition would no longer be a term of the scaled scores
         if target is aten.baddbmm.default:
-            if scale != 1.0 or softcap or node.kwargs.get("beta", 1) != 1:
+            if node.kwargs.get("beta", 1) != 1:
                 return None
             terms.extend(split_terms(args[0], ndim))
             return args[1], args[2], float(node.kwargs.get("alpha", 1)), softcap, terms, inner
         if target in _CASTS or _splits_heads(node):
             node = args[0]
         elif target is aten.add.Tensor and node.kwargs.get("alpha", 1) == 1:
-            # A term that is scaled after its addition would no longer be a term of the scaled scores.
-            if scale != 1.0 or softcap:
-                return None
             side = _towards_product(args)
             if side is None:
                 return None
             terms.extend(split_terms(args[1 - side], ndim))
             node = args[side]
         elif target in (aten.masked_fill.Scalar, aten.masked_fill.Tensor) and _is_masking(args[2]):
-            if scale != 1.0 or softcap:
-                return None
             terms.append(Term(args[1], "hidden", ndim))
             node = args[0]
         elif target in (aten.where.ScalarOther, aten.where.self) and _is_masking(args[2]):
             if isinstance(args[2], fx.Node) and node.args[1] in args[2].all_input_nodes:
                 inner.append(args[2])  # full_like(scores, low) reads only the shape of the scores
-            if scale != 1.0 or softcap:
-                return None
             terms.append(Term(args[0], "visible", ndim))
             node = args[1]
         elif target in _SCALINGS and (number := number_of(args[1])) is not None:
@@ -179,8 +178,7 @@ def _scores(node: fx.Node) -> tuple[fx.Node, fx.Node, float, float, list[Term], 
                 softcap, node, between = capped
                 inner.extend(between)
                 continue
-            factor = number if target in (aten.mul.Tensor, aten.mul.Scalar) else 1.0 / number
-            scale *= factor
+            scale *= number if target in PRODUCTS else 1.0 / number
             node = args[0]
         else:
             return None
@@ -201,10 +199,7 @@ def _towards_product(args: tuple[Any, ...]) -> int | None:
     return None
 
 
-_CHAIN = _CASTS | {
-    aten.add.Tensor, aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.masked_fill.Scalar,
-    aten.masked_fill.Tensor, aten.where.ScalarOther, aten.where.self, aten.tanh.default,
-}  # fmt: skip
+_CHAIN = _CASTS | _SCALINGS | _ADDS_A_TERM | {aten.tanh.default}
 
 
 def _weighted_sum(softmax: fx.Node) -> tuple[float, fx.Node, list[fx.Node]] | None:

@@ -17,7 +17,7 @@ from torch import fx
 
 from deepytorch.passes.unpad.attentions import Attention
 from deepytorch.passes.unpad.layout import Layout, is_token
-from deepytorch.passes.unpad.rules import Rule, is_random, rule_for, tensor_inputs
+from deepytorch.passes.unpad.rules import Rule, rule_for, tensor_inputs
 
 _NOTHING, _LOSS, _TOKENS, _EVERYTHING = range(4)
 
@@ -154,11 +154,6 @@ def _refuse(node: fx.Node, seen: Seen) -> None:
     """Record the first reason why token values must stay padded: an operator that may look across positions."""
     if any(is_token(seen.layouts.get(source)) and not seen.from_batch[source] for source in tensor_inputs(node)):
         seen.refused.setdefault(node, str(node.target))
-
-
-def random_nodes(nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    """Return the nodes that draw random numbers."""
-    return [node for node in nodes if is_random(node)]
 
 
 def is_float(node: fx.Node) -> bool:

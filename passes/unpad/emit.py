@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 
 import deepytorch.passes.ops.pack
 import deepytorch.passes.ops.varlen_attention  # noqa: F401  (both register their operators)
-from deepytorch.passes.slicing import Slicer
 from deepytorch.passes.unpad.attentions import Attention
 from deepytorch.passes.unpad.layout import (
     ROWS,
     VIEWS,
+    Atom,
     Layout,
     Positions,
     has_rows,
@@ -29,40 +29,30 @@ from deepytorch.passes.unpad.layout import (
 )
 from deepytorch.passes.unpad.masks import Meaning
 from deepytorch.passes.unpad.program import IndexInput, IndexSet
-from deepytorch.passes.unpad.rules import rule_for
+from deepytorch.passes.unpad.region import Region
+from deepytorch.passes.unpad.rules import Layouts, rule_for
 
 aten = torch.ops.aten
 ops = torch.ops.deepytorch
 
 
 class Emitter:
-    """Builds one graph from the nodes of a padded graph.
+    """Builds one graph from the nodes of a region's padded graph.
 
-    Args:
-        source: the padded graph.
-        layouts: the layouts of its values.
-        entries: the nodes that get a packed form, and the entries that each form holds.
-        spaces: the number of each token space, by the symbol of its positions.
-        sizes: for each space, where its numbers of rows and positions are read from: (placeholder, dim, dim).
-        slicer: that of the padded graph.
+    entries: the nodes that get a packed form, and the entries that each form holds.
     """
 
-    def __init__(
-        self,
-        source: fx.Graph,
-        layouts: Mapping[fx.Node, Layout],
-        entries: Mapping[fx.Node, IndexSet],
-        spaces: Mapping[sympy.Symbol, int],
-        sizes: Sequence[tuple[fx.Node, int, int]],
-        slicer: Slicer,
-    ) -> None:
+    def __init__(self, region: Region, entries: Mapping[fx.Node, IndexSet]) -> None:
         self.graph = fx.Graph()
-        self.layouts = layouts
+        self.layouts: Layouts = region.layouts
         self.entries = entries
         self.indices: list[IndexInput] = []
-        self.swallowed: set[fx.Node] = set()  # nodes that a packed attention replaces
-        self.inputs: list[fx.Node] = [node for node in source.nodes if node.op == "placeholder"]
-        self._spaces, self._sizes, self._slicer = spaces, sizes, slicer
+        self.inputs: list[fx.Node] = [node for node in region.graph.nodes if node.op == "placeholder"]
+        packed = [attention for output, attention in region.seen.attentions.items() if output in entries]
+        # the nodes that packed attentions replace
+        self.swallowed = {node for each in packed for node in each.inner if node is not each.output}
+        self._spaces, self._slicer = region.spaces, region.slicer
+        self._sizes = [space.size for space in region.spaces.values()]
         self._padded: dict[fx.Node, fx.Node] = {}
         self._packed: dict[tuple[fx.Node, IndexSet], fx.Node] = {}
         self._index_nodes: dict[IndexInput, fx.Node] = {}
@@ -76,7 +66,7 @@ class Emitter:
 
     # ------------------------------------------------------------------ what rules use
 
-    def call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+    def call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
         """Add one call."""
         return self.graph.call_function(target, args, kwargs)
 
@@ -89,7 +79,7 @@ class Emitter:
                 kwargs[argument.name] = value
             else:
                 args.append(value)
-        return self.graph.call_function(target, tuple(args), kwargs)
+        return self.call(target, tuple(args), kwargs)
 
     def copied(self, arguments: Any) -> Any:
         """Return the arguments with every node in its padded form."""
@@ -98,32 +88,24 @@ class Emitter:
     def count(self, entries: IndexSet) -> fx.Node:
         """Return the number of entries, as a size node."""
         flat = self.index(IndexInput("flat", entries))
-        return self._once(("count", entries), lambda: self.graph.call_function(aten.sym_size.int, (flat, 0)))
+        return self._once(("count", entries), lambda: self.call(aten.sym_size.int, (flat, 0)))
 
     def packed(self, node: Any, entries: IndexSet) -> fx.Node:
         """Return the packed form of a token value over `entries`."""
-        key = (node, entries)
-        if key not in self._packed:
-            home = self.entries.get(node)
-            if home is not None and (node, home) in self._packed:
-                if not _contains(home, entries):
-                    raise AssertionError(f"{node.name} has no values for some of the entries asked for")
-                rank = self.index(IndexInput("rank", entries, home))
-                made = self._after(
-                    self._packed[node, home],
-                    lambda: self.graph.call_function(ops.pack_rows.default, (self._packed[node, home], rank)),
-                )
-            elif isinstance(node.meta.get("val"), (list, tuple)):
+        if (node, entries) in self._packed:
+            return self._packed[node, entries]
+        home = self.entries.get(node)
+        if home is None or (node, home) not in self._packed:
+            if isinstance(node.meta.get("val"), (list, tuple)):
                 raise AssertionError(f"{node} has several outputs and no packed form")
-            else:
-                grid = positions_of(self.layouts[node])[0]
-                made = self._after(
-                    self._padded[node], lambda: self._gather(node, entries, grid), follow=self._slicer.is_written(node)
-                )
-            if self._slicer.is_written(node):
-                return made
-            self._packed[key] = made
-        return self._packed[key]
+            return self._gathered(node, entries, positions_of(self.layouts[node])[0])
+        if not _contains(home, entries):
+            raise AssertionError(f"{node.name} has no values for some of the entries asked for")
+        whole, rank = self._packed[node, home], self.index(IndexInput("rank", entries, home))
+        made = self._after(whole, lambda: self.call(ops.pack_rows.default, (whole, rank)))
+        if not self._slicer.is_written(node):
+            self._packed[node, entries] = made
+        return made
 
     def aligned(self, node: Any, out: Layout, entries: IndexSet) -> fx.Node:
         """Return the packed form of an operand that broadcasts against a value of layout `out`. Numbers stay."""
@@ -133,42 +115,27 @@ class Emitter:
         sizes = _aligned_sizes(layout, out)
         grid = positions_of(out)[0]
         if is_token(layout):
-            if self._slicer.from_batch(node) and node not in self.entries:
-                key = (node, entries, grid.offset, "aligned")
-                x = self._derived.get(key)
-                if x is None:
-                    x = self._after(
-                        self._padded[node],
-                        lambda: self._gather(node, entries, grid),
-                        follow=self._slicer.is_written(node),
-                    )
-                    if not self._slicer.is_written(node):
-                        self._derived[key] = x
-            else:
-                x = self.packed(node, entries)
-            return x if sizes == packed_sizes(layout) else self.call(aten.reshape.default, (x, [-1, *sizes]), {})
+            bare = self._slicer.from_batch(node) and node not in self.entries
+            x = self._gathered(node, entries, grid) if bare else self.packed(node, entries)
+            return x if sizes == packed_sizes(layout) else self.call(aten.reshape.default, (x, [-1, *sizes]))
         held = token_dims(layout)
         if not held:
             x = self.padded(node)
             span = out[len(out) - len(layout) :]
             if not any(vanishes(dim) for dim in span):
                 return x
-            return self.call(aten.reshape.default, (x, sizes), {})
+            return self.call(aten.reshape.default, (x, sizes))
         index = self.rows(entries) if has_rows(layout) else self.columns(entries, grid.offset)
         key = (node, entries, 0 if has_rows(layout) else grid.offset, "gathered")
         if key not in self._derived:
             source = self.padded(node)
 
             def gather() -> fx.Node:
-                x = source
-                if held[0] != 0:
-                    order = [held[0], *(dim for dim in range(len(layout)) if dim != held[0])]
-                    x = self.call(aten.permute.default, (x, order), {})
-                return self.call(aten.index_select.default, (x, 0, index), {})
+                order = [held[0], *(dim for dim in range(len(layout)) if dim != held[0])]
+                return self.call(aten.index_select.default, (self._permuted(source, order), 0, index))
 
             self._derived[key] = self._after(source, gather)
-        gathered = self._derived[key]
-        return self.call(aten.reshape.default, (gathered, [-1, *sizes]), {})
+        return self.call(aten.reshape.default, (self._derived[key], [-1, *sizes]))
 
     # ------------------------------------------------------------------ padded values
 
@@ -179,7 +146,7 @@ class Emitter:
             if home is None or (node, home) not in self._packed:
                 raise AssertionError(f"{node.name} has not been written yet")
             packed = self._packed[node, home]
-            self._padded[node] = self._after(packed, lambda: self.scattered(packed, self.layouts[node], home))
+            self._padded[node] = self._after(packed, lambda: self._scattered(packed, self.layouts[node], home))
         return self._padded[node]
 
     def copy(self, node: fx.Node) -> fx.Node:
@@ -228,9 +195,9 @@ class Emitter:
         """Return the position of every entry, counted from `offset`, (entries,)."""
         flat = self.index(IndexInput("flat", entries))
         _, positions = self.sizes(entries.space)
-        columns = self._once(("columns", entries), lambda: self.call(aten.remainder.Scalar, (flat, positions), {}))
+        columns = self._once(("columns", entries), lambda: self.call(aten.remainder.Scalar, (flat, positions)))
         if offset:
-            return self._once(("columns", entries, offset), lambda: self.call(aten.sub.Scalar, (columns, offset), {}))
+            return self._once(("columns", entries, offset), lambda: self.call(aten.sub.Scalar, (columns, offset)))
         return columns
 
     def sizes(self, space: int) -> tuple[fx.Node, fx.Node]:
@@ -238,8 +205,8 @@ class Emitter:
         source, rows, positions = self._sizes[space]
         tensor = self._padded[source]
         return (
-            self._once(("size", tensor, rows), lambda: self.call(aten.sym_size.int, (tensor, rows), {})),
-            self._once(("size", tensor, positions), lambda: self.call(aten.sym_size.int, (tensor, positions), {})),
+            self._once(("size", tensor, rows), lambda: self.call(aten.sym_size.int, (tensor, rows))),
+            self._once(("size", tensor, positions), lambda: self.call(aten.sym_size.int, (tensor, positions))),
         )
 
     def finish(self, outputs: Sequence[Any]) -> fx.Graph:
@@ -278,8 +245,8 @@ class Emitter:
                 "softcap": attention.softcap,
             },
         )
-        made = self.call(operator.getitem, (both, 0), {})
-        made = self.call(aten.reshape.default, (made, [-1, *packed_sizes(self.layouts[node])]), {})
+        made = self.call(operator.getitem, (both, 0))
+        made = self.call(aten.reshape.default, (made, [-1, *packed_sizes(self.layouts[node])]))
         self._keep_meta(node, both)
         self._packed[node, queries] = made
         return made
@@ -287,11 +254,8 @@ class Emitter:
     def _heads(self, node: fx.Node, entries: IndexSet) -> fx.Node:
         """Return a packed value as (tokens, heads, head_dim)."""
         sizes = packed_sizes(self.layouts[node])
-        heads = 1
-        for size in sizes[:-1]:
-            heads *= size
         x = self.packed(node, entries)
-        return x if len(sizes) == 2 else self.call(aten.reshape.default, (x, [-1, heads, sizes[-1]]), {})
+        return x if len(sizes) == 2 else self.call(aten.reshape.default, (x, [-1, math.prod(sizes[:-1]), sizes[-1]]))
 
     def _grouped(self, attention: Attention) -> tuple[fx.Node, fx.Node]:
         """Return keys and values before their heads were repeated for grouped queries.
@@ -305,77 +269,71 @@ class Emitter:
 
     def _longest(self, entries: IndexSet) -> fx.Node:
         carrier = self.index(IndexInput("longest", entries))
-        return self._once(("longest", entries), lambda: self.call(aten.sym_size.int, (carrier, 0), {}))
+        return self._once(("longest", entries), lambda: self.call(aten.sym_size.int, (carrier, 0)))
 
     def _bias(self, nodes: Sequence[fx.Node]) -> fx.Node:
         total = self.padded(nodes[0])
         for node in nodes[1:]:
-            total = self.call(aten.add.Tensor, (total, self.padded(node)), {})
+            total = self.call(aten.add.Tensor, (total, self.padded(node)))
         missing = 4 - max(node.meta["val"].dim() for node in nodes)
         for _ in range(missing):
-            total = self.call(aten.unsqueeze.default, (total, 0), {})
+            total = self.call(aten.unsqueeze.default, (total, 0))
         return total
 
     # ------------------------------------------------------------------ gathers and scatters
 
     def grid(self, node: fx.Node) -> fx.Node:
         """Return a padded token value with one number per token, as (rows, positions)."""
-        return self._by_token(self.padded(node), self.layouts[node], merge=False)
-
-    def gathered(self, node: fx.Node, entries: IndexSet) -> fx.Node:
-        """Return the entries of a padded value."""
-        return self._gather(node, entries, positions_of(self.layouts[node])[0])
-
-    def _gather(self, node: fx.Node, entries: IndexSet, grid: Positions) -> fx.Node:
-        """Pack a padded token value whose own positions are those of `grid`."""
         layout = self.layouts[node]
-        x = self._by_token(self._padded[node], layout, merge=True)
-        return self.call(ops.pack_rows.default, (x, self._own_flat(entries, grid.offset, grid.cut)), {})
+        x = self._by_token(self.padded(node), layout)
+        return x if len(_atoms(layout)) == 2 else self.call(aten.reshape.default, (x, [*self._grid_sizes(layout)]))
 
-    def _by_token(self, x: fx.Node, layout: Layout, merge: bool) -> fx.Node:
-        """Move rows and positions to the front: (rows * positions, ...) if `merge`, else (rows, positions, ...)."""
-        space = self.space_of(layout)
-        rows, whole = self.sizes(space)
-        grid = positions_of(layout)[0]
-        positions = whole if grid.cut == 0 else self.call(operator.sub, (whole, grid.cut), {})
-        atoms = [atom for dim in layout for atom in (dim or (1,))]
-        sizes = [rows if atom is ROWS else positions if isinstance(atom, Positions) else atom for atom in atoms]
+    def _gathered(self, node: fx.Node, entries: IndexSet, grid: Positions) -> fx.Node:
+        """Pack a padded token value whose own positions are those of `grid`."""
+        key = ("gathered", node, entries, grid.offset, grid.cut)
+        if key in self._derived:
+            return self._derived[key]
+
+        def gather() -> fx.Node:
+            x = self._by_token(self._padded[node], self.layouts[node])
+            x = self.call(aten.reshape.default, (x, [-1, *packed_sizes(self.layouts[node])]))
+            return self.call(ops.pack_rows.default, (x, self._own_flat(entries, grid.offset, grid.cut)))
+
+        if self._slicer.is_written(node):  # gathered anew each time, behind what has been written by then
+            return gather()
+        self._derived[key] = self._after(self._padded[node], gather)
+        return self._derived[key]
+
+    def _by_token(self, x: fx.Node, layout: Layout) -> fx.Node:
+        """Move rows and positions to the front: (rows, positions, ...)."""
+        rows, positions = self._grid_sizes(layout)
+        atoms = _atoms(layout)
         if len(atoms) != len(layout):
-            x = self.call(aten.reshape.default, (x, sizes), {})
-        first = atoms.index(ROWS)
-        second = next(index for index, atom in enumerate(atoms) if isinstance(atom, Positions))
-        order = [first, second, *(index for index in range(len(atoms)) if index not in (first, second))]
-        if order != sorted(order):
-            x = self.call(aten.permute.default, (x, order), {})
-        plain = packed_sizes(layout)
-        if merge:
-            return self.call(aten.reshape.default, (x, [-1, *plain]), {})
-        return x if len(atoms) == 2 else self.call(aten.reshape.default, (x, [rows, positions]), {})
+            sizes = [rows if atom is ROWS else positions if isinstance(atom, Positions) else atom for atom in atoms]
+            x = self.call(aten.reshape.default, (x, sizes))
+        return self._permuted(x, _tokens_first(atoms))
 
-    def scattered(self, packed: fx.Node, layout: Layout, entries: IndexSet) -> fx.Node:
+    def _grid_sizes(self, layout: Layout) -> tuple[fx.Node, fx.Node]:
+        """Return the numbers of rows and of positions of a token value."""
+        grid = positions_of(layout)[0]
+        rows, whole = self.sizes(self._spaces[grid.symbol].number)
+        return rows, whole if grid.cut == 0 else self.call(operator.sub, (whole, grid.cut))
+
+    def _permuted(self, x: fx.Node, order: list[int]) -> fx.Node:
+        return x if order == sorted(order) else self.call(aten.permute.default, (x, order))
+
+    def _scattered(self, packed: fx.Node, layout: Layout, entries: IndexSet) -> fx.Node:
         """Return a packed value in its padded layout, with zeros where it has no entry."""
-        space = self.space_of(layout)
-        rows, whole = self.sizes(space)
-        grid = positions_of(layout)[0]
-        positions = whole if grid.cut == 0 else self.call(operator.sub, (whole, grid.cut), {})
-        total = self.call(operator.mul, (rows, positions), {})
+        rows, positions = self._grid_sizes(layout)
+        total = self.call(operator.mul, (rows, positions))
+        grid, atoms = positions_of(layout)[0], _atoms(layout)
         flat = self._own_flat(entries, grid.offset, grid.cut)
-        x = self.call(ops.unpack_rows.default, (packed, flat, total), {})
-        atoms = [atom for dim in layout for atom in (dim or (1,))]
+        x = self.call(ops.unpack_rows.default, (packed, flat, total))
         plain = [atom for atom in atoms if isinstance(atom, int)]
-        x = self.call(aten.reshape.default, (x, [rows, positions, *plain]), {})
-        places: dict[Any, int] = {ROWS: 0, **{atom: 1 for atom in atoms if isinstance(atom, Positions)}}
-        order, following = [], 2
-        for atom in atoms:
-            if isinstance(atom, int):
-                order.append(following)
-                following += 1
-            else:
-                order.append(places[atom])
-        if order != sorted(order):
-            x = self.call(aten.permute.default, (x, order), {})
+        x = self.call(aten.reshape.default, (x, [rows, positions, *plain]))
+        x = self._permuted(x, [_tokens_first(atoms).index(place) for place in range(len(atoms))])
         if len(atoms) != len(layout):
-            x = self.call(aten.reshape.default, (x, [self._dim_size(dim, rows, positions) for dim in layout]), {})
+            x = self.call(aten.reshape.default, (x, [self._dim_size(dim, rows, positions) for dim in layout]))
         return x
 
     def _dim_size(self, dim: tuple[Any, ...], rows: fx.Node, positions: fx.Node) -> Any:
@@ -383,7 +341,7 @@ class Emitter:
         for atom in dim:
             if not isinstance(atom, int):
                 factor = rows if atom is ROWS else positions
-                size = factor if size == 1 else self.call(operator.mul, (size, factor), {})
+                size = factor if size == 1 else self.call(operator.mul, (size, factor))
         return size
 
     def _own_flat(self, entries: IndexSet, offset: int, cut: int) -> fx.Node:
@@ -394,15 +352,11 @@ class Emitter:
 
         def own() -> fx.Node:
             _, whole = self.sizes(entries.space)
-            positions = self.call(operator.sub, (whole, cut), {})
-            start = self.call(aten.mul.Scalar, (self.rows(entries), positions), {})
-            return self.call(aten.add.Tensor, (start, self.columns(entries, offset)), {})
+            positions = self.call(operator.sub, (whole, cut))
+            start = self.call(aten.mul.Scalar, (self.rows(entries), positions))
+            return self.call(aten.add.Tensor, (start, self.columns(entries, offset)))
 
         return self._once(("own", entries, offset, cut), own)
-
-    def space_of(self, layout: Layout) -> int:
-        """Return the number of the token space that a layout's positions belong to."""
-        return self._spaces[positions_of(layout)[0].symbol]
 
     # ------------------------------------------------------------------ places in the new graph
 
@@ -413,13 +367,8 @@ class Emitter:
                 self._derived[key] = make()
         return self._derived[key]
 
-    def _after(self, place: fx.Node, make: Callable[[], fx.Node], follow: bool = False) -> fx.Node:
-        """Make a value right after `place`, so that it does not fall under a later `no_grad`.
-
-        follow: make it at the end of the graph instead.
-        """
-        if follow:
-            return make()
+    def _after(self, place: fx.Node, make: Callable[[], fx.Node]) -> fx.Node:
+        """Make a value right after `place`, so that it does not fall under a later `no_grad`."""
         before = self._header_end if place.op == "placeholder" else place.next
         with self.graph.inserting_before(before):
             return make()
@@ -428,6 +377,18 @@ class Emitter:
         for name in ("recompute", "ac_graph_id", "stack_trace", "nn_module_stack", "custom"):
             if name in node.meta:
                 made.meta[name] = node.meta[name]
+
+
+def _atoms(layout: Layout) -> list[Atom]:
+    """Return the atoms of all dimensions, with 1 for a dimension of size 1."""
+    return [atom for dim in layout for atom in (dim or (1,))]
+
+
+def _tokens_first(atoms: list[Atom]) -> list[int]:
+    """Return the order of atoms with the rows first, then the positions, then the numbers."""
+    first = atoms.index(ROWS)
+    second = next(index for index, atom in enumerate(atoms) if isinstance(atom, Positions))
+    return [first, second, *(index for index in range(len(atoms)) if index not in (first, second))]
 
 
 def _contains(home: IndexSet, entries: IndexSet) -> bool:

@@ -11,6 +11,7 @@ history, for the order of their atoms. A layout does not say whether an operator
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -62,6 +63,13 @@ VIEWS = frozenset({
 })  # fmt: skip
 
 
+def expression(size: int | torch.SymInt, shape_env: Any) -> sympy.Expr:
+    """Return the size as an expression in canonical symbols."""
+    if isinstance(size, torch.SymInt):
+        return sympy.expand(shape_env.replace(size.node.expr))
+    return sympy.Integer(size)
+
+
 @dataclass(frozen=True)
 class Symbols:
     """The meaning of a region's sizes.
@@ -75,9 +83,7 @@ class Symbols:
 
     def expr(self, size: int | torch.SymInt) -> sympy.Expr:
         """Return the size as an expression in canonical symbols."""
-        if isinstance(size, torch.SymInt):
-            return sympy.expand(self.shape_env.replace(size.node.expr))
-        return sympy.Integer(size)
+        return expression(size, self.shape_env)
 
     def atom_size(self, atom: Atom) -> sympy.Expr:
         """Return the number of elements that an atom stands for."""
@@ -273,11 +279,7 @@ def token_dims(layout: Layout) -> list[int]:
 
 def plain_size(dim: Dim) -> int:
     """Return the product of the numbers in a dimension."""
-    size = 1
-    for atom in dim:
-        if isinstance(atom, int):
-            size *= atom
-    return size
+    return math.prod(atom for atom in dim if isinstance(atom, int))
 
 
 def vanishes(dim: Dim) -> bool:

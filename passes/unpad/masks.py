@@ -8,7 +8,7 @@ additive terms.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -71,13 +71,32 @@ class Undecided(Exception):
     """The meaning of a mask was not found; the message says why."""
 
 
+@dataclass(frozen=True)
+class _Part:
+    """A part of a graph that computes batch-only values, and the probes that tell what it computes.
+
+    Attributes:
+        nodes: in the graph's order.
+        read: the inputs whose values, not only their sizes, it reads.
+        lengths: of the probes.
+        max_positions: the length up to which they prove a meaning; None for any.
+        constants: whole numbers that the batch may hold.
+    """
+
+    nodes: list[fx.Node]
+    read: frozenset[fx.Node]
+    lengths: list[int]
+    max_positions: int | None
+    constants: list[int]
+
+
 class Prober:
     """Evaluates batch-only parts of one graph on probe batches."""
 
     def __init__(self, graph: fx.Graph, symbols: Symbols, slicer: Slicer) -> None:
         self._graph, self._symbols, self._slicer = graph, symbols, slicer
 
-    def meaning(self, attention: Attention, rows: sympy.Expr, queries: sympy.Symbol, keys: sympy.Symbol) -> Meaning:
+    def meaning(self, attention: Attention, queries: sympy.Symbol, keys: sympy.Symbol) -> Meaning:
         """Return the meaning of the attention's mask.
 
         Raises:
@@ -106,26 +125,21 @@ class Prober:
         return replace(meaning, bias=(*bias, *meaning.bias))
 
     def _probe_terms(self, terms: list[Term], queries: sympy.Symbol, keys: sympy.Symbol) -> Meaning:
-        nodes = [term.node for term in terms]
-        subgraph = self._slicer.slice(nodes)
-        constants = self._telling_numbers(subgraph)
-        lengths, max_positions = probe_lengths(subgraph, self._symbols)
-        read = frozenset(self._slicer.inputs_read(nodes))
-        candidates = self._candidates(subgraph, read, keys)
-        buffers = tuple(node for node in subgraph if role_of(node) is Role.BUFFER)
-        batch = tuple(node for node in subgraph if node in read and role_of(node) is Role.BATCH)
+        part = self._part([term.node for term in terms])
+        buffers = tuple(node for node in part.nodes if role_of(node) is Role.BUFFER)
+        batch = tuple(node for node in part.nodes if node in part.read and role_of(node) is Role.BATCH)
         floats = any(node.meta["val"].is_floating_point() for node in batch)
         reason = ""
         with_bias: Meaning | None = None
         for domain in ("binary", "additive") if floats else ("any", "binary"):
             try:
-                meaning = self._match(terms, subgraph, read, candidates, lengths, constants, domain, queries, keys)
+                meaning = self._match(terms, part, domain, queries, keys)
             except Undecided as undecided:
                 reason = reason or str(undecided)
                 continue
             meaning = replace(
                 meaning,
-                max_positions=max_positions,
+                max_positions=part.max_positions,
                 buffers=buffers,
                 assumed=() if domain == "any" else tuple((node, domain) for node in batch),
             )
@@ -138,47 +152,40 @@ class Prober:
             return with_bias
         raise Undecided(reason)
 
-    def _candidates(self, subgraph: list[fx.Node], read: frozenset[fx.Node], keys: sympy.Symbol) -> list[fx.Node]:
+    def _part(self, outputs: list[fx.Node]) -> _Part:
+        nodes = self._slicer.slice(outputs)
+        read = frozenset(self._slicer.inputs_read(outputs))
+        return _Part(nodes, read, *probe_lengths(nodes, self._symbols), self._telling_numbers(nodes))
+
+    def _candidates(self, part: _Part, keys: sympy.Symbol) -> list[fx.Node]:
         """Return the values with one entry per row and key that a token mask may be read from.
 
         The value nearest to the mask comes first: it is what the mask really depends on, however it was computed.
         """
         found = []
-        for node in subgraph:
+        for node in part.nodes:
             value = node.meta.get("val")
-            if isinstance(value, torch.Tensor) and (node.op != "placeholder" or node in read):
+            if isinstance(value, torch.Tensor) and (node.op != "placeholder" or node in part.read):
                 sizes = [self._symbols.expr(size) for size in value.shape]
                 if [size for size in sizes if size != 1] == [self._symbols.rows, keys]:
                     found.append(node)
         return found[::-1]
 
-    def _match(
-        self,
-        terms: list[Term],
-        subgraph: list[fx.Node],
-        read: frozenset[fx.Node],
-        candidates: list[fx.Node],
-        lengths: list[int],
-        constants: list[int],
-        domain: str,
-        queries: sympy.Symbol,
-        keys: sympy.Symbol,
-    ) -> Meaning:
+    def _match(self, terms: list[Term], part: _Part, domain: str, queries: sympy.Symbol, keys: sympy.Symbol) -> Meaning:
+        more_keys = 0 if keys == queries else 2
         runs = []
-        for length in lengths:
-            for seed in range(3 if length < 64 else 1):
-                sizes = {self._symbols.rows: 3, queries: length, keys: length if keys == queries else length + 2}
-                probe = Probe(sizes, domain, torch.Generator().manual_seed(1000 * length + seed), constants)
-                values = self.evaluate(subgraph, read, probe)
-                mask, bias = _combine(terms, values, (sizes[self._symbols.rows], sizes[queries], sizes[keys]))
-                runs.append((mask, values, bias))
+        for probe, values in self._runs(part, lambda length: {queries: length, keys: length + more_keys}, (domain,)):
+            sizes = probe.sizes
+            mask, bias = _combine(terms, values, (sizes[self._symbols.rows], sizes[queries], sizes[keys]))
+            runs.append((mask, values, bias))
+        candidates = self._candidates(part, keys)
         has_bias = any(bias for _, _, bias in runs)
         added = tuple(term.node for term in terms if term.kind == "added") if has_bias else ()
         readings: list[Any] = [(node, reading) for node in candidates for reading in READINGS]
-        if not any(role_of(node) is Role.BATCH for node in read):
+        if not any(role_of(node) is Role.BATCH for node in part.read):
             readings = [None]  # the mask does not depend on the batch, so it treats all keys alike
         for choice in readings:
-            window = _window(runs, choice, queries == keys, max(lengths))
+            window = _window(runs, choice, queries == keys)
             if window is not None:
                 source = None if choice is None else self._before_moves(choice, candidates, [run[1] for run in runs])
                 return Meaning(window[0], window[1], source, added)
@@ -234,23 +241,31 @@ class Prober:
 
     def probe_together(self, nodes: list[fx.Node]) -> Iterator[list[torch.Tensor]]:
         """Yield the values of several batch-only nodes, probe by probe."""
-        subgraph = self._slicer.slice(nodes)
-        read = frozenset(self._slicer.inputs_read(nodes))
-        constants = self._telling_numbers(subgraph)
-        for length in probe_lengths(subgraph, self._symbols)[0]:
-            for seed in range(3 if length < 64 else 1):
-                sizes = {self._symbols.rows: 3, **dict.fromkeys(self._symbols.positions, length)}
-                for domain in ("any", "binary"):
-                    probe = Probe(sizes, domain, torch.Generator().manual_seed(1000 * length + seed), constants)
-                    values = self.evaluate(subgraph, read, probe)
-                    yield [values[node] for node in nodes]
+        part, positions = self._part(nodes), self._symbols.positions
+        for _, values in self._runs(part, lambda length: dict.fromkeys(positions, length), ("any", "binary")):
+            yield [values[node] for node in nodes]
 
-    def evaluate(self, subgraph: list[fx.Node], read: frozenset[fx.Node], probe: Probe) -> dict[fx.Node, Any]:
-        """Run batch-only nodes on real CPU tensors. Inputs that are not in `read` get only sizes, no values."""
+    def _runs(
+        self, part: _Part, positions: Callable[[int], dict[sympy.Symbol, int]], domains: Sequence[str]
+    ) -> Iterator[tuple[Probe, dict[fx.Node, Any]]]:
+        """Yield each probe with the values of all nodes.
+
+        positions: the number of positions in each space, for a probe of this length.
+        """
+        for length in part.lengths:
+            for seed in range(3 if length < 64 else 1):
+                for domain in domains:
+                    sizes = {self._symbols.rows: 3, **positions(length)}
+                    generator = torch.Generator().manual_seed(1000 * length + seed)
+                    probe = Probe(sizes, domain, generator, part.constants)
+                    yield probe, self._evaluate(part, probe)
+
+    def _evaluate(self, part: _Part, probe: Probe) -> dict[fx.Node, Any]:
+        """Run batch-only nodes on real CPU tensors. Inputs whose values are not read get only sizes."""
         values: dict[fx.Node, Any] = {}
-        for node in subgraph:
+        for node in part.nodes:
             if node.op == "placeholder":
-                values[node] = self._input(node, probe, node in read)
+                values[node] = self._input(node, probe, node in part.read)
             elif node.op == "get_attr":
                 value = getattr(self._graph.owning_module, str(node.target))
                 values[node] = value.clone() if self._slicer.is_written(node) else value
@@ -360,9 +375,7 @@ def _offsets(offset: torch.Tensor, chosen: torch.Tensor) -> list[int]:
     return offset[chosen.any(0)].unique().tolist()
 
 
-def _window(
-    runs: list[Any], choice: tuple[fx.Node, str] | None, same_space: bool, longest: int
-) -> tuple[int, int] | None:
+def _window(runs: list[Any], choice: tuple[fx.Node, str] | None, same_space: bool) -> tuple[int, int] | None:
     """Return the window (left, right) that explains every run with this choice of token mask, or None."""
     seen: set[int] = set()
     unseen: set[int] = set()

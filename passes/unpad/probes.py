@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import sympy
 import torch
@@ -24,13 +23,12 @@ MAX_PROBE_POSITIONS = 2048
 
 @dataclass
 class Probe:
-    """One small batch on which masks are evaluated: sizes by symbol, values by placeholder."""
+    """One small batch on which masks are evaluated; `sizes` by symbol."""
 
     sizes: dict[sympy.Symbol, int]
     domain: str
     generator: torch.Generator
     constants: list[int]
-    values: dict[fx.Node, Any] = field(default_factory=dict)
 
 
 def role_of(node: fx.Node) -> Role | None:

@@ -12,7 +12,7 @@ from deepytorch.passes.base import Decline
 from deepytorch.passes.slicing import Slicer
 from deepytorch.passes.unpad.attentions import Attention
 from deepytorch.passes.unpad.demand import NOTHING, Demand, Seen, is_float
-from deepytorch.passes.unpad.layout import Layout, Symbols, positions_of
+from deepytorch.passes.unpad.layout import Layout, Positions, Symbols, is_token, positions_of
 from deepytorch.passes.unpad.masks import Meaning, TokenSource
 from deepytorch.passes.unpad.program import IndexSet
 
@@ -45,29 +45,54 @@ class Space:
 
 @dataclass
 class Region:
-    """All findings of the analyses about one graph."""
+    """All findings of the analyses about one graph, and the decisions that follow from them."""
 
     graph: fx.Graph
     slicer: Slicer
     symbols: Symbols
     layouts: dict[fx.Node, Layout]
     spaces: dict[sympy.Symbol, Space]
-    meanings: dict[fx.Node, Meaning]
-    seen: Seen
-    demand: dict[fx.Node, Demand]
-    outputs: list[Any]
     losses: list[fx.Node]
-    picks: list[fx.Node]
-    exact_outputs: bool  # whether every output is seen at pads as well
-    zeroing: dict[fx.Node, fx.Node]  # value that is zero at pads -> the batch-only factor that makes it so
-    entries: dict[fx.Node, IndexSet]
-    declined: list[Decline]
-    packs: bool
+    outputs: list[Any]
+    defers: bool  # whether outputs besides a loss may be computed later, or by a padded replay
+    declined: list[Decline] = field(default_factory=list)
+    packs: bool = False
+    meanings: dict[fx.Node, Meaning] = field(default_factory=dict)
+    picks: list[fx.Node] = field(default_factory=list)
+    zeroing: dict[fx.Node, fx.Node] = field(default_factory=dict)  # zero at pads -> the batch-only factor that does it
+    seen: Seen = field(init=False)
+    demand: dict[fx.Node, Demand] = field(default_factory=dict)
+    entries: dict[fx.Node, IndexSet] = field(default_factory=dict)
     replayed: set[fx.Node] = field(default_factory=set)  # outputs that only a padded replay computes, if they are used
 
-    def space(self, node: fx.Node) -> Space:
+    @property
+    def attentions(self) -> list[tuple[Attention, Meaning]]:
+        """Return the attentions whose masks are understood, space by space."""
+        return [pair for space in self.spaces.values() for pair in space.attentions]
+
+    @property
+    def output_nodes(self) -> list[fx.Node]:
+        """Return the outputs that are nodes, each once."""
+        return list(dict.fromkeys(node for node in self.outputs if isinstance(node, fx.Node)))
+
+    def stands_in(self, node: Any, space: Space) -> bool:
+        """Return whether a node is a token value of this space."""
+        return is_token(self.layouts.get(node)) and self.space(node) is space
+
+    def grid(self, node: Any) -> tuple[Space, Positions]:
+        """Return the token space of a token value, and the positions of it that the value has."""
+        positions = positions_of(self.layouts[node])[0]
+        return self.spaces[positions.symbol], positions
+
+    def space(self, node: Any) -> Space:
         """Return the token space of a token value."""
-        return self.spaces[positions_of(self.layouts[node])[0].symbol]
+        return self.grid(node)[0]
+
+    def tokens(self, node: fx.Node) -> IndexSet:
+        """Return the tokens at a value's positions. An operator with several results has those of its argument."""
+        several = isinstance(node.meta.get("val"), (list, tuple))
+        space, grid = self.grid(node.args[0] if several else node)
+        return IndexSet(space.number, offset=grid.offset, cut=grid.cut)
 
     def is_boundary(self, node: fx.Node) -> bool:
         """Return whether a deferred output may start from this value, because the step computes it for all tokens."""

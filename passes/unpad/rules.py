@@ -24,11 +24,9 @@ from deepytorch.passes.unpad.layout import (
     Dim,
     Layout,
     Positions,
-    has_rows,
     is_token,
     packed_dim,
     packed_sizes,
-    positions_of,
     token_dims,
     vanishes,
 )
@@ -39,7 +37,7 @@ if TYPE_CHECKING:
     from deepytorch.passes.unpad.emit import Emitter
 
 aten = torch.ops.aten
-Layouts = Mapping[fx.Node, Layout]
+Layouts = Mapping[Any, Layout]  # of nodes; other arguments, such as numbers, have none
 
 
 class Rule(ABC):
@@ -120,7 +118,7 @@ class Linear(Rule):
     others: tuple[int, ...] = (1, 2)
 
     def admits(self, node: fx.Node, layouts: Layouts, from_batch: Mapping[fx.Node, bool]) -> bool:
-        x = layouts.get(node.args[self.x])  # type: ignore[arg-type]
+        x = layouts.get(node.args[self.x])
         if x is None or not is_token(x) or not _plain(x[-1]):
             return False
         for index in self.others:
@@ -134,9 +132,7 @@ class Linear(Rule):
         return x[:-1] == layouts[node][:-1] and _plain(layouts[node][-1])
 
     def emit(self, node: fx.Node, emitter: Emitter, entries: IndexSet) -> fx.Node:
-        before, after = (emitter.copied(part) for part in (node.args[: self.x], node.args[self.x + 1 :]))
-        args = [*before, emitter.packed(node.args[self.x], entries), *after]
-        return emitter.call(node.target, tuple(args), emitter.copied(node.kwargs))
+        return _packed_call(node, self.x, emitter, entries)
 
 
 @dataclass(frozen=True)
@@ -144,13 +140,13 @@ class PerTokenMatmul(Rule):
     """A product of two matrices where every token has its own pair."""
 
     def admits(self, node: fx.Node, layouts: Layouts, from_batch: Mapping[fx.Node, bool]) -> bool:
-        a, b = (layouts.get(source) for source in node.args[:2])  # type: ignore[arg-type]
+        a, b = (layouts.get(source) for source in node.args[:2])
         if a is None or b is None or len(a) < 3 or len(a) != len(b) or not (is_token(a) and is_token(b)):
             return False
         return a[:-2] == b[:-2] == layouts[node][:-2] and all(_plain(dim) for dim in (*a[-2:], *b[-2:]))
 
     def emit(self, node: fx.Node, emitter: Emitter, entries: IndexSet) -> fx.Node:
-        return emitter.call(aten.matmul.default, tuple(emitter.packed(source, entries) for source in node.args[:2]), {})
+        return emitter.call(aten.matmul.default, tuple(emitter.packed(source, entries) for source in node.args[:2]))
 
 
 @dataclass(frozen=True)
@@ -158,7 +154,7 @@ class Norm(Rule):
     """Normalisation over the last dimensions: layer_norm, rms_norm."""
 
     def admits(self, node: fx.Node, layouts: Layouts, from_batch: Mapping[fx.Node, bool]) -> bool:
-        x = layouts.get(node.args[0])  # type: ignore[arg-type]
+        x = layouts.get(node.args[0])
         over = len(node.args[1])  # type: ignore[arg-type]
         if x is None or not is_token(x) or x != layouts[node] or not all(_plain(dim) for dim in x[-over:]):
             return False
@@ -166,8 +162,7 @@ class Norm(Rule):
         return all(source in layouts and not token_dims(layouts[source]) for source in weights)
 
     def emit(self, node: fx.Node, emitter: Emitter, entries: IndexSet) -> fx.Node:
-        args = (emitter.packed(node.args[0], entries), *emitter.copied(node.args[1:]))
-        return emitter.call(node.target, args, emitter.copied(node.kwargs))
+        return _packed_call(node, 0, emitter, entries)
 
 
 @dataclass(frozen=True)
@@ -181,7 +176,7 @@ class AlongPlain(Rule):
     name: str = "dim"
 
     def admits(self, node: fx.Node, layouts: Layouts, from_batch: Mapping[fx.Node, bool]) -> bool:
-        x = layouts.get(node.args[0])  # type: ignore[arg-type]
+        x = layouts.get(node.args[0])
         if x is None or not is_token(x):
             return False
         dims = self._dims(node, len(x))
@@ -198,7 +193,7 @@ class AlongPlain(Rule):
         return out is None or is_token(out)
 
     def emit(self, node: fx.Node, emitter: Emitter, entries: IndexSet) -> fx.Node:
-        x = emitter.layouts[node.args[0]]  # type: ignore[index]
+        x = emitter.layouts[node.args[0]]
         arguments = arguments_of(node)
         dims = self._dims(node, len(x)) or []
         mapped = [packed_dim(x, dim) for dim in dims]
@@ -222,15 +217,15 @@ class AlongPlain(Rule):
 
 @dataclass(frozen=True)
 class Reshape(Rule):
-    """Views that keep every token's numbers together and in order."""
+    """Views that keep every token's numbers together and in order, and dimensions of size 1 put in or taken out."""
 
     def admits(self, node: fx.Node, layouts: Layouts, from_batch: Mapping[fx.Node, bool]) -> bool:
-        return is_token(layouts.get(node.args[0]))  # type: ignore[arg-type]
+        return is_token(layouts.get(node.args[0]))
 
     def emit(self, node: fx.Node, emitter: Emitter, entries: IndexSet) -> fx.Node:
         x = emitter.packed(node.args[0], entries)
-        before, after = packed_sizes(emitter.layouts[node.args[0]]), packed_sizes(emitter.layouts[node])  # type: ignore[index]
-        return x if before == after else emitter.call(aten.reshape.default, (x, [-1, *after]), {})
+        before, after = packed_sizes(emitter.layouts[node.args[0]]), packed_sizes(emitter.layouts[node])
+        return x if before == after else emitter.call(aten.reshape.default, (x, [-1, *after]))
 
 
 @dataclass(frozen=True)
@@ -241,17 +236,17 @@ class Permute(Rule):
     """
 
     def admits(self, node: fx.Node, layouts: Layouts, from_batch: Mapping[fx.Node, bool]) -> bool:
-        x = layouts.get(node.args[0])  # type: ignore[arg-type]
+        x = layouts.get(node.args[0])
         return x is not None and is_token(x) and sorted(map(repr, x)) == sorted(map(repr, layouts[node]))
 
     def emit(self, node: fx.Node, emitter: Emitter, entries: IndexSet) -> fx.Node:
-        layout = emitter.layouts[node.args[0]]  # type: ignore[index]
+        layout = emitter.layouts[node.args[0]]
         order = permutation(node, len(layout))
         kept = [dim for dim in order if not vanishes(layout[dim])]
         x = emitter.packed(node.args[0], entries)
         if kept == sorted(kept):
             return x
-        return emitter.call(aten.permute.default, (x, [0, *(packed_dim(layout, dim) for dim in kept)]), {})
+        return emitter.call(aten.permute.default, (x, [0, *(packed_dim(layout, dim) for dim in kept)]))
 
 
 def permutation(node: fx.Node, ndim: int) -> list[int]:
@@ -278,7 +273,7 @@ class Expand(Rule):
     def emit(self, node: fx.Node, emitter: Emitter, entries: IndexSet) -> fx.Node:
         out = emitter.layouts[node]
         x = emitter.aligned(node.args[0], out, entries)
-        return emitter.call(aten.expand.default, (x, [emitter.count(entries), *packed_sizes(out)]), {})
+        return emitter.call(aten.expand.default, (x, [emitter.count(entries), *packed_sizes(out)]))
 
 
 @dataclass(frozen=True)
@@ -286,15 +281,15 @@ class Slice(Rule):
     """Slices along plain dimensions, whole slices, and prefixes or suffixes of the positions."""
 
     def admits(self, node: fx.Node, layouts: Layouts, from_batch: Mapping[fx.Node, bool]) -> bool:
-        return is_token(layouts.get(node.args[0]))  # type: ignore[arg-type]
+        return is_token(layouts.get(node.args[0]))
 
     def emit(self, node: fx.Node, emitter: Emitter, entries: IndexSet) -> fx.Node:
-        before, after = emitter.layouts[node.args[0]], emitter.layouts[node]  # type: ignore[index]
+        before, after = emitter.layouts[node.args[0]], emitter.layouts[node]
         x = emitter.packed(node.args[0], entries)
         if packed_sizes(before) == packed_sizes(after):
             return x
         dim = arguments_of(node)["dim"] % len(before)
-        return emitter.call(aten.slice.Tensor, (x, packed_dim(before, dim), *emitter.copied(node.args[2:])), {})
+        return emitter.call(aten.slice.Tensor, (x, packed_dim(before, dim), *emitter.copied(node.args[2:])))
 
 
 @dataclass(frozen=True)
@@ -307,7 +302,7 @@ class Cat(Rule):
         if not _plain(out[dim]):
             return False
         for source in node.args[0]:  # type: ignore[union-attr]
-            layout = layouts.get(source)  # type: ignore[arg-type]
+            layout = layouts.get(source)
             if layout is None or not is_token(layout):
                 return False
             others = [other for index, other in enumerate(layout) if index != dim]
@@ -321,19 +316,7 @@ class Cat(Rule):
         out = emitter.layouts[node]
         dim = arguments_of(node)["dim"] % len(out)
         parts = [emitter.packed(source, entries) for source in node.args[0]]  # type: ignore[union-attr]
-        return emitter.call(node.target, (parts, packed_dim(out, dim)), {})
-
-
-@dataclass(frozen=True)
-class Insert(Rule):
-    """`unsqueeze` and `squeeze`: insertion and removal of dimensions of size 1."""
-
-    def admits(self, node: fx.Node, layouts: Layouts, from_batch: Mapping[fx.Node, bool]) -> bool:
-        return is_token(layouts.get(node.args[0]))  # type: ignore[arg-type]
-
-    def emit(self, node: fx.Node, emitter: Emitter, entries: IndexSet) -> fx.Node:
-        x = emitter.packed(node.args[0], entries)
-        return emitter.call(aten.reshape.default, (x, [-1, *packed_sizes(emitter.layouts[node])]), {})
+        return emitter.call(node.target, (parts, packed_dim(out, dim)))
 
 
 @dataclass(frozen=True)
@@ -342,15 +325,14 @@ class Embedding(Rule):
 
     def admits(self, node: fx.Node, layouts: Layouts, from_batch: Mapping[fx.Node, bool]) -> bool:
         table, ids = node.args[:2]
-        if not is_token(layouts.get(ids)) or table not in layouts:  # type: ignore[arg-type,operator]
+        if not is_token(layouts.get(ids)) or table not in layouts:
             return False
         if arguments_of(node)["scale_grad_by_freq"]:  # the scaling counts the ids of the whole batch, including pads
             return False
-        return not token_dims(layouts[table])  # type: ignore[index]
+        return not token_dims(layouts[table])
 
     def emit(self, node: fx.Node, emitter: Emitter, entries: IndexSet) -> fx.Node:
-        args = (*emitter.copied(node.args[:1]), emitter.packed(node.args[1], entries), *emitter.copied(node.args[2:]))
-        return emitter.call(node.target, args, emitter.copied(node.kwargs))
+        return _packed_call(node, 1, emitter, entries)
 
 
 @dataclass(frozen=True)
@@ -363,7 +345,16 @@ class Item(Rule):
         return isinstance(rule, AlongPlain) and rule.admits(parent, layouts, from_batch)  # type: ignore[arg-type]
 
     def emit(self, node: fx.Node, emitter: Emitter, entries: IndexSet) -> fx.Node:
-        return emitter.call(node.target, (emitter.packed(node.args[0], entries), node.args[1]), {})
+        return emitter.call(node.target, (emitter.packed(node.args[0], entries), node.args[1]))
+
+
+def _packed_call(node: fx.Node, place: int, emitter: Emitter, entries: IndexSet) -> fx.Node:
+    """Add the same call with one argument packed."""
+    args = [
+        emitter.packed(given, entries) if index == place else emitter.copied(given)
+        for index, given in enumerate(node.args)
+    ]
+    return emitter.call(node.target, tuple(args), emitter.copied(node.kwargs))
 
 
 def _plain(dim: Dim) -> bool:
@@ -371,98 +362,38 @@ def _plain(dim: Dim) -> bool:
 
 
 _POINTWISE = Pointwise()
-_ALONG = AlongPlain()
+# Elementwise operators that torch (2.11) does not tag as such.
+_ELEMENTWISE = (
+    aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten._to_copy.default, aten.type_as.default,
+    aten.contiguous.default, aten.alias.default, aten.detach.default, aten.dropout.default, aten.leaky_relu.default,
+    aten.hardswish.default, aten.log_sigmoid.default, aten.where.ScalarOther, aten.where.ScalarSelf,
+    aten.masked_fill.Tensor, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
+)  # fmt: skip
+_ALONG_A_DIM = (
+    aten.mean.dim, aten.sum.dim_IntList, aten.var.dim, aten.var.correction, aten.std.dim, aten.std.correction,
+    aten.amax.default, aten.amin.default, aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default,
+    aten.any.dim, aten.all.dim, aten.logsumexp.default, aten.linalg_vector_norm.default, aten.norm.ScalarOpt_dim,
+    aten.softmax.int, aten._softmax.default, aten.log_softmax.int, aten._log_softmax.default, aten.cumsum.default,
+    aten.glu.default, aten.topk.default, aten.sort.default, aten.gather.default, aten.select.int, aten.split.Tensor,
+    aten.split.sizes, aten.split_with_sizes.default, aten.chunk.default, aten.unbind.int, aten.narrow.default,
+)  # fmt: skip
+_ONES = (aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default)
+_TURNS = (aten.permute.default, aten.transpose.int, aten.t.default, aten.mT.default)
 
 RULES: dict[Any, Rule] = {
-    aten.to.dtype: _POINTWISE,
-    aten.to.device: _POINTWISE,
-    aten.to.dtype_layout: _POINTWISE,
-    aten._to_copy.default: _POINTWISE,
-    aten.type_as.default: _POINTWISE,
-    aten.contiguous.default: _POINTWISE,
-    aten.clone.default: _POINTWISE,
-    aten.alias.default: _POINTWISE,
-    aten.detach.default: _POINTWISE,
-    aten.dropout.default: _POINTWISE,
-    aten.gelu.default: _POINTWISE,
-    aten.silu.default: _POINTWISE,
-    aten.relu.default: _POINTWISE,
-    aten.leaky_relu.default: _POINTWISE,
-    aten.elu.default: _POINTWISE,
-    aten.mish.default: _POINTWISE,
-    aten.softplus.default: _POINTWISE,
-    aten.hardswish.default: _POINTWISE,
-    aten.relu6.default: _POINTWISE,
-    aten.selu.default: _POINTWISE,
-    aten.celu.default: _POINTWISE,
-    aten.tanh.default: _POINTWISE,
-    aten.sigmoid.default: _POINTWISE,
-    aten.log_sigmoid.default: _POINTWISE,
-    aten.where.self: _POINTWISE,
-    aten.where.ScalarOther: _POINTWISE,
-    aten.where.ScalarSelf: _POINTWISE,
-    aten.masked_fill.Scalar: _POINTWISE,
-    aten.masked_fill.Tensor: _POINTWISE,
-    aten.square.default: _POINTWISE,
-    aten.clamp.default: _POINTWISE,
-    aten.nan_to_num.default: _POINTWISE,
-    aten.zeros_like.default: _POINTWISE,
-    aten.ones_like.default: _POINTWISE,
-    aten.full_like.default: _POINTWISE,
+    **dict.fromkeys(_ELEMENTWISE, _POINTWISE),
+    **dict.fromkeys(_ALONG_A_DIM, AlongPlain()),
+    **dict.fromkeys((aten.flip.default, aten.roll.default), AlongPlain("dims")),
     aten.linear.default: Linear(),
     aten.addmm.default: Linear(x=1, others=(0, 2)),
     aten.mm.default: Linear(others=(1,)),
-    aten.layer_norm.default: Norm(),
-    aten.rms_norm.default: Norm(),
-    aten.mean.dim: _ALONG,
-    aten.sum.dim_IntList: _ALONG,
-    aten.var.dim: _ALONG,
-    aten.var.correction: _ALONG,
-    aten.std.dim: _ALONG,
-    aten.std.correction: _ALONG,
-    aten.amax.default: _ALONG,
-    aten.amin.default: _ALONG,
-    aten.max.dim: _ALONG,
-    aten.min.dim: _ALONG,
-    aten.argmax.default: _ALONG,
-    aten.argmin.default: _ALONG,
-    aten.any.dim: _ALONG,
-    aten.all.dim: _ALONG,
-    aten.logsumexp.default: _ALONG,
-    aten.linalg_vector_norm.default: _ALONG,
-    aten.norm.ScalarOpt_dim: AlongPlain("dim"),
-    aten.softmax.int: _ALONG,
-    aten._softmax.default: _ALONG,
-    aten.log_softmax.int: _ALONG,
-    aten._log_softmax.default: _ALONG,
-    aten.cumsum.default: _ALONG,
-    aten.glu.default: _ALONG,
-    aten.topk.default: _ALONG,
-    aten.sort.default: _ALONG,
-    aten.gather.default: _ALONG,
-    aten.select.int: _ALONG,
-    aten.split.Tensor: _ALONG,
-    aten.split.sizes: _ALONG,
-    aten.split_with_sizes.default: _ALONG,
-    aten.chunk.default: _ALONG,
-    aten.unbind.int: _ALONG,
-    aten.narrow.default: _ALONG,
-    aten.flip.default: AlongPlain("dims"),
-    aten.roll.default: AlongPlain("dims"),
+    **dict.fromkeys((aten.layer_norm.default, aten.rms_norm.default), Norm()),
     aten.slice.Tensor: Slice(),
-    aten.cat.default: Cat(),
-    aten.stack.default: Cat(),
-    aten.unsqueeze.default: Insert(),
-    aten.squeeze.dim: Insert(),
-    aten.squeeze.dims: Insert(),
-    aten.squeeze.default: Insert(),
-    aten.permute.default: Permute(),
-    aten.transpose.int: Permute(),
-    aten.t.default: Permute(),
-    aten.mT.default: Permute(),
+    **dict.fromkeys((aten.cat.default, aten.stack.default), Cat()),
+    **dict.fromkeys((*VIEWS, *_ONES), Reshape()),
+    **dict.fromkeys(_TURNS, Permute()),
     aten.expand.default: Expand(),
     aten.embedding.default: Embedding(),
-    **dict.fromkeys(VIEWS, Reshape()),
 }
 
 
@@ -489,23 +420,3 @@ def rule_for(node: fx.Node) -> Rule | None:
         if torch.Tag.pointwise in target.tags and not random:
             return _POINTWISE
     return None
-
-
-def is_random(node: fx.Node) -> bool:
-    """Return whether a node draws random numbers when it runs."""
-    if node.target is aten.dropout.default:
-        return bool(node.args[2]) and node.args[1] != 0
-    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
-
-
-__all__ = [
-    "RULES",
-    "Rule",
-    "broadcasts",
-    "has_rows",
-    "is_random",
-    "permutation",
-    "positions_of",
-    "rule_for",
-    "tensor_inputs",
-]

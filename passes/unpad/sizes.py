@@ -16,7 +16,7 @@ from torch import fx
 from deepytorch.passes.base import Context, Role
 from deepytorch.passes.slicing import Slicer
 from deepytorch.passes.unpad.attentions import Attention
-from deepytorch.passes.unpad.layout import Symbols
+from deepytorch.passes.unpad.layout import Symbols, expression
 from deepytorch.passes.unpad.region import Declined, Space
 
 
@@ -30,11 +30,11 @@ def seed(attentions: list[Attention], context: Context) -> tuple[sympy.Symbol, l
         q_dim, k_dim = -2, -1 if attention.key_is_transposed else -2
         if query.dim() < 3 or key.dim() < 3:
             continue
-        first = _expr(query.shape[0], env)
+        first = expression(query.shape[0], env)
         symbols = list(first.free_symbols)
         if len(symbols) == 1 and (first / symbols[0]).is_Integer:
             rows.append(symbols[0])
-        for size in (_expr(query.shape[q_dim], env), _expr(key.shape[k_dim], env)):
+        for size in (expression(query.shape[q_dim], env), expression(key.shape[k_dim], env)):
             if size.is_Symbol and size not in positions:
                 positions.append(size)
     if not rows or not positions:
@@ -42,23 +42,15 @@ def seed(attentions: list[Attention], context: Context) -> tuple[sympy.Symbol, l
     return rows[0], [symbol for symbol in positions if symbol != rows[0]]
 
 
-def _expr(size: Any, env: Any) -> sympy.Expr:
-    return sympy.expand(env.replace(size.node.expr)) if isinstance(size, torch.SymInt) else sympy.Integer(size)
-
-
 def unify_masks(
     graph: fx.Graph, slicer: Slicer, attentions: list[Attention], rows: sympy.Symbol, context: Context
 ) -> None:
-    """Unify sizes that must agree: a mask has the rows and the positions of the keys that it masks.
-
-    Dynamo gives every input symbols of its own. Comparing two of them here adds a guard, so that a later batch where
-    they differ is compiled anew instead of being misread.
-    """
+    """Unify sizes that must agree: a mask has the rows and the positions of the keys that it masks."""
     env = context.shape_env
     sizes = _input_sizes(graph, env)
     for attention in attentions:
         key = attention.key.meta["val"].shape[-1 if attention.key_is_transposed else -2]
-        columns = [_expr(key, env), _expr(attention.query.meta["val"].shape[-2], env)]
+        columns = [expression(key, env), expression(attention.query.meta["val"].shape[-2], env)]
         for term in attention.terms:
             for leaf in slicer.inputs_read([term.node]):
                 _match_sizes(leaf, sizes, rows, columns, env)
@@ -78,7 +70,7 @@ def unify_labels(
     for loss in losses:
         free: set[Any] = set()
         for size in loss.args[0].meta["val"].shape:
-            free |= _expr(size, env).free_symbols
+            free |= expression(size, env).free_symbols
         if isinstance(loss.args[1], fx.Node) and slicer.from_batch(loss.args[1]):
             for leaf in slicer.inputs_read([loss.args[1]]):
                 _match_sizes(leaf, sizes, rows, [symbol for symbol in positions if symbol in free], env)
@@ -91,7 +83,7 @@ def _input_sizes(graph: fx.Graph, env: Any) -> dict[sympy.Expr, torch.SymInt]:
         if node.op == "placeholder" and isinstance(node.meta["val"], torch.Tensor):
             for size in node.meta["val"].shape:
                 if isinstance(size, torch.SymInt):
-                    sizes.setdefault(_expr(size, env), size)
+                    sizes.setdefault(expression(size, env), size)
     return sizes
 
 
@@ -104,7 +96,7 @@ def _match_sizes(
     for index, size in enumerate(value.shape):
         for known in [rows] if index == 0 else columns:
             other = sizes.get(known)
-            if not isinstance(size, torch.SymInt) or other is None or _expr(size, env) in (rows, *columns):
+            if not isinstance(size, torch.SymInt) or other is None or expression(size, env) in (rows, *columns):
                 break
             if size.node.hint == other.node.hint:
                 bool(size == other)  # the comparison is the guard

@@ -14,10 +14,11 @@ import torch
 from torch import fx
 
 from deepytorch.passes.base import Context, Decline, Pass, Rewrite
+from deepytorch.passes.graphs import is_random
 from deepytorch.passes.unpad import demand as seeing
 from deepytorch.passes.unpad.analysis import analyse, why_not
-from deepytorch.passes.unpad.demand import admitted_rule, demands, is_float, random_nodes
-from deepytorch.passes.unpad.layout import is_token, leads_with_tokens, positions_of
+from deepytorch.passes.unpad.demand import admitted_rule, demands, is_float
+from deepytorch.passes.unpad.layout import is_token, leads_with_tokens
 from deepytorch.passes.unpad.program import IndexSet
 from deepytorch.passes.unpad.region import Declined, Region
 from deepytorch.passes.unpad.rules import tensor_inputs
@@ -32,58 +33,37 @@ class StripPadding(Pass):
 
     `loss_rows`: entries whose label is ignored run neither head nor loss. `defer_outputs`: outputs besides a loss are
     computed at their first use, and values leave the region packed, with tokens only, until pads are read.
-    `zero_outputs`: outputs are zeros at pads.
     """
 
     provides: ClassVar[frozenset[str]] = frozenset({"packed"})
     depends_on_batch: ClassVar[bool] = True
     loss_rows: bool = True
     defer_outputs: bool = True
-    zero_outputs: bool = False
 
     def rewrite(self, module: fx.GraphModule, context: Context) -> Rewrite:
         """Pack what can be packed. The program of the result tells the run time how to feed the new graph."""
         rewrite = Rewrite()
         try:
-            region = analyse(
-                module,
-                context,
-                loss_rows=self.loss_rows,
-                defer_outputs=self.defer_outputs,
-                zero_outputs=self.zero_outputs,
-            )
-            decide(region, defer_outputs=self.defer_outputs, zero_outputs=self.zero_outputs)
-            program = write_program(module, region, zero_outputs=self.zero_outputs)
+            region = analyse(module, context, loss_rows=self.loss_rows, defer_outputs=self.defer_outputs)
+            decide(region)
+            rewrite.program = write_program(module, region)
         except Declined as declined:
             rewrite.declined.append(Decline(declined.where, str(declined)))
             return rewrite
-        rewrite.program = program
-        rewrite.changes.extend(program.sites)
+        rewrite.changes.extend(rewrite.program.sites)
         rewrite.declined.extend(region.declined)
         return rewrite
 
 
-def decide(region: Region, *, defer_outputs: bool, zero_outputs: bool) -> None:
+def decide(region: Region) -> None:
     """Compute demand, and decide from it which values are packed over which entries, and which outputs are deferred."""
-    may_wait = defer_outputs and bool(region.losses) and not region.exact_outputs
+    may_wait = region.defers and bool(region.losses)
     modes = _modes(region.graph)
-    deferred = {node for node in region.outputs if may_wait and _is_token_output(node, region)}
-    if defer_outputs and not zero_outputs and not region.exact_outputs and region.packs:
+    deferrable = {node for node in region.outputs if region.defers and _is_token_output(node, region)}
+    deferred = set(deferrable) if may_wait else set()
+    if region.packs:
         # such as a key-value cache, whose layout does not fit an output that holds tokens only
-        region.replayed |= {
-            node
-            for node in region.outputs
-            if _is_token_output(node, region) and not leads_with_tokens(region.layouts[node])
-        }
-    if not region.exact_outputs:
-        region.seen.token_outputs = frozenset(
-            node
-            for node in region.outputs
-            if isinstance(node, fx.Node)
-            and is_token(region.layouts.get(node))
-            and not region.seen.from_batch[node]
-            and (zero_outputs or leads_with_tokens(region.layouts[node]))
-        )
+        region.replayed |= {node for node in deferrable if not leads_with_tokens(region.layouts[node])}
     keep: set[fx.Node] = set()
     for _ in range(2 * len(region.outputs) + 4):
         region.seen.deferred = frozenset(deferred | region.replayed)
@@ -92,13 +72,11 @@ def decide(region: Region, *, defer_outputs: bool, zero_outputs: bool) -> None:
         region.demand = demands(region.graph, region.seen)
         region.entries = _entries(region)
         before = (len(deferred), len(region.replayed), len(keep))
-        if zero_outputs:  # the positions that were left out are real ones, not pads
-            region.replayed |= {node for node in deferred if region.space(node).trimmed_by}
         if may_wait and not region.slicer.writes_inputs:
             region.replayed |= _outputs_in_the_way(region)
         for node in list(deferred - region.replayed):
             late = region.epilogue_nodes(node)
-            keep |= set(random_nodes(late))
+            keep |= {other for other in late if is_random(other)}
             inside = [other for other in late if not region.seen.from_batch[other] and other.op == "call_function"]
             written = any(region.slicer.is_written(other) for other in late if other.op == "placeholder")
             if written or any(n in region.seen.attentions or n in region.losses or modes[n] for n in inside):
@@ -173,11 +151,9 @@ def _entry(region: Region, node: fx.Node) -> IndexSet | None:
     if node in seen.attentions:
         return IndexSet(region.space(node).number) if demand.packable else None
     if node in seen.losses:
-        grid = positions_of(region.layouts[node.args[0]])[0]
-        space = region.spaces[grid.symbol].number
         if seeing.by_token(node, demand, seen) or not seen.loss_rows:
-            return IndexSet(space, offset=grid.offset, cut=grid.cut)
-        return IndexSet(space, loss=seen.losses[node])
+            return region.tokens(node.args[0])  # type: ignore[arg-type]
+        return IndexSet(region.space(node.args[0]).number, loss=seen.losses[node])
     if node in seen.picks or admitted_rule(node, seen) is None:
         return None
     if not demand.packable:
@@ -186,9 +162,7 @@ def _entry(region: Region, node: fx.Node) -> IndexSet | None:
         demand = seeing.TOKENS
     if node in seen.keep_tokens:
         demand = seeing.TOKENS
-    carrier = node.args[0] if isinstance(node.meta.get("val"), (list, tuple)) else node
-    grid = positions_of(region.layouts[carrier])[0]  # type: ignore[index]
-    space = region.spaces[grid.symbol].number
+    tokens = region.tokens(node)
     if demand.loss is not None:
-        return IndexSet(space, loss=demand.loss)
-    return IndexSet(space, offset=grid.offset, cut=grid.cut) if region.packs else None
+        return IndexSet(tokens.space, loss=demand.loss)
+    return tokens if region.packs else None

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import sympy
 import torch
@@ -31,74 +30,64 @@ from deepytorch.passes.unpad.program import (
     Program,
     SpaceFacts,
 )
-from deepytorch.passes.unpad.region import Declined, Region
+from deepytorch.passes.unpad.region import Declined, Region, Space
 from deepytorch.passes.unpad.rules import Linear, rule_for
 
 aten = torch.ops.aten
 
 
-def write_program(module: fx.GraphModule, region: Region, *, zero_outputs: bool) -> Program:
-    """Replace the module's graph by its packed form, and return how to run it.
+AddOutput = Callable[[fx.Node], int]  # adds an output to a graph under construction, and returns its number
+# Values of a graph, each with the entries that its packed form holds; None for the padded form, and for numbers.
+Sources = list[tuple[Any, IndexSet | None]]
 
-    zero_outputs: token outputs are padded with zeros in the graph; otherwise they leave the graph packed.
-    """
-    placeholders = [node for node in region.graph.nodes if node.op == "placeholder"]
-    number = {node: index for index, node in enumerate(placeholders)}
-    epilogues, epilogue_of, epilogue_entries = _epilogues(module, region, number, zero_outputs)
-    emitter = _emitter(region, region.entries)
+
+def write_program(module: fx.GraphModule, region: Region) -> Program:
+    """Replace the module's graph by its packed form, and return how to run it."""
+    emitter = Emitter(region, region.entries)
+    number = {node: index for index, node in enumerate(emitter.inputs)}
     for node in region.graph.nodes:
         _write_node(region, emitter, node)
+    deferred = [node for node in region.output_nodes if node in region.seen.deferred - region.replayed]
+    late = {node: _late_graph(module, region, node) for node in deferred}
     outputs: list[Output] = []
-    values: list[Any] = []
-    sources: list[tuple[Any, IndexSet | None]] = []  # for each value: its node, and the entries that it holds
+    sources: Sources = []
     for node in region.outputs:
         if node in region.replayed:
             outputs.append(Output("replayed", 0, _output_meta(region, node)))
-        elif node in region.seen.deferred:
-            entries = epilogue_entries[node]
-            merged = entries is not None and len(region.layouts[node][0]) == 2
-            outputs.append(Output("epilogue", epilogue_of[node], _output_meta(region, node), entries, merged))
-        elif not zero_outputs and node in region.seen.token_outputs and node in region.entries:
-            zeros, merged = node in region.zeroing, len(region.layouts[node][0]) == 2
-            entries = region.entries[node]
-            outputs.append(Output("tokens", len(values), _output_meta(region, node), entries, merged, zeros))
-            values.append(emitter.packed(node, entries))
+        elif node in late:
+            entries = late[node].entries
+            merged = entries is not None and _is_merged(region, node)
+            outputs.append(Output("epilogue", deferred.index(node), _output_meta(region, node), entries, merged))
+        elif node in region.seen.token_outputs and node in region.entries:
+            entries, meta, zeros = region.entries[node], _output_meta(region, node), node in region.zeroing
+            outputs.append(Output("tokens", len(sources), meta, entries, _is_merged(region, node), zeros))
             sources.append((node, entries))
         else:
-            outputs.append(Output("value", len(values)))
-            values.append(emitter.padded(node) if isinstance(node, fx.Node) else node)
+            outputs.append(Output("value", len(sources)))
             sources.append((node, None))
-    wired = []
-    for epilogue, boundary in epilogues:
-        start = len(values)
-        for node in boundary:
-            home = region.entries.get(node)
-            values.append(emitter.padded(node) if home is None else emitter.packed(node, home))
-            sources.append((node, home))
-        wired.append(Epilogue(epilogue.module, epilogue.inputs, epilogue.indices, tuple(range(start, len(values)))))
+    epilogues = []
+    for each in late.values():
+        values = tuple(range(len(sources), len(sources) + len(each.boundary)))
+        epilogues.append(Epilogue(each.module, each.inputs, each.indices, values))
+        sources += [(node, region.entries.get(node)) for node in each.boundary]
     reference, reference_inputs, reference_indices = _reference(module, region, sources)
-    facts, facts_inputs, found = _facts(module, region)
-    graph = emitter.finish(values)
+    facts = _facts(module, region)
+    graph = emitter.finish(_values(emitter, sources))
     described = IndexValues([space.size for space in region.spaces.values()], region.symbols.shape_env)
     for index in emitter.indices:
         described.describe(emitter.index(index), index)
-    kept = drop_unread_inputs(graph, len(placeholders))
+    kept = drop_unread_inputs(graph, len(number))
     module.graph = graph
     module.recompile()
     return Program(
-        facts=facts,
-        facts_inputs=facts_inputs,
-        spaces=found.spaces,
-        losses=found.losses,
-        picks=found.picks,
-        assumptions=found.assumptions,
+        *facts,
         indices=tuple(emitter.indices),
         outputs=tuple(outputs),
-        epilogues=tuple(wired),
+        epilogues=tuple(epilogues),
         sizes=tuple((number[s.size[0]], s.size[1], s.size[2]) for s in region.spaces.values()),
         buffers=_buffers(region, number),
         packed_inputs=kept,
-        values=tuple(home for _, home in sources),
+        values=tuple(entries for _, entries in sources),
         reference=reference,
         reference_inputs=reference_inputs,
         reference_indices=reference_indices,
@@ -107,40 +96,40 @@ def write_program(module: fx.GraphModule, region: Region, *, zero_outputs: bool)
     )
 
 
+def _values(emitter: Emitter, sources: Sources) -> list[Any]:
+    """Return the values in the forms that are asked for."""
+    found = []
+    for node, entries in sources:
+        if not isinstance(node, fx.Node):
+            found.append(node)
+        else:
+            found.append(emitter.padded(node) if entries is None else emitter.packed(node, entries))
+    return found
+
+
+def _is_merged(region: Region, node: fx.Node) -> bool:
+    """Return whether a token value is (rows * positions, ...)."""
+    return len(region.layouts[node][0]) == 2
+
+
 def _reference(
-    module: fx.GraphModule, region: Region, sources: list[tuple[Any, IndexSet | None]]
+    module: fx.GraphModule, region: Region, sources: Sources
 ) -> tuple[fx.GraphModule, tuple[int, ...], tuple[IndexInput, ...]]:
     """Return the padded graph with the outputs of the packed graph, which are gathered from padded values."""
-    emitter = _emitter(region, {})
+    emitter = Emitter(region, {})
     for node in region.graph.nodes:
         if node.op not in ("placeholder", "output"):
             emitter.copy(node)
-    values = [
-        node
-        if not isinstance(node, fx.Node)
-        else emitter.padded(node)
-        if home is None
-        else emitter.gathered(node, home)
-        for node, home in sources
-    ]
+    return _finished(module, emitter, _values(emitter, sources))
+
+
+def _finished(
+    module: fx.GraphModule, emitter: Emitter, values: list[Any]
+) -> tuple[fx.GraphModule, tuple[int, ...], tuple[IndexInput, ...]]:
+    """Return the emitter's graph with these outputs, the region's inputs that it takes, and its index inputs."""
     graph = emitter.finish(values)
     kept = drop_unread_inputs(graph, len(emitter.inputs))
     return fx.GraphModule(module, graph), kept, tuple(emitter.indices)
-
-
-def _emitter(region: Region, entries: Mapping[fx.Node, IndexSet]) -> Emitter:
-    emitter = Emitter(
-        region.graph,
-        region.layouts,
-        entries,
-        {symbol: space.number for symbol, space in region.spaces.items()},
-        [space.size for space in region.spaces.values()],
-        region.slicer,
-    )
-    for output, attention in region.seen.attentions.items():
-        if output in entries:
-            emitter.swallowed.update(node for node in attention.inner if node is not output)
-    return emitter
 
 
 def _write_node(region: Region, emitter: Emitter, node: fx.Node) -> None:
@@ -159,10 +148,10 @@ def _write_node(region: Region, emitter: Emitter, node: fx.Node) -> None:
     elif node in seen.losses:
         _write_loss(region, emitter, node)
     elif node in seen.picks:
-        space = region.space(node.args[0])  # type: ignore[arg-type]
+        space = region.space(node.args[0])
         rank = emitter.index(IndexInput("picked", IndexSet(space.number), pick=seen.picks[node]))
         x = emitter.packed(node.args[0], IndexSet(space.number))
-        picked = emitter.call(aten.index_select.default, (x, 0, rank), {})
+        picked = emitter.call(aten.index_select.default, (x, 0, rank))
         emitter.provide(node, picked, None)
     elif node in region.entries:
         emitter.pack(node)
@@ -182,7 +171,7 @@ def _write_loss(region: Region, emitter: Emitter, node: fx.Node) -> None:
         value if name in names[:2] else emitter.copied(value)
         for name, value in ((name, arguments[name]) for name in names)
     ]
-    made = emitter.call(target, tuple(args), {})
+    made = emitter.call(target, tuple(args))
     emitter.provide(node, made, entries if is_token(region.layouts.get(node)) else None)
 
 
@@ -193,44 +182,40 @@ def _label_layout(region: Region, node: fx.Node) -> Layout:
     return tuple(tuple(grid if isinstance(atom, Positions) else atom for atom in dim) for dim in labels)
 
 
-def _epilogues(
-    module: fx.GraphModule, region: Region, number: Mapping[fx.Node, int], zero_outputs: bool
-) -> tuple[list[tuple[Epilogue, list[fx.Node]]], dict[fx.Node, int], dict[fx.Node, IndexSet | None]]:
-    """Return a small graph for every deferred output, and the entries that each graph returns.
+class _Late(NamedTuple):
+    """The graph of a deferred output, which starts from values that the step computes anyway.
 
-    The graphs start from values that the step computes anyway.
+    Attributes:
+        module: the graph; see `Epilogue`.
+        inputs: the region's inputs that it takes.
+        indices: its index inputs.
+        boundary: the values from which it starts.
+        entries: those that it returns; None for the padded value.
     """
-    epilogues: list[tuple[Epilogue, list[fx.Node]]] = []
-    epilogue_of: dict[fx.Node, int] = {}
-    gives: dict[fx.Node, IndexSet | None] = {}
-    for output in region.outputs:
-        if output not in region.seen.deferred or output in epilogue_of or output in region.replayed:
-            continue
-        nodes = region.epilogue_nodes(output)
-        inside = set(nodes)
-        boundary = [output] if not nodes else []
-        for node in nodes:
-            for source in node.all_input_nodes:
-                if source not in inside and source not in boundary and source.op == "call_function":
-                    boundary.append(source)
-        entries = _epilogue_entries(region, nodes, boundary)
-        emitter = _emitter(region, entries)
-        for index, node in enumerate(boundary):
-            emitter.provide(node, emitter.input(f"value_{index}"), entries.get(node))
-        for node in nodes:
-            if node.op == "placeholder":
-                continue
-            if node in entries:
-                emitter.pack(node)
-            else:
-                emitter.copy(node)
-        home = None if zero_outputs else entries.get(output)
-        gives[output] = home
-        graph = emitter.finish([emitter.padded(output) if home is None else emitter.packed(output, home)])
-        kept = drop_unread_inputs(graph, len(number))
-        epilogue_of[output] = len(epilogues)
-        epilogues.append((Epilogue(fx.GraphModule(module, graph), kept, tuple(emitter.indices), ()), boundary))
-    return epilogues, epilogue_of, gives
+
+    module: fx.GraphModule
+    inputs: tuple[int, ...]
+    indices: tuple[IndexInput, ...]
+    boundary: list[fx.Node]
+    entries: IndexSet | None
+
+
+def _late_graph(module: fx.GraphModule, region: Region, output: fx.Node) -> _Late:
+    nodes = region.epilogue_nodes(output)
+    inside = set(nodes)
+    sources = (source for node in nodes for source in node.all_input_nodes if source not in inside)
+    boundary = list(dict.fromkeys(node for node in sources if node.op == "call_function")) if nodes else [output]
+    entries = _epilogue_entries(region, nodes, boundary)
+    emitter = Emitter(region, entries)
+    for index, node in enumerate(boundary):
+        emitter.provide(node, emitter.input(f"value_{index}"), entries.get(node))
+    for node in nodes:
+        if node in entries:
+            emitter.pack(node)
+        elif node.op != "placeholder":
+            emitter.copy(node)
+    home = entries.get(output)
+    return _Late(*_finished(module, emitter, _values(emitter, [(output, home)])), boundary, home)
 
 
 def _epilogue_entries(region: Region, nodes: list[fx.Node], boundary: list[fx.Node]) -> dict[fx.Node, IndexSet]:
@@ -240,23 +225,24 @@ def _epilogue_entries(region: Region, nodes: list[fx.Node], boundary: list[fx.No
     for node in nodes:
         if node.op != "call_function" or region.seen.from_batch[node] or admitted_rule(node, region.seen) is None:
             continue
-        carrier = node.args[0] if isinstance(node.meta.get("val"), (list, tuple)) else node
-        grid = positions_of(region.layouts[carrier])[0]  # type: ignore[index]
-        entries[node] = IndexSet(region.spaces[grid.symbol].number, offset=grid.offset, cut=grid.cut)
+        entries[node] = region.tokens(node)
     return entries
 
 
-@dataclass
-class _Found:
+class _Facts(NamedTuple):
+    """The fields of `Program` that say what is to be known of a batch."""
+
+    graph: fx.GraphModule
+    inputs: tuple[int, ...]
     spaces: tuple[SpaceFacts, ...]
     losses: tuple[LossFacts, ...]
     picks: tuple[PickFacts, ...]
     assumptions: tuple[Assumption, ...]
 
 
-def _facts(module: fx.GraphModule, region: Region) -> tuple[fx.GraphModule, tuple[int, ...], _Found]:
+def _facts(module: fx.GraphModule, region: Region) -> _Facts:
     """Return the graph that tells, from a batch alone, what has a token or a label, and if the assumptions hold."""
-    emitter = _emitter(region, {})
+    emitter = Emitter(region, {})
     nodes = region.slicer.slice(_facts_nodes(region))
     written = next((node for node in nodes if node.op == "placeholder" and region.slicer.is_written(node)), None)
     if written is not None:  # computing the facts would write a second time
@@ -270,54 +256,51 @@ def _facts(module: fx.GraphModule, region: Region) -> tuple[fx.GraphModule, tupl
         values.append(node)
         return len(values) - 1
 
-    spaces = []
-    for space in region.spaces.values():
-        mask = output(emitter.padded(space.source.node)) if space.source is not None else None
-        spaces.append(
-            SpaceFacts(
-                name=space.name,
-                mask=mask,
-                reading=space.source.reading if space.source is not None else None,
-                trimmed_by=space.trimmed_by,
-                contiguous=any(m.windowed for _, m in space.attentions),
-                prefix=space.source is not None and any(m.tokens is None for _, m in space.attentions),
-                max_positions=min(
-                    (m.max_positions for _, m in space.attentions if m.max_positions is not None), default=None
-                ),
-            )
-        )
-    losses = []
-    for loss in region.losses:
-        grid = positions_of(region.layouts[loss.args[0]])[0]  # type: ignore[index]
-        target = output(emitter.grid(_labels(region, loss)))
-        losses.append(
-            LossFacts(
-                region.space(loss.args[0]).number,
-                target,
-                arguments_of(loss)["ignore_index"],
-                grid.offset,
-                grid.cut,
-                ignores_pads=loss in region.entries and not seeing.by_token(loss, region.demand[loss], region.seen),
-            )  # type: ignore[arg-type]
-        )
-    picks = [_pick_facts(region, emitter, pick, output) for pick in region.picks]
-    assumptions = []
+    spaces = tuple(_space_facts(space, emitter, output) for space in region.spaces.values())
+    losses = tuple(_loss_facts(region, emitter, loss, output) for loss in region.losses)
+    picks = tuple(_pick_facts(region, emitter, pick, output) for pick in region.picks)
+    assumptions = tuple(_assumptions(region, emitter, output))
+    graph, kept, _ = _finished(module, emitter, values)
+    return _Facts(graph, kept, spaces, losses, picks, assumptions)
+
+
+def _space_facts(space: Space, emitter: Emitter, output: AddOutput) -> SpaceFacts:
+    meanings = [meaning for _, meaning in space.attentions]
+    limits = [meaning.max_positions for meaning in meanings if meaning.max_positions is not None]
+    return SpaceFacts(
+        name=space.name,
+        mask=None if space.source is None else output(emitter.padded(space.source.node)),
+        reading=None if space.source is None else space.source.reading,
+        trimmed_by=space.trimmed_by,
+        contiguous=any(meaning.windowed for meaning in meanings),
+        prefix=space.source is not None and any(meaning.tokens is None for meaning in meanings),
+        max_positions=min(limits, default=None),
+    )
+
+
+def _loss_facts(region: Region, emitter: Emitter, loss: fx.Node, output: AddOutput) -> LossFacts:
+    space, grid = region.grid(loss.args[0])
+    return LossFacts(
+        space.number,
+        output(emitter.grid(_labels(region, loss))),
+        arguments_of(loss)["ignore_index"],
+        grid.offset,
+        grid.cut,
+        ignores_pads=loss in region.entries and not seeing.by_token(loss, region.demand[loss], region.seen),
+    )
+
+
+def _assumptions(region: Region, emitter: Emitter, output: AddOutput) -> Iterator[Assumption]:
     for node, factor in region.zeroing.items():
         if node in region.entries:
-            grid = positions_of(region.layouts[node])[0]
+            space, grid = region.grid(node)
             value = emitter.grid(factor)
             if node.target is aten.masked_fill.Scalar:
-                value = emitter.call(aten.logical_not.default, (value,), {})
-            assumptions.append(
-                Assumption("zero at pads", output(value), region.spaces[grid.symbol].number, grid.offset, grid.cut)
-            )
+                value = emitter.call(aten.logical_not.default, (value,))
+            yield Assumption("zero at pads", output(value), space.number, grid.offset, grid.cut)
     assumed = dict.fromkeys(pair for meaning in region.meanings.values() for pair in meaning.assumed)
     for leaf, domain in assumed:
-        assumptions.append(Assumption(domain, output(emitter.padded(leaf))))
-    graph = emitter.finish(values)
-    kept = drop_unread_inputs(graph, len(emitter.inputs))
-    found = _Found(tuple(spaces), tuple(losses), tuple(picks), tuple(assumptions))
-    return fx.GraphModule(module, graph), kept, found
+        yield Assumption(domain, output(emitter.padded(leaf)))
 
 
 def _facts_nodes(region: Region) -> list[fx.Node]:
@@ -346,17 +329,17 @@ def _atoms(layout: Layout) -> list[Any]:
     return [atom for dim in layout for atom in dim if atom != 1]
 
 
-def _pick_facts(region: Region, emitter: Emitter, pick: fx.Node, output: Any) -> PickFacts:
-    space = region.space(pick.args[0])  # type: ignore[arg-type]
+def _pick_facts(region: Region, emitter: Emitter, pick: fx.Node, output: AddOutput) -> PickFacts:
+    space = region.space(pick.args[0])
     if pick.target is aten.select.int:
         return PickFacts(space.number, pick.args[2], None)  # type: ignore[arg-type]
     rows, columns = (emitter.padded(index) for index in pick.args[1])  # type: ignore[union-attr]
     count, positions = emitter.sizes(space.number)
     # Negative indices count from the end, as in the padded graph.
     rows, columns = (
-        emitter.call(aten.remainder.Scalar, (index, size), {}) for index, size in ((rows, count), (columns, positions))
+        emitter.call(aten.remainder.Scalar, (index, size)) for index, size in ((rows, count), (columns, positions))
     )
-    flat = emitter.call(aten.add.Tensor, (emitter.call(aten.mul.Scalar, (rows, positions), {}), columns), {})
+    flat = emitter.call(aten.add.Tensor, (emitter.call(aten.mul.Scalar, (rows, positions)), columns))
     return PickFacts(space.number, None, output(flat))
 
 

@@ -67,6 +67,7 @@ def test_modes_mean_what_they_mean_to_inductor(mode):
         ({"defer_output": True}, "did you mean 'defer_outputs'"),
         ({"triton.cudagraph": True}, "did you mean 'triton.cudagraphs'"),
         ({"xyzzy": 1}, "leave it out"),
+        ({"outputs": "zeros"}, "option 'outputs' is 'zeros'; .* leave it out"),
         ({3: 1}, "option 3 is not known"),
         ({"unpad": 1}, "unpad is 1; expected True or False"),
         ({"loss_rows": "yes"}, "loss_rows is 'yes'"),

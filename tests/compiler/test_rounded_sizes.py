@@ -161,15 +161,14 @@ def test_pads_stand_in_more_than_once_where_there_are_few() -> None:
 def test_what_dummies_would_be_seen_in_declines() -> None:
     part = (IndexInput("flat", IndexSet(0, offset=1, cut=1)),)
     sliced = (LossFacts(0, 0, -100, 0, 1),)
-    assert why_not_rounded(program(), zero_outputs=False, has_bias=False) is None
-    assert "zeros at pads" in str(why_not_rounded(program(), zero_outputs=True, has_bias=False))
-    assert "bias" in str(why_not_rounded(program(), zero_outputs=False, has_bias=True))
-    assert "parts of the positions" in str(why_not_rounded(program(indices=part), zero_outputs=False, has_bias=False))
+    assert why_not_rounded(program(), has_bias=False) is None
+    assert "bias" in str(why_not_rounded(program(), has_bias=True))
+    assert "parts of the positions" in str(why_not_rounded(program(indices=part), has_bias=False))
     for changed in (
         {"reference_indices": part},
         {"indices": (IndexInput("rank", LABELLED, IndexSet(0, offset=1, cut=1)),)},
         {"values": (IndexSet(0, offset=1, cut=1),)},
     ):
-        said = why_not_rounded(program(**changed), zero_outputs=False, has_bias=False)
+        said = why_not_rounded(program(**changed), has_bias=False)
         assert "parts of the positions" in str(said)
-    assert "slicing" in str(why_not_rounded(program(losses=sliced), zero_outputs=False, has_bias=False))
+    assert "slicing" in str(why_not_rounded(program(losses=sliced), has_bias=False))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -23,9 +23,10 @@ from deepytorch.passes.base import Context, GraphInput, Role
 from deepytorch.passes.slicing import Slicer
 from deepytorch.passes.unpad.analysis import _forget_foreign
 from deepytorch.passes.unpad.demand import Seen
-from deepytorch.passes.unpad.layout import ROWS, Layout, Positions, Symbols, layouts, positions_of
+from deepytorch.passes.unpad.emit import Emitter
+from deepytorch.passes.unpad.layout import ROWS, Layout, Positions, Symbols, is_token, layouts, positions_of
 from deepytorch.passes.unpad.masks import TokenSource
-from deepytorch.passes.unpad.program import IndexInput, Program
+from deepytorch.passes.unpad.program import IndexInput, Output, Program
 from deepytorch.passes.unpad.region import Region, Space
 from deepytorch.passes.unpad.strip_padding import StripPadding, decide
 from deepytorch.passes.unpad.write_program import write_program
@@ -161,14 +162,18 @@ class PaddedGraph:
 
     def region(self) -> Region:
         """The graph as a region whose one token space is that of `mask`, and whose outputs are seen at tokens alone."""
+        outputs = list(next(iter(reversed(self.graph.nodes))).args[0])
         seen = self.seen()
+        seen.token_outputs = frozenset(
+            node for node in outputs if is_token(seen.layouts.get(node)) and not seen.from_batch[node]
+        )
         space = Space(0, self.symbol("p"), "mask", (self.mask, 0, 1), source=TokenSource(self.mask, "nonzero"))
-        return Region(
-            graph=self.graph, slicer=Slicer(self.graph), symbols=self.symbols, layouts=dict(seen.layouts),
-            spaces={space.symbol: space}, meanings={}, seen=seen, demand={}, losses=[], picks=[], zeroing={},
-            outputs=list(next(iter(reversed(self.graph.nodes))).args[0]), exact_outputs=False, entries={},
-            declined=[], packs=True,
+        region = Region(
+            self.graph, Slicer(self.graph), self.symbols, dict(seen.layouts), {space.symbol: space}, losses=[],
+            outputs=outputs, defers=False, packs=True,
         )  # fmt: skip
+        region.seen = seen
+        return region
 
     def values(self, mask: torch.Tensor, generator: torch.Generator, given: Mapping[fx.Node, Any]) -> list[Any]:
         """Random values for every input, for a batch with these tokens; `given` names what is not random."""
@@ -204,28 +209,38 @@ class Packed:
     padded: fx.GraphModule
     packed: fx.GraphModule
     program: Program
-    runs: list[tuple[Any, ...]] = field(default_factory=list)
+    unpacking: fx.GraphModule
+    unpacking_indices: list[IndexInput]
 
     @classmethod
     def of(cls, written: PaddedGraph) -> Packed:
         """Decide and write, as the pass does; `Declined` where nothing is packed."""
         region = written.region()
-        decide(region, defer_outputs=False, zero_outputs=True)
+        decide(region)
         module = fx.GraphModule(written.module, written.graph)
         padded = fx.GraphModule(written.module, written.graph)
-        return cls(written, region, padded, module, write_program(module, region, zero_outputs=True))
+        return cls(written, region, padded, module, write_program(module, region), *_unpacking(region))
 
     def run(self, mask: torch.Tensor, values: Sequence[Any]) -> Sequence[Any]:
-        """The packed graph's outputs, zeros at pads."""
+        """The packed graph's outputs in their padded layouts, zeros at pads."""
         indices = Indices(facts(mask))
-        return self.packed(
+        found = self.packed(
             *(values[index] for index in self.program.packed_inputs),
             *(indices.get(index) for index in self.program.indices),
         )
+        assert [output.kind == "tokens" for output in self.program.outputs] == [
+            node in self.region.entries for node in self.region.outputs
+        ]
+        return self.unpacking(*values, *found, *(indices.get(index) for index in self.unpacking_indices))
 
-    def index(self, kind: str) -> list[IndexInput]:
-        """The index inputs of one kind."""
-        return [index for index in self.program.indices if index.kind == kind]
+
+def _unpacking(region: Region) -> tuple[fx.GraphModule, list[IndexInput]]:
+    """A graph that scatters packed outputs into zeros, as the packed graph does where it reads a value padded."""
+    emitter = Emitter(region, region.entries)
+    for node in region.outputs:
+        emitter.provide(node, emitter.input(f"packed_{node.name}"), region.entries.get(node))
+    graph = emitter.finish([emitter.padded(node) for node in region.outputs])
+    return fx.GraphModule(torch.nn.Module(), graph), emitter.indices
 
 
 def facts(mask: torch.Tensor) -> Facts:
@@ -268,8 +283,9 @@ class Step:
     def __init__(self, written: PaddedGraph, *, loss_rows: bool = True, ends_in_break: bool = False) -> None:
         self.padded = fx.GraphModule(written.module, written.graph)
         self.packed = fx.GraphModule(written.module, written.graph)
-        self._pass = StripPadding(loss_rows=loss_rows, defer_outputs=False, zero_outputs=True)
-        self.rewrite = self._pass.rewrite(self.packed, written.context(ends_in_break=ends_in_break))
+        self.rewrite = StripPadding(loss_rows=loss_rows).rewrite(
+            self.packed, written.context(ends_in_break=ends_in_break)
+        )
 
     @property
     def program(self) -> Program:
@@ -283,20 +299,34 @@ class Step:
         return [decline.reason for decline in self.rewrite.declined]
 
     def run(self, values: Sequence[Any]) -> list[Any] | str:
-        """The packed graph's outputs; the reason where this batch has to run padded."""
+        """The packed graph's outputs, zeros at pads; the reason where this batch has to run padded."""
         found = read_facts(self.program, values)
         if isinstance(found, Refusal):
             return found.reason
         indices = Indices(found)
-        assert all(output.kind == "value" for output in self.program.outputs)
-        return self.packed(
+        values = self.packed(
             *(values[index] for index in self.program.packed_inputs),
             *(indices.get(index) for index in self.program.indices),
         )
+        return [_unpacked(output, values[output.index], found) for output in self.program.outputs]
 
     def targets(self) -> list[Any]:
         """The operators of the packed graph."""
         return [node.target for node in self.packed.graph.nodes if node.op == "call_function"]
+
+
+def _unpacked(output: Output, value: Any, found: Facts) -> Any:
+    """An output with its tokens at their positions and zeros elsewhere."""
+    if output.kind == "value":
+        return value
+    assert output.kind == "tokens", "of the graphs here, none has an output that is computed later"
+    assert output.entries.loss is None
+    _, _, start, cut = output.entries
+    mask = found.masks[output.entries.space]
+    own = mask[:, start : mask.shape[1] - cut + start]
+    padded = value.new_zeros(*own.shape, *value.shape[1:])
+    padded[own] = value
+    return padded.flatten(0, 1) if output.merged else padded
 
 
 def key_mask(g: PaddedGraph, mask: fx.Node | None = None) -> fx.Node:

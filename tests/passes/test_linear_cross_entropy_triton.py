@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
 
 from deepytorch.passes.ops.linear_cross_entropy import linear_cross_entropy
-from deepytorch.passes.ops.linear_cross_entropy_chunked import NONE, LossRule, gradient_dtype
+from deepytorch.passes.ops.linear_cross_entropy_chunked import NONE, Call, LossRule, gradient_dtype
 from deepytorch.passes.ops.reference import linear_cross_entropy_reference
 
 pytest.importorskip("triton")
 
 from deepytorch.passes.ops import linear_cross_entropy_triton as kernels
 from deepytorch.passes.ops.linear_cross_entropy_kernels import VARIANTS
+from tests.passes.machine_code import troubles_of
 
 pytestmark = pytest.mark.slow
 
@@ -55,11 +52,11 @@ def found(
     given: list[Any], class_weight: Any, rule: LossRule, upstream: torch.Tensor, setting: Any
 ) -> tuple[Any, list[torch.Tensor]]:
     wants = [each is not None for each in given[:3]]
-    call = (*given, class_weight)
-    loss, made, logsumexp = kernels.forward(*call, rule, wants, setting=setting)
+    call = Call(*given, class_weight, rule)
+    loss, made, logsumexp = kernels.forward(call, wants, setting)
     if rule.reduction == NONE:
         assert logsumexp.shape == loss.shape
-        made = kernels.backward(upstream, *call, logsumexp, rule, wants, setting=setting)
+        made = kernels.backward(call, upstream, logsumexp, wants, setting)
     else:
         made = [each * upstream for each in made]
     dtype = gradient_dtype(given[0].dtype)
@@ -164,7 +161,7 @@ def test_only_what_is_asked_for_is_made(setting, wants):
     given = make(19, 6, 37, torch.float32)
     given[3][2:4] = -100
     _, right = expected(given, None, LossRule(), torch.tensor(1.0))
-    loss, made, _ = kernels.forward(*given, None, LossRule(), wants, setting=setting)
+    loss, made, _ = kernels.forward(Call(*given, None, LossRule()), wants, setting)
     torch.testing.assert_close(loss, linear_cross_entropy_reference(*given, None, LossRule()))
     for one, other, wanted in zip(made, right, wants, strict=True):
         assert one.numel() == (other.numel() if wanted else 0)
@@ -198,25 +195,9 @@ def test_float16_gradients_are_scaled_before_they_are_rounded():
 
 
 def test_machine_code_for_gpus_that_need_not_be_there():
-    script = """
-import json, sys
-from deepytorch.machine_code import CAPABILITIES, compile_for, troubles
-from deepytorch.passes.ops.linear_cross_entropy_kernels import VARIANTS
-found = {}
-for variant in VARIANTS:
-    for capability in CAPABILITIES:
-        code = compile_for(variant, capability)
-        found[f"{variant.kernel}, {variant.label}, sm_{capability}"] = troubles(variant, code)
-json.dump(found, sys.stdout)
-"""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=580, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    troubles = json.loads(done.stdout)
-    assert len(troubles) == 3 * len(VARIANTS)
-    assert {name: each for name, each in troubles.items() if each} == {}
+    found = troubles_of("deepytorch.passes.ops.linear_cross_entropy_kernels")
+    assert len(found) == 3 * len(VARIANTS)
+    assert {name: each for name, each in found.items() if each} == {}
 
 
 # ---------------------------------------------------------------- on a device
@@ -263,9 +244,8 @@ def test_memory_beyond_gradients_on_a_device():
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        _, made, _ = kernels.forward(
-            hidden, weight, None, target, None, LossRule(), (True, True, False), setting=setting
-        )
+        call = Call(hidden, weight, None, target, None, LossRule())
+        _, made, _ = kernels.forward(call, (True, True, False), setting)
         gradients = sum(each.numel() * each.itemsize for each in made)
         sums = 4 * (weight.numel() + hidden.numel())  # 4 chunks of rows: the weight's gradient is summed
         assert torch.cuda.max_memory_allocated() - before <= gradients + sums + (256 << 20)

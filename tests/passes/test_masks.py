@@ -28,7 +28,7 @@ def meaning(write: Write, causal: bool = False, keys: str = "p") -> tuple[Padded
     g.output(written)
     [attention] = find_attentions(g.graph)
     prober = Prober(g.graph, g.symbols, Slicer(g.graph))
-    return g, prober.meaning(attention, g.symbol("r"), g.symbol("p"), g.symbol(keys))
+    return g, prober.meaning(attention, g.symbol("p"), g.symbol(keys))
 
 
 def places(g: PaddedGraph, dim: str = "p") -> fx.Node:
@@ -243,9 +243,7 @@ def test_no_mask_and_the_flag() -> None:
         q = g.x("r", 2, "p", 4)
         g.output(g.call(aten.scaled_dot_product_attention.default, q, q, q, None, 0.0, causal))
         [attention] = find_attentions(g.graph)
-        return Prober(g.graph, g.symbols, Slicer(g.graph)).meaning(
-            attention, g.symbol("r"), g.symbol("p"), g.symbol("p")
-        )
+        return Prober(g.graph, g.symbols, Slicer(g.graph)).meaning(attention, g.symbol("p"), g.symbol("p"))
 
     assert bare(False) == Meaning(-1, -1)
     assert bare(True) == Meaning(-1, 0)
@@ -376,7 +374,7 @@ def window(seen: Callable[[Any, Any], Any], tokens: list[int], same_space: bool 
     values = torch.tensor([tokens])
     i, j = torch.arange(len(tokens))[:, None], torch.arange(len(tokens))[None, :]
     mask = (seen(i, j) & (values[0] != 0))[None]
-    return _window([(mask, {NODE: values}, False)], (NODE, "nonzero"), same_space, len(tokens))
+    return _window([(mask, {NODE: values}, False)], (NODE, "nonzero"), same_space)
 
 
 def test_windows_are_read_from_pairs_of_tokens() -> None:
@@ -394,12 +392,10 @@ def test_windows_are_read_from_pairs_of_tokens() -> None:
 def test_a_mask_under_which_a_token_sees_a_pad() -> None:
     values = torch.tensor([[1, 1, 0]])
     mask = torch.ones(1, 3, 3, dtype=torch.bool)
-    assert _window([(mask, {NODE: values}, False)], (NODE, "nonzero"), True, 3) is None
+    assert _window([(mask, {NODE: values}, False)], (NODE, "nonzero"), True) is None
     mask[0, :2, 2] = False  # only the pad does
-    assert _window([(mask, {NODE: values}, False)], (NODE, "nonzero"), True, 3) == (-1, -1)
-    assert (
-        _window([(mask, {NODE: values}, False)], (NODE, "nonzero"), False, 3) is None
-    )  # queries of a space of their own
+    assert _window([(mask, {NODE: values}, False)], (NODE, "nonzero"), True) == (-1, -1)
+    assert _window([(mask, {NODE: values}, False)], (NODE, "nonzero"), False) is None  # queries of a space of their own
 
 
 # ------------------------------------------------------------------------------------------------ terms

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -14,6 +9,7 @@ from deepytorch.passes.ops import pack_facts as facts
 from deepytorch.passes.ops.pack_facts import LABELS, READINGS, TOKENS, Packing, Target, takes
 from deepytorch.passes.ops.reference import pack_facts_reference
 from deepytorch.passes.unpad import masks
+from tests.passes.machine_code import troubles_of
 
 pytest.importorskip("triton")
 from deepytorch.passes.ops import pack_facts_triton as kernels
@@ -134,23 +130,6 @@ def test_what_it_was_not_made_for_is_left_to_torch(monkeypatch, mask, reading, t
 
 @pytest.mark.slow
 def test_kernels_compile_for_every_gpu_without_spills():
-    script = """
-import json, sys
-from deepytorch.machine_code import CAPABILITIES, compile_for, troubles
-from deepytorch.passes.ops import pack_facts_triton, pack_triton
-found = {}
-for variant in pack_facts_triton.VARIANTS + pack_triton.VARIANTS:
-    for capability in CAPABILITIES:
-        code = compile_for(variant, capability)
-        waits = [each for each in code.instructions if each in ("atom", "red.global")]
-        found[f"{variant.kernel}, {variant.label}, sm_{capability}"] = troubles(variant, code) + waits
-json.dump(found, sys.stdout)
-"""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=580, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    troubles = json.loads(done.stdout)
-    assert len(troubles) == 3 * (len(kernels.VARIANTS) + len(pack_triton.VARIANTS))
-    assert {name: each for name, each in troubles.items() if each} == {}
+    found = troubles_of(kernels.__name__, pack_triton.__name__)
+    assert len(found) == 3 * (len(kernels.VARIANTS) + len(pack_triton.VARIANTS))
+    assert {name: each for name, each in found.items() if each} == {}

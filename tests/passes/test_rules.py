@@ -15,10 +15,11 @@ import torch
 from torch import fx
 
 from deepytorch.passes.base import Role
+from deepytorch.passes.graphs import is_random
 from deepytorch.passes.unpad.demand import admitted_rule
 from deepytorch.passes.unpad.layout import VIEWS
 from deepytorch.passes.unpad.region import Declined
-from deepytorch.passes.unpad.rules import _UNREDUCED_LOSSES, RULES, Pointwise, is_random, rule_for
+from deepytorch.passes.unpad.rules import _UNREDUCED_LOSSES, RULES, Pointwise, rule_for
 from tests.passes.padded_graph import Packed, PaddedGraph, batches, by_token, random_value
 
 aten = torch.ops.aten

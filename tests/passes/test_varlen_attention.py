@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from deepytorch.passes.ops import varlen_attention_cpu as cpu
 from deepytorch.passes.ops import varlen_attention_dense as dense
-from deepytorch.passes.ops.attention_tile import Call, Rule, dropout_factor
+from deepytorch.passes.ops.attention_tile import Call, Rule, Saved, dropout_factor
 from deepytorch.passes.ops.reference import varlen_attention_reference
 from deepytorch.passes.ops.varlen_attention import varlen_attention
 
@@ -19,15 +19,6 @@ OP = torch.ops.deepytorch.varlen_attention.default
 WINDOWS = [(-1, -1), (-1, 0), (7, 0), (3, 2), (0, -1), (0, 0), (70, 90)]
 SELF = [5, 1, 70, 30]  # a tile has 64 queries
 CROSS = [7, 3, 66, 90]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """These tensors are too small to share, and threads that wait for each other are slow on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def cumulative(lengths):
@@ -88,13 +79,13 @@ def check(arguments, rule, tolerance=1e-5, **extras):
 
     longest = (max([0, *cu.diff().tolist()]) for cu in (cu_q, cu_k))
     extra = (extras.get(name) for name in ("bias", "positions_q", "positions_k", "seed"))
-    call = Call(cu_q, cu_k, *longest, *extra, rule)
+    call = Call(cu_q, cu_k, *longest, rule, *extra)
     with torch.no_grad():
         for max_scores in (1 << 26, 6000):
             output, logsumexp = dense.forward(q, k, v, call, max_scores)
             torch.testing.assert_close(output, expected.detach(), **close)
             wants_bias = len(inputs) == 4
-            grads = dense.backward(grad, q, k, v, output, logsumexp, call, wants_bias, max_scores)
+            grads = dense.backward(Saved(q, k, v, output, logsumexp, call), grad, wants_bias, max_scores)
             for ours, theirs in zip(grads, expected_grads, strict=False):
                 torch.testing.assert_close(ours, theirs, **close)
 

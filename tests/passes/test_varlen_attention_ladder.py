@@ -21,7 +21,7 @@ from deepytorch.passes.ops import varlen_attention_cuda as cuda
 from deepytorch.passes.ops import varlen_attention_dense as dense
 from deepytorch.passes.ops import varlen_attention_efficient as efficient
 from deepytorch.passes.ops import varlen_attention_flash as flash
-from deepytorch.passes.ops.attention_tile import Call, Rule
+from deepytorch.passes.ops.attention_tile import Call, Rule, Saved
 from deepytorch.passes.ops.reference import varlen_attention_reference
 
 LENGTHS = [5, 1, 40, 33]
@@ -35,7 +35,7 @@ def cumulative(lengths: list[int]) -> Tensor:
 
 def call_of(lengths: list[int] = LENGTHS, rule: Rule = PLAIN, **given: Any) -> Call:
     rows = cumulative(lengths)
-    return Call(rows, rows, max(lengths), max(lengths), None, None, None, None, rule)._replace(**given)
+    return Call(rows, rows, max(lengths), max(lengths), rule)._replace(**given)
 
 
 def make(heads: int = 4, heads_k: int = 4, dim: int = 16, dim_v: int = 16) -> tuple[Tensor, Tensor, Tensor]:
@@ -201,7 +201,7 @@ def test_a_form_gives_what_the_reference_does(form: Any, window: tuple[int, int]
         torch.testing.assert_close(output, expected)
         other_output, other_logsumexp = dense.forward(query, key, value, call)
         torch.testing.assert_close(logsumexp, other_logsumexp)  # all forms mean the same: backward may be another's
-        found = form.backward(grad, query, key, value, other_output, other_logsumexp, call, False)
+        found = form.backward(Saved(query, key, value, other_output, other_logsumexp, call), grad, False)
     for each, one in zip(found, wanted, strict=False):
         assert each.is_contiguous()
         torch.testing.assert_close(each, one, rtol=1e-5, atol=1e-5)
@@ -304,7 +304,7 @@ def test_the_faster_form_is_found_once_and_kept(faster: str, monkeypatch: pytest
     assert before.reasons[-1] == "efficient: not measured on this device yet"
     for _ in range(2):
         output, logsumexp = cuda.forward(query, key, value, call)
-        cuda.backward(output, query, key, value, output, logsumexp, call, False)
+        cuda.backward(Saved(query, key, value, output, logsumexp, call), output, False)
     assert device.ran == ["flash", "efficient"]
     found = cuda.choose_form(query, key, value, call)
     other = {"flash": "efficient", "efficient": "flash"}[faster]
@@ -405,6 +405,6 @@ def test_forms_on_a_device_agree_with_the_reference(heads_k: int, dtype: torch.d
         form = cuda._module(name)
         with torch.no_grad():
             output, logsumexp = form.forward(query, key, value, call)
-            found = form.backward(torch.ones_like(output), query, key, value, output, logsumexp, call, False)
+            found = form.backward(Saved(query, key, value, output, logsumexp, call), torch.ones_like(output), False)
         for each, one in zip((output, *found), (expected, *wanted), strict=False):
             torch.testing.assert_close(each.double(), one, rtol=tolerance, atol=tolerance)

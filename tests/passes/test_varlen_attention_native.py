@@ -17,7 +17,7 @@ from torch import Tensor
 from deepytorch import background
 from deepytorch.passes.ops import native as availability
 from deepytorch.passes.ops import varlen_attention_cpu as cpu
-from deepytorch.passes.ops.attention_tile import Call, Rule
+from deepytorch.passes.ops.attention_tile import Call, Rule, Saved
 from deepytorch.passes.ops.native import Kernels, can_run, native
 from deepytorch.passes.ops.reference import varlen_attention_reference
 
@@ -37,7 +37,7 @@ def call_of(lengths_q: list[int], lengths_k: list[int] | None = None, window: tu
     lengths = lengths_q, lengths_k or lengths_q
     starts = [torch.tensor([0, *itertools.accumulate(each)], dtype=torch.int32) for each in lengths]
     longest = [max(each, default=0) for each in lengths]
-    return Call(*starts, *longest, None, None, None, None, Rule(0.3, *window))
+    return Call(*starts, *longest, Rule(0.3, *window))
 
 
 def tensors(call: Call, heads: tuple[int, int] = (2, 2), dims: tuple[int, int] = (16, 16)) -> list[Tensor]:
@@ -57,7 +57,7 @@ def run(given: list[Tensor], call: Call) -> list[Tensor]:
     """Output, logsumexp and the gradients of query, key and value, by the form that is chosen."""
     q, k, v, grad = given
     output, logsumexp = cpu.forward(q, k, v, call)
-    return [output, logsumexp, *cpu.backward(grad, q, k, v, output, logsumexp, call, False)[:3]]
+    return [output, logsumexp, *cpu.backward(Saved(q, k, v, output, logsumexp, call), grad, False)[:3]]
 
 
 def exact(given: list[Tensor], call: Call) -> list[Tensor]:
@@ -449,7 +449,7 @@ from deepytorch.passes.ops.attention_tile import Call, Rule
 native._PATIENCE_SECONDS = 0.0
 torch.manual_seed(0)
 starts = torch.tensor([0, 5, 75], dtype=torch.int32)
-call = Call(starts, starts, 70, 70, None, None, None, None, Rule(0.3, -1, 0))
+call = Call(starts, starts, 70, 70, Rule(0.3, -1, 0))
 q, k, v = (torch.randn(75, 2, 16) for _ in range(3))
 first, _ = cpu.forward(q, k, v, call)
 assert native.KERNELS.get() is None  # nothing has waited

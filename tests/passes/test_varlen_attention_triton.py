@@ -1,11 +1,8 @@
 """The Triton form of `varlen_attention`: in Triton's interpreter, on a GPU where there is one, and as machine code."""
 
 import itertools
-import json
 import math
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,9 +12,10 @@ pytest.importorskip("triton")
 from deepytorch.passes.ops import varlen_attention_cuda as cuda
 from deepytorch.passes.ops import varlen_attention_dense as dense
 from deepytorch.passes.ops import varlen_attention_triton as form
-from deepytorch.passes.ops.attention_tile import Call, Rule
+from deepytorch.passes.ops.attention_tile import Call, Rule, Saved
 from deepytorch.passes.ops.reference import varlen_attention_reference
 from deepytorch.passes.ops.varlen_attention import varlen_attention
+from tests.passes.machine_code import troubles_of
 
 pytestmark = pytest.mark.slow
 
@@ -43,7 +41,7 @@ def call_of(lengths_q, lengths_k, rule, bias=None, positions_q=None, positions_k
     cu_q = cumulative(lengths_q)
     cu_k = cu_q if lengths_k is lengths_q else cumulative(lengths_k)
     drawn = torch.tensor(seed, device=DEVICE) if rule.dropout_p else None
-    return Call(cu_q, cu_k, *longest, bias, positions_q, positions_k, drawn, rule)
+    return Call(cu_q, cu_k, *longest, rule, bias, positions_q, positions_k, drawn)
 
 
 def by_autograd(tensors, call, grad):
@@ -64,7 +62,7 @@ def by_kernels(tensors, call, grad, tiles=SMALL):
     assert output.is_contiguous()
     assert logsumexp.dtype == torch.float32
     wants_bias = call.bias is not None
-    found = form.backward(grad, *tensors, output, logsumexp, call, wants_bias, tiles)
+    found = form.backward(Saved(*tensors, output, logsumexp, call), grad, wants_bias, tiles)
     return logsumexp, [output, *found[: 4 if wants_bias else 3]]
 
 
@@ -262,27 +260,11 @@ def test_the_form_is_chosen_with_its_reasons(monkeypatch):
     assert cuda.choose_form(*tensors, call).form == "dense"
 
 
-_COMPILE = """
-import json, sys
-from deepytorch.machine_code import CAPABILITIES, compile_for, troubles
-from deepytorch.passes.ops.varlen_attention_triton import VARIANTS
-found = {}
-for variant in VARIANTS:
-    if variant.kernel.endswith(sys.argv[1]) and sys.argv[2] in variant.label:
-        for capability in CAPABILITIES:
-            found[f"{variant.label} for sm_{capability}"] = troubles(variant, compile_for(variant, capability))
-print(json.dumps(found))
-"""
-
-
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("kernel", ["forward", "grad_query", "grad_key_value", "grad_bias"])
 def test_machine_code_spills_nothing(kernel, head_dim):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", _COMPILE, f":{kernel}_kernel", f"head {head_dim},"]
-    told = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580)
-    assert told.returncode == 0, told.stderr
-    found = json.loads(told.stdout)
+    module = "deepytorch.passes.ops.varlen_attention_triton"
+    found = troubles_of(module, kernel=f":{kernel}_kernel", label=f"head {head_dim},")
     assert found
     assert {name: wrong for name, wrong in found.items() if wrong} == {}
 

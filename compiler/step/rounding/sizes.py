@@ -145,7 +145,7 @@ def spread(count: int, rows: int) -> list[int]:
     return [count // rows + (row < count % rows) for row in range(rows)]
 
 
-def why_not_rounded(program: Program, *, zero_outputs: bool, has_bias: bool) -> str | None:
+def why_not_rounded(program: Program, *, has_bias: bool) -> str | None:
     """Return the reason for which a program's steps cannot have dummy tokens; None if they can.
 
     has_bias: whether something is added to the scores of an attention.
@@ -153,8 +153,6 @@ def why_not_rounded(program: Program, *, zero_outputs: bool, has_bias: bool) -> 
     asked = [*program.indices, *program.reference_indices]
     sets = [index.entries for index in asked] + [index.among for index in asked if index.among is not None]
     sets += [entries for entries in program.values if entries is not None]
-    if zero_outputs:
-        return "outputs are zeros at pads, where dummies stand"
     if has_bias:
         return "a bias is added to the scores of an attention, which has the padded batch's size"
     if any(entries.loss is None and not entries.is_tokens for entries in sets):

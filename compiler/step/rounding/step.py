@@ -46,14 +46,12 @@ class RoundedStep:
         lowering: RegionLowering,
         record: RegionRecord,
         asked_twice: Callable[[str], None],
-        *,
-        zero_outputs: bool,
     ) -> None:
         """Cut the packed graph in two.
 
-        lowering, zero_outputs: as for `packed_region`. asked_twice: called at a second backward.
+        lowering: as for `packed_region`. asked_twice: called at a second backward.
         """
-        reason = why_not_rounded(program, zero_outputs=zero_outputs, has_bias=_has_bias(packed.graph))
+        reason = why_not_rounded(program, has_bias=_has_bias(packed.graph))
         if reason is not None:
             raise Declined(reason, "sizes")
         self._program, self._record = program, record
@@ -121,22 +119,13 @@ def rounded_step(
     lowering: RegionLowering,
     record: RegionRecord,
     asked_twice: Callable[[str], None],
-    zero_outputs: bool,
 ) -> RoundedStep | None:
     """Return the step for few sizes; None, with the reason in the record, if the region cannot have one.
 
     fakes: of the region's inputs. Other arguments: as for `RoundedStep`.
     """
     try:
-        return RoundedStep(
-            packed,
-            program,
-            _padded_sizes(program, fakes),
-            lowering,
-            record,
-            asked_twice,
-            zero_outputs=zero_outputs,
-        )
+        return RoundedStep(packed, program, _padded_sizes(program, fakes), lowering, record, asked_twice)
     except Declined as declined:
         record.declined.append(f"{declined.where}: not rounded: {declined}")
     except Exception as error:
