@@ -15,7 +15,8 @@ from tests.scripts.runner import Outcome, Runner, Scenario, compare, differences
 def script(folder: Path, text: str) -> Scenario:
     path = folder / "script.py"
     path.write_text(textwrap.dedent(text))
-    return Scenario.read(path)
+    (found,) = Scenario.read(path)
+    return found
 
 
 def outcome(*history: list[float], raised: str | None = None) -> Outcome:
@@ -26,6 +27,19 @@ def test_constants_of_a_script_are_read_without_running_it(tmp_path: Path) -> No
     found = script(tmp_path, 'DEFAULT = True\nRANKS = 2\nLOWERING = "inductor"\nEXPECT = "packed"\nraise ValueError\n')
     assert found == Scenario(tmp_path / "script.py", True, 2, "inductor", expect="packed")
     assert script(tmp_path, "history = []") == Scenario(tmp_path / "script.py")
+
+
+def test_cases_of_a_script_are_read_and_each_is_run_by_its_name(runner: Runner, tmp_path: Path) -> None:
+    path = tmp_path / "cases.py"
+    path.write_text(
+        "import sys\nRANKS = 2\ncase = lambda *_, **__: lambda function: function\nhistory = [len(sys.argv[1])]\n"
+        "@case\ndef one(): pass\n@case(ranks=1, default=True)\ndef other(): pass\ndef neither(): pass\n"
+    )
+    one, other = Scenario.read(path)
+    assert one == Scenario(path, ranks=2, case="one")
+    assert other == Scenario(path, default=True, ranks=1, case="other")
+    found, imported = compare(other, runner, tmp_path)
+    assert (found, imported.history) == ([], [[5.0]])
 
 
 def test_a_script_that_knows_of_the_import_differs(runner: Runner, tmp_path: Path) -> None:
