@@ -38,22 +38,14 @@ def llama(layers: int = 1, **kwargs: Any) -> Any:
     return hf.LlamaForCausalLM(hf.LlamaConfig(**config)).train()
 
 
-def with_gelu_dropout(p: float) -> nn.Module:
-    """A plain transformer with dropout in its attention, its residuals and its embeddings."""
-
-    class Dropping(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = Plain(attend)
-
-        def forward(self, input_ids: Any, attention_mask: Any, labels: Any) -> torch.Tensor:
-            return self.inner(input_ids, attention_mask, labels)
+def with_dropout(p: float) -> nn.Module:
+    """A plain transformer with dropout in its attention and behind it."""
 
     def attend(q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None, None, :].bool(), dropout_p=p)
         return F.dropout(out, p, training=True)
 
-    return Dropping().train()
+    return Plain(attend).train()
 
 
 # ------------------------------------------------------------------------------------------ activation checkpointing
@@ -131,7 +123,7 @@ def test_bf16_is_as_near_to_fp64_as_eagers_is(where: str) -> None:
 
 @pytest.mark.slow
 def test_the_same_seed_draws_the_same_dropout() -> None:
-    model = with_gelu_dropout(0.2)
+    model = with_dropout(0.2)
     compiled = torch.compile(model, backend="deepytorch", options=OPTIONS)
     batch = batches(masked_lm_batch, (4, 11, "right"))[0]
 
@@ -140,7 +132,7 @@ def test_the_same_seed_draws_the_same_dropout() -> None:
         torch.manual_seed(seed)
         loss = compiled(**batch)
         loss.backward()
-        return loss.item(), model.inner.head.weight.grad.clone()
+        return loss.item(), model.head.weight.grad.clone()
 
     compiled(**batch)
     one, same, other = draw(3), draw(3), draw(4)
@@ -152,7 +144,7 @@ def test_the_same_seed_draws_the_same_dropout() -> None:
 @pytest.mark.slow
 def test_dropout_has_eagers_distribution() -> None:
     LEDGER.forget()
-    model = with_gelu_dropout(0.3)
+    model = with_dropout(0.3)
     compiled = torch.compile(model, backend="deepytorch", options=OPTIONS)
     batch = batches(masked_lm_batch, (6, 12, "right"))[0]
     with torch.no_grad():

@@ -4,7 +4,7 @@ import random
 
 import torch
 import torch.nn.functional as F
-from tiny import VOCAB, case, chosen, llama, next_tokens, train, with_size
+from tiny import case, chosen, llama, next_tokens, train, with_size
 
 
 @case
@@ -50,29 +50,6 @@ def loss_outside_indexing_tokens(model, ids, mask, labels):
 
 
 @case
-def loss_outside_masked_by_product(model, ids, mask, labels):
-    """The loss of every position, multiplied by the mask and divided by the number of tokens."""
-    logits = model(input_ids=ids, attention_mask=mask).logits
-    losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
-    yield (losses * mask[:, 1:]).sum() / mask[:, 1:].sum()
-
-
-@case
-def class_weights(model, ids, mask, labels):
-    """Classes have weights; pads are a class of their own with a weight of zero."""
-    weights = torch.linspace(0.5, 1.5, VOCAB).index_fill(0, torch.tensor(0), 0.0)
-    logits = model(input_ids=ids, attention_mask=mask).logits
-    yield F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), weight=weights)
-
-
-@case
-def label_smoothing(model, ids, mask, labels):
-    """Label smoothing, outside of the model, pads ignored."""
-    logits = model(input_ids=ids, attention_mask=mask).logits
-    yield F.cross_entropy(logits[..., :-1, :].permute(0, 2, 1), labels[..., 1:], label_smoothing=0.1)
-
-
-@case
 def label_smoothing_by_hand(model, ids, mask, labels):
     """Label smoothing written out: the mean over the vocabulary is taken at all positions and masked late."""
     logs = -F.log_softmax(model(input_ids=ids, attention_mask=mask).logits[:, :-1], dim=-1)
@@ -82,60 +59,6 @@ def label_smoothing_by_hand(model, ids, mask, labels):
     smooth = logs.sum(-1, keepdim=True).masked_fill_(ignored, 0.0)
     count = (~ignored).sum()
     yield 0.9 * sharp.sum() / count + 0.1 * smooth.sum() / (count * logs.size(-1))
-
-
-@case
-def focal_loss(model, ids, mask, labels):
-    """A focal loss over the tokens."""
-    logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1]
-    plain = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), reduction="none", ignore_index=-100)
-    focal = (1 - torch.exp(-plain)) ** 2 * plain
-    yield focal.sum() / labels[:, 1:].ne(-100).sum()
-
-
-@case
-def entropy_bonus(model, ids, mask, labels):
-    """An entropy bonus over tokens beside a loss outside."""
-    logits = model(input_ids=ids, attention_mask=mask).logits
-    entropy = torch.distributions.Categorical(logits=logits).entropy()
-    bonus = (entropy * mask).sum() / mask.sum()
-    yield next_tokens(logits, labels) - 0.1 * bonus
-    yield bonus.item()
-
-
-@case
-def entropy_bonus_all_positions(model, ids, mask, labels):
-    """An entropy bonus averaged over all positions."""
-    outputs = model(input_ids=ids, attention_mask=mask, labels=labels)
-    chances = outputs.logits.softmax(-1)
-    entropy = -(chances * chances.log()).sum(-1).mean()
-    yield outputs.loss - 0.1 * entropy
-    yield entropy.item()
-
-
-@case
-def gathered_log_probs(model, ids, mask, labels):
-    """Log-probabilities of the next tokens are gathered at all positions, and summed without a mask."""
-    logs = torch.log_softmax(model(input_ids=ids, attention_mask=mask).logits, dim=-1)
-    yield -0.1 * logs[:, :-1].gather(2, ids[:, 1:, None]).squeeze(-1).sum(-1).mean()
-
-
-@case
-def z_loss_beside_model_loss(model, ids, mask, labels):
-    """A z-loss on all logits is added to the model's own loss."""
-    outputs = model(input_ids=ids, attention_mask=mask, labels=labels)
-    z_loss = 1e-2 * torch.logsumexp(outputs.logits, dim=-1).pow(2).mean()
-    yield outputs.loss + z_loss
-    yield z_loss.item()
-
-
-@case
-def hidden_states_regularised(model, ids, mask, labels):
-    """All hidden states are asked for and regularised, beside the model's own loss."""
-    outputs = model(input_ids=ids, attention_mask=mask, labels=labels, output_hidden_states=True)
-    size = sum(each.pow(2).mean() for each in outputs.hidden_states)
-    yield outputs.loss + 0.01 * size
-    yield size.item()
 
 
 @case
@@ -162,47 +85,11 @@ def logits_sliced(model, ids, mask, labels):
 
 
 @case
-def logits_view_flat(model, ids, mask, labels):
-    """Logits are viewed flat, rows and positions together, and every third of them is taken."""
-    logits = model(input_ids=ids, attention_mask=mask).logits.view(-1, VOCAB)[::3]
-    yield F.cross_entropy(logits, ids.roll(-1, 1).view(-1)[::3])
-
-
-@case
-def logits_masked_fill(model, ids, mask, labels):
-    """Logits at pads are filled with a constant, out of place."""
-    logits = model(input_ids=ids, attention_mask=mask).logits
-    logits = logits.masked_fill(~mask.bool().unsqueeze(-1), -1.0)
-    logits = torch.where(ids.unsqueeze(-1) == 7, torch.zeros_like(logits), logits)
-    yield next_tokens(logits, ids) + 0.1 * logits.mean().square()
-
-
-@case
 def logits_of_pads_set(model, ids, mask, labels):
     """Logits at pads are set to zero in place, and then averaged over all positions."""
     logits = model(input_ids=ids, attention_mask=mask).logits
     logits[mask == 0] = 0
     yield next_tokens(logits, ids) + logits.pow(2).mean()
-
-
-@case
-def logits_divided_in_place(model, ids, mask, labels):
-    """Logits are divided by a temperature in place."""
-    logits = model(input_ids=ids, attention_mask=mask).logits
-    logits.div_(0.7)
-    yield next_tokens(logits, labels)
-    yield logits.abs().mean().item()
-
-
-@case
-def beam_of_losses(model, ids, mask, labels):
-    """Logits are stacked, sorted, cut to the five best, and their spread is trained at all positions."""
-    outputs = model(input_ids=ids, attention_mask=mask, labels=labels)
-    best = outputs.logits.topk(5, dim=-1).values
-    spread = (best[..., 0] - best[..., 4]).mean()
-    unequal = torch.stack([outputs.logits, outputs.logits.flip(0)]).std(0).mean()
-    yield outputs.loss + 0.1 * spread + 0.1 * unequal
-    yield from (spread.item(), unequal.item())
 
 
 @case
@@ -242,27 +129,6 @@ def metric_all_positions(model, ids, mask, labels):
     guesses = outputs.logits.detach().argmax(dim=-1)
     yield from ((guesses == 0).float().mean(), guesses.float().mean())
     yield outputs.logits.detach().softmax(-1).amax(-1).mean()
-
-
-@case
-def perplexity_per_row(model, ids, mask, labels):
-    """Perplexity of each row beside the model's own loss."""
-    outputs = model(input_ids=ids, attention_mask=mask, labels=labels)
-    with torch.no_grad():
-        losses = F.cross_entropy(outputs.logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none")
-        per_row = torch.exp(losses.sum(-1) / (labels[:, 1:] != -100).sum(-1))
-    yield outputs.loss
-    yield per_row
-
-
-@case
-def token_accuracy(model, ids, mask, labels):
-    """The accuracy over tokens beside the model's own loss, as trainers log it."""
-    outputs = model(input_ids=ids, attention_mask=mask, labels=labels)
-    found, targets = outputs.logits[:, :-1].argmax(-1), labels[:, 1:]
-    right = (found == targets) & (targets != -100)
-    yield outputs.loss
-    yield right.sum() / (targets != -100).sum()
 
 
 @case
@@ -319,15 +185,6 @@ def own_function_on_logits(model, ids, mask, labels):
     """A custom autograd function computes the loss from logits and writes their gradient itself."""
     logits = model(input_ids=ids, attention_mask=mask).logits
     yield CrossEntropy.apply(logits[:, :-1], ids[:, 1:])
-
-
-@case
-def retain_grad_on_logits(model, ids, mask, labels):
-    """The gradient of the logits is kept and read, at all positions."""
-    logits = model(input_ids=ids, attention_mask=mask).logits
-    logits.retain_grad()
-    yield next_tokens(logits, ids)
-    yield from (logits.grad.norm().item(), logits.grad[:, -2].abs().sum(-1))
 
 
 @case

@@ -19,13 +19,6 @@ def pool_max(body, step, ids, mask):
     yield body(input_ids=ids, attention_mask=mask)[0].max(dim=1).values
 
 
-@case
-def pool_max_of_tokens(body, step, ids, mask):
-    """The largest value over the tokens, pads filled with the least number there is."""
-    hidden = body(input_ids=ids, attention_mask=mask).last_hidden_state
-    yield hidden.masked_fill(mask.unsqueeze(-1) == 0, torch.finfo(hidden.dtype).min).amax(1)
-
-
 @case(default=True)
 def pool_masked_mean(body, step, ids, mask):
     """The mean over the tokens, as sentence embeddings are made."""
@@ -58,14 +51,6 @@ def pool_learned_attention(body, step, ids, mask):
 
 
 @case
-def layers_mixed(body, step, ids, mask):
-    """A learned mixture of all layers, averaged over the tokens."""
-    layers = torch.stack(body(input_ids=ids, attention_mask=mask, output_hidden_states=True).hidden_states)
-    hidden = (mixture.softmax(0)[:, None, None, None] * layers).sum(0)
-    yield (hidden * mask[..., None]).sum(1) / mask.sum(1)[:, None]
-
-
-@case
 def recurrent_head(body, step, ids, mask):
     """A recurrent network outside of the model reads all positions, backwards too."""
     read, _ = recurrent(body(input_ids=ids, attention_mask=mask).last_hidden_state)
@@ -93,7 +78,7 @@ def pooled_loss(parts, step):
 
 torch.manual_seed(0)
 body = llama(LlamaModel) if chosen() in (pool_last_position, pool_last_token) else bert()
-head, score, mixture = nn.Linear(32, 2), nn.Linear(32, 1), nn.Parameter(torch.zeros(3))
+head, score = nn.Linear(32, 2), nn.Linear(32, 1)
 recurrent = nn.LSTM(32, 16, batch_first=True, bidirectional=True)
-parts = nn.ModuleList([body, head, score, nn.ParameterList([mixture]), recurrent])
+parts = nn.ModuleList([body, head, score, recurrent])
 history = train(parts, pooled_loss, torch.optim.SGD(parts.parameters(), lr=0.05), batches=lambda step: (step,))
