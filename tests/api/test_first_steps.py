@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -22,6 +19,7 @@ from deepytorch.compiler.code import agreement
 from deepytorch.compiler.code.agreement import SameStep
 from deepytorch.compiler.report import STARTS, RegionRecord, Report
 from deepytorch.first_steps import FirstSteps
+from tests.cold import run_cold
 
 
 class Clock:
@@ -289,18 +287,7 @@ dist.destroy_process_group()
 
 @pytest.mark.slow
 def test_two_ranks_under_ddp_trace_in_the_step_that_rank_0_names(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(TWO_RANKS)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    done = subprocess.run(
-        [*command, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "DEEPYTORCH_COMPILE": "background"},
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_cold(TWO_RANKS, str(tmp_path), num_ranks=2, env={"DEEPYTORCH_COMPILE": "background"})
     first, second = (int((tmp_path / rank).read_text()) for rank in "01")
     assert first == second
     assert 10 < first < 10 + agreement._PATIENCE
