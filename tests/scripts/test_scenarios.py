@@ -48,7 +48,7 @@ IN_THE_DEFAULT_MODE = {
     **dict.fromkeys(
         (
             "add_lora_midway", "checkpoint_around_part", "classes_change_midway", "evaluation_between_steps",
-            "freeze_midway", "hooks_come_and_go", "infinite_pads_times_mask", "noise_by_name",
+            "freeze_midway", "generate_between_steps", "hooks_come_and_go", "infinite_pads_times_mask", "noise_by_name",
             "two_losses_two_backwards",
         ),
         True,
