@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -96,12 +95,10 @@ def test_a_traceback_in_the_log_is_a_difference(runner: Runner, tmp_path: Path) 
 
 
 def test_a_script_that_does_not_end_is_killed_at_its_deadline(runner: Runner, tmp_path: Path) -> None:
-    started = time.monotonic()
     with pytest.raises(TimeoutError, match=r"script \(off\) was killed after 0.5 s\nbegun"):
         runner.run(
             script(tmp_path, "import time\nprint('begun', flush=True)\ntime.sleep(60)"), "off", tmp_path, deadline_s=0.5
         )
-    assert time.monotonic() - started < 20
     (tmp_path / "again").mkdir()
     assert runner.run(script(tmp_path, "history = [2]"), "off", tmp_path / "again").history == [[2.0]]
 
