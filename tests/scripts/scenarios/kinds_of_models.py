@@ -53,17 +53,6 @@ def masked_language_model():
 
 
 @case
-def masked_language_model_all():
-    """BERT with a loss outside over all positions, pads among them."""
-
-    def step(model, ids, mask, labels):
-        logits = model(input_ids=ids, attention_mask=mask).logits
-        yield F.cross_entropy(logits.transpose(1, 2), ids)
-
-    return trained(bert(BertForMaskedLM), step)
-
-
-@case
 def attentions_used():
     """Attention weights are asked for, and their entropy is a part of the loss."""
 
@@ -273,22 +262,6 @@ def encoder_outputs_reused():
     return trained(t5(), step, steps=3, lr=0.01, batches=both_sides)
 
 
-@case
-def seq2seq_distillation():
-    """A T5 student follows a frozen teacher at all positions of the decoder, beside its own loss."""
-    student, teacher = t5(), t5().eval().requires_grad_(False)
-
-    def step(model, ids, mask, _, into, into_mask, labels):
-        outputs = model(input_ids=ids, attention_mask=mask, labels=labels)
-        with torch.no_grad():
-            expected = teacher(input_ids=ids, attention_mask=mask, labels=labels).logits
-        apart = F.mse_loss(outputs.logits, expected)
-        yield outputs.loss + 0.1 * apart
-        yield apart.item()
-
-    return trained(student, step, steps=3, lr=0.01, batches=both_sides)
-
-
 # ---------------------------------------------------------------------- several models
 
 
@@ -308,19 +281,6 @@ def distill_all_positions():
         yield apart.item()
 
     return trained(student, step)
-
-
-@case
-def distill_hidden_states():
-    """The student's last hidden states follow the teacher's, at all positions."""
-    teacher = bert().eval().requires_grad_(False)
-
-    def step(model, ids, mask, labels):
-        with torch.no_grad():
-            expected = teacher(ids, mask).last_hidden_state
-        yield F.mse_loss(model(ids, mask).last_hidden_state, expected)
-
-    return trained(bert(), step)
 
 
 @case
@@ -382,22 +342,6 @@ def contrastive_two_calls():
         yield F.cross_entropy(similar, torch.arange(4))
 
     return trained(bert(), step)
-
-
-@case
-def contrastive_info_nce():
-    """InfoNCE between queries and passages of other lengths, pooled over their tokens."""
-
-    def embed(model, ids, mask):
-        hidden = model(input_ids=ids, attention_mask=mask).last_hidden_state
-        hidden = hidden.masked_fill(~mask[..., None].bool(), 0.0)
-        return F.normalize(hidden.sum(1) / mask.sum(1)[..., None], dim=-1)
-
-    def step(model, ids, mask, _, others, others_mask, __):
-        scores = embed(model, ids, mask) @ embed(model, others, others_mask).T / 0.2
-        yield F.cross_entropy(scores, torch.arange(4)) + F.cross_entropy(scores.T, torch.arange(4))
-
-    return trained(bert(), step, batches=both_sides)
 
 
 @case
