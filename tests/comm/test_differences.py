@@ -113,10 +113,11 @@ def test_a_difference_is_the_same_error_on_all_ranks_whoever_comes_late(late):
         if rank == {late}:
             time.sleep(0.1)
         error, _ = told(lambda: eval(calls[rank]))
-        say(error.split("Exception raised")[0].strip().splitlines()[0])
+        say("found", error.split("Exception raised")[0].strip().splitlines()[0])
         dist.destroy_process_group()
     """
-    one, other = (output.strip().splitlines() for output in run(script, timeout=60))
+    outputs = run(script, timeout=60)
+    one, other = ([line for line in output.splitlines() if line.startswith("found")] for output in outputs)
     assert one == other
     for error, (*_, named) in zip(one, DIFFERENT, strict=True):
         assert "ranks disagree on collective" in error or "sends" in error, error
