@@ -33,7 +33,7 @@ def test_an_error_reaches_all_hosts_while_the_failing_one_stays_alive(per_host):
         assert "aborted" in error, error
         tell(f"heard {{rank}}")
     """
-    run(script, num_ranks=2 * per_host, warm=False)
+    run(script, num_ranks=2 * per_host, warm=False, timeout=90)
 
 
 def test_an_error_ends_a_call_that_waits_between_hosts_though_no_connection_closes():
