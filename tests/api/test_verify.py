@@ -324,7 +324,9 @@ if with_import:
     time.sleep(300)
 """
     )
+    before = time.monotonic()
     assert command(monkeypatch, "--timeout", "15", "script.py") == 1
+    assert time.monotonic() - before < 120
     shown = capsys.readouterr()
     assert "did not come to its end in 15 seconds (1 of 10 steps made)" in " ".join((shown.out + shown.err).split())
     deadline = time.monotonic() + 10
