@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
+from tests.cold import run_cold
 from tests.warm import run_script
 
 PREAMBLE = """
@@ -51,17 +49,15 @@ def run(script: str, **environment: str) -> str:
     return done.stderr + done.stdout
 
 
-def run_cold(script: str, first: str = "import deepytorch") -> str:
+def run_alone(script: str, first: str = "import deepytorch") -> str:
     """In a process that has imported nothing before `first`, from no file."""
-    command = [sys.executable, "-c", f"{first}\n{PREAMBLE}\n{script}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = run_cold(f"{first}\n{PREAMBLE}\n{script}")
     return done.stderr + done.stdout
 
 
 @pytest.mark.parametrize("first", ["import deepytorch", "import torch\nimport deepytorch"])
 def test_the_outermost_module_of_a_step_is_compiled_in_place(first: str) -> None:
-    said = run_cold(
+    said = run_alone(
         """
 import logging
 logging.basicConfig(level=logging.INFO)
@@ -139,7 +135,7 @@ assert gone() is None
 
 @pytest.mark.slow
 def test_only_what_trains_is_touched() -> None:
-    run_cold("""
+    run_alone("""
 model, teacher, average, frozen = Net(), Net(), Net(), Net().requires_grad_(False)
 optimizer = optimizer_of(model, frozen)
 for step in range(3):
@@ -164,7 +160,7 @@ assert regions() == before
 
 @pytest.mark.slow
 def test_two_models_that_take_turns_and_one_that_is_called_several_times() -> None:
-    run_cold("""
+    run_alone("""
 class Generator(Net): pass
 class Discriminator(Net): pass
 generator, discriminator = Generator(), Discriminator()
@@ -193,7 +189,7 @@ for one, other in zip(losses, play(sketch, judge)):
 
 @pytest.mark.slow
 def test_copies_and_pickles_are_clean_and_a_copy_is_armed_when_it_trains() -> None:
-    run_cold("""
+    run_alone("""
 model = Net()
 train(model, optimizer_of(model))
 other = copy.deepcopy(model)
@@ -212,7 +208,7 @@ assert pickle.loads(pickle.dumps(model))._compiled_call_impl is None
 
 @pytest.mark.slow
 def test_what_is_compiled_already_is_left_alone_and_said() -> None:
-    said = run_cold("""
+    said = run_alone("""
 import logging
 logging.basicConfig(level=logging.INFO)
 inside = Net()
@@ -337,7 +333,7 @@ for one, other in zip(whole.parameters(), same.parameters()):
 
 @pytest.mark.slow
 def test_hooks_threads_and_optimizers_without_a_module() -> None:
-    run_cold("""
+    run_alone("""
 seen = []
 model = Net()
 model.register_forward_hook(lambda module, given, result: seen.append(result.shape))
@@ -404,13 +400,12 @@ assert not files or len(os.listdir("/proc/self/fd")) == files
 heavy = {"transformers", "deepytorch.compiler.backend", "torch._inductor.compile_fx", "matplotlib"} & set(sys.modules)
 assert not heavy, heavy
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
+    run_cold(script)
 
 
 @pytest.mark.slow
 def test_workers_forks_and_spawned_processes() -> None:
-    run_cold("""
+    run_alone("""
 import multiprocessing
 from torch.utils.data import DataLoader
 from multiprocessing.reduction import ForkingPickler
@@ -444,7 +439,7 @@ ForkingPickler.dumps(model)  # what mp.spawn(fn, args=(model,)) does with its ar
 
 @pytest.mark.slow
 def test_averaged_copies_and_an_interrupt_inside_of_forward() -> None:
-    run_cold("""
+    run_alone("""
 from torch.optim.swa_utils import AveragedModel
 class Interrupted(Net):
     stop = False
@@ -498,7 +493,7 @@ with deepytorch.paused():
 
 @pytest.mark.slow
 def test_cells_of_a_notebook_run_again() -> None:
-    run_cold("""
+    run_alone("""
 cells = [
 '''class Net(nn.Module):
     def __init__(self):
@@ -535,7 +530,7 @@ assert not torch.allclose(first[0], edited[0])
 @pytest.mark.slow
 def test_explaining_arms_nothing() -> None:
     pytest.importorskip("transformers")
-    run_cold("""
+    run_alone("""
 from transformers import LlamaConfig, LlamaForCausalLM
 sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=64)
 model = LlamaForCausalLM(LlamaConfig(**sizes, use_cache=False)).train()

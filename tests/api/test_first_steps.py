@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +18,30 @@ from deepytorch.compiler.code import agreement
 from deepytorch.compiler.code.agreement import SameStep
 from deepytorch.compiler.report import STARTS, RegionRecord, Report
 from deepytorch.first_steps import FirstSteps
+from tests.cold import run_cold
 
 
 class Clock:
-    """How old the process is, as the test says."""
+    """How old the process is, and what time it is, as the test says."""
 
-    def __init__(self) -> None:
-        self.age = 1.0
+    age, now = 1.0, 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+CLOCK = Clock()
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """The process's age, and an account of this test's own."""
-    made = Clock()
-    monkeypatch.setattr(first_steps, "seconds_since_start", lambda: made.age)
-    monkeypatch.setattr(budget, "seconds_since_start", lambda: made.age)
+    """The clock that calls are timed by, and an account of this test's own."""
+    CLOCK.age, CLOCK.now = 1.0, 0.0
+    monkeypatch.setattr(first_steps, "time", CLOCK)
+    monkeypatch.setattr(first_steps, "seconds_since_start", lambda: CLOCK.age)
+    monkeypatch.setattr(budget, "seconds_since_start", lambda: CLOCK.age)
     monkeypatch.setattr(first_steps, "BUDGET", Budget())
-    return made
+    return CLOCK
 
 
 class FirstEntry:
@@ -51,7 +54,7 @@ class FirstEntry:
 
     def call(self, run: Any, args: Any, kwargs: Any) -> Any:
         self.calls += 1
-        time.sleep(self.seconds)
+        CLOCK.now += self.seconds
         return "packed"
 
     def restore(self) -> None:
@@ -62,14 +65,10 @@ class FirstEntry:
 
 
 class Padded(nn.Module):
-    """A forward of 20 ms, or longer where the machine is busy: `longest` is what it took at most."""
-
-    longest = 0.0
+    """A forward of 20 ms."""
 
     def forward(self, ids: torch.Tensor) -> str:
-        begin = time.perf_counter()
-        time.sleep(0.02)
-        Padded.longest = max(Padded.longest, time.perf_counter() - begin)
+        CLOCK.now += 0.02
         return "padded"
 
 
@@ -153,14 +152,13 @@ def test_the_first_step_is_neither_traced_nor_packed_at_entry(clock: Clock) -> N
 
 def test_packing_at_entry_that_pays_buys_the_trace(clock: Clock) -> None:
     clock.age = 5.0  # enough to ask, not to trace
-    Padded.longest = 0.0
     entry = FirstEntry(0.001)
     first, call = steps(entry)
     found = [call() for _ in range(120)]
     assert found[:6] == ["padded", "packed", "padded", "packed", "padded", "packed"]  # as it comes, watched, timed
     assert "traced" in found
     packed = found.index("traced") - 5
-    saved = packed * (Padded.longest + 0.002) * first_steps.STEP_IN_FORWARDS * first_steps._CAUTION
+    saved = packed * 0.02 * first_steps.STEP_IN_FORWARDS * first_steps._CAUTION
     assert saved > 2.0  # what the trace is thought to cost, less the share
     assert entry.is_in_use is True  # restored by whoever traces
     assert first.then()[0] is True
@@ -184,7 +182,7 @@ def test_one_slow_padded_call_does_not_make_packing_seem_to_save_more(clock: Clo
 
         def forward(self, ids: torch.Tensor) -> str:
             Uneven.calls += 1
-            time.sleep(0.3 if Uneven.calls == 2 else 0.0)  # the first of those that are timed
+            CLOCK.now += 0.3 if Uneven.calls == 2 else 0.0  # the first of those that are timed
             return super().forward(ids)
 
     clock.age = 5.0
@@ -289,18 +287,7 @@ dist.destroy_process_group()
 
 @pytest.mark.slow
 def test_two_ranks_under_ddp_trace_in_the_step_that_rank_0_names(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(TWO_RANKS)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    done = subprocess.run(
-        [*command, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "DEEPYTORCH_COMPILE": "background"},
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_cold(TWO_RANKS, str(tmp_path), num_ranks=2, env={"DEEPYTORCH_COMPILE": "background"})
     first, second = (int((tmp_path / rank).read_text()) for rank in "01")
     assert first == second
     assert 10 < first < 10 + agreement._PATIENCE

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 
 import pytest
 import torch
@@ -46,9 +45,7 @@ def test_wrong_attention_fails(monkeypatch):
 
 
 def test_failures_come_first_and_whatever_ends_a_process_ends_one_check():
-    began = time.monotonic()
     found = checked(*WRONG_CHECKS)
-    assert time.monotonic() - began < 60
     by_name = {(each.group, each.name): each for each in found}
     assert len(by_name) == len(found) == len(WRONG_CHECKS)
     assert {name: each.passed for name, each in by_name.items()} == {

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.cold import run_cold
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "how-it-works.md"
@@ -59,8 +59,4 @@ def _files(text: str) -> set[str]:
 
 
 def _python(code: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.strip().splitlines()[-1]
+    return run_cold(code, cwd=ROOT).stdout.strip().splitlines()[-1]

@@ -1,14 +1,10 @@
-"""What compiled code cannot do, in scripts whose model the import armed. Each script runs in a process of its own."""
+"""What compiled code cannot do, in scripts whose model the import armed; tests/scripts has more of them."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
+from tests.cold import run_cold
 from tests.warm import run_script
 
 PREAMBLE = """
@@ -73,11 +69,8 @@ def run(script: str) -> str:
     return done.stderr + done.stdout
 
 
-def run_cold(script: str, *arguments: str) -> str:
-    command = [sys.executable, "-c", f"import deepytorch\n{PREAMBLE}\n{script}", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stderr + done.stdout
+def run_alone(script: str, *arguments: str, num_ranks: int | None = None) -> str:
+    return run_cold(f"import deepytorch\n{PREAMBLE}\n{script}", *arguments, num_ranks=num_ranks).stdout
 
 
 def test_a_gradient_penalty_falls_back_and_says_so_once() -> None:
@@ -101,67 +94,9 @@ assert len(fallbacks()) == 1 and "create_graph=True" in fallbacks()[0]
     assert said.count("a backward with create_graph=True") == 1
 
 
-def test_two_losses_and_a_graph_that_is_kept() -> None:
-    run("""
-def step(model, number, optimizer):
-    outputs = model(data(number)[0])
-    outputs.square().mean().backward(retain_graph=number > 0)
-    if number > 0:
-        outputs.abs().mean().backward()
-    optimizer.step()
-    return outputs.sum()
-same(step)
-assert len(fallbacks()) == 1 and "retain_graph=True" in fallbacks()[0]
-
-def hessian_vector_product(model, number, optimizer):
-    loss = model(data(number)[0]).square().mean()
-    weights = list(model.parameters())
-    slopes = torch.autograd.grad(loss, weights, create_graph=True)
-    products = torch.autograd.grad(slopes, weights, [torch.ones_like(each) for each in slopes], allow_unused=True)
-    for weight, product in zip(weights, products):
-        weight.grad = product
-    optimizer.step()
-    return loss
-same(hessian_vector_product, Net(dropout=0.3))
-""")
-
-
 @pytest.mark.slow
-def test_meta_learning_with_fast_weights() -> None:
-    run_cold("""
-def step(model, number, optimizer):
-    weights = dict(model.named_parameters())
-    for _ in range(2):
-        x, y = data(number)
-        loss = (functional_call(model, weights, (x,)) - y).square().mean()
-        slopes = torch.autograd.grad(loss, list(weights.values()), create_graph=True)
-        weights = {name: weight - 0.1 * slope for (name, weight), slope in zip(weights.items(), slopes)}
-    x, y = data(number)
-    loss = (functional_call(model, weights, (x,)) - y).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss
-same(step, Net(dropout=0.2))
-""")
-
-
-@pytest.mark.slow
-def test_transforms_of_functions_and_forward_mode() -> None:
-    run_cold("""
-def per_sample(model, number, optimizer):
-    x, y = data(number)
-    def loss_of(weights, x, y):
-        return (functional_call(model, weights, (x[None],)) - y).square().mean()
-    weights = {name: weight.detach() for name, weight in model.named_parameters()}
-    slopes = vmap(grad(loss_of), (None, 0, 0))(weights, x, y)
-    loss = (model(x) - y).square().mean()
-    loss.backward()
-    for name, weight in model.named_parameters():
-        weight.grad += slopes[name].clamp(-1, 1).mean(0)
-    optimizer.step()
-    return loss
-same(per_sample)
-
+def test_forward_mode() -> None:
+    run_alone("""
 def forward_mode(model, number, optimizer):
     x, y = data(number)
     if number == 0:
@@ -182,7 +117,7 @@ same(forward_mode)
 
 @pytest.mark.slow
 def test_transforms_before_the_first_training_call() -> None:
-    run_cold("""
+    run_alone("""
 model = Net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 weights = {name: weight.detach() for name, weight in model.named_parameters()}
@@ -194,75 +129,8 @@ assert autowrap.armed(model)
 
 
 @pytest.mark.slow
-def test_optimizers_that_call_the_model_several_times_a_step() -> None:
-    run_cold("""
-def sharpness_aware(model, number, optimizer):
-    x, y = data(number)
-    loss = (model(x) - y).square().mean()
-    loss.backward()
-    with torch.no_grad():
-        moves = [0.05 * each.grad / each.grad.norm() for each in model.parameters()]
-        for weight, move in zip(model.parameters(), moves):
-            weight.add_(move)
-    optimizer.zero_grad()
-    (model(x) - y).square().mean().backward()
-    with torch.no_grad():
-        for weight, move in zip(model.parameters(), moves):
-            weight.sub_(move)
-    optimizer.step()
-    return loss
-same(sharpness_aware)
-
-def quasi_newton(model, number, optimizer):
-    x, y = data(number)
-    def closure():
-        optimizer.zero_grad()
-        loss = (model(x) - y).square().mean()
-        loss.backward()
-        return loss
-    return optimizer.step(closure)
-torch.manual_seed(0)
-model = Net()
-other = copy.deepcopy(model)
-losses = train(model, quasi_newton, 3, torch.optim.LBFGS(model.parameters(), max_iter=4))
-with deepytorch.paused():
-    expected = train(other, quasi_newton, 3, torch.optim.LBFGS(other.parameters(), max_iter=4))
-torch.testing.assert_close(losses, expected, rtol=1e-3, atol=1e-4)
-assert autowrap.armed(model) and not fallbacks()
-""")
-
-
-@pytest.mark.slow
-def test_hooks_on_what_is_saved_see_what_eager_saves() -> None:
-    run_cold("""
-seen = []
-def rounded(tensor):
-    seen.append(tuple(tensor.shape))
-    return tensor.to(torch.bfloat16)
-def step(model, number, optimizer):
-    x, y = data(number)
-    if number == 0:
-        loss = (model(x) - y).square().mean()
-    elif number == 1:
-        with torch.autograd.graph.saved_tensors_hooks(rounded, lambda packed: packed.float()):
-            loss = (model(x) - y).square().mean()
-    elif number == 2:
-        with torch.autograd.graph.save_on_cpu():
-            loss = (model(x) - y).square().mean()
-    else:
-        x.requires_grad_(number > 3)  # for the kind that wants it
-        loss = (torch.utils.checkpoint.checkpoint(model, x, use_reentrant=number > 3) - y).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss
-same(step, Net(dropout=0.3), steps=8)
-assert seen[:len(seen) // 2] == seen[len(seen) // 2:]
-""")
-
-
-@pytest.mark.slow
 def test_modes_of_the_users_see_every_call() -> None:
-    run_cold("""
+    run_alone("""
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -334,19 +202,9 @@ dist.destroy_process_group()
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ours", [False, True], ids=["reduced by DDP", "reduced by us"])
-def test_a_gradient_penalty_in_a_data_parallel_model(ours: bool, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
+def test_a_gradient_penalty_in_a_data_parallel_model(ours: bool) -> None:
     options = {"lowering": "aot_eager", "reduce_gradients": ours}
-    configure = f"deepytorch.configure(options={options}, process_groups=False)\n"
-    script.write_text(f"import deepytorch\n{PREAMBLE}\n{configure}{RANK}")
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)],
-        capture_output=True,
-        text=True,
-        timeout=540,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
+    run_alone(f"deepytorch.configure(options={options}, process_groups=False)\n{RANK}", num_ranks=2)
 
 
 PACKED_PENALTY = """
@@ -394,5 +252,5 @@ sys.stdout.write(f"packed {sum(region['steps_packed'] for region in report['regi
 @pytest.mark.parametrize("stage", ["entry", "graph"])
 def test_a_gradient_penalty_through_packed_rows_before_they_are_compiled(stage: str) -> None:
     """Nothing stands between such a step and autograd: the operators themselves have second derivatives."""
-    done = run_cold(f"import sys\n{PACKED_PENALTY}", stage)
+    done = run_alone(f"import sys\n{PACKED_PENALTY}", stage)
     assert int(done.rsplit("packed ", 1)[1]) >= 4, done

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,6 +11,7 @@ import torch
 from deepytorch.supported_versions import TORCH
 from deepytorch.torch_internals import ALIASES, ATTRIBUTES, INTERNALS, Attribute, Internal, troubles
 from tests.api.private_names import Reader, attributes_used, names_used, names_used_elsewhere
+from tests.cold import run_cold
 from tests.warm import run_script
 
 
@@ -85,11 +84,7 @@ print(float(loss), "deepytorch.autowrap" in sys.modules and bool(sys.modules["de
 @functools.cache
 def train(version: str, *names: str) -> tuple[str, str]:
     """What is printed by a script with the import, in a torch of that version without these names, and its log."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", TRAINING, version, *names],
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = run_cold(TRAINING, version, *names, env={"PYTHONWARNINGS": "ignore"})
     return done.stdout.strip(), done.stderr
 
 

@@ -45,6 +45,17 @@ def told(call):
 def say(*words):
     print(*words, flush=True)
 
+def tell(word):
+    '''Let the other ranks know, by no call of the group.'''
+    open(f"{os.environ['RENDEZVOUS']}-{word}", "w").close()
+
+def hear(word, seconds=60.0):
+    '''Wait for `tell(word)` of another rank.'''
+    deadline = time.monotonic() + seconds
+    while not os.path.exists(f"{os.environ['RENDEZVOUS']}-{word}"):
+        assert time.monotonic() < deadline, f"no rank told {word!r}"
+        time.sleep(0.005)
+
 def pretend_hosts(ranks_per_host):
     '''Make every so many ranks a host of their own: what goes between hosts then goes over loopback.'''
     from dataclasses import replace

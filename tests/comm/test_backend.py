@@ -280,6 +280,15 @@ def test_reduce_scatter_and_all_gather_over_hosts(setting):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["hierarchical", "cpu_reduce"])
+@pytest.mark.parametrize("chunk_bytes", [64, 4096, 0])
+def test_sums_over_hosts_in_chunks_of_any_size(algorithm, chunk_bytes):
+    options = f"Options(algorithm={algorithm!r}, chunk_bytes={chunk_bytes}, num_streams=2)"
+    start = f"{CASES}\npretend_hosts(2)\ninit(pg_options={options})\nCOUNTS = (0, 1, 63, 1000, 3001)"
+    run(f"{start}\n{REDUCE}\ndist.destroy_process_group()", 4, 60)
+
+
+@pytest.mark.slow
 def test_hosts_of_one_and_of_two_ranks():
     for per_host in (1, 2):
         script = f"{CASES}\npretend_hosts({per_host})\ninit()\nCOUNTS = (1, 1000, 70_001)\n{REDUCE}\n{OTHERS}\n{PLACES}"

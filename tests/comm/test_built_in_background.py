@@ -58,12 +58,10 @@ import torch, torch.distributed as dist
 import deepytorch
 from deepytorch.comm.group.groups import native_backend
 from deepytorch.comm.group.native import native
-begun = time.monotonic()
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 total = torch.full((4,), rank + 1.0)
 dist.all_reduce(total)
-seconds = time.monotonic() - begun
 later = "none"
 deadline = time.monotonic() + float(sys.argv[1])
 while not native.is_built() and time.monotonic() < deadline:
@@ -77,8 +75,7 @@ if native.is_built():
     deepytorch.comm.chosen(group)  # raises for a group that is not ours
     assert native_backend(dist.group.WORLD) is None
     later = "ours"
-took = "quick" if seconds < 20 else f"{seconds:.0f}s"
-sys.stdout.write(f"{rank} {took} {total.tolist()[0]} {dist.get_backend()} {later}\\n")
+sys.stdout.write(f"{rank} {total.tolist()[0]} {dist.get_backend()} {later}\\n")
 dist.destroy_process_group()
 """
 
@@ -241,32 +238,32 @@ dist.destroy_process_group()
 def test_a_rank_that_does_not_come_or_is_killed_is_named_while_others_have_no_compiled_code() -> None:
     script = """
 if rank == 1:
-    time.sleep(10)
+    hear("named")
     os._exit(0)
-error, seconds = told(lambda: init(timeout=3.0))
+error, _ = told(lambda: init(timeout=3.0))
 assert "ranks [1] did not come to make the group within 3 s" in error, error
-say("named", seconds < 9.0)
+tell("named")
 os._exit(0)
 """
     with ranks.Ranks(STAND_IN + script, 2, BACKGROUND) as both:
         outcomes = both.wait(60)
-    assert "named True" in outcomes[0].output, outcomes
+    assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
     killed = """
 init(timeout=10.0)
 sums()
 if rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
-error, seconds = told(sums)
-say("error", seconds < 20.0)
+told(sums)
+say("error")
 os._exit(0)
 """
     with ranks.Ranks(STAND_IN + killed, 2, BACKGROUND) as both:
         outcomes = both.wait(60)
-    assert "error True" in outcomes[0].output, outcomes
+    assert "error" in outcomes[0].output, outcomes
 
 
 def test_a_short_run_starts_on_gloo_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    assert run(tmp_path, 0.0) == ["0 quick 3.0 gloo none", "1 quick 3.0 gloo none"]
+    assert run(tmp_path, 0.0) == ["0 3.0 gloo none", "1 3.0 gloo none"]
     folder = tmp_path / "xdg" / "deepytorch" / "native"
     deadline = time.monotonic() + 20
     while compilers(folder) and time.monotonic() < deadline:
@@ -335,12 +332,12 @@ def test_sources_that_do_not_compile_are_not_tried_again(tmp_path: Path, monkeyp
 @pytest.mark.matrix  # compiles all of the C++
 # 62 s alone; the process that compiles has a low priority, beside tests that have not
 def test_a_group_of_the_same_run_is_ours_once_the_compiler_has_ended(tmp_path: Path) -> None:
-    assert run(tmp_path, 480.0) == ["0 quick 3.0 gloo ours", "1 quick 3.0 gloo ours"]
+    assert run(tmp_path, 480.0) == ["0 3.0 gloo ours", "1 3.0 gloo ours"]
 
 
 @pytest.mark.slow
 def test_without_a_compiler_the_group_stays_on_gloo_and_the_next_run_says_why(tmp_path: Path) -> None:
-    assert run(tmp_path, 15.0, CXX="/bin/false") == ["0 quick 3.0 gloo none", "1 quick 3.0 gloo none"]
+    assert run(tmp_path, 15.0, CXX="/bin/false") == ["0 3.0 gloo none", "1 3.0 gloo none"]
     [failure] = (tmp_path / "xdg" / "deepytorch" / "native").rglob("failure")
     before = failure.stat().st_mtime_ns
     again = script(tmp_path, 0.0, CXX="/bin/false")

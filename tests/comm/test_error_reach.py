@@ -20,20 +20,20 @@ def test_an_error_reaches_all_hosts_while_the_failing_one_stays_alive(per_host):
     from deepytorch.comm.group.groups import group_of
     found = group_of()
     if rank == 0:
-        started = time.monotonic()
         found.backend.abort()
-        time.sleep(6)
+        for other in range(1, size):
+            hear(f"heard {{other}}")  # alive until then
     else:
-        begin = time.monotonic()
-        while not found.backend.poisoned and time.monotonic() - begin < 20:
+        deadline = time.monotonic() + 20
+        while not found.backend.poisoned and time.monotonic() < deadline:
             time.sleep(0.02)
-        seconds = time.monotonic() - begin
-        assert found.backend.poisoned and seconds < 3, seconds
+        assert found.backend.poisoned
         assert "aborted" in found.backend.poison_message, found.backend.poison_message
-        error, seconds = told(lambda: dist.all_reduce(torch.ones(100)))
-        assert seconds < 1 and "aborted" in error, error
+        error, _ = told(lambda: dist.all_reduce(torch.ones(100)))
+        assert "aborted" in error, error
+        tell(f"heard {{rank}}")
     """
-    run(script, num_ranks=2 * per_host, warm=False)
+    run(script, num_ranks=2 * per_host, warm=False, timeout=90)
 
 
 def test_an_error_ends_a_call_that_waits_between_hosts_though_no_connection_closes():
@@ -43,17 +43,18 @@ def test_an_error_ends_a_call_that_waits_between_hosts_though_no_connection_clos
     init(timeout=60, pg_options=Options(algorithm="streams", num_streams=2))
     from deepytorch.comm.group.groups import group_of
     dist.all_reduce(torch.ones(100))
-    heard = os.environ["RENDEZVOUS"] + "-heard"
     if rank == 0:
         work = dist.all_reduce(torch.ones(100_000), async_op=True)
-        time.sleep(1)
+        hear("called")
+        time.sleep(0.3)  # by then it waits in gloo
         group_of().backend.abort()
     elif rank == 1:
-        error, seconds = told(lambda: dist.all_reduce(torch.ones(100_000)))
-        assert "aborted" in error and seconds < 4, (error, seconds)
-        open(heard, "w").close()
-    while not os.path.exists(heard):  # rank 2 is alive, and in none of their calls
-        time.sleep(0.05)
+        work = dist.all_reduce(torch.ones(100_000), async_op=True)
+        tell("called")
+        error, _ = told(work.wait)
+        assert "aborted" in error, error
+        tell("heard")
+    hear("heard")  # rank 2 is alive, and in none of their calls
     os._exit(0)
     """
     run(script, num_ranks=3, warm=False, timeout=40)
@@ -75,9 +76,10 @@ def test_memory_outlives_a_failed_call_for_as_long_as_gloo_may_write_to_it():
     data = torch.ones(1 << 15)
     memory = StorageWeakRef(data.untyped_storage())
     work = dist.all_reduce(data, async_op=True)
-    over = os.environ["RENDEZVOUS"] + "-over"
+    tell(f"called {rank}")
     if rank == 0:
-        time.sleep(1)
+        hear("called 1")
+        time.sleep(1)  # by then gloo has sent what it can
         assert not work.is_completed()
         groups.group_of().backend.abort()
         error, seconds = told(work.wait)
@@ -86,9 +88,8 @@ def test_memory_outlives_a_failed_call_for_as_long_as_gloo_may_write_to_it():
         gc.collect()
         time.sleep(0.3)
         assert not memory.expired()
-        open(over, "w").close()
-    while not os.path.exists(over):
-        time.sleep(0.05)
+        tell("over")
+    hear("over")
     os._exit(0)
     """
     run(script, warm=False, timeout=40)
@@ -106,8 +107,8 @@ def test_a_timeout_shows_what_every_rank_has_called_last():
     if rank == 0:
         error, seconds = told(lambda: dist.all_reduce(torch.ones(1234)))
         assert "timed out" in error
-    else:
-        time.sleep(4)
+        tell("over")
+    hear("over")
     os._exit(0)
     """
     text = run(script, warm=False)[0]
@@ -124,7 +125,7 @@ def test_the_recorder_is_read_from_another_process():
         dist.all_reduce(torch.ones(77))
     dist.barrier()
     say("ready", os.getpid())
-    time.sleep(20)
+    signal.pause()
     """
     with Ranks(script) as ranks:
         ranks.until(0, "ready")

@@ -31,9 +31,10 @@ def test_calls_under_inference_mode_work_on_our_threads():
         seen.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), threading.get_ident() != here))
     seen, here = [], threading.get_ident()
     if rank == 1:
-        time.sleep(0.5)  # rank 0 has hung its function on the future by then
+        hear("hung")  # rank 0 has hung its function on the future
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         end = dist.all_reduce(torch.ones(2_000), async_op=True).get_future().then(look)
+    tell("hung")
     assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
     end.wait()
     assert seen == [(False, True, rank == 0)] or rank == 1 and seen[0][:2] == (False, True), seen
@@ -66,11 +67,12 @@ def test_a_group_answers_with_the_name_that_was_asked_for(asked, answers):
         other(torch.ones(2, 3)).sum().backward()
         assert other._get_ddp_logging_data()["backend_name"] == "gloo"
         if rank == 0:
-            time.sleep(1)
-        error, seconds = told(lambda: dist.monitored_barrier(timeout=timedelta(seconds=0.3)) if rank else refuse())
+            time.sleep(1)  # what the other rank waits for ends with this one's group
+        else:
+            told(lambda: dist.monitored_barrier(timeout=timedelta(seconds=0.3)))
     dist.destroy_process_group()
     """
-    run("def refuse():\n    raise ValueError()\n" + script.replace("\n    ", "\n"), warm=False)
+    run(script, warm=False)
 
 
 def test_a_group_made_again_in_one_store_meets_no_stale_keys():
@@ -219,12 +221,11 @@ def test_a_group_is_destroyed_beside_asynchronous_calls():
             pass
     thread = threading.Thread(target=submit)
     thread.start()
-    time.sleep(0.3)
-    begin = time.monotonic()
+    time.sleep(0.3)  # by then there are many
     dist.destroy_process_group(group)
     over.set()
     thread.join(10)
-    assert not thread.is_alive() and time.monotonic() - begin < 10
+    assert not thread.is_alive()
     """
     run(script, warm=False)
 

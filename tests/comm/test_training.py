@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.cold import run_cold
 from tests.comm.ranks import run
 
 pytestmark = pytest.mark.timeout(240, func_only=True)
@@ -123,9 +121,8 @@ def test_frameworks_train_as_one_process_does(script):
 
 
 @pytest.mark.slow
-def test_torchrun_and_the_environments_rendezvous(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(
+def test_torchrun_and_the_environments_rendezvous():
+    script = (
         "import torch, torch.distributed as dist\n"
         "import deepytorch\n"
         "dist.init_process_group('deepytorch')\n"
@@ -136,10 +133,7 @@ def test_torchrun_and_the_environments_rendezvous(tmp_path):
         "import os; os.write(1, words.encode())\n"  # in one piece
         "dist.destroy_process_group()\n"
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = run_cold(script, num_ranks=2, env={"PYTHONPATH": str(Path(__file__).parents[2])})
     assert sorted(done.stdout.splitlines()) == ["rank 0 of 2 deepytorch", "rank 1 of 2 deepytorch"]
 
 

@@ -69,10 +69,20 @@ def keys(mask: torch.Tensor) -> torch.Tensor:
     return mask[:, None, None, :].bool()
 
 
+def attended(q: Any, k: Any, v: Any, seen: Any) -> torch.Tensor:
+    """Attention spelled out: a low number where a key is not seen, so that a row of pads is not NaN."""
+    return scaled(q, k).masked_fill(~seen, -1e9).softmax(-1) @ v
+
+
+def distance(q: torch.Tensor) -> torch.Tensor:
+    """How many positions (queries, keys) a key stands before its query; negative behind it."""
+    places = torch.arange(q.shape[-2], device=q.device)
+    return places[:, None] - places
+
+
 def sdpa_bool(q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=keys(mask))
 
 
 def filled(q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
-    """Spelled out, with a low number where a key is hidden, so that a row of pads is not NaN."""
-    return scaled(q, k).masked_fill(~keys(mask), -1e9).softmax(-1) @ v
+    return attended(q, k, v, keys(mask))

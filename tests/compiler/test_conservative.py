@@ -10,18 +10,25 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from deepytorch.compiler.report import LEDGER
 from tests.compiler.parity import (
     Batch,
     Pair,
-    assert_close,
     batches,
     declined,
     describe,
-    expect_packed,
     masked_lm_batch,
 )
-from tests.compiler.plain_models import DIM, SIZES, VOCAB, Block, Plain, filled, keys, scaled, sdpa_bool
+from tests.compiler.plain_models import (
+    DIM,
+    VOCAB,
+    Block,
+    Plain,
+    attended,
+    distance,
+    keys,
+    scaled,
+    sdpa_bool,
+)  # fmt: skip
 
 GIVEN = ((4, 11, "right"), (3, 13, "left"), (5, 9, "holes"))
 
@@ -42,18 +49,14 @@ def pooled(reduce: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]
     return loss
 
 
+# Each kind of reduction; the rules of all others are in tests/passes/test_rules.py.
 POOLS = {
     "mean": lambda x: x.mean(1),
-    "sum": lambda x: x.sum(1),
     "maximum": lambda x: x.amax(1),
-    "maximum with index": lambda x: x.max(1).values,
     "average pooling": lambda x: F.adaptive_avg_pool1d(x.transpose(1, 2), 1).squeeze(-1),
-    "deviation": lambda x: x.std(1),
-    "norm": lambda x: x.norm(dim=1),
     "mean by einsum": lambda x: torch.einsum("bsh->bh", x) / x.shape[1],
     "product with ones": lambda x: (x.transpose(1, 2) @ torch.ones(x.shape[1], 1)).squeeze(-1),
     "attention over itself": lambda x: (x.softmax(1) * x).sum(1),
-    "sorted": lambda x: x.sort(1).values[:, 0],
 }
 
 
@@ -89,11 +92,6 @@ class BatchNorm(nn.Module):
         return x + self.norm(x.transpose(1, 2).contiguous()).transpose(1, 2)
 
 
-class FlatBatchNorm(BatchNorm):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(x.reshape(-1, DIM)).reshape(x.shape)
-
-
 class Convolution(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -105,25 +103,13 @@ class Convolution(nn.Module):
 
 ACROSS: dict[str, Callable[[], Any]] = {
     "batch norm": BatchNorm,
-    "batch norm of flat tokens": FlatBatchNorm,
     "convolution": Convolution,
-    "layer norm over positions too": lambda: lambda x: F.layer_norm(x, x.shape[1:]),
-    "running sum": lambda: lambda x: x + 0.1 * x.cumsum(1),
-    "mean of all": lambda: lambda x: x - x.mean(),
     "mean of a column": lambda: lambda x: x - x.mean(0, keepdim=True),
-    "mean of a row": lambda: lambda x: x - x.mean(1, keepdim=True),
-    "mean of rows and positions": lambda: lambda x: x - x.mean((0, 1), keepdim=True),
-    "largest of all": lambda: lambda x: x / x.abs().max(),
-    "softmax over positions": lambda: lambda x: x * x.softmax(1),
-    "shift by one": lambda: lambda x: x + F.pad(x[:, :-1], (0, 0, 1, 0)),
-    "roll": lambda: lambda x: x + x.roll(1, 1),
-    "flip": lambda: lambda x: x + x.flip(1),
     "flip of rows": lambda: lambda x: x + x.flip(0),
     "fourier transform": lambda: lambda x: x + torch.fft.fft(x, dim=1).real * 0.1,
     "first position added to all": lambda: lambda x: x + x[:, :1],
     "difference to the neighbour": lambda: lambda x: torch.cat([x[:, :1], x[:, 1:] - x[:, :-1]], 1),
     "product of positions": lambda: lambda x: x + 0.01 * (x @ x.transpose(1, 2)) @ x,
-    "other row added": lambda: lambda x: x + x.roll(1, 0),
     "positions folded into channels": lambda: lambda x: x + x.reshape(x.shape[0], DIM, -1).mean(-1)[:, None],
     "gather": lambda: lambda x: x + x.gather(1, torch.zeros_like(x, dtype=torch.long) + x.shape[1] - 1),
 }
@@ -156,80 +142,26 @@ def test_an_unknown_operator_keeps_what_feeds_it_padded_and_is_named() -> None:
 # ------------------------------------------------------------------------------------------ masks with other meanings
 
 
-def causal_chunks(q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
-    places = torch.arange(q.shape[2], device=q.device)
-    near = places[:, None] // 4 == places[None, :] // 4
-    return scaled(q, k).masked_fill(~(near & keys(mask)), -1e9).softmax(-1) @ v
-
-
-def dilated(q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
-    places = torch.arange(q.shape[2], device=q.device)
-    even = (places[:, None] - places[None, :]) % 2 == 0
-    return scaled(q, k).masked_fill(~(even & keys(mask)), -1e9).softmax(-1) @ v
-
-
-def prefix_then_causal(q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
-    places = torch.arange(q.shape[2], device=q.device)
-    seen = (places[None, :] <= places[:, None]) | (places[None, :] < 3)
-    return scaled(q, k).masked_fill(~(seen & keys(mask)), -1e9).softmax(-1) @ v
-
-
-def not_itself(q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
-    eye = torch.eye(q.shape[2], dtype=torch.bool, device=q.device)
-    return scaled(q, k).masked_fill(eye | ~keys(mask), -1e9).softmax(-1) @ v
-
-
-def queries_masked(q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
-    return scaled(q, k).masked_fill((mask == 0)[:, None, :, None], -1e9).softmax(-1) @ v
-
-
-def pads_only(q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
-    return scaled(q, k).masked_fill(keys(mask), -1e9).softmax(-1) @ v
-
-
-def mask_off_by_one(q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
-    return scaled(q, k).masked_fill(~keys(mask.roll(1, 1)), -1e9).softmax(-1) @ v
-
-
-def mask_of_the_next_row(q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
-    return scaled(q, k).masked_fill(~keys(mask.roll(1, 0)), -1e9).softmax(-1) @ v
-
-
-def softmax_over_queries(q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
-    return scaled(q, k).masked_fill(~keys(mask), -1e9).softmax(-2) @ v
-
-
 def normalised_twice(q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
     weights = scaled(q, k).masked_fill(~keys(mask), -1e9).softmax(-1)
     return weights @ v + weights.mean(-1, keepdim=True)
 
 
-def masked_after_softmax(q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
-    return (scaled(q, k).softmax(-1) * keys(mask)) @ v
+# Others are in tests/passes/test_masks.py.
+MEANINGS: dict[str, Callable[..., torch.Tensor]] = {
+    "not itself": lambda q, k, v, m: attended(q, k, v, keys(m) & (distance(q) != 0)),
+    "pads only": lambda q, k, v, m: attended(q, k, v, ~keys(m)),
+    "off by one": lambda q, k, v, m: attended(q, k, v, keys(m.roll(1, 1))),
+    "the next row's mask": lambda q, k, v, m: attended(q, k, v, keys(m.roll(1, 0))),
+    "softmax over queries": lambda q, k, v, m: scaled(q, k).masked_fill(~keys(m), -1e9).softmax(-2) @ v,
+    "normalised twice": normalised_twice,
+    "masked after softmax": lambda q, k, v, m: (scaled(q, k).softmax(-1) * keys(m)) @ v,
+}
 
 
-def random_keys(q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
-    far = torch.arange(q.shape[2], device=q.device) > q.shape[2] // 2
-    return scaled(q, k).masked_fill(far | ~keys(mask), -1e9).softmax(-1) @ v
-
-
-def heads_see_different_keys(q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
-    places = torch.arange(q.shape[2], device=q.device)
-    reach = torch.tensor([1, 2, 4, 100], device=q.device)[:, None, None]
-    near = (places[:, None] - places[None, :]).abs() <= reach
-    return scaled(q, k).masked_fill(~(near & keys(mask)), -1e9).softmax(-1) @ v
-
-
-def window_of_fractions(q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
-    places = torch.arange(q.shape[2], device=q.device)
-    near = (places[:, None] - places[None, :]).abs() * 0.1 < 2.0
-    return scaled(q, k).masked_fill(~(near & keys(mask)), -1e9).softmax(-1) @ v
-
-
-def window_of_chunks(q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
-    chunks = torch.arange(q.shape[2], device=q.device) // 8
-    near = (chunks[:, None] - chunks[None, :]).abs() <= 3
-    return scaled(q, k).masked_fill(~(near & keys(mask)), -1e9).softmax(-1) @ v
+@pytest.mark.parametrize("attend", MEANINGS.values(), ids=MEANINGS)
+def test_a_mask_with_another_meaning_is_not_taken_for_a_known_one(attend: Any) -> None:
+    train(Plain(attend, layers=1))
 
 
 class WindowInABuffer(nn.Module):
@@ -238,28 +170,16 @@ class WindowInABuffer(nn.Module):
         self.register_buffer("near", torch.ones(64, 64, dtype=torch.bool).tril(12).triu(-12))
 
     def forward(self, q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
-        near = self.near[: q.shape[2], : q.shape[2]]
-        return scaled(q, k).masked_fill(~(near & keys(mask)), -1e9).softmax(-1) @ v
+        return attended(q, k, v, keys(mask) & self.near[: q.shape[2], : q.shape[2]])
 
 
-@pytest.mark.parametrize(
-    "attend",
-    [
-        causal_chunks, dilated, prefix_then_causal, not_itself, queries_masked, pads_only, mask_off_by_one,
-        mask_of_the_next_row, softmax_over_queries, normalised_twice, masked_after_softmax, random_keys,
-        heads_see_different_keys,
-    ],
-    ids=lambda function: function.__name__,
-)  # fmt: skip
-def test_a_mask_with_another_meaning_is_not_taken_for_a_known_one(attend: Any) -> None:
-    train(Plain(attend, layers=1))
+WINDOWS = {
+    "fractions": lambda q, k, v, m: attended(q, k, v, keys(m) & (distance(q).abs() * 0.1 < 2.0)),
+    "a buffer": WindowInABuffer(),
+}
 
 
-@pytest.mark.parametrize(
-    "attend",
-    [window_of_fractions, window_of_chunks, WindowInABuffer()],
-    ids=["fractions", "chunks", "a buffer"],
-)
+@pytest.mark.parametrize("attend", WINDOWS.values(), ids=WINDOWS)
 def test_a_window_wider_than_the_first_batches_is_not_taken_for_no_window(attend: Any) -> None:
     train(Plain(attend, layers=1), batches(masked_lm_batch, (4, 9, "right"), (3, 48, "right"), (4, 40, "left")))
 
@@ -283,30 +203,6 @@ def test_attention_over_rows_is_not_taken_for_one_over_positions() -> None:
     train(OfRows())
 
 
-class TwoMasks(nn.Module):
-    """Its two attentions have masks that differ in some batches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.head = nn.Embedding(VOCAB, DIM), nn.Linear(DIM, VOCAB)
-        self.first, self.second = Block(filled), Block(filled)
-
-    def forward(self, input_ids: Any, attention_mask: Any, other: Any, labels: Any) -> torch.Tensor:
-        x = self.second(self.first(self.tokens(input_ids), attention_mask), other)
-        return F.cross_entropy(self.head(x).view(-1, VOCAB), labels.view(-1))
-
-
-def test_attentions_that_disagree_on_the_tokens_stay_padded() -> None:
-    given = batches(masked_lm_batch, *GIVEN)
-    for number, batch in enumerate(given):
-        other = batch["attention_mask"].clone()
-        if number:
-            other[:, -2:] = 1
-            other[:, 0] = 0
-        batch["other"] = other
-    assert "disagree" in train(TwoMasks(), given)
-
-
 def test_one_attention_without_a_mask_among_masked_ones_sees_pads() -> None:
     model = Across(nn.Identity())
     model.second = Block(lambda q, k, v, mask: F.scaled_dot_product_attention(q, k, v))
@@ -316,51 +212,37 @@ def test_one_attention_without_a_mask_among_masked_ones_sees_pads() -> None:
 # ------------------------------------------------------------------------------------------ losses and sizes
 
 
-def unreduced_mean(model: Any, x: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The mean over all positions: ignored ones count as zeros."""
-    return F.cross_entropy(model.head(x).view(-1, VOCAB), labels.view(-1), reduction="none").mean()
+def words(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return model.head(x).view(-1, VOCAB)
 
 
-def mean_of_logits_too(model: Any, x: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    logits = model.head(x)
-    return F.cross_entropy(logits.view(-1, VOCAB), labels.view(-1)) + logits.square().mean()
-
-
-def masked_but_averaged_over_all(model: Any, x: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return ((model.head(x) ** 2).mean(-1) * mask).mean()
-
-
-def divided_by_the_number_of_positions(
-    model: Any, x: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor
-) -> torch.Tensor:
-    total = F.cross_entropy(model.head(x).view(-1, VOCAB), labels.view(-1), reduction="sum")
-    return total / (x.shape[0] * x.shape[1])
-
-
-def scaled_by_length(model: Any, x: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    x = x * mask.sum(1)[:, None, None] / x.shape[1]
-    return F.cross_entropy(model.head(x).view(-1, VOCAB), labels.view(-1))
-
-
-def squared_error_of_all(model: Any, x: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(model.head(x), torch.zeros(VOCAB).expand(*mask.shape, VOCAB))
-
-
-def contrast_of_the_first_positions(
-    model: Any, x: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor
-) -> torch.Tensor:
+def contrast_of_second_positions(model: Any, x: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     pooled = F.normalize(x[:, 1], dim=-1)
     return F.cross_entropy(pooled @ pooled.T, torch.arange(x.shape[0], device=x.device))
 
 
-@pytest.mark.parametrize(
-    "loss",
-    [
-        unreduced_mean, mean_of_logits_too, masked_but_averaged_over_all, divided_by_the_number_of_positions,
-        scaled_by_length, squared_error_of_all, contrast_of_the_first_positions,
-    ],
-    ids=lambda function: function.__name__,
-)  # fmt: skip
+COUNT_PADS: dict[str, Callable[..., torch.Tensor]] = {
+    "mean over all, ignored as zeros": lambda model, x, mask, labels: F.cross_entropy(
+        words(model, x), labels.view(-1), reduction="none"
+    ).mean(),
+    "mean of logits too": lambda model, x, mask, labels: (
+        F.cross_entropy(words(model, x), labels.view(-1)) + words(model, x).square().mean()
+    ),
+    "masked, but averaged over all": lambda model, x, mask, labels: ((model.head(x) ** 2).mean(-1) * mask).mean(),
+    "divided by the number of positions": lambda model, x, mask, labels: (
+        F.cross_entropy(words(model, x), labels.view(-1), reduction="sum") / mask.numel()
+    ),
+    "scaled by length": lambda model, x, mask, labels: F.cross_entropy(
+        words(model, x * mask.sum(1)[:, None, None] / x.shape[1]), labels.view(-1)
+    ),
+    "squared error of all": lambda model, x, mask, labels: F.mse_loss(
+        model.head(x), torch.zeros(VOCAB).expand(*mask.shape, VOCAB)
+    ),
+    "contrast of second positions": contrast_of_second_positions,
+}
+
+
+@pytest.mark.parametrize("loss", COUNT_PADS.values(), ids=COUNT_PADS)
 def test_losses_that_count_pads_keep_counting_them(loss: Callable[..., Any]) -> None:
     train(Plain(sdpa_bool, loss, layers=1), batches(masked_lm_batch, (4, 11, "right"), (3, 13, "right"), (4, 8, "one")))
 
@@ -407,21 +289,3 @@ def test_an_image_transformer_has_no_padding_to_strip() -> None:
     given = [{"images": torch.randn(rows, 3, 16, 16), "labels": torch.randint(0, 3, (rows,))} for rows in (4, 3, 5)]
     report = Pair(Patches().train()).train(given)
     assert report.total("steps_packed") == 0, describe(report)
-
-
-def test_what_is_read_of_the_hidden_state_at_pads_is_eagers_never_garbage() -> None:
-    """Read through the mask, steps run packed; a late look at pads still finds eager's values."""
-
-    def hidden(model: Any, x: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return x
-
-    model = Plain(sdpa_bool, hidden, layers=1).train()
-    LEDGER.forget()
-    compiled = torch.compile(model, backend="deepytorch", options={"lowering": "aot_eager"})
-    for batch in batches(masked_lm_batch, *SIZES):
-        out, wanted = compiled(**batch), model(**batch)
-        real = batch["attention_mask"].bool()
-        assert_close(out[real], wanted[real], "hidden states")
-        out[real].sum().backward()
-    expect_packed(LEDGER.report(), steps=4)
-    assert_close(out[~real], wanted[~real], "hidden states at pads")

@@ -21,7 +21,18 @@ from tests.compiler.parity import (
     expect_packed,
     masked_lm_batch,
 )
-from tests.compiler.plain_models import DIM, HEADS, VOCAB, Block, Plain, filled, keys, scaled, sdpa_bool
+from tests.compiler.plain_models import (
+    DIM,
+    HEADS,
+    VOCAB,
+    Block,
+    Plain,
+    attended,
+    distance,
+    filled,
+    keys,
+    sdpa_bool,
+)  # fmt: skip
 
 GIVEN = ((4, 11, "right"), (3, 13, "left"), (5, 9, "holes"))
 
@@ -107,8 +118,7 @@ def test_a_mask_from_a_range_of_ids_is_not_taken_for_one_pad_id(least: int) -> N
 
 def late(q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
     """As `filled`, but every key past the 30th position is seen, pad or not."""
-    far = torch.arange(q.shape[2], device=q.device) >= 30
-    return scaled(q, k).masked_fill(~(keys(mask) | far), -1e9).softmax(-1) @ v
+    return attended(q, k, v, keys(mask) | (torch.arange(q.shape[2]) >= 30))
 
 
 class TwoAttentions(nn.Module):
@@ -189,13 +199,6 @@ def test_a_position_of_the_callers_added_in_front_shifts_all_others() -> None:
     train(Prefixed())
 
 
-def test_a_constant_row_in_front_of_the_positions_shifts_all_others() -> None:
-    def between(x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([torch.ones(x.shape[0], 1, DIM), x[:, :-1]], 1)
-
-    train(Words(between))
-
-
 def test_a_pick_behind_another_dimension_takes_the_position_it_names() -> None:
     class Stacked(Words):
         def forward(self, input_ids: Any, attention_mask: Any, labels: Any) -> Any:
@@ -228,22 +231,10 @@ def test_causal_attention_over_heads_is_not_causal_over_positions() -> None:
     train(TwoAttentions(over_heads, sdpa_bool))
 
 
-def tiled(q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
-    """Grouped queries whose groups do not stand together: head h reads key head h % 2."""
-    rows, heads, length, size = q.shape
-    q = q.view(rows, heads // 2, 2, length, size)
-    k, v = k[:, None, :2], v[:, None, :2]
-    scores = (q @ k.transpose(-1, -2) / size**0.5).masked_fill(~keys(mask)[:, None], -1e9)
-    return (scores.softmax(-1) @ v).reshape(rows, heads, length, size)
-
-
-def grouped(q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
-    """Grouped queries whose groups stand together: head h reads key head h // 2."""
-    rows, heads, length, size = q.shape
-    q = q.view(rows, 2, heads // 2, length, size)
-    k, v = k[:, :2, None], v[:, :2, None]
-    scores = (q @ k.transpose(-1, -2) / size**0.5).masked_fill(~keys(mask)[:, None], -1e9)
-    return (scores.softmax(-1) @ v).reshape(rows, heads, length, size)
+def in_groups(q: Any, k: Any, v: Any, mask: Any, groups: tuple[int, int], dim: int) -> torch.Tensor:
+    """Two key heads, which the queries of a group share; `dim` is theirs among `groups`."""
+    q, k, v = q.unflatten(1, groups), k[:, :2].unsqueeze(3 - dim), v[:, :2].unsqueeze(3 - dim)
+    return attended(q, k, v, keys(mask)[:, None]).flatten(1, 2)
 
 
 def repeated(q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
@@ -252,7 +243,14 @@ def repeated(q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=keys(mask))
 
 
-@pytest.mark.parametrize("attend", [tiled, grouped, repeated], ids=lambda function: function.__name__)
+SHARED_HEADS = {
+    "head h reads h % 2": lambda *given: in_groups(*given, (HEADS // 2, 2), 2),
+    "head h reads h // 2": lambda *given: in_groups(*given, (2, HEADS // 2), 1),
+    "repeated": repeated,
+}
+
+
+@pytest.mark.parametrize("attend", SHARED_HEADS.values(), ids=SHARED_HEADS)
 def test_shared_key_heads_pair_up_as_the_model_says(attend: Any) -> None:
     train(Plain(attend, layers=1))
 
@@ -260,17 +258,9 @@ def test_shared_key_heads_pair_up_as_the_model_says(attend: Any) -> None:
 # ------------------------------------------------------------------------------------------ losses
 
 
-def shifted_unreduced(model: Any, x: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    losses = F.cross_entropy(model.head(x)[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="none")
-    return (losses.view(mask.shape[0], -1) * mask[:, 1:]).sum() / mask[:, 1:].sum()
-
-
-def shifted_unreduced_early_weight(
-    model: Any, x: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor
-) -> torch.Tensor:
-    """Weighted with the mask of the predicting token, not of the predicted one."""
-    losses = F.cross_entropy(model.head(x)[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="none")
-    return (losses.view(mask.shape[0], -1) * mask[:, :-1]).sum() / mask[:, :-1].sum()
+def shifted_unreduced(model: Any, x: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    losses = F.cross_entropy(model.head(x)[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none")
+    return (losses * weights).sum() / weights.sum()
 
 
 def unreduced_with_gaps(model: Any, x: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -286,87 +276,51 @@ def several_labels_a_token(model: Any, x: torch.Tensor, mask: torch.Tensor, labe
     return F.cross_entropy(logits.flatten(0, 2), both.flatten())
 
 
-def labels_of_another_row(model: Any, x: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(model.head(x).flatten(0, 1), labels.flip(0).flatten())
+LOSSES = {
+    "weighted by the predicted token": lambda model, x, mask, labels: shifted_unreduced(model, x, labels, mask[:, 1:]),
+    "by the predicting one": lambda model, x, mask, labels: shifted_unreduced(model, x, labels, mask[:, :-1]),
+    "with gaps": unreduced_with_gaps,
+    "several labels a token": several_labels_a_token,
+    "of another row": lambda model, x, _, labels: F.cross_entropy(
+        model.head(x).flatten(0, 1), labels.flip(0).flatten()
+    ),
+    "logits by row, labels by column": lambda model, x, _, labels: F.cross_entropy(
+        model.head(x).flatten(0, 1), labels.t().reshape(-1)
+    ),
+}
 
 
-def transposed_labels(model: Any, x: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Logits row by row, labels column by column."""
-    return F.cross_entropy(model.head(x).flatten(0, 1), labels.t().reshape(-1))
-
-
-@pytest.mark.parametrize(
-    "loss",
-    [
-        shifted_unreduced, shifted_unreduced_early_weight, unreduced_with_gaps, several_labels_a_token,
-        labels_of_another_row, transposed_labels,
-    ],
-    ids=lambda function: function.__name__,
-)  # fmt: skip
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 def test_losses_that_look_like_a_plain_one(loss: Any) -> None:
     train(Plain(sdpa_bool, loss, layers=1), batches(causal_batch, *GIVEN))
 
 
 def test_a_shifted_unreduced_loss_is_packed_where_its_weights_ignore_pads() -> None:
-    report = train(
-        Plain(sdpa_bool, shifted_unreduced, layers=1), batches(causal_batch, (4, 11, "right"), (3, 13, "right"))
-    )
-    expect_packed(report, steps=2)
+    model = Plain(sdpa_bool, LOSSES["weighted by the predicted token"], layers=1)
+    expect_packed(train(model, batches(causal_batch, (4, 11, "right"), (3, 13, "right"))), steps=2)
 
 
 # ------------------------------------------------------------------------------------------ writes
 
 
-def doubled_through_a_view(x: torch.Tensor) -> torch.Tensor:
-    y = x * 1.0
-    y[:, :1].mul_(3.0)
-    return y
-
-
-def doubled_through_a_split(x: torch.Tensor) -> torch.Tensor:
-    y = x * 1.0
-    left, _ = y.detach().split(DIM // 2, -1)  # autograd allows no write to what split gives
-    left.add_(3.0)
-    return y
-
-
-def doubled_through_a_flat_view(x: torch.Tensor) -> torch.Tensor:
-    y = x * 1.0
-    y.view(-1, DIM)[2].mul_(3.0)
-    return y
-
-
-def written_after_it_was_read(x: torch.Tensor) -> torch.Tensor:
+def written(x: torch.Tensor, write: Any) -> torch.Tensor:
     y = x * 1.0
     z = y.view(y.shape)
-    y.add_(1.0)
+    write(y)
     return y + z
 
 
-@pytest.mark.parametrize(
-    "between",
-    [doubled_through_a_view, doubled_through_a_split, doubled_through_a_flat_view, written_after_it_was_read],
-    ids=lambda function: function.__name__,
-)
-def test_writes_through_views_reach_what_they_reach_in_eager(between: Any) -> None:
-    train(Words(between))
+WRITES = {
+    "a view": lambda y: y[:, :1].mul_(3.0),
+    "a split": lambda y: y.detach().split(DIM // 2, -1)[0].add_(3.0),  # autograd allows none to what split gives
+    "a flat view": lambda y: y.view(-1, DIM)[2].mul_(3.0),
+    "what was viewed before": lambda y: y.add_(1.0),
+}
 
 
-def test_a_batch_that_the_model_writes_to_is_written_once() -> None:
-    class Writes(Words):
-        def forward(self, input_ids: Any, attention_mask: Any, labels: Any, calls: Any) -> Any:
-            calls.add_(attention_mask)
-            return super().forward(input_ids, attention_mask, labels)
-
-    model = Writes().train()
-    pair = Pair(model, call=lambda module, **batch: module(**batch))
-    for batch in batches(masked_lm_batch, *GIVEN):
-        counts = [torch.zeros_like(batch["attention_mask"]) for _ in range(2)]
-        wanted, found = (
-            each(**batch, calls=count) for each, count in zip((pair.reference, pair.compiled), counts, strict=True)
-        )
-        assert_close(found, wanted, "loss")
-        assert torch.equal(*counts)
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_writes_through_views_reach_what_they_reach_in_eager(write: Any) -> None:
+    train(Words(lambda x: written(x, write)))
 
 
 class Statistics(Words):
@@ -470,33 +424,21 @@ def hooked(x: torch.Tensor) -> torch.Tensor:
     return y
 
 
-def clamped_without_gradient(x: torch.Tensor) -> torch.Tensor:
-    y = x * 3.0
-    with torch.no_grad():
-        y.clamp_(-1, 1)
-    return y
-
-
-def scaled_without_gradient(x: torch.Tensor) -> torch.Tensor:
-    y = x * 1.0
-    with torch.no_grad():
-        y.mul_(0.5)
-    return y
-
-
-def clamped_through_data(x: torch.Tensor) -> torch.Tensor:
+def changed(x: torch.Tensor, change: Any, through_data: bool = False) -> torch.Tensor:
+    """A value that autograd does not see change."""
     y = x * 2.0
-    y.data.clamp_(-1, 1)
+    with torch.no_grad():
+        change(y.data if through_data else y)
     return y
 
 
 HIDDEN = {
-    "clamp_ through .data": clamped_through_data,
     "custom autograd function": lambda x: Rounded.apply(4 * x) / 4,
     "straight through, spelled out": lambda x: x + (x.round() - x).detach(),
     "gradient hook": hooked,
-    "clamp_ under no_grad": clamped_without_gradient,
-    "mul_ under no_grad": scaled_without_gradient,
+    "clamp_ through .data": lambda x: changed(x, lambda y: y.clamp_(-1, 1), through_data=True),
+    "clamp_ under no_grad": lambda x: changed(x, lambda y: y.clamp_(-1, 1)),
+    "mul_ under no_grad": lambda x: changed(x, lambda y: y.mul_(0.5)),
     "half of the gradient": lambda x: 0.5 * x + (0.5 * x).detach(),
     "vmap": lambda x: torch.func.vmap(lambda row: row * row.abs().clamp(max=1))(x),
 }
@@ -535,9 +477,7 @@ class Reach(Words):
 
     def forward(self, input_ids: Any, attention_mask: Any, labels: Any, reach: Any) -> Any:
         def near(q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
-            places = torch.arange(q.shape[2], device=q.device)
-            seen = (places[:, None] - places[None, :]).abs() < reach
-            return scaled(q, k).masked_fill(~(seen & keys(mask)), -1e9).softmax(-1) @ v
+            return attended(q, k, v, keys(mask) & (distance(q).abs() < reach))
 
         self.block.attend = near
         return super().forward(input_ids, attention_mask, labels)
@@ -560,9 +500,7 @@ def test_a_buffer_that_grows_a_window_is_written_once_a_step() -> None:
             self.steps += 1
 
             def near(q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
-                places = torch.arange(q.shape[2], device=q.device)
-                seen = (places[:, None] - places[None, :]).abs() <= self.steps
-                return scaled(q, k).masked_fill(~(seen & keys(mask)), -1e9).softmax(-1) @ v
+                return attended(q, k, v, keys(mask) & (distance(q).abs() <= self.steps))
 
             self.block.attend = near
             return super().forward(input_ids, attention_mask, labels)
@@ -649,9 +587,7 @@ class WindowInABuffer(Words):
         self.register_buffer("reach", torch.tensor(3))
 
         def near(q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
-            places = torch.arange(q.shape[2], device=q.device)
-            seen = (places[:, None] - places[None, :]).abs() < self.reach
-            return scaled(q, k).masked_fill(~(seen & keys(mask)), -1e9).softmax(-1) @ v
+            return attended(q, k, v, keys(mask) & (distance(q).abs() < self.reach))
 
         self.block.attend = near
 

@@ -45,16 +45,16 @@ def held() -> list[Past]:
 class Head:
     """A linear head whose output is deferred, and the count of its computations."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32, bias: bool = True) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
         torch.manual_seed(0)
-        self.weight = torch.nn.Parameter(torch.randn(VOCAB, HIDDEN, dtype=dtype))
-        self.bias = torch.nn.Parameter(torch.randn(VOCAB, dtype=dtype)) if bias else None
-        self.hidden = torch.randn(2, 3, HIDDEN, dtype=dtype, requires_grad=True)
+        self.weight = torch.nn.Parameter(torch.randn(VOCAB, HIDDEN, dtype=dtype, device=device))
+        self.bias = torch.nn.Parameter(torch.randn(VOCAB, dtype=dtype, device=device))
+        self.hidden = torch.randn(2, 3, HIDDEN, dtype=dtype, device=device, requires_grad=True)
         self.count = 0
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        return [self.weight] + ([self.bias] if self.bias is not None else [])
+        return [self.weight, self.bias]
 
     def eager(self) -> torch.Tensor:
         return functional.linear(self.hidden, *self.parameters)
@@ -71,7 +71,7 @@ class Head:
             (2, 3, VOCAB),
             compute,
             dtype=dtype or self.weight.dtype,
-            device="cpu",
+            device=self.weight.device,
             requires_grad=requires_grad,
             name="logits",
         )
@@ -616,35 +616,20 @@ def test_use_inside_compiled_code(head):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu():
-    weight = torch.nn.Parameter(torch.randn(VOCAB, HIDDEN, device="cuda"))
-    hidden = torch.randn(4, HIDDEN, device="cuda", requires_grad=True)
-    optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
+    head = Head(device="cuda")
+    optimizer = torch.optim.AdamW(head.parameters, lr=0.1, fused=True)
     for loss in (torch.Tensor.sum, lambda x: _Square.apply(x).sum()):
         with torch.autocast("cuda", torch.bfloat16):
-            expected = functional.linear(hidden, weight)
-            logits = defer(
-                expected.shape,
-                lambda now: functional.linear(hidden, *now),
-                dtype=torch.bfloat16,
-                device="cuda",
-                requires_grad=True,
-                depends_on=[weight],
-            )
-            late = defer(
-                expected.shape,
-                lambda now: functional.linear(hidden, *now),
-                dtype=torch.bfloat16,
-                device="cuda",
-                depends_on=[weight],
-            )
+            expected, logits, late = head.eager(), *(head.defer(dtype=torch.bfloat16) for _ in range(2))
         assert (logits.is_cuda, logits.get_device(), logits.device) == (True, 0, expected.device)
         assert is_deferred(logits)
         loss(logits).backward()
-        found, weight.grad = weight.grad, None
+        found = head.gradients()
         loss(expected).backward()
-        torch.testing.assert_close(found, weight.grad)
+        for one, other in zip(found, head.gradients(), strict=True):
+            torch.testing.assert_close(one, other)
+        head.eager().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
         assert torch.equal(late, expected)

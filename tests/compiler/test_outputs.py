@@ -62,16 +62,6 @@ def counting_pads(model: nn.Module, **batch: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits[:, :-1].reshape(-1, logits.shape[-1]), batch["input_ids"][:, 1:].reshape(-1))
 
 
-def log_probabilities(model: nn.Module, **batch: torch.Tensor) -> torch.Tensor:
-    """Of rows, as preference learning compares them."""
-    logits, labels = without_labels(model, batch).logits[:, :-1], batch["labels"][:, 1:]
-    counts = labels != -100
-    chosen = logits.log_softmax(-1).gather(2, labels.clamp(min=0).unsqueeze(2)).squeeze(2)
-    chosen[~counts] = 0.0
-    rows = chosen.sum(1)
-    return -F.logsigmoid(rows[0] - rows[1]) - 0.1 * rows.mean()
-
-
 def z_loss_everywhere(model: nn.Module, **batch: torch.Tensor) -> torch.Tensor:
     found = model(**batch)
     return found.loss + 1e-2 * found.logits.logsumexp(-1).square().mean()
@@ -80,11 +70,6 @@ def z_loss_everywhere(model: nn.Module, **batch: torch.Tensor) -> torch.Tensor:
 def z_loss_at_tokens(model: nn.Module, **batch: torch.Tensor) -> torch.Tensor:
     found, mask = model(**batch), batch["attention_mask"]
     return found.loss + 1e-2 * (found.logits.logsumexp(-1).square() * mask).sum() / mask.sum()
-
-
-def hidden_states_at_pads(model: nn.Module, **batch: torch.Tensor) -> torch.Tensor:
-    found = model(**batch, output_hidden_states=True)
-    return found.loss + 1e-2 * sum(each.abs().mean() for each in found.hidden_states)
 
 
 def both_kinds(model: nn.Module, **batch: torch.Tensor) -> torch.Tensor:
@@ -113,13 +98,9 @@ def last_token(model: nn.Module, **batch: torch.Tensor) -> torch.Tensor:
     return hidden[torch.arange(hidden.shape[0]), batch["attention_mask"].sum(1) - 1].square().sum()
 
 
+# Other uses are cases of tests/compiler/test_pad_safe.py and scripts in tests/scripts/scenarios.
 CALLS: dict[str, tuple[Callable[[], nn.Module], Callable[..., torch.Tensor], str]] = {
-    "loss outside, pads ignored": (llama, ignoring_pads, "packed"),
     "loss outside, pads counted": (llama, counting_pads, "padded"),
-    "log probabilities of rows": (llama, log_probabilities, "packed"),
-    "z-loss on all logits": (llama, z_loss_everywhere, "padded"),
-    "z-loss on tokens": (llama, z_loss_at_tokens, "packed"),
-    "hidden states everywhere": (llama, hidden_states_at_pads, "padded"),
     "one output each way": (llama, both_kinds, "padded"),
     "mean over tokens": (bert, masked_mean, "packed"),
     "mean over positions": (bert, mean, "padded"),
@@ -141,19 +122,9 @@ def assert_way(report: Report, way: str, steps: int) -> None:
     assert (packed, padded) == ((left, 0) if way == "packed" else (0, left)), describe(report)
 
 
-# The others' forms are scripts in tests/scripts/scenarios, which `-m matrix` runs whole.
-_FIRST, _SLOW = ("one output each way", "mean over tokens"), ("loss outside, pads counted", "mean over positions")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in _FIRST else pytest.mark.slow if name in _SLOW else pytest.mark.matrix)
-        for name in CALLS
-    ],
-)
+@pytest.mark.parametrize("name", CALLS)
 def test_a_script_trains_as_in_eager_and_goes_the_way_that_its_uses_allow(name: str, device: str) -> None:
     make, call, way = CALLS[name]
     pair = Pair(make().to(device), call=call)

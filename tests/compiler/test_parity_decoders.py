@@ -22,7 +22,6 @@ from tests.compiler.parity import (
     causal_batch,
     compare_at_tokens,
     compare_whole,
-    declined,
     describe,
     expect_packed,
     mixture,
@@ -157,13 +156,6 @@ def test_prompts_without_labels_run_neither_head_nor_loss_and_nothing_changes() 
 
 
 @pytest.mark.slow
-def test_adamw_follows_the_same_trajectory() -> None:
-    pair = Pair(llama("sdpa").train(), optimizer=lambda p: torch.optim.AdamW(p, 1e-3, eps=1e-6))
-    given = batches(causal_batch, *[(4, 10 + i, ("right", "left", "mixed")[i % 3]) for i in range(8)])
-    expect_packed(pair.train(given), steps=8)
-
-
-@pytest.mark.slow
 def test_inductor_trains_as_eager_does() -> None:
     pair = Pair(llama("sdpa").train(), options={"lowering": "inductor"})
     given = batches(causal_batch, (4, 11, "right"), (3, 13, "left"), (5, 9, "mixed"))
@@ -202,56 +194,6 @@ def test_positions_counted_from_the_mask_are_followed() -> None:
 
 
 @pytest.mark.slow
-def test_embeddings_given_instead_of_ids_get_their_gradient() -> None:
-    pair = Pair(llama("sdpa").train())
-    for batch in batches(causal_batch, (4, 11, "right"), (3, 13, "left")):
-        ids, mask, labels = batch["input_ids"], batch["attention_mask"], batch["labels"]
-        gradients = []
-        for model, compiled in ((pair.reference, pair.reference), (pair.model, pair.compiled)):
-            embeds = model.model.embed_tokens(ids).detach().requires_grad_()
-            out = compiled(inputs_embeds=embeds, attention_mask=mask, labels=labels)
-            out.loss.backward()
-            gradients.append(embeds.grad)
-        torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-7)
-    expect_packed(LEDGER.report(), steps=2)
-
-
-@pytest.mark.slow
-def test_hidden_states_and_attentions_asked_for() -> None:
-    pair = Pair(llama("sdpa").train(), call=lambda m, **b: m(**b, output_hidden_states=True))
-
-    def compare(expected: Any, found: Any, batch: dict[str, torch.Tensor]) -> None:
-        real = batch["attention_mask"].bool()
-        assert len(found.hidden_states) == len(expected.hidden_states) == 3
-        for one, other in zip(found.hidden_states, expected.hidden_states, strict=True):
-            torch.testing.assert_close(one[real], other[real], rtol=1e-4, atol=1e-5)
-
-    expect_packed(pair.train(batches(causal_batch, *mixture()), compare), steps=5)
-
-
-@pytest.mark.slow
-def test_attention_weights_asked_for_are_those_of_eager() -> None:
-    pair = Pair(llama("eager").train(), call=lambda m, **b: m(**b, output_attentions=True))
-
-    def compare(expected: Any, found: Any, batch: dict[str, torch.Tensor]) -> None:
-        real = batch["attention_mask"].bool()
-        for one, other in zip(found.attentions, expected.attentions, strict=True):
-            torch.testing.assert_close(one.transpose(1, 2)[real], other.transpose(1, 2)[real], rtol=1e-4, atol=1e-6)
-
-    pair.train(batches(causal_batch, (4, 11, "right"), (3, 13, "left")), compare)
-
-
-@pytest.mark.slow
-def test_a_loss_of_the_users_own_on_the_logits() -> None:
-    def call(model: Any, input_ids: Any, attention_mask: Any, labels: Any) -> torch.Tensor:
-        logits = model(input_ids=input_ids, attention_mask=attention_mask).logits
-        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-
-    pair = Pair(llama("sdpa").train(), call=call)
-    expect_packed(pair.train(batches(causal_batch, *mixture())), steps=5)
-
-
-@pytest.mark.slow
 def test_sequence_classification_reads_the_last_token() -> None:
     config = hf.LlamaConfig(num_labels=3, pad_token_id=1, attn_implementation="sdpa", **GROUPED)
     pair = Pair(hf.LlamaForSequenceClassification(config).train())
@@ -259,34 +201,6 @@ def test_sequence_classification_reads_the_last_token() -> None:
     for batch in given:
         batch["labels"] = torch.randint(0, 3, (batch["input_ids"].shape[0],))
     expect_packed(pair.train(given, compare_whole()), steps=3)
-
-
-@pytest.mark.slow
-def test_token_classification_has_labels_of_its_own_token() -> None:
-    config = hf.LlamaConfig(num_labels=3, classifier_dropout=0.0, attn_implementation="sdpa", **GROUPED)
-    pair = Pair(hf.LlamaForTokenClassification(config).train())
-    given = batches(causal_batch, (4, 11, "right"), (3, 13, "left"))
-    for batch in given:
-        labels = torch.randint(0, 3, batch["input_ids"].shape)
-        batch["labels"] = labels.masked_fill(batch["attention_mask"] == 0, IGNORED)
-    expect_packed(pair.train(given, compare_at_tokens()), steps=2)
-
-
-@pytest.mark.slow
-def test_a_mixture_of_experts_trains_as_eager_does() -> None:
-    config = hf.MixtralConfig(
-        num_local_experts=4, num_experts_per_tok=2, sliding_window=None, attn_implementation="sdpa", **GROUPED
-    )
-    pair = Pair(hf.MixtralForCausalLM(config).train())
-    report = pair.train(batches(causal_batch, (4, 11, "right"), (3, 13, "left")), compare_at_tokens())
-    assert report.total("steps_packed") > 0 or declined(report), describe(report)
-
-
-@pytest.mark.slow
-def test_tied_embeddings_get_both_gradients() -> None:
-    pair = Pair(llama("sdpa", tie_word_embeddings=True).train())
-    assert pair.model.lm_head.weight is pair.model.model.embed_tokens.weight
-    expect_packed(pair.train(batches(causal_batch, (4, 11, "right"), (3, 13, "left")), compare_at_tokens()), steps=2)
 
 
 @pytest.mark.slow

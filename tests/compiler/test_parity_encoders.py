@@ -13,7 +13,6 @@ import transformers as hf
 
 from tests.compiler.parity import (
     COMPILED,
-    IGNORED,
     Batch,
     Pair,
     batches,
@@ -139,27 +138,6 @@ def test_pretraining_has_a_loss_on_tokens_and_one_on_the_pooled_token() -> None:
     expect_packed(pair.train(given, compare_at_tokens("prediction_logits")), steps=3)
 
 
-@pytest.mark.slow
-def test_taggers_have_a_label_a_token() -> None:
-    pair = Pair(hf.BertForTokenClassification(bert("sdpa", num_labels=3)).train())
-    given = batches(masked_lm_batch, (4, 11, "right"), (3, 13, "left"), (4, 8, "holes"))
-    for batch in given:
-        batch["labels"] = (batch["labels"] % 3).masked_fill(batch["labels"] == IGNORED, IGNORED)
-    expect_packed(pair.train(given, compare_at_tokens()), steps=3)
-
-
-@pytest.mark.slow
-def test_readers_choose_among_positions_so_their_logits_stay_padded() -> None:
-    """A span's start is a softmax over positions, pads among them: equality is what counts."""
-    pair = Pair(hf.BertForQuestionAnswering(bert("sdpa")).train())
-    given = batches(masked_lm_batch, (4, 11, "right"), (3, 13, "right"))
-    for batch in given:
-        del batch["labels"]
-        batch["start_positions"] = torch.zeros(batch["input_ids"].shape[0], dtype=torch.long)
-        batch["end_positions"] = torch.ones(batch["input_ids"].shape[0], dtype=torch.long)
-    pair.train(given)
-
-
 def test_a_bare_encoder_pooled_outside_with_the_mask() -> None:
     def call(model: Any, input_ids: Any, attention_mask: Any, labels: Any) -> torch.Tensor:
         hidden = model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
@@ -170,10 +148,3 @@ def test_a_bare_encoder_pooled_outside_with_the_mask() -> None:
     pair = Pair(hf.BertModel(bert("sdpa"), add_pooling_layer=False).train(), call=call)
     given = batches(with_classes, (4, 11, "right"), (4, 13, "left"), (4, 8, "holes"))
     expect_packed(pair.train(given), steps=3)
-
-
-@pytest.mark.matrix
-def test_inductor_trains_a_masked_language_model_as_eager_does() -> None:
-    pair = Pair(hf.BertForMaskedLM(bert("sdpa")).train(), options={"lowering": "inductor"})
-    given = batches(masked_lm_batch, (4, 11, "right"), (3, 13, "left"), (4, 9, "holes"))
-    expect_packed(pair.train(given, compare_at_tokens()), steps=3, padded=0)

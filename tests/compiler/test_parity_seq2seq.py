@@ -102,12 +102,6 @@ def test_a_mask_for_the_decoder_is_followed_as_well(build: Any) -> None:
     expect_packed(pair.train(pairs(*SIZES, decoder_mask=True)), steps=4, padded=0)
 
 
-@pytest.mark.matrix
-def test_gated_and_untied_t5() -> None:
-    pair = Pair(t5("eager", feed_forward_proj="gated-gelu", tie_word_embeddings=False).train())
-    expect_packed(pair.train(pairs(*SIZES[:2])), steps=2)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("build", [pytest.param(bart, marks=pytest.mark.matrix), t5], ids=["bart", "t5"])
 def test_logits_are_those_of_eager_at_every_position_of_the_decoder(build: Any) -> None:

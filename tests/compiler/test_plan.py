@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import FrozenInstanceError, replace
 
 import pytest
@@ -14,6 +12,7 @@ from deepytorch.compiler.manager import passes_for
 from deepytorch.compiler.plan import Plan
 from deepytorch.passes.fuse_linear_loss import FuseLinearLoss
 from deepytorch.passes.unpad.strip_padding import StripPadding
+from tests.cold import run_cold
 
 
 def make(**options) -> Plan:
@@ -58,8 +57,7 @@ def test_digest_is_the_same_in_another_process():
         "from deepytorch.compiler.plan import Plan; from deepytorch.compiler.config import CompilerConfig;"
         "print(Plan.initial('forward', CompilerConfig.parse(options={'max_autotune': True})).digest())"
     )
-    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
-    assert found == make(max_autotune=True).digest()
+    assert run_cold(code).stdout.strip() == make(max_autotune=True).digest()
 
 
 def test_the_manager_makes_the_passes_of_the_plan():

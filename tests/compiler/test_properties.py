@@ -15,24 +15,17 @@ from torch import nn
 
 from deepytorch.compiler.report import LEDGER
 from tests.compiler.parity import COMPILED, IGNORED, PAD, Batch, assert_close, assert_same_gradients
-from tests.compiler.plain_models import VOCAB, Plain, keys, scaled
+from tests.compiler.plain_models import VOCAB, Plain, attended, distance, filled, keys
 
 EXAMPLES = 60
 
 
 def causal(q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
-    later = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)
-    return scaled(q, k).masked_fill(later | ~keys(mask), -1e9).softmax(-1) @ v
+    return attended(q, k, v, (distance(q) >= 0) & keys(mask))
 
 
 def windowed(q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
-    places = torch.arange(q.shape[2], device=q.device)
-    back = places[:, None] - places[None, :]
-    return scaled(q, k).masked_fill(~((back >= 0) & (back < 3) & keys(mask)), -1e9).softmax(-1) @ v
-
-
-def full(q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
-    return scaled(q, k).masked_fill(~keys(mask), -1e9).softmax(-1) @ v
+    return attended(q, k, v, (distance(q) >= 0) & (distance(q) < 3) & keys(mask))
 
 
 def shifted(model: Any, x: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> Any:
@@ -53,8 +46,8 @@ def pooled(model: Any, x: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor
 KINDS = {
     "decoder": (causal, shifted),
     "windowed decoder": (windowed, shifted),
-    "encoder": (full, own_token),
-    "pooled encoder": (full, pooled),
+    "encoder": (filled, own_token),
+    "pooled encoder": (filled, pooled),
 }
 
 

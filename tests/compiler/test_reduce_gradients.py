@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.cold import run_cold
 from tests.comm.ranks import Ranks, run
 
 pytestmark = pytest.mark.timeout(300, func_only=True)
@@ -926,9 +924,7 @@ torch._dynamo.config.optimize_ddp = {before}
 torch.compile(torch.nn.Linear(2, 2), backend="deepytorch")
 assert torch._dynamo.config.optimize_ddp == {after}, torch._dynamo.config.optimize_ddp
 """
-    environment = {**os.environ, "DEEPYTORCH": switch}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
+    run_cold(script, env={"DEEPYTORCH": switch})
 
 
 FAULT = """
@@ -947,10 +943,8 @@ LOWERING, BACKEND = 'aot_eager', {backend!r}
 {HARNESS}
 {FAULT}
 if rank == 1:
-    time.sleep(60)
-time.sleep(1)
-error, after = told(lambda: call(*data(1)).backward())
-assert after < 15, after
+    signal.pause()
+error, _ = told(lambda: call(*data(1)).backward())
 say("told", error)
 """
     with Ranks(script, 2) as ranks:
@@ -1021,12 +1015,3 @@ dist.destroy_process_group()
 @pytest.mark.parametrize("backend", [pytest.param("gloo", marks=pytest.mark.matrix), "deepytorch"])
 def test_where_one_rank_cannot_or_is_late_every_rank_goes_on_under_ddp(backend: str) -> None:
     run(f"LOWERING, BACKEND = 'aot_eager', {backend!r}\n{HARNESS}\n{UNEVEN_RANKS}", 3, 150)
-
-
-def test_cuda_graphs_do_not_record_what_is_decided_at_run_time() -> None:
-    import torch
-
-    import deepytorch.passes.ops.reduce  # noqa: F401, defines them
-
-    for name in ("reduce_start", "reduce_part", "reduce_rows", "reduce_wait"):
-        assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.deepytorch, name).default.tags

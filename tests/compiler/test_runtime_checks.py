@@ -25,7 +25,7 @@ from tests.compiler.parity import (
     padded_because,
     token_mask,
 )
-from tests.compiler.plain_models import DIM, VOCAB, Block, Plain, filled, keys, scaled, sdpa_bool
+from tests.compiler.plain_models import DIM, VOCAB, Block, Plain, attended, distance, filled, keys, sdpa_bool
 
 LABEL_AT_PAD = "a label at a padded position is not ignored"
 HOLES = "holes between the tokens of a row under a sliding window"
@@ -102,20 +102,14 @@ def test_a_row_of_pads_runs_padded() -> None:
     check(Pair(Plain(filled, layers=1).train()), given, {NO_TOKEN: 1})
 
 
-def test_a_pooled_position_that_is_a_pad_in_one_row_runs_padded() -> None:
+@pytest.mark.parametrize(
+    ("position", "token", "pad"), [(0, "right", "left"), pytest.param(-1, "left", "right", marks=pytest.mark.slow)]
+)
+def test_a_pooled_position_that_is_a_pad_in_one_row_runs_padded(position: int, token: str, pad: str) -> None:
     def loss(model: Any, x: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(model.head(x[:, 0]), labels[:, 0].clamp(min=0) % 3)
+        return F.cross_entropy(model.head(x[:, position]), labels[:, 0].clamp(min=0) % 3)
 
-    given = batches(masked_lm_batch, (4, 11, "right"), (4, 12, "left"), (3, 10, "right"))
-    check(Pair(Plain(sdpa_bool, loss, outputs=3, layers=1).train()), given, {PICKED_A_PAD: 1})
-
-
-@pytest.mark.slow
-def test_the_last_position_is_a_token_under_left_padding_only() -> None:
-    def loss(model: Any, x: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(model.head(x[:, -1]), labels[:, 0].clamp(min=0) % 3)
-
-    given = batches(masked_lm_batch, (4, 11, "left"), (4, 12, "right"), (3, 10, "left"))
+    given = batches(masked_lm_batch, (4, 11, token), (4, 12, pad), (3, 10, token))
     check(Pair(Plain(sdpa_bool, loss, outputs=3, layers=1).train()), given, {PICKED_A_PAD: 1})
 
 
@@ -149,9 +143,7 @@ class CausalBuffer(nn.Module):
         self.register_buffer("seen", torch.ones(64, 64, dtype=torch.bool).tril())
 
     def forward(self, q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
-        length = q.shape[2]
-        scores = scaled(q, k).masked_fill(~self.seen[:length, :length], -1e9)
-        return scores.masked_fill(~keys(mask), -1e9).softmax(-1) @ v
+        return attended(q, k, v, self.seen[: q.shape[2], : q.shape[2]] & keys(mask))
 
 
 @pytest.mark.slow
@@ -190,24 +182,14 @@ def test_an_attention_that_hides_later_pads_only_runs_padded_when_pads_come_firs
 
 
 def windowed(width: int) -> Any:
-    def attend(q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
-        places = torch.arange(q.shape[2], device=q.device)
-        near = (places[:, None] - places[None, :]).abs() < width
-        return scaled(q, k).masked_fill(~(near & keys(mask)), -1e9).softmax(-1) @ v
-
-    return attend
+    return lambda q, k, v, mask: attended(q, k, v, (distance(q).abs() < width) & keys(mask))
 
 
 @pytest.mark.slow
-def test_holes_under_a_window_run_padded() -> None:
+@pytest.mark.parametrize("width", [4, 2])
+def test_holes_under_a_window_run_padded(width: int) -> None:
     given = batches(masked_lm_batch, (4, 11, "right"), (4, 12, "left"), (4, 11, "holes"), (3, 10, "mixed"))
-    check(Pair(Plain(windowed(4), layers=1).train()), given, {HOLES: 1})
-
-
-@pytest.mark.slow
-def test_a_window_of_one_token_on_each_side() -> None:
-    given = batches(masked_lm_batch, (4, 11, "right"), (4, 12, "left"), (4, 11, "holes"))
-    check(Pair(Plain(windowed(2), layers=1).train()), given, {HOLES: 1})
+    check(Pair(Plain(windowed(width), layers=1).train()), given, {HOLES: 1})
 
 
 @pytest.mark.slow

@@ -137,55 +137,8 @@ def test_a_region_that_always_keeps_its_graph_stays_compiled() -> None:
     assert asked() == []
 
 
-def test_gradients_of_several_losses_one_by_one() -> None:
-    def step(call: Any, number: int) -> torch.Tensor:
-        outputs = call(torch.randn(4, 6))
-        if number == 0:
-            outputs.mean().backward()
-            return outputs.sum()
-        weights = list(model_of(call).parameters())
-        found = [torch.autograd.grad(each.sum(), weights, retain_graph=True) for each in outputs]
-        for weight, *each in zip(weights, *found, strict=True):
-            weight.grad = torch.stack(each).median(0).values
-        return outputs.sum()
-
-    assert_trains_as_eager(mlp(), step)
-    assert asked()
-
-
 def model_of(call: Any) -> nn.Module:
     return getattr(call, "_orig_mod", call)
-
-
-def test_a_backward_that_creates_a_graph_and_is_differentiated() -> None:
-    def step(call: Any, number: int) -> torch.Tensor:
-        loss = call(torch.randn(4, 6)).square().mean()
-        weights = list(model_of(call).parameters())
-        if number == 0:
-            loss.backward()
-            return loss
-        slopes = torch.autograd.grad(loss, weights, create_graph=True)
-        total = loss + sum(each.square().sum() for each in slopes)
-        total.backward()
-        return total
-
-    assert_trains_as_eager(mlp(middle=nn.LayerNorm(8)), step)
-    assert asked()
-
-
-def test_a_hessian_vector_product_of_some_weights() -> None:
-    def step(call: Any, number: int) -> torch.Tensor:
-        loss = call(torch.randn(4, 6)).square().mean()
-        weights = list(model_of(call).parameters())[:2]
-        slopes = torch.autograd.grad(loss, weights, create_graph=True)
-        products = torch.autograd.grad(slopes, weights, [torch.ones_like(each) for each in slopes], retain_graph=True)
-        loss.backward(inputs=weights)
-        for weight, product in zip(weights, products, strict=True):
-            weight.grad += product
-        return loss
-
-    assert_trains_as_eager(mlp(), step)
-    assert asked()
 
 
 def test_autocast_is_as_it_was_at_the_step() -> None:
@@ -238,12 +191,6 @@ def test_a_buffer_that_outputs_depend_on_is_as_it_was_before_the_step() -> None:
     assert_trains_as_eager(Counting(), penalty_step((4, 6)))
     # the first step has two calls before its backward, and what the first of them saved is overwritten by the second
     assert "a backward with buffers that a later call wrote into; the region runs in eager" in asked()
-
-
-def test_spectral_norm_iterates_once_a_step() -> None:
-    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 8)), nn.Tanh(), nn.Linear(8, 1))
-    assert_trains_as_eager(model, penalty_step((4, 6)))
-    assert asked()
 
 
 # ---------------------------------------------------------------------- what one backward leaves for another

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,6 +15,7 @@ from deepytorch.compiler.code.lower_region import RegionLowering
 from deepytorch.compiler.code.takeover import Takeover
 from deepytorch.compiler.config import CompilerConfig
 from deepytorch.compiler.plan import Plan
+from tests.cold import run_cold
 
 
 class Rank:
@@ -213,19 +211,9 @@ os._exit(0)  # stock ranks, too, abort now and then when Python takes them down
 
 @pytest.mark.slow
 def test_two_ranks_train_as_under_ddp_across_the_change_over(tmp_path: Path) -> None:
-    path = tmp_path / "script.py"
-    path.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]
-
     def run(**environment: str) -> dict[str, tuple[str, float]]:
-        full = {
-            **os.environ,
-            "DEEPYTORCH_COMPILE": "background",
-            "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
-            **environment,
-        }
-        done = subprocess.run(command, env=full, capture_output=True, text=True, timeout=450, check=False)
-        assert done.returncode == 0, done.stderr[-9000:]
+        settings = {"DEEPYTORCH_COMPILE": "background", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), **environment}
+        done = run_cold(SCRIPT, num_ranks=2, env=settings, timeout=450)
         lines = [line.split() for line in done.stdout.splitlines()]
         return {rank: (steps, float(total)) for rank, steps, total in lines}
 

@@ -351,7 +351,6 @@ def test_it_does_not_start_for_a_model_of_which_something_is_kept(
     assert ends(processes[0])
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="as Linux counts")
 def ask(*sizes: tuple[int, int]) -> queue.Compilation:
     """Have `graph()` compiled for arguments of these sizes."""
     return queue.compile_in_worker("a graph", graph(), [torch.ones(size) for size in sizes], [(), ()], lowering())
@@ -408,6 +407,7 @@ def test_a_compile_process_that_is_killed_fails_the_graph_that_it_had_alone(
     assert (other.error, other.seconds, left) == (None, 1.0, [])
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="as Linux counts")
 def test_the_memory_that_is_reported_is_the_process_s_own() -> None:
     ballast = torch.ones(100 << 20)  # 400 MB here
     code = "from deepytorch.compiler.code.worker.process import _peak_mb; print(_peak_mb())"

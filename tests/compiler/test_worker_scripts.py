@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,8 +27,6 @@ def test_a_script_goes_over_to_compiled_code_and_a_later_run_finds_it(tmp_path: 
     eager = f"for _ in range({cold['steps']}): step()\n" + UNTIL_COMPILED.splitlines()[-1]
     reference = words(run(eager, tmp_path, DEEPYTORCH="off"))
     assert float(cold["sum"]) == pytest.approx(float(reference["sum"]), rel=1e-6)
-    import shutil
-
     shutil.rmtree(tmp_path / "torch")  # as after a restart of the machine
     warm = words(run(UNTIL_COMPILED, tmp_path))
     assert (warm["by"], warm["compiles"], warm["fell"]) == ("an-earlier-run", "0", "0")
@@ -225,54 +224,6 @@ def test_a_full_disk_costs_compiled_code_at_most(tmp_path: Path) -> None:
     assert float(found["sum"]) == pytest.approx(float(expected["sum"]), rel=1e-5)
 
 
-GENERATES = """
-from transformers import LlamaConfig, LlamaForCausalLM
-if os.environ.get("DEEPYTORCH") != "off":
-    first._ASK_SECONDS = 0.0
-config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-                     num_key_value_heads=2, max_position_embeddings=128)
-torch.manual_seed(1)
-model = LlamaForCausalLM(config).train()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-def step(number):
-    lengths = torch.randint(4, 24, (6, 1), generator=data)
-    real = torch.arange(int(lengths.max())) < lengths
-    ids = torch.randint(1, 64, real.shape, generator=data)
-    loss = model(input_ids=ids * real, attention_mask=real.long(), labels=torch.where(real, ids, -100)).loss
-    loss.backward(); optimizer.step(); optimizer.zero_grad()
-    if number % 5 == 2:
-        model.eval()
-        made = model.generate(ids[:2, :4], attention_mask=torch.ones(2, 4, dtype=torch.long), max_new_tokens=8,
-                              do_sample=False, pad_token_id=0)
-        model.train()
-        print(f"made{number}", "-".join(map(str, made.flatten().tolist())))
-    print(f"loss{number}", loss.item())
-number, extra, deadline, over = 0, int(os.environ.get("STEPS", "0")), time.time() + 180, 0
-while number < extra if extra else (over < 6 and time.time() < deadline):
-    step(number); number += 1
-    over += not extra and compiled()
-    time.sleep(0 if extra else 0.1)
-if not extra:
-    print("by", "-".join(sorted({r.compiled_by.replace(" ", "-") for r in LEDGER.report().regions} - {""})))
-    print("packed", sum(r.steps_packed for r in LEDGER.report().regions))
-print("steps", number)
-"""
-
-
-@pytest.mark.matrix
-@pytest.mark.slow
-def test_generation_in_between(tmp_path: Path) -> None:
-    found = words(run(GENERATES, tmp_path))
-    expected = words(run(GENERATES, tmp_path, DEEPYTORCH="off", STEPS=found["steps"]))
-    assert found["by"] == "a-process"
-    assert int(found["packed"]) >= 6
-    for name, value in expected.items():
-        if name.startswith("loss"):
-            assert float(found[name]) == pytest.approx(float(value), rel=1e-4), name
-        else:
-            assert found[name] == value, name
-
-
 SPAWNS = """
 import multiprocessing
 def train(number, queue):
@@ -305,7 +256,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 if os.environ.get("DEEPYTORCH") != "off":
-    first._ASK_SECONDS = 0.0
+    from deepytorch import first_steps
+    first_steps._ASK_SECONDS = 0.0
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.cold import run_cold
 
 SCRIPT = """
 import deepytorch
@@ -71,12 +71,8 @@ dist.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_blocks_are_compiled_and_train_alike(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+def test_blocks_are_compiled_and_train_alike() -> None:
+    run_cold(SCRIPT, num_ranks=2)
 
 
 FAILS = """
@@ -130,11 +126,7 @@ for step in range(4):
 @pytest.mark.slow
 def test_a_rank_that_fails_in_a_packed_forward_does_not_run_it_again(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    script = tmp_path / "train.py"
-    script.write_text(FAILS)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=150, check=False)
-    assert done.returncode != 0
+    done = run_cold(FAILS, str(tmp_path), num_ranks=2, fails=True)
     assert (tmp_path / "rank1").read_text() == "this rank fails; 1 call", done.stderr[-3000:]
 
 
@@ -187,14 +179,10 @@ dist.destroy_process_group()
 
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", ["0", "12"])
-def test_a_keyword_of_one_rank_alone_makes_no_rank_wait(tmp_path: Path, steps: str) -> None:
+def test_a_keyword_of_one_rank_alone_makes_no_rank_wait(steps: str) -> None:
     """In the first call none is packed, as ranks begin unlike; later the one that has it runs padded beside others."""
     pytest.importorskip("transformers")
-    script = tmp_path / "train.py"
-    script.write_text(KEYWORDS)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script), steps]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = run_cold(KEYWORDS, steps, num_ranks=2)
     said = sorted(done.stdout.strip().splitlines()[-2:])
     if steps == "0":
         assert all("0 0 5 ['ranks that share weights begin unlike" in each for each in said), said

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.cold import run_cold
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -74,15 +73,7 @@ print("FOUND" + json.dumps(found))
 
 
 def run(script: str, *arguments: str, **environment: str) -> dict:
-    done = subprocess.run(
-        [sys.executable, "-c", script, *arguments],
-        env={**os.environ, "TQDM_DISABLE": "1", **environment},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = run_cold(script, *arguments, env={"TQDM_DISABLE": "1", **environment}, timeout=280)
     [line] = [line for line in done.stdout.splitlines() if line.startswith("FOUND")]
     return json.loads(line.removeprefix("FOUND"))
 

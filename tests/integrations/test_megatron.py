@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.cold import run_cold
 
 JIT = """
 import torch
@@ -63,10 +63,7 @@ assert jit.jit_fuser is torch.compile
 jit.enable_jit_fuser()
 assert jit.jit_fuser is torch.compile
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    run_cold(script, cwd=tmp_path)
 
 
 GPT = """
@@ -124,8 +121,7 @@ assert len(deepytorch.report().to_json()["regions"]) >= 1
 """
     found = []
     for script in (GPT, ours + GPT + report):
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=False)
-        assert done.returncode == 0, done.stderr[-2000:]
+        done = run_cold(script)
         found.append([line for line in done.stdout.splitlines() if line.startswith(("loss", "gradient"))])
     assert len(found[0]) == 4
     assert found[0] == found[1]

@@ -43,13 +43,18 @@ from tests.compiler.test_parity_seq2seq import SIZES, bart, pairs, t5
 from tests.integrations.opaque_attention import in_transformers
 
 
+def entry_of(model: nn.Module, *least_pads: float) -> ModelEntry:
+    entry = entry_for(model, *least_pads)
+    assert entry is not None
+    return entry
+
+
 class EntryPair(Pair):
     """A model that is packed at entry, and its eager twin. Nothing is compiled."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self.entry = entry_for(model)
-        assert self.entry is not None
+        self.entry = entry_of(model)
         self.compiled = lambda **batch: self.entry.call(model._call_impl, (), batch)
 
 
@@ -171,8 +176,7 @@ def test_a_head_that_chooses_among_positions_is_left_alone() -> None:
     [batch] = batches(causal_batch, (4, 11, "right"))
     batch["start_positions"], batch["end_positions"] = torch.tensor([0, 1, 1, 0]), torch.tensor([1, 2, 1, 1])
     del batch["labels"]
-    entry = entry_for(model)
-    assert entry is not None
+    entry = entry_of(model)
     assert "chooses among positions" in declined(entry, model, batch)
 
 
@@ -210,8 +214,7 @@ class CountsWhatItSees(hf.LlamaForCausalLM):
 def test_models_that_are_not_the_same_packed_are_declined(kind: Any, reason: str, dtype: torch.dtype) -> None:
     model = kind(hf.LlamaConfig(**GROUPED)).to(dtype).train()
     [batch] = batches(causal_batch, (4, 11, "right"))
-    entry = entry_for(model)
-    assert entry is not None
+    entry = entry_of(model)
     said = declined(entry, model, batch)
     assert reason in said or "a token shows" in said
 
@@ -220,8 +223,7 @@ def test_position_embeddings_that_depend_on_the_padded_length_are_declined() -> 
     config = hf.LlamaConfig(**GROUPED, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
     model = hf.LlamaForCausalLM(config).train()
     [batch] = batches(causal_batch, (4, 11, "right"))
-    entry = entry_for(model)
-    assert entry is not None
+    entry = entry_of(model)
     assert "padded length" in declined(entry, model, batch)
 
 
@@ -299,8 +301,7 @@ def test_a_forward_that_fails_half_way_is_run_again_as_if_it_had_not_begun() -> 
 
 def test_a_kind_of_call_too_many_leaves_nothing_behind() -> None:
     model = llama("sdpa", num_hidden_layers=1).train()
-    entry = entry_for(model)
-    assert entry is not None
+    entry = entry_of(model)
     (batch,) = batches(causal_batch, (4, 11, "right"))
     for number in range(MANY_KINDS + 4):
         model.model.layers[0].mlp.forward = lambda x, number=number: x * number  # the script's own
@@ -337,8 +338,7 @@ def test_batches_with_few_pads_run_padded_where_that_is_asked_for() -> None:
     few["labels"][0, -1] = -100
     many["attention_mask"][1:, 4:] = 0
     many["labels"][1:, 4:] = -100
-    entry = entry_for(model, 0.1)
-    assert entry is not None
+    entry = entry_of(model, 0.1)
     for batch in (few, many, few):
         entry.call(model._call_impl, (), batch)
     assert (taken(entry), entry.record.steps_padded) == (1, 2)
@@ -423,7 +423,7 @@ def test_key_value_caches_and_hidden_states_are_those_of_eager() -> None:
 def test_pads_looked_at_after_the_optimizers_step_are_those_of_the_old_weights() -> None:
     model = llama("sdpa").train()
     reference = copy.deepcopy(model)
-    entry = entry_for(model)
+    entry = entry_of(model)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (reference, model)]
     for given in batches(causal_batch, (4, 11, "right"), (4, 9, "right"), (4, 10, "right")):
         wanted, found = reference(**given), entry.call(model._call_impl, (), given)
@@ -448,8 +448,7 @@ def test_dropout_is_drawn_anew_and_the_probe_draws_nothing() -> None:
     config = hf.BertConfig(**GROUPED | {"max_position_embeddings": 64})
     model = hf.BertForMaskedLM(config).train()
     [batch] = batches(masked_lm_batch, (6, 20, "right"))
-    entry = entry_for(model)
-    assert entry is not None
+    entry = entry_of(model)
     entry.call(model._call_impl, (), batch)  # watched, in eager
     state = torch.random.get_rng_state()
     first, second = (entry.call(model._call_impl, (), batch).loss for _ in range(2))
@@ -466,8 +465,7 @@ def test_half_precision_is_as_near_to_double_as_eager_is() -> None:
     [batch] = batches(causal_batch, (6, 20, "right"))
     exact = copy.deepcopy(model).double()
     eager = copy.deepcopy(model)
-    entry = entry_for(model)
-    assert entry is not None
+    entry = entry_of(model)
     losses = [exact(**batch).loss, eager(**batch).loss, entry.call(model._call_impl, (), batch).loss]
     for loss in losses:
         loss.backward()
@@ -556,16 +554,6 @@ def test_hooks_may_write_in_place_and_hook_gradients() -> None:
     assert len(norms[True]) == 2
 
 
-def test_hooks_that_see_ids_see_the_padded_ones() -> None:
-    pair = EntryPair(llama("sdpa").train())
-    seen = []
-    for model in (pair.model, pair.reference):
-        model.model.embed_tokens.register_forward_pre_hook(lambda _, given: seen.append(given[0].shape))
-    pair.train(batches(causal_batch, (4, 11, "right"), (3, 9, "right")))
-    assert pair.entry.record.steps_packed == 0
-    assert set(seen) == {(4, 11), (3, 9)}
-
-
 class Auxiliary(hf.LlamaForCausalLM):
     """Adds a term over all positions: in training only, or always and small, or behind a gate that is zero."""
 
@@ -598,8 +586,7 @@ def test_terms_over_all_positions_are_found(how: str) -> None:
     model = Auxiliary(hf.LlamaConfig(**GROUPED)).train()
     model.how = how
     [batch] = batches(causal_batch, (4, 11, "right"))
-    entry = entry_for(model)
-    assert entry is not None
+    entry = entry_of(model)
     assert declined(entry, model, batch)
     if how == "buffer":
         twin = Auxiliary(model.config).train()
@@ -614,8 +601,7 @@ def test_terms_over_all_positions_are_found(how: str) -> None:
 def test_a_proof_holds_for_the_model_and_the_arguments_that_it_was_made_with() -> None:
     model = llama("sdpa").train()
     one, two = batches(causal_batch, (4, 11, "right"), (4, 9, "right"))
-    entry = entry_for(model)
-    assert entry is not None
+    entry = entry_of(model)
 
     def agrees(batch: Batch, packed: int) -> None:
         wanted = copy.deepcopy(model)(**batch)
@@ -665,8 +651,7 @@ def test_a_probe_that_fails_leaves_the_call_alone() -> None:
     [batch] = batches(with_classes, (4, 11, "none"))
     batch["input_ids"][:, -1] = model.config.eos_token_id
     batch["input_ids"][:, :-1].masked_fill_(batch["input_ids"][:, :-1] == model.config.eos_token_id, 7)
-    entry = entry_for(model)
-    assert entry is not None
+    entry = entry_of(model)
     assert declined(entry, model, batch)
 
 
@@ -700,8 +685,7 @@ def test_calls_that_dynamo_would_not_see_are_not_compiled(kind: str) -> None:
 def test_attention_that_a_transformers_before_5_gives_no_way_into_is_declined(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deepytorch.integrations.entry_readings.asks_for_every_attention", lambda _: False)
     model = llama("eager").train()
-    entry = entry_for(model)
-    assert entry is not None
+    entry = entry_of(model)
     (batch,) = batches(causal_batch, (4, 11, "right"))
     assert "before version 5" in declined(entry, model, batch)
 
@@ -734,8 +718,7 @@ def test_a_model_with_modules_of_the_script_is_not_packed_at_entry() -> None:
     """Also where weights are sharded, so that no look at graphs comes before packing at entry."""
     model = llama("sdpa").train()
     model.model.layers[0].mlp.act_fn = _OfTheUser()
-    entry = entry_for(model)
-    assert entry is not None
+    entry = entry_of(model)
     (batch,) = batches(causal_batch, (2, 40, "right"))
     assert "of the script's own" in declined(entry, model, batch)
 
@@ -808,8 +791,7 @@ def _a_hook_of_accelerates(model: Any) -> None:
 def test_functions_that_a_script_has_set_on_a_librarys_module_are_the_scripts(set_on: Callable[[Any], None]) -> None:
     model = llama("sdpa", num_hidden_layers=1).train()
     set_on(model)
-    entry = entry_for(model)
-    assert entry is not None
+    entry = entry_of(model)
     (batch,) = batches(causal_batch, (2, 50, "right"))
     wanted = model(**batch).loss
     torch.testing.assert_close(entry.call(model._call_impl, (), batch).loss, wanted)
@@ -847,8 +829,7 @@ def test_what_accelerate_and_transformers_set_on_a_model_is_a_librarys() -> None
 def test_a_proof_holds_for_the_functions_on_the_model_that_it_was_made_with() -> None:
     """Also where the first one has gone, and the second one stands in its memory."""
     model = llama("sdpa", num_hidden_layers=1).train()
-    entry = entry_for(model)
-    assert entry is not None
+    entry = entry_of(model)
     (batch,) = batches(causal_batch, (4, 11, "right"))
     mlp = model.model.layers[0].mlp
 

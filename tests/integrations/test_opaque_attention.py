@@ -19,12 +19,12 @@ from deepytorch import autowrap
 from deepytorch.compiler.dynamo.sizes import marked_ahead
 from deepytorch.compiler.report import LEDGER
 from deepytorch.integrations import packed_attention
-from deepytorch.integrations.model_entry import ModelEntry, entry_for
+from deepytorch.integrations.model_entry import ModelEntry
 from tests.compiler.parity import batches, causal_batch, compare_at_tokens, expect_packed, masked_lm_batch, mixture
 from tests.compiler.parity import padded_because as reasons_of
 from tests.compiler.test_parity_decoders import GROUPED, gemma2, llama, mistral
 from tests.integrations.opaque_attention import FlashCalls, install
-from tests.integrations.test_model_entry import EntryPair, declined, taken
+from tests.integrations.test_model_entry import EntryPair, declined, entry_of, taken
 
 FLASH = ["flash_attention_2", "flash_attention_3"]
 IMPLEMENTATIONS = [*FLASH, "flex_attention"]
@@ -96,8 +96,7 @@ def test_a_window_to_both_sides_of_an_encoder(implementation: str, monkeypatch: 
 def test_the_dropout_of_flash_attention_2_is_drawn_in_packed_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, "flash_attention_2")
     model = llama("flash_attention_2", attention_dropout=0.3).train()
-    entry = entry_for(model)
-    assert entry is not None
+    entry = entry_of(model)
     [batch] = batches(causal_batch, (4, 11, "right"))
     losses = [entry.call(model._call_impl, (), batch).loss for _ in range(3)]
     assert (entry.record.steps_profiled, entry.record.steps_packed) == (1, 2)
@@ -116,8 +115,7 @@ def test_a_dropout_that_a_kernel_does_not_have_is_left_out_as_transformers_leave
     if sharded:  # the probe evaluates then, without dropout, and what a step raises is the end of the training
         for module in ("model_entry", "entry_proof"):
             monkeypatch.setattr(f"deepytorch.integrations.{module}.is_sharded", lambda _: True)
-    entry = entry_for(model)
-    assert entry is not None
+    entry = entry_of(model)
     [batch] = batches(causal_batch, (4, 11, "right"))
     losses = torch.stack([entry.call(model._call_impl, (), batch).loss for _ in range(3)])
     torch.testing.assert_close(losses, model(**batch).loss.expand(3))
@@ -127,8 +125,7 @@ def test_a_dropout_that_a_kernel_does_not_have_is_left_out_as_transformers_leave
 def test_flex_attention_says_itself_that_it_has_no_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, "flex_attention")
     model = llama("flex_attention", attention_dropout=0.3).train()
-    entry = entry_for(model)
-    assert entry is not None
+    entry = entry_of(model)
     [batch] = batches(causal_batch, (4, 11, "right"))
     with pytest.raises(ValueError, match="does not support `dropout`"):
         entry.call(model._call_impl, (), batch)
@@ -142,8 +139,7 @@ def test_rows_in_float32_are_cast_as_transformers_casts_them_for_flash(monkeypat
         attend = layer.self_attn
         for name in ("q_proj", "k_proj", "v_proj"):
             getattr(attend, name).register_forward_hook(_in_float32)
-    entry = entry_for(model)
-    assert entry is not None
+    entry = entry_of(model)
     [batch] = batches(causal_batch, (4, 11, "right"))
     monkeypatch.setattr("deepytorch.integrations.padded_hooks.is_users", lambda _: False)
     losses = [entry.call(model._call_impl, (), batch).loss for _ in range(2)]
@@ -209,8 +205,7 @@ def test_an_attention_of_the_scripts_own_is_declined(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "mine", ALL_ATTENTION_FUNCTIONS["sdpa"])
     model = llama("sdpa").train()
     model.config._attn_implementation = "mine"
-    entry = entry_for(model)
-    assert entry is not None
+    entry = entry_of(model)
     [batch] = batches(causal_batch, (4, 11, "right"))
     assert "attention by mine, of which only its author knows" in declined(entry, model, batch)
 
@@ -220,8 +215,7 @@ def test_an_attention_that_is_set_in_the_middle_of_training_is_asked_anew(monkey
     for interface in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
         monkeypatch.setitem(interface._global_mapping, "mine", interface["sdpa"])
     model = llama("sdpa").train()
-    entry = entry_for(model)
-    assert entry is not None
+    entry = entry_of(model)
     [batch] = batches(causal_batch, (4, 11, "right"))
     steps = []
     for implementation in ("sdpa", "sdpa", "mine", "flash_attention_2", "sdpa"):
@@ -290,8 +284,7 @@ class _Over:
 def test_nothing_is_marked_for_the_compile_of_a_model_that_is_packed_at_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, "flash_attention_2")
     model = llama("flash_attention_2", num_hidden_layers=1).train()
-    entry = entry_for(model)
-    assert entry is not None
+    entry = entry_of(model)
     marked: list[bool] = []
 
     def runs(*_: Any, **given: Any) -> Any:

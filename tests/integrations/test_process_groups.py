@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from deepytorch.comm.group.native import native
+from tests.cold import run_cold
 from tests.warm import run_script
 
 
@@ -63,10 +62,8 @@ dist.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_data_parallel_training_with_the_import_alone(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(
-        """
+def test_data_parallel_training_with_the_import_alone() -> None:
+    script = """
 import deepytorch
 deepytorch.configure(options={"lowering": "aot_eager"})
 import copy
@@ -101,10 +98,7 @@ assert list(model.state_dict()) == keys
 assert entry["syncs"] == 4 and entry["parameters"] == 4, entry
 dist.destroy_process_group()
 """
-    )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_cold(script, num_ranks=2)
 
 
 def test_threads_of_a_group_get_python_once_more_before_it_ends(tmp_path: Path) -> None:
@@ -128,5 +122,5 @@ thread.start()
 sys.setswitchinterval(100)  # nobody takes Python away from who has it
 over.set()
 """
-    subprocess.run([sys.executable, "-c", script], timeout=120, check=True)
+    run_cold(script)
     assert (tmp_path / "dropped").exists()

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +16,7 @@ from deepytorch import autowrap
 from deepytorch.compiler.report import LEDGER
 from deepytorch.integrations.trl import OnTokens
 from deepytorch.switch import SWITCH
+from tests.cold import run_cold
 
 pytest.importorskip("transformers")
 utils = pytest.importorskip("trl.trainer.utils")
@@ -239,26 +236,11 @@ os._exit(0)  # stock ranks abort now and then when Python takes them down ("term
 
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", ["tied", "untied"])
-def test_ranks_train_as_under_ddp(weights: str, tmp_path: Path) -> None:
+def test_ranks_train_as_under_ddp(weights: str) -> None:
     """The head's weight is outside of the graph, or, tied to the embeddings, in it and outside."""
-    path = tmp_path / "script.py"
-    path.write_text(RANKS)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        str(path),
-        weights,
-    ]
 
     def run(**environment: str) -> dict[int, tuple[int, list[float]]]:
-        done = subprocess.run(
-            command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=280, check=False
-        )
-        assert done.returncode == 0, done.stderr[-9000:]
+        done = run_cold(RANKS, weights, num_ranks=2, env=environment, timeout=280)
         lines = [line.split(" ", 3) for line in done.stdout.splitlines() if line.startswith("FOUND")]
         return {int(rank): (int(packed), json.loads(sums)) for _, rank, packed, sums in lines}
 

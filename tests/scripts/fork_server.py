@@ -107,7 +107,7 @@ def _run(request: dict[str, Any]) -> dict[str, Any]:
     script = ModuleType("__main__")
     script.__file__ = str(path)
     sys.modules["__main__"] = script
-    sys.argv = [str(path)]
+    sys.argv = [str(path), *filter(None, [request["case"]])]
     sys.path[0] = str(path.parent)
     raised, error = None, ""
     try:

@@ -22,7 +22,7 @@ FLOOR = 1e-2  # numbers smaller than this one are compared as if they were this 
 
 @dataclass(frozen=True)
 class Scenario:
-    """A script, and what it says of itself in constants of its module.
+    """A script, or one of its cases, and what it says of itself: in constants of its module, or arguments of `@case`.
 
     DEFAULT: whether it belongs to the default suite. RANKS: how many processes it needs. LOWERING: how its graphs run.
     PRECISION: what it computes in, which says how far the last bit of a weight is. EXPECT: "packed" where all steps but
@@ -35,23 +35,41 @@ class Scenario:
     lowering: str = "aot_eager"
     precision: str = "float32"
     expect: str | None = None
+    case: str | None = None
 
     @property
     def name(self) -> str:
-        """Of the file, without its ending."""
-        return self.path.stem
+        """The function that the case is, or the file without its ending."""
+        return self.case or self.path.stem
 
     @classmethod
-    def read(cls, path: Path) -> Scenario:
-        """What the constants of this script say; it is not run."""
+    def read(cls, path: Path) -> list[Scenario]:
+        """Read the scenarios of this script, which is not run: its cases, or itself where it has none."""
+        lines = ast.parse(path.read_text()).body
         said = {
-            target.id: ast.literal_eval(line.value)
-            for line in ast.parse(path.read_text()).body
+            target.id.lower(): ast.literal_eval(line.value)
+            for line in lines
             if isinstance(line, ast.Assign)
             for target in line.targets
             if isinstance(target, ast.Name) and target.id in ("DEFAULT", "RANKS", "LOWERING", "PRECISION", "EXPECT")
         }
-        return cls(path, **{name.lower(): value for name, value in said.items()})
+        cases = [
+            cls(path, **{**said, **constants, "case": line.name})
+            for line in lines
+            if isinstance(line, ast.FunctionDef)
+            for decorator in line.decorator_list
+            if (constants := _constants_of_case(decorator)) is not None
+        ]
+        return cases or [cls(path, **said)]
+
+
+def _constants_of_case(decorator: ast.expr) -> dict[str, Any] | None:
+    """The arguments of `@case` or `@case(...)`; None for another decorator."""
+    called = isinstance(decorator, ast.Call)
+    name = decorator.func if called else decorator
+    if not (isinstance(name, ast.Name) and name.id == "case"):
+        return None
+    return {each.arg: ast.literal_eval(each.value) for each in decorator.keywords if each.arg} if called else {}
 
 
 @dataclass(frozen=True)
@@ -105,6 +123,7 @@ class Runner:
         folder.mkdir()
         request = {
             "script": str(scenario.path),
+            "case": scenario.case,
             "variant": variant,
             "folder": str(folder),
             "ranks": scenario.ranks,

@@ -48,7 +48,7 @@ IN_THE_DEFAULT_MODE = {
     **dict.fromkeys(
         (
             "add_lora_midway", "checkpoint_around_part", "classes_change_midway", "evaluation_between_steps",
-            "freeze_midway", "hooks_come_and_go", "infinite_pads_times_mask", "noise_by_name",
+            "freeze_midway", "generate_between_steps", "hooks_come_and_go", "infinite_pads_times_mask", "noise_by_name",
             "two_losses_two_backwards",
         ),
         True,
@@ -64,7 +64,12 @@ IN_THE_DEFAULT_MODE = {
 CHOSEN_IN_THE_DEFAULT_MODE = (
     "ddp_unused_parameters", "freeze_midway", "hooks_come_and_go",
 )  # fmt: skip
-SCENARIOS = [Scenario.read(path) for path in sorted(FOLDER.glob("*.py")) if path.name not in HELPERS]
+SCENARIOS = {
+    scenario.name: scenario
+    for path in sorted(FOLDER.glob("*.py"))
+    if path.name not in HELPERS
+    for scenario in Scenario.read(path)
+}
 
 
 def _marks(scenario: Scenario) -> list[pytest.MarkDecorator]:
@@ -75,12 +80,12 @@ def _marks(scenario: Scenario) -> list[pytest.MarkDecorator]:
 
 
 def test_what_is_chosen_is_there() -> None:
-    assert set(CHOSEN) <= {each.name for each in SCENARIOS if not each.default}
+    assert set(CHOSEN) <= {name for name, each in SCENARIOS.items() if not each.default}
 
 
 @pytest.mark.parametrize(
     "scenario",
-    [pytest.param(each, id=each.name, marks=_marks(each)) for each in SCENARIOS],
+    [pytest.param(each, id=each.name, marks=_marks(each)) for each in SCENARIOS.values()],
 )
 def test_a_script_records_the_same_numbers_with_the_import(
     scenario: Scenario, runner: Runner, tmp_path: Path, record_property: Callable[[str, object], None]
@@ -109,7 +114,7 @@ def test_a_script_records_the_same_numbers_with_the_import(
     ],
 )
 def test_a_script_records_the_same_numbers_in_the_default_mode(name: str, runner: Runner, tmp_path: Path) -> None:
-    scenario = Scenario.read(FOLDER / f"{name}.py")
+    scenario = SCENARIOS[name]
     if scenario.ranks > 1:
         native.load()
     found, imported = compare(scenario, runner, tmp_path, "default", deadline_s=300.0, times=10)

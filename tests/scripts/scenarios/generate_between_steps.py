@@ -1,13 +1,13 @@
 """The model generates between steps, in training mode and in evaluation mode."""
 
 import torch
-from tiny import batch, llama, norms
+from tiny import TIMES, batch, llama, norms
 
 torch.manual_seed(0)
 model = llama()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 history = []
-for step in range(4):
+for step in range(4 * TIMES):
     ids, mask, labels = batch(step)
     outputs = model(input_ids=ids, attention_mask=mask, labels=labels)
     optimizer.zero_grad()
