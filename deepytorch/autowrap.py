@@ -370,7 +370,7 @@ def _take_out(module: nn.Module) -> None:
 
 def _probe(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run a call of a probed module; arm the module if it turns out to be the outermost one of a training step."""
-    if is_traced() or not module.training:
+    if is_traced() or not module.training or is_transformed():
         return module._call_impl(*args, **kwargs)
     if not trains(module) or any(runs_a_step(module) for runs_a_step in LOOPS):
         with _draws_of(module):

@@ -121,10 +121,10 @@ def test_what_is_packed_at_entry_alone_is_traced_as_its_batches_come(clock: Cloc
         entry = FirstEntry(0.0)
         entry.is_the_only_way = only
         first, call = steps(entry, SelfAttention)
-        clock.age = 0.9 * first_steps._ASK_SECONDS / SHARE
+        clock.age = 0.9 * first_steps.ASK_SECONDS / SHARE
         assert [call(), call()] == ["padded", "padded"]
         assert not first._asked
-        clock.age = 1.1 * first_steps._ASK_SECONDS / SHARE
+        clock.age = 1.1 * first_steps.ASK_SECONDS / SHARE
         assert call() == "packed"
         costs[only] = first._cost
     assert costs[False] == costs[True] * first_steps._ONE_TRACE

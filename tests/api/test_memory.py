@@ -18,7 +18,7 @@ if os.environ["DEEPYTORCH_COMPILE"] == "wait":
     deepytorch.configure(options={"lowering": "aot_eager"})
 else:  # in its first steps a model is packed at entry as soon as that can be asked
     import deepytorch.first_steps
-    deepytorch.first_steps._ASK_SECONDS = 0.0
+    deepytorch.first_steps.ASK_SECONDS = 0.0
 
 def tower():
     return nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 16)).train()

@@ -211,7 +211,7 @@ PACKED_PENALTY = """
 from transformers import LlamaConfig, LlamaForCausalLM
 from deepytorch import first_steps
 deepytorch.configure(options={"wait": False})
-first_steps._ASK_SECONDS = 0.0
+first_steps.ASK_SECONDS = 0.0
 first_steps._TRACE_SECONDS = first_steps._TRACE_SECONDS_A_MODULE = 0.0 if sys.argv[1] == "graph" else 1e9
 
 config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,

@@ -257,7 +257,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 if os.environ.get("DEEPYTORCH") != "off":
     from deepytorch import first_steps
-    first_steps._ASK_SECONDS = 0.0
+    first_steps.ASK_SECONDS = 0.0
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from torch import nn
 
 from deepytorch import forward_only
@@ -67,7 +68,7 @@ def test_decoders_are_evaluated_as_in_eager_for_every_padding(build: Callable[[s
 
 
 def test_encoders_and_a_model_that_changes_its_mode() -> None:
-    evaluated = Evaluated(with_dropout(bert("sdpa"), 0.3))
+    evaluated = Evaluated(with_dropout(hf.BertForMaskedLM(bert("sdpa")), 0.3))
     for training in (False, True, False):
         for each in (evaluated.model, evaluated.eager):
             each.train(training)
@@ -83,7 +84,7 @@ def test_encoders_and_a_model_that_changes_its_mode() -> None:
 
 
 def test_pads_are_those_of_the_mode_in_which_the_call_was_made() -> None:
-    evaluated = Evaluated(with_dropout(bert("sdpa"), 0.5).eval())
+    evaluated = Evaluated(with_dropout(hf.BertForMaskedLM(bert("sdpa")), 0.5).eval())
     first, second = batches(masked_lm_batch, (3, 9, "right"), (3, 9, "mixed"))
     evaluated.expect(first)
     with torch.no_grad():
