@@ -154,8 +154,12 @@ class Handle:
         """Run a call without gradients, packed at entry if possible. Sharded weights stay with their framework."""
         if self._sharded:
             return module._call_impl(*args, **kwargs)
-        entry = self.entry if self._first is None or self._begun else self._first.entry
-        return self._forward_only.call(entry, module, args, kwargs)
+        entry = self.entry if self._begun or self._first is None else self._first.entry
+        try:
+            return self._forward_only.call(entry, module, args, kwargs)
+        finally:
+            if entry is self.entry and entry is not None and entry.replaces_calls and not self._packs_at_entry:
+                entry.restore()  # training goes by graphs
 
     def _compiled_call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self.entry is None:

@@ -66,6 +66,11 @@ class FirstEntry(Protocol):
         """Return whether no graph of the module could be packed, however Dynamo traces it."""
         ...
 
+    @property
+    def replaces_calls(self) -> bool:
+        """Return whether calls of modules inside are replaced, which would cut Dynamo's graphs of the module."""
+        ...
+
     def call(self, run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call `run(*args, **kwargs)`, packed if that is possible."""
         ...

@@ -118,6 +118,7 @@ class ModelEntry:
             self.target = model.base_model
         self._listed: list[RegionRecord] = []
         self._in_eager = False  # whether module calls are replaced, which Dynamo would not see
+        self._is_prepared = False  # since the last `restore`
         self._found_out: dict[Any, Reading | None] = {}  # by kind of call
         self._above: _Call | None = None  # the running call of the head, if the target is below it
         self._uses: dict[Any, OutputUses] = {}  # by kind of call
@@ -142,6 +143,8 @@ class ModelEntry:
                 call.why = others
                 self._list()
         call.reading = self._found_out.get(call.kind)
+        if call.reading is not None and not self._is_prepared:
+            self._prepare()
         with contextlib.nullcontext() if call.reading is None else unmarked():
             return self._through(call, run)
 
@@ -228,8 +231,14 @@ class ModelEntry:
         )
 
     def restore(self) -> None:
-        """Undo all changes of the model."""
+        """Undo all changes of the model, until the next call that is packed."""
         restore_calls(self._model)
+        self._is_prepared = False
+
+    @property
+    def replaces_calls(self) -> bool:
+        """Return whether calls of modules inside are replaced, which would cut Dynamo's graphs of the model."""
+        return self._is_prepared and (self._in_eager or self.target is not self._outer)
 
     def leave(self, reason: str) -> None:
         """Undo all changes of the model, and give the reason in the report."""
@@ -436,6 +445,7 @@ class ModelEntry:
         return self._model if self.target is self._outer else self.target
 
     def _prepare(self) -> None:
+        self._is_prepared = True
         packed_attention.attach(import_module("transformers.modeling_utils"))
         if self.target is not self._outer:
             self.target._compiled_call_impl = Replaced(self._call_below, self.target)
