@@ -415,13 +415,13 @@ def _armed_call(handle: Handle, module: nn.Module, *args: Any, **kwargs: Any) ->
     trained = torch.is_grad_enabled()
     if is_traced() or is_transformed() or not (module.training or (not trained and may_have_padding(kwargs))):
         return module._call_impl(*args, **kwargs)  # under a transform a generator's state has no memory
-    draws = _draws_of(module)
-    with draws:
+    # An evaluation may well begin with a seed of its own each time; that says nothing of what training draws.
+    draws = _draws_of(module) if module.training else None
+    with draws or contextlib.nullcontext():
         if handle_of(module) is not handle or not is_ours_to_run() or handle.is_outdated():
             return module._call_impl(*args, **kwargs)
-        if draws.found:
+        if draws is not None and draws.found:
             _tell_repeated(module)
-        if draws.found:
             return module._call_impl(*args, **kwargs)
         if any(map(is_of_a_subclass, (*args, *kwargs.values()))):
             if any(map(is_of_the_scripts, (*args, *kwargs.values()))):

@@ -18,7 +18,7 @@ from torch import nn
 from deepytorch.compiler.budget import BUDGET
 from deepytorch.first_steps import ASK_SECONDS, FirstEntry, batch_of
 
-_TRIED = 3  # packed calls before packing that does not pay is given up
+_TRIED = 6  # calls before packing that does not pay is given up; the first three of them are profiled
 
 
 class ForwardOnly:
@@ -79,4 +79,5 @@ def may_have_padding(kwargs: Mapping[str, Any]) -> bool:
     mask = kwargs.get("attention_mask")
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.shape[1] < 2:
         return False
-    return not kwargs.get("use_cache") and kwargs.get("past_key_values") is None
+    generates = kwargs.get("use_cache") or kwargs.get("logits_to_keep")
+    return not generates and kwargs.get("past_key_values") is None

@@ -24,7 +24,7 @@ from deepytorch.integrations.entry_proof import sharding_groups
 from deepytorch.integrations.packed_batch import Find, Show, Side
 from deepytorch.passes.samples import Sampler
 
-KEPT = 4  # calls in a row whose outputs a script holds and has not used: it collects them
+KEPT = 3  # calls in a row of whose outputs a script holds some: it collects them
 
 
 class Peers:
@@ -110,18 +110,25 @@ class OutputUses:
         self.sampler = Sampler()
         listen_to_steps()
         self._peers, self._calls = peers, 0
-        self._given: deque[Family] = deque(maxlen=KEPT)  # the outputs of the last packed calls
+        self._given: deque[Family] = deque(maxlen=KEPT)  # the outputs of the last calls
 
     def begin(self) -> None:
         """Count a call that begins: ranks that share weights profile only their first one, whatever its batch is.
 
-        An evaluation that keeps logits puts them together in the end, and would need the pads of every call then.
+        An evaluation that keeps logits puts them together in the end, and would need the pads of every call then, when
+        the weights may be others. So its first calls are profiled until this would have shown.
         """
         self._calls += 1
-        kept = len(self._given) == KEPT and all(each.is_pending() for each in self._given)
-        if kept and not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() and len(self._given) == KEPT and all(each.is_held() for each in self._given):
             self.events.keeps_outputs()
+            for family in self._given:
+                family.compute()
         if self._peers and self._calls == 2 and not self.events.state.knows_uses:
+            self.end_profiling()
+
+    def profiled(self) -> None:
+        """Note that a call was profiled."""
+        if torch.is_grad_enabled() or self._calls > KEPT:
             self.end_profiling()
 
     def end_profiling(self) -> None:
@@ -152,6 +159,7 @@ class OutputUses:
         """Return a function that makes the profiled output of a first call from a padded tensor."""
         see_autograd_functions()
         family = Family()
+        self._given.append(family)
 
         def show(value: torch.Tensor, side: Side, dim: int, name: str, find: Find) -> torch.Tensor:
             finite = Pads(finite=pads_of(value, side.place).finite)  # the same is assumed of later calls

@@ -134,6 +134,8 @@ class ModelEntry:
     def call(self, run: Run, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a call of the outer module, `run(*args, **kwargs)`, packed if that is possible."""
         self.record = self._records[torch.is_grad_enabled()]
+        if not torch.is_grad_enabled() and self._shares_weights():  # a rank alone must not ask the others
+            return run(*args, **kwargs)
         call = self._read(args, kwargs)
         others = self._as_others(call.given)
         if call.given is not None and call.kind not in self._found_out:
@@ -162,10 +164,9 @@ class ModelEntry:
         one rank alone made a proof, because of a keyword that only it got, the others would wait for it.
         """
         self._calls += 1
-        if self._peers is None:
-            self._peers = Peers(self._outer)
-        if not self._peers:
+        if not self._shares_weights():
             return None
+        assert self._peers is not None
         if self._calls == 1:
             return None if self._peers.all_say(self._question(given)) else "ranks that share weights begin unlike"
         if self._calls == 2:
@@ -174,6 +175,12 @@ class ModelEntry:
             for each in self._uses.values():
                 each.raise_to(Uses(most))
         return "another kind of call than the first, which ranks that share weights were asked about"
+
+    def _shares_weights(self) -> bool:
+        """Return whether other ranks hold parts of the model's weights."""
+        if self._peers is None:
+            self._peers = Peers(self._outer)
+        return bool(self._peers)
 
     def _question(self, given: Mapping[str, Any] | None) -> str:
         """Return the subject of a proof in this call, as text that ranks compare; empty if there is no proof."""
@@ -278,7 +285,7 @@ class ModelEntry:
         if chosen is Route.PROFILED:
             assert uses is not None
             self.record.steps_profiled += 1
-            uses.end_profiling()
+            uses.profiled()
             return found.profiled(run(*args, **kwargs), uses.profiling())
         again = None if uses is None else self._again(uses, args, kwargs)
         show = zeros_at_pads if uses is None else uses.showing(again, self.record)

@@ -65,6 +65,9 @@ def test_decoders_are_evaluated_as_in_eager_for_every_padding(build: Callable[[s
     for batch in batches(causal_batch, *STEPS):
         evaluated.expect(batch, mode)
     assert evaluated.packed >= 5, evaluated.entry.record
+    for batch in batches(causal_batch, *STEPS):
+        evaluated.expect(batch, mode)
+    assert evaluated.entry.record.steps_packed >= 5, evaluated.entry.record
 
 
 def test_encoders_and_a_model_that_changes_its_mode() -> None:
@@ -86,7 +89,8 @@ def test_encoders_and_a_model_that_changes_its_mode() -> None:
 def test_pads_are_those_of_the_mode_in_which_the_call_was_made() -> None:
     evaluated = Evaluated(with_dropout(hf.BertForMaskedLM(bert("sdpa")), 0.5).eval())
     first, second = batches(masked_lm_batch, (3, 9, "right"), (3, 9, "mixed"))
-    evaluated.expect(first)
+    for _ in range(KEPT + 2):
+        evaluated.expect(first)
     with torch.no_grad():
         found, expected = evaluated(**second).logits, evaluated.eager(**second).logits
     evaluated.model.train()
@@ -101,7 +105,32 @@ def test_a_script_that_keeps_logits_has_its_calls_run_padded() -> None:
     with torch.no_grad():
         kept = [evaluated(**batch).logits for batch in given]
         expected = [evaluated.eager(**batch).logits for batch in given]
-    assert evaluated.entry.record.steps_packed == KEPT
+    assert evaluated.entry.record.steps_packed == 0  # it shows while calls are profiled
+    assert "kept" in next(iter(evaluated.entry.record.padded_because))
+    torch.testing.assert_close(torch.cat(kept), torch.cat(expected), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("batches_evaluated", [2, 3, 9])
+def test_logits_that_are_kept_are_there_when_other_weights_are_loaded(batches_evaluated: int) -> None:
+    evaluated = Evaluated(llama("sdpa").eval())
+    best = {name: each + 0.1 for name, each in evaluated.model.state_dict().items()}
+    given = batches(causal_batch, *[(3, 9, "right")] * batches_evaluated)
+    with torch.no_grad():
+        kept = [evaluated(**batch).logits for batch in given]
+        expected = [evaluated.eager(**batch).logits for batch in given]
+    evaluated.model.load_state_dict(best)
+    torch.testing.assert_close(torch.cat(kept), torch.cat(expected), rtol=1e-4, atol=1e-5)
+
+
+def test_a_script_that_begins_to_keep_logits_later() -> None:
+    evaluated = Evaluated(llama("sdpa").eval())
+    given = batches(causal_batch, *[(3, 9, "right")] * 9)
+    for batch in given:
+        evaluated.expect(batch)
+    assert evaluated.entry.record.steps_packed == len(given) - KEPT - 1
+    with torch.no_grad():
+        kept = [evaluated(**batch).logits for batch in given]
+        expected = [evaluated.eager(**batch).logits for batch in given]
     assert "kept" in next(iter(evaluated.entry.record.padded_because))
     torch.testing.assert_close(torch.cat(kept), torch.cat(expected), rtol=1e-4, atol=1e-5)
 
@@ -164,7 +193,7 @@ def test_packing_begins_when_it_can_be_afforded_and_ends_where_it_takes_longer(c
     slow = Entry(clock, 3.0)
     assert [calls.call(slow, model, (), MASKED) for _ in range(2)] == ["padded"] * 2  # the run is too young
     clock.now = 1000.0
-    assert [calls.call(slow, model, (), MASKED) for _ in range(7)] == ["packed"] * 5 + ["padded"] * 2
+    assert [calls.call(slow, model, (), MASKED) for _ in range(10)] == ["packed"] * 8 + ["padded"] * 2
     fast = Entry(clock, 0.5)
     calls = ForwardOnly(waits=False)
     found = [calls.call(fast, model, (), MASKED) for _ in range(20)]

@@ -159,10 +159,18 @@ class Family:
     def add(self, tensor: torch.Tensor) -> None:
         self._tensors.append(weakref.ref(tensor))
 
-    def is_pending(self) -> bool:
-        """Return whether somebody holds a value that is not computed."""
+    def is_held(self) -> bool:
+        """Return whether somebody holds one of the tensors whose value is not computed, or is a profiled one."""
+        return any(each.value is None or each.profiled for each in self._living())
+
+    def compute(self) -> None:
+        """Compute all values that somebody holds."""
+        for each in self._living():
+            each.compute()
+
+    def _living(self) -> list[Pending]:
         found = [held for each in self._tensors if (held := each()) is not None]
-        return any(held._pending.value is None for held in found)  # type: ignore[attr-defined]
+        return [held._pending for held in found]  # type: ignore[attr-defined]
 
     def others(self, tensor: torch.Tensor) -> list[Pending]:
         """Return the pending values of all other tensors that live and are not computed."""
