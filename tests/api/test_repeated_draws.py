@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from deepytorch.repeated_draws import RepeatedDraws, SeenStates
+from tests.cold import run_cold
 
 
 def test_a_state_is_set_back_where_it_was_seen_and_another_one_since() -> None:
@@ -45,3 +46,31 @@ def test_a_module_that_draws_nothing_is_left_alone() -> None:
             assert not draws.found
         torch.rand(1)  # the script does
         torch.set_rng_state(state)
+
+
+SEEDED = """
+import sys
+import deepytorch, torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from deepytorch.compiler.report import LEDGER
+deepytorch.configure(options={"lowering": "aot_eager", "wait": True})
+sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+model = LlamaForCausalLM(LlamaConfig(**sizes, attention_dropout=0.1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+mask = (torch.arange(12) < torch.tensor([[12], [5], [7]])).long()
+ids = torch.randint(1, 64, (3, 12)) * mask
+for _ in range(5):
+    model.train()
+    model(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss.backward()
+    optimizer.step()
+    model.eval()
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(7)
+        model(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100))
+[region] = [each for each in LEDGER.report().regions if each.name.startswith("region")]
+sys.stdout.write(str(region.steps_packed))
+"""
+
+
+def test_an_evaluation_that_sets_the_seed_leaves_training_packed() -> None:
+    assert int(run_cold(SEEDED).stdout) == 4  # all but the first, which is profiled
