@@ -145,6 +145,8 @@ class Handle:
             assert self._first is not None
             self._first.restore()
             self.compiled, self.entry, self._begun = *self._first.then(), True
+            if _shares_weights(module):  # ranks come here in steps of their own
+                self.entry = None
             self._packs_at_entry = _packs_from_start(module, self.entry)
         if self._first is not None:
             return self._first.timed(partial(self._compiled_call, module), args, kwargs)
@@ -564,8 +566,16 @@ def _entry_of(module: nn.Module, options: dict[str, Any] | None) -> ModelEntry |
 
 
 def _first_entry_of(module: nn.Module, options: dict[str, Any] | None) -> ModelEntry | None:
-    """Return the `ModelEntry` for the steps before a module is traced; None unless it reaches by attention alone."""
-    return _entry_of(module, options) if is_of_libraries(module) else None
+    """Return the `ModelEntry` for the steps before a module is traced; None unless it reaches by attention alone.
+
+    None for weights that ranks share: each rank would ask in a step of its own, and then wait for the others.
+    """
+    return _entry_of(module, options) if is_of_libraries(module) and not _shares_weights(module) else None
+
+
+def _shares_weights(module: nn.Module) -> bool:
+    """Return whether weights are DTensors, as under tensor parallelism."""
+    return any(hasattr(each, "device_mesh") for each in module.parameters())
 
 
 def _is_partitioned(module: nn.Module) -> bool:

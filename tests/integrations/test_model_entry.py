@@ -874,6 +874,13 @@ def test_what_is_not_proved_by_its_graph_is_not_packed_at_entry_where_the_user_h
     assert autowrap._first_entry_of(model, None) is None
 
 
+def test_ranks_that_share_weights_are_not_asked_in_steps_of_their_own() -> None:
+    model = llama("sdpa")
+    assert autowrap._first_entry_of(model, None) is not None
+    next(model.parameters()).device_mesh = object()
+    assert autowrap._first_entry_of(model, None) is None
+
+
 @pytest.mark.slow
 def test_a_model_whose_graph_cannot_be_analysed_is_packed_at_entry() -> None:
     """A custom autograd function is one graph, of which a trace of the forward would lose the backward."""
