@@ -18,7 +18,7 @@ from deepytorch.passes.ops.varlen_attention import varlen_attention
 from deepytorch.patches import replace
 
 # Arguments that models hand to their attention and that change no result: none of transformers' attention functions
-# reads them (paged ones read a cache, and are declined). The effect of any other argument is unknown: sinks, indices of
+# reads them (paged ones read a cache, and are declined). The effect of any other argument is unknown: indices of
 # blocks, lengths of rows that were packed already.
 WITHOUT_EFFECT = frozenset(
     (
@@ -125,6 +125,7 @@ def attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
     position_bias: Tensor | None = None,
+    s_aux: Tensor | None = None,
     is_causal: bool | None = None,
     implementation: str | None = None,
     **other: Any,
@@ -146,10 +147,13 @@ def attend(
         sliding_window: The number of keys in reach.
         softcap: The bound of the scores.
         position_bias: (1, heads or 1, extent or 1, extent or 1), added to the scores.
+        s_aux: (heads,), attention sinks.
         is_causal: Whether attention is causal; None: as the module says.
         implementation: The plain name of the implementation that this function replaces.
         other: Further arguments of the model's.
     """
+    if s_aux is not None and implementation == "sdpa":  # transformers' function drops them
+        raise CannotPack(f"{type(module).__name__} gives its attention s_aux")
     _refuse_unknown(module, query, dropout, implementation, other)
     flash = implementation in FLASH
     if flash and implementation not in FLASH_WITH_DROPOUT:
@@ -172,6 +176,7 @@ def attend(
         bias=position_bias,
         positions_q=None if position_bias is None else queries.positions.long(),
         positions_k=None if position_bias is None else keys.positions.long(),
+        sinks=s_aux,
         scale=scaling,
         window_left=reach,
         window_right=0 if causal else reach,

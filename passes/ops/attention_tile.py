@@ -39,13 +39,15 @@ class Call(NamedTuple):
     positions_q: Tensor | None = None
     positions_k: Tensor | None = None
     seed: Tensor | None = None
+    sinks: Tensor | None = None
 
 
 class Saved(NamedTuple):
     """One call and its results, from which the backward starts.
 
     `output` is (tokens_q, heads_q, head_dim_v), `logsumexp` (heads_q, tokens_q). Logsumexp means the same in all forms,
-    so it does not matter which form computed it.
+    so it does not matter which form computed it. With sinks, both count them: a form that computes probabilities from
+    the saved logsumexp, and their mean gradient from the saved output, needs to know nothing of sinks.
     """
 
     query: Tensor
@@ -144,14 +146,26 @@ def tile_forward(query: Tensor, key: Tensor, value: Tensor, rule: Rule, extras: 
 
 
 def tile_backward(
-    grad_output: Tensor, query: Tensor, key: Tensor, value: Tensor, rule: Rule, extras: Extras
+    grad_output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rule: Rule,
+    extras: Extras,
+    logsumexp: Tensor | None = None,
 ) -> TileGradients:
-    """Return the gradients of `tile_forward`, computing its probabilities again."""
+    """Return the gradients of `tile_forward`, computing its probabilities again.
+
+    logsumexp: (rows, heads_q, num_q), where it counts more than the scores of these keys, such as sinks.
+    """
     rows, heads, num_q, head_dim = query.shape
     heads_k = key.size(1)
     folded_query, folded_grad = _fold_heads(query, heads_k), _fold_heads(grad_output, heads_k)
     scores, capped = _scores(folded_query, key, rule, extras, heads)
-    probabilities = torch.softmax(scores, dim=-1)
+    if logsumexp is None:
+        probabilities = torch.softmax(scores, dim=-1)
+    else:
+        probabilities = torch.exp(scores - logsumexp.unsqueeze(-1))
     if extras.may_be_empty:
         probabilities.masked_fill_(scores.amax(dim=-1, keepdim=True) == NEGATIVE_INFINITY, 0.0)
     del scores

@@ -26,6 +26,7 @@ def varlen_attention_reference(
     positions_q: Tensor | None = None,
     positions_k: Tensor | None = None,
     seed: Tensor | None = None,
+    sinks: Tensor | None = None,
     rule: Rule,
 ) -> Tensor:
     """Compute attention row by row, differentiated by autograd; arguments and result as those of `varlen_attention`."""
@@ -55,7 +56,10 @@ def varlen_attention_reference(
         if rule.window_right >= 0:
             scores = scores.masked_fill(distance > rule.window_right, float("-inf"))
         empty = (scores == float("-inf")).all(-1, keepdim=True)
-        probabilities = torch.softmax(scores.masked_fill(empty, 0.0), dim=-1).masked_fill(empty, 0.0)
+        scores = scores.masked_fill(empty, 0.0)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.to(scores.dtype).view(-1, 1, 1).expand(-1, num_q, 1)], dim=-1)
+        probabilities = torch.softmax(scores, dim=-1)[..., :num_k].masked_fill(empty, 0.0)
         if rule.dropout_p > 0:
             assert seed is not None
             indexes = (

@@ -15,21 +15,21 @@ from torch import Tensor
 from deepytorch.passes.ops import varlen_attention_cpu as cpu
 from deepytorch.passes.ops import varlen_attention_cuda as cuda
 from deepytorch.passes.ops import varlen_attention_dense as dense
-from deepytorch.passes.ops.attention_tile import Call, Gradients, Rule, Saved, statistics_dtype
+from deepytorch.passes.ops.attention_tile import Call, Rule, Saved, statistics_dtype
 from deepytorch.passes.ops.library import register
 from deepytorch.passes.ops.reference import second_derivatives, varlen_attention_reference
 from deepytorch.torch_internals import DispatchKey, DispatchKeySet, ExcludeDispatchKeyGuard, disable_dynamo
 
 _SHARED = (
     "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_q, SymInt max_k, Tensor? bias=None, "
-    "Tensor? positions_q=None, Tensor? positions_k=None, Tensor? seed=None, *, float scale, "
+    "Tensor? positions_q=None, Tensor? positions_k=None, Tensor? seed=None, Tensor? sinks=None, *, float scale, "
     "int window_left=-1, int window_right=-1, float dropout_p=0.0, float softcap=0.0"
 )
 _FORWARD = f"varlen_attention(Tensor query, Tensor key, Tensor value, {_SHARED}) -> (Tensor output, Tensor logsumexp)"
 _BACKWARD = (
     "varlen_attention_backward(Tensor grad_output, Tensor query, Tensor key, Tensor value, Tensor output, "
     f"Tensor logsumexp, {_SHARED}, bool bias_gradient=False) "
-    "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_bias)"
+    "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_bias, Tensor grad_sinks)"
 )
 
 
@@ -46,6 +46,7 @@ def varlen_attention(
     positions_q: Tensor | None = None,
     positions_k: Tensor | None = None,
     seed: Tensor | None = None,
+    sinks: Tensor | None = None,
     scale: float | None = None,
     window_left: int = -1,
     window_right: int = -1,
@@ -69,6 +70,8 @@ def varlen_attention(
         positions_k: likewise for keys.
         seed: () int64, decides which probabilities are dropped: the same seed drops the same. Drawn from torch's
             generator when dropout is asked for without it.
+        sinks: (heads_q,), floating: a score that every query of a head has beside those of its keys, for a value of
+            zeros (attention sinks, Xiao et al. 2023, arXiv:2309.17453, learned as in GPT-OSS). Differentiable.
         scale: factor of the products; 1 / sqrt(head_dim) when None.
         window_left: how many keys before its own index a query sees, counted inside the row; -1: all of them.
         window_right: likewise after its own index. Causal attention is 0.
@@ -91,7 +94,7 @@ def varlen_attention(
     )
     if dropout_p > 0 and seed is None:
         seed = torch.randint(2**62, (), device=query.device)
-    call = Call(cu_seqlens_q, cu_seqlens_k, max_q, max_k, rule, bias, positions_q, positions_k, seed)
+    call = Call(cu_seqlens_q, cu_seqlens_k, max_q, max_k, rule, bias, positions_q, positions_k, seed, sinks)
     _check(query, key, value, call)
     return torch.ops.deepytorch.varlen_attention.default(query, key, value, *call[:4], *call[5:], **rule._asdict())[0]
 
@@ -133,7 +136,11 @@ def _check(query: Tensor, key: Tensor, value: Tensor, call: Call) -> None:
         )
     if call.bias is not None:
         _check_bias(query, key, call.bias, call)
-    rule, seed = call.rule, call.seed
+    rule, seed, sinks = call.rule, call.seed, call.sinks
+    if sinks is not None and (sinks.shape != query.shape[1:2] or not sinks.is_floating_point()):
+        raise _wrong(
+            f"sinks of shape {tuple(sinks.shape)} and dtype {sinks.dtype}", f"({query.size(1)},), floating: one a head"
+        )
     if seed is not None and (seed.dim() != 0 or seed.dtype != torch.int64):
         raise _wrong(f"seed of shape {tuple(seed.shape)} and dtype {seed.dtype}", "() of int64")
     if not 0.0 <= rule.dropout_p < 1.0:
@@ -184,17 +191,37 @@ def _forward_by(form: Any) -> Any:
 
     @disable_dynamo
     def forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **rule: Any) -> tuple[Tensor, Tensor]:
-        return form.forward(query, key, value, _call(*rest, **rule))
+        call = _call(*rest, **rule)
+        output, logsumexp = form.forward(query, key, value, call)
+        return (output, logsumexp) if call.sinks is None else _with_sinks(output, logsumexp, call.sinks)
 
     return forward
+
+
+def _with_sinks(output: Tensor, logsumexp: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the output and logsumexp of attention whose softmax counts a sink beside the keys."""
+    whole = torch.logaddexp(logsumexp, sinks.to(logsumexp.dtype).unsqueeze(1))
+    share = torch.exp(logsumexp - whole).t().unsqueeze(-1)  # (tokens_q, heads_q, 1), of the keys
+    return (output * share).to(output.dtype), whole
+
+
+def _grad_sinks(saved: Saved, grad_output: Tensor) -> Tensor:
+    """Return the gradient of the sinks: the probability of a sink times minus the mean gradient of its query."""
+    sinks = saved.call.sinks
+    if sinks is None:
+        return saved.query.new_empty(0)
+    probabilities = torch.exp(sinks.to(saved.logsumexp.dtype).unsqueeze(1) - saved.logsumexp)
+    means = (grad_output.to(probabilities.dtype) * saved.output).sum(-1).t()
+    return -(probabilities * means).sum(1).to(sinks.dtype)
 
 
 def _backward_by(form: Any) -> Any:
     """Return the backward's kernel of one form, likewise."""
 
     @disable_dynamo
-    def backward(grad_output: Tensor, *rest: Any, bias_gradient: bool = False, **rule: Any) -> Gradients:
-        return form.backward(_saved(*rest, **rule), grad_output, bias_gradient)
+    def backward(grad_output: Tensor, *rest: Any, bias_gradient: bool = False, **rule: Any) -> tuple[Tensor, ...]:
+        saved = _saved(*rest, **rule)
+        return *form.backward(saved, grad_output, bias_gradient), _grad_sinks(saved, grad_output)
 
     return backward
 
@@ -216,13 +243,14 @@ def _forward_fake(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any)
     return output, statistics
 
 
-def _backward_fake(grad_output: Tensor, *rest: Any, bias_gradient: bool = False, **rule: Any) -> Gradients:
+def _backward_fake(grad_output: Tensor, *rest: Any, bias_gradient: bool = False, **rule: Any) -> tuple[Tensor, ...]:
     query, key, value, _, _, call = _saved(*rest, **rule)
     grad_bias = query.new_empty(0)
     if bias_gradient:
         assert call.bias is not None
         grad_bias = call.bias.new_empty(call.bias.shape)
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape), grad_bias
+    grad_sinks = query.new_empty(0) if call.sinks is None else call.sinks.new_empty(call.sinks.shape)
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape), grad_bias, grad_sinks
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
@@ -238,11 +266,18 @@ def _backward(ctx: Any, grad_output: Tensor, _: Any) -> tuple[Tensor | None, ...
     tensors, rest = saved[:7], saved[7:]  # up to cu_seqlens_k; from the bias on
     # The dispatcher omits trailing arguments that have their default value, so there may be no entry for the bias.
     bias_gradient = any(ctx.needs_input_grad[7:8])
-    *grads, grad_bias = torch.ops.deepytorch.varlen_attention_backward.default(
+    *grads, grad_bias, grad_sinks = torch.ops.deepytorch.varlen_attention_backward.default(
         grad_output, *tensors, *ctx.longest, *rest, bias_gradient=bias_gradient, **ctx.rule
     )
-    starts_to_max_k, behind_bias = (None,) * 4, (None,) * 3
-    return *grads, *starts_to_max_k, grad_bias if bias_gradient else None, *behind_bias
+    starts_to_max_k, positions_and_seed = (None,) * 4, (None,) * 3
+    has_sinks = rest[4:] and rest[4] is not None
+    return (
+        *grads,
+        *starts_to_max_k,
+        grad_bias if bias_gradient else None,
+        *positions_and_seed,
+        grad_sinks if has_sinks else None,
+    )
 
 
 def _setup_backward_context(
@@ -256,20 +291,21 @@ def _setup_backward_context(
 
 def _backward_of_backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
     """Return second derivatives, of the operator's meaning in plain torch: slow, but rarely needed."""
-    saved: list[Any] = [*ctx.saved_tensors, None, None, None, None]
-    grad_output, query, key, value, cu_seqlens_q, cu_seqlens_k, bias, positions_q, positions_k, seed, *_ = saved
+    saved: list[Any] = [*ctx.saved_tensors, None, None, None, None, None]
+    grad_output, query, key, value, cu_seqlens_q, cu_seqlens_k, bias, positions_q, positions_k, seed, sinks, *_ = saved
 
-    def attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
+    def attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, sinks: Tensor | None) -> Tensor:
         return varlen_attention_reference(
             query, key, value, cu_seqlens_q, cu_seqlens_k,
-            bias=bias, positions_q=positions_q, positions_k=positions_k, seed=seed, rule=Rule(**ctx.rule),
+            bias=bias, positions_q=positions_q, positions_k=positions_k, seed=seed, sinks=sinks, rule=Rule(**ctx.rule),
         )  # fmt: skip
 
-    wants = (True, True, True, ctx.bias_gradient)
-    *inputs, grad_bias = second_derivatives(attention, grad_output, (query, key, value, bias), wants, gradients)
+    wants = (True, True, True, ctx.bias_gradient, sinks is not None)
+    given = (query, key, value, bias, sinks)
+    *inputs, grad_bias, grad_sinks = second_derivatives(attention, grad_output, given, wants, gradients)
     output_to_max_k = (None,) * 6  # output and logsumexp are functions of the inputs that are differentiated here
-    behind_bias = (None,) * 3
-    return *inputs, *output_to_max_k, grad_bias, *behind_bias
+    positions_and_seed = (None,) * 3
+    return *inputs, *output_to_max_k, grad_bias, *positions_and_seed, grad_sinks
 
 
 def _autocast(device_type: str, dispatch_key: str) -> Any:

@@ -111,7 +111,8 @@ def backward(saved: Saved, grad_output: Tensor, bias_gradient: bool) -> Gradient
         k, v = k_all.narrow(2, tile.k0, num_k), v_all.narrow(2, tile.k0, num_k)
         if tile.causal is None:
             extras, at_q, at_k = overlay.of(tile)
-            grad_q, grad_k, grad_v, grad_scores = tile_backward(g, q, k, v, call.rule, extras)
+            lse = None if call.sinks is None else lse_all.narrow(2, tile.q0, num_q)
+            grad_q, grad_k, grad_v, grad_scores = tile_backward(g, q, k, v, call.rule, extras, lse)
             if grad_bias is not None:
                 grad_bias.add(tile.row, grad_scores[0], at_q, at_k)
         else:

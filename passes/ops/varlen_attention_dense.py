@@ -72,8 +72,9 @@ def forward(
 
 def backward(saved: Saved, grad_output: Tensor, bias_gradient: bool, max_scores: int = MAX_SCORES) -> Gradients:
     """Return the gradients of one call."""
-    query, key, value, _, _, call = saved
+    query, key, value, _, logsumexp, call = saved
     slots_q, slots_k = _slots(query, key, call)
+    statistics = None if call.sinks is None else slots_q.lay(logsumexp.t().unsqueeze(-1)).squeeze(-1)
     g_all, q_all, k_all, v_all = slots_q.lay(grad_output), slots_q.lay(query), slots_k.lay(key), slots_k.lay(value)
     grad_query = slots_q.empty(query, query.size(2))
     dtype = statistics_dtype(query.dtype)  # tiles add up
@@ -85,7 +86,8 @@ def backward(saved: Saved, grad_output: Tensor, bias_gradient: bool, max_scores:
     for rows, queries in _tiles(slots_q, slots_k, query.size(1), max_scores):
         extras = _extras(rows, queries, slots_q, slots_k, query, call)
         q, g = q_all[rows, :, queries], g_all[rows, :, queries]
-        gradients = tile_backward(g, q, k_all[rows], v_all[rows], call.rule, extras)
+        lse = None if statistics is None else statistics[rows, :, queries]
+        gradients = tile_backward(g, q, k_all[rows], v_all[rows], call.rule, extras, lse)
         slots_q.view(grad_query)[rows, :, queries] = gradients.query
         slots_k.view(grad_key)[rows] += gradients.key
         slots_k.view(grad_value)[rows] += gradients.value

@@ -33,6 +33,7 @@ from deepytorch.passes.unpad.layout import (
 from deepytorch.passes.unpad.masks import Meaning, Prober, TokenSource, Undecided
 from deepytorch.passes.unpad.origins import are_one_sequence, origins
 from deepytorch.passes.unpad.region import Declined, Region
+from deepytorch.passes.unpad.routing import Router
 from deepytorch.passes.unpad.rules import broadcasts, rule_for
 from deepytorch.passes.unpad.sizes import seed, spaces_of, unify_labels, unify_masks
 
@@ -62,8 +63,10 @@ def analyse(module: fx.GraphModule, context: Context, *, loss_rows: bool, defer_
     unify_labels(graph, slicer, losses, rows, positions, context)
     rows, positions = seed(attentions, context)
     symbols = Symbols(rows, frozenset(positions), context.shape_env)
-    known = layouts(graph, symbols, slicer.from_batch)
-    _forget_foreign(graph, known, attentions, slicer)
+    router = Router(symbols)
+    known = layouts(graph, symbols, slicer.from_batch, router.layout)
+    from_batch = {node: slicer.from_batch(node) for node in graph.nodes}
+    _forget_foreign(graph, known, attentions, from_batch, router)
     region = Region(
         graph,
         slicer,
@@ -87,7 +90,7 @@ def analyse(module: fx.GraphModule, context: Context, *, loss_rows: bool, defer_
         region.zeroing = _zeroing(region, attentions)
     region.seen = Seen(
         layouts=known,
-        from_batch={node: slicer.from_batch(node) for node in graph.nodes},
+        from_batch=from_batch,
         attentions={attention.output: attention for attention, _ in decided} if region.packs else {},
         losses={node: number for number, node in enumerate(region.losses)},
         loss_rows=loss_rows,
@@ -97,6 +100,8 @@ def analyse(module: fx.GraphModule, context: Context, *, loss_rows: bool, defer_
         picks={node: number for number, node in enumerate(region.picks)},
         zero_at_pads=frozenset(region.zeroing),
         deferred=frozenset(),
+        routed=router.rules,
+        order_of=router.order_of,
     )
     return region
 
@@ -116,15 +121,22 @@ def why_not(declined: list[Decline]) -> str:
     return "no attention has a mask that says which keys are tokens, so there is no padding to see"
 
 
-def _forget_foreign(graph: fx.Graph, known: dict[fx.Node, Layout], attentions: list[Attention], slicer: Slicer) -> None:
+def _forget_foreign(
+    graph: fx.Graph,
+    known: dict[fx.Node, Layout],
+    attentions: list[Attention],
+    from_batch: Mapping[fx.Node, bool],
+    router: Router,
+) -> None:
     """Drop the layouts of results of token values whose operator has no rule, and of everything computed from them.
 
     Sizes show that such a value has positions, but not that the positions are still the same: `x.flip(1)`, `x[:,
     order]`.
     """
     trusted = {node for attention in attentions for node in attention.inner}
-    from_batch = {node: slicer.from_batch(node) for node in graph.nodes}
-    foreign: set[fx.Node] = set()
+    foreign = router.close(graph, known, from_batch)
+    for node in foreign:
+        known.pop(node, None)
     for node in graph.nodes:
         if node.op != "call_function" or from_batch[node]:
             continue
@@ -132,7 +144,7 @@ def _forget_foreign(graph: fx.Graph, known: dict[fx.Node, Layout], attentions: l
         tokens = [source for source in sources if is_token(known.get(source))]
         kept = node in trusted or node.target in _LOSSES
         if not kept and tokens and is_token(known.get(node)):
-            rule = rule_for(node)
+            rule = router.rules.get(node) or rule_for(node)
             kept = rule is not None and rule.admits(node, known, from_batch)
         elif not tokens:
             kept = True

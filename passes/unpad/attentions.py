@@ -6,6 +6,7 @@ An attention is SDPA, or matmul - softmax - matmul written out.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,7 @@ class Attention:
 
     `query` is (..., positions_q, head_dim). `key` is (..., positions_k, head_dim) for SDPA, and (..., head_dim,
     positions_k) if the attention is written out; the layouts of both tell. `terms` are added to the scaled scores.
+    `sinks` (1, heads, 1, 1) is the score of a key that no value stands behind.
     """
 
     output: fx.Node
@@ -43,6 +45,7 @@ class Attention:
     terms: tuple[Term, ...] = ()
     inner: tuple[fx.Node, ...] = ()  # the nodes that the packed form replaces, including the output
     mask_dtype: torch.dtype | None = None
+    sinks: fx.Node | None = None
 
 
 @dataclass(frozen=True)
@@ -110,13 +113,14 @@ def _spelled_out(softmax: fx.Node) -> Attention | None:
     value = softmax.meta.get("val")
     if not isinstance(value, torch.Tensor) or softmax.args[1] not in (-1, value.dim() - 1):
         return None
-    up = _scores(softmax.args[0])
-    down = _weighted_sum(softmax)
+    scores, weights, sinks, beside = _without_sinks(softmax)
+    up = _scores(scores)
+    down = _weighted_sum(weights)
     if up is None or down is None:
         return None
     query, key, scale, softcap, terms, above = up
     dropout_p, output, below = down
-    inner = [*above, softmax, *below]
+    inner = [*above, *beside, softmax, *below]
     if not _closed(inner, output):
         return None
     return Attention(
@@ -130,7 +134,51 @@ def _spelled_out(softmax: fx.Node) -> Attention | None:
         softcap=softcap,
         terms=tuple(terms),
         inner=tuple(inner),
+        sinks=sinks,
     )
+
+
+def _without_sinks(softmax: fx.Node) -> tuple[Any, fx.Node, fx.Node | None, list[fx.Node]]:
+    """Return the scores of the keys, their weights, the sinks, and the nodes of the sinks' column.
+
+    The column is appended before the softmax and dropped behind it: `softmax(cat([scores, sinks]))[..., :-1]`. Without
+    one, the scores are those of the softmax, and the weights its result.
+    """
+    beside: list[fx.Node] = []
+    scores: Any = softmax.args[0]
+    if _is_less_its_maximum(scores):
+        maximum = scores.args[1]
+        beside += [scores, maximum, *([maximum.args[0]] if maximum.target is operator.getitem else [])]
+        scores = scores.args[0]
+    dropped = next(iter(softmax.users), None)
+    if scores.target is not aten.cat.default or len(softmax.users) != 1 or dropped.target is not aten.slice.Tensor:
+        return softmax.args[0], softmax, None, []
+    parts, last = scores.args[0], scores.meta["val"].dim() - 1
+    if len(parts) != 2 or last != 3 or arguments_of(scores)["dim"] % 4 != last:
+        return softmax.args[0], softmax, None, []
+    given = arguments_of(dropped)
+    drops_one = (given["dim"] % 4, given["start"] or 0, given["end"], given["step"]) == (last, 0, -1, 1)
+    sinks = parts[1].args[0] if parts[1].target is aten.expand.default else None
+    if not drops_one or sinks is None or sinks.meta["val"].dim() != 4:
+        return softmax.args[0], softmax, None, []
+    rows, _, queries, columns = sinks.meta["val"].shape
+    if not (rows == queries == columns == 1) or parts[1].meta["val"].shape[last] != 1:
+        return softmax.args[0], softmax, None, []
+    return parts[0], dropped, sinks, [*beside, scores, parts[1], dropped]
+
+
+def _is_less_its_maximum(node: Any) -> bool:
+    """Return whether a value is `x - x.max(-1, keepdim=True)`, whose softmax is that of `x`."""
+    if node.target is not aten.sub.Tensor or not isinstance(node.args[1], fx.Node) or node.kwargs:
+        return False
+    maximum = node.args[1]
+    if maximum.target is operator.getitem and maximum.args[1] == 0:
+        maximum = maximum.args[0]
+    if maximum.target not in (aten.max.dim, aten.amax.default) or maximum.args[0] is not node.args[0]:
+        return False
+    given = arguments_of(maximum)
+    last = node.meta["val"].dim() - 1
+    return given["keepdim"] is True and given["dim"] in (-1, last, [-1], [last])
 
 
 def _closed(inner: list[fx.Node], output: fx.Node) -> bool:
@@ -202,9 +250,9 @@ def _towards_product(args: tuple[Any, ...]) -> int | None:
 _CHAIN = _CASTS | _SCALINGS | _ADDS_A_TERM | {aten.tanh.default}
 
 
-def _weighted_sum(softmax: fx.Node) -> tuple[float, fx.Node, list[fx.Node]] | None:
-    """Walk down from a softmax through casts and dropout to the product with the values."""
-    node, dropout_p = softmax, 0.0
+def _weighted_sum(weights: fx.Node) -> tuple[float, fx.Node, list[fx.Node]] | None:
+    """Walk down from the weights of the keys through casts and dropout to the product with the values."""
+    node, dropout_p = weights, 0.0
     inner: list[fx.Node] = []
     while True:
         users = list(node.users)

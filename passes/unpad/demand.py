@@ -17,6 +17,7 @@ from torch import fx
 
 from deepytorch.passes.unpad.attentions import Attention
 from deepytorch.passes.unpad.layout import Layout, is_token
+from deepytorch.passes.unpad.routing import Routed
 from deepytorch.passes.unpad.rules import Rule, rule_for, tensor_inputs
 
 _NOTHING, _LOSS, _TOKENS, _EVERYTHING = range(4)
@@ -68,6 +69,8 @@ class Seen:
     picks: Mapping[fx.Node, int]  # node that takes one token per row -> its number
     zero_at_pads: frozenset[fx.Node]  # values that are zero at pads, whatever their inputs hold there
     deferred: frozenset[fx.Node]  # outputs that are computed at their first use, if ever
+    routed: Mapping[fx.Node, Routed] = field(default_factory=dict)  # the rules of nodes that move entries
+    order_of: Mapping[fx.Node, fx.Node] = field(default_factory=dict)  # the sort whose entries a node holds or moves
     keep_tokens: frozenset[fx.Node] = frozenset()  # values computed at every token, although only a loss demands them
     refused: dict[fx.Node, str] = field(default_factory=dict)  # filled in: token values whose operator has no rule
 
@@ -78,9 +81,12 @@ def demands(graph: fx.Graph, seen: Seen) -> dict[fx.Node, Demand]:
     inside = {
         node: output for output, attention in seen.attentions.items() for node in attention.inner if node is not output
     }
+    kept = {seen.order_of[node] for node in seen.keep_tokens if node in seen.order_of}
     for node in reversed(list(graph.nodes)):
         if node in inside and demand[inside[node]].packable:
             continue  # the packed attention replaces this node
+        if seen.order_of.get(node) in kept and demand[node] != NOTHING:
+            demand[node] |= TOKENS  # all that a sort moves is computed for the same tokens
         if node.op == "output":
             for source in node.all_input_nodes:
                 demand[source] |= _output_demand(source, seen)
@@ -104,6 +110,8 @@ def _inputs(node: fx.Node, demand: Demand, seen: Seen) -> Iterable[tuple[fx.Node
     if attention is not None and demand.packable:
         yield from ((source, TOKENS) for source in (attention.query, attention.key, attention.value))
         yield from ((bias, EVERYTHING) for bias in seen.biases[node])
+        if attention.sinks is not None:
+            yield attention.sinks, EVERYTHING
         return
     if node in seen.losses:
         all_tokens = by_token(node, demand, seen) or not seen.loss_rows
@@ -115,6 +123,10 @@ def _inputs(node: fx.Node, demand: Demand, seen: Seen) -> Iterable[tuple[fx.Node
             yield source, TOKENS if source is node.args[0] else EVERYTHING
         return
     rule = admitted_rule(node, seen)
+    if isinstance(rule, Routed):
+        yield from ((source, demand) for source in rule.reads)
+        yield from ((source, EVERYTHING) for source in rule.whole)
+        return
     if rule is None:
         _refuse(node, seen)
         yield from ((source, EVERYTHING) for source in node.all_input_nodes)
@@ -141,6 +153,8 @@ def admitted_rule(node: fx.Node, seen: Seen) -> Rule | None:
 
     The node's output must have one entry per token, and its operator must work token by token.
     """
+    if node in seen.routed:
+        return seen.routed[node]
     rule = rule_for(node)
     if rule is None:
         return None

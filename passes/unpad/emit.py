@@ -24,6 +24,7 @@ from deepytorch.passes.unpad.layout import (
     packed_sizes,
     plain_size,
     positions_of,
+    sorted_of,
     token_dims,
     vanishes,
 )
@@ -51,7 +52,7 @@ class Emitter:
         packed = [attention for output, attention in region.seen.attentions.items() if output in entries]
         # the nodes that packed attentions replace
         self.swallowed = {node for each in packed for node in each.inner if node is not each.output}
-        self._spaces, self._slicer = region.spaces, region.slicer
+        self._spaces, self._slicer, self._routed = region.spaces, region.slicer, region.seen.routed
         self._sizes = [space.size for space in region.spaces.values()]
         self._padded: dict[fx.Node, fx.Node] = {}
         self._packed: dict[tuple[fx.Node, IndexSet], fx.Node] = {}
@@ -96,10 +97,10 @@ class Emitter:
             return self._packed[node, entries]
         home = self.entries.get(node)
         if home is None or (node, home) not in self._packed:
-            if isinstance(node.meta.get("val"), (list, tuple)):
-                raise AssertionError(f"{node} has several outputs and no packed form")
+            if isinstance(node.meta.get("val"), (list, tuple)) or sorted_of(self.layouts.get(node)) is not None:
+                raise AssertionError(f"{node} has no packed form, and cannot be gathered")
             return self._gathered(node, entries, positions_of(self.layouts[node])[0])
-        if not _contains(home, entries):
+        if not _contains(home, entries) or sorted_of(self.layouts.get(node)) is not None:
             raise AssertionError(f"{node.name} has no values for some of the entries asked for")
         whole, rank = self._packed[node, home], self.index(IndexInput("rank", entries, home))
         made = self._after(whole, lambda: self.call(ops.pack_rows.default, (whole, rank)))
@@ -163,7 +164,7 @@ class Emitter:
 
     def pack(self, node: fx.Node) -> fx.Node:
         """Write a node in its packed form, by its rule."""
-        rule = rule_for(node)
+        rule = self._routed.get(node) or rule_for(node)
         assert rule is not None
         entries = self.entries[node]
         made = rule.emit(node, self, entries)
@@ -234,9 +235,12 @@ class Emitter:
         if attention.dropout_p > 0:
             device = node.meta["val"].device
             seed = self.call(aten.randint.default, (2**62, []), {"dtype": torch.int64, "device": device})
+        sinks = None
+        if attention.sinks is not None:
+            sinks = self.call(aten.reshape.default, (self.padded(attention.sinks), [-1]))
         both = self.call(
             ops.varlen_attention.default,
-            (q, k, v, cu_q, cu_k, longest_q, longest_k, bias, *positions, seed),
+            (q, k, v, cu_q, cu_k, longest_q, longest_k, bias, *positions, seed, sinks),
             {
                 "scale": float(attention.scale),
                 "window_left": meaning.window_left,

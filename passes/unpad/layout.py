@@ -12,7 +12,7 @@ history, for the order of their atoms. A layout does not say whether an operator
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,7 +50,46 @@ class Positions:
         return self.offset == 0 and self.cut == 0
 
 
-Atom = _Rows | Positions | int
+@dataclass(frozen=True)
+class Sorted(Positions):
+    """The entries of all tokens, in the order in which the operator `order` sorted them.
+
+    A token has `per_token` entries, such as the experts that it is routed to. With the rows, these positions are one
+    dimension, `(ROWS, Sorted(...))`, which is not split: the entries of a row do not stand together.
+    """
+
+    order: fx.Node | None = None
+    per_token: int = 1
+
+    @property
+    def size(self) -> sympy.Expr:
+        """Return the number of entries of one row."""
+        return (self.symbol - self.cut) * self.per_token
+
+    @property
+    def whole(self) -> bool:
+        """Return False: no position can be told from an entry's place."""
+        return False
+
+
+@dataclass(frozen=True)
+class Places:
+    """One dimension of numbers that say where the entries of a sort stand, and mean nothing else.
+
+    kind is one of:
+
+    - "entries": at each place of the sorted order, the entry's number before the sort, divided by `divisor`;
+    - "inverse": for each entry before the sort, its place in the sorted order;
+    - "counts": for each group of equal keys, its number of entries;
+    - "ends": for each group of equal keys, the place at which it ends in the sorted order.
+    """
+
+    of: Sorted
+    kind: str
+    divisor: int = 1
+
+
+Atom = _Rows | Positions | Places | int
 Dim = tuple[Atom, ...]
 Layout = tuple[Dim, ...]
 
@@ -104,8 +143,16 @@ class Symbols:
         return None
 
 
-def layouts(graph: fx.Graph, symbols: Symbols, from_batch: Callable[[fx.Node], bool]) -> dict[fx.Node, Layout]:
+def layouts(
+    graph: fx.Graph,
+    symbols: Symbols,
+    from_batch: Callable[[fx.Node], bool],
+    routed: Callable[[fx.Node, Mapping[fx.Node, Layout]], Layout | None] = lambda node, known: None,
+) -> dict[fx.Node, Layout]:
     """Return the layout of every tensor of `graph` for which one is known.
+
+    routed: returns the layout of a value whose entries an operator has moved, from the layouts of earlier values; None
+    for all other values.
 
     The start of positions matters only for values that the model computes. A value that follows from the batch alone
     (shifted labels, masks) is gathered by its own index: its offset is 0, and no other value takes its offset from it.
@@ -114,7 +161,9 @@ def layouts(graph: fx.Graph, symbols: Symbols, from_batch: Callable[[fx.Node], b
     for node in graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor):
-            layout = _layout(node, [symbols.expr(size) for size in value.shape], symbols, known, from_batch)
+            layout = None if from_batch(node) else routed(node, known)
+            if layout is None:
+                layout = _layout(node, [symbols.expr(size) for size in value.shape], symbols, known, from_batch)
             if layout is not None:
                 known[node] = _from_start(layout) if from_batch(node) else layout
     return known
@@ -133,7 +182,7 @@ def _layout(
     known: dict[fx.Node, Layout],
     from_batch: Callable[[fx.Node], bool],
 ) -> Layout | None:
-    sources = [source for source in tensor_operands(node) if source in known]
+    sources = [source for source in tensor_operands(node) if source in known and not is_places(known[source])]
     operands = [known[source] for source in sorted(sources, key=from_batch)]  # the model's values come first
     if node.target in VIEWS:
         return resplit(operands[0], shape, symbols) if operands else None
@@ -194,6 +243,8 @@ def resplit(layout: Layout, shape: Sequence[sympy.Expr], symbols: Symbols) -> La
             if not atoms:
                 return None
             atom = atoms.pop(0)
+            if isinstance(atom, Sorted) and dim != [ROWS]:
+                return None
             rest = sympy.cancel(size / reached)
             if isinstance(atom, int):
                 if not rest.is_Integer:  # a symbol follows later in this dimension: take the whole number
@@ -211,6 +262,8 @@ def resplit(layout: Layout, shape: Sequence[sympy.Expr], symbols: Symbols) -> La
             reached = sympy.expand(reached * symbols.atom_size(atom))
             if len(dim) > 8:
                 return None
+        if dim == [ROWS] and atoms and isinstance(atoms[0], Sorted):
+            return None
         result.append(tuple(dim))
     return tuple(result) if not atoms else None
 
@@ -245,6 +298,21 @@ def has_rows(layout: Layout) -> bool:
     return any(atom is ROWS for dim in layout for atom in dim)
 
 
+def is_places(layout: Layout | None) -> bool:
+    """Return whether a value says where the entries of a sort stand."""
+    return layout is not None and any(isinstance(atom, Places) for dim in layout for atom in dim)
+
+
+def sorted_of(layout: Layout | None) -> Sorted | None:
+    """Return the sorted entries that a value holds or tells the places of; None for any other value."""
+    for atom in (atom for dim in layout or () for atom in dim):
+        if isinstance(atom, Sorted):
+            return atom
+        if isinstance(atom, Places):
+            return atom.of
+    return None
+
+
 def is_token(layout: Layout | None) -> bool:
     """Return whether a value has one entry per token.
 
@@ -259,7 +327,7 @@ def is_token(layout: Layout | None) -> bool:
 
 def leads_with_tokens(layout: Layout | None) -> bool:
     """Return whether a value is (rows, positions, ...) or (rows * positions, ...), with plain dimensions after that."""
-    if layout is None or not is_token(layout):
+    if layout is None or not is_token(layout) or sorted_of(layout) is not None:
         return False
     if len(layout[0]) == 2:
         first: Dim = layout[0]

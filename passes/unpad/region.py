@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,10 +10,10 @@ import sympy
 from torch import fx
 
 from deepytorch.passes.base import Decline
-from deepytorch.passes.slicing import Slicer
+from deepytorch.passes.slicing import Slicer, writes_in_place
 from deepytorch.passes.unpad.attentions import Attention
 from deepytorch.passes.unpad.demand import NOTHING, Demand, Seen, is_float
-from deepytorch.passes.unpad.layout import Layout, Positions, Symbols, is_token, positions_of
+from deepytorch.passes.unpad.layout import Layout, Positions, Symbols, is_token, positions_of, sorted_of
 from deepytorch.passes.unpad.masks import Meaning, TokenSource
 from deepytorch.passes.unpad.program import IndexSet
 
@@ -81,7 +82,8 @@ class Region:
 
     def grid(self, node: Any) -> tuple[Space, Positions]:
         """Return the token space of a token value, and the positions of it that the value has."""
-        positions = positions_of(self.layouts[node])[0]
+        layout = self.layouts[node]
+        positions = sorted_of(layout) or positions_of(layout)[0]
         return self.spaces[positions.symbol], positions
 
     def space(self, node: Any) -> Space:
@@ -98,6 +100,8 @@ class Region:
         """Return whether a deferred output may start from this value, because the step computes it for all tokens."""
         if node.op != "call_function" or self.seen.from_batch[node] or not is_float(node):
             return False
+        if sorted_of(self.layouts.get(node)) is not None:
+            return False  # the order of a sort that runs again need not be the same
         if self.demand[node] == NOTHING:
             return False
         entries = self.entries.get(node)
@@ -108,4 +112,14 @@ class Region:
         if self.is_boundary(output):
             return []
         stop = frozenset(node for node in self.graph.nodes if self.is_boundary(node))
-        return self.slicer.slice([output], stop)
+        nodes = self.slicer.slice([output], stop)
+        read = {output, *(node for node in nodes if writes_in_place(node))}
+        for node in reversed(nodes):
+            if node in read:
+                read.update(self.read_late(node))
+        return [node for node in nodes if node in read]
+
+    def read_late(self, node: fx.Node) -> Sequence[fx.Node]:
+        """Return the inputs that a node reads in the graph of a deferred output."""
+        rule = self.seen.routed.get(node) if self.packs else None
+        return node.all_input_nodes if rule is None else (*rule.reads, *rule.whole)

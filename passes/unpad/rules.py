@@ -27,6 +27,7 @@ from deepytorch.passes.unpad.layout import (
     is_token,
     packed_dim,
     packed_sizes,
+    sorted_of,
     token_dims,
     vanishes,
 )
@@ -85,7 +86,7 @@ def _same_grid(dim: Dim, target: Dim) -> bool:
     if len(dim) != len(target):
         return False
     for atom, other in zip(dim, target, strict=True):
-        if isinstance(atom, Positions) and isinstance(other, Positions):
+        if type(atom) is Positions and type(other) is Positions:
             if (atom.symbol, atom.cut) != (other.symbol, other.cut):
                 return False
         elif atom != other:
@@ -268,6 +269,8 @@ class Expand(Rule):
 
     def admits(self, node: fx.Node, layouts: Layouts, from_batch: Mapping[fx.Node, bool]) -> bool:
         x = node.args[0]
+        if sorted_of(layouts[node]) is not None:  # a token has several entries
+            return False
         return isinstance(x, fx.Node) and broadcasts(layouts.get(x), layouts[node], from_batch[x])
 
     def emit(self, node: fx.Node, emitter: Emitter, entries: IndexSet) -> fx.Node:
@@ -336,6 +339,24 @@ class Embedding(Rule):
 
 
 @dataclass(frozen=True)
+class Lookup(Rule):
+    """A lookup of parts of a table by a number of each token, such as its expert: `table[numbers]`."""
+
+    def admits(self, node: fx.Node, layouts: Layouts, from_batch: Mapping[fx.Node, bool]) -> bool:
+        table, indices = node.args[:2]
+        if len(indices) != 1 or not isinstance(indices[0], fx.Node) or table not in layouts:  # type: ignore[arg-type, index]
+            return False
+        numbers = indices[0]  # type: ignore[index]
+        if numbers.meta["val"].dtype not in (torch.int32, torch.int64) or not is_token(layouts.get(numbers)):
+            return False
+        return not token_dims(layouts[table]) and layouts[node] == (*layouts[numbers], *layouts[table][1:])
+
+    def emit(self, node: fx.Node, emitter: Emitter, entries: IndexSet) -> fx.Node:
+        table, (numbers,) = node.args[:2]  # type: ignore[misc]
+        return emitter.call(aten.index.Tensor, (emitter.padded(table), [emitter.packed(numbers, entries)]))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
 class Item(Rule):
     """One output of an operator that has several."""
 
@@ -361,10 +382,35 @@ def _plain(dim: Dim) -> bool:
     return all(isinstance(atom, int) for atom in dim)
 
 
+@dataclass(frozen=True)
+class CastLike(Rule):
+    """A cast to the dtype of another value, which need not have the same shape."""
+
+    def admits(self, node: fx.Node, layouts: Layouts, from_batch: Mapping[fx.Node, bool]) -> bool:
+        return is_token(layouts.get(node.args[0])) and layouts[node.args[0]] == layouts[node]
+
+    def emit(self, node: fx.Node, emitter: Emitter, entries: IndexSet) -> fx.Node:
+        return emitter.call(aten.to.dtype, (emitter.packed(node.args[0], entries), node.meta["val"].dtype))
+
+
+@dataclass(frozen=True)
+class Complex(Rule):
+    """Pairs of numbers seen as complex numbers, or complex numbers seen as pairs, in the last dimension."""
+
+    def admits(self, node: fx.Node, layouts: Layouts, from_batch: Mapping[fx.Node, bool]) -> bool:
+        x, out = layouts.get(node.args[0]), layouts[node]
+        pairs, numbers = (x, out) if node.target is aten.view_as_complex.default else (out, x)
+        return is_token(x) and pairs is not None and numbers is not None and pairs == (*numbers, (2,))
+
+    def emit(self, node: fx.Node, emitter: Emitter, entries: IndexSet) -> fx.Node:
+        x = emitter.packed(node.args[0], entries)
+        return emitter.call(node.target, (emitter.call(aten.contiguous.default, (x,)),))
+
+
 _POINTWISE = Pointwise()
 # Elementwise operators that torch (2.11) does not tag as such.
 _ELEMENTWISE = (
-    aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten._to_copy.default, aten.type_as.default,
+    aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten._to_copy.default,
     aten.contiguous.default, aten.alias.default, aten.detach.default, aten.dropout.default, aten.leaky_relu.default,
     aten.hardswish.default, aten.log_sigmoid.default, aten.where.ScalarOther, aten.where.ScalarSelf,
     aten.masked_fill.Tensor, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
@@ -376,6 +422,7 @@ _ALONG_A_DIM = (
     aten.softmax.int, aten._softmax.default, aten.log_softmax.int, aten._log_softmax.default, aten.cumsum.default,
     aten.glu.default, aten.topk.default, aten.sort.default, aten.gather.default, aten.select.int, aten.split.Tensor,
     aten.split.sizes, aten.split_with_sizes.default, aten.chunk.default, aten.unbind.int, aten.narrow.default,
+    aten.scatter.value, aten.scatter.src, aten.scatter_add.default,
 )  # fmt: skip
 _ONES = (aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default)
 _TURNS = (aten.permute.default, aten.transpose.int, aten.t.default, aten.mT.default)
@@ -394,6 +441,10 @@ RULES: dict[Any, Rule] = {
     **dict.fromkeys(_TURNS, Permute()),
     aten.expand.default: Expand(),
     aten.embedding.default: Embedding(),
+    aten.index.Tensor: Lookup(),
+    aten.type_as.default: CastLike(),
+    **dict.fromkeys((aten.view_as_complex.default, aten.view_as_real.default), Complex()),
+    aten.bmm.default: PerTokenMatmul(),
 }
 
 

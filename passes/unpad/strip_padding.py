@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from deepytorch.passes.base import Context, Decline, Pass, Rewrite
+from deepytorch.passes.functional import without_writes
 from deepytorch.passes.graphs import is_random
 from deepytorch.passes.unpad import demand as seeing
 from deepytorch.passes.unpad.analysis import analyse, why_not
@@ -44,12 +45,16 @@ class StripPadding(Pass):
         """Pack what can be packed. The program of the result tells the run time how to feed the new graph."""
         rewrite = Rewrite()
         try:
-            region = analyse(module, context, loss_rows=self.loss_rows, defer_outputs=self.defer_outputs)
+            source = without_writes(module)
+            region = analyse(source, context, loss_rows=self.loss_rows, defer_outputs=self.defer_outputs)
             decide(region)
-            rewrite.program = write_program(module, region)
+            rewrite.program = write_program(source, region)
         except Declined as declined:
             rewrite.declined.append(Decline(declined.where, str(declined)))
             return rewrite
+        if source is not module:
+            module.graph = source.graph
+            module.recompile()
         rewrite.changes.extend(rewrite.program.sites)
         rewrite.declined.extend(region.declined)
         return rewrite

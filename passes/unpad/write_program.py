@@ -203,7 +203,7 @@ class _Late(NamedTuple):
 def _late_graph(module: fx.GraphModule, region: Region, output: fx.Node) -> _Late:
     nodes = region.epilogue_nodes(output)
     inside = set(nodes)
-    sources = (source for node in nodes for source in node.all_input_nodes if source not in inside)
+    sources = (source for node in nodes for source in region.read_late(node) if source not in inside)
     boundary = list(dict.fromkeys(node for node in sources if node.op == "call_function")) if nodes else [output]
     entries = _epilogue_entries(region, nodes, boundary)
     emitter = Emitter(region, entries)
@@ -369,7 +369,10 @@ def _costs(region: Region) -> tuple[tuple[IndexSet, float], ...]:
     """Return the multiply-adds of the matrix products, per entry of the set that the products run on."""
     costs: dict[IndexSet, float] = {}
     for node, entries in region.entries.items():
-        if isinstance(rule_for(node), Linear):
+        if node in region.seen.routed:
+            key = IndexSet(entries.space, entries.loss)
+            costs[key] = costs.get(key, 0.0) + region.seen.routed[node].cost
+        elif isinstance(rule_for(node), Linear):
             weights = [source.meta["val"] for source in node.all_input_nodes if source.op == "placeholder"]
             sizes = [weight.numel() for weight in weights if isinstance(weight, torch.Tensor) and weight.dim() == 2]
             if sizes and isinstance(sizes[0], int):

@@ -7,7 +7,7 @@ that what differs is wrong and not merely rounded.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from deepytorch.passes.unpad.layout import ROWS, Layout, Positions, Symbols, is_
 from deepytorch.passes.unpad.masks import TokenSource
 from deepytorch.passes.unpad.program import IndexInput, Output, Program
 from deepytorch.passes.unpad.region import Region, Space
+from deepytorch.passes.unpad.routing import Router
 from deepytorch.passes.unpad.strip_padding import StripPadding, decide
 from deepytorch.passes.unpad.write_program import write_program
 
@@ -144,19 +145,24 @@ class PaddedGraph:
 
     def layouts(self) -> dict[fx.Node, Layout]:
         """The layouts, without those of what an operator without a rule made of token values."""
-        slicer = Slicer(self.graph)
-        known = layouts(self.graph, self.symbols, slicer.from_batch)
-        _forget_foreign(self.graph, known, [], slicer)
-        return known
+        return self._routed()[0]
+
+    def _routed(self) -> tuple[dict[fx.Node, Layout], Router]:
+        slicer, router = Slicer(self.graph), Router(self.symbols)
+        known = layouts(self.graph, self.symbols, slicer.from_batch, router.layout)
+        _forget_foreign(self.graph, known, [], {node: slicer.from_batch(node) for node in self.graph.nodes}, router)
+        return known, router
 
     def seen(self, **kwargs: Any) -> Seen:
         """What `demands` is told, for a graph without attentions and losses; `kwargs` change it."""
         slicer = Slicer(self.graph)
+        known, router = self._routed()
         given: dict[str, Any] = {
-            "layouts": self.layouts(),
+            "layouts": known,
             "from_batch": {node: slicer.from_batch(node) for node in self.graph.nodes},
             "attentions": {}, "losses": {}, "loss_rows": True, "token_outputs": frozenset(), "biases": {},
             "unreduced": frozenset(), "picks": {}, "zero_at_pads": frozenset(), "deferred": frozenset(),
+            "routed": router.rules, "order_of": router.order_of,
         }  # fmt: skip
         return Seen(**{**given, **kwargs})
 
@@ -348,3 +354,72 @@ def attend(g: PaddedGraph, x: fx.Node, mask: fx.Node | None, causal: bool = Fals
     y = g.call(aten.scaled_dot_product_attention.default, q, k, v, mask, 0.0, causal)
     y = g.call(aten.reshape.default, g.call(aten.transpose.int, y, 1, 2), [g.size("r"), g.size("p"), 4 * heads])
     return g.call(aten.linear.default, y, g.weight(int(x.meta["val"].shape[-1]), 4 * heads))
+
+
+def assert_tokens_as_eager(packed: Packed) -> None:
+    """Every output equals eager at tokens, with its gradients, and at no token does it follow from another one."""
+    g = packed.written
+    layouts = [packed.region.layouts[output] for output in packed.region.outputs]
+    for number, (name, mask) in enumerate(batches().items()):
+        generator = torch.Generator().manual_seed(number)
+        sizes = {"r": mask.shape[0], "p": mask.shape[1]}
+        values = g.values(mask, generator, {})
+        ours, theirs = packed.run(mask, values), packed.padded(*values)
+        for our, their, layout in zip(ours, theirs, layouts, strict=True):
+            (our, grid), (their, _) = by_token(our, layout, sizes), by_token(their, layout, sizes)
+            own = mask[:, grid.offset : mask.shape[1] - grid.cut + grid.offset]
+            torch.testing.assert_close(our[own], their[own], msg=lambda text, name=name: f"{name}: {text}")
+            assert not our[~own].any(), "pads are scattered as zeros"
+        tokens = mask.nonzero().tolist()
+        for row, position in tokens[:: max(1, len(tokens) // 3)]:
+            others = packed.padded(*_but_for(g, packed, values, mask, row, position, generator))
+            for other, their, layout in zip(others, theirs, layouts, strict=True):
+                (other, grid), (their, _) = by_token(other, layout, sizes), by_token(their, layout, sizes)
+                column = position - grid.offset
+                if 0 <= column < other.shape[1]:
+                    before, after = their[row, column], other[row, column]
+                    assert torch.equal(before, after), f"{name}: the token at {row}, {position} sees another one"
+    _same_gradients(g, packed, layouts)
+
+
+def _but_for(
+    g: PaddedGraph, packed: Packed, values: list[Any], mask: torch.Tensor, row: int, position: int, generator: Any
+) -> Iterator[Any]:
+    """The same inputs for one token, others for all other ones, NaN at pads."""
+    for node, value in zip(g.inputs, values, strict=True):
+        dims = g.dims[node]
+        # What is computed from the batch alone is gathered by its own index, such as labels that were shifted.
+        moved = packed.region.seen.from_batch[node] and any(user.target is aten.slice.Tensor for user in node.users)
+        if moved or not {"r", "p"} & {*dims}:
+            yield value
+            continue
+        other = random_value(value.shape, value.dtype, generator)
+        if {"r", "p"} <= {*dims} and value.is_floating_point():
+            other.movedim((dims.index("r"), dims.index("p")), (0, 1))[~mask] = torch.nan
+        at = tuple(row if dim == "r" else position if dim == "p" else slice(None) for dim in dims)
+        other[at] = value[at]
+        yield other
+
+
+def _same_gradients(g: PaddedGraph, packed: Packed, layouts: list[Any]) -> None:
+    """Gradients of what stands at tokens, with a weight of its own for every number."""
+    mask = batches()["drawn"]
+    sizes = {"r": mask.shape[0], "p": mask.shape[1]}
+    values = g.values(mask, torch.Generator().manual_seed(0), {})
+    wanted = [
+        value.requires_grad_() for node, value in zip(g.inputs, values, strict=True) if node.meta["val"].requires_grad
+    ]
+    found = []
+    for outputs in (packed.run(mask, values), packed.padded(*values)):
+        total = torch.zeros((), dtype=torch.float64)
+        for output, layout in zip(outputs, layouts, strict=True):
+            if output.requires_grad:
+                each, grid = by_token(output, layout, sizes)
+                chosen = each[mask[:, grid.offset : mask.shape[1] - grid.cut + grid.offset]]
+                chosen = torch.view_as_real(chosen) if chosen.is_complex() else chosen
+                total = total + (chosen * torch.arange(1.0, chosen.numel() + 1).view_as(chosen)).sum()
+        if not total.requires_grad:
+            return
+        found.append(torch.autograd.grad(total, wanted, allow_unused=True, materialize_grads=True))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)

@@ -20,7 +20,7 @@ from deepytorch.passes.unpad.demand import admitted_rule
 from deepytorch.passes.unpad.layout import VIEWS
 from deepytorch.passes.unpad.region import Declined
 from deepytorch.passes.unpad.rules import _UNREDUCED_LOSSES, RULES, Pointwise, rule_for
-from tests.passes.padded_graph import Packed, PaddedGraph, batches, by_token, random_value
+from tests.passes.padded_graph import Packed, PaddedGraph, assert_tokens_as_eager, batches
 
 aten = torch.ops.aten
 Write = Callable[[PaddedGraph], fx.Node]
@@ -74,6 +74,16 @@ def times(*dims: Any, own: tuple[Any, ...] = ("r", "p", 4), own_first: bool = Tr
 
 def cut(g: PaddedGraph, x: fx.Node, start: int, end: int = END, dim: int = 1) -> fx.Node:
     return g.call(aten.slice.Tensor, x, dim, start, end)
+
+
+def scattered(target: Any, dim: int, columns: int, value: float | None = None) -> Write:
+    """Writes into one dimension of (rows, positions, 3), at indices of the model's own."""
+
+    def write(g: PaddedGraph) -> fx.Node:
+        x, index = g.x("r", "p", 3), g.x("r", "p", columns, dtype=torch.int64)
+        return g.call(target, x, dim, index, g.x("r", "p", columns) if value is None else value)
+
+    return write
 
 
 def shifted(start: int, end: int, other_start: int, other_end: int, other: str) -> Write:
@@ -401,6 +411,26 @@ PACKS: Cases = {
         "a padding index": embedding(5, 4, args=(1,)),
         "heads": embedding(5, 4, ids=("r", 3, "p")),
     },
+    aten.index.Tensor: {
+        "weights by number": lambda g: g.call(aten.index.Tensor, g.weight(3, 4), [g.x("r", "p", dtype=torch.int64)]),
+        "matrices by numbers": lambda g: g.call(
+            aten.index.Tensor, g.weight(3, 4, 2), [g.x("r", 2, "p", dtype=torch.int64)]
+        ),
+    },
+    aten.view_as_complex.default: {"pairs": call(aten.view_as_complex.default, "r", 3, "p", 4, 2)},
+    aten.view_as_real.default: {
+        "numbers": then(
+            call(aten.view_as_complex.default, "r", "p", 4, 2), lambda g, x: g.call(aten.view_as_real.default, x)
+        )
+    },
+    aten.bmm.default: {
+        "a matrix a token": lambda g: g.call(
+            aten.bmm.default, g.merged(g.x("r", "p", 2, 4)), g.merged(g.x("r", "p", 4, 3))
+        )
+    },
+    aten.scatter.value: {"a column a token": scattered(aten.scatter.value, 2, 1, value=1.5)},
+    aten.scatter.src: {"a column a token": scattered(aten.scatter.src, 2, 1)},
+    aten.scatter_add.default: {"a column a token": scattered(aten.scatter_add.default, 2, 1)},
     operator.getitem: {
         "sorted": then(call(aten.sort.default, "r", "p", 4), lambda g, x: item(g, x, 1)),
         "a part": then(call(aten.chunk.default, "r", 4, "p", args=(2, 1)), lambda g, x: item(g, x, 1)),
@@ -557,6 +587,22 @@ DECLINES: Cases = {
         "counts ids": embedding(5, 4, args=(-1, True)),
         "a table of the batch's": lambda g: g.call(aten.embedding.default, g.x("p", 4), g.batch("r", "p")),
     },
+    aten.index.Tensor: {
+        "tokens by number": lambda g: g.call(aten.index.Tensor, g.x("r", "p", 4), [g.x("r", "p", dtype=torch.int64)]),
+        "weights by a truth": lambda g: g.call(aten.index.Tensor, g.weight(3, 4), [g.x(3, dtype=torch.bool)]),
+        "columns": lambda g: g.call(aten.index.Tensor, g.weight(3, 4), [None, g.x("r", "p", dtype=torch.int64)]),
+        "two numbers": lambda g: g.call(aten.index.Tensor, g.weight(3, 4), [g.x("r", "p", dtype=torch.int64)] * 2),
+    },
+    aten.view_as_complex.default: {"pairs of positions": call(aten.view_as_complex.default, "r", 4, 2)},
+    aten.view_as_real.default: {
+        "no tokens": then(
+            call(aten.view_as_complex.default, "r", 4, 2), lambda g, x: g.call(aten.view_as_real.default, x)
+        )
+    },
+    aten.bmm.default: {"rows of positions": lambda g: g.call(aten.bmm.default, g.x("r", "p", 4), g.x("r", 4, "p"))},
+    aten.scatter.value: {"along positions": scattered(aten.scatter.value, 1, 3, value=1.5)},
+    aten.scatter.src: {"along positions": scattered(aten.scatter.src, 1, 3)},
+    aten.scatter_add.default: {"along positions": scattered(aten.scatter_add.default, 1, 3)},
     operator.getitem: {
         "sorted positions": then(call(aten.sort.default, "r", "p", 4, args=(1,)), lambda g, x: item(g, x)),
         "split rows": then(call(aten.chunk.default, "r", "p", 4, args=(1, 0)), lambda g, x: item(g, x)),
@@ -669,69 +715,7 @@ def test_tokens_are_those_of_eager_and_follow_from_no_other(target: Any, write: 
     assert node in packed.region.entries, "the rule does not admit the call"
     results = next(iter(reversed(g.graph.nodes))).args[0]
     assert all(result in packed.region.entries for result in results)
-    layouts = [packed.region.layouts[result] for result in results]
-    for number, (name, mask) in enumerate(batches().items()):
-        generator = torch.Generator().manual_seed(number)
-        sizes = {"r": mask.shape[0], "p": mask.shape[1]}
-        values = g.values(mask, generator, {})
-        ours, theirs = packed.run(mask, values), packed.padded(*values)
-        for our, their, layout in zip(ours, theirs, layouts, strict=True):
-            (our, grid), (their, _) = by_token(our, layout, sizes), by_token(their, layout, sizes)
-            own = mask[:, grid.offset : mask.shape[1] - grid.cut + grid.offset]
-            torch.testing.assert_close(our[own], their[own], msg=lambda text, name=name: f"{name}: {text}")
-            assert not our[~own].any(), "pads are scattered as zeros"
-        tokens = mask.nonzero().tolist()
-        for row, position in tokens[:: max(1, len(tokens) // 3)]:
-            others = packed.padded(*_but_for(g, packed, values, mask, row, position, generator))
-            for other, their, layout in zip(others, theirs, layouts, strict=True):
-                (other, grid), (their, _) = by_token(other, layout, sizes), by_token(their, layout, sizes)
-                column = position - grid.offset
-                if 0 <= column < other.shape[1]:
-                    before, after = their[row, column], other[row, column]
-                    assert torch.equal(before, after), f"{name}: the token at {row}, {position} sees another one"
-    _same_gradients(g, packed, layouts)
-
-
-def _but_for(
-    g: PaddedGraph, packed: Packed, values: list[Any], mask: torch.Tensor, row: int, position: int, generator: Any
-) -> Iterator[Any]:
-    """The same inputs for one token, others for all other ones, NaN at pads."""
-    for node, value in zip(g.inputs, values, strict=True):
-        dims = g.dims[node]
-        # What is computed from the batch alone is gathered by its own index, such as labels that were shifted.
-        moved = packed.region.seen.from_batch[node] and any(user.target is aten.slice.Tensor for user in node.users)
-        if moved or not {"r", "p"} & {*dims}:
-            yield value
-            continue
-        other = random_value(value.shape, value.dtype, generator)
-        if {"r", "p"} <= {*dims} and value.is_floating_point():
-            other.movedim((dims.index("r"), dims.index("p")), (0, 1))[~mask] = torch.nan
-        at = tuple(row if dim == "r" else position if dim == "p" else slice(None) for dim in dims)
-        other[at] = value[at]
-        yield other
-
-
-def _same_gradients(g: PaddedGraph, packed: Packed, layouts: list[Any]) -> None:
-    """Gradients of what stands at tokens, with a weight of its own for every number."""
-    mask = batches()["drawn"]
-    sizes = {"r": mask.shape[0], "p": mask.shape[1]}
-    values = g.values(mask, torch.Generator().manual_seed(0), {})
-    wanted = [
-        value.requires_grad_() for node, value in zip(g.inputs, values, strict=True) if node.meta["val"].requires_grad
-    ]
-    found = []
-    for outputs in (packed.run(mask, values), packed.padded(*values)):
-        total = torch.zeros((), dtype=torch.float64)
-        for output, layout in zip(outputs, layouts, strict=True):
-            if output.requires_grad:
-                each, grid = by_token(output, layout, sizes)
-                chosen = each[mask[:, grid.offset : mask.shape[1] - grid.cut + grid.offset]]
-                total = total + (chosen * torch.arange(1.0, chosen.numel() + 1).view_as(chosen)).sum()
-        if not total.requires_grad:
-            return
-        found.append(torch.autograd.grad(total, wanted, allow_unused=True, materialize_grads=True))
-    for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs)
+    assert_tokens_as_eager(packed)
 
 
 # ------------------------------------------------------------------------------------------------ claims of their own
@@ -774,7 +758,6 @@ def test_dropout_that_drops_nothing_is_not_random(args: tuple[Any, ...]) -> None
         aten.nonzero.default,
         aten.masked_select.default,
         aten.repeat.default,
-        aten.index.Tensor,
         aten.scaled_dot_product_attention.default,
         aten.cross_entropy_loss.default,
     ],

@@ -50,6 +50,15 @@ def without_kernels():
         yield
 
 
+@contextlib.contextmanager
+def as_on_other_devices():
+    """Where neither our C++ nor torch's kernels compute rows: the dense form does."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "forward", dense.forward)
+        patch.setattr(cpu, "backward", dense.backward)
+        yield
+
+
 def gradients(output, inputs, grad):
     return torch.autograd.grad(output, inputs, grad, allow_unused=True, materialize_grads=True)
 
@@ -206,6 +215,27 @@ def test_half_precision_is_as_accurate_as_torch(dtype, rule):
         assert own.dtype == dtype
         rmse_other, rmse_own = ((x.double() - true).square().mean().sqrt() for x in (other, own))
         assert rmse_own <= 3 * rmse_other + 1e-4
+
+
+@pytest.mark.parametrize(
+    "rule", [Rule(0.25, -1, 0), Rule(0.25), Rule(0.25, 5, 0), Rule(0.25, 5, 0, 0.3), Rule(0.25, -1, 0, softcap=2.0)]
+)
+@pytest.mark.parametrize("heads_k", [4, 2])
+@pytest.mark.parametrize("form", [contextlib.nullcontext, without_kernels, as_on_other_devices])
+def test_sinks_and_their_gradient(rule, heads_k, form):
+    """One more score a head, for a value of zeros: a query whose keys all score low gets next to nothing."""
+    arguments = make([5, 0, 1, 70, 30], heads_k=heads_k)
+    sinks = torch.tensor([-3.0, 0.0, 1.0, 4.0], requires_grad=True)
+    seed = torch.tensor(7) if rule.dropout_p else None
+    inputs = [*arguments[:3], sinks]
+    expected = varlen_attention_reference(*arguments, rule=rule, seed=seed, sinks=sinks)
+    grad = torch.randn_like(expected)
+    with form():
+        output = attend(*arguments, rule, seed=seed, sinks=sinks)
+        found = gradients(output, inputs, grad)
+    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+    for ours, theirs in zip(found, gradients(expected, inputs, grad), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-5)
 
 
 def test_logsumexp_is_that_of_the_scores():
