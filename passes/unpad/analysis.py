@@ -17,6 +17,7 @@ from deepytorch.passes.unpad.demand import Seen, is_float
 from deepytorch.passes.unpad.infinities import may_be_infinite
 from deepytorch.passes.unpad.layout import (
     ROWS,
+    VIEWS,
     Dim,
     Layout,
     Positions,
@@ -27,6 +28,7 @@ from deepytorch.passes.unpad.layout import (
     packed_sizes,
     plain_size,
     positions_of,
+    sorted_of,
     token_dims,
     vanishes,
 )
@@ -88,6 +90,7 @@ def analyse(module: fx.GraphModule, context: Context, *, loss_rows: bool, defer_
     if region.packs:
         region.picks = _picks(region)
         region.zeroing = _zeroing(region, attentions)
+        region.sums = _sums(region)
     region.seen = Seen(
         layouts=known,
         from_batch=from_batch,
@@ -99,6 +102,7 @@ def analyse(module: fx.GraphModule, context: Context, *, loss_rows: bool, defer_
         unreduced=frozenset(node for node in region.losses if is_token(known.get(node))),
         picks={node: number for number, node in enumerate(region.picks)},
         zero_at_pads=frozenset(region.zeroing),
+        sums=frozenset(region.sums),
         deferred=frozenset(),
         routed=router.rules,
         order_of=router.order_of,
@@ -370,7 +374,31 @@ def _zeroing(region: Region, attentions: Sequence[Attention]) -> dict[fx.Node, f
     return found
 
 
+def _sums(region: Region) -> dict[fx.Node, fx.Node]:
+    """Return the sums by index to which pads add zeros, each with the batch-only factor that makes them zeros.
+
+    Such is the count of the tokens of each expert, `zeros.scatter_add(0, experts, mask)`: wherever a pad's index points
+    to, nothing is added there.
+    """
+    found: dict[fx.Node, fx.Node] = {}
+    known, slicer = region.layouts, region.slicer
+    for node in region.graph.nodes:
+        if node.target is not aten.scatter_add.default or node.args[1] != 0:
+            continue
+        index, source = node.args[2:4]
+        layout = known.get(index)
+        if layout is None or len(layout) != 1 or not is_token(layout) or sorted_of(layout) is not None:
+            continue
+        if slicer.from_batch(index) or not isinstance(source, fx.Node) or not slicer.from_batch(source):
+            continue
+        bare = _bare_factor(source, known) if broadcasts(known.get(source), layout, from_batch=True) else None
+        if bare is not None:
+            found[node] = bare
+    return found
+
+
 _KEEPS_ZEROS = frozenset({
+    *VIEWS, aten.unsqueeze.default, aten.repeat_interleave.self_int,
     aten.expand.default, aten.expand_as.default, aten.to.dtype, aten.to.dtype_layout, aten.to.device,
     aten._to_copy.default, aten.type_as.default, aten.clone.default, aten.contiguous.default,
 })  # fmt: skip

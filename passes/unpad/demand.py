@@ -68,6 +68,7 @@ class Seen:
     unreduced: frozenset[fx.Node]  # losses that return a value for every token
     picks: Mapping[fx.Node, int]  # node that takes one token per row -> its number
     zero_at_pads: frozenset[fx.Node]  # values that are zero at pads, whatever their inputs hold there
+    sums: frozenset[fx.Node]  # sums by index to which pads add zeros
     deferred: frozenset[fx.Node]  # outputs that are computed at their first use, if ever
     routed: Mapping[fx.Node, Routed] = field(default_factory=dict)  # the rules of nodes that move entries
     order_of: Mapping[fx.Node, fx.Node] = field(default_factory=dict)  # the sort whose entries a node holds or moves
@@ -117,6 +118,10 @@ def _inputs(node: fx.Node, demand: Demand, seen: Seen) -> Iterable[tuple[fx.Node
         all_tokens = by_token(node, demand, seen) or not seen.loss_rows
         wanted = TOKENS if all_tokens else labelled(seen.losses[node])
         yield from ((source, wanted if source is node.args[0] else EVERYTHING) for source in node.all_input_nodes)
+        return
+    if node in seen.sums:
+        for source in node.all_input_nodes:
+            yield source, TOKENS if source is node.args[2] else EVERYTHING
         return
     if node in seen.picks:
         for source in node.all_input_nodes:

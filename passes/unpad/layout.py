@@ -188,6 +188,8 @@ def _layout(
         return resplit(operands[0], shape, symbols) if operands else None
     if node.target is aten.slice.Tensor and operands:
         return _sliced(node, operands[0], shape, symbols)
+    if node.target is aten.repeat_interleave.self_int and operands and len(node.args) > 2:
+        return _repeated(operands[0], node.args[1], node.args[2])
     dims = []
     for index, size in enumerate(shape):
         dim = _carried(size, index, len(shape), operands, symbols)
@@ -266,6 +268,16 @@ def resplit(layout: Layout, shape: Sequence[sympy.Expr], symbols: Symbols) -> La
             return None
         result.append(tuple(dim))
     return tuple(result) if not atoms else None
+
+
+def _repeated(layout: Layout, times: Any, dim: Any) -> Layout | None:
+    """Return the layout after every entry of dimension `dim` was repeated in place."""
+    if not isinstance(times, int) or not isinstance(dim, int) or sorted_of(layout) is not None:
+        return None
+    dim %= len(layout)
+    *before, last = (1, *layout[dim])
+    repeated = (*before[1:], last * times) if isinstance(last, int) else (*layout[dim], times)
+    return (*layout[:dim], repeated, *layout[dim + 1 :])
 
 
 def _sliced(node: fx.Node, layout: Layout, shape: list[sympy.Expr], symbols: Symbols) -> Layout | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,6 +61,7 @@ class Region:
     meanings: dict[fx.Node, Meaning] = field(default_factory=dict)
     picks: list[fx.Node] = field(default_factory=list)
     zeroing: dict[fx.Node, fx.Node] = field(default_factory=dict)  # zero at pads -> the batch-only factor that does it
+    sums: dict[fx.Node, fx.Node] = field(default_factory=dict)  # a sum to which pads add zeros -> likewise
     seen: Seen = field(init=False)
     demand: dict[fx.Node, Demand] = field(default_factory=dict)
     entries: dict[fx.Node, IndexSet] = field(default_factory=dict)
@@ -70,6 +71,13 @@ class Region:
     def attentions(self) -> list[tuple[Attention, Meaning]]:
         """Return the attentions whose masks are understood, space by space."""
         return [pair for space in self.spaces.values() for pair in space.attentions]
+
+    def zero_factors(self) -> Iterator[tuple[fx.Node, fx.Node, fx.Node]]:
+        """Yield the factors that must be zero at pads, each with the packed value and the operator that rest on it."""
+        yield from ((factor, node, node) for node, factor in self.zeroing.items() if node in self.entries)
+        for node, factor in self.sums.items():
+            if node.args[2] in self.entries:
+                yield factor, node.args[2], node  # type: ignore[misc]
 
     @property
     def output_nodes(self) -> list[fx.Node]:

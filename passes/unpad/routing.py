@@ -4,7 +4,7 @@ A mixture of experts gives every token to a few experts. Its entries (token, exp
 entries of an expert stand together for one product. Behind the product they are put back, or added up token by token.
 The result at a token follows from that token alone, wherever its entries have stood in between, if
 
-- the order only moves entries: `x[order // per_token]`, `x[order]`, `y[inverse]`, or `index_add` by `order // per_token`;
+- the order only moves entries: `x[order // per_token]`, `x[order]`, `y[inverse]`, `index_add` by `order // per_token`;
 - every operator between acts on each entry by itself, by the rules of `passes/unpad/rules.py`;
 - the ends of the groups are counted from the sorted keys, and only tell a grouped product which entry meets which
   weights;

@@ -383,6 +383,27 @@ def _plain(dim: Dim) -> bool:
 
 
 @dataclass(frozen=True)
+class RepeatEach(Rule):
+    """Every entry of one dimension repeated in place, such as a token for each of its experts."""
+
+    def admits(self, node: fx.Node, layouts: Layouts, from_batch: Mapping[fx.Node, bool]) -> bool:
+        x, times, dim = layouts.get(node.args[0]), *node.args[1:3]
+        if x is None or not is_token(x) or not isinstance(times, int) or not isinstance(dim, int):
+            return False
+        own = x[dim % len(x)]
+        return _plain(own) or all(not isinstance(atom, int) for atom in own[:-1])
+
+    def emit(self, node: fx.Node, emitter: Emitter, entries: IndexSet) -> fx.Node:
+        before, after = emitter.layouts[node.args[0]], emitter.layouts[node]
+        dim = node.args[2] % len(before)  # type: ignore[operator]
+        place = packed_dim(after, dim)
+        x = emitter.packed(node.args[0], entries)
+        if vanishes(before[dim]):
+            x = emitter.call(aten.unsqueeze.default, (x, place))
+        return emitter.call(node.target, (x, node.args[1], place))
+
+
+@dataclass(frozen=True)
 class CastLike(Rule):
     """A cast to the dtype of another value, which need not have the same shape."""
 
@@ -442,6 +463,7 @@ RULES: dict[Any, Rule] = {
     aten.expand.default: Expand(),
     aten.embedding.default: Embedding(),
     aten.index.Tensor: Lookup(),
+    aten.repeat_interleave.self_int: RepeatEach(),
     aten.type_as.default: CastLike(),
     **dict.fromkeys((aten.view_as_complex.default, aten.view_as_real.default), Complex()),
     aten.bmm.default: PerTokenMatmul(),

@@ -291,13 +291,12 @@ def _loss_facts(region: Region, emitter: Emitter, loss: fx.Node, output: AddOutp
 
 
 def _assumptions(region: Region, emitter: Emitter, output: AddOutput) -> Iterator[Assumption]:
-    for node, factor in region.zeroing.items():
-        if node in region.entries:
-            space, grid = region.grid(node)
-            value = emitter.grid(factor)
-            if node.target is aten.masked_fill.Scalar:
-                value = emitter.call(aten.logical_not.default, (value,))
-            yield Assumption("zero at pads", output(value), space.number, grid.offset, grid.cut)
+    for factor, packed, node in region.zero_factors():
+        space, grid = region.grid(packed)
+        value = emitter.grid(factor)
+        if node.target is aten.masked_fill.Scalar:
+            value = emitter.call(aten.logical_not.default, (value,))
+        yield Assumption("zero at pads", output(value), space.number, grid.offset, grid.cut)
     assumed = dict.fromkeys(pair for meaning in region.meanings.values() for pair in meaning.assumed)
     for leaf, domain in assumed:
         yield Assumption(domain, output(emitter.padded(leaf)))
@@ -306,7 +305,7 @@ def _assumptions(region: Region, emitter: Emitter, output: AddOutput) -> Iterato
 def _facts_nodes(region: Region) -> list[fx.Node]:
     nodes = [space.source.node for space in region.spaces.values() if space.source is not None]
     nodes += [_labels(region, loss) for loss in region.losses]
-    nodes += [factor for node, factor in region.zeroing.items() if node in region.entries]
+    nodes += [factor for factor, _, _ in region.zero_factors()]
     for pick in region.picks:
         if pick.target is aten.index.Tensor:
             nodes += list(pick.args[1])  # type: ignore[arg-type]

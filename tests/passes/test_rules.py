@@ -417,6 +417,16 @@ PACKS: Cases = {
             aten.index.Tensor, g.weight(3, 4, 2), [g.x("r", 2, "p", dtype=torch.int64)]
         ),
     },
+    aten.repeat_interleave.self_int: {
+        "tokens": lambda g: g.call(aten.repeat_interleave.self_int, g.merged(g.x("r", "p", 4)), 2, 0),
+        "entries of tokens": then(
+            lambda g: g.call(aten.repeat_interleave.self_int, g.merged(g.x("r", "p", 4)), 2, 0),
+            lambda g, x: g.call(aten.repeat_interleave.self_int, x, 3, 0),
+        ),
+        "heads": call(aten.repeat_interleave.self_int, "r", 3, "p", 4, args=(2, 1)),
+        "rows": call(aten.repeat_interleave.self_int, "r", "p", 4, args=(2, 0)),
+        "positions": call(aten.repeat_interleave.self_int, "r", "p", 4, args=(2, 1)),
+    },
     aten.view_as_complex.default: {"pairs": call(aten.view_as_complex.default, "r", 3, "p", 4, 2)},
     aten.view_as_real.default: {
         "numbers": then(
@@ -592,6 +602,10 @@ DECLINES: Cases = {
         "weights by a truth": lambda g: g.call(aten.index.Tensor, g.weight(3, 4), [g.x(3, dtype=torch.bool)]),
         "columns": lambda g: g.call(aten.index.Tensor, g.weight(3, 4), [None, g.x("r", "p", dtype=torch.int64)]),
         "two numbers": lambda g: g.call(aten.index.Tensor, g.weight(3, 4), [g.x("r", "p", dtype=torch.int64)] * 2),
+    },
+    aten.repeat_interleave.self_int: {
+        "all numbers": call(aten.repeat_interleave.self_int, "r", "p", 4, args=(2,)),
+        "rows alone": call(aten.repeat_interleave.self_int, "r", 4, args=(2, 0)),
     },
     aten.view_as_complex.default: {"pairs of positions": call(aten.view_as_complex.default, "r", 4, 2)},
     aten.view_as_real.default: {
