@@ -17,7 +17,7 @@ import gc
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -63,12 +63,13 @@ _HANDLES: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Handle]] = weakref.We
 _DRAWS: weakref.WeakKeyDictionary[nn.Module, RepeatedDraws] = weakref.WeakKeyDictionary()  # of armed and probed modules
 _MODULES: _Modules | None = None  # as the last walk found them; None if they have changed since
 _SETTINGS: dict[str, Any] = {"mode": None, "options": None}  # for modules that the import arms
-# Integrations add to the following four. ENTRIES: make the `ModelEntry` of a module, if it can be packed there, given
+# Integrations add to the following five. ENTRIES: make the `ModelEntry` of a module, if it can be packed there, given
 # the least share of pads worth packing.
 ENTRIES: list[Callable[[nn.Module, float], ModelEntry | None]] = []
 LOOPS: list[Callable[[nn.Module], bool]] = []  # return whether a module's call is a step of a loop, not a model's
 # Return the backbone of a module under a head that no graph can hold; the backbone is compiled in the module's place.
 BACKBONES: list[Callable[[nn.Module], nn.Module | None]] = []
+MODELS: list[Callable[[nn.Module], bool]] = []  # return whether a module can be packed at entry, if it is frozen
 LEFT_ALONE: dict[str, str] = {}  # package -> the message on its modules, which are not armed
 
 
@@ -190,6 +191,38 @@ class Handle:
                     each.restore()
 
 
+class FrozenHandle(Handle):
+    """A model that nobody trains, such as a teacher or a reference: calls without gradients are packed at its entry.
+
+    options: as for `optimize`.
+    """
+
+    def __init__(self, module: nn.Module, options: dict[str, Any] | None) -> None:
+        super().__init__(module, _as_it_is)
+        self._options, self._asked = options, False
+        self._forward_only = ForwardOnly(waits=_waits(options))
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Run a call with gradients, which go through the model to its inputs: in eager."""
+        return module._call_impl(*args, **kwargs)
+
+    def without_gradients(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Run a call without gradients, packed at entry if possible."""
+        if not self._asked and may_have_padding(kwargs):
+            self.entry, self._asked = _first_entry_of(module, self._options), True
+        return self._forward_only.call(self.entry, module, args, kwargs)
+
+
+def _as_it_is(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return module._call_impl(*args, **kwargs)
+
+
+def _waits(options: dict[str, Any] | None) -> bool:
+    from deepytorch.compiler.config import CompilerConfig
+
+    return CompilerConfig.parse(None, options).waits
+
+
 def optimize(model: nn.Module, *, mode: str | None = None, options: dict[str, Any] | None = None) -> Handle:
     """Compile `model` in place for training now; the import does the same at the model's first training call.
 
@@ -279,8 +312,10 @@ def watch(optimizer: torch.optim.Optimizer) -> None:
         elif any(is_compiled(each) for each in found):
             names = sorted({type(each).__name__ for each in found if is_compiled(each)})
             once(logging.INFO, "%s is compiled already: left as it is", ", ".join(names))
-        elif not any(each in _HANDLES for each in found):
+        elif not any(each in _HANDLES and not isinstance(handle_of(each), FrozenHandle) for each in found):
             for each in found:
+                if each in _HANDLES:
+                    _restore(each)
                 each._compiled_call_impl = MethodType(_probe, each)
                 _PROBED.add(each)
 
@@ -293,6 +328,7 @@ class _Modules:
 
     def __init__(self, trained: Sequence[torch.Tensor]) -> None:
         self._owners, self._parents = WeakIdKeyDictionary(), WeakIdKeyDictionary()
+        self._models: list[weakref.ref[nn.Module]] = []  # those that can be packed at entry
         for each in trained:
             self._owners[each] = []  # until a module is found that holds it
         for module in gc.get_objects():
@@ -302,6 +338,26 @@ class _Modules:
                     for each in held.values():
                         if each is not None:
                             holders.setdefault(each, []).append(this)
+                if any(is_model(module) for is_model in MODELS):
+                    self._models.append(this)
+
+    def models_beside(self, trained: Collection[nn.Module]) -> list[nn.Module]:
+        """Return the outermost models that can be packed at entry, and neither hold one of `trained` nor are held."""
+        alive = [model for each in self._models if (model := each()) is not None]
+        apart = {id(each) for each in (*trained, *alive)}
+        return [model for model in alive if model not in trained and not apart & self._holders_of(model)]
+
+    def _holders_of(self, module: nn.Module) -> set[int]:
+        """Return the ids of all modules around a module."""
+        found: set[int] = set()
+        left = [module]
+        while left:
+            inner = left.pop()
+            parents = [parent() for parent in self._parents.get(inner, ())]
+            around = [each for each in parents if each is not None and _has(each._modules, inner)]
+            left += [each for each in around if id(each) not in found]
+            found |= {id(each) for each in around}
+        return found
 
     def holders(self, trained: Sequence[torch.Tensor]) -> list[nn.Module] | None:
         """Return every module that holds one of these parameters, itself or in a submodule.
@@ -387,9 +443,23 @@ def _probe(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             _leave_alone(module, *module.modules(), *([] if _is_layer(module) else holders))
             if not (armed(module) or (holders and _is_layer(module))):  # `optimize` may have been called on a part
                 _arm_all(module, _SETTINGS["mode"], _SETTINGS["options"])
+                _arm_models_beside(module)
     # Not `module(...)`: a class may have a `__call__` of its own, which is running already.
     call = module._compiled_call_impl or module._call_impl
     return call(*args, **kwargs)
+
+
+def _arm_models_beside(module: nn.Module) -> None:
+    """Arm the models that are not trained, as a model that is begins its first training call."""
+    if not MODELS:
+        return
+    trained = [each for each in module.parameters() if each.requires_grad]
+    holders = _holders(trained)
+    for each in _MODULES.models_beside(holders) if _MODULES is not None else ():
+        taken = is_compiled(each) or each in _PROBED or armed(each)
+        if not (taken or any(map(_is_sharded, each.modules())) or _is_partitioned(each) or _shares_weights(each)):
+            _keep(each, FrozenHandle(each, _SETTINGS["options"]))
+            logger.info("armed %s, which is not trained: its calls without gradients", type(each).__name__)
 
 
 def _is_layer(module: nn.Module) -> bool:
@@ -589,7 +659,9 @@ def _is_sharded(module: nn.Module) -> bool:
 
 def _arm(module: nn.Module, mode: str | None, options: dict[str, Any] | None) -> Handle:
     known = handle_of(module)
-    if known is not None:
+    if isinstance(known, FrozenHandle):  # it was not trained until now
+        known.restore()
+    elif known is not None:
         return known
     from deepytorch.compiler.config import CompilerConfig
 

@@ -12,6 +12,8 @@ def attach(modeling_utils: Any) -> None:
 
     if _entry_for not in autowrap.ENTRIES:
         autowrap.ENTRIES.append(_entry_for)
+        pretrained = modeling_utils.PreTrainedModel
+        autowrap.MODELS.append(lambda module: isinstance(module, pretrained))
     input_gradients.attach(modeling_utils)
 
 

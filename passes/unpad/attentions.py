@@ -150,7 +150,7 @@ def _without_sinks(softmax: fx.Node) -> tuple[Any, fx.Node, fx.Node | None, list
         maximum = scores.args[1]
         beside += [scores, maximum, *([maximum.args[0]] if maximum.target is operator.getitem else [])]
         scores = scores.args[0]
-    dropped = next(iter(softmax.users), None)
+    dropped: Any = next(iter(softmax.users), None)
     if scores.target is not aten.cat.default or len(softmax.users) != 1 or dropped.target is not aten.slice.Tensor:
         return softmax.args[0], softmax, None, []
     parts, last = scores.args[0], scores.meta["val"].dim() - 1

@@ -128,7 +128,7 @@ def _inputs(node: fx.Node, demand: Demand, seen: Seen) -> Iterable[tuple[fx.Node
             yield source, TOKENS if source is node.args[0] else EVERYTHING
         return
     rule = admitted_rule(node, seen)
-    if isinstance(rule, Routed):
+    if isinstance(rule, Routed) and demand.packable:
         yield from ((source, demand) for source in rule.reads)
         yield from ((source, EVERYTHING) for source in rule.whole)
         return

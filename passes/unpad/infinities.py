@@ -8,12 +8,14 @@ may be zero.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from deepytorch.passes.graphs import arguments_of
 from deepytorch.passes.slicing import Slicer
 from deepytorch.passes.unpad.attentions import Attention
 
@@ -68,7 +70,19 @@ def _makes_infinite(node: fx.Node, slicer: Slicer) -> bool:
     return target in _LOGARITHMS and not _is_kept_from_zero(node.args[0])
 
 
+def _are_largest(value: fx.Node) -> bool:
+    """Return whether a value holds the largest entries of another one, found by `topk`."""
+    if value.target is not operator.getitem or value.args[1] != 0:
+        return False
+    found: Any = value.args[0]
+    return found.target is aten.topk.default and arguments_of(found)["largest"]
+
+
 def _is_kept_from_zero(value: Any) -> bool:
-    while isinstance(value, fx.Node) and value.target in _AS_FAR_FROM_ZERO:
-        value = value.args[0]
+    largest = False
+    while isinstance(value, fx.Node) and (value.target in _AS_FAR_FROM_ZERO or _are_largest(value)):
+        largest = largest or _are_largest(value)
+        value = value.args[0].args[0] if _are_largest(value) else value.args[0]
+    if largest and isinstance(value, fx.Node) and value.target in (aten.softmax.int, aten._softmax.default):
+        return True  # the largest of n probabilities is at least 1 / n
     return not isinstance(value, fx.Node) or value.op != "call_function" or value.target in _KEEP_FROM_ZERO

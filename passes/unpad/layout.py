@@ -188,8 +188,8 @@ def _layout(
         return resplit(operands[0], shape, symbols) if operands else None
     if node.target is aten.slice.Tensor and operands:
         return _sliced(node, operands[0], shape, symbols)
-    if node.target is aten.repeat_interleave.self_int and operands and len(node.args) > 2:
-        return _repeated(operands[0], node.args[1], node.args[2])
+    if node.target is aten.repeat_interleave.self_int and operands:
+        return _repeated(operands[0], *repeats(node, len(operands[0])))
     dims = []
     for index, size in enumerate(shape):
         dim = _carried(size, index, len(shape), operands, symbols)
@@ -270,11 +270,18 @@ def resplit(layout: Layout, shape: Sequence[sympy.Expr], symbols: Symbols) -> La
     return tuple(result) if not atoms else None
 
 
-def _repeated(layout: Layout, times: Any, dim: Any) -> Layout | None:
+def repeats(node: fx.Node, ndim: int) -> tuple[Any, int | None]:
+    """Return how often a `repeat_interleave` repeats, and along which dimension; None if along all at once."""
+    dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim")
+    if dim is None:
+        return node.args[1], 0 if ndim == 1 else None
+    return node.args[1], dim % ndim  # type: ignore[operator]
+
+
+def _repeated(layout: Layout, times: Any, dim: int | None) -> Layout | None:
     """Return the layout after every entry of dimension `dim` was repeated in place."""
-    if not isinstance(times, int) or not isinstance(dim, int) or sorted_of(layout) is not None:
+    if not isinstance(times, int) or dim is None or sorted_of(layout) is not None:
         return None
-    dim %= len(layout)
     *before, last = (1, *layout[dim])
     repeated = (*before[1:], last * times) if isinstance(last, int) else (*layout[dim], times)
     return (*layout[:dim], repeated, *layout[dim + 1 :])

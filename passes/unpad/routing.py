@@ -55,6 +55,8 @@ _GROUPED_PRODUCTS = frozenset({"aten::_grouped_mm", "transformers::grouped_mm_fa
 _CASTS = frozenset({aten.to.dtype, aten._to_copy.default})
 _SAME_VALUES = frozenset({*VIEWS, *_CASTS, aten.detach.default, aten.contiguous.default, aten.clone.default})
 _EXACT = frozenset({torch.int32, torch.int64, torch.float32, torch.float64})  # hold the number of every expert
+_FIND_VALUES_AND_INDICES = frozenset({aten.topk.default, *_SORTS, aten.max.dim, aten.min.dim})
+_FIND_INDICES = frozenset({aten.argmax.default, aten.argmin.default, *_ARGSORTS})
 _READ_SIZES = frozenset({aten.sym_size.int, aten.empty_like.default})
 
 Known = Mapping[Any, Layout]
@@ -352,10 +354,11 @@ def _counts(node: fx.Node, known: Known) -> Routed | None:
     """Return the rule of `histc(keys, bins=groups, min=0, max=groups - 1)`: the number of entries of each group."""
     keys: Any = node.args[0]
     given = arguments_of(node)
-    sort = _sort_whose_keys(keys)
     groups, low, high = given["bins"], given["min"], given["max"]
-    held = sorted_of(known.get(keys))
-    if sort is None or held is None or held.order is not sort or not _numbers_groups(sort.args[0], groups):
+    sort, held = _sort_whose_keys(keys), sorted_of(known.get(keys))
+    if sort is None or held is None or held.order != sort:
+        return None
+    if not _numbers_groups(sort.args[0], groups):
         return None
     # bins as wide as the distance of two keys, or a little less, so that each key has a bin of its own
     if low != 0 or high not in (groups - 1, groups) or groups < 2 or arguments_of(sort)["descending"]:
@@ -371,29 +374,23 @@ def _sort_whose_keys(node: Any) -> fx.Node | None:
     """Return the sort whose sorted keys a value is, after casts that keep every key."""
     while isinstance(node, fx.Node) and node.target in _CASTS and node.meta["val"].dtype in _EXACT:
         node = node.args[0]
-    if isinstance(node, fx.Node) and node.target is operator.getitem and node.args[1] == 0:
-        sort: Any = node.args[0]
-        return sort if sort.target in _SORTS else None
-    return None
+    if not isinstance(node, fx.Node) or node.target is not operator.getitem or node.args[1] != 0:
+        return None
+    sort: Any = node.args[0]
+    return sort if sort.target in _SORTS else None
 
 
 def _numbers_groups(keys: Any, groups: int) -> bool:
     """Return whether keys are whole numbers from 0 to `groups` - 1: indices found along so long a dimension."""
     while isinstance(keys, fx.Node) and keys.target in _SAME_VALUES and keys.meta["val"].dtype in _EXACT:
         keys = keys.args[0]
-    found = keys
-    if isinstance(keys, fx.Node) and keys.target is operator.getitem and keys.args[1] == 1:
-        found = keys.args[0]
-    if not isinstance(found, fx.Node) or found.target not in (
-        (aten.topk.default, aten.sort.default, aten.sort.stable, aten.max.dim, aten.min.dim)
-        if found is not keys
-        else (aten.argmax.default, aten.argmin.default, aten.argsort.default, aten.argsort.stable)
-    ):
+    if not isinstance(keys, fx.Node):
+        return False
+    found: Any = keys.args[0] if keys.target is operator.getitem and keys.args[1] == 1 else keys
+    if found.target not in (_FIND_VALUES_AND_INDICES if found is not keys else _FIND_INDICES):
         return False
     dim = arguments_of(found)["dim"]
-    if not isinstance(dim, int):
-        return False
-    size = found.args[0].meta["val"].shape[dim]  # type: ignore[union-attr]
+    size = found.args[0].meta["val"].shape[dim] if isinstance(dim, int) else None
     return isinstance(size, int) and size <= groups
 
 

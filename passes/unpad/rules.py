@@ -27,6 +27,7 @@ from deepytorch.passes.unpad.layout import (
     is_token,
     packed_dim,
     packed_sizes,
+    repeats,
     sorted_of,
     token_dims,
     vanishes,
@@ -387,20 +388,24 @@ class RepeatEach(Rule):
     """Every entry of one dimension repeated in place, such as a token for each of its experts."""
 
     def admits(self, node: fx.Node, layouts: Layouts, from_batch: Mapping[fx.Node, bool]) -> bool:
-        x, times, dim = layouts.get(node.args[0]), *node.args[1:3]
-        if x is None or not is_token(x) or not isinstance(times, int) or not isinstance(dim, int):
+        x = layouts.get(node.args[0])
+        if x is None or not is_token(x):
             return False
-        own = x[dim % len(x)]
+        times, dim = repeats(node, len(x))
+        if not isinstance(times, int) or dim is None:
+            return False
+        own = x[dim]
         return _plain(own) or all(not isinstance(atom, int) for atom in own[:-1])
 
     def emit(self, node: fx.Node, emitter: Emitter, entries: IndexSet) -> fx.Node:
         before, after = emitter.layouts[node.args[0]], emitter.layouts[node]
-        dim = node.args[2] % len(before)  # type: ignore[operator]
+        times, dim = repeats(node, len(before))
+        assert dim is not None
         place = packed_dim(after, dim)
         x = emitter.packed(node.args[0], entries)
         if vanishes(before[dim]):
             x = emitter.call(aten.unsqueeze.default, (x, place))
-        return emitter.call(node.target, (x, node.args[1], place))
+        return emitter.call(node.target, (x, times, place))
 
 
 @dataclass(frozen=True)

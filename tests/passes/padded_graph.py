@@ -161,8 +161,8 @@ class PaddedGraph:
             "layouts": known,
             "from_batch": {node: slicer.from_batch(node) for node in self.graph.nodes},
             "attentions": {}, "losses": {}, "loss_rows": True, "token_outputs": frozenset(), "biases": {},
-            "unreduced": frozenset(), "picks": {}, "zero_at_pads": frozenset(), "sums": frozenset(), "deferred": frozenset(),
-            "routed": router.rules, "order_of": router.order_of,
+            "unreduced": frozenset(), "picks": {}, "zero_at_pads": frozenset(), "sums": frozenset(),
+            "deferred": frozenset(), "routed": router.rules, "order_of": router.order_of,
         }  # fmt: skip
         return Seen(**{**given, **kwargs})
 
