@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -89,14 +90,14 @@ def build_small(which: ModelClass, weights: Mapping[str, torch.Tensor] | None = 
         with torch.device("meta"):
             count = sum(each.numel() for each in model_class(config).parameters())
     except Exception as error:
-        raise NotBuilt(f"{type(error).__name__}: {_first_line(error)}") from error
+        raise NotBuilt(told(error)) from error
     if count > MOST_WEIGHTS:
         raise NotBuilt(f"{count / 1e6:.0f} million weights with every size that is known set small")
     torch.manual_seed(0)
     try:
         model = model_class(config).float()
     except Exception as error:
-        raise NotBuilt(f"{type(error).__name__}: {_first_line(error)}") from error
+        raise NotBuilt(told(error)) from error
     if weights is not None:
         model.load_state_dict(weights)
     for module in model.modules():
@@ -105,13 +106,12 @@ def build_small(which: ModelClass, weights: Mapping[str, torch.Tensor] | None = 
     return model.train()
 
 
-def _first_line(error: BaseException) -> str:
+def told(error: BaseException) -> str:
+    """Return an error in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines)[:200]
+    return f"{type(error).__name__}: {' '.join(lines)}"[:300]
 
 
 def forward_arguments(model: Any) -> set[str]:
     """Return the names of the arguments of a model's forward."""
-    import inspect
-
     return set(inspect.signature(model.forward).parameters)

@@ -64,8 +64,9 @@ def _run(job: dict[str, Any]) -> None:
 
 def _ended(child: int, timeout_s: float) -> int | None:
     deadline = time.monotonic() + timeout_s
+    parent = os.getppid()
     status = None
-    while status is None and time.monotonic() < deadline:
+    while status is None and time.monotonic() < deadline and os.getppid() == parent:
         done, code = os.waitpid(child, os.WNOHANG)
         if done:
             status = os.waitstatus_to_exitcode(code)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from deepytorch.bench.model_classes.batches import IGNORED, Batch
+from deepytorch.bench.model_classes.catalog import forward_arguments
 
 LEARNING_RATE = 0.05  # of plain SGD, which does not amplify rounding as Adam's division does
 
@@ -22,7 +23,7 @@ def train(model: Any, batches: Sequence[Batch], after_step: Callable[[], None] =
         torch.manual_seed(number)
         arguments = dict(batch.arguments)
         labels = arguments.get("labels")
-        if labels is not None and "labels" not in _accepted(model):
+        if labels is not None and "labels" not in forward_arguments(model):
             del arguments["labels"]
         outputs = model(**arguments)
         loss = outputs.get("loss")
@@ -52,12 +53,6 @@ def move_by_last_bit(model: torch.nn.Module) -> None:
         for parameter in model.parameters():
             if parameter.is_floating_point():
                 parameter.copy_(torch.nextafter(parameter, torch.full_like(parameter, torch.inf)))
-
-
-def _accepted(model: Any) -> Sequence[str]:
-    from deepytorch.bench.model_classes.catalog import forward_arguments
-
-    return list(forward_arguments(model))
 
 
 def _at_tokens(output: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

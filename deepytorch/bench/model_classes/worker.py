@@ -16,7 +16,7 @@ import torch
 
 import deepytorch
 from deepytorch.bench.model_classes.batches import batches_of
-from deepytorch.bench.model_classes.catalog import ModelClass, NotBuilt, build_small, forward_arguments
+from deepytorch.bench.model_classes.catalog import ModelClass, NotBuilt, build_small, forward_arguments, told
 from deepytorch.bench.model_classes.judge import judge
 from deepytorch.bench.model_classes.training import move_by_last_bit, train
 
@@ -124,9 +124,3 @@ def _reported() -> dict[str, Any]:
         "regions": [f"{region['name']}: {region['outcome']}" for region in report["regions"]],
         "compile_seconds": report["compile_seconds"] + report["compile_seconds_in_background"],
     }
-
-
-def told(error: BaseException) -> str:
-    """Return an error in one line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {' '.join(lines)}"[:300]
