@@ -232,8 +232,8 @@ class _Server:
 def _line(options: ModelsOptions, which: ModelClass, server: _Server) -> Line:
     """Return the line of one model: without the import in a process, then with it in another."""
     began = time.monotonic()
-    given = {"task": which.task, "family": which.family, "name": which.name, "lowering": options.lowering}
-    given["versions"] = _versions()
+    given: dict[str, Any] = {"task": which.task, "family": which.family, "name": which.name}
+    given |= {"lowering": options.lowering, "versions": _versions()}
     with tempfile.TemporaryDirectory(dir=server.folder) as scratch:
         found = _part("eager", options, which, server, Path(scratch))
         if "outcome" not in found:

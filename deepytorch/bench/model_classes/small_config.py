@@ -182,7 +182,7 @@ def _set_rest(config: Any) -> None:
                 setattr(config, name, 0.0)
         if hasattr(value, "to_dict") and hasattr(value, "model_type"):
             _set_rest(value)
-    wanted = {"use_cache": False}
+    wanted: dict[str, Any] = {"use_cache": False}
     wanted |= {"pad_token_id": 0} if getattr(config, "pad_token_id", None) is None else {}
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         wanted["decoder_start_token_id"] = 1
