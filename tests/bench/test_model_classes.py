@@ -38,7 +38,7 @@ class Rows(torch.nn.Module):
 
 def batches() -> list[Batch]:
     class Config:
-        pad_token_id = 0
+        pad_token_id, is_encoder_decoder = 0, False
 
     return batches_of("masked", Config(), ("input_ids", "attention_mask", "labels"))
 

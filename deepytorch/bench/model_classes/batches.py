@@ -44,7 +44,9 @@ def _batch(
 ) -> Batch:
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     pad = _number(text, "pad_token_id", 0)
+    most = (_number(text, "vocab_size", None) or LAST_ID + 2) - 2
     ids, mask = _rows(lengths, side, pad, generator)
+    ids = ids.where(~mask, ids.clamp(max=most))
     eos = _number(text, "eos_token_id", None)
     if eos is not None:
         for row in range(len(lengths)):
@@ -60,9 +62,11 @@ def _batch(
         starts = mask.long().argmax(1)
         arguments["start_positions"] = starts + torch.tensor([length // 3 for length in lengths])
         arguments["end_positions"] = starts + torch.tensor([length - 1 for length in lengths])
-    elif task == "seq2seq":
+    elif task == "seq2seq" and config.is_encoder_decoder:  # some that are listed there have a decoder alone
         labels, mask = _rows([max(2, length // 2) for length in lengths], "right", IGNORED, generator)
         arguments["labels"] = labels
+        if config.model_type == "fsmt":  # makes no inputs of its decoder from labels
+            arguments["decoder_input_ids"] = labels.clamp(min=0).roll(1, 1)
     else:
         labels = torch.randint(0, NUM_LABELS, ids.shape, generator=generator) if task == "token" else ids.clone()
         if task == "masked":

@@ -84,7 +84,8 @@ def build_small(which: ModelClass, weights: Mapping[str, torch.Tensor] | None = 
 
         model_class = getattr(transformers, which.name)
         config = small_config(model_class.config_class, which.family)
-        config.num_labels = 2 if which.task == "question" else NUM_LABELS  # a start and an end
+        for each in (config, config.get_text_config()):
+            each.num_labels = 2 if which.task == "question" else NUM_LABELS  # a start and an end
         if which.task == "causal" and hasattr(config, "is_decoder") and not config.is_encoder_decoder:
             config.is_decoder = True
         with torch.device("meta"):

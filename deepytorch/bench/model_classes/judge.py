@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -25,7 +25,7 @@ _SMALLEST_PART = 1e-3
 class Worst:
     """The number that comes nearest to what is allowed, or goes furthest beyond it.
 
-    difference: relative, to eager's. own: eager's own sensitivity, on the same scale, of this step and those before.
+    difference: relative, to eager's. own: eager's own sensitivity, on the same scale, the largest of all numbers.
     """
 
     what: str
@@ -56,8 +56,8 @@ def judge(
             difference = _apart(expected.get(name), found.get(name), scale)
             allowed = max(BOUNDS[kind], SENSITIVITIES * own[name])
             if difference / allowed > worst.difference / worst.allowed:
-                worst = Worst(f"{name}, step {step}", difference, own[name], allowed)
-    return worst
+                worst = Worst(f"{name}, step {step}", difference, 0.0, allowed)
+    return replace(worst, own=max(own.values(), default=0.0))
 
 
 def _whole_gradient(numbers: Mapping[str, torch.Tensor]) -> float:

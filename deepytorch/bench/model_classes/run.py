@@ -67,7 +67,7 @@ class Line(Record):
         reasons: Why something was not packed, by the report.
         furthest: The number that is furthest from eager's, measured by what is allowed.
         difference: Its difference, relative; None: not finite, or nothing was compared.
-        own: What eager's own changes by if every weight is moved by its last bit.
+        own: The most that one of eager's own numbers changes by if every weight is moved by its last bit.
         draws: Whether the forward draws random numbers without dropout: packed steps draw others.
         finite: Whether all of eager's numbers are finite.
         error: Why nothing was compared.

@@ -74,9 +74,20 @@ _SIZES = {
 
 _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_n_heads", "num_global_key_value_heads")
 
+_ZAMBA = {
+    "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
+    "num_hidden_layers": 3,
+    "attention_hidden_size": 2 * HIDDEN,
+}
+
 # What a family's sizes have to be for each other, or needs a value that its defaults do not have.
 _OF_FAMILY: dict[str, dict[str, Any]] = {
-    "cohere_compass_text": {"num_hidden_layers": 4},
+    "cohere_compass_text": {
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in ("full_attention", "sliding_attention")
+        },
+    },
+    "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1},
     "dory": {"num_hidden_layers": 6},
     "esm": {"vocab_size": VOCABULARY},
@@ -85,15 +96,26 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
+    "layoutlmv3": {"coordinate_size": 12, "shape_size": 8},
+    "lilt": {"hidden_size": 48},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "longcat_flash": {"head_dim": 8},
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "ministral": {"head_dim": 16},
     "mistral4": {"qk_nope_head_dim": 8},
     "nemotron": {"num_key_value_heads": HEADS},
-    "qwen4_exp_text": {"indexer_budget": 32, "indexer_compress_ratio": 4},
+    "nystromformer": {"num_landmarks": 64},
+    "qwen4_exp_text": {
+        "indexer_n_heads": HEADS,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": HEAD_DIM,
+        "indexer_budget": 32,
+        "indexer_compress_ratio": 4,
+    },
     "reformer": {"axial_pos_embds": False, "local_attn_chunk_length": 8, "lsh_attn_chunk_length": 8},
-    "zamba": {"layers_block_type": ["linear_attention", "hybrid"]},
-    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"]},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {**_ZAMBA, "attention_head_dim": 2 * HIDDEN // HEADS},
+    "zamba2": _ZAMBA,
 }
 
 
@@ -119,7 +141,8 @@ def _small(default: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     values = vars(default)
     names = dict(getattr(default, "attribute_map", {}))
-    given = {name: value for name, value in values.items() if name not in names}
+    fields = getattr(type(default), "__dataclass_fields__", values)  # the others are derived from these
+    given = {name: value for name, value in values.items() if name not in names and name in fields}
     for name, value in given.items():
         if isinstance(value, bool):
             continue
