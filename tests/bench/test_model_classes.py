@@ -89,7 +89,7 @@ def test_missing_gradients_and_numbers_that_are_not_finite_are_wrong() -> None:
 def test_batches_have_rows_of_uneven_lengths_and_no_label_at_a_pad() -> None:
     model = build_small(ModelClass("causal", "llama", "LlamaForCausalLM"))
     found = batches_of("causal", model.config, forward_arguments(model))
-    assert [each.side for each in found] == ["right", "right", "right", "left", "mixed"]
+    assert [each.side for each in found] == [*["right"] * 4, "left", "mixed"]
     for batch in found:
         mask, labels = batch.mask, batch.arguments["labels"]
         assert len(set(mask.sum(1).tolist())) == len(mask)
@@ -97,11 +97,11 @@ def test_batches_have_rows_of_uneven_lengths_and_no_label_at_a_pad() -> None:
         assert (labels[~mask] == IGNORED).all()
         assert (labels[:, 1:][~mask[:, :-1]] == IGNORED).all()  # what is told from a pad
         assert (labels != IGNORED).sum() > 20
-    assert found[3].mask[:, -1].all()
-    assert not found[3].mask[:, 0].all()
-    assert found[4].mask[0, 0]
-    assert found[4].mask[1, -1]
-    assert [each.side for each in batches_of("token", model.config, ())] == ["right"] * 3
+    assert found[4].mask[:, -1].all()
+    assert not found[4].mask[:, 0].all()
+    assert found[5].mask[0, 0]
+    assert found[5].mask[1, -1]
+    assert [each.side for each in batches_of("token", model.config, ())] == ["right"] * 4
 
 
 def test_models_are_small_and_keep_each_kind_of_their_layers() -> None:
@@ -141,8 +141,8 @@ def test_two_models_by_the_command_and_only_what_is_new_when_it_runs_again(tmp_p
     assert shown.exit_code == 0, shown.output
     [first] = read_lines(out)
     assert (first.outcome, first.how, first.has_mask) == ("equal", "in graph", True)
-    assert first.steps[1:3] == ["graph", "graph"]
-    assert len(first.steps) == 5
+    assert first.steps[1:] == ["graph"] * 5
+    assert first.sides[2:] == ["right", "right", "left", "mixed"]
     assert first.own is not None
     assert 0.0 < first.own < 1e-5
     assert first.versions.keys() >= {"torch", "transformers", "deepytorch"}
@@ -178,8 +178,16 @@ def test_a_job_that_dies_leaves_the_server_alive(tmp_path: Path) -> None:
 
 
 def line(name: str, outcome: str = "equal", how: str = "graph", task: str = "causal", **given) -> Line:
-    given = {"has_mask": True, "difference": 1e-7, "own": 2e-7, "lowering": "eager"} | given
-    return Line(task=task, family="x", name=name, outcome=outcome, steps=["profiled", how, how], **given)
+    given = {
+        "has_mask": True,
+        "sides": [*["right"] * 4, "left"],
+        "difference": 1e-7,
+        "own": 2e-7,
+        "lowering": "eager",
+    } | given
+    return Line(
+        task=task, family="x", name=name, outcome=outcome, steps=["eager", "profiled", how, how, "padded"], **given
+    )
 
 
 def test_a_page_is_made_of_lines() -> None:

@@ -12,6 +12,7 @@ from deepytorch.bench.model_classes.catalog import NUM_LABELS
 
 FIRST_ID, LAST_ID = 10, 99  # ids below and above are special to some family
 IGNORED = -100
+STEPS_BEFORE = 2
 _LENGTHS = ((24, 9, 15, 5), (24, 20, 3, 11), (32, 6, 17, 13))  # of the rows of a batch
 
 
@@ -27,10 +28,10 @@ class Batch:
 def batches_of(task: str, config: Any, accepted: Collection[str]) -> list[Batch]:
     """Return the batches that a model learns from in turn; `accepted` are the arguments of its forward.
 
-    A decoder gets left padding and a mix of both sides too. The first step of a region is profiled, so that the first
-    batch's kind comes again.
+    A decoder gets left padding and a mix of both sides too. The first `STEPS_BEFORE` run in eager even of a model that
+    packs: a graph may have to be traced, and declined, before the model is packed at its entry, profiled there.
     """
-    sides = ("right", "right", "right") + (("left", "mixed") if task == "causal" else ())
+    sides = ("right",) * (STEPS_BEFORE + 2) + (("left", "mixed") if task == "causal" else ())
     generator = torch.Generator().manual_seed(1)
     found = []
     for number, side in enumerate(sides):

@@ -17,6 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from deepytorch.bench.model_classes.batches import STEPS_BEFORE
 from deepytorch.bench.model_classes.catalog import TASKS, ModelClass, model_classes
 from deepytorch.bench.options import check_at_least, check_choice
 from deepytorch.bench.processes import ending, last_lines
@@ -63,7 +64,8 @@ class Line(Record):
     Attributes:
         outcome: One of `OUTCOMES`.
         steps: How each step ran: "graph", "entry" (packed there), "part" (packed in some regions), "padded",
-            "profiled" (the first, in eager) or "eager". Their batches are padded as `batches_of` says.
+            "profiled" (in eager) or "eager".
+        sides: The side of the pads in each.
         reasons: Why something was not packed, by the report.
         furthest: The number that is furthest from eager's, measured by what is allowed.
         difference: Its difference, relative; None: not finite, or nothing was compared.
@@ -78,6 +80,7 @@ class Line(Record):
     name: str
     outcome: str
     steps: list[str] = field(default_factory=list)
+    sides: list[str] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     regions: list[str] = field(default_factory=list)
     has_mask: bool = False
@@ -102,8 +105,9 @@ class Line(Record):
 
     @property
     def how(self) -> str:
-        """Return where right-padded steps were packed; the first step may be profiled, in eager."""
-        kinds = set(self.steps[1:3])
+        """Return where right-padded steps were packed, after the first ones."""
+        right = [step for step, side in zip(self.steps, self.sides, strict=False) if side == "right"]
+        kinds = set(right[STEPS_BEFORE:])
         for kind, how in (("entry", ENTRY), ("graph", GRAPH)):
             if kinds and kinds <= {"graph", "entry"} and kind in kinds:
                 return how

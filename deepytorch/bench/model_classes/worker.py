@@ -52,7 +52,13 @@ def _in_eager(which: ModelClass, folder: Path) -> dict[str, Any]:
     move_by_last_bit(other)
     torch.save({"weights": weights, "eager": eager, "moved": train(other, batches)}, folder / "eager.pt")
     finite = all(bool(each.isfinite().all()) for numbers in eager for each in numbers.values())
-    return {"draws": draws, "finite": finite, "eager_seconds": seconds, "has_mask": "attention_mask" in accepted}
+    return {
+        "sides": [batch.side for batch in batches],
+        "draws": draws,
+        "finite": finite,
+        "eager_seconds": seconds,
+        "has_mask": "attention_mask" in accepted,
+    }
 
 
 def _state_after(model: Any, batches: Any) -> torch.Tensor:
