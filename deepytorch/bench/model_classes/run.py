@@ -225,6 +225,7 @@ class _Server:
     def __exit__(self, *_: Any) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
+        self._process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(10)
         self._process.kill()

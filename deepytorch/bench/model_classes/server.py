@@ -30,6 +30,7 @@ def main() -> None:
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # collections in jobs, which trace, leave out what was imported
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the job that runs is ended on the way
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")  # what else is printed goes to stderr
     os.dup2(2, 1)
     for line in sys.stdin:
@@ -42,6 +43,7 @@ def main() -> None:
 
 
 def _run(job: dict[str, Any]) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.setsid()
     log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     for stream in (1, 2):
@@ -65,20 +67,20 @@ def _run(job: dict[str, Any]) -> None:
 def _ended(child: int, timeout_s: float) -> int | None:
     deadline = time.monotonic() + timeout_s
     parent = os.getppid()
-    status = None
-    while status is None and time.monotonic() < deadline and os.getppid() == parent:
-        done, code = os.waitpid(child, os.WNOHANG)
-        if done:
-            status = os.waitstatus_to_exitcode(code)
-        else:
+    done = 0
+    try:
+        while time.monotonic() < deadline and os.getppid() == parent:
+            done, code = os.waitpid(child, os.WNOHANG)
+            if done:
+                return os.waitstatus_to_exitcode(code)
             time.sleep(0.02)
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(child, signal.SIGKILL)
-    if status is None:
-        with contextlib.suppress(ProcessLookupError):  # before it had a session of its own
-            os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    return status
+        return None
+    finally:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child, signal.SIGKILL)
+        if not done:
+            os.kill(child, signal.SIGKILL)  # which had no session of its own yet
+            os.waitpid(child, 0)
 
 
 if __name__ == "__main__":
