@@ -15,6 +15,7 @@ from rich.markup import escape
 
 from deepytorch.cli import (
     bench_kernels,
+    bench_models,
     bench_ranks,
     bench_scripts,
     bench_steps,
@@ -52,6 +53,7 @@ app.add_typer(cache.cache, name="cache")
 app.add_typer(bench, name="bench")
 bench.command("unpad")(bench_steps.unpad)
 bench.command("hosts")(bench_scripts.hosts)
+bench.command("models")(bench_models.models)
 bench.command("ddp")(bench_ranks.ddp)
 bench.command("sharded")(bench_ranks.sharded)
 bench.command("comm")(bench_ranks.comm)

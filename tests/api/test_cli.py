@@ -170,7 +170,7 @@ def test_commands_are_spelled_in_the_help_as_they_are_typed():
     assert list(COMMANDS) == [
         ("demo",), ("verify",), ("doctor",), ("gpu-check",), ("config",), ("build",), ("lab",), ("simulate",),
         ("cache",), ("cache", "list"), ("cache", "export"), ("cache", "import"), ("cache", "clear"),
-        ("bench",), ("bench", "unpad"), ("bench", "hosts"), ("bench", "ddp"), ("bench", "sharded"),
+        ("bench",), ("bench", "unpad"), ("bench", "hosts"), ("bench", "models"), ("bench", "ddp"), ("bench", "sharded"),
         ("bench", "comm"), ("bench", "start"),
         ("bench", "epoch"), ("bench", "loss"), ("bench", "kernels"), ("bench", "roofline"),
     ]  # fmt: skip

@@ -1,0 +1,1 @@
+"""`deepytorch bench models`: every model class of the installed transformers that builds small, against eager."""
