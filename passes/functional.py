@@ -28,7 +28,6 @@ _ARITHMETIC = {
 _MOVES = {
     "masked_fill": ("Scalar", "Tensor"), "index_put": ("default",), "index_add": ("default",),
     "index_fill": ("int_Scalar", "int_Tensor"), "scatter": ("src", "value"), "scatter_add": ("default",),
-    "copy": ("default",), "fill": ("Scalar", "Tensor"), "zero": ("default",),
 }  # fmt: skip
 
 
@@ -41,7 +40,7 @@ def _functional(names: dict[str, tuple[str, ...]]) -> dict[Any, Any]:
 
 
 _OF_ONE_DTYPE = _functional(_ARITHMETIC)
-_FUNCTIONAL = {**_OF_ONE_DTYPE, **_functional(_MOVES)}
+_FUNCTIONAL = {**_OF_ONE_DTYPE, **_functional(_MOVES), aten.copy_.default: aten.to.dtype}
 
 
 def without_writes(module: fx.GraphModule) -> fx.GraphModule:
@@ -66,7 +65,10 @@ def without_writes(module: fx.GraphModule) -> fx.GraphModule:
             continue
         written = node.args[0]
         with module.graph.inserting_before(node):
-            made = module.graph.call_function(_FUNCTIONAL[node.target], node.args, dict(node.kwargs))
+            if node.target is aten.copy_.default:
+                made = module.graph.call_function(aten.to.dtype, (node.args[1], node.meta["val"].dtype))
+            else:
+                made = module.graph.call_function(_FUNCTIONAL[node.target], node.args, dict(node.kwargs))
         made.meta = dict(node.meta)
         for old in [*(old for old, new in current.items() if new is written), written, node]:
             current[old] = made
@@ -120,7 +122,7 @@ def _filled_in_parts(empty: fx.Node) -> list[fx.Node]:
 
 def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two values have one dtype and, symbol by symbol, one shape."""
-    return one.dtype is other.dtype and [str(size) for size in one.shape] == [str(size) for size in other.shape]
+    return one.dtype is other.dtype and list(map(str, one.shape)) == list(map(str, other.shape))
 
 
 def _concatenate(empty: fx.Node, writes: list[fx.Node]) -> None:
@@ -152,7 +154,7 @@ def _replaceable(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
             continue
         known = {root, *writes}
         direct = all(
-            node.target in _FUNCTIONAL and node.args[0] in known and node not in grad_off and _keeps_dtype(node)
+            node.target in _FUNCTIONAL and node.args[0] in known and node not in grad_off and _keeps_form(node)
             for node in writes
         )
         views = [node for node in members if node not in known]
@@ -161,10 +163,17 @@ def _replaceable(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     return dict(sorted(found.items(), key=lambda pair: place[pair[0]]))
 
 
-def _keeps_dtype(write: fx.Node) -> bool:
-    """Return whether the functional operator's result has the written value's dtype."""
+def _keeps_form(write: fx.Node) -> bool:
+    """Return whether the functional operator's result has the written value's dtype, and for a copy its shape."""
+    if write.target is aten.copy_.default:
+        source = write.args[1]
+        return isinstance(source, fx.Node) and _shape(source) == _shape(write)
     dtypes = {source.meta["val"].dtype for source in write.all_input_nodes if _is_tensor(source)}
     return write.target not in _OF_ONE_DTYPE or dtypes == {write.meta["val"].dtype}
+
+
+def _shape(node: fx.Node) -> list[str]:
+    return list(map(str, node.meta["val"].shape))
 
 
 def _is_tensor(node: fx.Node) -> bool:

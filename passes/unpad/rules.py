@@ -341,10 +341,15 @@ class Embedding(Rule):
 
 @dataclass(frozen=True)
 class Lookup(Rule):
-    """A lookup of parts of a table by a number of each token, such as its expert: `table[numbers]`."""
+    """A lookup by whole numbers: of parts of a table by a number of each token, or of features by constants.
+
+    `table[experts]`, `x[..., [0, 2], :]`.
+    """
 
     def admits(self, node: fx.Node, layouts: Layouts, from_batch: Mapping[fx.Node, bool]) -> bool:
         table, indices = node.args[:2]
+        if _picked_features(node, layouts) is not None:
+            return True
         if len(indices) != 1 or not isinstance(indices[0], fx.Node) or table not in layouts:  # type: ignore[arg-type, index]
             return False
         numbers = indices[0]  # type: ignore[index]
@@ -353,8 +358,51 @@ class Lookup(Rule):
         return not token_dims(layouts[table]) and layouts[node] == (*layouts[numbers], *layouts[table][1:])
 
     def emit(self, node: fx.Node, emitter: Emitter, entries: IndexSet) -> fx.Node:
+        picked = _picked_features(node, emitter.layouts)
+        if picked is not None:
+            dim, index = picked
+            x = emitter.packed(node.args[0], entries)
+            before = [None] * (packed_dim(emitter.layouts[node.args[0]], dim) or 0)
+            return emitter.call(aten.index.Tensor, (x, [*before, emitter.padded(index)]))
         table, (numbers,) = node.args[:2]  # type: ignore[misc]
         return emitter.call(aten.index.Tensor, (emitter.padded(table), [emitter.packed(numbers, entries)]))  # type: ignore[arg-type]
+
+
+def _picked_features(node: fx.Node, layouts: Layouts) -> tuple[int, fx.Node] | None:
+    """Return the plain dimension that is indexed by numbers alike for all tokens, and the index; None if not so."""
+    x = layouts.get(node.args[0])
+    given = [(dim, index) for dim, index in enumerate(node.args[1]) if index is not None]  # type: ignore[arg-type]
+    if x is None or not is_token(x) or len(given) != 1 or not isinstance(given[0][1], fx.Node):
+        return None
+    dim, index = given[0]
+    own = layouts.get(index)
+    if (
+        own is None
+        or token_dims(own)
+        or index.meta["val"].dtype not in (torch.int32, torch.int64)
+        or not _plain(x[dim])
+    ):
+        return None
+    return (dim, index) if layouts[node] == (*x[:dim], *own, *x[dim + 1 :]) else None
+
+
+@dataclass(frozen=True)
+class Repeat(Rule):
+    """Copies of all features, one behind the other, along plain dimensions."""
+
+    def admits(self, node: fx.Node, layouts: Layouts, from_batch: Mapping[fx.Node, bool]) -> bool:
+        x, out = layouts.get(node.args[0]), layouts[node]
+        times: Any = node.args[1]
+        if x is None or not is_token(x) or len(times) != len(x) or not all(isinstance(each, int) for each in times):
+            return False
+        return all(each == 1 or _plain(dim) for each, dim in zip(times, x, strict=True)) and token_dims(
+            x
+        ) == token_dims(out)
+
+    def emit(self, node: fx.Node, emitter: Emitter, entries: IndexSet) -> fx.Node:
+        x, times = emitter.layouts[node.args[0]], node.args[1]
+        kept = [each for each, dim in zip(times, x, strict=True) if not vanishes(dim)]  # type: ignore[arg-type]
+        return emitter.call(node.target, (emitter.packed(node.args[0], entries), [1, *kept]))
 
 
 @dataclass(frozen=True)
@@ -465,7 +513,8 @@ RULES: dict[Any, Rule] = {
     **dict.fromkeys((aten.cat.default, aten.stack.default), Cat()),
     **dict.fromkeys((*VIEWS, *_ONES), Reshape()),
     **dict.fromkeys(_TURNS, Permute()),
-    aten.expand.default: Expand(),
+    **dict.fromkeys((aten.expand.default, aten.expand_as.default), Expand()),
+    aten.repeat.default: Repeat(),
     aten.embedding.default: Embedding(),
     aten.index.Tensor: Lookup(),
     aten.repeat_interleave.self_int: RepeatEach(),

@@ -7,6 +7,7 @@ values are seen (`demand`), what is packed in consequence (`decide`, here), then
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -144,9 +145,14 @@ def _entries(region: Region) -> dict[fx.Node, IndexSet]:
     entries: dict[fx.Node, IndexSet] = {}
     for node in region.graph.nodes:
         found = _entry(region, node)
-        if found is not None:
+        if found is not None and not (_is_item(node) and node.args[0] not in entries):
             entries[node] = found
     return entries
+
+
+def _is_item(node: fx.Node) -> bool:
+    """Return whether a node is one of several results, which is packed only together with the others."""
+    return node.target is operator.getitem
 
 
 def _entry(region: Region, node: fx.Node) -> IndexSet | None:

@@ -413,9 +413,23 @@ PACKS: Cases = {
     },
     aten.index.Tensor: {
         "weights by number": lambda g: g.call(aten.index.Tensor, g.weight(3, 4), [g.x("r", "p", dtype=torch.int64)]),
+        "features by constants": lambda g: g.call(
+            aten.index.Tensor, g.x("r", "p", 5, 4), [None, None, g.buffer(torch.tensor([3, 1]))]
+        ),
+        "heads by constants": lambda g: g.call(
+            aten.index.Tensor, g.x("r", 3, "p", 4), [None, g.buffer(torch.tensor([[-1, 0]]))]
+        ),
         "matrices by numbers": lambda g: g.call(
             aten.index.Tensor, g.weight(3, 4, 2), [g.x("r", 2, "p", dtype=torch.int64)]
         ),
+    },
+    aten.repeat.default: {
+        "features": call(aten.repeat.default, "r", "p", 4, args=([1, 1, 3],)),
+        "heads": call(aten.repeat.default, "r", 3, "p", 4, args=([1, 2, 1, 1],)),
+    },
+    aten.expand_as.default: {
+        "a weight": lambda g: g.call(aten.expand_as.default, g.weight(4), g.x("r", "p", 4)),
+        "a number a token": lambda g: g.call(aten.expand_as.default, g.x("r", "p", 1), g.x("r", "p", 4)),
     },
     aten.repeat_interleave.self_int: {
         "tokens": lambda g: g.call(aten.repeat_interleave.self_int, g.merged(g.x("r", "p", 4)), 2, 0),
@@ -600,8 +614,19 @@ DECLINES: Cases = {
     aten.index.Tensor: {
         "tokens by number": lambda g: g.call(aten.index.Tensor, g.x("r", "p", 4), [g.x("r", "p", dtype=torch.int64)]),
         "weights by a truth": lambda g: g.call(aten.index.Tensor, g.weight(3, 4), [g.x(3, dtype=torch.bool)]),
+        "positions by constants": lambda g: g.call(
+            aten.index.Tensor, g.x("r", "p", 4), [None, g.buffer(torch.tensor([1, 0]))]
+        ),
         "columns": lambda g: g.call(aten.index.Tensor, g.weight(3, 4), [None, g.x("r", "p", dtype=torch.int64)]),
         "two numbers": lambda g: g.call(aten.index.Tensor, g.weight(3, 4), [g.x("r", "p", dtype=torch.int64)] * 2),
+    },
+    aten.repeat.default: {
+        "rows": call(aten.repeat.default, "r", "p", 4, args=([2, 1, 1],)),
+        "positions": call(aten.repeat.default, "r", "p", 4, args=([1, 2, 1],)),
+        "a new dimension": call(aten.repeat.default, "r", "p", 4, args=([2, 1, 1, 1],)),
+    },
+    aten.expand_as.default: {
+        "positions of a row": lambda g: g.call(aten.expand_as.default, g.x("p", 4), g.x("p", "p", 4)),
     },
     aten.repeat_interleave.self_int: {
         "all numbers": call(aten.repeat_interleave.self_int, "r", "p", 4, args=(2,)),
@@ -771,7 +796,6 @@ def test_dropout_that_drops_nothing_is_not_random(args: tuple[Any, ...]) -> None
         aten.group_norm.default,
         aten.nonzero.default,
         aten.masked_select.default,
-        aten.repeat.default,
         aten.scaled_dot_product_attention.default,
         aten.cross_entropy_loss.default,
     ],
