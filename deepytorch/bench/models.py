@@ -68,7 +68,7 @@ def build_model(
     if dropout is not None:
         for field in family.dropout_fields:
             setattr(config, field, dropout)
-    config._attn_implementation = attn_implementation
+    config._attn_implementation = family.only or attn_implementation
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = getattr(transformers, family.model_name)(config)
@@ -84,6 +84,7 @@ class _Family:
     kind: Kind
     settings: Callable[[Size], dict[str, Any]]
     dropout_fields: tuple[str, ...]
+    only: str = ""  # the one implementation of attention that the family has for any dtype
 
 
 def _llama(size: Size) -> dict[str, Any]:
@@ -105,6 +106,17 @@ def _qwen2(size: Size) -> dict[str, Any]:
     return _llama(size) | {
         "num_key_value_heads": max(1, size.num_heads // 4)
     }  # grouped queries, as in the published checkpoints
+
+
+def _qwen3_moe(size: Size) -> dict[str, Any]:
+    experts = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": size.intermediate_size // 4}
+    return _qwen2(size) | experts | {"head_dim": size.hidden_size // size.num_heads}
+
+
+def _gpt_oss(size: Size) -> dict[str, Any]:
+    """Every second layer has a window of 128 tokens; published checkpoints have 4 experts a token as well."""
+    experts = {"num_local_experts": 16, "num_experts_per_tok": 4, "intermediate_size": size.intermediate_size // 4}
+    return _qwen2(size) | experts | {"head_dim": size.hidden_size // size.num_heads, "sliding_window": 128}
 
 
 def _gpt2(size: Size) -> dict[str, Any]:
@@ -143,6 +155,8 @@ def _t5(size: Size) -> dict[str, Any]:
 _FAMILIES = {
     "llama": _Family("LlamaConfig", "LlamaForCausalLM", "causal", _llama_heads, ("attention_dropout",)),
     "qwen2": _Family("Qwen2Config", "Qwen2ForCausalLM", "causal", _qwen2, ("attention_dropout",)),
+    "qwen3_moe": _Family("Qwen3MoeConfig", "Qwen3MoeForCausalLM", "causal", _qwen3_moe, ("attention_dropout",)),
+    "gpt_oss": _Family("GptOssConfig", "GptOssForCausalLM", "causal", _gpt_oss, ("attention_dropout",), only="eager"),
     "gpt2": _Family("GPT2Config", "GPT2LMHeadModel", "causal", _gpt2, ("resid_pdrop", "embd_pdrop", "attn_pdrop")),
     "bert": _Family(
         "BertConfig", "BertForMaskedLM", "masked", _bert, ("hidden_dropout_prob", "attention_probs_dropout_prob")

@@ -17,6 +17,8 @@ class Model(str, Enum):
 
     llama = "llama"
     qwen2 = "qwen2"
+    qwen3_moe = "qwen3_moe"
+    gpt_oss = "gpt_oss"
     gpt2 = "gpt2"
     bert = "bert"
     bart = "bart"
