@@ -22,8 +22,8 @@ class Environment:
     `verify` (`DEEPYTORCH=verify`): on, and packed steps are compared with padded ones from time to time.
     `verify_every` (`DEEPYTORCH_VERIFY_EVERY=K`): with `DEEPYTORCH=verify`, one step in so many is compared; unset: 50.
     `wait` (`DEEPYTORCH_COMPILE=background|wait`): whether steps wait until they are compiled, unless said otherwise.
-    `started_by_run` (`DEEPYTORCH_RUN=on|off`): set by `deepytorch run`; off leaves a process, and what it starts, without the
-    import.
+    `started_by_run` (`DEEPYTORCH_RUN=on|off`): set by `deepytorch run`; off leaves a process, and what it
+    starts, without the import.
     `cache_mb` (`DEEPYTORCH_CACHE_MB=N`): how much compiled code is kept on disk; unset: 2048.
     """
 

@@ -23,7 +23,7 @@ HOSTS = frozenset(
 
 
 class Finder:
-    """A finder on `sys.meta_path` that imports deepytorch before the first of `HOSTS`, and leaves the finding to others."""
+    """A finder on `sys.meta_path` that imports deepytorch before the first of `HOSTS`, and leaves finding to others."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> "ModuleSpec | None":
         """Return what the other finders say, those that deepytorch has added among them; None for most modules."""
