@@ -18,7 +18,7 @@ from torch import nn
 LIBRARIES = ("torch", "transformers", "peft")
 # Libraries that set functions on others' modules, which call the original; or by which transformers loads weights.
 AROUND = ("accelerate", "deepspeed", "deepytorch", "huggingface_hub", "safetensors", "torchvision", "torchaudio")
-# The same of single modules, in packages that put attention of their own into models elsewhere.
+# The same of single modules, in packages that put attention of their own into models from others.
 MODULES_AROUND = ("llamafactory.model.model_utils.checkpointing",)
 
 
