@@ -129,10 +129,11 @@ def test_a_signal_reaches_the_command() -> None:
 
 
 def test_what_the_user_has_set_stays() -> None:
-    code = "import os; print(os.environ.get('DEEPYTORCH_COMPILE'), os.environ['PYTHONPATH'].split(os.pathsep))"
+    code = """import os, sys
+print(os.environ.get('DEEPYTORCH_COMPILE'), os.environ['PYTHONPATH'].split(os.pathsep), sys.path[1:4])"""
     kept = [FOLDER, "/nowhere", str(ROOT)]
     for given in (kept[1:], kept, kept[1:] + kept[:1]):  # below another `deepytorch run`, too
-        assert python(code, PYTHONPATH=os.pathsep.join(given)) == (0, f"None {kept}\n", "")
+        assert python(code, PYTHONPATH=os.pathsep.join(given)) == (0, f"None {kept} {kept}\n", "")
 
 
 def test_no_path_becomes_the_working_directory() -> None:
