@@ -41,7 +41,10 @@ def _is_asked_for_by_name() -> bool:
     """Return whether `torch.compile` looks for its backend, and nobody wrote `import deepytorch`."""
     frame = sys._getframe()
     while frame is not None:
-        if frame.f_globals.get("__name__") == "importlib.metadata":
+        name = frame.f_globals.get("__name__")
+        if name == "sitecustomize":  # of `deepytorch run`, whatever imports torch below it
+            return False
+        if name == "importlib.metadata":
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False

@@ -22,6 +22,8 @@ class Environment:
     `verify` (`DEEPYTORCH=verify`): on, and packed steps are compared with padded ones from time to time.
     `verify_every` (`DEEPYTORCH_VERIFY_EVERY=K`): with `DEEPYTORCH=verify`, one step in so many is compared; unset: 50.
     `wait` (`DEEPYTORCH_COMPILE=background|wait`): whether steps wait until they are compiled, unless said otherwise.
+    `started_by_run` (`DEEPYTORCH_RUN=on|off`): set by `deepytorch run`; off leaves a process, and what it
+    starts, without the import.
     `cache_mb` (`DEEPYTORCH_CACHE_MB=N`): how much compiled code is kept on disk; unset: 2048.
     """
 
@@ -31,6 +33,7 @@ class Environment:
     verify: bool = False
     verify_every: int = 50
     wait: bool = False
+    started_by_run: bool = False
     cache_mb: int = 2048
 
     @classmethod
@@ -44,6 +47,7 @@ class Environment:
             log_level=_choice(variables, "DEEPYTORCH_LOG", LOG_LEVELS),
             remember_links=links != "measure",
             verify=switch == "verify",
+            started_by_run=_choice(variables, "DEEPYTORCH_RUN", ("on", "off")) == "on",
             cache_mb=_positive(variables, "DEEPYTORCH_CACHE_MB", cls.cache_mb),
             # "beside" is the earlier name of "background"
             wait=_choice(variables, "DEEPYTORCH_COMPILE", ("background", "beside", "wait")) == "wait",

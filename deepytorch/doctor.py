@@ -10,6 +10,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from deepytorch.extension import Extension
 from deepytorch.passes.ops.native import can_run
 from deepytorch.passes.ops.native import native as operators
 from deepytorch.patches import ledger
+from deepytorch.run_hook import FOLDER
 from deepytorch.supported_versions import PYTHON, TORCH, TRANSFORMERS, TRITON_OF_TORCH, Tested
 from deepytorch.torch_internals import INTERNALS, troubles
 from deepytorch.version import __version__
@@ -59,6 +61,7 @@ def collect() -> dict[str, Any]:
         "cache": _cache(Path(platformdirs.user_cache_dir("deepytorch"))),
         "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith("DEEPYTORCH")},
     }
+    found["run"] = _started_by(found["environment"], sys.path)
     found["torch_internals"] = troubles()
     found["patches"] = [{"where": each.where, "why": each.why, "applied": each.applied} for each in ledger()]
     found["untested"] = untested(found)
@@ -203,6 +206,7 @@ def render(found: dict[str, Any]) -> RenderableType:
         f"{cache['path']}, "
         + (f"{cache['num_files']} files, {cache['size_bytes'] / 1e6:.1f} MB" if cache["exists"] else "empty"),
     )
+    row("deepytorch run", found["run"])
     row(
         "environment",
         ", ".join(f"{name}={value}" for name, value in found["environment"].items()) or "no DEEPYTORCH variable is set",
@@ -222,6 +226,15 @@ def render(found: dict[str, Any]) -> RenderableType:
     else:
         parts.append(Text("\nNothing is missing.", style="green"))
     return Group(*parts)
+
+
+def _started_by(environment: Mapping[str, str], path: Sequence[str]) -> str:
+    """Return whether this process was started by `deepytorch run`, in words."""
+    if environment.get("DEEPYTORCH_RUN", "").lower() != "on":
+        return "did not start this process"
+    if FOLDER not in path:
+        return f"started this process, and has no effect in it: {FOLDER} is not in PYTHONPATH any more"
+    return "started this process: Python processes that it starts train with the import"
 
 
 def _list(title: str, columns: dict[str, str], items: list[dict[str, Any]]) -> Table:

@@ -19,6 +19,10 @@ class ParityError(DeepytorchError):
     """Two runs that must agree (losses, gradients) do not."""
 
 
+class CommandError(DeepytorchError):
+    """A command that is to be run cannot be found or started."""
+
+
 class ScriptError(DeepytorchError):
     """A script that is to be checked fails by itself, or trains nothing."""
 

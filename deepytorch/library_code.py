@@ -18,6 +18,8 @@ from torch import nn
 LIBRARIES = ("torch", "transformers", "peft")
 # Libraries that set functions on others' modules, which call the original; or by which transformers loads weights.
 AROUND = ("accelerate", "deepspeed", "deepytorch", "huggingface_hub", "safetensors", "torchvision", "torchaudio")
+# The same of single modules, in packages that put attention of their own into models from others.
+MODULES_AROUND = ("llamafactory.model.model_utils.checkpointing",)
 
 
 def is_of_libraries(model: nn.Module) -> bool:
@@ -56,7 +58,7 @@ def _is_librarys(value: Any, seen: set[int]) -> bool:
     home, parts = _home_and_parts(value)
     if home is not None and _package(home) == "deepytorch":
         return True
-    known = home is None or _package(home) in (*LIBRARIES, *AROUND) or _package(home) in sys.stdlib_module_names
+    known = home is None or home in MODULES_AROUND or _package(home) in (*LIBRARIES, *AROUND, *sys.stdlib_module_names)
     return known and all(_is_librarys(each, seen) for each in parts)
 
 

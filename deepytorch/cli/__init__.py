@@ -23,6 +23,7 @@ from deepytorch.cli import (
     demo,
     lab,
     machine,
+    run,
     simulate,
     verify,
 )
@@ -44,6 +45,7 @@ app = typer.Typer(
 bench = typer.Typer(help="Measure what deepytorch gains on this machine.", no_args_is_help=True)
 
 app.command("demo")(demo.demo)
+app.command("run", context_settings=_BEFORE_A_COMMAND)(run.run)
 app.command("verify", context_settings=_BEFORE_A_COMMAND)(verify.verify)
 app.command("doctor")(machine.doctor)
 app.command("gpu-check")(machine.gpu_check)
@@ -90,6 +92,7 @@ def _root(
     ] = False,
 ) -> None:
     """Take the options that stand before a command."""
-    # Measured and compared code is to be compiled from the first step on; `doctor` shows the user's own setting.
-    if context.invoked_subcommand not in ("lab", "doctor"):
+    # Measured and compared code is to be compiled from the first step on; `doctor` shows the user's own setting,
+    # and what `run` starts has it.
+    if context.invoked_subcommand not in ("lab", "doctor", "run"):
         process_environment().setdefault("DEEPYTORCH_COMPILE", "wait")

@@ -17,6 +17,7 @@ import torch
 from rich.console import Console
 
 from deepytorch import doctor
+from deepytorch.run_hook import FOLDER
 from deepytorch.supported_versions import PYTHON, TORCH, TRANSFORMERS, TRITON_OF_TORCH
 
 if sys.version_info >= (3, 11):
@@ -229,6 +230,16 @@ def test_cache_folder_open_to_others_is_said(monkeypatch, tmp_path):
     cache = doctor.collect()["cache"]
     assert cache["open_to_others"]
     assert cache["mode"] == "0755" == f"{stat.S_IMODE(Path(cache['path']).stat().st_mode):04o}"
+
+
+def test_the_command_that_started_the_process_is_told(monkeypatch):
+    monkeypatch.setenv("DEEPYTORCH_RUN", "on")
+    answer = doctor.collect()
+    assert answer["run"].startswith("started this process, and has no effect in it")
+    monkeypatch.setattr(sys, "path", [FOLDER, *sys.path])
+    assert "train with the import" in rendered(doctor.collect())
+    monkeypatch.delenv("DEEPYTORCH_RUN")
+    assert doctor.collect()["run"] == "did not start this process"
 
 
 def test_environment_holds_our_variables_only(monkeypatch):

@@ -32,6 +32,7 @@ def test_every_field_has_a_meaning() -> None:
         "DEEPYTORCH",
         "DEEPYTORCH_VERIFY_EVERY",
         "DEEPYTORCH_COMPILE",
+        "DEEPYTORCH_RUN",
         "DEEPYTORCH_CACHE_MB",
     ]
     assert environment.settings[0].value == r"on\|off"

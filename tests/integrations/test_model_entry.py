@@ -826,6 +826,15 @@ def test_what_accelerate_and_transformers_set_on_a_model_is_a_librarys() -> None
     accelerate.state.AcceleratorState._reset_state()
 
 
+@pytest.mark.parametrize(("module", "known"), [("checkpointing", True), ("longlora", False)])
+def test_llama_factorys_checkpoint_function_is_a_librarys_and_its_attention_is_not(module: str, known: bool) -> None:
+    model = llama("sdpa", num_hidden_layers=1)
+    written = {"__name__": f"llamafactory.model.model_utils.{module}", "checkpoint": torch.utils.checkpoint.checkpoint}
+    exec("def run(function, *args, **kwargs): return checkpoint(function, *args, **kwargs)", written)
+    model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=written["run"])
+    assert autowrap.is_of_libraries(model) is known
+
+
 def test_a_proof_holds_for_the_functions_on_the_model_that_it_was_made_with() -> None:
     """Also where the first one has gone, and the second one stands in its memory."""
     model = llama("sdpa", num_hidden_layers=1).train()
