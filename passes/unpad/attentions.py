@@ -106,6 +106,7 @@ _ADDS_A_TERM = frozenset({
     aten.baddbmm.default, aten.add.Tensor, aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.where.ScalarOther,
     aten.where.self,
 })  # fmt: skip
+_BOUNDS = frozenset({aten.maximum.default, aten.max.other})
 _PRODUCTS = frozenset({aten.matmul.default, aten.bmm.default})
 
 
@@ -210,8 +211,11 @@ def _scores(node: fx.Node) -> tuple[fx.Node, fx.Node, float, float, list[Term], 
             side = _towards_product(args)
             if side is None:
                 return None
-            terms.extend(split_terms(args[1 - side], ndim))
+            if not _is_finite(args[1 - side]):  # a number that is added to all scores changes no probability
+                terms.extend(split_terms(args[1 - side], ndim))
             node = args[side]
+        elif target in _BOUNDS and (number := number_of(args[1])) is not None and number <= MASKED:
+            node = args[0]  # no score of a key that is seen is so low
         elif target in (aten.masked_fill.Scalar, aten.masked_fill.Tensor) and _is_masking(args[2]):
             terms.append(Term(args[1], "hidden", ndim))
             node = args[0]
@@ -234,6 +238,12 @@ def _scores(node: fx.Node) -> tuple[fx.Node, fx.Node, float, float, list[Term], 
             return None
 
 
+def _is_finite(value: Any) -> bool:
+    """Return whether a value is a finite number."""
+    number = number_of(value)
+    return number is not None and math.isfinite(number)
+
+
 def _towards_product(args: tuple[Any, ...]) -> int | None:
     """Return which of two operands, 0 or 1, comes from a product of two activations."""
     for side in (0, 1):
@@ -247,7 +257,7 @@ def _towards_product(args: tuple[Any, ...]) -> int | None:
     return None
 
 
-_CHAIN = _CASTS | _SCALINGS | _ADDS_A_TERM | {aten.tanh.default}
+_CHAIN = _CASTS | _SCALINGS | _ADDS_A_TERM | _BOUNDS | {aten.tanh.default}
 
 
 def _weighted_sum(weights: fx.Node) -> tuple[float, fx.Node, list[fx.Node]] | None:

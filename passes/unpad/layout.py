@@ -99,6 +99,8 @@ VIEWS = frozenset({
     aten._unsafe_view.default,
     aten.flatten.using_ints,
     aten.unflatten.int,
+    aten.reshape_as.default,
+    aten.view_as.default,
 })  # fmt: skip
 
 
@@ -185,7 +187,8 @@ def _layout(
     sources = [source for source in tensor_operands(node) if source in known and not is_places(known[source])]
     operands = [known[source] for source in sorted(sources, key=from_batch)]  # the model's values come first
     if node.target in VIEWS:
-        return resplit(operands[0], shape, symbols) if operands else None
+        viewed = known.get(node.args[0])  # the second argument of `view_as` only has a shape
+        return None if viewed is None or is_places(viewed) else resplit(viewed, shape, symbols)
     if node.target is aten.slice.Tensor and operands:
         return _sliced(node, operands[0], shape, symbols)
     if node.target is aten.repeat_interleave.self_int and operands:

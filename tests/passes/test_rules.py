@@ -423,6 +423,13 @@ PACKS: Cases = {
             aten.index.Tensor, g.weight(3, 4, 2), [g.x("r", 2, "p", dtype=torch.int64)]
         ),
     },
+    **{
+        target: {
+            "another's shape": lambda g, target=target: g.call(target, g.x("r", "p", 6), g.x("r", "p", 2, 3)),
+            "merged": lambda g, target=target: g.call(target, g.x("r", "p", 4), g.merged(g.x("r", "p", 4))),
+        }
+        for target in (aten.reshape_as.default, aten.view_as.default)
+    },
     aten.repeat.default: {
         "features": call(aten.repeat.default, "r", "p", 4, args=([1, 1, 3],)),
         "heads": call(aten.repeat.default, "r", 3, "p", 4, args=([1, 2, 1, 1],)),
@@ -619,6 +626,14 @@ DECLINES: Cases = {
         ),
         "columns": lambda g: g.call(aten.index.Tensor, g.weight(3, 4), [None, g.x("r", "p", dtype=torch.int64)]),
         "two numbers": lambda g: g.call(aten.index.Tensor, g.weight(3, 4), [g.x("r", "p", dtype=torch.int64)] * 2),
+    },
+    **{
+        target: {
+            "rows and positions change places": lambda g, target=target: g.call(
+                target, g.x("r", "p", 4), g.x("p", "r", 4)
+            )
+        }
+        for target in (aten.reshape_as.default, aten.view_as.default)
     },
     aten.repeat.default: {
         "rows": call(aten.repeat.default, "r", "p", 4, args=([2, 1, 1],)),
