@@ -27,7 +27,10 @@ import torch._dynamo
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "docs" / "results" / "mutations.json"
-TESTS = ("test_layout", "test_origins", "test_demand", "test_masks", "test_emit", "test_rules")
+TESTS = (
+    "test_layout", "test_origins", "test_demand", "test_masks", "test_emit", "test_functional", "test_routing",
+    "test_rules",
+)  # fmt: skip
 # The tests that look at a module most closely; all others follow.
 FIRST = {
     "rules": "test_rules", "layout": "test_layout", "demand": "test_demand", "origins": "test_origins",
@@ -226,6 +229,61 @@ MUTATIONS = (
         "a source is packed by the target's mask",
     ),
     Mutation(UNPAD + "origins.py", "elif node in query_of:", "elif False:", "an attention's output follows its keys"),
+    # ---------------------------------------------------------------- routing, writes in place
+    Mutation(
+        UNPAD + "routing.py",
+        "if one_exit and all(",
+        "if one_exit or all(",
+        "entries of a sort that more is read of are packed",
+    ),
+    Mutation(
+        UNPAD + "routing.py",
+        "if user in rules and node not in rules[user].reads:",
+        "if False:",
+        "an order may be read for anything",
+    ),
+    Mutation(
+        UNPAD + "routing.py",
+        "    if not _numbers_groups(sort.args[0], groups):\n        return None\n",
+        "",
+        "any keys number the groups",
+    ),
+    Mutation(
+        UNPAD + "routing.py",
+        'if low != 0 or high not in (groups - 1, groups) or groups < 2 or arguments_of(sort)["descending"]:',
+        "if low != 0 or groups < 2:",
+        "keys share a bin, or stand in the opposite order",
+    ),
+    Mutation(
+        UNPAD + "routing.py",
+        'or _places(ends, known, "ends", groups) != held:',
+        'or _places(ends, known, "ends", groups) is None:',
+        "groups end where those of another sort do",
+    ),
+    Mutation(
+        UNPAD + "routing.py",
+        "if held is None or node.args[1] != held.per_token or not floors:",
+        "if held is None or not floors:",
+        "entries belong to other tokens",
+    ),
+    Mutation(
+        UNPAD + "routing.py",
+        'elif places.kind == "inverse" and layout[0] == (ROWS, held):',
+        'elif places.kind == "inverse":',
+        "entries are put back by the inverse of another sort",
+    ),
+    Mutation(
+        "passes/functional.py",
+        "node not in grad_off and _keeps_form(node)",
+        "_keeps_form(node)",
+        "a write behind the back of gradients gets one",
+    ),
+    Mutation(
+        "passes/functional.py",
+        "return any(place[view] < place[write] <= last for write in writes)",
+        "return False",
+        "a view shows the value before a write",
+    ),
     # ---------------------------------------------------------------- masks, attentions
     Mutation(
         UNPAD + "masks.py",
@@ -323,8 +381,8 @@ MUTATIONS = (
     ),
     Mutation(
         UNPAD + "write_program.py",
-        "            if node.target is aten.masked_fill.Scalar:\n",
-        "            if False:\n",
+        "        if node.target is aten.masked_fill.Scalar:\n",
+        "        if False:\n",
         "a fill is checked to be off at pads",
     ),
     Mutation(
