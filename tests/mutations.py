@@ -36,6 +36,7 @@ FIRST = {
     "rules": "test_rules", "layout": "test_layout", "demand": "test_demand", "origins": "test_origins",
     "masks": "test_masks", "probes": "test_masks", "attentions": "test_masks", "emit": "test_emit",
     "analysis": "test_emit", "write_program": "test_emit", "strip_padding": "test_demand", "batch_facts": "test_emit",
+    "routing": "test_routing", "functional": "test_functional",
 }  # fmt: skip
 
 

@@ -48,8 +48,8 @@ IN_THE_DEFAULT_MODE = {
     **dict.fromkeys(
         (
             "add_lora_midway", "checkpoint_around_part", "classes_change_midway", "evaluation_between_steps",
-            "freeze_midway", "generate_between_steps", "hooks_come_and_go", "infinite_pads_times_mask", "noise_by_name",
-            "two_losses_two_backwards",
+            "freeze_midway", "generate_between_steps", "hooks_come_and_go", "infinite_pads_times_mask",
+            "lora_with_checkpoints", "mixture_of_experts", "noise_by_name", "teacher", "two_losses_two_backwards",
         ),
         True,
     ),

@@ -12,6 +12,8 @@ from transformers import (
     BertForQuestionAnswering,
     BertForSequenceClassification,
     BertForTokenClassification,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     LlamaForSequenceClassification,
     LlamaForTokenClassification,
     MixtralConfig,
@@ -207,6 +209,24 @@ def router_losses():
         yield outputs.aux_loss.item()
 
     return trained(MixtralForCausalLM(config).train(), step)
+
+
+@case(default=True, expect="packed")
+def mixture_of_experts():
+    """Groups of experts, one of which all tokens share; the script balances the others by a bias, as DeepSeek does."""
+    config = DeepseekV3Config(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, max_position_embeddings=64, initializer_range=0.15, moe_intermediate_size=16,
+        n_routed_experts=8, n_group=2, topk_group=1, num_experts_per_tok=2, first_k_dense_replace=1, q_lora_rank=16,
+        kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=12, v_head_dim=10,
+    )  # fmt: skip
+
+    def step(model, ids, mask, labels):
+        yield model(input_ids=ids, attention_mask=mask, labels=labels).loss
+        bias = model.model.layers[1].mlp.gate.e_score_correction_bias
+        bias.add_(torch.linspace(-1e-2, 1e-2, len(bias)))
+
+    return trained(DeepseekV3ForCausalLM(config).train(), step)
 
 
 # ---------------------------------------------------------------------- encoder and decoder
