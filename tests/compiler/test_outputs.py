@@ -449,6 +449,7 @@ def test_a_decoder_without_a_mask_is_cut_after_its_last_label_and_shows_eagers_l
 
 
 def test_outputs_of_a_call_without_gradients_require_none_outside_of_it_either() -> None:
+    LEDGER.forget()
     model, given = llama(), right_padded()
     call = torch.compile(copy.deepcopy(model), backend="deepytorch", options=OPTIONS)
     for batch in given:
