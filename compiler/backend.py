@@ -13,11 +13,10 @@ import torch
 from torch import fx
 
 from deepytorch.compiler.code.compilers import compile_seconds
-from deepytorch.compiler.code.later_graph import graph_for_later
 from deepytorch.compiler.code.lower_region import RegionLowering
 from deepytorch.compiler.config import CompilerConfig
 from deepytorch.compiler.dynamo.capture import Untraceable, capture, is_batch_input
-from deepytorch.compiler.dynamo.eager_graph import eager_graph
+from deepytorch.compiler.dynamo.graph_forms import eager_graph, graph_for_later
 from deepytorch.compiler.dynamo.graph_traits import (
     attention_forms,
     draws_as_eager,

@@ -16,7 +16,7 @@ from torch import nn
 
 from deepytorch.class_state import ClassState
 from deepytorch.compiler.budget import BUDGET
-from deepytorch.compiler.code.worker.queue import expect, graphs_of
+from deepytorch.compiler.code.worker.queue import MODEL, expect
 from deepytorch.compiler.config import CompilerConfig
 from deepytorch.compiler.dynamo.settings import prepare_dynamo
 from deepytorch.compiler.dynamo.sizes import marked_ahead
@@ -51,9 +51,10 @@ def compiled_call(
     history.packs_in_eager = packs_in_eager
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        paused = BUDGET.paused
+        paused, model = BUDGET.paused, MODEL.set(kind.__name__)
+        is_known = type(module) in _CALLED
         try:
-            with graphs_of(kind.__name__), _first_call(module, args, kwargs, config):
+            with contextlib.nullcontext() if is_known else _first_call(module, args, kwargs, config):
                 forward = module.forward
                 busy = (
                     isinstance(forward, partial) and forward.func is inner
@@ -63,6 +64,7 @@ def compiled_call(
                 with _set_forward(module, partial(inner, forward)):
                     return module._call_impl(*args, **kwargs)
         finally:
+            MODEL.reset(model)
             history.granted = False
             if BUDGET.paused != paused:  # something was traced
                 own.classes.add(module)
@@ -90,9 +92,6 @@ def _first_call(module: nn.Module, args: Any, kwargs: Any, config: CompilerConfi
     See `marked_ahead` and `expect`. Marks on the arguments of a later call would make Dynamo compile anew.
     """
     kind = type(module)
-    if kind in _CALLED:
-        yield
-        return
     _CALLED.add(kind)
     prepare_dynamo()
     if not config.waits and all(each.device.type == "cpu" for each in module.parameters()):

@@ -28,16 +28,17 @@ class _Known(NamedTuple):
     held: Tensor  # on the host
 
 
-_KNOWN: dict[int, _Known] = {}  # by the id of the moved tensor
+# By the id of the moved tensor. While it is empty, nobody has to ask `host_copy`.
+KNOWN: dict[int, _Known] = {}
 
 
 def host_copy(tensor: Tensor) -> Tensor | None:
     """Return the values of `tensor`, which is on a device, on the host; None if unknown. Do not write to the result."""
-    known = _KNOWN.get(id(tensor))
+    known = KNOWN.get(id(tensor))
     if known is None or known.moved() is not tensor:
         return None
     if tensor._version != known.version:
-        del _KNOWN[id(tensor)]
+        del KNOWN[id(tensor)]
         return None
     return known.held
 
@@ -73,11 +74,11 @@ def _remember(moved: Tensor, origin: Tensor) -> None:
     name = id(moved)
 
     def forget(gone: weakref.ref[Tensor]) -> None:
-        known = _KNOWN.get(name)
+        known = KNOWN.get(name)
         if known is not None and known.moved is gone:
-            del _KNOWN[name]
+            del KNOWN[name]
 
-    _KNOWN[name] = _Known(weakref.ref(moved, forget), moved._version, origin.detach().clone())
+    KNOWN[name] = _Known(weakref.ref(moved, forget), moved._version, origin.detach().clone())
 
 
 def remembering(move: Callable[..., Any]) -> Callable[..., Any]:

@@ -39,15 +39,15 @@ from deepytorch.forward_only import ForwardOnly, may_have_padding
 from deepytorch.library_code import is_of_libraries
 from deepytorch.log import logger, once
 from deepytorch.patches import apply_all, listen, undo_all
-from deepytorch.repeated_draws import RepeatedDraws
 from deepytorch.switch import SWITCH
 from deepytorch.torch_internals import OptimizedModule
 from deepytorch.training_calls import (
-    is_of_a_subclass,
+    RepeatedDraws,
     is_of_the_scripts,
     is_ours_to_run,
     is_traced,
     is_transformed,
+    of_subclasses,
     trains,
 )
 
@@ -488,15 +488,15 @@ def _armed_call(handle: Handle, module: nn.Module, *args: Any, **kwargs: Any) ->
     if is_traced() or is_transformed() or not (module.training or (not trained and may_have_padding(kwargs))):
         return module._call_impl(*args, **kwargs)  # under a transform a generator's state has no memory
     # An evaluation may well begin with a seed of its own each time; that says nothing of what training draws.
-    draws = _draws_of(module) if module.training else None
+    draws = (_DRAWS.get(module) or _draws_of(module)) if module.training else None
     with draws or contextlib.nullcontext():
         if handle_of(module) is not handle or not is_ours_to_run() or handle.is_outdated():
             return module._call_impl(*args, **kwargs)
         if draws is not None and draws.found:
             _tell_repeated(module)
             return module._call_impl(*args, **kwargs)
-        if any(map(is_of_a_subclass, (*args, *kwargs.values()))):
-            if any(map(is_of_the_scripts, (*args, *kwargs.values()))):
+        if special := of_subclasses(args, kwargs):
+            if any(map(is_of_the_scripts, special)):
                 return module._call_impl(*args, **kwargs)
             # These may be deferred outputs of another step, or of another model.
             from deepytorch.compiler.step.outputs.deferred import plain_arguments

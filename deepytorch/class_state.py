@@ -29,8 +29,11 @@ class ClassState:
 
     def has_changed(self) -> bool:
         """Return whether something in one of the classes is now another object with another value."""
+        others = []
         try:  # runs at each call of the model: most often nothing has changed
-            others = [kind for kind, was in self._was.items() if vars(kind) != was]
+            for kind, was in self._was.items():
+                if vars(kind) != was:
+                    others.append(kind)
         except Exception:  # values that cannot be compared
             others = list(self._was)
         return any(map(self._differs, others))

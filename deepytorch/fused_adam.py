@@ -34,11 +34,15 @@ def fuse_for(tensors: Iterable[Any]) -> None:
 
     To be called in every step, since models of one class share a graph. If the first parameter is known, all are.
     """
-    found = (each for each in tensors if type(each) is torch.nn.Parameter and each.device.type == "cpu")
-    first = next(found, None)
-    if first is None or first in _COMPILED:
+    found: list[torch.nn.Parameter] = []
+    for each in tensors:
+        if type(each) is torch.nn.Parameter and each.device.type == "cpu":
+            if not found and each in _COMPILED:
+                return
+            found.append(each)
+    if not found:
         return
-    for each in (first, *found):
+    for each in found:
         _COMPILED[each] = True
     replace(adam_module, "adam", _choosing, "take Adam's fused form on a CPU", always=True)
 

@@ -49,16 +49,20 @@ def ledger() -> tuple[Patch, ...]:
 
 def patch(
     where: str, why: str, apply: Callable[[], object], undo: Callable[[], bool | None], *, always: bool = False
-) -> None:
-    """Make a change, unless it is made. always: even while disabled, for models that the user compiled by name."""
+) -> Patch:
+    """Make a change, unless it is made; return its entry in the ledger.
+
+    always: even while disabled, for models that the user compiled by name.
+    """
     with _LOCK:
         entry = _LEDGER.setdefault(where, Patch(where, why, apply, undo))
         if not entry.applied and (SWITCH.enabled or always):
             entry.apply()
             entry.applied = True
+        return entry
 
 
-def replace(owner: Any, name: str, make: Callable[[Any], Any], why: str, *, always: bool = False) -> None:
+def replace(owner: Any, name: str, make: Callable[[Any], Any], why: str, *, always: bool = False) -> Patch:
     """Replace the attribute `name` of a module or class by `make(original)`, once. always: as in `patch`.
 
     A function that `make` returns gets the name and docstring of the original.
@@ -85,12 +89,12 @@ def replace(owner: Any, name: str, make: Callable[[Any], Any], why: str, *, alwa
 
     prefix = getattr(owner, "__module__", None)
     path = owner.__name__ if prefix is None else f"{prefix}.{owner.__qualname__}"
-    patch(f"{path}.{name}", why, apply, undo, always=always)
+    return patch(f"{path}.{name}", why, apply, undo, always=always)
 
 
 def listen(
     register: Callable[[Any], Any], function: Callable[..., Any], why: str, farewell: Callable[[], object]
-) -> None:
+) -> Patch:
     """Have torch call `function`, even while disabled: `register(function)` returns a handle with `remove()`.
 
     farewell: called before torch stops calling.
@@ -106,7 +110,7 @@ def listen(
         handle.remove()
 
     where = f"{register.__module__}.{register.__qualname__}({function.__module__}.{function.__qualname__})"
-    patch(where, why, apply, undo, always=True)
+    return patch(where, why, apply, undo, always=True)
 
 
 def undo_all() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from deepytorch.compiler.budget import BUDGET
 from deepytorch.compiler.code.compilers import IN_PLACE, WORKER, Compiler, Graph, compile_seconds
@@ -22,7 +23,7 @@ from deepytorch.compiler.dynamo.trace_gate import current_trace
 from deepytorch.compiler.report import RegionRecord
 from deepytorch.fused_adam import fuse_for
 from deepytorch.log import logger, once
-from deepytorch.optimizer_steps import StepBoundary
+from deepytorch.patches import listen
 from deepytorch.process_age import seconds_since_start
 from deepytorch.torch_internals import OpOverload, compiler_counters
 
@@ -49,6 +50,7 @@ class CompiledStep:
         self._is_budgeted = current_trace() is not None  # else somebody has asked for `torch.compile`
         self._boundary, self._calls = StepBoundary(), 0  # of the script's steps; calls since its code is there
         self._is_there = self._begun = self._failed = False
+        self._waits = lowering.config.waits
         self._graph = Graph(record.name, module, varying, lowering, self._prepare)
         self._compiler: Compiler = WORKER
         # what eager would keep of a graph whose parts are to be computed again: all of it
@@ -56,7 +58,20 @@ class CompiledStep:
 
     def __call__(self, arguments: Sequence[Any]) -> Sequence[Any]:
         """Run compiled code; compile it here and now if it is not yet compiled: see `poll`."""
-        return self._run(list(arguments))
+        if torch.is_grad_enabled():
+            fuse_for(arguments)
+        if self._compiled is None and self._lowering.config.lowering == "eager":
+            self._compiled = self._module.forward
+            self.compiles, self._record.compiles = self.compiles + 1, self._record.compiles + 1
+        if self._compiled is None:
+            started = time.perf_counter()
+            with BUDGET.pause():
+                self._compiled, outputs = compile_nested(
+                    self._module, self._backend, arguments, self._varying, self._may_recompile
+                )
+            self._record.compile_seconds += time.perf_counter() - started
+            return outputs
+        return self._compiled(*arguments)
 
     def in_eager(self, arguments: Sequence[Any]) -> Sequence[Any]:
         """Run the graph operator by operator."""
@@ -69,7 +84,7 @@ class CompiledStep:
         gradients is done on all ranks if there will be one, and a step of the script begins. Always True if steps wait
         until they are compiled.
         """
-        if self._begun or self._lowering.config.waits:
+        if self._begun or self._waits:
             return True
         if self._failed:
             return False
@@ -131,22 +146,6 @@ class CompiledStep:
         once(logging.WARNING, "%s; it goes on in eager", message)
         self._lowering.failed()
 
-    def _run(self, arguments: list[Any]) -> Sequence[Any]:
-        if torch.is_grad_enabled():
-            fuse_for(arguments)
-        if self._compiled is None and self._lowering.config.lowering == "eager":
-            self._compiled = self._module.forward
-            self.compiles, self._record.compiles = self.compiles + 1, self._record.compiles + 1
-        if self._compiled is None:
-            started = time.perf_counter()
-            with BUDGET.pause():
-                self._compiled, outputs = compile_nested(
-                    self._module, self._backend, arguments, self._varying, self._may_recompile
-                )
-            self._record.compile_seconds += time.perf_counter() - started
-            return outputs
-        return self._compiled(*arguments)
-
     def _backend(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         _carry_tags(self._module.graph, module.graph)
         known = compiler_counters["aot_autograd"]["autograd_cache_hit"]
@@ -175,3 +174,35 @@ def _carry_tags(source: fx.Graph, traced: fx.Graph) -> None:
 def _operator_calls(graph: fx.Graph) -> list[fx.Node]:
     sizes = torch.ops.aten.sym_size.int
     return [n for n in graph.nodes if isinstance(n.target, OpOverload) and n.target is not sizes]
+
+
+# ---------------------------------------------------------------------- optimizer steps
+
+_taken = 0
+
+
+def _count(*_: Any) -> None:
+    global _taken
+    _taken += 1
+
+
+def _forget() -> None:
+    """Do nothing when torch stops calling `_count`."""
+
+
+def _steps_taken() -> int:
+    """Return the number of steps of all optimizers of this process since the first call of this function."""
+    listen(register_optimizer_step_post_hook, _count, "see where a step of the script's begins", _forget)
+    return _taken
+
+
+class StepBoundary:
+    """A detector of optimizer-step boundaries."""
+
+    def __init__(self) -> None:
+        self._seen = _steps_taken()
+
+    def passed(self) -> bool:
+        """Return whether an optimizer has stepped since the last call of this, or since the detector was made."""
+        before, self._seen = self._seen, _steps_taken()
+        return self._seen != before

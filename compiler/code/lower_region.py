@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +11,6 @@ import torch
 from torch import fx
 
 from deepytorch.compiler.code.data_parallel import DdpGradients, Members, active, adopt, delays_some, gradients_of
-from deepytorch.compiler.code.graph_per_parameters import GraphPerParameters
 from deepytorch.compiler.code.lower import GraphPasses, lower
 from deepytorch.compiler.config import CompilerConfig
 from deepytorch.compiler.plan import Plan
@@ -56,7 +56,7 @@ class RegionLowering:
             return self.lower(module, example_inputs)
         spare = copied(module)
         compiled = self.lower(module, example_inputs)
-        return GraphPerParameters(compiled, spare, example_inputs, self._compile_for_others)
+        return _GraphPerParameters(compiled, spare, example_inputs, self._compile_for_others)
 
     def lower(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one graph for the parameters among `example_inputs` alone."""
@@ -95,3 +95,37 @@ class RegionLowering:
         if not lowering.may_begin():  # the parameters of another module before its takeover: DDP's reducer has them
             return module.forward
         return lowering.compile(module, example_inputs)
+
+
+_Lower = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+
+
+class _GraphPerParameters:
+    """A callable that uses `compiled` for the parameters it was compiled for, and compiles anew for others.
+
+    A graph that reduces gradients is made for certain parameters, and Dynamo treats parameters as inputs like any
+    other. Modules of one class share a graph: the blocks of a model that is compiled block by block, for example, or
+    two models. Their computations are the same, but their gradients are not.
+    """
+
+    def __init__(
+        self, compiled: Callable[..., Any], module: fx.GraphModule, inputs: Sequence[Any], lower: _Lower
+    ) -> None:
+        """Note the parameters. module: an uncompiled copy of the graph. inputs: of `compiled`. lower: compiles it."""
+        self._places = [place for place, each in enumerate(inputs) if isinstance(each, torch.nn.Parameter)]
+        self._own = [weakref.ref(inputs[place]) for place in self._places]
+        self._compiled, self._module, self._lower = compiled, module, lower
+        self._others: dict[tuple[int, ...], tuple[list[weakref.ref[Any]], Callable[..., Any]]] = {}
+
+    def __call__(self, *inputs: Any) -> Any:
+        if self._are(self._own, inputs):
+            return self._compiled(*inputs)
+        key = tuple(id(inputs[place]) for place in self._places)
+        known = self._others.get(key)
+        if known is None or not self._are(known[0], inputs):
+            compiled = torch.compile(copied(self._module).forward, backend=self._lower, fullgraph=True)
+            known = self._others[key] = ([weakref.ref(inputs[place]) for place in self._places], compiled)
+        return known[1](*inputs)
+
+    def _are(self, known: Sequence[weakref.ref[Any]], inputs: Sequence[Any]) -> bool:
+        return all(each() is inputs[place] for each, place in zip(known, self._places, strict=True))

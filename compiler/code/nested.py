@@ -138,12 +138,14 @@ def _nested(
     compiled = context(module.forward)
     marked = [mark_alias(value, dims) if dims else value for value, dims in zip(arguments, varying, strict=True)]
 
+    varied = [(place, dims) for place, dims in enumerate(varying) if dims]
+
     def call(*arguments: Any) -> Sequence[Any]:
         # Dynamo guards marks, too: an alias hides those that a batch comes with, which do not matter to this graph.
-        pairs = zip(arguments, varying, strict=True)
-        given = [
-            mark_alias(value, dims) if dims and vars(value) and is_marked(value) else value for value, dims in pairs
-        ]
+        given = list(arguments)
+        for place, dims in varied:
+            if vars(given[place]) and is_marked(given[place]):
+                given[place] = mark_alias(given[place], dims)
         try:
             return compiled(*given)
         except _PutOff:

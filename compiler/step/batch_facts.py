@@ -8,12 +8,14 @@ Index tensors need no further synchronisation; on CUDA a kernel has written them
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from deepytorch.compiler.host_copies import KNOWN
 from deepytorch.compiler.step.device_facts import OnDevice, pack_on_device
 from deepytorch.compiler.step.host_facts import HostFacts
 from deepytorch.device_reads import read_would_sync, send
@@ -55,12 +57,12 @@ class Facts:
     @property
     def tokens(self) -> list[int]:
         """Return the number of tokens of each space."""
-        return [sum(each) for each in self.lengths]
+        return list(map(sum, self.lengths))
 
     @property
     def num_positions(self) -> int:
         """Return the number of positions of all spaces together, pads among them."""
-        return sum([rows * positions for rows, positions in self.sizes])
+        return sum(map(math.prod, self.sizes))
 
 
 def read_facts(program: Program, inputs: Sequence[Any]) -> Facts | Refusal:
@@ -68,38 +70,45 @@ def read_facts(program: Program, inputs: Sequence[Any]) -> Facts | Refusal:
     for buffer in program.buffers:
         if inputs[buffer.input] is not buffer.tensor or buffer.tensor._version != buffer.version:
             return Refusal(_BUFFER_CHANGED)
-    sizes = [(inputs[i].shape[rows], inputs[i].shape[positions]) for i, rows, positions in program.sizes]
-    for space, (_, positions) in zip(program.spaces, sizes, strict=True):
-        if space.max_positions is not None and positions > space.max_positions:
+    sizes = []
+    for space, (place, rows, positions) in zip(program.spaces, program.sizes, strict=True):
+        shape = inputs[place].shape
+        sizes.append((shape[rows], shape[positions]))
+        if space.max_positions is not None and shape[positions] > space.max_positions:
             return Refusal(f"more than {space.max_positions} positions: the mask's meaning is not proved for them")
-    given = [inputs[index] for index in program.facts_inputs]
-    values = _values_on_host(program, inputs)
+    given = list(map(inputs.__getitem__, program.facts_inputs))
+    values = _values_on_host(program, inputs) if KNOWN else None
     if isinstance(values, Refusal):
         return values
     if values is None:  # calling it as a module would cost some 20 us more
         values = program.facts.forward(*given)
-    masks, labelled, packed = _grids(program, values, sizes)
-    picks = [_pick(pick, values, sizes[pick.space]) for pick in program.picks]
-    violations = _violations(program, values, masks, labelled, picks, packed)
-    device = next((each.device for each in given if isinstance(each, torch.Tensor)), masks[0].device)
-    waited = read_would_sync(masks[0])
+    would_sync = read_would_sync(*values)
+    masks, labelled, packed = _grids(program, values, sizes, would_sync)
+    picks = [_pick(pick, values, sizes[pick.space]) for pick in program.picks] if program.picks else []
+    waited = would_sync and read_would_sync(masks[0])
+    violations = _violations(program, values, masks, labelled, picks, packed, waited)
     parts = _narrowed(program) if waited else []  # else counted when they are asked for
-    in_parts = [_part(masks[each.space], each) for each in parts]
     grids = [*masks, *labelled]
     if packed is not None:
         grids = [each.counts[TOKENS] for each in packed.spaces] + [each.counts[LABELS] for each in packed.losses]
-    found = count_true([*grids, *(violated for _, violated in violations), *in_parts])
-    narrowed = {each: sum(counts) for each, counts in zip(parts, found[len(found) - len(parts) :], strict=True)}
-    lengths = found[: len(masks)]
-    labels = [sum(each) for each in found[len(masks) : len(masks) + len(labelled)]]
-    for (reason, _), violated in zip(violations, found[len(masks) + len(labelled) :], strict=False):
+    grids += [violated for _, violated in violations]
+    for each in parts:
+        grids.append(_part(masks[each.space], each))
+    found = count_true(grids)
+    lengths, found = found[: len(masks)], found[len(masks) :]
+    labels, found = list(map(sum, found[: len(labelled)])), found[len(labelled) :]
+    for (reason, _), violated in zip(violations, found, strict=False):
         if any(violated):
             return Refusal(reason)
     if min(map(min, lengths)) < 1:
         return Refusal("a row without a token")
-    counted = [count for loss, count in zip(program.losses, labels, strict=True) if loss.ignores_pads]
-    if min(map(max, lengths)) < 2 or min(counted, default=2) < 2:
+    fewest = min(map(max, lengths))
+    for loss, count in zip(program.losses, labels, strict=True):
+        fewest = min(fewest, count) if loss.ignores_pads else fewest
+    if fewest < 2:
         return Refusal("fewer than two tokens or labels")  # a size of one would be compiled for itself
+    device = next((each.device for each in given if isinstance(each, torch.Tensor)), masks[0].device)
+    narrowed = dict(zip(parts, map(sum, found[len(violations) :]), strict=True))
     return Facts(sizes, masks, labelled, lengths, labels, picks, device, narrowed, waited, packed)
 
 
@@ -152,17 +161,23 @@ def _counts(flags: torch.Tensor) -> torch.Tensor:
 
 
 def _grids(
-    program: Program, values: Sequence[torch.Tensor], sizes: Sequence[tuple[int, int]]
+    program: Program, values: Sequence[torch.Tensor], sizes: Sequence[tuple[int, int]], would_sync: bool
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], OnDevice | None]:
-    """Return tokens of each space and labelled entries of each loss, (rows, positions) bool, and a kernel's results."""
-    waiting = read_would_sync(*values)
-    trimming = set().union(*[space.trimmed_by for space in program.spaces])
+    """Return tokens of each space and labelled entries of each loss, (rows, positions) bool, and a kernel's results.
+
+    would_sync: whether the host would wait for a device to read the values.
+    """
+    trimming: set[int] = set()
+    for space in program.spaces:
+        trimming.update(space.trimmed_by)
     labelled: list[Any] = [None] * len(program.losses)
     for number, loss in enumerate(program.losses):
-        if number in trimming or not waiting:
+        if number in trimming or not would_sync:
             labelled[number] = _labelled(loss, values[loss.target], sizes[loss.space])
-    masks = [_mask(program, number, values, labelled, sizes[number]) for number in range(len(program.spaces))]
-    packed = pack_on_device(program, values, masks) if waiting else None
+    masks = []
+    for number, size in enumerate(sizes):
+        masks.append(_mask(program, number, values, labelled, size))
+    packed = pack_on_device(program, values, masks) if would_sync else None
     if packed is not None:
         return [each.mask for each in packed.spaces], [_there(each.labelled) for each in packed.losses], packed
     for number, loss in enumerate(program.losses):
@@ -219,12 +234,15 @@ def _violations(
     labelled: list[torch.Tensor],
     picks: list[torch.Tensor],
     packed: OnDevice | None,
+    waited: bool,
 ) -> list[tuple[str, torch.Tensor]]:
-    """Return each assumption's message with a tensor that is true, or a count (`count_true`), where it is violated."""
+    """Return each assumption's message with a tensor that is true, or a count (`count_true`), where it is violated.
+
+    waited: whether the host waits for the device in this step; else buffers there are looked at later: `HostFacts`.
+    """
     found = []
-    values_wait = read_would_sync(masks[0])  # else the device's are looked at later: `HostFacts`
     for buffer in program.buffers:
-        if buffer.sample is not None and (values_wait or not read_would_sync(buffer.tensor)):
+        if buffer.sample is not None and (waited or not read_would_sync(buffer.tensor)):
             now = sample(buffer.tensor)
             assert now is not None
             found.append((_BUFFER_CHANGED, now.view(torch.uint8) != buffer.sample.view(torch.uint8)))
@@ -241,8 +259,6 @@ def _violations(
             found.append(("a label at a padded position is not ignored", stray))
     for pick, flat in zip(program.picks, picks, strict=True):
         found.append(("a position that is read from every row is a pad in one", ~masks[pick.space].reshape(-1)[flat]))
-    read = [] if packed is None else zip(program.spaces, packed.spaces, strict=True)
-    counted = [(space.mask, packing.counts) for space, packing in read]
     for assumption in program.assumptions:
         value = values[assumption.output]
         if assumption.kind == "zero at pads":
@@ -250,13 +266,19 @@ def _violations(
             own = mask[:, assumption.offset : mask.shape[1] - assumption.cut + assumption.offset]
             found.append(("a factor is not zero at padded positions", (value != 0) & ~own))
         elif assumption.kind == "binary":
-            odd = next((counts[ODD] for output, counts in counted if output == assumption.output), None)
+            odd = None if packed is None else _odd(program, packed, assumption.output)
             found.append(("a mask holds numbers besides 0 and 1", (value != 0) & (value != 1) if odd is None else odd))
         else:
             found.append(
                 ("an additive mask holds numbers that neither hide nor keep", (value != 0) & ~(value <= MASKED))
             )
     return found
+
+
+def _odd(program: Program, packed: OnDevice, output: int) -> torch.Tensor | None:
+    """Return a kernel's counts of numbers besides 0 and 1 in an output of `Program.facts`; None if there are none."""
+    spaces = zip(program.spaces, packed.spaces, strict=True)
+    return next((packing.counts[ODD] for space, packing in spaces if space.mask == output), None)
 
 
 def _late_and_holes(mask: torch.Tensor, counts: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -271,17 +293,25 @@ class Indices:
     """The index tensors of one batch, each made at its first use."""
 
     def __init__(self, facts: Facts) -> None:
-        self._facts = facts
+        self._facts, self._device = facts, facts.device
         self._made: dict[IndexInput, torch.Tensor] = {}
         self._flat: dict[IndexSet, torch.Tensor] = {}
         self._ranks: dict[IndexSet, torch.Tensor] = {}
 
     def get(self, index: IndexInput) -> torch.Tensor:
         """Return the tensor of one index input."""
-        if index not in self._made:
-            made = self._make(index)
-            self._made[index] = made if made.device == self._facts.device else send(made, self._facts.device)
-        return self._made[index]
+        return self.all_of((index,))[0]
+
+    def all_of(self, asked: Sequence[IndexInput]) -> list[torch.Tensor]:
+        """Return the tensors of index inputs."""
+        found = []
+        for index in asked:
+            made = self._made.get(index)
+            if made is None:
+                made = self._make(index)
+                made = self._made[index] = made if made.device == self._device else send(made, self._device)
+            found.append(made)
+        return found
 
     def _make(self, index: IndexInput) -> torch.Tensor:
         facts, entries = self._facts, index.entries
@@ -292,8 +322,8 @@ class Indices:
             if entries.loss is not None and index.among.is_tokens:  # labels stand at tokens, in their order
                 if facts.packed is not None:
                     return facts.packed.losses[entries.loss].labelled_ranks[: facts.labels[entries.loss]]
-                chosen = self._mask(entries)[0].reshape(-1)[self._entries(index.among)]
-                return places_of(chosen, self._facts.labels[entries.loss])
+                chosen = facts.labelled[entries.loss].reshape(-1)[self._entries(index.among)]
+                return places_of(chosen, facts.labels[entries.loss] if facts.waited else None)
             return self._rank(index.among)[self._entries(entries)]
         if index.kind == "cu_seqlens":
             if facts.packed is not None:
@@ -307,17 +337,14 @@ class Indices:
 
     def _entries(self, entries: IndexSet) -> torch.Tensor:
         if entries not in self._flat:
-            mask, count = self._mask(entries)
-            written = self._written(entries)
-            self._flat[entries] = places_of(mask.reshape(-1), count) if written is None else written[:count]
+            (mask, count), facts = self._mask(entries), self._facts
+            if facts.packed is not None and (entries.is_tokens or entries.loss is not None):
+                packing = facts.packed.spaces[entries.space]
+                written = packing.flat if entries.loss is None else facts.packed.losses[entries.loss].labelled_flat
+                self._flat[entries] = written[:count]  # undefined values stand behind the kernel's list
+            else:
+                self._flat[entries] = places_of(mask.reshape(-1), count if facts.waited else None)
         return self._flat[entries]
-
-    def _written(self, entries: IndexSet) -> torch.Tensor | None:
-        """Return a kernel's list of the entries' places, with undefined values behind them; None if there is none."""
-        packed = self._facts.packed
-        if packed is None or not (entries.is_tokens or entries.loss is not None):
-            return None
-        return packed.spaces[entries.space].flat if entries.loss is None else packed.losses[entries.loss].labelled_flat
 
     def _rank(self, entries: IndexSet) -> torch.Tensor:
         """Return the place of each position of the grid among the entries."""
@@ -332,7 +359,7 @@ class Indices:
         if entries.loss is not None:
             return facts.labelled[entries.loss], facts.labels[entries.loss]
         mask = facts.masks[entries.space]
-        if entries.is_tokens:
+        if not (entries.offset or entries.cut):
             return mask, sum(facts.lengths[entries.space])
         return _part(mask, entries), facts.narrowed.get(entries)
 

@@ -23,7 +23,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from deepytorch.compiler.step.past import Past, version_of
 from deepytorch.errors import DeferredError
 from deepytorch.passes.samples import Sampler
-from deepytorch.patches import listen
+from deepytorch.patches import Patch, listen
 
 MAX_COPIED_BYTES = 1 << 30
 
@@ -55,7 +55,7 @@ class PastWeights:
 
     def __init__(self, past: Past, places: Sequence[int], others: Collection[int], name: str, sampler: Sampler) -> None:
         self.past, self.places, self._others, self._name, self._sampler = past, places, others, name, sampler
-        self.given = [past.inputs[place] for place in places]
+        self.given = list(map(past.inputs.__getitem__, places))
         self._samples = sampler.take(self.given)
         keep_for(self)
 
@@ -119,17 +119,20 @@ class _AsThen(torch.autograd.Function):
 # ---------------------------------------------------------------------- before an optimizer's step
 
 _HOLDERS: weakref.WeakSet[Holder] = weakref.WeakSet()
+_hook: Patch | None = None  # on all optimizers, once it is asked for
 
 
 def keep_for(holder: Holder) -> None:
     """Have the weights that a holder may read copied before an optimizer changes them, as long as the holder lives."""
-    listen_to_steps()
+    if _hook is None or not _hook.applied:
+        listen_to_steps()
     _HOLDERS.add(holder)
 
 
 def listen_to_steps() -> None:
     """Have torch announce the steps of all optimizers. To be called before a closure makes the first holder, too."""
-    listen(register_optimizer_step_pre_hook, _before_step, "keep weights that outputs need", _keep_all)
+    global _hook
+    _hook = listen(register_optimizer_step_pre_hook, _before_step, "keep weights that outputs need", _keep_all)
 
 
 def forget(holder: Holder) -> None:

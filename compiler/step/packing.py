@@ -122,8 +122,8 @@ class Packing:
                 call = None
             if call is not None:
                 return call
-        arguments = [inputs[index] for index in self.program.packed_inputs]
-        arguments += [indices.get(index) for index in self.program.indices]
+        arguments = list(map(inputs.__getitem__, self.program.packed_inputs))
+        arguments += indices.all_of(self.program.indices)
         return PackedCall(self._code, self._second, arguments, partial(self._again, inputs, indices))
 
     # ------------------------------------------------------------------ the step
@@ -176,7 +176,7 @@ class Packing:
             given[index] = argument
         taken = [given[index] for index in program.reference_inputs]
         assert program.reference is not None
-        return program.reference(*taken, *(indices.get(index) for index in program.reference_indices))
+        return program.reference(*taken, *indices.all_of(program.reference_indices))
 
     # ------------------------------------------------------------------ DEEPYTORCH=verify
 

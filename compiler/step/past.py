@@ -72,7 +72,9 @@ class Past:
         generators: Iterable[torch.Generator] = (),
     ) -> None:
         self.eager, self.inputs, self.versions, self.copies = eager, inputs, versions, copies
-        self.random = [(generator, generator.get_state()) for generator in generators]
+        self.random: list[tuple[torch.Generator, torch.Tensor]] = []
+        for generator in generators:
+            self.random.append((generator, generator.get_state()))
         self.modes = Modes()
         self.trained: Sequence[bool] = ()  # of the inputs, which required gradients: set by who computes outputs later
         self.kept_places: set[int] = set()  # of the copies, those that `copy_inputs` has made

@@ -112,7 +112,7 @@ class Region:
         if chosen is Route.EAGER:
             return self._run_eager(inputs, why)
         if chosen is Route.PADDED:
-            if call.has_read:
+            if call.facts is not None:
                 self._record.host_seconds += time.perf_counter() - started
             return self._run_padded(inputs, why)
         assert self._packing is not None
@@ -159,7 +159,7 @@ class Region:
         started: the time by `time.perf_counter` at which the host began to work for this call.
         """
         indices = Indices(facts)
-        places = Places(indices, facts.sizes, packing.program.outputs)
+        places = Places(indices, facts.sizes, packing.outputs.flat)
         if chosen is Route.PROFILED:
             plain = tuple(self._eager(*inputs))
             self._record.steps_profiled += 1
@@ -196,7 +196,7 @@ class _Call:
 
     def __init__(self, packing: Packing | None, inputs: Sequence[Any]) -> None:
         self._packing, self._inputs = packing, inputs
-        self._facts: Facts | Refusal | None = None
+        self.facts: Facts | Refusal | None = None  # of the batch; None until `refusal` has read it
 
     @property
     def is_forward_mode(self) -> bool:
@@ -211,18 +211,8 @@ class _Call:
         return must_be_plain()
 
     @property
-    def has_read(self) -> bool:
-        """Return whether the batch was read."""
-        return self._facts is not None
-
-    @property
-    def facts(self) -> Facts | Refusal:
-        """Return the facts of the batch, or a refusal; the batch is read at the first use."""
-        if self._facts is None:
-            assert self._packing is not None
-            self._facts = self._packing.read(self._inputs)
-        return self._facts
-
-    @property
     def refusal(self) -> str | None:
+        if self.facts is None:
+            assert self._packing is not None
+            self.facts = self._packing.read(self._inputs)
         return self.facts.reason if isinstance(self.facts, Refusal) else None

@@ -130,15 +130,15 @@ def route(state: State, call: Call) -> tuple[Route, str]:
             return Route.EAGER, "DistributedDataParallel looks for unused parameters behind its outputs"
     if state.uses is Uses.GRAPH and (state.packs or not call.is_recomputed):
         return Route.EAGER, state.because
-    why = _why_not_packed(state, call)
-    if why is None:
-        return (Route.PACKED if state.knows_uses else Route.PROFILED), ""
-    return (Route.EAGER if Route.PADDED in state.broken else Route.PADDED), why
-
-
-def _why_not_packed(state: State, call: Call) -> str | None:
     if not state.packs:
-        return ""
-    if Route.PACKED in state.broken:
-        return "the packed step failed"
-    return state.because if state.uses is not Uses.TOKENS else call.refusal
+        why = ""
+    elif Route.PACKED in state.broken:
+        why = "the packed step failed"
+    elif state.uses is not Uses.TOKENS:
+        why = state.because
+    else:
+        refusal = call.refusal
+        if refusal is None:
+            return (Route.PACKED if state.knows_uses else Route.PROFILED), ""
+        why = refusal
+    return (Route.EAGER if Route.PADDED in state.broken else Route.PADDED), why

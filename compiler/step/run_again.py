@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from deepytorch.compiler.step.autograd_edges import edge_behind, edge_of
 from deepytorch.compiler.step.past import Past
 from deepytorch.torch_internals import will_engine_execute_node
 
@@ -150,19 +149,8 @@ def go_through(node: Any, again: Rerun, passage: Passage, count: int) -> None:
 
 def wanted_edges(node: Any, edges: Sequence[Any]) -> list[Any]:
     """Return those of a node's edges, each once, that the running backward goes on to or returns gradients of."""
-    return list({edge: None for edge, each in zip(edges, _behind(node), strict=True) if _is_wanted(each)})
-
-
-def wants_all(node: Any) -> bool:
-    """Return whether the running backward goes on to all edges of a node."""
-    try:
-        return all(map(will_engine_execute_node, _behind(node)))
-    except RuntimeError:  # see `_is_wanted`
-        return False
-
-
-def _behind(node: Any) -> list[Any]:
-    return [each for each, _ in node.next_functions if each is not None]
+    behind = [each for each, _ in node.next_functions if each is not None]
+    return list({edge: None for edge, each in zip(edges, behind, strict=True) if _is_wanted(each)})
 
 
 def _is_wanted(node: Any) -> bool:
@@ -188,3 +176,41 @@ def _values(metadata: Any, again: Rerun, count: int) -> list[Any] | None:
         *again.outputs,
         *(views.get(number) for number in range(bases)),
     ]
+
+
+# ---------------------------------------------------------------------- edges, along which gradients go
+
+
+def edge_of(given: torch.Tensor) -> Any:
+    """Return the edge that the gradient of a tensor goes to; None for a tensor that is neither a result nor a leaf."""
+    if given.grad_fn is not None:
+        return given.grad_fn, given.output_nr
+    return (id(given), 0) if given.is_leaf else None
+
+
+def edge_behind(copy: torch.Tensor) -> Any:
+    """Return the edge that the gradient of the tensor behind `copy`, from which `copy` was made, goes to."""
+    return None if copy.grad_fn is None else _comparable(*copy.grad_fn.next_functions[0])
+
+
+def _comparable(node: Any, number: int) -> Any:
+    """Return an edge of autograd's in the form that `edge_of` gives."""
+    return (id(node.variable), 0) if type(node).__name__ == "AccumulateGrad" else (node, number)
+
+
+def edges_of(node: Any, known: Collection[Any]) -> list[Any]:
+    """Return the edges that the gradients of a node go to.
+
+    An alias of a known edge's tensor, which was made to carry marks for Dynamo, stands for that edge.
+    """
+    found = []
+    for each in node.next_functions:
+        if each[0] is None:
+            continue
+        edge = _comparable(*each)
+        behind = each[0].next_functions
+        if edge not in known and len(behind) == 1 and behind[0][0] is not None:
+            beyond = _comparable(*behind[0])
+            edge = beyond if beyond in known else edge
+        found.append(edge)
+    return found

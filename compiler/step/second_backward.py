@@ -17,6 +17,7 @@ whose node cannot be found, or is of an unknown kind, runs in eager from its fir
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
@@ -26,25 +27,27 @@ import torch
 from torch import nn
 
 from deepytorch.comm.gradients.reducer import without_gradients
-from deepytorch.compiler.step.autograd_edges import edge_behind, edge_of, edges_of
 from deepytorch.compiler.step.past import Past, generators_of
 from deepytorch.compiler.step.run_again import (
     Passage,
     Rerun,
     differentiate,
+    edge_behind,
+    edge_of,
     edges_before,
+    edges_of,
     go_through,
     run_again,
     wanted_edges,
-    wants_all,
 )
-from deepytorch.compiler.step.unused_outputs import Parts, with_zeros
+from deepytorch.compiler.step.unused_outputs import Parts
 from deepytorch.log import logger
 from deepytorch.torch_internals import (
     disable_dynamo,
     functorch_config,
     keeps_graph_of_this_backward,
     top_saved_tensors_default_hooks,
+    will_engine_execute_node,
 )
 
 _VIEWS = 8  # the most nodes between an output that is a view and the node of its region
@@ -65,7 +68,7 @@ class SecondBackward:
         self.differentiable: list[bool] | None = None  # of each gradient that a node is given; None: it is not known
         self.stands_for: list[frozenset[int]] = []  # of each gradient that a node is given the outputs, as in `parts`
         self.saves = True  # whether the forward saves tensors, so that only one backward can go through it
-        self._waiting: weakref.WeakSet[_Replacement] = weakref.WeakSet()  # for another backward that may come
+        self.waiting: weakref.WeakSet[_Replacement] = weakref.WeakSet()  # for another backward that may come
         self._places: list[int] | None = None  # of tensors among the inputs, without those that are written
         self._written: list[int] = []
         self._generators: list[torch.Generator] = []  # that the region draws from
@@ -107,26 +110,21 @@ class SecondBackward:
         if self._blind or not torch.is_grad_enabled():
             return None
         try:
-            return self._begin(inputs, rerun)
+            for each in list(self.waiting) if self.waiting else ():
+                each.let_go_if_changed()
+            if self._places is None:
+                self._places = self._look_at(inputs)
+            versions, copies = {}, {}
+            for place in self._places:
+                versions[place] = inputs[place]._version
+            for place in self._written:
+                copies[place] = inputs[place].clone()
+            return Past(rerun, inputs, versions, copies, self._generators)
         except Exception:  # a kind of tensor that cannot be copied, or has no version
             self._blind = self.declines = True
             self.asked("inputs that cannot be watched for what else it asks")
             logger.debug("traceback of the failure", exc_info=True)
             return None
-
-    def _begin(self, inputs: Sequence[Any], rerun: Callable[..., Sequence[Any]]) -> Past:
-        for each in list(self._waiting) if self._waiting else ():
-            each.let_go_if_changed()
-        if self._places is None:
-            self._look_at(inputs)
-        assert self._places is not None
-        return Past(
-            rerun,
-            inputs,
-            {place: inputs[place]._version for place in self._places},
-            {place: inputs[place].clone() for place in self._written},
-            self._generators,
-        )
 
     def watch(self, call: Past | None, outputs: Sequence[Any]) -> Sequence[Any]:
         """Make the node of a call that has just run ready; return the outputs to hand out, mostly the call's own."""
@@ -170,7 +168,8 @@ class SecondBackward:
 
     # ------------------------------------------------------------------ what the first call shows
 
-    def _look_at(self, inputs: Sequence[Any]) -> None:
+    def _look_at(self, inputs: Sequence[Any]) -> list[int]:
+        """Learn what the first call's inputs show; return the places of tensors whose versions count writes."""
         tensors = [place for place, each in enumerate(inputs) if isinstance(each, torch.Tensor)]
         self._unread = frozenset(place for place in self._unread if not inputs[place].requires_grad)
         written = self._parts.written if self._parts is not None else frozenset[int]()
@@ -178,7 +177,6 @@ class SecondBackward:
             there = [each for each in tensors if _share_memory(inputs[each], inputs[place])]
             if len(there) > 1 and any(inputs[each].requires_grad for each in there):
                 raise _Unwatchable("an input that is written into shares its memory with another one")
-        self._places = [place for place in tensors if not inputs[place].is_inference()]
         self._written = [
             place
             for place in tensors
@@ -188,6 +186,7 @@ class SecondBackward:
         ]
         self._all_generators = generators_of(inputs[place].device for place in tensors)
         self._generators = self._all_generators
+        return [place for place in tensors if not inputs[place].is_inference()]
 
     def _learn(self, call: Past, node: Any, outputs: Sequence[Any]) -> bool:
         """Learn what the region writes into and draws from; return False if its node is of an unknown kind."""
@@ -281,7 +280,7 @@ class SecondBackward:
 
     def outputs(self, numbers: Iterable[int]) -> frozenset[int]:
         """Return the outputs, as in `parts`, to which these gradients of the node belong."""
-        return frozenset[int]().union(*[self.stands_for[number] for number in numbers])
+        return frozenset[int]().union(*map(self.stands_for.__getitem__, numbers))
 
     def left_by(self, passages: Sequence[Passage]) -> frozenset[int]:
         """Return the numbers of the outputs through which, as in eager, a backward may still come after `passages`.
@@ -290,10 +289,14 @@ class SecondBackward:
         """
         if self.differentiable is None:
             return frozenset()
-        all_outputs = frozenset([number for number, has in enumerate(self.differentiable) if has])
-        if not self.saves or not all([each.edges is None for each in passages]):  # noqa: C419 (no call for each)
+        all_outputs = left = frozenset(itertools.compress(itertools.count(), self.differentiable))
+        if not self.saves:
             return all_outputs
-        return all_outputs.difference(*[each.outputs for each in passages])
+        for each in passages:
+            if each.edges is not None:
+                return all_outputs
+            left -= each.outputs
+        return left
 
     def why_eager_may(self, error: Exception, call: Past | None) -> str | None:
         """Return the reason for a failed backward that eager's need not share; None if eager may not be tried.
@@ -307,10 +310,6 @@ class SecondBackward:
         if self._parts is None:  # other ranks may wait in it for this one
             return None
         return f"an error in compiled code ({type(error).__name__}: {str(error)[:200]})"
-
-    def wait(self, replacement: _Replacement) -> None:
-        """Keep the call of a replacement until the tensors that its outputs depend on are changed."""
-        self._waiting.add(replacement)
 
     def is_out_of_reach(self, call: Past, left: Collection[int]) -> bool:
         """Return whether none of the outputs `left` can be computed any more: an input of each was changed since."""
@@ -361,20 +360,21 @@ class _Replacement:
     def _run(self, name: str, arguments: Sequence[Any], gradients: Sequence[Any]) -> Any:
         node: Any = self._node()
         second, gradients = self._second, list(gradients)
-        if second.behind is not None and not _numbers(gradients):
+        came = frozenset([number for number, each in enumerate(gradients) if each is not None])
+        if second.behind is not None and not came:
             return (None,) * len(second.behind)  # autograd calls the node without any gradient
         if second.differentiable is not None:
-            filled = with_zeros(node, gradients, second.differentiable)
+            filled = _with_zeros(node, gradients, second.differentiable)
             arguments = filled if name == _BACKWARD[0] else (filled,)
-        stock = partial(self._stock, getattr(type(node), name), gradients, node, *arguments)
+        stock = partial(self._stock, getattr(type(node), name), came, node, *arguments)
         call, again, passages = self._call, self._again, self._passages
         if call is None and again is None:
             return stock()
         keeps, creates = keeps_graph_of_this_backward(), torch.is_grad_enabled()
         asked = self._asked(node, keeps=keeps, creates=creates)
         if not keeps:
-            self._free(node, gradients)
-        in_eager = partial(self._in_eager, node, call, again, passages, gradients, keeps=keeps, creates=creates)
+            self._free(node, came)
+        in_eager = partial(self._in_eager, node, call, again, passages, gradients, came, keeps=keeps, creates=creates)
         if asked is not None:
             found = in_eager(asked)
             return stock() if found is None else found
@@ -397,11 +397,13 @@ class _Replacement:
             return "another one before it through the same call"
         return "retain_graph=True" if keeps and _donates(node) else None
 
-    def _free(self, node: Any, gradients: Sequence[Any]) -> None:
-        """Note a backward that frees what it meets, and drop the call if no other one may come."""
-        came = _numbers(gradients)
+    def _free(self, node: Any, came: frozenset[int]) -> None:
+        """Note a backward that frees what it meets, and drop the call if no other one may come.
+
+        came: the numbers of the gradients that came.
+        """
         edges = None
-        if not wants_all(node):
+        if not _wants_all(node):
             edges = frozenset(wanted_edges(node, self._edges(node, self._call, self._again)))
         first = not self._passages
         self._passages = [*self._passages, Passage(came, edges)]
@@ -410,7 +412,7 @@ class _Replacement:
         if first and not self._left:
             self._call = None
         else:
-            self._second.wait(self)
+            self._second.waiting.add(self)  # until the tensors that its outputs depend on are changed
 
     def _in_eager(
         self,
@@ -419,6 +421,7 @@ class _Replacement:
         again: Rerun | None,
         passages: Sequence[Passage],
         gradients: Sequence[Any],
+        came: frozenset[int],
         asked: str,
         *,
         keeps: bool,
@@ -426,12 +429,12 @@ class _Replacement:
     ) -> Any:
         """Return the gradients that the node hands to its edges; None if they cannot be found.
 
-        passages: the ways of earlier backwards.
+        passages: the ways of earlier backwards. came: the numbers of the gradients that came.
         """
         edges = self._edges(node, call, again)
         if again is None or not (creates or keeps or passages) or (creates and passages):
             # A kept rerun that the graph of a backward leads into is not used: a way through that graph would free it.
-            again = None if call is None else self._second.run_again(call, edges, _numbers(gradients))
+            again = None if call is None else self._second.run_again(call, edges, came)
             if again is None:
                 return None
             for each in passages:
@@ -448,9 +451,12 @@ class _Replacement:
         known = again.sources if again is not None else edges_before(call) if call is not None else ()
         return edges_of(node, known)
 
-    def _stock(self, backward: Any, gradients: Sequence[Any], node: Any, *arguments: Any) -> Any:
-        """Run the node's own backward, with None in place of zeros for weights of outputs that nobody used."""
-        behind, has, came = self._second.behind, self._second.differentiable, _numbers(gradients)
+    def _stock(self, backward: Any, came: frozenset[int], node: Any, *arguments: Any) -> Any:
+        """Run the node's own backward, with None in place of zeros for weights of outputs that nobody used.
+
+        came: the numbers of the gradients that came.
+        """
+        behind, has = self._second.behind, self._second.differentiable
         if behind is None or has is None or len(came) == sum(has):
             return backward(node, *arguments)
         used = self._second.outputs(came)
@@ -466,8 +472,24 @@ class _Replacement:
         return tuple(None if zeros else each for each, zeros in zip(found, unused, strict=True))
 
 
-def _numbers(gradients: Sequence[Any]) -> frozenset[int]:
-    return frozenset([number for number, each in enumerate(gradients) if each is not None])
+def _with_zeros(node: Any, gradients: Sequence[Any], differentiable: Sequence[bool]) -> list[Any]:
+    """Return gradients as AOTAutograd expects them: zeros for an output that could have one and has none."""
+    filled = []
+    for each, meta, has in zip(gradients, node._input_metadata, differentiable, strict=True):
+        is_missing = each is None and has
+        filled.append(torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device) if is_missing else each)
+    return filled
+
+
+def _wants_all(node: Any) -> bool:
+    """Return whether the running backward goes on to all edges of a node."""
+    try:
+        for each, _ in node.next_functions:
+            if each is not None and not will_engine_execute_node(each):
+                return False
+    except RuntimeError:  # the engine does not tell of a leaf if only some gradients are asked for
+        return False
+    return True
 
 
 def _nodes_behind(output: Any) -> Iterator[Any]:

@@ -6,7 +6,7 @@ more, padded and in eager. Outputs of a profiled step are computed already, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ from deepytorch.compiler.step.outputs.rules.operands import pads_of
 from deepytorch.compiler.step.outputs.tokens import UNKNOWN, ZERO, Memo, Once, Pads, Place, Tokens
 from deepytorch.compiler.step.past import Modes
 from deepytorch.passes.samples import Sampler
-from deepytorch.passes.unpad.program import IndexInput, IndexSet, Output, OutputMeta, Program
+from deepytorch.passes.unpad.program import Epilogue, IndexInput, IndexSet, Output, OutputMeta, Program
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,10 @@ class StepOutputs:
         parameters: Places of the inputs that are weights.
         written: Places of the inputs that the region writes to.
         draws: Whether the region draws random numbers.
+
+    Attributes:
+        are_deferred: Whether some outputs of a packed step are deferred.
+        flat: For each space of the outputs, the index input with the places of its tokens.
     """
 
     def __init__(
@@ -62,21 +66,33 @@ class StepOutputs:
     ) -> None:
         self._program, self._eager, self._events, self._record = program, eager, events, record
         self._batch, self._parameters, self._written, self._draws = batch, parameters, written, draws
-        self._sampler, self._spread = Sampler(), [Sampler(spread=True) for _ in program.epilogues]
+        self._sampler = Sampler()
+        self._epilogues = [self._reads(each) for each in program.epilogues]
         self._replayed = [
             (number, output.meta)
             for number, output in enumerate(program.outputs)
             if output.kind == "replayed" and output.meta is not None
         ]
+        spaces = {output.entries.space for output in program.outputs if output.entries is not None}
+        self.flat = {space: IndexInput("flat", IndexSet(space)) for space in spaces}
         listen_to_steps()
         self.are_deferred = any(output.kind != "value" for output in program.outputs)
+
+    def _reads(self, epilogue: Epilogue) -> _Reads:
+        weights = {at: place for at, place in enumerate(epilogue.inputs) if place in self._parameters}
+        others = {*self._batch, *epilogue.inputs} - set(weights.values())
+        return _Reads(epilogue, weights, others, Sampler(spread=True))
 
     def begin(self, inputs: Sequence[Any]) -> Begun:
         """Keep what the deferred outputs of a packed step may need. To be called right before the step."""
         if not self.are_deferred:
             return Begun(inputs, None)
         see_autograd_functions()
-        kept = self._kept(inputs)
+        kept = list(inputs)
+        for index in self._batch:
+            given = kept[index]
+            if isinstance(given, torch.Tensor) and not given.is_floating_point() and given.numel() <= _SMALL:
+                kept[index] = given.clone()  # ids, masks and labels: loops overwrite these with the next batch
         replay = Replay(
             self._eager,
             kept,
@@ -89,17 +105,20 @@ class StepOutputs:
 
     def packed(self, begun: Begun, values: Sequence[Any], indices: Indices, places: Places) -> tuple[Any, ...]:
         """Return the outputs of a packed step, from the `values` that its graph gave."""
-        trains = True in [begun.inputs[index].requires_grad for index in self._parameters]
-        taken = _Taken(begun.inputs, values, indices, places, begun.replay, Family(), trains)
-        replayed = iter(self._defer_replayed(taken))
-        outputs = [
-            values[output.index]
-            if output.kind == "value"
-            else next(replayed)
-            if output.kind == "replayed"
-            else self._defer(output, place, taken)
-            for place, output in enumerate(self._program.outputs)
-        ]
+        replay = begun.replay
+        modes = {} if replay is None else {torch.is_grad_enabled(): replay.past.modes}
+        taken = _Taken(begun.inputs, values, indices, places, replay, Family(), modes)
+        replayed = iter(self._defer_replayed(taken) if self._replayed else ())
+        outputs = []
+        for number, output in enumerate(self._program.outputs):
+            if output.kind == "value":
+                outputs.append(values[output.index])
+            elif output.kind == "replayed":
+                outputs.append(next(replayed))
+            elif output.kind == "tokens":
+                outputs.append(self._defer_tokens(output, number, taken))
+            else:
+                outputs.append(self._defer_epilogue(output, number, taken))
         return tuple(outputs)
 
     def profiled(self, plain: Sequence[Any], places: Places) -> tuple[Any, ...]:
@@ -126,95 +145,82 @@ class StepOutputs:
             )
         return tuple(outputs)
 
-    def _kept(self, inputs: Sequence[Any]) -> list[Any]:
-        """Return the inputs with ids, masks and labels copied: loops overwrite these with the next batch."""
-        kept = list(inputs)
-        for index in self._batch:
-            given = kept[index]
-            if isinstance(given, torch.Tensor) and not given.is_floating_point() and given.numel() <= _SMALL:
-                kept[index] = given.clone()
-        return kept
-
-    def _defer(self, output: Output, number: int, taken: _Taken) -> torch.Tensor:
-        """Return output `number` of the region, deferred."""
-        meta = output.meta
+    def _defer_tokens(self, output: Output, number: int, taken: _Taken) -> torch.Tensor:
+        """Return output `number` of the region, whose tokens the packed graph gave, deferred."""
+        meta, rows = output.meta, taken.values[output.index]
         assert meta is not None
-        places = taken.places
-        if output.kind == "tokens":
-            rows = taken.values[output.index]
-            tokens = places.later(lambda: rows, output, meta, rows.requires_grad)
-            return defer(
-                meta.shape(*taken.places.extent),
-                (lambda: tokens().padded_with_zeros()) if output.zero_at_pads else self._exact(number, meta, taken),
-                dtype=meta.dtype,
-                device=rows.device,
-                requires_grad=rows.requires_grad,
-                name=meta.name,
-                tokens=tokens,
-                events=self._events,
-                family=taken.family,
-            )
-        return self._defer_epilogue(output, number, taken, places)
+        tokens = taken.places.later(lambda: rows, output, meta, rows.requires_grad)
+        return defer(
+            meta.sizes_of(*taken.places.extent),
+            (lambda: tokens().padded_with_zeros()) if output.zero_at_pads else self._exact(number, meta, taken),
+            dtype=meta.dtype,
+            device=rows.device,
+            requires_grad=rows.requires_grad,
+            name=meta.name,
+            tokens=tokens,
+            events=self._events,
+            family=taken.family,
+            modes=taken.modes.get(rows.requires_grad),
+        )
 
-    def _defer_epilogue(self, output: Output, number: int, taken: _Taken, places: Places) -> torch.Tensor:
-        epilogue, meta, replay = self._program.epilogues[output.index], output.meta, taken.replay
+    def _defer_epilogue(self, output: Output, number: int, taken: _Taken) -> torch.Tensor:
+        """Return output `number` of the region, which an epilogue computes, deferred."""
+        reads, meta, replay = self._epilogues[output.index], output.meta, taken.replay
         assert meta is not None
         assert replay is not None
-        given = [taken.inputs[index] for index in epilogue.inputs]
-        learned = {at: index for at, index in enumerate(epilogue.inputs) if index in self._parameters}
-        others = {*self._batch, *epilogue.inputs} - set(learned.values())
-        weights = PastWeights(replay.past, list(learned.values()), others, meta.name, self._spread[output.index])
-        rest = [taken.values[index] for index in epilogue.values] + [
-            taken.indices.get(index) for index in epilogue.indices
-        ]
-        requires_grad = True in [value.requires_grad for value in (*rest, *weights.given)]
+        epilogue, places = reads.epilogue, taken.places
+        given = list(map(taken.inputs.__getitem__, epilogue.inputs))
+        weights = PastWeights(replay.past, list(reads.weights.values()), reads.others, meta.name, reads.sampler)
+        rest = [*map(taken.values.__getitem__, epilogue.values), *taken.indices.all_of(epilogue.indices)]
+        requires_grad = torch.is_grad_enabled() and True in [each.requires_grad for each in (*rest, *weights.given)]
+        modes = taken.modes.get(requires_grad) or Modes(requires_grad)
 
         def compute() -> torch.Tensor:
             arguments = list(given)
             with weights.past.trained_as_it_was():
-                for at, weight in zip(learned, weights.then(), strict=True):
+                for at, weight in zip(reads.weights, weights.then(), strict=True):
                     arguments[at] = weight
                 return epilogue.module(*arguments, *rest)[0]
 
         whole = output.entries is None  # the epilogue gives it whole, else its tokens
         return defer(
-            meta.shape(*taken.places.extent),
+            meta.sizes_of(*places.extent),
             compute if whole else self._exact(number, meta, taken),
             dtype=meta.dtype,
             device=rest[0].device,
             requires_grad=requires_grad,
             name=meta.name,
-            tokens=None if whole else places.later(Once(compute, grad=requires_grad), output, meta, requires_grad),
+            tokens=None if whole else places.later(Once(compute, modes), output, meta, requires_grad),
             events=self._events,
             family=taken.family,
             whole=whole,
+            modes=modes,
         )
 
     def _exact(self, number: int, meta: OutputMeta, taken: _Taken) -> Callable[[], torch.Tensor]:
         """Return a function that makes output `number` padded, as eager does, by the padded replay of the step."""
-        replay = taken.replay
-        assert replay is not None
+        assert taken.replay is not None
+        return partial(self._replayed_output, taken.replay, number, meta.name)
 
-        def compute() -> torch.Tensor:
-            first = not replay.has_run
-            found = replay.outputs(meta.name)[number]
-            if first:
-                self._record.steps_replayed += 1
-                self._record.replay_seconds += replay.seconds
-            return found
-
-        return compute
+    def _replayed_output(self, replay: Replay, number: int, name: str) -> torch.Tensor:
+        first = not replay.has_run
+        found: torch.Tensor = replay.outputs(name)[number]
+        if first:
+            self._record.steps_replayed += 1
+            self._record.replay_seconds += replay.seconds
+        return found
 
     def _defer_replayed(self, taken: _Taken) -> Sequence[torch.Tensor]:
         """Return the outputs that only a padded replay can give, deferred; mostly these are cached keys and values."""
-        if not self._replayed:
-            return ()
-        requires_grad = taken.trains and torch.is_grad_enabled()
-        modes, device = Modes(grad=requires_grad), taken.inputs[self._batch[0]].device
+        assert taken.replay is not None
+        requires_grad = torch.is_grad_enabled() and True in [taken.inputs[at].requires_grad for at in self._parameters]
+        modes, device = taken.modes.get(requires_grad), taken.inputs[self._batch[0]].device
+        extent, family, replay = taken.places.extent, taken.family, taken.replay
         pendings = []
         for number, meta in self._replayed:
-            shape, compute = meta.shape(*taken.places.extent), self._exact(number, meta, taken)
-            pending = Pending(shape, meta.dtype, device, requires_grad, meta.name, compute, taken.family, modes)
+            shape = tuple(map(int, meta.sizes_of(*extent)))
+            compute = partial(self._replayed_output, replay, number, meta.name)
+            pending = Pending(shape, meta.dtype, device, requires_grad, meta.name, compute, family, modes)
             pending.events = self._events
             pendings.append(pending)
         return defer_together(pendings)
@@ -230,7 +236,21 @@ class _Taken:
     places: Places
     replay: Replay | None
     family: Family
-    trains: bool  # some weight requires gradients
+    modes: dict[bool, Modes]  # of the step, by the grad mode in them
+
+
+@dataclass(frozen=True, slots=True)
+class _Reads:
+    """An epilogue, with the inputs of the region that it reads.
+
+    weights: for each weight among the epilogue's inputs its place there, with its place among the region's inputs.
+    others: the places of the region's inputs that must not have changed when the epilogue runs.
+    """
+
+    epilogue: Epilogue
+    weights: dict[int, int]
+    others: set[int]
+    sampler: Sampler
 
 
 def _there(value: torch.Tensor) -> torch.Tensor:
@@ -240,10 +260,10 @@ def _there(value: torch.Tensor) -> torch.Tensor:
 class Places:
     """The places of the tokens of one step's outputs: read from the batch now, the rest is made when one is used."""
 
-    def __init__(self, indices: Indices, sizes: Sequence[tuple[int, int]], outputs: Sequence[Output]) -> None:
+    def __init__(self, indices: Indices, sizes: Sequence[tuple[int, int]], flat: Mapping[int, IndexInput]) -> None:
+        """Read the places. flat: the index input of each space's tokens: `StepOutputs.flat`."""
         self.sizes, self.extent = sizes, (sizes[0][0], *[positions for _, positions in sizes])
-        spaces = {output.entries.space for output in outputs if output.entries is not None}
-        self._flat = {space: indices.get(IndexInput("flat", IndexSet(space))) for space in spaces}
+        self._flat = dict(zip(flat, indices.all_of(list(flat.values())), strict=True))
         self._known: dict[tuple[IndexSet, bool], Place] = {}
 
     def of(self, output: Output) -> Place:
@@ -281,7 +301,7 @@ class Places:
             features = tuple(value.shape[len(place.grid) :])
             seen = pads_of(value, place)
             pads = seen if output.zero_at_pads else Pads(finite=seen.finite)  # the same is assumed of later steps
-            packed = Once(lambda: place.take(value), grad=value.requires_grad)
+            packed = Once(lambda: place.take(value), Modes(value.requires_grad))
             return Tokens(place, features, value.dtype, value.device, packed, pads, requires_grad=value.requires_grad)
 
         return Memo(make)

@@ -7,7 +7,7 @@ the tokens are used.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -160,11 +160,3 @@ def _stops_gradients(node: fx.Node) -> bool:
 def _is_without_gradient(node: fx.Node) -> bool:
     value = node.meta.get("example_value", node.meta.get("val"))
     return isinstance(value, torch.Tensor) and not value.is_floating_point() and not value.is_complex()
-
-
-def with_zeros(node: Any, gradients: Sequence[Any], differentiable: Sequence[bool]) -> list[Any]:
-    """Return gradients as AOTAutograd expects them: zeros for an output that could have one and has none."""
-    return [
-        torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device) if each is None and has else each
-        for each, meta, has in zip(gradients, node._input_metadata, differentiable, strict=True)
-    ]

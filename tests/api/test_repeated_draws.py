@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from deepytorch.repeated_draws import RepeatedDraws, SeenStates
+from deepytorch.training_calls import RepeatedDraws, SeenStates
 from tests.cold import run_cold
 
 

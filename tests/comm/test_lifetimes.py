@@ -212,16 +212,18 @@ def test_a_group_is_destroyed_beside_asynchronous_calls():
     script = """
     init(timeout=60)
     group = dist.new_group(backend="deepytorch")
-    over = threading.Event()
+    over, submitted = threading.Event(), threading.Semaphore(0)
     def submit():
         try:
             while not over.is_set():
                 dist.all_reduce(torch.ones(3_000), group=group, async_op=True)
+                submitted.release()
         except Exception:
-            pass
+            submitted.release(500)  # the other rank has destroyed its group first
     thread = threading.Thread(target=submit)
     thread.start()
-    time.sleep(0.3)  # by then there are many
+    for _ in range(500):
+        assert submitted.acquire(timeout=40)
     dist.destroy_process_group(group)
     over.set()
     thread.join(10)

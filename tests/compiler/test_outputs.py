@@ -448,6 +448,20 @@ def test_a_decoder_without_a_mask_is_cut_after_its_last_label_and_shows_eagers_l
     assert_way(pair.train(right_padded()), "padded", len(SIZES))
 
 
+def test_outputs_of_a_call_without_gradients_require_none_outside_of_it_either() -> None:
+    LEDGER.forget()
+    model, given = llama(), right_padded()
+    call = torch.compile(copy.deepcopy(model), backend="deepytorch", options=OPTIONS)
+    for batch in given:
+        with torch.no_grad():
+            found, expected = call(**batch), model(**batch)
+    assert LEDGER.report().total("steps_packed") == len(given) - 1
+    real = given[-1]["attention_mask"].bool()
+    for taken in (lambda logits: logits[real], lambda logits: logits[real].float().log_softmax(-1), torch.Tensor.exp):
+        assert not taken(found.logits).requires_grad
+        assert_close(taken(found.logits), taken(expected.logits), "logits", rel=1e-5, floor=1e-6)
+
+
 @pytest.mark.slow
 def test_without_deferred_outputs_every_value_is_there_at_once() -> None:
     pair = Pair(llama(), options={"defer_outputs": False})

@@ -15,9 +15,9 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.nn import functional as F
 
-from deepytorch.compiler.code.later_graph import graph_for_later
 from deepytorch.compiler.code.lower_region import RegionLowering
 from deepytorch.compiler.config import CompilerConfig
+from deepytorch.compiler.dynamo.graph_forms import graph_for_later
 from deepytorch.compiler.dynamo.graph_traits import unread_statistics
 from deepytorch.compiler.manager import copied
 from deepytorch.compiler.plan import Plan

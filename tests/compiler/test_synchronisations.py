@@ -219,9 +219,9 @@ def test_what_is_gone_is_forgotten(device: StandIn) -> None:
 
     there, _ = moved(device)
     names = [id(each) for each in there.values()]
-    assert all(name in host_copies._KNOWN for name in names)
+    assert all(name in host_copies.KNOWN for name in names)
     del there
-    assert not any(name in host_copies._KNOWN for name in names)
+    assert not any(name in host_copies.KNOWN for name in names)
 
 
 def test_other_shapes_and_dtypes_are_not_taken() -> None:

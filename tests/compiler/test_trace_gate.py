@@ -261,7 +261,7 @@ def test_steps_run_padded_until_they_are_compiled_where_packing_in_eager_does_no
 ) -> None:
     under_way = Compilation("a graph")
     monkeypatch.setattr(compilers, "compile_in_worker", lambda *_: under_way)
-    monkeypatch.setattr(CompiledStep, "_run", lambda self, arguments: self._module.forward(*arguments))
+    monkeypatch.setattr(CompiledStep, "__call__", lambda self, arguments: self._module.forward(*arguments))
     model = Plain(sdpa_bool).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     call = compiled_call(type(model), None, {"wait": False}, packs_in_eager=packs)

@@ -320,10 +320,13 @@ def test_the_process_is_there_before_its_first_job(processes: list[subprocess.Po
     worker = queue._WORKER
     assert started_one(processes)
     assert worker.is_alive()
-    with queue.graphs_of("Net"):
+    token = queue.MODEL.set("Net")
+    try:
         pending = queue.compile_in_worker(
             "a graph", graph(), [torch.ones(2, 2), torch.ones(2, 2)], [(), ()], lowering()
         )
+    finally:
+        queue.MODEL.reset(token)
     assert queue._WORKER is worker
     assert pending.done.wait(timeout=30)  # which ends as soon as it has one
     assert pending.error is not None

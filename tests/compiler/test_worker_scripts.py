@@ -67,6 +67,7 @@ def test_nothing_is_left_behind(tmp_path: Path, how: str) -> None:
         "time.sleep(0 if sys.argv[1] == 'it ends' else 100)",
     ])  # fmt: skip
     (tmp_path / "xdg").mkdir(mode=0o700)
+    place = tmp_path / "xdg" / "deepytorch" / "compiled"
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "xdg"), "DEEPYTORCH_COMPILE": "background"}
     environment["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "torch")
     command = [sys.executable, "-c", script, how]
@@ -75,20 +76,19 @@ def test_nothing_is_left_behind(tmp_path: Path, how: str) -> None:
         assert process.stdout.readline().strip() == b"begun"
         ours = workers(process.pid)
         if how != "it ends":
-            deadline = time.monotonic() + 30
-            while not ours and time.monotonic() < deadline:  # a process is its parent's copy for a moment
-                time.sleep(0.1)
+            deadline = time.monotonic() + 60
+            while not (ours and [*place.glob(".compiling*")]) and time.monotonic() < deadline:
+                time.sleep(0.1)  # a process is its parent's copy for a moment, and begins later
                 ours = workers(process.pid)
             assert ours
-            time.sleep(3.0)  # it has begun
+            assert [*place.glob(".compiling*")], "the process has not begun"
             process.send_signal(getattr(signal, how))
         process.wait(timeout=30)
     deadline = time.monotonic() + 60  # of the lowest priority, on a machine that others use
     while any(map(is_alive, ours)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not [each for each in ours if is_alive(each)]
-    place = tmp_path / "xdg" / "deepytorch" / "compiled"
-    assert not place.exists() or not [each.name for each in place.iterdir() if each.name.startswith(".compiling")]
+    assert [*place.glob(".compiling*")] == []
 
 
 @pytest.mark.slow

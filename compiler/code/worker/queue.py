@@ -67,7 +67,7 @@ def compile_in_worker(
     described = Job.of(module, arguments, varying, lowering)
     digest, job = described.digest(), to_bytes(described)
     logger.info("%s is compiled in the background; training goes on in eager meanwhile", name)
-    asked = _Asked(compilation, digest, _MODEL.get(), job)
+    asked = _Asked(compilation, digest, MODEL.get(), job)
     if store.find(digest) is None:
         _hand_over(asked)
     else:
@@ -85,16 +85,6 @@ def _hand_over(asked: _Asked) -> None:
             _WORKER = _Worker()
             _WORKER.take(asked)
             _WORKER.start()
-
-
-@contextlib.contextmanager
-def graphs_of(model: str) -> Iterator[None]:
-    """Mark graphs that are compiled inside as this model's: their entries on disk are listed by its name."""
-    token = _MODEL.set(model)
-    try:
-        yield
-    finally:
-        _MODEL.reset(token)
 
 
 def expect(model: str) -> None:
@@ -283,7 +273,8 @@ def _answer(process: subprocess.Popen[bytes], asked: _Asked) -> dict[str, Any] |
 
 
 _MAIN = "from deepytorch.compiler.code.worker.process import main; main({parent})"
-_MODEL: ContextVar[str] = ContextVar("deepytorch_model", default="")
+# The model whose graphs are compiled now: their entries on disk are listed by its name.
+MODEL: ContextVar[str] = ContextVar("deepytorch_model", default="")
 _LOCK = threading.RLock()
 _WORKER: _Worker | None = None
 _EXPECTED_WITHIN = 60.0  # seconds; for a trace, and the step that profiles the uses of outputs

@@ -23,9 +23,10 @@ from deepytorch.compiler.step.outputs import pad_safe
 from deepytorch.compiler.step.outputs.pending import Compute, Family, Pending, PendingTensor
 from deepytorch.compiler.step.outputs.token_uses import compute_others, may_write, on_tokens
 from deepytorch.compiler.step.outputs.tokens import Tokens
+from deepytorch.compiler.step.past import Modes
 from deepytorch.errors import DeferredError
 from deepytorch.log import once
-from deepytorch.patches import replace
+from deepytorch.patches import Patch, replace
 from deepytorch.torch_internals import (
     DisableTorchFunctionSubclass,
     functorch_utils,
@@ -47,6 +48,7 @@ def defer(
     family: Family | None = None,
     profiled: bool = False,
     whole: bool = False,
+    modes: Modes | None = None,
 ) -> torch.Tensor:
     """Return a tensor of `shape`, `dtype` and `device` that `compute` makes once, when its values are first used.
 
@@ -66,14 +68,15 @@ def defer(
         family: All deferred outputs of the step.
         profiled: Whether `compute` gives a tensor of the graph that eager has made already.
         whole: Whether the value has no pads that cost anything.
+        modes: Those of this call with the grad mode `requires_grad`, if they are known.
     """
     device = torch.device(device)
     if device.type != "cpu" and device.index is None:
         device = torch.empty(0, device=device).device  # "cuda" means the current device
     requires_grad = requires_grad and torch.is_grad_enabled()
-    pending = Pending(tuple(shape), dtype, device, requires_grad, name, compute, family)
+    pending = Pending(tuple(map(int, shape)), dtype, device, requires_grad, name, compute, family, modes)
     pending.make_tokens, pending.events, pending.profiled, pending.whole = tokens, events, profiled, whole
-    deferred = _Deferred.of(pending, compute() if profiled else None)
+    (deferred,) = _Deferred.all_of((pending,), compute() if profiled else None)
     return computed(deferred) if must_be_plain() else deferred
 
 
@@ -91,8 +94,14 @@ def see_autograd_functions() -> None:
     `Function.apply` is no torch function: `_Deferred` does not see it. The value's graph would then begin inside of the
     function, where gradients are off, and `torch.autograd.grad` would not reach the weights.
     """
-    called = functorch_utils.unwrap_dead_wrappers  # by `Function.apply`, with its arguments
-    replace(functorch_utils, called.__name__, _computing, "compute outputs for autograd functions", always=True)
+    global _seen
+    if _seen is None or not _seen.applied:
+        called = functorch_utils.unwrap_dead_wrappers  # by `Function.apply`, with its arguments
+        why = "compute outputs for autograd functions"
+        _seen = replace(functorch_utils, called.__name__, _computing, why, always=True)
+
+
+_seen: Patch | None = None  # the change that `see_autograd_functions` makes
 
 
 def _computing(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -181,7 +190,7 @@ def _derive(
     derived.memory, derived.sources = source.memory, (source,)
     if source.make_tokens is not None:
         derived.make_tokens = functools.partial(_derived_tokens, source, operation)
-    return _Deferred.of(derived)
+    return _Deferred.all_of((derived,))[0]
 
 
 def _derived_tokens(source: Pending, operation: Callable[[torch.Tensor], torch.Tensor]) -> Tokens | None:

@@ -151,13 +151,10 @@ _OF_GRAPHS = frozenset((torch.autograd.grad, torch.Tensor.register_hook, torch.T
 class Family:
     """The deferred tensors of one step, in the order of their making, as long as somebody holds them."""
 
-    __slots__ = ("_tensors",)
+    __slots__ = ("tensors",)
 
     def __init__(self) -> None:
-        self._tensors: list[weakref.ref[torch.Tensor]] = []
-
-    def add(self, tensor: torch.Tensor) -> None:
-        self._tensors.append(weakref.ref(tensor))
+        self.tensors: list[weakref.ref[torch.Tensor]] = []
 
     def is_held(self) -> bool:
         """Return whether somebody holds one of the tensors whose value is not computed, or is a profiled one."""
@@ -169,12 +166,12 @@ class Family:
             each.compute()
 
     def _living(self) -> list[Pending]:
-        found = [held for each in self._tensors if (held := each()) is not None]
+        found = [held for each in self.tensors if (held := each()) is not None]
         return [held._pending for held in found]  # type: ignore[attr-defined]
 
     def others(self, tensor: torch.Tensor) -> list[Pending]:
         """Return the pending values of all other tensors that live and are not computed."""
-        found = [held for each in self._tensors if (held := each()) is not None and held is not tensor]
+        found = [held for each in self.tensors if (held := each()) is not None and held is not tensor]
         return [held._pending for held in found if held._pending.value is None]  # type: ignore[attr-defined]
 
 
@@ -184,37 +181,30 @@ class PendingTensor(torch.Tensor):
     _pending: Pending
 
     @classmethod
-    def of(cls, pending: Pending, anchor: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the tensor that stands for `pending`. anchor: the value, if it is computed already."""
-        if pending.requires_grad:
-            with torch.enable_grad():
-                (tensor,) = _Source.apply(_ANCHOR if anchor is None else anchor, (pending,), cls)
-        else:
-            tensor = cls.bare(pending)
-        pending.family.add(tensor)
-        return tensor
-
-    @classmethod
-    def all_of(cls, pendings: Sequence[Pending]) -> Sequence[torch.Tensor]:
+    def all_of(cls, pendings: Sequence[Pending], anchor: torch.Tensor | None = None) -> Sequence[torch.Tensor]:
         """Return the tensors that stand for pending values of one step, which have one autograd node together.
 
         A node for each of a decoder's cached keys and values would cost the host 0.4 ms in a model of 12 layers.
+        anchor: the value of the only one, if it is computed already.
         """
         if pendings and pendings[0].requires_grad:
             with torch.enable_grad():
-                tensors = _Source.apply(_ANCHOR, pendings, cls)
+                tensors = _Source.apply(_ANCHOR if anchor is None else anchor, pendings, cls)
         else:
-            tensors = [cls.bare(each) for each in pendings]
+            tensors = cls.bare(pendings)
         for pending, tensor in zip(pendings, tensors, strict=True):
-            pending.family.add(tensor)
+            pending.family.tensors.append(weakref.ref(tensor))
         return tensors
 
     @classmethod
-    def bare(cls, pending: Pending) -> torch.Tensor:
-        """Return the tensor that stands for `pending`, without an autograd node."""
-        tensor = make_wrapper_subclass(cls, pending.shape, dtype=pending.dtype, device=pending.device)
-        tensor._pending = pending
-        return tensor
+    def bare(cls, pendings: Sequence[Pending]) -> list[torch.Tensor]:
+        """Return the tensors that stand for pending values, without an autograd node."""
+        tensors = []
+        for pending in pendings:
+            tensor = make_wrapper_subclass(cls, pending.shape, dtype=pending.dtype, device=pending.device)
+            tensor._pending = pending
+            tensors.append(tensor)
+        return tensors
 
 
 class _Source(torch.autograd.Function):
@@ -230,7 +220,7 @@ class _Source(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)  # another loss, through a node that both share, has no gradient for this one
         ctx.pendings, ctx.is_value = pendings, anchor is not _ANCHOR
-        return tuple([kind.bare(each) for each in pendings])
+        return tuple(kind.bare(pendings))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:

@@ -42,16 +42,19 @@ class Replay:
         written: Sequence[int] = (),
         draws: bool = False,
     ) -> None:
-        tensors = [(place, each) for place, each in enumerate(inputs) if isinstance(each, torch.Tensor)]
-        self.past = Past(
-            eager,
-            inputs,
-            {place: each._version for place, each in tensors if not each.is_inference()},
-            {place: inputs[place].detach().clone() for place in written},
-            generators_of(each.device for _, each in tensors) if draws else (),
-        )
-        self.past.trained = [getattr(each, "requires_grad", False) for each in inputs]
-        self._weights, self._sampler = [inputs[index] for index in parameters], sampler
+        versions, copies, trained, devices = {}, {}, [], set()
+        for place, each in enumerate(inputs):
+            is_tensor = isinstance(each, torch.Tensor)
+            trained.append(is_tensor and each.requires_grad)
+            if is_tensor and not each.is_inference():
+                versions[place] = each._version
+            if is_tensor and draws:
+                devices.add(each.device)
+        for place in written:
+            copies[place] = inputs[place].detach().clone()
+        self.past = Past(eager, inputs, versions, copies, generators_of(devices) if draws else ())
+        self.past.trained = trained
+        self._weights, self._sampler = list(map(inputs.__getitem__, parameters)), sampler
         self._samples = sampler.take(self._weights)
         self._outputs: tuple[Any, ...] | None = None
         self.seconds = 0.0

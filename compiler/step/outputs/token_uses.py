@@ -69,7 +69,7 @@ def on_tokens(function: Any, args: Any, kwargs: Any, rule: Callable[..., Any] | 
         pending.make_tokens, pending.events, pending.family = (lambda: tokens), source.events, source.family
         pending.memory = source.memory if is_view else pending.memory
         pending.sources = tuple(pendings)
-        return kind.of(pending)
+        return kind.all_of((pending,))[0]
 
     if isinstance(result, Tokens):
         return wrapped(result)

@@ -339,16 +339,13 @@ class Memo(Generic[Value]):
 
 
 class Once:
-    """A tensor that is made at the first call, under the present grad mode and autocast state.
-
-    grad: another grad mode.
-    """
+    """A tensor that is made at the first call, under the present modes. modes: other ones."""
 
     __slots__ = ("_make", "_modes", "_value")
 
-    def __init__(self, make: Callable[[], torch.Tensor], grad: bool | None = None) -> None:
+    def __init__(self, make: Callable[[], torch.Tensor], modes: Modes | None = None) -> None:
         self._make: Callable[[], torch.Tensor] | None = make
-        self._modes = Modes(grad)
+        self._modes = Modes() if modes is None else modes
         self._value: torch.Tensor | None = None
 
     def __call__(self) -> torch.Tensor:

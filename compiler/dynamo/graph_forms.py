@@ -1,4 +1,11 @@
-"""A graph of Dynamo's in a form that another process can compile."""
+"""Forms of a graph of Dynamo's: for eager, and for a compilation by another process.
+
+[Note: Checkpoints in eager]
+The eager form runs operator by operator and does the same as its module. One operator behaves otherwise in a graph than
+in the module: a checkpoint leaves the state of random generators to Inductor. So the unchanged graph would draw other
+dropout when it recomputes. In the eager form the operator is `torch.utils.checkpoint.checkpoint` again, as the model
+called it.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +14,44 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import checkpoint
 
 from deepytorch.compiler.dynamo.capture import Untraceable, capture, sizes_from_tensors
-from deepytorch.compiler.dynamo.eager_graph import holds_checkpoints
 from deepytorch.passes.graphs import copied
 from deepytorch.torch_internals import HigherOrderOperator
+
+_CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+
+
+def eager_graph(module: fx.GraphModule) -> fx.GraphModule:
+    """Return `module` with its checkpoints as in eager; `module` itself if it has none."""
+    if not _holds_checkpoints(module):
+        return module
+    found = copied(module)
+    for node in found.graph.nodes:
+        if node.target is _CHECKPOINT:
+            name = str(node.args[0].target)
+            setattr(found, name, eager_graph(getattr(found, name)))
+            node.target = _checkpoint
+    found.recompile()
+    return found
+
+
+def _holds_checkpoints(module: fx.GraphModule) -> bool:
+    """Return whether parts of a graph of Dynamo's are computed again in the backward."""
+    return any(node.target is _CHECKPOINT for node in module.graph.nodes)
+
+
+def _checkpoint(part: fx.GraphModule, *arguments: Any, **settings: Any) -> Any:
+    """Run a part of a graph under a checkpoint with the model's own settings.
+
+    The checkpoint is never reentrant: backwards inside of a backward gain nothing in a graph.
+    """
+    context = part.meta.get("_checkpoint_context_fn")
+    if context is not None:
+        settings["context_fn"] = context
+    # The lambda is a new function: the checkpoint keeps the function it calls, which must not hold the part's values.
+    return checkpoint(lambda *given: part.forward(*given), *arguments, **{**settings, "use_reentrant": False})
 
 
 def graph_for_later(module: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule | str:
@@ -20,7 +60,7 @@ def graph_for_later(module: fx.GraphModule, example_inputs: Sequence[Any]) -> fx
     Checkpoints hold graphs of their own. A graph with checkpoints is returned in the form that passes read, with the
     checkpointed parts marked.
     """
-    if holds_checkpoints(module):
+    if _holds_checkpoints(module):
         try:
             return capture(module, example_inputs).module
         except Untraceable as untraceable:
