@@ -239,12 +239,6 @@ MUTATIONS = (
     ),
     Mutation(
         UNPAD + "routing.py",
-        "if user in rules and node not in rules[user].reads:",
-        "if False:",
-        "an order may be read for anything",
-    ),
-    Mutation(
-        UNPAD + "routing.py",
         "    if not _numbers_groups(sort.args[0], groups):\n        return None\n",
         "",
         "any keys number the groups",

@@ -218,9 +218,8 @@ def _only_moves(
             return False
     for user in node.users:
         if user in nodes:
-            if user in rules and node not in rules[user].reads:
-                return False
-        elif user.target in _READ_SIZES:  # such as `empty_like(order)`, which the inverse is written into
+            continue
+        if user.target in _READ_SIZES:  # such as `empty_like(order)`, which the inverse is written into
             if any(
                 reader not in rules or user in (*rules[reader].reads, *rules[reader].whole) for reader in user.users
             ):
