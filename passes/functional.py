@@ -168,6 +168,8 @@ def _keeps_form(write: fx.Node) -> bool:
     if write.target is aten.copy_.default:
         source = write.args[1]
         return isinstance(source, fx.Node) and _shape(source) == _shape(write)
+    if "logical" in write.target._schema.name and write.meta["val"].dtype is not torch.bool:  # type: ignore[union-attr]
+        return False
     dtypes = {source.meta["val"].dtype for source in write.all_input_nodes if _is_tensor(source)}
     return write.target not in _OF_ONE_DTYPE or dtypes == {write.meta["val"].dtype}
 

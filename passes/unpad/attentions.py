@@ -151,20 +151,21 @@ def _without_sinks(softmax: fx.Node) -> tuple[Any, fx.Node, fx.Node | None, list
         maximum = scores.args[1]
         beside += [scores, maximum, *([maximum.args[0]] if maximum.target is operator.getitem else [])]
         scores = scores.args[0]
+    without = scores, softmax, None, beside
     dropped: Any = next(iter(softmax.users), None)
     if scores.target is not aten.cat.default or len(softmax.users) != 1 or dropped.target is not aten.slice.Tensor:
-        return softmax.args[0], softmax, None, []
+        return without
     parts, last = scores.args[0], scores.meta["val"].dim() - 1
     if len(parts) != 2 or last != 3 or arguments_of(scores)["dim"] % 4 != last:
-        return softmax.args[0], softmax, None, []
+        return without
     given = arguments_of(dropped)
     drops_one = (given["dim"] % 4, given["start"] or 0, given["end"], given["step"]) == (last, 0, -1, 1)
     sinks = parts[1].args[0] if parts[1].target is aten.expand.default else None
     if not drops_one or sinks is None or sinks.meta["val"].dim() != 4:
-        return softmax.args[0], softmax, None, []
+        return without
     rows, _, queries, columns = sinks.meta["val"].shape
     if not (rows == queries == columns == 1) or parts[1].meta["val"].shape[last] != 1:
-        return softmax.args[0], softmax, None, []
+        return without
     return parts[0], dropped, sinks, [*beside, scores, parts[1], dropped]
 
 

@@ -151,7 +151,19 @@ def _in_float32(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
     return output.float()
 
 
-@pytest.mark.parametrize("name", ["s_aux", "indices", "something_new"])
+def test_sinks_count_beside_the_keys_and_not_where_transformers_drops_them() -> None:
+    module, rows = torch.nn.Linear(1, 1), packed_attention.Rows(torch.tensor([0, 3]).int(), torch.arange(3).int(), 3)
+    query, mask = torch.randn(1, 2, 3, 8), packed_attention.encode_mask(rows)
+    sinks = torch.tensor([0.5, -1.0])
+    scores = (query @ query.mT / 8**0.5).masked_fill(~torch.ones(3, 3, dtype=torch.bool).tril(), -torch.inf)
+    weights = torch.cat([scores, sinks.view(1, 2, 1, 1).expand(1, 2, 3, 1)], -1).softmax(-1)[..., :-1]
+    found, _ = packed_attention.attend(module, query, query, query, mask, s_aux=sinks)
+    torch.testing.assert_close(found, (weights @ query).transpose(1, 2))
+    with pytest.raises(packed_attention.CannotPack, match="gives its attention s_aux"):
+        packed_attention.attend(module, query, query, query, mask, s_aux=sinks, implementation="sdpa")
+
+
+@pytest.mark.parametrize("name", ["indices", "something_new"])
 def test_what_models_hand_to_their_attention_and_nobody_here_knows_is_declined(name: str) -> None:
     module, rows = torch.nn.Linear(1, 1), packed_attention.Rows(torch.tensor([0, 3]).int(), torch.arange(3).int(), 3)
     query = torch.randn(1, 2, 3, 8)
