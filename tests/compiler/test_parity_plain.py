@@ -113,6 +113,30 @@ def slopes(q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
     return (scaled(q, k) - distance(q).abs().float() * steps).masked_fill(~keys(mask), -1e9).softmax(-1) @ v
 
 
+def less_the_maximum(q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
+    scores = scaled(q, k).masked_fill(~keys(mask), -1e9)
+    return (scores - scores.max(-1, keepdim=True).values).softmax(-1) @ v
+
+
+def bounded_below(q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
+    scores = scaled(q, k) + bias(mask, lowest(q)) + 2
+    return torch.max(scores, torch.tensor(lowest(q))).softmax(-1) @ v
+
+
+def sinks(q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
+    """A score of each head beside those of the keys, for a value of zeros."""
+    column = torch.tensor([0.5, -1.0, 2.0, 0.0]).view(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], -1)
+    scores = torch.cat([scaled(q, k).masked_fill(~keys(mask), -1e9), column], dim=-1)
+    return (scores - scores.amax(-1, keepdim=True)).softmax(-1)[..., :-1] @ v
+
+
+def sinks_dropped_at_the_other_end(q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
+    """The column stands behind the keys, and the first key is dropped in its place."""
+    column = torch.tensor([0.5, -1.0, 2.0, 0.0]).view(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], -1)
+    scores = torch.cat([scaled(q, k).masked_fill(~keys(mask), -1e9), column], dim=-1)
+    return scores.softmax(-1)[..., 1:] @ v
+
+
 def causal_and_keys(q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
     return scaled(q, k).masked_fill(~below(q), -1e9).masked_fill(~keys(mask), -1e9).softmax(-1) @ v
 
@@ -136,6 +160,9 @@ PACKED: dict[str, Attend] = {
     "softmax in float32": softmax_in_float32,
     "causal, and keys": causal_and_keys,
     "merged heads": merged_heads,
+    "less the maximum": less_the_maximum,
+    "bounded below, a number added": bounded_below,
+    "sinks": sinks,
 }
 # Equal by all means; packed or not is not promised.
 OTHERS: dict[str, Attend] = {
@@ -152,6 +179,7 @@ OTHERS: dict[str, Attend] = {
     "where, of a filled tensor": lambda q, k, v, m: (
         torch.where(keys(m), scaled(q, k), torch.full_like(scaled(q, k), -1e9)).softmax(-1) @ v
     ),
+    "sinks dropped at the other end": sinks_dropped_at_the_other_end,
     "merged heads, unmerged for the mask": merged_heads_unmerged_for_the_mask,
 }
 
