@@ -63,17 +63,18 @@ def counts_of(lines: Sequence[Line]) -> list[tuple[str, ...]]:
 
 
 def reasons_of(lines: Sequence[Line]) -> list[tuple[str, list[str]]]:
-    """Return the reasons of what was not packed, with the models, most first. Numbers in them are left out."""
+    """Return the reasons of what was not packed, with the models, most first, whatever their names and numbers."""
     found: dict[str, list[str]] = {}
     for line in lines:
         if line.outcome in (EQUAL, WRONG, FAILS) and line.how not in (GRAPH, ENTRY):
-            for reason in dict.fromkeys(map(_kind, line.reasons or ["no region was compiled"])):
+            kinds = [_kind(reason, line.name) for reason in line.reasons or ["no region was compiled"]]
+            for reason in dict.fromkeys(kinds):
                 found.setdefault(reason, []).append(line.name)
     return sorted(found.items(), key=lambda item: (-len(item[1]), item[0]))
 
 
-def _kind(reason: str) -> str:
-    return re.sub(r"\d+", "N", reason)
+def _kind(reason: str, name: str) -> str:
+    return re.sub(r"\d+", "N", reason.replace(name, "the class"))
 
 
 def row_of(line: Line) -> tuple[str, ...]:
