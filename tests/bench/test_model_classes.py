@@ -205,7 +205,8 @@ def test_a_page_is_made_of_lines() -> None:
     assert rows[0] == ("Causal language models", "7", "6", "4", "1", "1", "1", "1", "1", "3", "40% of 5")
     assert rows[-1] == ("all", "8", "7", "5", "1", "1", "2", "1", "1", "3", "50% of 6")
     assert reasons_of(lines)[0] == ("the class: size N | is read", ["C", "D"])
-    made = page(lines)
+    made = page(lines, 20)
+    assert "8 of 20 classes were run." in made
     assert "| B | equal (1e-07) | 2e-07 | at entry | 0.0 |  |" in made
     assert "| C | equal (1e-07) | 2e-07 | declined | 0.0 | C: size 12 \\| is read |" in made
     assert "| E | wrong (5e-01) | 2e-07 | in part | 0.0 | a loop |" in made

@@ -90,8 +90,8 @@ def row_of(line: Line) -> tuple[str, ...]:
     return line.name, numbers, own, line.how, f"{line.compile_seconds:.1f}", "; ".join([*notes, why] if why else notes)
 
 
-def page(lines: Sequence[Line]) -> str:
-    """Return the page."""
+def page(lines: Sequence[Line], num_listed: int) -> str:
+    """Return the page. num_listed: the classes that transformers lists, whether they were run or not."""
     versions = sorted({", ".join(f"{name} {text}" for name, text in line.versions.items()) for line in lines})
     lowerings = ", ".join(sorted({line.lowering for line in lines}))
     text = [
@@ -110,7 +110,8 @@ def page(lines: Sequence[Line]) -> str:
         "  at all (declined).",
         "- **packed**: in the graph or at entry, of the classes with an attention mask that eager trains.",
         "",
-        f"Lowering {lowerings}, fp32, one thread. {'; '.join(versions)}.",
+        f"{len(lines)} of {num_listed} classes were run. Lowering {lowerings}, fp32, one thread.",
+        f"{'; '.join(versions)}.",
         "",
         *_table(COUNTS, counts_of(lines)),
     ]
