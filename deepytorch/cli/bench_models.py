@@ -40,6 +40,7 @@ def models(
     few optimizer steps in fp32, beside eager's own sensitivity to a change of the last bit of its weights. The table
     says where padding was stripped, and why not. Exits with 1 if numbers are wrong or the import makes a model fail.
     """
+    from deepytorch.bench.model_classes.catalog import model_classes
     from deepytorch.bench.model_classes.page import COUNTS, counts_of, reasons_of, row_of
     from deepytorch.bench.model_classes.page import page as page_of
     from deepytorch.bench.model_classes.run import FAILS, WRONG, ModelsOptions, read_lines, run_models
@@ -65,6 +66,6 @@ def models(
     for reason, of in reasons_of(lines):
         output.line(f"{len(of)} not packed: {reason}")
     if page is not None:
-        write_text(page, page_of(lines), "--page")
+        write_text(page, page_of(lines, len(model_classes())), "--page")
     if any(line.outcome in (WRONG, FAILS) for line in lines):
         raise typer.Exit(1)

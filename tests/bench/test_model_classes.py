@@ -194,8 +194,8 @@ def test_a_page_is_made_of_lines() -> None:
     lines = [
         line("A", how="graph"),
         line("B", how="entry", reasons=["not in 3 graphs"]),
-        line("C", how="padded", reasons=["size 12 | is read"]),
-        line("D", how="padded", reasons=["size 13 | is read"], has_mask=False),
+        line("C", how="padded", reasons=["C: size 12 | is read"]),
+        line("D", how="padded", reasons=["D: size 13 | is read"], has_mask=False),
         line("E", outcome="wrong", how="part", difference=0.5, reasons=["a loop"]),
         line("F", outcome="not built", error="too large"),
         line("G", outcome="fails", how="padded", difference=None, error="ValueError: no"),
@@ -204,10 +204,11 @@ def test_a_page_is_made_of_lines() -> None:
     rows = counts_of(lines)
     assert rows[0] == ("Causal language models", "7", "6", "4", "1", "1", "1", "1", "1", "3", "40% of 5")
     assert rows[-1] == ("all", "8", "7", "5", "1", "1", "2", "1", "1", "3", "50% of 6")
-    assert reasons_of(lines)[0] == ("size N | is read", ["C", "D"])
-    made = page(lines)
+    assert reasons_of(lines)[0] == ("the class: size N | is read", ["C", "D"])
+    made = page(lines, 20)
+    assert "8 of 20 classes were run." in made
     assert "| B | equal (1e-07) | 2e-07 | at entry | 0.0 |  |" in made
-    assert "| C | equal (1e-07) | 2e-07 | declined | 0.0 | size 12 \\| is read |" in made
+    assert "| C | equal (1e-07) | 2e-07 | declined | 0.0 | C: size 12 \\| is read |" in made
     assert "| E | wrong (5e-01) | 2e-07 | in part | 0.0 | a loop |" in made
     assert "| F | not built |  |  |  | too large |" in made
     assert "| G | fails | 2e-07 | declined | 0.0 | ValueError: no |" in made

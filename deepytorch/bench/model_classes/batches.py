@@ -77,6 +77,8 @@ def _batch(
         else:
             mask_of_labels = mask
         arguments["labels"] = labels.masked_fill(~mask_of_labels, IGNORED)
+        if task == "masked" and config.is_encoder_decoder:  # its decoder reads labels
+            mask = arguments["labels"] != IGNORED
     kept = {name: value for name, value in arguments.items() if name in accepted or name == "labels"}
     return Batch(side, kept, mask)
 

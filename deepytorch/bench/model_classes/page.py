@@ -63,17 +63,18 @@ def counts_of(lines: Sequence[Line]) -> list[tuple[str, ...]]:
 
 
 def reasons_of(lines: Sequence[Line]) -> list[tuple[str, list[str]]]:
-    """Return the reasons of what was not packed, with the models, most first. Numbers in them are left out."""
+    """Return the reasons of what was not packed, with the models, most first, whatever their names and numbers."""
     found: dict[str, list[str]] = {}
     for line in lines:
         if line.outcome in (EQUAL, WRONG, FAILS) and line.how not in (GRAPH, ENTRY):
-            for reason in dict.fromkeys(map(_kind, line.reasons or ["no region was compiled"])):
+            kinds = [_kind(reason, line.name) for reason in line.reasons or ["no region was compiled"]]
+            for reason in dict.fromkeys(kinds):
                 found.setdefault(reason, []).append(line.name)
     return sorted(found.items(), key=lambda item: (-len(item[1]), item[0]))
 
 
-def _kind(reason: str) -> str:
-    return re.sub(r"\d+", "N", reason)
+def _kind(reason: str, name: str) -> str:
+    return re.sub(r"\d+", "N", reason.replace(name, "the class"))
 
 
 def row_of(line: Line) -> tuple[str, ...]:
@@ -89,8 +90,8 @@ def row_of(line: Line) -> tuple[str, ...]:
     return line.name, numbers, own, line.how, f"{line.compile_seconds:.1f}", "; ".join([*notes, why] if why else notes)
 
 
-def page(lines: Sequence[Line]) -> str:
-    """Return the page."""
+def page(lines: Sequence[Line], num_listed: int) -> str:
+    """Return the page. num_listed: the classes that transformers lists, whether they were run or not."""
     versions = sorted({", ".join(f"{name} {text}" for name, text in line.versions.items()) for line in lines})
     lowerings = ", ".join(sorted({line.lowering for line in lines}))
     text = [
@@ -109,7 +110,8 @@ def page(lines: Sequence[Line]) -> str:
         "  at all (declined).",
         "- **packed**: in the graph or at entry, of the classes with an attention mask that eager trains.",
         "",
-        f"Lowering {lowerings}, fp32, one thread. {'; '.join(versions)}.",
+        f"{len(lines)} of {num_listed} classes were run. Lowering {lowerings}, fp32, one thread.",
+        f"{'; '.join(versions)}.",
         "",
         *_table(COUNTS, counts_of(lines)),
     ]

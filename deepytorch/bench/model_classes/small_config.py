@@ -105,6 +105,7 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
     "mistral4": {"qk_nope_head_dim": 8},
     "nemotron": {"num_key_value_heads": HEADS},
     "nystromformer": {"num_landmarks": 64},
+    "pegasus_x": {"block_size": 8, "num_global_tokens": 4},
     "qwen4_exp_text": {
         "indexer_n_heads": HEADS,
         "indexer_kv_heads": 1,
