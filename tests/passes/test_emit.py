@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -315,6 +316,39 @@ def test_pooling_by_a_mask_that_keeps_pads_runs_padded() -> None:
     kept[0, 0] = 1e-3  # a pad
     values = g.values(mask, torch.Generator().manual_seed(0), {other: kept})
     assert step.run(values) == "a factor is not zero at padded positions"
+
+
+def test_tokens_counted_by_a_mask_stay_packed() -> None:
+    """Wherever the index of a pad points to, it adds a zero there; the counts are those of eager."""
+    g = PaddedGraph()
+    other = g.batch("r", "p", dtype=torch.float64, name="other")
+    x = attend(g, g.x("r", "p", 6), key_mask(g))
+    best = g.call(operator.getitem, g.call(aten.topk.default, g.merged(x), 2), 1)
+    weights = g.call(aten.repeat_interleave.self_int, g.call(aten.reshape.default, other, [-1]), 2)
+    zeros = g.call(aten.zeros.default, [6], dtype=torch.float64)
+    index = g.call(aten.reshape.default, best, [-1])
+    g.output(g.call(aten.scatter_add.default, zeros, 0, index, weights), x)
+    step = Step(g)
+    assert ops.varlen_attention.default in step.targets()
+    for name in BATCHES:
+        compare(step, g, batches()[name], {other: batches()[name].double() * 0.5})
+    mask = batches()["mixed"]
+    kept = mask.double()
+    kept[0, 0] = 1e-3  # a pad
+    values = g.values(mask, torch.Generator().manual_seed(0), {other: kept})
+    assert step.run(values) == "a factor is not zero at padded positions"
+
+
+def test_one_of_several_results_that_is_seen_at_pads_keeps_the_others_correct() -> None:
+    g = PaddedGraph()
+    x = g.x("r", "p", 6)
+    halves = g.call(aten.chunk.default, g.call(aten.sin.default, x), 2, -1)
+    first, second = (g.call(operator.getitem, halves, place) for place in (0, 1))
+    g.output(g.call(aten.mean.dim, first, [1]), attend(g, g.call(aten.cat.default, [second, second], -1), key_mask(g)))
+    step = Step(g)
+    assert ops.varlen_attention.default in step.targets()
+    for name in BATCHES:
+        compare(step, g, batches()[name], {})
 
 
 def test_hidden_entries_are_zeros_where_the_fill_says_so() -> None:
