@@ -30,7 +30,7 @@ class Attention:
 
     `query` is (..., positions_q, head_dim). `key` is (..., positions_k, head_dim) for SDPA, and (..., head_dim,
     positions_k) if the attention is written out; the layouts of both tell. `terms` are added to the scaled scores.
-    `sinks` (1, heads, 1, 1) is the score of a key that no value stands behind.
+    `sinks` (1, heads, 1, 1) or (1, heads, 1) is the score of a key that no value stands behind.
     """
 
     output: fx.Node
@@ -120,15 +120,20 @@ def _spelled_out(softmax: fx.Node) -> Attention | None:
     if up is None or down is None:
         return None
     query, key, scale, softcap, terms, above = up
-    dropout_p, output, below = down
-    inner = [*above, *beside, softmax, *below]
+    dropout_p, product, below = down
+    output = product
+    scaling: list[fx.Node] = []
+    if sinks is None and (found := _scaled_by_sinks(scores, product)) is not None:
+        sinks, scaling = found
+        output = scaling[-1]
+    inner = [*above, *beside, softmax, *below, *scaling]
     if not _closed(inner, output):
         return None
     return Attention(
         output=output,
         query=query,
         key=key,
-        value=output.args[1],
+        value=product.args[1],
         scale=scale,
         key_is_transposed=True,
         dropout_p=dropout_p,
@@ -167,6 +172,31 @@ def _without_sinks(softmax: fx.Node) -> tuple[Any, fx.Node, fx.Node | None, list
     if not (rows == queries == columns == 1) or parts[1].meta["val"].shape[last] != 1:
         return without
     return parts[0], dropped, sinks, [*beside, scores, parts[1], dropped]
+
+
+def _scaled_by_sinks(scores: fx.Node, product: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:
+    """Match `product * sigmoid(logsumexp(scores) - sinks)`, which equals a column of sinks beside the scores.
+
+    Return the sinks and the nodes from the logsumexp to the scaled product.
+    """
+    node = next((user for user in scores.users if user.target is aten.logsumexp.default), None)
+    if node is None or arguments_of(node)["dim"] not in ([-1], [3]) or arguments_of(node)["keepdim"]:
+        return None
+    nodes, sinks = [node], None
+    for wanted in (aten.sub.Tensor, aten.sigmoid.default, aten.unsqueeze.default, aten.mul.Tensor):
+        while len(node.users) == 1 and (user := next(iter(node.users))).target in _CASTS:
+            nodes.append(node := user)
+        if len(node.users) != 1 or (user := next(iter(node.users))).target is not wanted or user.kwargs:
+            return None
+        if wanted is aten.sub.Tensor:
+            sinks = user.args[1] if user.args[0] is node else None
+        elif wanted is aten.unsqueeze.default and user.args[1] not in (-1, 3):
+            return None
+        nodes.append(node := user)
+    if set(node.args) != {product, nodes[-2]} or not isinstance(sinks, fx.Node):
+        return None
+    shape = sinks.meta["val"].shape
+    return (sinks, nodes) if len(shape) == 3 and shape[0] == shape[2] == 1 else None
 
 
 def _is_less_its_maximum(node: Any) -> bool:

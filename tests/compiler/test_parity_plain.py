@@ -130,6 +130,15 @@ def sinks(q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
     return (scores - scores.amax(-1, keepdim=True)).softmax(-1)[..., :-1] @ v
 
 
+def scaled_by_sinks(q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
+    """The same as a factor of what attention without sinks returns."""
+    scores = scaled(q, k).masked_fill(~keys(mask), -1e9)
+    beside = torch.tensor([0.5, -1.0, 2.0, 0.0]).view(1, -1, 1)
+    factor = (scores.logsumexp(-1) - beside).to(torch.float32).sigmoid()
+    weights = F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
+    return (weights @ v) * factor.unsqueeze(-1).to(v.dtype)
+
+
 def sinks_dropped_at_the_other_end(q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
     """The column stands behind the keys, and the first key is dropped in its place."""
     column = torch.tensor([0.5, -1.0, 2.0, 0.0]).view(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], -1)
@@ -163,6 +172,7 @@ PACKED: dict[str, Attend] = {
     "less the maximum": less_the_maximum,
     "bounded below, a number added": bounded_below,
     "sinks": sinks,
+    "scaled by sinks": scaled_by_sinks,
 }
 # Equal by all means; packed or not is not promised.
 OTHERS: dict[str, Attend] = {
