@@ -322,11 +322,14 @@ class TwoWaysBack(Routing):
 
 
 class EndsOfAnotherSort(Routing):
-    """The ends of the groups are those of other keys."""
+    """The ends of the groups are those of other keys, whose own entries are put back as they should be."""
 
     def counts(self, keys: fx.Node) -> fx.Node:
-        other, _ = self.sort(self.keys())
-        return super().counts(other)
+        found = self.item(self.call(aten.topk.default, self.g.merged(self.g.x("r", "p", EXPERTS)), PER_TOKEN), 1)
+        others, order = self.sort(self.call(aten.reshape.default, found, [-1]))
+        moved = self.call(aten.index.Tensor, self.x, [self.tokens(order)])
+        self.beside.append(self.added(self.back(moved, order)))
+        return super().counts(others)
 
 
 class MaskInOrder(Routing):
