@@ -251,12 +251,6 @@ MUTATIONS = (
     ),
     Mutation(
         UNPAD + "routing.py",
-        'or _places(ends, known, "ends", groups) != held:',
-        'or _places(ends, known, "ends", groups) is None:',
-        "groups end where those of another sort do",
-    ),
-    Mutation(
-        UNPAD + "routing.py",
         "if held is None or node.args[1] != held.per_token or not floors:",
         "if held is None or not floors:",
         "entries belong to other tokens",
