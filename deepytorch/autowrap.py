@@ -207,7 +207,12 @@ class FrozenHandle(Handle):
         return module._call_impl(*args, **kwargs)
 
     def without_gradients(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Run a call without gradients, packed at entry if possible."""
+        """Run a call without gradients, packed at entry if possible.
+
+        In training mode it may draw, and all that the script draws later would be other numbers.
+        """
+        if module.training:
+            return module._call_impl(*args, **kwargs)
         if not self._asked and may_have_padding(kwargs):
             self.entry, self._asked = _first_entry_of(module, self._options), True
         return self._forward_only.call(self.entry, module, args, kwargs)

@@ -40,7 +40,7 @@ def _functional(names: dict[str, tuple[str, ...]]) -> dict[Any, Any]:
 
 
 _OF_ONE_DTYPE = _functional(_ARITHMETIC)
-_FUNCTIONAL = {**_OF_ONE_DTYPE, **_functional(_MOVES), aten.copy_.default: aten.to.dtype}
+_FUNCTIONAL = {**_OF_ONE_DTYPE, **_functional(_MOVES), aten.copy_.default: aten._to_copy.default}
 
 
 def without_writes(module: fx.GraphModule) -> fx.GraphModule:
@@ -49,13 +49,11 @@ def without_writes(module: fx.GraphModule) -> fx.GraphModule:
     Replaced are the writes into a value that an operator of this graph returned, made through the value itself (not
     through a view), with gradients on, and where no view of it is used on both sides of a write.
     """
-    if not _replaceable(module.graph) and not any(_filled_in_parts(node) for node in module.graph.nodes):
+    if not _replaceable(module.graph) and not _all_filled_in_parts(module.graph):
         return module
     module = copied(module)
-    for node in list(module.graph.nodes):
-        parts = _filled_in_parts(node)
-        if parts:
-            _concatenate(node, parts)
+    for empty, parts in _all_filled_in_parts(module.graph).items():
+        _concatenate(empty, parts)
     writes = _replaceable(module.graph)
     current: dict[fx.Node, fx.Node] = {}
     for node in list(module.graph.nodes):
@@ -66,7 +64,8 @@ def without_writes(module: fx.GraphModule) -> fx.GraphModule:
         written = node.args[0]
         with module.graph.inserting_before(node):
             if node.target is aten.copy_.default:
-                made = module.graph.call_function(aten.to.dtype, (node.args[1], node.meta["val"].dtype))
+                dtype = node.meta["val"].dtype  # a cast that always copies, as its argument may be written into later
+                made = module.graph.call_function(aten._to_copy.default, (node.args[1],), {"dtype": dtype})
             else:
                 made = module.graph.call_function(_FUNCTIONAL[node.target], node.args, dict(node.kwargs))
         made.meta = dict(node.meta)
@@ -80,6 +79,25 @@ def without_writes(module: fx.GraphModule) -> fx.GraphModule:
 
 
 _EMPTY = frozenset({aten.empty.memory_format, aten.new_empty.default, aten.empty_like.default})
+
+
+def _all_filled_in_parts(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """Return the empty tensors that are filled part by part with gradients on, each with the writes that fill it."""
+    found = {node: parts for node in graph.nodes if (parts := _filled_in_parts(node))}
+    if not found:
+        return found
+    roots, grad_off = storage_roots(graph), _without_gradient(graph)
+    writes = [node for node in graph.nodes if writes_in_place(node) and isinstance(node.args[0], fx.Node)]
+
+    def is_the_same(parts: list[fx.Node]) -> bool:
+        """Return whether all parts may be read where the last one is written."""
+        last = max(parts)
+        changed = any(
+            roots[write.args[0]] is roots[part.args[1]] and part < write < last for part in parts for write in writes
+        )
+        return not changed and not grad_off.intersection(parts)
+
+    return {empty: parts for empty, parts in found.items() if is_the_same(parts)}
 
 
 def _filled_in_parts(empty: fx.Node) -> list[fx.Node]:

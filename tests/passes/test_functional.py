@@ -64,6 +64,14 @@ def cast_into(x: Tensor) -> Tensor:
     return y.exp()
 
 
+def copied_before_its_source_changes(x: Tensor) -> Tensor:
+    z = x.detach() + 1
+    y = torch.empty_like(z)
+    y.copy_(z)
+    z.add_(1)
+    return y * z * x
+
+
 def views_on_one_side(x: Tensor) -> Tensor:
     y = x * 2
     before = y.t() + 1
@@ -87,7 +95,7 @@ def parts_broadcast(x: Tensor) -> Tensor:
 
 REPLACED: list[Function] = [
     weights_made_one, groups_masked, several_writes, reads_between, index_inverted, added_by_index, cast_into,
-    views_on_one_side, parts_filled, parts_broadcast,
+    copied_before_its_source_changes, views_on_one_side, parts_filled, parts_broadcast,
 ]  # fmt: skip
 
 
@@ -123,6 +131,23 @@ def of_a_wider_dtype(x: Tensor) -> Tensor:
     return y.exp()
 
 
+def parts_without_gradients(x: Tensor) -> Tensor:
+    y = x.new_empty(x.shape[0], 6)
+    with torch.no_grad():
+        y[:, :4] = x
+    y[:, 4:] = x[:, :2]
+    return y * 2
+
+
+def parts_whose_source_changes(x: Tensor) -> Tensor:
+    z = x.detach() + 1
+    y = x.new_empty(x.shape[0], 8)
+    y[:, :4] = z
+    z.view(-1).add_(5)
+    y[:, 4:] = z
+    return y * x.repeat(1, 2)
+
+
 def parts_with_a_gap(x: Tensor) -> Tensor:
     y = x.new_empty(x.shape[0], 6)
     y[:, :2] = x[:, :2]
@@ -139,7 +164,7 @@ def parts_that_overlap(x: Tensor) -> Tensor:
 
 LEFT: list[Function] = [
     view_across_the_write, through_a_view, behind_the_back_of_gradients, into_the_input, of_a_wider_dtype,
-    parts_with_a_gap, parts_that_overlap,
+    parts_with_a_gap, parts_that_overlap, parts_without_gradients, parts_whose_source_changes,
 ]  # fmt: skip
 
 
