@@ -256,10 +256,10 @@ MUTATIONS = (
         "entries belong to other tokens",
     ),
     Mutation(
-        UNPAD + "routing.py",
-        'elif places.kind == "inverse" and layout[0] == (ROWS, held):',
-        'elif places.kind == "inverse":',
-        "entries are put back by the inverse of another sort",
+        "passes/functional.py",
+        "return not changed and not grad_off.intersection(parts)",
+        "return not changed",
+        "a part that was written without gradients gets one",
     ),
     Mutation(
         "passes/functional.py",
