@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deepytorch.compiler.step.agreement import HALF, Tolerance, largest_difference
 from deepytorch.compiler.step.batch_facts import Refusal
 from deepytorch.integrations.packed_attention import CannotPack
 from deepytorch.integrations.packed_batch import IGNORE_INDEX, MASKS, PackedBatch, Reading, RowKind
@@ -40,9 +41,11 @@ PROBES = {
     ),
 }
 
-# Allowed relative root mean square of the differences between packed and padded, which come from sums in another order:
-# of outputs at tokens, losses (means over tokens) and gradients (sums over tokens); by the model's precision.
-TOLERANCE = {"fp32": (1e-5, 1e-5, 3e-4), "tf32": (2e-3, 2e-4, 3e-2), "half": (3e-2, 1e-3, 0.15)}
+TOLERANCES = {
+    "fp32": Tolerance(1e-5, 1e-5, 3e-4),
+    "tf32": Tolerance(2e-3, 2e-4, 3e-2),
+    "half": Tolerance(3e-2, 1e-3, 0.15),
+}
 MANY_WEIGHTS = 50_000_000  # above, only gradients of small weights (norms, biases) are compared: each layer has some
 SMALL_WEIGHT = 1 << 16
 
@@ -67,7 +70,7 @@ def prove(
             that all ranks find the same.
         reading: The reading of a batch to try.
         weights: The weights whose gradients are compared.
-        precision: See `precision_of`.
+        precision: The precision in which the model computes, a key of `TOLERANCES`.
     """
     try:
         probe = make_probe(given, reading)
@@ -78,10 +81,8 @@ def prove(
         packed_changed, _ = run_packed(changed)
         if not isinstance(batch, PackedBatch):
             return batch.reason if isinstance(batch, Refusal) else "the model below was not called"
-        return (
-            _difference(padded, packed, batch, precision)
-            or _leak((padded, padded_changed), (packed, packed_changed), batch)
-            or _gradient_difference(padded, packed, batch, [*weights, *embeddings], precision)
+        return _difference(padded, packed, batch, [*weights, *embeddings], TOLERANCES[precision]) or _leak(
+            (padded, padded_changed), (packed, packed_changed), batch
         )
     except CannotPack as error:
         return str(error)
@@ -294,60 +295,14 @@ def _plain(outputs: Any) -> Any:
     return outputs
 
 
-def _difference(padded: Any, packed: Any, batch: PackedBatch, precision: str) -> str | None:
-    expected, found = _compared(padded, batch), _compared(packed, batch)
-    if [each.shape for each in expected] != [each.shape for each in found]:
-        return "the packed probe's outputs have other shapes than the padded one's"
-    for one, other in zip(expected, found, strict=True):
-        if one.dtype != other.dtype:
-            return "the packed probe's outputs have other dtypes than the padded one's"
-        reference = one.detach().double()
-        error = (other.detach().double() - reference).square().mean().sqrt()
-        scale = reference.square().mean().sqrt()
-        if not error <= TOLERANCE[precision][0 if one.dim() else 1] * scale + 1e-12:
-            return f"packed and padded probes differ by {float(error / scale):.1e}"
-    return None
-
-
-def precision_of(module: nn.Module) -> str:
-    """Return the precision in which a module computes, a key of `TOLERANCE`."""
-    weight = next(module.parameters())
-    if weight.dtype in (torch.float16, torch.bfloat16) or torch.is_autocast_enabled(weight.device.type):
-        return "half"
-    return "tf32" if weight.is_cuda and torch.get_float32_matmul_precision() != "highest" else "fp32"
-
-
-def _gradient_difference(
-    padded: Any, packed: Any, batch: PackedBatch, weights: Sequence[Tensor], precision: str
+def _difference(
+    padded: Any, packed: Any, batch: PackedBatch, weights: Sequence[Tensor], tolerance: Tolerance
 ) -> str | None:
-    if not weights or not torch.is_grad_enabled():
-        return None
-    try:
-        expected, found = (_gradients(_compared(each, batch), weights) for each in (padded, packed))
-    except RuntimeError as error:
-        if ".grad()" in str(error) or "autograd.grad" in str(error):  # reentrant checkpointing knows backward() only
-            return None
-        raise
-    largest = max((float(each.norm()) for each in expected if each is not None), default=0.0)
-    for weight, one, other in zip(weights, expected, found, strict=True):
-        if one is None or other is None:
-            if any(each is not None and each.any() for each in (one, other)):
-                return f"a weight of shape {tuple(weight.shape)} has a gradient in one of the probes only"
-            continue
-        difference, norm = float((one.double() - other.double()).norm()), float(one.double().norm())
-        if not difference <= TOLERANCE[precision][2] * norm + 1e-6 * largest:
-            return f"gradients of packed and padded probes differ by {difference / max(norm, 1e-30):.1e}"
-    return None
-
-
-def _gradients(outputs: Sequence[Tensor], weights: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """Return the gradients of a weighted sum of all outputs' entries, with a different factor for each entry."""
-    total: Any = 0.0
-    for number, output in enumerate(each for each in outputs if each.requires_grad):
-        generator = torch.Generator().manual_seed(number)
-        factors = torch.randn(output.shape, generator=generator) if output.dim() else torch.ones(())
-        total = total + (output.float() * factors.to(output.device)).sum() / max(output.numel(), 1) ** 0.5
-    return torch.autograd.grad(total, list(weights), allow_unused=True)
+    expected, found = _compared(padded, batch), _compared(packed, batch)
+    if [(each.shape, each.dtype) for each in expected] != [(each.shape, each.dtype) for each in found]:
+        return "the packed probe's outputs have other shapes or dtypes than the padded one's"
+    worst = largest_difference(expected, found, weights if torch.is_grad_enabled() else [], tolerance)
+    return None if worst.is_allowed else f"packed and padded probes differ: {worst.what} by {worst.found:.1e}"
 
 
 def _leak(padded: tuple[Any, Any], packed: tuple[Any, Any], batch: PackedBatch) -> str | None:
@@ -369,6 +324,6 @@ def _moved(one: Tensor, other: Tensor) -> Tensor:
     """
     one, other = one.detach(), other.detach()
     change = (one.double() - other.double()).abs().flatten(1).amax(1)
-    if one.dtype in (torch.float16, torch.bfloat16):
+    if one.dtype in HALF:
         return change > 0
     return change > 1e-5 * one.double().square().mean().sqrt()

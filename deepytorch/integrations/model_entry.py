@@ -28,6 +28,7 @@ from deepytorch import autowrap
 from deepytorch.compiler.backend import EXPLAINING
 from deepytorch.compiler.dynamo.sizes import unmarked
 from deepytorch.compiler.report import LEDGER, RegionRecord
+from deepytorch.compiler.step.agreement import precision_of
 from deepytorch.compiler.step.batch_facts import Refusal
 from deepytorch.compiler.step.outputs.replay import Replay
 from deepytorch.compiler.step.route import Route, State, Uses, route
@@ -37,7 +38,6 @@ from deepytorch.integrations.entry_proof import (
     Unchanged,
     is_deterministic,
     is_sharded,
-    precision_of,
     prove,
     quietly,
     small_weights,
@@ -471,7 +471,7 @@ class ModelEntry:
             if training:
                 with quietly(self._outer, training=True, gradients=gradients):
                     training = is_deterministic(run, given, tried[0])
-            weights, precision = small_weights(self._outer), precision_of(self._outer)
+            weights, precision = small_weights(self._outer), precision_of(self._outer.parameters())
             with quietly(self._outer, training=training, gradients=gradients and training):
                 for reading in tried:
                     reason = prove(run, partial(self._probe, reading), given, reading, weights, precision)

@@ -22,7 +22,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from deepytorch.torch_internals import TracingContext, detect_fake_mode, wrap_engine_run_backward
 from deepytorch.verify.records import MOVED, WITH, WITHOUT, Job
 
-_PROOFS = "deepytorch.integrations.entry_proof"  # runs backwards of its own, to prove that packed equals padded
+_PROOFS = "deepytorch.compiler.step.agreement"  # runs backwards of its own, to show that packed equals padded
 
 
 class StepsDone(BaseException):
