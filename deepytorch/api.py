@@ -118,7 +118,7 @@ def explain(model: Callable[..., Any], *args: Any, options: dict[str, Any] | Non
     try:
         reset_dynamo()  # a region that was compiled before would not be analysed again
         backbone = autowrap.backbone_of(target) if isinstance(target, torch.nn.Module) else None
-        with outcomes() as came_to:
+        with outcomes() as came_to, autowrap.paused():  # a part that is called between two graphs would be armed
             if backbone is None:
                 torch.compile(target, backend=_explaining(options))(*args, **kwargs)
             else:
@@ -129,7 +129,7 @@ def explain(model: Callable[..., Any], *args: Any, options: dict[str, Any] | Non
                     given.append((args, kwargs))
                     return explained(backbone, *args, **kwargs)
 
-                with autowrap.paused(), autowrap.calls_go_to(backbone, call):
+                with autowrap.calls_go_to(backbone, call):
                     target(*args, **kwargs)
                 args, kwargs = given[0] if given else (args, kwargs)
         unpads = CompilerConfig.parse(None, options).unpad
