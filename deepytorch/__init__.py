@@ -78,6 +78,18 @@ _HOSTS = {
     "lightning": ("lightning.pytorch.strategies.strategy", "deepytorch.integrations.lightning", "attach"),
     "pytorch_lightning": ("pytorch_lightning.strategies.strategy", "deepytorch.integrations.lightning", "attach"),
     "megatron": ("megatron.core.jit", "deepytorch.integrations.megatron", "attach"),
+    "megatron (attention)": (
+        "megatron.core.transformer.dot_product_attention",
+        "deepytorch.integrations.megatron",
+        "attach_attention",
+    ),
+    "megatron (BERT)": ("megatron.core.models.bert.bert_model", "deepytorch.integrations.megatron", "attach_bert"),
+    "megatron (half precision)": (
+        "megatron.core.transformer.module",
+        "deepytorch.integrations.megatron",
+        "attach_casts",
+    ),
+    "megatron (GPT)": ("megatron.core.models.gpt.gpt_model", "deepytorch.integrations.megatron", "attach_gpt"),
     "peft": ("peft.peft_model", "deepytorch.integrations.peft", "attach"),
     "trl": ("trl.trainer.utils", "deepytorch.integrations.trl", "attach"),
     "trainer": ("transformers.trainer", "deepytorch.integrations.hf_trainer", "attach"),

@@ -261,6 +261,14 @@ def configure(
     SWITCH.group_options = None if isinstance(process_groups, bool) else process_groups
 
 
+def least_padding() -> float | None:
+    """Return the least share of pads for which the import packs a batch; None if it is to pack none."""
+    from deepytorch.compiler.config import CompilerConfig
+
+    config = CompilerConfig.parse(None, _SETTINGS["options"])
+    return config.min_padding if config.unpad and config.defer_outputs else None
+
+
 def compile(model: Any = None, **kwargs: Any) -> Any:  # noqa: A001, the name that torch has for it
     """Call `torch.compile(model, backend="deepytorch", **kwargs)`."""
     return torch.compile(model, backend="deepytorch", **kwargs)

@@ -15,9 +15,13 @@ from typing import Any
 
 from torch import nn
 
-LIBRARIES = ("torch", "transformers", "peft")
-# Libraries that set functions on others' modules, which call the original; or by which transformers loads weights.
-AROUND = ("accelerate", "deepspeed", "deepytorch", "huggingface_hub", "safetensors", "torchvision", "torchaudio")
+LIBRARIES = ("torch", "transformers", "peft", "megatron")
+# Libraries that set functions on others' modules, which call the original; by which transformers loads weights; or
+# whose functions stand beside Megatron-LM's.
+AROUND = (
+    "accelerate", "apex", "deepspeed", "deepytorch", "huggingface_hub", "safetensors", "torchaudio", "torchvision",
+    "transformer_engine", "typing_extensions",
+)  # fmt: skip
 # The same of single modules, in packages that put attention of their own into models from others.
 MODULES_AROUND = ("llamafactory.model.model_utils.checkpointing",)
 

@@ -24,7 +24,7 @@ _RUNS = {Uses.PADS: "padded", Uses.GRAPH: "in eager"}
 
 FRAMEWORKS = (
     "torch", "deepspeed", "accelerate", "transformers", "peft", "trl", "lightning", "lightning_fabric",
-    "pytorch_lightning", "deepytorch",
+    "pytorch_lightning", "megatron", "deepytorch",
 )  # fmt: skip
 
 

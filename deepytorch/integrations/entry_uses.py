@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,15 +29,21 @@ KEPT = 3  # calls in a row of whose outputs a script holds some: it collects the
 
 
 class Peers:
-    """The ranks that hold shards of one model, and gather its weights together in each of its calls.
+    """The ranks that run one model together: they hold shards of its weights, or divide its layers among them.
 
-    Empty (false) if weights are not sharded.
+    Empty (false) if a rank runs the model alone. groups: the process groups of these ranks. device: of the tensors that
+    they exchange.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._groups = sharding_groups(model)
-        device = next((each.device for each in model.parameters()), torch.device("cpu"))
+    def __init__(self, groups: Sequence[Any], device: torch.device) -> None:
+        self._groups = groups
         self._device = device if device.type != "meta" else torch.device("cpu")
+
+    @classmethod
+    def of_shards(cls, model: nn.Module) -> Peers:
+        """Return the ranks that hold shards of a model's weights."""
+        device = next((each.device for each in model.parameters()), torch.device("cpu"))
+        return cls(sharding_groups(model), device)
 
     def __bool__(self) -> bool:
         return bool(self._groups)
@@ -193,8 +200,8 @@ class OutputUses:
                 if again is None:
                     raise DeferredError(
                         f"padded positions of {name!r} are looked at, and this rank alone cannot compute them, as "
-                        "weights are sharded; expected them to be looked at in the first step of training, after "
-                        "which all ranks compute them. Do so, look at real positions only, or pass "
+                        "other ranks hold a part of the model; expected them to be looked at in the first step of "
+                        "training, after which all ranks compute them. Do so, look at real positions only, or pass "
                         "deepytorch.configure(options={'unpad': False})"
                     )
                 known = again.seconds

@@ -179,7 +179,7 @@ class ModelEntry:
     def _shares_weights(self) -> bool:
         """Return whether other ranks hold parts of the model's weights."""
         if self._peers is None:
-            self._peers = Peers(self._outer)
+            self._peers = Peers.of_shards(self._outer)
         return bool(self._peers)
 
     def _question(self, given: Mapping[str, Any] | None) -> str:
