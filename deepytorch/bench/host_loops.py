@@ -340,6 +340,12 @@ def _zero(stage: int, *offload: str) -> Host:
     return Host(partial(Zero, stage=stage, offload=offload), packages=("deepspeed",))
 
 
+def _megatron(model: Any, batches: Sequence[Batch], folder: Path) -> Loop:
+    from deepytorch.bench.megatron_loop import Megatron
+
+    return Megatron(model, batches, folder)
+
+
 HOSTS = {
     "plain": Host(OwnLoop, ranks=1),
     "ddp": Host(DataParallel),
@@ -355,6 +361,7 @@ HOSTS = {
     "lightning": Host(Lightning, packages=("lightning",), resumes_in_process=False),
     "peft": Host(LowRank, ranks=1, packages=("peft",)),
     "trl": Host(SupervisedTrainer, packages=("trl", "datasets")),
+    "megatron": Host(_megatron, packages=("megatron",)),
 }
 
 

@@ -18,7 +18,12 @@ from deepytorch.bench.hosts_worker import HostJob, HostsOptions
 from deepytorch.bench.results import machine
 
 COLUMNS = ("host", "model", "ranks", "losses", "speedup", "checkpoints", "padding")
-NOT_APPLICABLE = {("trl", "bert"): "SFT is for causal models", ("trl", "t5"): "SFT is for causal models"}
+NOT_APPLICABLE = {
+    ("trl", "bert"): "SFT is for causal models",
+    ("trl", "t5"): "SFT is for causal models",
+    ("megatron", "bert"): "its GPT is measured",
+    ("megatron", "t5"): "its GPT is measured",
+}
 LOSS_TOLERANCE = 1e-3  # relative, after some steps of AdamW, which amplifies rounding
 RESUMED_TOLERANCE = 1e-3
 
@@ -83,7 +88,7 @@ def run_hosts(options: HostsOptions, notify: Callable[[str], None]) -> Iterator[
 
 def _versions() -> dict[str, str]:
     found = {}
-    for name in ("torch", "transformers", "accelerate", "deepspeed", "lightning", "peft", "trl"):
+    for name in ("torch", "transformers", "accelerate", "deepspeed", "lightning", "peft", "trl", "megatron-core"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:

@@ -17,7 +17,7 @@ def hosts(
         typer.Option(
             metavar="LIST",
             help="Frameworks, with commas: plain (a loop of its own), ddp, fsdp2, trainer, accelerate, zero1, zero2, "
-            "zero2-offload, zero3, zero3-offload (DeepSpeed's ZeRO stages), lightning, peft, trl; or all.",
+            "zero2-offload, zero3, zero3-offload (DeepSpeed's ZeRO stages), lightning, peft, trl, megatron; or all.",
         ),
     ] = "all",
     models: Annotated[

@@ -24,6 +24,7 @@ CELLS = [
     ("lightning", "llama", GRAPH),
     ("peft", "bert", GRAPH),
     ("trl", "llama", GRAPH),
+    ("megatron", "llama", ENTRY),
 ]
 
 # What others of these go through as well: run with `-m "slow or matrix"`.

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from tests.cold import run_cold
 
@@ -107,7 +111,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_models_of_the_package_are_left_alone_and_its_fused_functions_are_compiled() -> None:
+def test_models_without_padding_stay_as_they_are_and_fused_functions_are_compiled() -> None:
     pytest.importorskip("megatron.core")
     ours = """
 import logging, deepytorch
@@ -125,4 +129,227 @@ assert len(deepytorch.report().to_json()["regions"]) >= 1
         found.append([line for line in done.stdout.splitlines() if line.startswith(("loss", "gradient"))])
     assert len(found[0]) == 4
     assert found[0] == found[1]
-    assert "models of Megatron-LM are left as they are" in done.stderr
+    assert "models of Megatron-LM are not compiled" in done.stderr
+    assert "padding stays: hardly any padding in the batch" in done.stderr
+
+
+ROOT = Path(__file__).parents[2]
+BEGIN = """
+import logging, torch, deepytorch
+from tests.integrations.megatron_runs import *
+begin()
+"""
+
+
+def run(script: str) -> str:
+    """What a script prints that trains small models of `megatron_runs`."""
+    pytest.importorskip("megatron.core")
+    return run_cold(BEGIN + script, cwd=ROOT).stdout
+
+
+@pytest.mark.slow
+def test_gpt_trains_packed_as_it_does_padded() -> None:
+    run("""
+models = {
+    "learned positions": lambda: gpt(),
+    "rotary": lambda: gpt(LLAMA, position_embedding_type="rope", share_embeddings_and_output_weights=True),
+    "recomputed layers": lambda: gpt(
+        LLAMA | {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        position_embedding_type="rope", rotary_percent=0.5,
+    ),
+    "recomputed attention": lambda: gpt({
+        "recompute_granularity": "selective", "recompute_modules": ["core_attn"],
+        "apply_query_key_layer_scaling": True, "attention_softmax_in_fp32": True,
+    }),
+}
+for name, make in models.items():
+    for kind in ("right", "left", "mixed", "loss mask", "no mask"):
+        record = packed_and_padded(make, lambda step: batch(kind, step))
+        assert (record.steps_profiled, record.steps_packed) == (1, STEPS - 1), (name, kind, record)
+# One row a micro batch, as Megatron-LM's own default has it.
+record = packed_and_padded(models["rotary"], lambda step: batch("loss mask", step + 7, 2))
+assert record.steps_packed == STEPS - 1, record
+def one(step):
+    given, weights = batch("loss mask", step, 2)
+    return {name: value if name == "attention_mask" else value[1:] for name, value in given.items()}, weights[1:]
+record = packed_and_padded(models["rotary"], one)
+assert record.steps_packed == STEPS - 1, record
+""")
+
+
+@pytest.mark.slow
+def test_bert_trains_packed_as_it_does_padded() -> None:
+    run("""
+for kind in ("right", "left", "mixed"):
+    for positions in ("learned_absolute", "rope"):
+        make = lambda: bert(head=False, position_embedding_type=positions)
+        record = packed_and_padded(make, lambda step: batch(kind, step, causal=False))
+        assert (record.steps_profiled, record.steps_packed) == (1, STEPS - 1), (kind, record)
+record = packed_and_padded(bert, lambda step: batch("right", step, causal=False, types=True))  # with its pooler
+assert (record.steps_profiled, record.steps_packed) == (1, STEPS - 1), record
+record = packed_and_padded(bert, lambda step: batch("left" if step > 1 else "right", step, causal=False, types=True))
+assert record.steps_packed == 1, record
+assert record.padded_because == {"tokens after pads, which the model was not proved for": 2}, record
+""")
+
+
+@pytest.mark.slow
+def test_what_is_not_packed_is_right_and_says_why() -> None:
+    run("""
+from megatron.core.models.gpt.gpt_model import GPTModel
+def changed(**others):
+    def given(step):
+        arguments, weights = batch("right", step)
+        return {**arguments, **others}, weights
+    return given
+blocks = LATER | (torch.arange(POSITIONS)[:, None] // 8 != torch.arange(POSITIONS) // 8)
+prefix = LATER.clone(); prefix[:4, :4] = False
+class Own(GPTModel):
+    pass
+def hooked():
+    model = gpt()
+    model.decoder.layers[0].register_forward_hook(lambda *_: None)
+    return model
+strange = "the attention mask hides more, or less, than pads and what comes later"
+cases = [
+    (gpt, changed(attention_mask=blocks[None, None]), strange),
+    (gpt, changed(attention_mask=prefix[None, None], loss_mask=batch("right", 0)[1]), strange),
+    (gpt, changed(attention_mask=LATER[None, None]), "hardly any padding"),
+    (gpt, changed(padding_mask=torch.zeros(ROWS, POSITIONS, dtype=torch.bool)), "the argument padding_mask is given"),
+    (lambda: gpt({"window_size": (4, 0)}), lambda step: batch("loss mask", step), "window_size is (4, 0)"),
+    (lambda: gpt(kind=Own), lambda step: batch("loss mask", step), "modules of type Own"),
+    (hooked, lambda step: batch("loss mask", step), "a hook on a module's forward"),
+    (lambda: gpt({"softmax_type": "off-by-one"}), lambda step: batch("loss mask", step), "softmax_type is off-by-one"),
+]
+for make, given, why in cases:
+    record = packed_and_padded(make, given)
+    assert record.steps_packed == 0, record
+    [reason] = record.padded_because
+    assert why in reason, (why, record)
+# A batch without a token to learn from, and one that the model was proved for, in turns.
+def empty(step):
+    arguments, weights = batch("loss mask", step)
+    if step == 2:
+        weights[1] = 0.0
+    return arguments, weights
+record = packed_and_padded(gpt, empty)
+assert (record.steps_packed, record.padded_because) == (2, {"a row without a token": 1}), record
+deepytorch.configure(options={"unpad": False})
+model = gpt()
+mean_loss(*reversed([model(**batch("right", 0)[0]), batch("right", 0)[1]]))[0].backward()
+assert "_deepytorch_entry" not in vars(model)
+""")
+
+
+@pytest.mark.slow
+def test_pads_that_are_looked_at_are_those_of_the_padded_step() -> None:
+    run("""
+import tests.integrations.megatron_runs as runs
+plain = runs.mean_loss
+calls = []
+def looking(weights, outputs):
+    calls.append(1)
+    loss, losses = plain(weights, outputs)
+    return (loss + 0.1 * outputs.mean() if len(calls) > first else loss), losses
+runs.mean_loss = looking
+for first, expected in ((0, (0, 0)), (4, (2, 1))):  # from the first step on, and from the third one on
+    calls.clear()
+    record = packed_and_padded(gpt, lambda step: batch("loss mask", step))
+    assert (record.steps_packed, record.steps_replayed) == expected, record
+    assert record.steps_profiled == 1
+# Logits of a call without labels: the loss is the script's.
+def own(weights, logits):
+    losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2).float(), labels, reduction="none")
+    return plain(weights, losses)
+runs.mean_loss = own
+labels = batch("loss mask", 0)[0]["labels"]
+def given(step):
+    arguments, weights = batch("loss mask", step)
+    return {name: value for name, value in arguments.items() if name != "labels"}, weights
+record = packed_and_padded(gpt, given)
+assert record.steps_packed == STEPS - 1, record
+""")
+
+
+@pytest.mark.slow
+def test_half_precision_and_dropout() -> None:
+    """Dropout draws other numbers packed than padded: over many draws the losses are the same."""
+    run("""
+from megatron.core.transformer.module import Float16Module
+half = {"bf16": True, "params_dtype": torch.bfloat16}
+model, other = (Float16Module(each.config, each) for each in (gpt(half), gpt(half)))
+for step in range(3):
+    given, weights = batch("loss mask", step)
+    loss = mean_loss(weights, model(**given))[0]
+    with deepytorch.paused():
+        expected = mean_loss(weights, other(**given))[0]
+    loss.backward()
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, expected, rtol=5e-3, atol=0.0)
+assert record_of(model.module).steps_packed == 2, record_of(model.module)
+
+model = gpt({"attention_dropout": 0.3, "hidden_dropout": 0.2})
+given, weights = batch("loss mask", 0)
+means = []
+for block in (contextlib.nullcontext, deepytorch.paused):
+    losses = []
+    for _ in range(100):
+        with block():
+            losses.append(mean_loss(weights, model(**given))[0])
+            losses[-1].backward()
+    losses = torch.stack(losses).detach()
+    assert losses.std() > 0
+    means.append((losses.mean(), losses.std()))
+assert record_of(model).steps_packed == 99, record_of(model)
+(one, spread), (two, other_spread) = means
+assert (one - two).abs() < 4 * spread / 50**0.5
+assert 0.6 < spread / other_spread < 1.6
+torch.manual_seed(3)
+first = mean_loss(weights, model(**given))[0]
+torch.manual_seed(3)  # drawn again: in eager from now on
+again = mean_loss(weights, model(**given))[0]
+with deepytorch.paused():
+    torch.manual_seed(3)
+    expected = mean_loss(weights, model(**given))[0]
+assert again == expected
+""")
+
+
+def ranks(case: str, folder: Path) -> list[tuple[list[Any], list[Any], dict[str, Any]]]:
+    """What each of two ranks has found without the import and with it, and what it reports of the latter."""
+    pytest.importorskip("megatron.core")
+    script = f"""
+import sys, deepytorch
+from tests.integrations.megatron_runs import train_ranks
+train_ranks({case!r}, sys.argv[1])
+"""
+    found = []
+    for name in ("off", "on"):
+        env = {"DEEPYTORCH": name, "PYTHONPATH": str(ROOT), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+        run_cold(script, str(folder / name), num_ranks=2, env=env, timeout=120.0)
+        found.append([torch.load(folder / f"{name}.{rank}") for rank in range(2)])
+    return [(off[0], *on) for off, on in zip(*found, strict=True)]
+
+
+def assert_equal(expected: Sequence[Any], found: Sequence[Any]) -> None:
+    """Losses, losses of tokens, gradients and weights agree, in every step."""
+    for one, other in zip(expected, found, strict=True):
+        for each, its in zip(one, other, strict=True):
+            scale = each.abs().max().item()
+            torch.testing.assert_close(its, each, rtol=1e-3, atol=2e-5 * scale)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case", ["tensor parallel", "sequence parallel", "data parallel", "distributed optimizer", "late", "unlike batches"]
+)
+def test_two_ranks_train_packed_as_they_do_padded(case: str, tmp_path: Path) -> None:
+    for expected, found, report in ranks(case, tmp_path):
+        assert_equal(expected, found)
+        assert report["ours"] or sys.platform != "linux", "the group is not deepytorch's"
+        if case == "unlike batches":
+            assert report["packed"] == 0
+            assert report["padded"] == {"tensor-parallel ranks would run this batch differently": 8}
+        else:
+            assert (report["packed"], report["padded"]) == (7, {})
+        assert bool(report["told"]) == (case == "late")
