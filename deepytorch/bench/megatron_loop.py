@@ -127,7 +127,7 @@ class _WithoutExtraState(nn.Module):
         super().__init__()
         self._of: Callable[[], nn.Module] = lambda: model
 
-    def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+    def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:  # type: ignore[override]
         return {name: value for name, value in self._of().state_dict().items() if isinstance(value, Tensor)}
 
     def load_state_dict(self, state_dict: Any, *_: Any, **__: Any) -> Any:
