@@ -90,9 +90,17 @@ class Slicer:
         for root, writes in self._writes.items():
             if root.op == "placeholder" and root.meta["input"].role is Role.BATCH:
                 return f"{writes[0].target} writes into the batch ({root.name})"
-            if not self._from_batch[root]:
+            if not self._from_batch[root] and root.op != "call_function":
                 return f"{writes[0].target} writes in place into {root.name}, past its views or its gradient"
         return None
+
+    def written_values(self) -> frozenset[fx.Node]:
+        """Return the values that share memory with what the model computes and then writes into.
+
+        They hold one thing before a write and another one behind it, so they stay as they are, in their order.
+        """
+        roots = {root for root in self._writes if not self._from_batch[root]}
+        return frozenset(node for node, root in self._roots.items() if root in roots)
 
     def slice(self, outputs: Iterable[fx.Node], stop: frozenset[fx.Node] = frozenset()) -> list[fx.Node]:
         """Return the nodes that `outputs` are computed from, in the graph's order.

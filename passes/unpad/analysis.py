@@ -36,7 +36,7 @@ from deepytorch.passes.unpad.masks import Meaning, Prober, TokenSource, Undecide
 from deepytorch.passes.unpad.origins import are_one_sequence, origins
 from deepytorch.passes.unpad.region import Declined, Region
 from deepytorch.passes.unpad.routing import Router
-from deepytorch.passes.unpad.rules import broadcasts, rule_for
+from deepytorch.passes.unpad.rules import broadcasts
 from deepytorch.passes.unpad.sizes import seed, spaces_of, unify_labels, unify_masks
 
 aten = torch.ops.aten
@@ -68,14 +68,17 @@ def analyse(module: fx.GraphModule, context: Context, *, loss_rows: bool, defer_
     router = Router(symbols)
     known = layouts(graph, symbols, slicer.from_batch, router.layout)
     from_batch = {node: slicer.from_batch(node) for node in graph.nodes}
-    _forget_foreign(graph, known, attentions, from_batch, router)
+    _forget_sorted(graph, known, from_batch, router)
+    written = slicer.written_values()
+    if routed := written & router.order_of.keys():
+        raise Declined(f"{next(iter(routed)).name} is sorted, and written into in place")
     region = Region(
         graph,
         slicer,
         symbols,
         known,
         spaces_of(graph, symbols, positions),
-        losses=[node for node in losses if _is_token_loss(node, known, slicer)],
+        losses=[node for node in losses if _is_token_loss(node, known, slicer) and node not in written],
         outputs=list(next(iter(reversed(graph.nodes))).args[0]),
         defers=defer_outputs and not context.ends_in_break,
     )
@@ -106,6 +109,7 @@ def analyse(module: fx.GraphModule, context: Context, *, loss_rows: bool, defer_
         deferred=frozenset(),
         routed=router.rules,
         order_of=router.order_of,
+        written=written,
     )
     return region
 
@@ -125,37 +129,20 @@ def why_not(declined: list[Decline]) -> str:
     return "no attention has a mask that says which keys are tokens, so there is no padding to see"
 
 
-def _forget_foreign(
-    graph: fx.Graph,
-    known: dict[fx.Node, Layout],
-    attentions: list[Attention],
-    from_batch: Mapping[fx.Node, bool],
-    router: Router,
+def _forget_sorted(
+    graph: fx.Graph, known: dict[fx.Node, Layout], from_batch: Mapping[fx.Node, bool], router: Router
 ) -> None:
-    """Drop the layouts of results of token values whose operator has no rule, and of everything computed from them.
+    """Drop the layouts of what a sort moved, if anything but a move reads the sort, and of all computed from that.
 
-    Sizes show that such a value has positions, but not that the positions are still the same: `x.flip(1)`, `x[:,
-    order]`.
+    Results of other operators that have no rule keep theirs, although `x.flip(1)` has other tokens at its positions
+    than `x`: a layout only says which dimension counts rows and which positions. What such an operator reads is
+    demanded whole, so its result is the padded graph's own, pads included; who reads it by token finds the same there.
     """
-    trusted = {node for attention in attentions for node in attention.inner}
-    foreign = router.close(graph, known, from_batch)
-    for node in foreign:
-        known.pop(node, None)
+    moved = router.close(graph, known, from_batch)
     for node in graph.nodes:
-        if node.op != "call_function" or from_batch[node]:
-            continue
         sources = [source for source in node.all_input_nodes if not from_batch[source]]
-        tokens = [source for source in sources if is_token(known.get(source))]
-        kept = node in trusted or node.target in _LOSSES
-        if not kept and tokens and is_token(known.get(node)):
-            rule = router.rules.get(node) or rule_for(node)
-            kept = rule is not None and rule.admits(node, known, from_batch)
-        elif not tokens:
-            kept = True
-        if foreign.intersection(sources) or (not kept and (is_token(known.get(node)) or node not in known)):
-            if isinstance(node.meta.get("val"), (list, tuple)) and not foreign.intersection(sources):
-                continue  # judged by its items
-            foreign.add(node)
+        if node in moved or (node.op == "call_function" and not from_batch[node] and moved.intersection(sources)):
+            moved.add(node)
             known.pop(node, None)
 
 
@@ -168,6 +155,7 @@ def _read_masks(region: Region, attentions: list[Attention]) -> None:
     cache: dict[Any, Meaning] = {}
     for attention in attentions:
         try:
+            _check_writes(attention, region.slicer)
             queries, keys = _check_operands(attention, region.layouts)
             asked = (attention.terms, attention.causal, queries, keys)
             if asked not in cache:
@@ -175,6 +163,19 @@ def _read_masks(region: Region, attentions: list[Attention]) -> None:
             region.space(attention.key).attentions.append((attention, cache[asked]))
         except Undecided as undecided:
             region.declined.append(Decline(attention.output.name, f"attention: {undecided}"))
+
+
+def _check_writes(attention: Attention, slicer: Slicer) -> None:
+    """Check that no value of an attention is written into, which a packed one would read later or never.
+
+    Raises:
+        Undecided: one is.
+    """
+    read = (*attention.inner, attention.query, attention.key, attention.value, attention.sinks)
+    terms = (term.node for term in attention.terms if not slicer.from_batch(term.node))
+    for node in filter(None, (*read, *terms)):
+        if slicer.is_written(node):
+            raise Undecided(f"its {node.name} is written into in place")
 
 
 def _check_operands(attention: Attention, known: Mapping[fx.Node, Layout]) -> tuple[sympy.Symbol, sympy.Symbol]:
@@ -314,6 +315,8 @@ def _picks(region: Region) -> list[fx.Node]:
         layout = region.layouts.get(x) if isinstance(x, fx.Node) else None
         if layout is None or not is_token(layout) or region.slicer.from_batch(x):  # type: ignore[arg-type]
             continue
+        if region.slicer.is_written(node):
+            continue
         if node.target is aten.select.int:
             index = node.args[1] % len(layout)
             dim, rest = layout[index], (*layout[:index], *layout[index + 1 :])
@@ -353,7 +356,7 @@ def _zeroing(region: Region, attentions: Sequence[Attention]) -> dict[fx.Node, f
     infinite = may_be_infinite(region.graph, slicer, attentions)
     for node in region.graph.nodes:
         out = known.get(node)
-        if out is None or not is_token(out) or slicer.from_batch(node):
+        if out is None or not is_token(out) or slicer.from_batch(node) or slicer.is_written(node):
             continue
         if node.target is aten.mul.Tensor:
             factors = [arg for arg in node.args[:2] if isinstance(arg, fx.Node)]
@@ -383,7 +386,7 @@ def _sums(region: Region) -> dict[fx.Node, fx.Node]:
     found: dict[fx.Node, fx.Node] = {}
     known, slicer = region.layouts, region.slicer
     for node in region.graph.nodes:
-        if node.target is not aten.scatter_add.default or node.args[1] != 0:
+        if node.target is not aten.scatter_add.default or node.args[1] != 0 or slicer.is_written(node):
             continue
         index, source = node.args[2:4]
         layout = known.get(index)

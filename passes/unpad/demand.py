@@ -72,6 +72,7 @@ class Seen:
     deferred: frozenset[fx.Node]  # outputs that are computed at their first use, if ever
     routed: Mapping[fx.Node, Routed] = field(default_factory=dict)  # the rules of nodes that move entries
     order_of: Mapping[fx.Node, fx.Node] = field(default_factory=dict)  # the sort whose entries a node holds or moves
+    written: frozenset[fx.Node] = frozenset()  # values in memory that the model writes into: they stay padded
     keep_tokens: frozenset[fx.Node] = frozenset()  # values computed at every token, although only a loss demands them
     refused: dict[fx.Node, str] = field(default_factory=dict)  # filled in: token values whose operator has no rule
 
@@ -161,7 +162,7 @@ def admitted_rule(node: fx.Node, seen: Seen) -> Rule | None:
     if node in seen.routed:
         return seen.routed[node]
     rule = rule_for(node)
-    if rule is None:
+    if rule is None or node in seen.written:
         return None
     several = isinstance(node.meta.get("val"), (list, tuple))
     if not several and not is_token(seen.layouts.get(node)):

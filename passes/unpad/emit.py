@@ -128,13 +128,15 @@ class Emitter:
             return self.call(aten.reshape.default, (x, sizes))
         index = self.rows(entries) if has_rows(layout) else self.columns(entries, grid.offset)
         key = (node, entries, 0 if has_rows(layout) else grid.offset, "gathered")
+        source = self.padded(node)
+
+        def gather() -> fx.Node:
+            order = [held[0], *(dim for dim in range(len(layout)) if dim != held[0])]
+            return self.call(aten.index_select.default, (self._permuted(source, order), 0, index))
+
+        if self._slicer.is_written(node):  # gathered anew each time, behind what has been written by then
+            return self.call(aten.reshape.default, (gather(), [-1, *sizes]))
         if key not in self._derived:
-            source = self.padded(node)
-
-            def gather() -> fx.Node:
-                order = [held[0], *(dim for dim in range(len(layout)) if dim != held[0])]
-                return self.call(aten.index_select.default, (self._permuted(source, order), 0, index))
-
             self._derived[key] = self._after(source, gather)
         return self.call(aten.reshape.default, (self._derived[key], [-1, *sizes]))
 

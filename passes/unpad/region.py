@@ -108,6 +108,8 @@ class Region:
         """Return whether a deferred output may start from this value, because the step computes it for all tokens."""
         if node.op != "call_function" or self.seen.from_batch[node] or not is_float(node):
             return False
+        if node in self.seen.written:  # the output was read before some of the writes
+            return False
         if sorted_of(self.layouts.get(node)) is not None:
             return False  # the order of a sort that runs again need not be the same
         if self.demand[node] == NOTHING:

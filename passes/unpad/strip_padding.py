@@ -84,7 +84,10 @@ def decide(region: Region) -> None:
             late = region.epilogue_nodes(node)
             keep |= {other for other in late if is_random(other)}
             inside = [other for other in late if not region.seen.from_batch[other] and other.op == "call_function"]
-            written = any(region.slicer.is_written(other) for other in late if other.op == "placeholder")
+            written = any(
+                other in region.seen.written or (other.op == "placeholder" and region.slicer.is_written(other))
+                for other in late
+            )
             if written or any(n in region.seen.attentions or n in region.losses or modes[n] for n in inside):
                 deferred.discard(node)
         if before == (len(deferred), len(region.replayed), len(keep)):

@@ -21,7 +21,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from deepytorch.compiler.step.batch_facts import Facts, Indices, Refusal, read_facts
 from deepytorch.passes.base import Context, GraphInput, Role
 from deepytorch.passes.slicing import Slicer
-from deepytorch.passes.unpad.analysis import _forget_foreign
+from deepytorch.passes.unpad.analysis import _forget_sorted
 from deepytorch.passes.unpad.demand import Seen
 from deepytorch.passes.unpad.emit import Emitter
 from deepytorch.passes.unpad.layout import ROWS, Layout, Positions, Symbols, is_token, layouts, positions_of
@@ -150,7 +150,7 @@ class PaddedGraph:
     def _routed(self) -> tuple[dict[fx.Node, Layout], Router]:
         slicer, router = Slicer(self.graph), Router(self.symbols)
         known = layouts(self.graph, self.symbols, slicer.from_batch, router.layout)
-        _forget_foreign(self.graph, known, [], {node: slicer.from_batch(node) for node in self.graph.nodes}, router)
+        _forget_sorted(self.graph, known, {node: slicer.from_batch(node) for node in self.graph.nodes}, router)
         return known, router
 
     def seen(self, **kwargs: Any) -> Seen:
