@@ -100,13 +100,21 @@ class Emitter:
             if isinstance(node.meta.get("val"), (list, tuple)) or sorted_of(self.layouts.get(node)) is not None:
                 raise AssertionError(f"{node} has no packed form, and cannot be gathered")
             return self._gathered(node, entries, positions_of(self.layouts[node])[0])
-        if not _contains(home, entries) or sorted_of(self.layouts.get(node)) is not None:
+        if sorted_of(self.layouts.get(node)) is not None:
             raise AssertionError(f"{node.name} has no values for some of the entries asked for")
-        whole, rank = self._packed[node, home], self.index(IndexInput("rank", entries, home))
-        made = self._after(whole, lambda: self.call(ops.pack_rows.default, (whole, rank)))
+        whole = self._packed[node, home]
+        made = self._after(whole, lambda: self.narrowed(whole, home, entries))
         if not self._slicer.is_written(node):
             self._packed[node, entries] = made
         return made
+
+    def narrowed(self, packed: fx.Node, home: IndexSet, entries: IndexSet) -> fx.Node:
+        """Return some of the entries of a packed value, which holds those of `home`."""
+        if home == entries:
+            return packed
+        if not _contains(home, entries):
+            raise AssertionError(f"{packed.name} has no values for some of the entries asked for")
+        return self.call(ops.pack_rows.default, (packed, self.index(IndexInput("rank", entries, home))))
 
     def aligned(self, node: Any, out: Layout, entries: IndexSet) -> fx.Node:
         """Return the packed form of an operand that broadcasts against a value of layout `out`. Numbers stay."""

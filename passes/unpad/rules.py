@@ -415,7 +415,9 @@ class Item(Rule):
         return isinstance(rule, AlongPlain) and rule.admits(parent, layouts, from_batch)  # type: ignore[arg-type]
 
     def emit(self, node: fx.Node, emitter: Emitter, entries: IndexSet) -> fx.Node:
-        return emitter.call(node.target, (emitter.packed(node.args[0], entries), node.args[1]))
+        home = emitter.entries[node.args[0]]  # type: ignore[index]
+        made = emitter.call(node.target, (emitter.packed(node.args[0], home), node.args[1]))
+        return emitter.narrowed(made, home, entries)  # other results may be wanted at more tokens than this one
 
 
 def _packed_call(node: fx.Node, place: int, emitter: Emitter, entries: IndexSet) -> fx.Node:
