@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from deepytorch.compiler.dynamo.custom_functions import Derived, find_derivatives
 from deepytorch.passes.base import GraphInput, Role
 from deepytorch.passes.slicing import returns_alias, writes_in_place
 from deepytorch.torch_internals import (
@@ -71,12 +72,13 @@ def capture(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
     fake_mode = next((f.fake_mode for f in fakes if hasattr(f, "fake_mode")), None)
     if fake_mode is None:
         raise RuntimeError("the graph has no fake tensor among its inputs: nothing to trace under")
+    derivatives = find_derivatives(module)
     allowed = fake_mode.allow_non_fake_inputs
     fake_mode.allow_non_fake_inputs = True
     try:
         # Annotations such as activation checkpointing's recompute tags travel in node.meta.
         with fake_mode, torch.fx.traceback.preserve_node_meta(), contextlib.ExitStack() as casts:
-            interpreter = _Inlining(module, casts)
+            interpreter = _Inlining(module, casts, derivatives)
             traced = make_fx(lambda *args: interpreter.run(*args), pre_dispatch=True, tracing_mode="real")(*fakes)
     finally:
         fake_mode.allow_non_fake_inputs = allowed
@@ -86,6 +88,7 @@ def capture(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
     for node, graph_input in zip(_placeholders(traced), inputs, strict=True):
         node.meta["input"] = graph_input
     sizes_from_tensors(traced)
+    sizes_for_shapes(traced.graph)
     drop_empty_caches(traced.graph)
     out_of_place(traced.graph)
     drop_casts_to_self(traced.graph)
@@ -121,13 +124,19 @@ class _Inlining(fx.Interpreter):
 
     Tracing records the model's own autocast and does not enter it. Here it is entered, and left with `casts` at the
     latest: dtypes are then those of the run, and a `.float()` inside is not dropped as a cast that changes nothing.
-    Raises `Untraceable` for a custom autograd function, a hook on a gradient, `torch.func`, control flow, and for
-    selective checkpointing, whose policy only AOTAutograd knows how to ask.
+    Raises `Untraceable` for a custom autograd function (but for those in `derivatives`, whose forward alone stands for
+    them), a hook on a gradient, `torch.func`, control flow, and for selective checkpointing, whose policy only
+    AOTAutograd knows how to ask.
     """
 
-    def __init__(self, module: fx.GraphModule, casts: contextlib.ExitStack) -> None:
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        casts: contextlib.ExitStack,
+        derivatives: Mapping[fx.GraphModule, Derived],
+    ) -> None:
         super().__init__(module)
-        self._casts = casts
+        self._casts, self._derivatives = casts, derivatives
         self._entered: list[contextlib.ExitStack] = []
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -138,6 +147,9 @@ class _Inlining(fx.Interpreter):
             self._entered[-1].enter_context(autocast_unrecorded(device, dtype, enabled))
         elif target is exit_autocast:
             self._entered.pop().close()
+        if target is torch.ops.higher_order.autograd_function_apply and args[0] in self._derivatives:
+            derived = self._derivatives[args[0]]
+            return (_Inlining(derived.forward, self._casts, {}).run(args[2 + derived.place]),)
         if target is not torch.ops.higher_order.tag_activation_checkpoint:
             module = f"{getattr(target, '__module__', None)}."
             if isinstance(target, HigherOrderOperator) or module.startswith(_LOST_MODULES):
@@ -150,7 +162,7 @@ class _Inlining(fx.Interpreter):
         for node in part.graph.nodes:
             node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
             node.meta["ac_graph_id"] = number
-        return _Inlining(part, self._casts).run(*args[1:])
+        return _Inlining(part, self._casts, self._derivatives).run(*args[1:])
 
     def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a tensor's method."""
@@ -222,6 +234,47 @@ def sizes_from_tensors(module: fx.GraphModule, values: str = "val") -> None:
             size = graph.call_function(aten.sym_size.int, (tensor, dim))
         size.meta[values] = value
         node.replace_all_uses_with(size)
+
+
+_AS_ANOTHER = {
+    aten.expand_as.default: aten.expand.default,
+    aten.view_as.default: aten.view.default,
+    aten.reshape_as.default: aten.reshape.default,
+}
+
+
+def sizes_for_shapes(graph: fx.Graph) -> None:
+    """Turn `mask.expand_as(scores)` into `mask.expand(sizes)`, which does not read the scores.
+
+    A shape with a size that no input has stays as it is.
+    """
+    homes: dict[Any, tuple[fx.Node, int]] = {}
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "placeholder" and isinstance(value, torch.Tensor):
+            for dim, size in enumerate(value.shape):
+                if isinstance(size, torch.SymInt):
+                    homes.setdefault(size.node.expr, (node, dim))
+    for node in list(graph.nodes):
+        target = _AS_ANOTHER.get(node.target)
+        if target is None or not isinstance(node.args[1], fx.Node):
+            continue
+        shape = node.meta["val"].shape
+        if any(isinstance(size, torch.SymInt) and size.node.expr not in homes for size in shape):
+            continue
+        sizes: list[Any] = []
+        with graph.inserting_before(node):
+            for size in shape:
+                if isinstance(size, torch.SymInt):
+                    read = graph.call_function(aten.sym_size.int, homes[size.node.expr])
+                    read.meta["val"] = size
+                    sizes.append(read)
+                else:
+                    sizes.append(size)
+            made = graph.call_function(target, (node.args[0], sizes))
+        made.meta = dict(node.meta)
+        node.replace_all_uses_with(made)
+        graph.erase_node(node)
 
 
 def drop_empty_caches(graph: fx.Graph) -> None:

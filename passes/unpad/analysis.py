@@ -193,6 +193,8 @@ def _check_operands(attention: Attention, known: Mapping[fx.Node, Layout]) -> tu
         last = layout[-2] if name == "key" and attention.key_is_transposed else layout[-1]
         if not all(isinstance(atom, int) for atom in last) or not positions_of(layout)[0].whole:
             raise Undecided(f"its {name} has positions in an unexpected dimension")
+    if any(term.ndim == 3 for term in attention.terms) and (not found[0] or found[0][0][:1] != (ROWS,)):
+        raise Undecided("its rows are not the first of its dimensions")  # terms are taken to have rows before heads
     _check_heads(attention, [layout for layout in found if layout is not None])
     query, key, value, output = (positions_of(layout)[0].symbol for layout in found if layout is not None)
     if query != output or key != value:

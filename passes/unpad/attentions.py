@@ -47,13 +47,18 @@ class Attention:
     mask_dtype: torch.dtype | None = None
     sinks: fx.Node | None = None
 
+    def is_merged(self, node: fx.Node) -> bool:
+        """Return whether a term's first dimension is rows and heads, or 1: it is added to scores of such dimensions."""
+        return any(term.node is node and term.ndim == 3 for term in self.terms)
+
 
 @dataclass(frozen=True)
 class Term:
     """A term added to the scores.
 
-    `kind`: "visible" (true where seen), "hidden" (true where not seen) or "added". `ndim`: number of dimensions of the
-    scores at the addition: 3 if rows and heads are merged, else 4.
+    `kind`: "visible" (true where seen), "hidden" (true where not seen), "added", or "factor" (of scores to which
+    nothing has been added yet). `ndim`: number of dimensions of the scores at the addition: 3 if rows and heads are
+    merged, else 4.
     """
 
     node: fx.Node
@@ -221,7 +226,7 @@ def _closed(inner: list[fx.Node], output: fx.Node) -> bool:
 
 def _scores(node: fx.Node) -> tuple[fx.Node, fx.Node, float, float, list[Term], list[fx.Node]] | None:
     """Walk up from a softmax's input to the product of queries and keys: (query, key, scale, softcap, terms, nodes)."""
-    scale, softcap = 1.0, 0.0
+    scale, softcap, has_factor = 1.0, 0.0, False
     terms: list[Term] = []
     inner: list[fx.Node] = []
     while True:
@@ -229,7 +234,7 @@ def _scores(node: fx.Node) -> tuple[fx.Node, fx.Node, float, float, list[Term], 
         target, args, ndim = node.target, node.args, node.meta["val"].dim()
         if target in _PRODUCTS:
             return args[0], args[1], scale, softcap, terms, inner
-        if target in _ADDS_A_TERM and (scale != 1.0 or softcap):
+        if target in _ADDS_A_TERM and (scale != 1.0 or softcap or has_factor):
             return None  # a term that is scaled after its addition would no longer be a term of the scaled scores
         if target is aten.baddbmm.default:
             if node.kwargs.get("beta", 1) != 1:
@@ -263,6 +268,10 @@ def _scores(node: fx.Node) -> tuple[fx.Node, fx.Node, float, float, list[Term], 
                 continue
             scale *= number if target in PRODUCTS else 1.0 / number
             node = args[0]
+        elif target is aten.mul.Tensor and (side := _towards_product(args)) is not None and _is_tensor(args[1 - side]):
+            terms.append(Term(args[1 - side], "factor", ndim))  # `scores * causal - 1e4 * (1 - causal)`
+            has_factor = True
+            node = args[side]
         else:
             return None
         if not isinstance(node, fx.Node) or (softcap and scale != 1.0 and node.target is aten.tanh.default):

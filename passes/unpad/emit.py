@@ -239,7 +239,7 @@ class Emitter:
         k, v = self._heads(key, keys), self._heads(value, keys)
         cu_q, cu_k = (self.index(IndexInput("cu_seqlens", entries)) for entries in (queries, keys))
         longest_q, longest_k = (self._longest(entries) for entries in (queries, keys))
-        bias = self._bias(meaning.bias) if meaning.bias else None
+        bias = self._bias(meaning.bias, attention, queries) if meaning.bias else None
         positions = (self.columns(queries), self.columns(keys)) if bias is not None else (None, None)
         seed = None
         if attention.dropout_p > 0:
@@ -285,14 +285,21 @@ class Emitter:
         carrier = self.index(IndexInput("longest", entries))
         return self._once(("longest", entries), lambda: self.call(aten.sym_size.int, (carrier, 0)))
 
-    def _bias(self, nodes: Sequence[fx.Node]) -> fx.Node:
-        total = self.padded(nodes[0])
+    def _bias(self, nodes: Sequence[fx.Node], attention: Attention, queries: IndexSet) -> fx.Node:
+        """Return the sum of all terms that are added to the scores, with rows (or 1) and heads (or 1) in front."""
+        total = self._term(nodes[0], attention, queries)
         for node in nodes[1:]:
-            total = self.call(aten.add.Tensor, (total, self.padded(node)))
-        missing = 4 - max(node.meta["val"].dim() for node in nodes)
-        for _ in range(missing):
-            total = self.call(aten.unsqueeze.default, (total, 0))
+            total = self.call(aten.add.Tensor, (total, self._term(node, attention, queries)))
         return total
+
+    def _term(self, node: fx.Node, attention: Attention, queries: IndexSet) -> fx.Node:
+        value, x = node.meta["val"], self.padded(node)
+        if attention.is_merged(node) and value.dim() == 3 and value.shape[0] != 1:
+            rows, _ = self.sizes(queries.space)
+            return self.call(aten.unflatten.int, (x, 0, [rows, -1]))
+        for _ in range(4 - value.dim()):
+            x = self.call(aten.unsqueeze.default, (x, 0))
+        return x
 
     # ------------------------------------------------------------------ gathers and scatters
 

@@ -112,8 +112,6 @@ class Prober:
                 visible.append(term)
             else:
                 bias.append(term.node)
-        if bias and any(term.ndim == 3 and term.node in bias for term in attention.terms):
-            raise Undecided("a bias whose rows and heads are merged")
         window_right = 0 if attention.causal else -1
         if attention.causal and queries != keys:
             raise Undecided("causal attention between two token spaces")
@@ -145,8 +143,6 @@ class Prober:
             )
             if not meaning.bias:
                 return meaning
-            if any(term.ndim == 3 and term.kind == "added" for term in terms):
-                raise Undecided("a bias whose rows and heads are merged")
             with_bias = with_bias or meaning
         if with_bias is not None:
             return with_bias
@@ -346,6 +342,8 @@ def _combine(terms: list[Term], values: dict[fx.Node, Any], sizes: tuple[int, in
     says_more = False
     for term in terms:
         value = values[term.node]
+        if term.kind == "factor":
+            continue
         if term.kind == "visible":
             seen = value.bool()
         elif term.kind == "hidden":
@@ -355,19 +353,39 @@ def _combine(terms: list[Term], values: dict[fx.Node, Any], sizes: tuple[int, in
                 raise Undecided("the mask holds NaN on a probe")
             seen = value > MASKED
             says_more = says_more or bool((value[seen] != 0).any())
-        if term.ndim == 3 and seen.dim() == 3 and seen.shape[0] != 1:
-            # rows and heads are merged, as in nn.MultiheadAttention
-            if seen.shape[0] % rows:
-                raise Undecided(f"the mask {term.node.name} does not have a row's dimension first")
-            seen = seen.reshape(rows, -1, *seen.shape[1:])
-        while seen.dim() < 4:
-            seen = seen.unsqueeze(0)
-        if seen.dim() > 4 or seen.shape[0] not in (1, rows):
-            raise Undecided(f"the mask {term.node.name} has the sizes {tuple(value.shape)} on a probe of {sizes}")
-        visible = visible & seen
+        visible = visible & _of_scores(term, seen, sizes)
     if not (visible == visible[:, :1]).all():
         raise Undecided("the mask differs between heads")
+    for term in terms:
+        if term.kind == "factor" and not (_of_scores(term, _is_one(values[term.node]), sizes) | ~visible).all():
+            raise Undecided(f"the factor {term.node.name} changes scores that are seen")
     return visible[:, 0], says_more
+
+
+def _is_one(factor: torch.Tensor) -> torch.Tensor:
+    """Return where a factor leaves the scores as they are.
+
+    Raises:
+        Undecided: it does anything but that or zero them.
+    """
+    if not ((factor == 0) | (factor == 1)).all():
+        raise Undecided("a factor of the scores is neither 0 nor 1")
+    return factor == 1
+
+
+def _of_scores(term: Term, value: torch.Tensor, sizes: tuple[int, int, int]) -> torch.Tensor:
+    """Return a term's values as (1 or rows, 1 or heads, 1 or queries, 1 or keys)."""
+    rows, given = sizes[0], tuple(value.shape)
+    if term.ndim == 3 and value.dim() == 3 and value.shape[0] != 1:
+        # rows and heads are merged, as in nn.MultiheadAttention
+        if value.shape[0] % rows:
+            raise Undecided(f"the mask {term.node.name} does not have a row's dimension first")
+        value = value.reshape(rows, -1, *value.shape[1:])
+    while value.dim() < 4:
+        value = value.unsqueeze(0)
+    if value.dim() > 4 or value.shape[0] not in (1, rows):
+        raise Undecided(f"the mask {term.node.name} has the sizes {given} on a probe of {sizes}")
+    return value
 
 
 def _offsets(offset: torch.Tensor, chosen: torch.Tensor) -> list[int]:

@@ -452,3 +452,97 @@ def test_an_output_before_a_graph_break_is_exact_at_pads() -> None:
     g = PaddedGraph()
     g.output(attend(g, g.x("r", "p", 6), key_mask(g)))
     assert Step(g, ends_in_break=True).rewrite.program is None
+
+
+# ------------------------------------------------------------------------------------------------ across positions
+
+
+def zeroed(g: PaddedGraph, x: fx.Node) -> fx.Node:
+    return g.call(aten.mul.Tensor, x, g.call(aten.unsqueeze.default, g.mask, -1))
+
+
+def shifted(g: PaddedGraph, x: fx.Node) -> fx.Node:
+    """Every position gets the one before it, by writes in place, and is read after each of them."""
+    held = g.call(aten.zeros_like.default, x)
+    g.call(aten.copy_.default, cut(g, held, 1), cut(g, x, 0, -1))
+    early = g.call(aten.tanh.default, held)
+    g.call(aten.mul_.Tensor, cut(g, held, 0, 2), 3.0)
+    return g.call(aten.add.Tensor, early, g.call(aten.sin.default, held))
+
+
+def convolved(g: PaddedGraph, x: fx.Node) -> fx.Node:
+    """A causal convolution, each channel by itself."""
+    turned = g.call(aten.transpose.int, x, 1, 2)
+    y = g.call(aten.conv1d.default, turned, g.weight(6, 1, 3), None, [1], [2], [1], 6)
+    y = g.call(aten.slice.Tensor, y, 2, 0, g.size("p"))
+    return g.call(aten.transpose.int, y, 1, 2)
+
+
+ACROSS: dict[str, Callable[[PaddedGraph, fx.Node], fx.Node]] = {
+    "convolution": convolved,
+    "flip": lambda g, x: g.call(aten.flip.default, x, [1]),
+    "roll of rows": lambda g, x: g.call(aten.roll.default, x, [1], [0]),
+    "running sum": lambda g, x: g.call(aten.cumsum.default, x, 1),
+    "writes in place": shifted,
+}
+
+
+@pytest.mark.parametrize("name", ACROSS)
+@pytest.mark.parametrize("is_zeroed", [True, False], ids=["zeroed", "pads seen"])
+def test_what_looks_across_positions_is_padded_and_what_stands_around_it_packed(name: str, is_zeroed: bool) -> None:
+    g = PaddedGraph()
+    x = attend(g, g.x("r", "p", 6), key_mask(g))
+    y = ACROSS[name](g, zeroed(g, x) if is_zeroed else x)
+    g.output(attend(g, g.call(aten.add.Tensor, x, y), key_mask(g)))
+    step = Step(g)
+    assert step.targets().count(ops.varlen_attention.default) == 1 + is_zeroed  # what it reads at pads is exact
+    for batch in BATCHES:
+        compare(step, g, batches()[batch], {})
+
+
+def test_a_value_by_position_that_is_written_into_is_read_behind_the_write() -> None:
+    g = PaddedGraph()
+    x = attend(g, g.x("r", "p", 6), key_mask(g))
+    places = g.call(aten.arange.default, g.size("p"), dtype=torch.float64, device="cpu")
+    places = g.call(aten.unsqueeze.default, g.call(aten.mul.Tensor, places, 1.0), -1)
+    early = g.call(aten.add.Tensor, x, places)
+    g.call(aten.mul_.Tensor, cut_first(g, places), 3.0)
+    g.output(early, g.call(aten.add.Tensor, x, places))
+    step = Step(g)
+    for batch in BATCHES:
+        compare(step, g, batches()[batch], {})
+
+
+def cut_first(g: PaddedGraph, x: fx.Node) -> fx.Node:
+    return g.call(aten.slice.Tensor, x, 0, 0, 2)
+
+
+def test_an_attention_whose_operands_are_written_into_stays_padded() -> None:
+    g = PaddedGraph()
+    x = g.x("r", "p", 6)
+    q, k, v = (project(g, x, 2) for _ in range(3))
+    q = g.call(aten.clone.default, q)
+    g.call(aten.mul_.Tensor, g.call(aten.slice.Tensor, q, 2, 0, 2), 2.0)
+    y = g.call(aten.scaled_dot_product_attention.default, q, k, v, key_mask(g))
+    y = g.call(aten.reshape.default, g.call(aten.transpose.int, y, 1, 2), [g.size("r"), g.size("p"), 8])
+    g.output(g.call(aten.linear.default, y, g.weight(6, 8)))
+    step = Step(g)
+    assert step.rewrite.program is None
+    assert any("is written into in place" in reason for reason in step.reasons)
+
+
+def test_items_that_two_losses_demand_at_their_own_labels() -> None:
+    g = PaddedGraph()
+    x = attend(g, g.x("r", "p", 6), key_mask(g))
+    halves = g.call(aten.split.Tensor, x, 3, -1)
+    given = [g.batch("r", "p", name=f"labels_{number}") for number in range(2)]
+    losses = []
+    for number, labels in enumerate(given):
+        half = g.call(operator.getitem, halves, number)
+        losses.append(cross_entropy(g, g.call(aten.linear.default, half, g.weight(5, 3)), labels))
+    g.output(*losses)
+    step = Step(g)
+    assert ops.pack_rows.default in step.targets()  # the halves are one operator's, for all tokens
+    for batch in BATCHES:
+        mask = batches()[batch]
+        compare(step, g, mask, {given[0]: labels_of(mask, some=True), given[1]: labels_of(mask)})

@@ -181,24 +181,28 @@ def test_a_slice_taken_from_a_size_that_may_be_another() -> None:
     assert positions(g, cut(g, g.x("r", "p", 4), g.call(operator.sub, g.size("r"), 3))) is None
 
 
-def test_what_moved_along_positions_is_forgotten() -> None:
-    """Its sizes say that it has positions, and not that they are still the same ones."""
+def test_what_moved_along_positions_still_has_rows_and_positions() -> None:
+    """Which tokens stand there is no layout's business: what was moved is computed padded, of all positions."""
     for target, args in ((aten.flip.default, ([1],)), (aten.roll.default, ([1], [1])), (aten.cumsum.default, (1,))):
         g = PaddedGraph()
         moved = g.call(target, g.x("r", "p", 4), *args)
         after = g.call(aten.relu.default, moved)
         g.output(after)
         known = g.layouts()
-        assert moved not in known
-        assert after not in known
+        assert known[moved] == known[after] == ((ROWS,), (Positions(g.symbol("p")),), (4,))
 
 
-def test_a_product_of_positions_with_positions_is_forgotten() -> None:
+def test_what_a_broken_sort_moved_is_forgotten() -> None:
+    """Entries of all rows stand mixed there, and no dimension counts rows or positions."""
     g = PaddedGraph()
-    weights = g.x("p", "p")
-    mixed = g.call(aten.matmul.default, weights, g.x("r", "p", 4))
-    g.output(mixed)
-    assert mixed not in g.layouts()
+    keys = g.call(aten.reshape.default, g.call(aten.argmax.default, g.x("r", "p", 4), -1), [-1])
+    order = g.call(operator.getitem, g.call(aten.sort.default, keys), 1)
+    moved = g.call(aten.index.Tensor, g.merged(g.x("r", "p", 4)), [order])
+    after = g.call(aten.relu.default, moved)
+    g.output(after, g.call(aten.cumsum.default, order, 0))
+    known = g.layouts()
+    assert moved not in known
+    assert after not in known
 
 
 def test_dimensions_are_those_of_the_operand_and_not_of_the_size_alone() -> None:

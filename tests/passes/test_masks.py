@@ -468,3 +468,72 @@ def test_a_term_says_what_it_is() -> None:
     [attention] = find_attentions(g.graph)
     assert attention.terms == (Term(mask, "visible"),)
     assert attention.scale == 0.5
+
+
+def times(factor: Write, hide: Write | None) -> Callable[[PaddedGraph, fx.Node], fx.Node]:
+    """`scores * factor`, then a low number where `hide` says so."""
+
+    def write(g: PaddedGraph, scores: fx.Node) -> fx.Node:
+        scores = g.call(aten.mul.Tensor, scores, factor(g))
+        return scores if hide is None else g.call(aten.add.Tensor, scores, hide(g))
+
+    return write
+
+
+def as_numbers(write: Write, scale: float = 1.0) -> Write:
+    """`scale` where a mask says so, 0 elsewhere."""
+
+    def numbers(g: PaddedGraph) -> fx.Node:
+        return g.call(aten.mul.Tensor, g.call(aten.to.dtype, write(g), torch.float64), scale)
+
+    return numbers
+
+
+def hides(write: Write, low: float = -1e4) -> Write:
+    """0 where a mask says so, a low number elsewhere."""
+
+    def term(g: PaddedGraph) -> fx.Node:
+        return g.call(aten.mul.Tensor, g.call(aten.rsub.Scalar, as_numbers(write)(g), 1.0), low)
+
+    return term
+
+
+CAUSAL = both(key_mask, band(None, 0))
+
+
+def read(write: Callable[[PaddedGraph, fx.Node], fx.Node]) -> Meaning:
+    g, [attention] = spelled_out(write)
+    return Prober(g.graph, g.symbols, Slicer(g.graph)).meaning(attention, g.symbol("p"), g.symbol("p"))
+
+
+@pytest.mark.parametrize("low", [-1e4, -1e9])
+def test_scores_times_a_mask_whose_hidden_places_a_term_lowers(low: float) -> None:
+    found = read(times(as_numbers(CAUSAL), hides(CAUSAL, low)))
+    assert (found.window_left, found.window_right, found.bias) == (-1, 0, ())
+    assert found.tokens is not None
+    # a factor that leaves a score where the term hides it changes nothing
+    assert read(times(as_numbers(key_mask), hides(CAUSAL, low))).window_right == 0
+
+
+@pytest.mark.parametrize(
+    ("factor", "hide", "why"),
+    [
+        (as_numbers(CAUSAL), None, "changes scores that are seen"),
+        (as_numbers(CAUSAL), hides(key_mask), "changes scores that are seen"),
+        (as_numbers(CAUSAL, 2.0), hides(CAUSAL), "neither 0 nor 1"),
+        (as_numbers(CAUSAL, torch.inf), hides(CAUSAL), "neither 0 nor 1"),
+        (as_numbers(CAUSAL), hides(CAUSAL, -9e3), "changes scores that are seen|no known meaning"),
+        (lambda g: g.weight(1), hides(CAUSAL), "depends on parameters"),
+    ],
+    ids=["nothing hides", "pads alone are hidden", "doubles", "infinite", "lowered, and seen", "learned"],
+)
+def test_scores_times_what_changes_those_that_are_seen(factor: Write, hide: Write | None, why: str) -> None:
+    with pytest.raises(Undecided, match=why):
+        read(times(factor, hide))
+
+
+def test_a_term_before_a_factor_is_none_of_the_scores() -> None:
+    def write(g: PaddedGraph, scores: fx.Node) -> fx.Node:
+        return g.call(aten.mul.Tensor, g.call(aten.add.Tensor, scores, hides(CAUSAL)(g)), as_numbers(CAUSAL)(g))
+
+    assert spelled_out(write)[1] == []

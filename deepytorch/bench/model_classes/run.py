@@ -105,9 +105,11 @@ class Line(Record):
 
     @property
     def how(self) -> str:
-        """Return where right-padded steps were packed, after the first ones."""
+        """Return where right-padded steps were packed, after the first ones of each graph."""
         right = [step for step, side in zip(self.steps, self.sides, strict=False) if side == "right"]
         kinds = set(right[STEPS_BEFORE:])
+        if len(kinds) > 1:  # another length may be traced anew, and its first step is profiled
+            kinds.discard("profiled")
         for kind, how in (("entry", ENTRY), ("graph", GRAPH)):
             if kinds and kinds <= {"graph", "entry"} and kind in kinds:
                 return how

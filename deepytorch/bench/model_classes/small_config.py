@@ -82,6 +82,8 @@ _ZAMBA = {
 
 # What a family's sizes have to be for each other, or needs a value that its defaults do not have.
 _OF_FAMILY: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1]},  # by default neither has the attention that its published models have
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "cohere_compass_text": {
         "rope_parameters": {
             kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in ("full_attention", "sliding_attention")
