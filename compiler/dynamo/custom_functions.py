@@ -49,8 +49,8 @@ def find_derivatives(module: fx.GraphModule) -> dict[fx.GraphModule, Derived]:
     """
     found: dict[fx.GraphModule, Derived] = {}
     seen: dict[tuple[str, str], Derived | None] = {}
-    for part in module.modules():
-        for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
+    for part in (each for each in module.modules() if isinstance(each, fx.GraphModule)):
+        for node in part.graph.nodes:
             if node.target is not torch.ops.higher_order.autograd_function_apply:
                 continue
             forward, backward = (_held(part, node, place) for place in (0, 1))
@@ -84,7 +84,7 @@ def _derived(forward: fx.GraphModule, backward: fx.GraphModule) -> Derived | Non
     if len(shown) != 1 or not isinstance(shown[0], fx.Node) or not isinstance(results[1], tuple):
         return None
     alone = _part(forward, inputs[place], shown[0])
-    kept = []
+    kept: list[fx.GraphModule | None] = []
     for node, value in zip(_inputs(backward)[1:], results[1], strict=False):
         if node.users:
             if not isinstance(value, fx.Node) or (value in inputs and value is not inputs[place]):

@@ -74,6 +74,7 @@ ATTENTIONS: dict[str, Callable[[PaddedGraph, fx.Node], fx.Node]] = {
     "one head": lambda g, x: attend(g, x, key_mask(g), heads=1),
     "grouped": lambda g, x: grouped(g, x),
     "bias": lambda g, x: attend(g, x, biased(g)),
+    "bias of merged rows and heads": lambda g, x: merged(g, x),
     "spelled out": lambda g, x: spelled_out(g, x),
     "two layers": lambda g, x: attend(g, attend(g, x, key_mask(g)), key_mask(g)),
 }
@@ -105,6 +106,21 @@ def biased(g: PaddedGraph) -> fx.Node:
     table = g.call(aten.embedding.default, g.weight(5, 2), g.call(aten.add.Scalar, bucket, 2))
     bias = g.call(aten.unsqueeze.default, g.call(aten.permute.default, table, [2, 0, 1]), 0)
     return g.call(aten.add.Tensor, bias, low(g, key_mask(g)))
+
+
+def merged(g: PaddedGraph, x: fx.Node) -> fx.Node:
+    """Rows and heads in one dimension, and a bias that each row and head has its own numbers of (ALiBi)."""
+    q, k, v = (g.call(aten.reshape.default, project(g, x, 2), [-1, g.size("p"), 4]) for _ in range(3))
+    places = g.call(aten.mul.Tensor, g.call(aten.cumsum.default, g.mask, -1), g.mask)
+    slopes = g.call(aten.unsqueeze.default, g.weight(2), -1)
+    alibi = g.call(aten.mul.Tensor, slopes, g.call(aten.unsqueeze.default, places, 1))
+    alibi = g.call(aten.unsqueeze.default, g.call(aten.reshape.default, alibi, [-1, g.size("p")]), 1)
+    scores = g.call(aten.baddbmm.default, alibi, q, g.call(aten.transpose.int, k, -1, -2), alpha=0.3)
+    scores = g.call(aten.view.default, scores, [g.size("r"), 2, g.size("p"), g.size("p")])
+    weights = g.call(aten.softmax.int, g.call(aten.add.Tensor, scores, low(g, key_mask(g))), -1)
+    y = g.call(aten.bmm.default, g.call(aten.view.default, weights, [-1, g.size("p"), g.size("p")]), v)
+    y = g.call(aten.transpose.int, g.call(aten.view.default, y, [g.size("r"), 2, g.size("p"), 4]), 1, 2)
+    return g.call(aten.linear.default, g.call(aten.reshape.default, y, [g.size("r"), g.size("p"), 8]), g.weight(6, 8))
 
 
 def grouped(g: PaddedGraph, x: fx.Node) -> fx.Node:
@@ -452,6 +468,28 @@ def test_an_output_before_a_graph_break_is_exact_at_pads() -> None:
     g = PaddedGraph()
     g.output(attend(g, g.x("r", "p", 6), key_mask(g)))
     assert Step(g, ends_in_break=True).rewrite.program is None
+
+
+def test_heads_before_rows_in_one_dimension_are_left_padded() -> None:
+    """What is added to such scores is taken to have the rows first."""
+    g = PaddedGraph()
+    q, k, v = (
+        g.call(
+            aten.reshape.default,
+            g.call(aten.transpose.int, project(g, g.x("r", "p", 6), 2), 0, 1),
+            [-1, g.size("p"), 4],
+        )
+        for _ in range(3)
+    )
+    hidden = g.call(aten.logical_not.default, g.call(aten.ne.Scalar, g.call(aten.unsqueeze.default, g.mask, 1), 0))
+    hidden = g.call(aten.cat.default, [hidden, hidden], 0)
+    scores = g.call(
+        aten.masked_fill.Scalar, g.call(aten.bmm.default, q, g.call(aten.transpose.int, k, -1, -2)), hidden, -1e9
+    )
+    g.output(g.call(aten.bmm.default, g.call(aten.softmax.int, scores, -1), v))
+    step = Step(g)
+    assert step.rewrite.program is None
+    assert any("its rows are not the first of its dimensions" in reason for reason in step.reasons)
 
 
 # ------------------------------------------------------------------------------------------------ across positions
