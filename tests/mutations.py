@@ -232,6 +232,30 @@ MUTATIONS = (
     Mutation(UNPAD + "origins.py", "elif node in query_of:", "elif False:", "an attention's output follows its keys"),
     # ---------------------------------------------------------------- routing, writes in place
     Mutation(
+        UNPAD + "demand.py",
+        "if rule is None or node in seen.written:",
+        "if rule is None:",
+        "a value that is written into is packed, and keeps what stood there before",
+    ),
+    Mutation(
+        UNPAD + "masks.py",
+        'if term.kind == "factor" and not (',
+        'if term.kind == "factor" and False and not (',
+        "scores that are seen are multiplied by a mask",
+    ),
+    Mutation(
+        UNPAD + "analysis.py",
+        "            _check_writes(attention, region.slicer)\n",
+        "",
+        "an attention reads its operands behind a later write",
+    ),
+    Mutation(
+        UNPAD + "rules.py",
+        "return emitter.narrowed(made, home, entries)",
+        "return made",
+        "an item holds the entries of the others",
+    ),
+    Mutation(
         UNPAD + "routing.py",
         "if one_exit and all(",
         "if one_exit or all(",
