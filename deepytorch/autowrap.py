@@ -63,13 +63,14 @@ _HANDLES: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Handle]] = weakref.We
 _DRAWS: weakref.WeakKeyDictionary[nn.Module, RepeatedDraws] = weakref.WeakKeyDictionary()  # of armed and probed modules
 _MODULES: _Modules | None = None  # as the last walk found them; None if they have changed since
 _SETTINGS: dict[str, Any] = {"mode": None, "options": None}  # for modules that the import arms
-# Integrations add to the following five. ENTRIES: make the `ModelEntry` of a module, if it can be packed there, given
+# Integrations add to the following six. ENTRIES: make the `ModelEntry` of a module, if it can be packed there, given
 # the least share of pads worth packing.
 ENTRIES: list[Callable[[nn.Module, float], ModelEntry | None]] = []
 LOOPS: list[Callable[[nn.Module], bool]] = []  # return whether a module's call is a step of a loop, not a model's
 # Return the backbone of a module under a head that no graph can hold; the backbone is compiled in the module's place.
 BACKBONES: list[Callable[[nn.Module], nn.Module | None]] = []
 MODELS: list[Callable[[nn.Module], bool]] = []  # return whether a module can be packed at entry, if it is frozen
+BEFORE_TRACES: list[Callable[[nn.Module, Mapping[str, Any]], None]] = []  # prepare a module for the first such call
 LEFT_ALONE: dict[str, str] = {}  # package -> the message on its modules, which are not armed
 
 
@@ -111,7 +112,7 @@ class Handle:
         self.compiled, self.entry = compiled, entry
         self._outcomes: list[Outcome] = []  # of its graphs
         self._looked, self._packs_at_entry = False, sharded or _packs_from_start(module, entry)
-        self._first, self._begun = first, first is None
+        self._first, self._begun, self._prepared = first, first is None, False
         self._classes, self._paused = ClassState(module), BUDGET.paused
         self._forward_only, self._sharded = ForwardOnly(waits=first is None), sharded
 
@@ -165,6 +166,10 @@ class Handle:
                 entry.restore()  # training goes by graphs
 
     def _compiled_call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not self._prepared:
+            self._prepared = True
+            for prepare in BEFORE_TRACES:
+                prepare(module, kwargs)
         if self.entry is None:
             return self.compiled(module, *args, **kwargs)
         if self._packs_at_entry:

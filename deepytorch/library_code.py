@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-LIBRARIES = ("torch", "transformers", "peft", "megatron")
+LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "megatron")
 # Libraries that set functions on others' modules, which call the original; by which transformers loads weights; or
 # whose functions stand beside Megatron-LM's.
 AROUND = (

@@ -53,6 +53,8 @@ def declined_beforehand(outer: nn.Module, model: Any) -> str | None:
     for module in model.modules():
         if isinstance(module, BatchNorm):
             return "batch normalisation, whose statistics count pads"
+        if getattr(getattr(module, "state", None), "threshold", 0.0):  # bitsandbytes' LLM.int8()
+            return "8-bit layers that compute the columns with an outlier in any token, or pad, otherwise"
     layers = set(getattr(config, "layer_types", None) or ()) - set(LAYER_TYPES)
     if layers:
         return f"layers of type {', '.join(sorted(layers))}"

@@ -119,6 +119,7 @@ BY_TOKEN: dict[str, Callable[[Any, Case], Any]] = {
     "rows one by one": lambda x, c: torch.stack([row.logsumexp(-1) for row in x]),
     "rows by their numbers": lambda x, c: torch.stack([x[0], x[-2] * 2, x[2, :, :]], dim=-3),
     "narrowed features": lambda x, c: x.narrow(-1, 1, 2),
+    "features by their numbers": lambda x, c: x.index_select(-1, torch.tensor([3, 0, 3])),
     "linear": lambda x, c: F.linear(x, c.head, torch.ones(6)),
     "matmul": lambda x, c: x @ c.head.t(),
     "layer norm": lambda x, c: F.layer_norm(x, (FEATURES,), torch.ones(4), torch.zeros(4)),
@@ -192,6 +193,9 @@ PLAIN: dict[str, Callable[[Any, Case], Any]] = {
     "parts in another order": lambda x, c: _masked_sums(x.view(15, FEATURES).split(5)[::-1], c, [10, 5, 0]),
     "not all the parts": lambda x, c: _masked_sums(x.view(15, FEATURES).split(5)[:2], c, [0, 5]),
     "rows by indices": lambda x, c: (x[torch.tensor([2, 0, 2])].exp() * c.wide[[2, 0, 2]]).sum(1),
+    "rows selected": lambda x, c: (x.index_select(0, torch.tensor([2, 0, 2])).exp() * c.wide[[2, 0, 2]]).sum(1),
+    "no rows": lambda x, c: x[torch.empty(0, dtype=torch.long)].sum((0, 1)) + _of_first_row(x, c),
+    "no rows selected": lambda x, c: x.index_select(0, torch.empty(0, dtype=torch.long)).sum() + _of_first_row(x, c),
     "rows by a list": lambda x, c: (x[[0, -1]] * c.wide[[0, -1]]).sum(0),
     "rows in another order": lambda x, c: (torch.stack([x[2], x[0]]) * torch.stack([c.wide[2], c.wide[0]])).sum(0),
     "sum in float64": lambda x, c: (x * c.wide).sum(dtype=torch.float64),
@@ -272,7 +276,6 @@ ANYTHING: dict[str, Callable[[Any, Case], Any]] = {
     "an exponential in half precision": lambda x, c: ((x.detach().half() * 30).exp() * c.wide).sum(),
     # What is not followed, though some of it would do without pads.
     "a new dimension in front": lambda x, c: x[None],
-    "no rows": lambda x, c: x[torch.empty(0, dtype=torch.long)],
     "a position of some rows": lambda x, c: x[1:, 1],
     "a part without a token": lambda x, c: x[2:, :1],
     "a mask of features": lambda x, c: x[x > 0],
@@ -319,6 +322,11 @@ def _masked_sums(parts: Any, case: Case, starts: list[int]) -> torch.Tensor:
     """The sums over tokens of parts of five merged positions each, which begin at `starts`, put together."""
     mask = torch.cat([case.mask.view(-1)[start : start + 5] for start in starts])
     return (torch.cat(parts) * mask[:, None]).sum(0)
+
+
+def _of_first_row(x: Any, case: Case) -> torch.Tensor:
+    """The sum of the tokens of one row, which has gradients."""
+    return (x[0] * case.wide[0]).sum(0)
 
 
 def _written(x: Any, case: Case) -> Any:
@@ -432,7 +440,16 @@ def test_every_function_of_the_table_has_a_use_here(monkeypatch: pytest.MonkeyPa
     assert set(pad_safe.TABLE.values()) <= seen
 
 
-@pytest.mark.parametrize("use", [lambda x: x.view(7, -1), lambda x: x.softmax(9), lambda x: x @ torch.ones(3, 3)])
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x: x.view(7, -1),
+        lambda x: x.softmax(9),
+        lambda x: x @ torch.ones(3, 3),
+        lambda x: x.index_select(0, torch.tensor([-1])),
+        lambda x: x.index_select(-1, torch.tensor([9])),
+    ],
+)
 def test_a_wrong_call_raises_what_eager_raises(use: Callable[[Any], Any]) -> None:
     case = Case(exact=True)
     with pytest.raises((RuntimeError, IndexError)) as wanted:

@@ -147,6 +147,7 @@ TABLE: dict[Any, Rule] = {
     getattr(torch.Tensor.mT, "__get__"): lambda function, x: views.transpose(function, x, -2, -1),  # noqa: B009
     torch.Tensor.__getitem__: parts.getitem,
     **dict.fromkeys(_named("narrow"), parts.narrow),
+    **dict.fromkeys(_named("index_select"), parts.index_select),
     **dict.fromkeys(_named("split"), parts.split),
     **dict.fromkeys(_named("chunk"), parts.chunk),
     **dict.fromkeys(_named("unbind"), parts.unbind),

@@ -113,8 +113,10 @@ def _picked_by_index(x: Tokens, keys: Sequence[Any]) -> Any:
         raise NotPacked
     indices = [_index(key, size, x.place.at.device) for key, size in zip(keys[:2], x.place.grid, strict=False)]
     if len(indices) == 1:
-        if indices[0].dim() != 1 or indices[0].shape[0] == 0:
+        if indices[0].dim() != 1:
             raise NotPacked
+        if indices[0].shape[0] == 0:
+            return x.rows()[:0].reshape(0, *x.shape[1:])
         place, entries = x.place.rows_at(indices[0])
         return x.later(lambda rows: rows.index_select(0, entries), place=place)
     rest = list(keys[2:])
@@ -150,6 +152,19 @@ def narrow(function: Any, x: Any, dim: int, start: Any, length: int) -> Any:
     dim = dim % len(x.shape)
     start = start % x.shape[dim] if start < 0 else start
     return getitem(function, x, (*[slice(None)] * dim, slice(start, start + length)))
+
+
+def index_select(function: Any, x: Any, dim: int, index: Any) -> Any:
+    """Return rows or features by their indices."""
+    if not isinstance(x, Tokens) or x.swapped or not isinstance(index, Tensor):
+        raise NotPacked
+    dim = dim % len(x.shape)
+    if dim >= x.num_token_dims:
+        picked = x.rows().index_select(dim - x.num_token_dims + 1, index)
+        return Tokens.of(x.place, picked, Pads(x.pads.zero, x.pads.finite))
+    if dim != 0 or index.dim() != 1 or bool((index < 0).any()):
+        raise NotPacked
+    return _picked_by_index(x, [index])
 
 
 def split(function: Any, x: Any, size: Any, dim: int = 0) -> Any:
