@@ -328,12 +328,14 @@ class Host:
 
     loop: makes one of a model, this rank's batches and a folder. packages: needed for it. resumes_in_process: whether,
     without deepytorch, a second training in one process continues from a checkpoint exactly as one in a new process.
+    models: the models that it is for.
     """
 
     loop: Callable[[Any, Sequence[Batch], Path], Loop]
     ranks: int = 2
     packages: tuple[str, ...] = ()
     resumes_in_process: bool = True
+    models: tuple[str, ...] = ("llama", "bert", "t5")
 
 
 def _zero(stage: int, *offload: str) -> Host:
@@ -360,8 +362,8 @@ HOSTS = {
     # Without the import, too, the second step of a training that is resumed in the same process is 1e-4 off.
     "lightning": Host(Lightning, packages=("lightning",), resumes_in_process=False),
     "peft": Host(LowRank, ranks=1, packages=("peft",)),
-    "trl": Host(SupervisedTrainer, packages=("trl", "datasets")),
-    "megatron": Host(_megatron, packages=("megatron",)),
+    "trl": Host(SupervisedTrainer, packages=("trl", "datasets"), models=("llama",)),
+    "megatron": Host(_megatron, packages=("megatron",), models=("llama",)),
 }
 
 

@@ -12,18 +12,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from deepytorch.bench.host_loops import HOSTS
+from deepytorch.bench.host_recipes import ARMS
 from deepytorch.bench.host_scripts import Script, ScriptFailed, results
 from deepytorch.bench.hosts_worker import HostJob, HostsOptions
 from deepytorch.bench.results import machine
 
 COLUMNS = ("host", "model", "ranks", "losses", "speedup", "checkpoints", "padding")
-NOT_APPLICABLE = {
-    ("trl", "bert"): "SFT is for causal models",
-    ("trl", "t5"): "SFT is for causal models",
-    ("megatron", "bert"): "its GPT is measured",
-    ("megatron", "t5"): "its GPT is measured",
-}
 LOSS_TOLERANCE = 1e-3  # relative, after some steps of AdamW, which amplifies rounding
 RESUMED_TOLERANCE = 1e-3
 
@@ -97,9 +91,9 @@ def _versions() -> dict[str, str]:
 
 
 def _cell(host: str, model: str, options: HostsOptions) -> Cell:
-    loop = HOSTS[host]
-    if (host, model) in NOT_APPLICABLE:
-        return Cell(host=host, model=model, ranks=loop.ranks, named=NOT_APPLICABLE[host, model])
+    loop = ARMS[host]
+    if model not in loop.models:
+        return Cell(host=host, model=model, ranks=loop.ranks, named=f"it is for {', '.join(loop.models)}")
     missing = [name for name in loop.packages if find_spec(name) is None]
     if missing:
         return Cell(host=host, model=model, ranks=loop.ranks, named=f"not installed: {', '.join(missing)}")

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import deepytorch
 from deepytorch.bench.alternation import Turn
 from deepytorch.bench.host_loops import HOSTS
+from deepytorch.bench.host_recipes import ARMS
 from deepytorch.bench.models import SIZES, batch_kind, build_model
 from deepytorch.bench.options import check_choice
 from deepytorch.bench.results import decoded
@@ -44,7 +45,7 @@ class HostsOptions:
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for a value that is not accepted, `DataError` for a file that is not there."""
-        check_choice(self, "hosts", HOSTS)
+        check_choice(self, "hosts", ARMS)
         check_choice(self, "models", MODELS)
         check_choice(self, "size", SIZES)
         if self.steps < 4:
@@ -92,7 +93,7 @@ def work(job: HostJob, folder: Path, turn: Turn | None = None) -> dict[str, Any]
             steps=options.steps,
         )
     )
-    loop = HOSTS[job.host].loop(model, own, folder)
+    loop = ARMS[job.host].loop(model, own, folder)
     loop.turn = turn
     found: dict[str, Any] = {}
     found["steps"] = [asdict(each) for each in loop.train(job.first, options.save_at, job.save, job.resume)]

@@ -17,7 +17,9 @@ def hosts(
         typer.Option(
             metavar="LIST",
             help="Frameworks, with commas: plain (a loop of its own), ddp, fsdp2, trainer, accelerate, zero1, zero2, "
-            "zero2-offload, zero3, zero3-offload (DeepSpeed's ZeRO stages), lightning, peft, trl, megatron; or all.",
+            "zero2-offload, zero3, zero3-offload (DeepSpeed's ZeRO stages), lightning, peft, trl, megatron; or all. "
+            "Recipes: lora-checkpoint, dpo, grpo (a step without generation), orpo, evaluate, sentence-transformers; "
+            "or recipes.",
         ),
     ] = "all",
     models: Annotated[
@@ -39,13 +41,14 @@ def hosts(
     """
     from deepytorch.bench import hosts as measuring
     from deepytorch.bench.host_loops import HOSTS
+    from deepytorch.bench.host_recipes import RECIPES
     from deepytorch.bench.hosts_worker import HostsOptions
     from deepytorch.bench.options import names
     from deepytorch.bench.results import write_text
 
     output = Output(json_file)
     options = HostsOptions(
-        hosts=tuple(HOSTS) if hosts == "all" else names(hosts),
+        hosts={"all": tuple(HOSTS), "recipes": tuple(RECIPES)}.get(hosts) or names(hosts),
         models=names(models),
         size=size.value,
         data=data,

@@ -44,8 +44,8 @@ def trained(kind, config, dataset, numbers=("loss",), **more):
     model.save_pretrained(folder)
     model.config._name_or_path = folder  # whence TRL takes the reference model
     settings = {
-        "max_steps": STEPS, "per_device_train_batch_size": 4, "learning_rate": 1e-3, "logging_steps": 1, "report_to": [],
-        "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "bf16": False,
+        "max_steps": STEPS, "per_device_train_batch_size": 4, "learning_rate": 1e-3, "logging_steps": 1,
+        "report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "bf16": False,
     }  # fmt: skip
     trainer = kind(
         model=model,
