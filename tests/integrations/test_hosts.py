@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deepytorch.bench.host_loops import HOSTS
+from deepytorch.bench.host_recipes import ARMS
 from deepytorch.bench.hosts import run_hosts
 from deepytorch.bench.hosts_worker import HostsOptions
 
@@ -25,6 +25,8 @@ CELLS = [
     ("peft", "bert", GRAPH),
     ("trl", "llama", GRAPH),
     ("megatron", "llama", ENTRY),
+    ("lora-checkpoint", "llama", GRAPH),
+    ("sentence-transformers", "bert", GRAPH),
 ]
 
 # What others of these go through as well: run with `-m "slow or matrix"`.
@@ -33,6 +35,7 @@ RARE = {
     *(("zero2", "t5"), ("peft", "bert"), ("ddp", "bert"), ("trainer", "llama")),
     *(("fsdp2", "t5"), ("lightning", "llama")),  # test_fsdp2 and a script of Lightning too
     ("zero3-offload", "bert"),
+    ("sentence-transformers", "bert"),
 }
 
 
@@ -44,7 +47,7 @@ RARE = {
     ],
 )
 def test_losses_agree_and_checkpoints_are_interchangeable(host: str, model: str, how: str) -> None:
-    for package in HOSTS[host].packages:
+    for package in ARMS[host].packages:
         pytest.importorskip(package)
     # Rows are cut so late that no batch has hardly any padding, whichever of them a rank is dealt.
     options = HostsOptions(

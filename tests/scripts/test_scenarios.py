@@ -49,7 +49,8 @@ IN_THE_DEFAULT_MODE = {
         (
             "add_lora_midway", "checkpoint_around_part", "classes_change_midway", "evaluation_between_steps",
             "freeze_midway", "generate_between_steps", "hooks_come_and_go", "infinite_pads_times_mask",
-            "lora_with_checkpoints", "mixture_of_experts", "noise_by_name", "teacher", "two_losses_two_backwards",
+            "lora_on_int8", "lora_with_checkpoints", "mixture_of_experts", "noise_by_name", "router_loss", "teacher",
+            "two_losses_two_backwards",
         ),
         True,
     ),
