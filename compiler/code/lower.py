@@ -21,6 +21,7 @@ from typing import Any, cast
 
 from torch import fx
 
+from deepytorch.compiler.code import inductor_faults
 from deepytorch.compiler.config import CompilerConfig
 from deepytorch.compiler.plan import Plan
 from deepytorch.passes.ops.inline_pack import inline_pack
@@ -52,7 +53,7 @@ class GraphPasses:
         prints = [[fingerprint(each) for each in slot] for slot in slots]
         if any(each is None for slot in prints for each in slot):
             return None
-        inputs = ["deepytorch", __version__, fingerprint(inline_pack), prints, plan_digest]
+        inputs = ["deepytorch", __version__, inductor_faults.digest(), fingerprint(inline_pack), prints, plan_digest]
         return hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
 
 
@@ -77,6 +78,7 @@ def lower(
         return _lower_aot_eager(module, example_inputs, passes)
     from deepytorch.torch_internals import compile_fx
 
+    inductor_faults.mend()
     options = config.inductor_options()
     patches = {**options, **_slots(passes, options, plan)}
     return cast("Callable[..., Any]", compile_fx(module, list(example_inputs), config_patches=patches))

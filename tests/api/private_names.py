@@ -11,8 +11,9 @@ from deepytorch.torch_internals import ALIASES
 ROOT = Path(__file__).parents[2]
 FOLDERS = (ROOT / "comm", ROOT / "compiler", ROOT / "passes", ROOT / "deepytorch")
 HOME = "torch_internals.py"  # where they may be used by their own names
-# none of torch's: Python's, and transformers'
+# none of torch's: Python's, transformers' and Megatron-LM's
 OTHERS = frozenset({
+    "_CAN_RECORD_REGISTRY", "_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED",
     "_asdict", "_exit", "_getframe", "_member_map_", "_missing_", "_name_", "_replace", "_value2member_map_", "_value_",
     "_attn_implementation",
 })  # fmt: skip

@@ -121,6 +121,22 @@ def test_inductor_runs_every_slot(no_caches):
         assert value_and_gradient(INDUCTOR, GraphPasses(**{slot: (Swap(),)})) == SWAPPED, slot
 
 
+def test_inductor_reads_a_buffer_behind_the_write_into_it(no_caches):
+    """Stock torch 2.11 to 2.13 adds the zeros that `index_put` is still to write into."""
+
+    def with_written(x, y, entries, index, weight):
+        scaled = x * y
+        change = scaled - y * scaled.sum(1, keepdim=True)
+        written = aten.index_put.default(torch.zeros(x.shape[0], 4), [index], entries.softmax(-1))
+        return (x + change + change + written).t() @ weight
+
+    index = torch.tensor([0, 3, 5, 7, 9])
+    given = (torch.randn(12, 4), torch.randn(12, 4), torch.randn(5, 4), index, torch.randn(12, 8))
+    torch._dynamo.reset()
+    compiled = torch.compile(with_written, backend=lambda gm, inputs: lower(gm, inputs, INDUCTOR), dynamic=True)
+    torch.testing.assert_close(compiled(*given), with_written(*given))
+
+
 @pytest.mark.slow
 def test_inductor_lowers_nested_in_a_backend_at_run_time(no_caches):
     passes = GraphPasses(post_grad_pre=(Swap(),))

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from deepytorch.compiler.code import inductor_faults
 from deepytorch.compiler.code.data_parallel import Members, layout
 from deepytorch.compiler.code.lower_region import RegionLowering
 from deepytorch.compiler.code.nested import prepare_nested
@@ -191,7 +192,8 @@ class Job:
     def digest(self) -> str:
         """Return a digest that is equal for jobs that compile to the same code, in any process of this machine."""
         parts = [
-            __version__, torch.__version__, sys.version, platform.machine(), _cpu(), self.code,
+            __version__, inductor_faults.digest(), torch.__version__, sys.version, platform.machine(), _cpu(),
+            self.code,
             repr([each.known_by(dims) for each, dims in zip(self.arguments, self.varying, strict=True)]),
             repr(self.varying), self.lowering.plan.digest(), repr(self.gradients), repr(self.graph.constants()),
             json.dumps(_plain(asdict(self.settings)), sort_keys=True),
