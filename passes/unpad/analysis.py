@@ -169,7 +169,7 @@ def _read_masks(region: Region, attentions: list[Attention]) -> None:
     for attention in attentions:
         try:
             queries, keys = _check_operands(attention, region.layouts)
-            asked = (attention.terms, attention.causal, queries, keys)
+            asked = (attention.terms, attention.causal, attention.empty_is_nan, queries, keys)
             if asked not in cache:
                 cache[asked] = prober.meaning(attention, queries, keys)
             region.space(attention.key).attentions.append((attention, cache[asked]))

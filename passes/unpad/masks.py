@@ -8,6 +8,7 @@ additive terms.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -50,7 +51,8 @@ class Meaning:
 
     Query i sees key j iff i - left <= j <= i + right (-1: no limit) and, if `tokens` is given, j is a token. Every step
     has to check: batches are no longer than `max_positions`; `buffers` are unchanged; each input in `assumed` holds
-    only 0 or 1 ("binary"), or only 0 and very low numbers ("additive").
+    only 0 or 1 ("binary"), or only 0 and very low numbers ("additive"). With `begins`, also that each row begins with a
+    token: pads before it would see no key, and the model computes NaN there.
     """
 
     window_left: int = -1
@@ -60,6 +62,7 @@ class Meaning:
     max_positions: int | None = None
     buffers: tuple[fx.Node, ...] = ()
     assumed: tuple[tuple[fx.Node, str], ...] = ()
+    begins: bool = False
 
     @property
     def windowed(self) -> bool:
@@ -119,12 +122,14 @@ class Prober:
             raise Undecided("causal attention between two token spaces")
         if not visible:
             return Meaning(-1, window_right, None, tuple(bias))
-        meaning = self._probe_terms(visible, queries, keys)
+        meaning = self._probe_terms(visible, queries, keys, attention.empty_is_nan)
         if attention.causal:
             meaning = replace(meaning, window_right=0)
         return replace(meaning, bias=(*bias, *meaning.bias))
 
-    def _probe_terms(self, terms: list[Term], queries: sympy.Symbol, keys: sympy.Symbol) -> Meaning:
+    def _probe_terms(
+        self, terms: list[Term], queries: sympy.Symbol, keys: sympy.Symbol, empty_is_nan: bool
+    ) -> Meaning:
         part = self._part([term.node for term in terms])
         buffers = tuple(node for node in part.nodes if role_of(node) is Role.BUFFER)
         batch = tuple(node for node in part.nodes if node in part.read and role_of(node) is Role.BATCH)
@@ -133,7 +138,7 @@ class Prober:
         with_bias: Meaning | None = None
         for domain in ("binary", "additive") if floats else ("any", "binary"):
             try:
-                meaning = self._match(terms, part, domain, queries, keys)
+                meaning = self._match(terms, part, domain, (queries, keys), empty_is_nan)
             except Undecided as undecided:
                 reason = reason or str(undecided)
                 continue
@@ -171,13 +176,18 @@ class Prober:
                     found.append(node)
         return found[::-1]
 
-    def _match(self, terms: list[Term], part: _Part, domain: str, queries: sympy.Symbol, keys: sympy.Symbol) -> Meaning:
+    def _match(
+        self, terms: list[Term], part: _Part, domain: str, spaces: tuple[sympy.Symbol, sympy.Symbol], empty_is_nan: bool
+    ) -> Meaning:
+        queries, keys = spaces
         more_keys = 0 if keys == queries else 2
-        runs = []
+        runs, empty = [], []
         for probe, values in self._runs(part, lambda length: {queries: length, keys: length + more_keys}, (domain,)):
             sizes = probe.sizes
             mask, bias = _combine(terms, values, (sizes[self._symbols.rows], sizes[queries], sizes[keys]))
             runs.append((mask, values, bias))
+            if empty_is_nan and queries == keys:
+                empty.append(_empty(terms, values, (sizes[self._symbols.rows], sizes[queries], sizes[keys])))
         candidates = self._candidates(part, keys)
         has_bias = any(bias for _, _, bias in runs)
         added = tuple(term.node for term in terms if term.kind == "added") if has_bias else ()
@@ -188,7 +198,8 @@ class Prober:
             window = _window(runs, choice, queries == keys)
             if window is not None:
                 source = None if choice is None else self._before_moves(choice, candidates, [run[1] for run in runs])
-                return Meaning(window[0], window[1], source, added)
+                begins = choice is not None and _need_first_token(runs, empty, choice)
+                return Meaning(window[0], window[1], source, added, begins=begins)
         raise Undecided(
             "the mask matches no known meaning (full, causal or sliding window, and-ed with 'the key is a token')"
         )
@@ -368,6 +379,39 @@ def _combine(terms: list[Term], values: dict[fx.Node, Any], sizes: tuple[int, in
     if not (visible == visible[:, :1]).all():
         raise Undecided("the mask differs between heads")
     return visible[:, 0], says_more
+
+
+def _empty(terms: list[Term], values: dict[fx.Node, Any], sizes: tuple[int, int, int]) -> torch.Tensor:
+    """Return the queries (rows, queries) whose scores of all keys become minus infinity."""
+    rows, queries, keys = sizes
+    infinite, added = torch.zeros(rows, 1, queries, keys, dtype=torch.bool), torch.zeros(())
+    for term in terms:
+        value = values[term.node]
+        if term.kind == "added":
+            added = added + value  # two of the least numbers are minus infinity together
+        if term.kind != "added" and not term.infinite:
+            continue
+        hidden = (added == -math.inf) if term.kind == "added" else value.bool() == (term.kind == "hidden")
+        if term.ndim == 3 and hidden.dim() == 3 and hidden.shape[0] != 1:
+            hidden = hidden.reshape(rows, -1, *hidden.shape[1:])
+        infinite = infinite | hidden
+    return infinite.all(-1).any(1)
+
+
+def _need_first_token(runs: list[Any], empty: list[torch.Tensor], choice: tuple[fx.Node, str]) -> bool:
+    """Return whether there are queries that see no key, all of them before the first token of their row.
+
+    Raises:
+        Undecided: there are others. Rows without a token do not count.
+    """
+    found = False
+    for (_, values, _), without in zip(runs, empty, strict=False):
+        tokens = READINGS[choice[1]](values[choice[0]]).reshape(without.shape)
+        without = without & tokens.any(1, keepdim=True)
+        if (without & (tokens.cumsum(1) > 0)).any():
+            raise Undecided("pads see no key, and become NaN")
+        found = found or bool(without.any())
+    return found
 
 
 def _offsets(offset: torch.Tensor, chosen: torch.Tensor) -> list[int]:

@@ -49,7 +49,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--cases", type=int, default=48, help="of each trial: kinds of batches for one model")
+    parser.add_argument("--cases", type=int, default=96, help="of each trial: kinds of batches for one model")
     parser.add_argument("--journal", type=Path, help="a run goes on where it ended; build/fuzz/seed-SEED.jsonl")
     parser.add_argument("--again", action="store_true", help="run what found something once more, and nothing else")
     parser.add_argument("--trial", type=int, help="run this one, print it as a script, and shrink it if it fails")

@@ -73,6 +73,8 @@ def seen_in_model(trial: Trial) -> str:
 
 def attention(trial: Trial) -> str:
     """Return the class `Attention`: (rows, positions, DIM), `seen`, and angles of rotary positions or None."""
+    if trial.spelling == "multihead":
+        return _multihead(trial)
     heads = {"equal": "HEADS", "one key head": "1"}.get(trial.heads, "2")
     extra = [EXTRA[trial.score]] if trial.score in EXTRA else []
     if trial.keys_norm != "none":
@@ -99,6 +101,27 @@ def attention(trial: Trial) -> str:
 
     def forward(self, x, seen, angles=None, memory=None):
 {indent(chr(10).join(body), " " * 8)}
+'''
+
+
+def _multihead(trial: Trial) -> str:
+    """Attention by torch's own module; its key padding mask where the mask is one of keys alone."""
+    if trial.keys == "mask from the caller":
+        mask = "attn_mask=seen.expand(rows, HEADS, positions, -1).flatten(0, 1).to(x.dtype)"
+    elif trial.reach == "all" and trial.keys != "pairs of tokens":
+        mask = "key_padding_mask=None if seen is None else ~seen[:, 0, 0]"
+    else:
+        mask = "attn_mask=None if seen is None else (~seen).expand(rows, HEADS, positions, -1).flatten(0, 1)"
+    weights = trial.layers == "2"
+    return f'''class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attend = nn.MultiheadAttention(DIM, HEADS, batch_first=True)
+
+    def forward(self, x, seen, angles=None, memory=None):
+        rows, positions, _ = x.shape
+        memory = x if memory is None else memory
+        return self.attend(x, memory, memory, need_weights={weights}, {mask})[0]
 '''
 
 

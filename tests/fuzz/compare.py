@@ -54,8 +54,11 @@ def differences(
     moved = [each for each in moved if [note[:2] for note in each] == names]
     exact = exact if [note[:2] for note in exact] == names else ()
     largest = _largest_gradients(wanted)
+    ruined = _ruined(wanted)
     for place, (case, name, one) in enumerate(wanted):
         other = found[place][2]
+        if place > ruined.get(case, place):
+            continue
         if one is None or other is None:
             if one is not other:
                 yield Difference(case, f"{name}: {'none' if other is None else 'one'}, in eager {_none(one)}")
@@ -76,6 +79,19 @@ def differences(
         if not apart <= allowed:
             text = f"{name}: {apart:.2e} away from eager's, whose norm is {norm:.2e}; {allowed:.1e} allowed"
             yield Difference(case, text, not one.isfinite().all() and bool(other.isfinite().all()))
+
+
+def _ruined(notes: Sequence[Note]) -> dict[int, int]:
+    """The last gradient of the step after which eager's weights hold no numbers any more, by case."""
+    ruined: dict[int, int] = {}
+    steps: dict[int, str] = {}
+    for place, (case, name, tensor) in enumerate(notes):
+        step, _, what = name.partition(": ")
+        if not what.startswith("gradient") or steps.get(case, step) != step:
+            continue
+        if case in ruined or (tensor is not None and not tensor.isfinite().all()):
+            ruined[case], steps[case] = place, step
+    return ruined
 
 
 def _none(tensor: torch.Tensor | None) -> str:

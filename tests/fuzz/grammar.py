@@ -33,6 +33,7 @@ MODEL: dict[str, Alternatives] = {
         "einsum": 0.7,
         "exponentials": 0.3,
         "masked softly": 0.2,
+        "multihead": 1,
     },
     "reach": {"all": 4, "causal": 4, "window": 1.5, "window to both sides": 1, "chunks": 0.2, "prefix": 0.2},
     "keys": {
@@ -224,7 +225,7 @@ def plainest(name: str) -> str:
     return next(iter(MODEL[name] if name in MODEL else BATCH[name]))
 
 
-def draw(seed: int, index: int, cases: int = 48) -> Trial:
+def draw(seed: int, index: int, cases: int = 96) -> Trial:
     """Return the trial of this seed and index, which is always the same."""
     rng = random.Random(f"{seed}/{index}")
     choices = {name: _one_of(rng, alternatives) for name, alternatives in MODEL.items()}
@@ -243,6 +244,11 @@ def valid(trial: Trial) -> Trial:
     """Return the trial with alternatives that go together."""
     if trial.score in ("softcap", "sinks", "scaled by sinks") and trial.spelling.startswith("sdpa"):
         trial = trial.with_choice("spelling", "filled")
+    if trial.spelling == "multihead":
+        for name in ("heads", "score", "keys_norm"):
+            trial = trial.with_choice(name, plainest(name))
+        if trial.positions.startswith("rotary"):
+            trial = trial.with_choice("positions", "learned")
     if trial.spelling == "exponentials" and trial.score == "sinks":
         trial = trial.with_choice("score", "plain")
     if trial.spelling == "merged heads" and trial.score in ("sinks", "scaled by sinks"):
