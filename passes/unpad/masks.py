@@ -8,7 +8,6 @@ additive terms.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +19,7 @@ from torch import fx
 from deepytorch.passes.base import Role
 from deepytorch.passes.slicing import Slicer
 from deepytorch.passes.unpad.attentions import MASKED, Attention, Term
+from deepytorch.passes.unpad.empty_queries import infinite_scores, need_first_token
 from deepytorch.passes.unpad.layout import Symbols
 from deepytorch.passes.unpad.probes import Probe, probe_lengths, random_values, role_of, whole_numbers
 
@@ -127,9 +127,7 @@ class Prober:
             meaning = replace(meaning, window_right=0)
         return replace(meaning, bias=(*bias, *meaning.bias))
 
-    def _probe_terms(
-        self, terms: list[Term], queries: sympy.Symbol, keys: sympy.Symbol, empty_is_nan: bool
-    ) -> Meaning:
+    def _probe_terms(self, terms: list[Term], queries: sympy.Symbol, keys: sympy.Symbol, empty_is_nan: bool) -> Meaning:
         part = self._part([term.node for term in terms])
         buffers = tuple(node for node in part.nodes if role_of(node) is Role.BUFFER)
         batch = tuple(node for node in part.nodes if node in part.read and role_of(node) is Role.BATCH)
@@ -181,13 +179,15 @@ class Prober:
     ) -> Meaning:
         queries, keys = spaces
         more_keys = 0 if keys == queries else 2
-        runs, empty = [], []
+        runs, infinite = [], []
         for probe, values in self._runs(part, lambda length: {queries: length, keys: length + more_keys}, (domain,)):
             sizes = probe.sizes
             mask, bias = _combine(terms, values, (sizes[self._symbols.rows], sizes[queries], sizes[keys]))
             runs.append((mask, values, bias))
             if empty_is_nan and queries == keys:
-                empty.append(_empty(terms, values, (sizes[self._symbols.rows], sizes[queries], sizes[keys])))
+                infinite.append(
+                    infinite_scores(terms, values, (sizes[self._symbols.rows], sizes[queries], sizes[keys]))
+                )
         candidates = self._candidates(part, keys)
         has_bias = any(bias for _, _, bias in runs)
         added = tuple(term.node for term in terms if term.kind == "added") if has_bias else ()
@@ -198,11 +198,26 @@ class Prober:
             window = _window(runs, choice, queries == keys)
             if window is not None:
                 source = None if choice is None else self._before_moves(choice, candidates, [run[1] for run in runs])
-                begins = choice is not None and _need_first_token(runs, empty, choice)
+                begins = self._begins(runs, infinite, choice, window)
                 return Meaning(window[0], window[1], source, added, begins=begins)
         raise Undecided(
             "the mask matches no known meaning (full, causal or sliding window, and-ed with 'the key is a token')"
         )
+
+    def _begins(
+        self, runs: list[Any], infinite: list[torch.Tensor], choice: tuple[fx.Node, str] | None, window: tuple[int, int]
+    ) -> bool:
+        """Return whether each row has to begin with a token, so that no query sees no key."""
+        if choice is None or not infinite:
+            return False
+        node, reading = choice
+        tokens = [
+            READINGS[reading](run[1][node]).reshape(each.shape[0], -1) for run, each in zip(runs, infinite, strict=True)
+        ]
+        begins = need_first_token(infinite, tokens, window)
+        if begins is None:
+            raise Undecided("pads see no key, and become NaN")
+        return begins
 
     def _before_moves(
         self, choice: tuple[fx.Node, str], candidates: list[fx.Node], runs: list[dict[fx.Node, Any]]
@@ -379,39 +394,6 @@ def _combine(terms: list[Term], values: dict[fx.Node, Any], sizes: tuple[int, in
     if not (visible == visible[:, :1]).all():
         raise Undecided("the mask differs between heads")
     return visible[:, 0], says_more
-
-
-def _empty(terms: list[Term], values: dict[fx.Node, Any], sizes: tuple[int, int, int]) -> torch.Tensor:
-    """Return the queries (rows, queries) whose scores of all keys become minus infinity."""
-    rows, queries, keys = sizes
-    infinite, added = torch.zeros(rows, 1, queries, keys, dtype=torch.bool), torch.zeros(())
-    for term in terms:
-        value = values[term.node]
-        if term.kind == "added":
-            added = added + value  # two of the least numbers are minus infinity together
-        if term.kind != "added" and not term.infinite:
-            continue
-        hidden = (added == -math.inf) if term.kind == "added" else value.bool() == (term.kind == "hidden")
-        if term.ndim == 3 and hidden.dim() == 3 and hidden.shape[0] != 1:
-            hidden = hidden.reshape(rows, -1, *hidden.shape[1:])
-        infinite = infinite | hidden
-    return infinite.all(-1).any(1)
-
-
-def _need_first_token(runs: list[Any], empty: list[torch.Tensor], choice: tuple[fx.Node, str]) -> bool:
-    """Return whether there are queries that see no key, all of them before the first token of their row.
-
-    Raises:
-        Undecided: there are others. Rows without a token do not count.
-    """
-    found = False
-    for (_, values, _), without in zip(runs, empty, strict=False):
-        tokens = READINGS[choice[1]](values[choice[0]]).reshape(without.shape)
-        without = without & tokens.any(1, keepdim=True)
-        if (without & (tokens.cumsum(1) > 0)).any():
-            raise Undecided("pads see no key, and become NaN")
-        found = found or bool(without.any())
-    return found
 
 
 def _offsets(offset: torch.Tensor, chosen: torch.Tensor) -> list[int]:

@@ -28,9 +28,7 @@ REACH = {
 }
 SCORES = {
     "slopes": "scores = scores - gap.abs().to(scores.dtype) * SLOPES.to(scores.dtype)",
-    "table of distances": (
-        "scores = scores + self.table(gap.clamp(-4, 4) + 4).permute(2, 0, 1).to(scores.dtype)"
-    ),
+    "table of distances": ("scores = scores + self.table(gap.clamp(-4, 4) + 4).permute(2, 0, 1).to(scores.dtype)"),
     "softcap": "scores = 5.0 * torch.tanh(scores / 5.0)",
     "learned temperature": "scores = scores * self.temperature",
 }
@@ -92,7 +90,7 @@ def attention(trial: Trial) -> str:
         *(["y = y * torch.sigmoid(self.gate(x))"] if trial.score == "gate by query" else []),
         "return self.out(y)",
     ]
-    return f'''class Attention(nn.Module):
+    return f"""class Attention(nn.Module):
     def __init__(self):
         super().__init__()
         self.q, self.out = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
@@ -101,7 +99,7 @@ def attention(trial: Trial) -> str:
 
     def forward(self, x, seen, angles=None, memory=None):
 {indent(chr(10).join(body), " " * 8)}
-'''
+"""
 
 
 def _multihead(trial: Trial) -> str:
@@ -113,7 +111,7 @@ def _multihead(trial: Trial) -> str:
     else:
         mask = "attn_mask=None if seen is None else (~seen).expand(rows, HEADS, positions, -1).flatten(0, 1)"
     weights = trial.layers == "2"
-    return f'''class Attention(nn.Module):
+    return f"""class Attention(nn.Module):
     def __init__(self):
         super().__init__()
         self.attend = nn.MultiheadAttention(DIM, HEADS, batch_first=True)
@@ -122,7 +120,7 @@ def _multihead(trial: Trial) -> str:
         rows, positions, _ = x.shape
         memory = x if memory is None else memory
         return self.attend(x, memory, memory, need_weights={weights}, {mask})[0]
-'''
+"""
 
 
 def _is_causal_by_argument(trial: Trial) -> bool:
@@ -161,7 +159,9 @@ def _attended(trial: Trial) -> str:
     if trial.spelling.startswith("sdpa"):
         return "\n".join([*lines, *_by_sdpa(trial)])
     if trial.spelling == "einsum":
-        lines.append('scores = torch.einsum("bhqd,bhkd->bhqk", q, k.expand(-1, HEADS, -1, -1)) / math.sqrt(q.shape[-1])')
+        lines.append(
+            'scores = torch.einsum("bhqd,bhkd->bhqk", q, k.expand(-1, HEADS, -1, -1)) / math.sqrt(q.shape[-1])'
+        )
     elif trial.spelling == "merged heads":
         lines.append("q, k, v = (each.reshape(-1, *each.shape[2:]) for each in (q, k, v))")
         lines.append("scores = torch.bmm(q, k.transpose(1, 2)) / math.sqrt(q.shape[-1])")

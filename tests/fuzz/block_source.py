@@ -14,7 +14,7 @@ NORMS = {
     "rms of torch": "nn.RMSNorm(DIM)",
     "none": "nn.Identity()",
 }
-RMS = '''class RMSNorm(nn.Module):
+RMS = """class RMSNorm(nn.Module):
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(DIM))
@@ -25,14 +25,14 @@ RMS = '''class RMSNorm(nn.Module):
         return self.weight * y.to(x.dtype)
 
 
-'''
-ROTARY = '''def rotated(x, angles):
+"""
+ROTARY = """def rotated(x, angles):
     one, other = x.chunk(2, -1)
     cos, sin = (each[:, None].to(x.dtype) for each in (angles.cos(), angles.sin()))
     return torch.cat([one * cos - other * sin, other * cos + one * sin], -1)
 
 
-'''
+"""
 FEED = {
     "gelu": (
         "self.up, self.down = nn.Linear(DIM, WIDE), nn.Linear(WIDE, DIM)",
@@ -122,10 +122,12 @@ def blocks(trial: Trial) -> str:
     else:
         body = "x = x + self.attention(self.before(x), seen, angles)" + (crossing if crossed else "")
         body += f"\n        return x + {feed.format('self.after(x)')}"
+    before = (RMS if trial.norm == "rms" else "") + (ROTARY if trial.positions.startswith("rotary") else "")
+    cross = "\n        self.cross = Attention()" if crossed else ""
     dropout = "\n        self.drop = nn.Dropout(0.0)" if trial.random == "dropout at 0" else ""
     if dropout:
         body = body.replace("return ", "return self.drop(", 1) + ")"
-    return f'''{RMS if trial.norm == "rms" else ""}{ROTARY if trial.positions.startswith("rotary") else ""}class Feed(nn.Module):
+    return f"""{before}class Feed(nn.Module):
     def __init__(self):
         super().__init__()
 {indent(parts, " " * 8)}
@@ -138,11 +140,11 @@ class Block(nn.Module):
     def __init__(self):
         super().__init__()
         self.attention, self.feed = Attention(), Feed()
-        self.before, self.after = {norm}, {norm}{f"{chr(10)}        self.cross = Attention()" if crossed else ""}{dropout}
+        self.before, self.after = {norm}, {norm}{cross}{dropout}
 
     def forward(self, x, seen, angles=None, memory=None, memory_seen=None):
         {body}
-'''
+"""
 
 
 def _is_checkpointed_inside(trial: Trial) -> bool:

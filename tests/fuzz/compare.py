@@ -64,7 +64,9 @@ def differences(
                 yield Difference(case, f"{name}: {'none' if other is None else 'one'}, in eager {_none(one)}")
             continue
         if one.shape != other.shape or one.dtype != other.dtype:
-            yield Difference(case, f"{name}: {tuple(other.shape)} {other.dtype}, in eager {tuple(one.shape)} {one.dtype}")
+            yield Difference(
+                case, f"{name}: {tuple(other.shape)} {other.dtype}, in eager {tuple(one.shape)} {one.dtype}"
+            )
             continue
         if kind == "bfloat16" and any(each in name for each in ROUNDED_CHOICES):
             continue

@@ -266,7 +266,10 @@ def valid(trial: Trial) -> Trial:
 
 def _draw_case(rng: random.Random, single: bool) -> Batch:
     chosen = {name: _one_of(rng, alternatives) for name, alternatives in BATCH.items()}
-    rows, positions = rng.choice((1 if single else 2, 2, 3, 3, 4, 4, 5)), rng.choice((3, 4, 5, 6, 7, 8, 9, 11, 13, 16, 17))
+    rows, positions = (
+        rng.choice((1 if single else 2, 2, 3, 3, 4, 4, 5)),
+        rng.choice((3, 4, 5, 6, 7, 8, 9, 11, 13, 16, 17)),
+    )
     return Batch(rows, positions, **chosen, varies=rng.random() < 0.5, seed=rng.randrange(10**6))
 
 

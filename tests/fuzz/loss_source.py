@@ -40,9 +40,7 @@ LOSSES = {
         "some = torch.stack([logits[:, 1], logits[torch.arange(last.shape[0]), last]], 1)\n"
         "loss = some.logsumexp(-1).mean()"
     ),
-    "chosen by index": (
-        "chosen = labels != IGNORED\nloss = F.cross_entropy(logits[chosen], labels[chosen])"
-    ),
+    "chosen by index": ("chosen = labels != IGNORED\nloss = F.cross_entropy(logits[chosen], labels[chosen])"),
     "entropy": (
         "logs = logits.log_softmax(-1)\n"
         "entropy = -(logs.exp() * logs).sum(-1)\n"
@@ -116,7 +114,10 @@ def head(trial: Trial) -> tuple[str, str]:
         pooled = POOLS[trial.loss].replace("attention_mask[..., None])", "attention_mask[..., None].to(x.dtype))")
         return init, f"{pooled}\nlogits = self.head(x.to(self.head.weight.dtype))"
     if trial.head == "shared":
-        return "self.head = nn.Linear(DIM, VOCAB, bias=False)\nself.head.weight = self.tokens.weight", "logits = self.head(x)"
+        return (
+            "self.head = nn.Linear(DIM, VOCAB, bias=False)\nself.head.weight = self.tokens.weight",
+            "logits = self.head(x)",
+        )
     if trial.head == "linear":
         return "self.head = nn.Linear(DIM, VOCAB)", "logits = self.head(x)"
     return (

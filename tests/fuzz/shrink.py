@@ -13,8 +13,18 @@ LIMIT = 150  # trials that are run for it
 SMALL = (Batch(rows=2, positions=4), Batch(rows=2, positions=7), Batch())
 
 
+def in_a_child(trial: Trial) -> Outcome:
+    """Run the trial in a process of its own."""
+    ((_, outcome),) = outcomes([trial])
+    return outcome
+
+
 def shrink(
-    trial: Trial, outcome: Outcome, tell: Callable[[str], None] = lambda text: None, limit: int = LIMIT
+    trial: Trial,
+    outcome: Outcome,
+    tell: Callable[[str], None] = lambda text: None,
+    run: Callable[[Trial], Outcome] = in_a_child,
+    limit: int = LIMIT,
 ) -> tuple[Trial, Outcome]:
     """Return the plainest trial found that ends as this one did, and its outcome."""
     tried = 0
@@ -25,7 +35,7 @@ def shrink(
             if tried >= limit:
                 return trial, outcome
             tried += 1
-            ((_, found),) = outcomes([candidate])
+            found = run(candidate)
             if found.kind == outcome.kind and bool(found.fallbacks) == bool(outcome.fallbacks):
                 trial, outcome, progress = candidate, found, True
                 tell(f"{tried}: {trial.to_json()['choices']} {len(trial.cases)} cases")

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from deepytorch.autowrap import configure
 from deepytorch.compiler.report import LEDGER
 from deepytorch.switch import SWITCH
 from tests.fuzz.compare import Note, differences, precision
@@ -69,6 +70,7 @@ def run(trial: Trial) -> Outcome:
     found, raised = _notes(module, "deepytorch")
     outcome = _judged(trial, module, (wanted, eager_raised), (found, raised))
     SWITCH.enabled = False
+    configure()
     report = LEDGER.report()
     outcome.cases = len(trial.cases)
     outcome.packed, outcome.padded = report.total("steps_packed"), report.total("steps_padded")
