@@ -21,6 +21,7 @@ from tests.fuzz.grammar import Trial, draw
 from tests.fuzz.journal import Journal
 from tests.fuzz.shrink import shrink
 from tests.fuzz.source import script
+from tests.fuzz.training import Outcome
 
 
 def main() -> int:
@@ -35,13 +36,15 @@ def main() -> int:
             print(error)
     if arguments.trial is not None:
         return _one(arguments)
-    journal = Journal(arguments.journal or Path("build/fuzz") / f"seed-{arguments.seed}.jsonl", arguments.seed)
+    journal = _journal(arguments)
     if not arguments.summary:
         _many(arguments, journal)
-    summary = json.dumps(journal.summary(), indent=1)
-    print(summary)
+    summary = {**journal.summary(), "torch": torch.__version__}
+    print(json.dumps(summary, indent=1))
     if arguments.result:
-        arguments.result.write_text(summary + "\n")
+        runs = json.loads(arguments.result.read_text())["runs"] if arguments.result.exists() else []
+        runs = [run for run in runs if run["seed"] != arguments.seed] + [summary]
+        arguments.result.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
     return bool(journal.finds())
 
 
@@ -55,12 +58,17 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--trial", type=int, help="run this one, print it as a script, and shrink it if it fails")
     parser.add_argument("--no-shrink", action="store_true", help="print what fails as it is")
     parser.add_argument("--summary", action="store_true", help="count what was run before, and run nothing")
-    parser.add_argument("--result", type=Path, help="write the summary there too")
+    parser.add_argument("--result", type=Path, help="write the summary there, beside those of other seeds")
     return parser.parse_args()
 
 
+def _journal(arguments: argparse.Namespace) -> Journal:
+    return Journal(arguments.journal or Path("build/fuzz") / f"seed-{arguments.seed}.jsonl", arguments.seed)
+
+
 def _one(arguments: argparse.Namespace) -> int:
-    trial = draw(arguments.seed, arguments.trial, arguments.cases)
+    found = {trial.index: trial for trial in _journal(arguments).finds()}
+    trial = found.get(arguments.trial) or draw(arguments.seed, arguments.trial, arguments.cases)
     ((_, outcome),) = outcomes([trial])
     print(json.dumps(trial.to_json()["choices"]))
     if outcome.is_find and not arguments.no_shrink:
@@ -80,10 +88,10 @@ def _many(arguments: argparse.Namespace, journal: Journal) -> None:
             print(f"trial {trial.index}: {sum(line['cases'] for line in journal.lines.values())} cases", flush=True)
 
 
-def outcomes_until(until: float, arguments: argparse.Namespace, journal: Journal) -> Iterator[tuple[Trial, object]]:
+def outcomes_until(until: float, arguments: argparse.Namespace, journal: Journal) -> Iterator[tuple[Trial, Outcome]]:
     """Run trials from where the journal ends until the time is over."""
     if arguments.again:
-        yield from outcomes([draw(arguments.seed, index, arguments.cases) for index in journal.finds()])
+        yield from outcomes(journal.finds())
         return
     while time.monotonic() < until:
         first = journal.next_index()

@@ -153,9 +153,9 @@ BATCH: dict[str, Alternatives] = {
         "tokens, afterwards": 1,
         "kept": 0.5,
         "argmax": 0.5,
-        "a row": 0.2,
-        "whole": 0.15,
-        "whole, afterwards": 0.15,
+        "a row": 0.1,
+        "whole": 0.1,
+        "whole, afterwards": 0.1,
         "sum": 0.1,
         "into the loss": 0.3,
         "mean of tokens into the loss": 0.4,
@@ -234,7 +234,7 @@ def draw(seed: int, index: int, cases: int = 96) -> Trial:
         choices = {name: value if name in kept else plainest(name) for name, value in choices.items()}
     single = rng.random() < 0.2  # batches of one row are traced once more
     kinds = [_draw_case(rng, single) for _ in range(cases)]
-    if rng.random() < 0.8:  # who looks at pads once is not packed any more
+    if rng.random() < 0.95:  # who looks at pads once is not packed any more
         kinds.sort(key=lambda case: case.look in LOOKS_AT_PADS)
     trial = Trial(seed, index, tuple(choices.items()), tuple(kinds))
     return valid(trial)

@@ -28,7 +28,7 @@ class Journal:
     def add(self, trial: Trial, outcome: Outcome) -> None:
         """Write a trial down; of those that found something, all of it."""
         line = {"seed": trial.seed, "index": trial.index, "dtype": trial.dtype, "host": trial.host, **outcome.to_json()}
-        line["find"] = outcome.is_find
+        line["find"] = trial.to_json() if outcome.is_find else None  # whole: the grammar may draw another one by then
         self.lines[trial.index] = line
         with self.path.open("a") as file:
             file.write(json.dumps(line) + "\n")
@@ -37,9 +37,10 @@ class Journal:
         """Return the first index behind all that were run."""
         return max(self.lines, default=-1) + 1
 
-    def finds(self) -> list[int]:
-        """Return the trials that found something."""
-        return sorted(index for index, line in self.lines.items() if line["find"])
+    def finds(self) -> list[Trial]:
+        """Return the trials that found something, as they were drawn."""
+        found = [line["find"] for _, line in sorted(self.lines.items()) if line["find"]]
+        return [Trial.from_json(each) for each in found]
 
     def summary(self) -> dict[str, Any]:
         """Return counts over all trials."""
@@ -64,7 +65,7 @@ class Journal:
             "hosts": dict(Counter(line["host"] for line in lines)),
             "seconds": round(sum(line.get("seconds", 0.0) for line in lines)),
             "reasons": dict(reasons.most_common(40)),
-            "finds": self.finds(),
+            "finds": [trial.to_json() for trial in self.finds()],
         }
 
 

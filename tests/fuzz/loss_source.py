@@ -84,7 +84,7 @@ LOOKS = {
     ),
     "tokens, afterwards": ("", 'note("logits at tokens, afterwards", logits.detach()[real])'),
     "kept": ("kept.append((logits.detach(), real))", ""),
-    "argmax": ("", 'note("words", torch.where(real, logits.argmax(-1), 0))'),
+    "argmax": ("", 'note("words", torch.where(real, logits.argmax(-1), 0)[real])'),
     "a row": ('note("a row", logits[0])', ""),
     "whole": ('note("logits", logits)', ""),
     "whole, afterwards": ("", 'note("logits, afterwards", logits)'),

@@ -71,7 +71,10 @@ def script(trial: Trial) -> str:
 
 def _head(trial: Trial) -> str:
     lines = [
-        f'"""Trial {trial.index} of seed {trial.seed}: trains in eager and by deepytorch, and prints what differs."""',
+        f'"""Trial {trial.index} of seed {trial.seed}: trains in eager and by deepytorch, and prints what differs.',
+        "",
+        "DEEPYTORCH_COMPILE=wait python this_file.py",
+        '"""',
         "import copy",
         "import contextlib",
         "import io",
@@ -89,7 +92,7 @@ def _head(trial: Trial) -> str:
         f"OPTIONS = {{'lowering': {trial.lowering!r}}}",
     ]
     if imports_deepytorch(trial):
-        lines.insert(6, "import deepytorch")
+        lines.insert(lines.index("import torch"), "import deepytorch")
     return "\n".join(lines)
 
 

@@ -119,7 +119,7 @@ def test_a_journal_goes_on_where_it_ended(tmp_path: Path) -> None:
     journal.add(draw(3, 1, 2), Outcome("differs", ["case 0"], cases=2, wrong=[0]))
     again = Journal(path, 3)
     assert again.next_index() == 2
-    assert again.finds() == [1]
+    assert again.finds() == [draw(3, 1, 2)]
     again.add(draw(3, 1, 2), Outcome("equal", cases=2))  # mended
     summary = Journal(path, 3).summary()
     assert (summary["trials"], summary["cases"], summary["silent_differences"]) == (2, 4, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import linecache
 import sys
 import time
@@ -20,6 +21,7 @@ from tests.fuzz.compare import Note, differences, precision
 from tests.fuzz.grammar import Trial
 from tests.fuzz.source import script
 
+_NUMBERS = itertools.count()
 MOVES = 3  # how often eager runs from moved weights, where something differs
 
 
@@ -106,9 +108,9 @@ def _judged(
 def _loaded(trial: Trial) -> ModuleType:
     """The script as a module, whose lines can be shown."""
     text, name = script(trial), f"<trial {trial.seed}/{trial.index}>"
-    module = ModuleType("trial")
+    module = ModuleType(f"trial_{next(_NUMBERS)}")  # Dynamo finds it by name
     module.__file__ = name
-    sys.modules["trial"] = module
+    sys.modules[module.__name__] = module
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
     exec(compile(text, name, "exec", dont_inherit=True), vars(module))
     return module
