@@ -21,7 +21,9 @@ from tests.compiler.parity import (
     assert_close,
     batches,
     causal_batch,
+    declined,
     describe,
+    expect_not_packed,
     expect_packed,
     masked_lm_batch,
     padded_because,
@@ -238,6 +240,26 @@ def test_pads_whose_attention_is_nan_in_eager_are_so_here() -> None:
     assert list(padded_because(LEDGER.report())) == [
         "pads before the first token of a row, which see no key and are NaN"
     ]
+
+
+def test_pads_far_behind_the_last_token_that_are_nan_in_eager_are_so_here() -> None:
+    """Under a window they see no key. Nothing is packed: a part behind that attention would not carry NaN on."""
+
+    def attend(q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
+        seen = below(q) & (distance(q) < 3) & keys(mask)
+        return scaled(q, k).masked_fill(~seen, -math.inf).softmax(-1) @ v
+
+    pair = Pair(Plain(attend, layers=1).train())
+    [batch] = batches(masked_lm_batch, (4, 11, "one"))
+    for _ in range(2):
+        for model in (pair.reference, pair.compiled):
+            model.zero_grad()
+            model(**batch).backward()
+        for one, other in zip(pair.reference.parameters(), pair.model.parameters(), strict=True):
+            torch.testing.assert_close(other.grad, one.grad, equal_nan=True)
+    assert pair.reference.head.weight.grad.isnan().all()
+    expect_not_packed(LEDGER.report())
+    assert declined(LEDGER.report()) == "region: attention: pads see no key, and become NaN"
 
 
 # ------------------------------------------------------------------------------------------ masks made in the model
