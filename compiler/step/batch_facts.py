@@ -253,6 +253,8 @@ def _violations(
                 found.append(("tokens after pads under a causal attention without a key mask", late))
             if space.contiguous:
                 found.append(("holes between the tokens of a row under a sliding window", holes))
+        if space.begins:
+            found.append(("pads before the first token of a row, which see no key and are NaN", ~masks[number][:, 0]))
     for number, loss in enumerate(program.losses):
         if loss.ignores_pads and not program.spaces[loss.space].trimmed_by:
             stray = packed.losses[number].counts[STRAY] if packed else labelled[number] > masks[loss.space]

@@ -149,19 +149,27 @@ def _forget_sorted(
 def _read_masks(region: Region, attentions: list[Attention]) -> None:
     """Give each attention, with the meaning of its mask, to the token space of its keys.
 
-    An attention whose mask is not understood is declined, with the reason.
+    An attention whose mask is not understood is declined, with the reason; where pads may be NaN, all of the region is.
+
+    Raises:
+        Declined: see there.
     """
     prober = Prober(region.graph, region.symbols, region.slicer)
     cache: dict[Any, Meaning] = {}
     for attention in attentions:
+        by_token = False
         try:
             _check_writes(attention, region.slicer)
             queries, keys = _check_operands(attention, region.layouts)
-            asked = (attention.terms, attention.causal, queries, keys)
+            by_token = True
+            asked = (attention.terms, attention.causal, attention.empty_is_nan, queries, keys)
             if asked not in cache:
                 cache[asked] = prober.meaning(attention, queries, keys)
             region.space(attention.key).attentions.append((attention, cache[asked]))
         except Undecided as undecided:
+            if by_token and attention.empty_is_nan and any(term.infinite for term in attention.terms):
+                # its pads may be NaN, which no packed part behind it would carry on into the gradients
+                raise Declined(f"attention: {undecided}") from undecided
             region.declined.append(Decline(attention.output.name, f"attention: {undecided}"))
 
 

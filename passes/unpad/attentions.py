@@ -30,7 +30,8 @@ class Attention:
 
     `query` is (..., positions_q, head_dim). `key` is (..., positions_k, head_dim) for SDPA, and (..., head_dim,
     positions_k) if the attention is written out; the layouts of both tell. `terms` are added to the scaled scores.
-    `sinks` (1, heads, 1, 1) or (1, heads, 1) is the score of a key that no value stands behind.
+    `sinks` (1, heads, 1, 1) or (1, heads, 1) is the score of a key that no value stands behind. `empty_is_nan`: a query
+    whose scores are all minus infinity gets NaN, as it does where the softmax is written out. (SDPA gives it zeros.)
     """
 
     output: fx.Node
@@ -46,6 +47,7 @@ class Attention:
     inner: tuple[fx.Node, ...] = ()  # the nodes that the packed form replaces, including the output
     mask_dtype: torch.dtype | None = None
     sinks: fx.Node | None = None
+    empty_is_nan: bool = False
 
     def is_merged(self, node: fx.Node) -> bool:
         """Return whether a term's first dimension is rows and heads, or 1: it is added to scores of such dimensions."""
@@ -58,12 +60,13 @@ class Term:
 
     `kind`: "visible" (true where seen), "hidden" (true where not seen), "added", or "factor" (of scores to which
     nothing has been added yet). `ndim`: number of dimensions of the scores at the addition: 3 if rows and heads are
-    merged, else 4.
+    merged, else 4. `infinite`: what is not seen gets minus infinity; of an added term its values tell.
     """
 
     node: fx.Node
     kind: str
     ndim: int = 4
+    infinite: bool = False
 
 
 def find_attentions(graph: fx.Graph) -> list[Attention]:
@@ -125,6 +128,7 @@ def _spelled_out(softmax: fx.Node) -> Attention | None:
     if up is None or down is None:
         return None
     query, key, scale, softcap, terms, above = up
+    bounded = any(node.target in _BOUNDS for node in above)
     dropout_p, product, below = down
     output = product
     scaling: list[fx.Node] = []
@@ -146,6 +150,7 @@ def _spelled_out(softmax: fx.Node) -> Attention | None:
         terms=tuple(terms),
         inner=tuple(inner),
         sinks=sinks,
+        empty_is_nan=not bounded and (sinks is None or bool(scaling)),
     )
 
 
@@ -253,12 +258,12 @@ def _scores(node: fx.Node) -> tuple[fx.Node, fx.Node, float, float, list[Term], 
         elif target in _BOUNDS and (number := number_of(args[1])) is not None and number <= MASKED:
             node = args[0]  # no score of a key that is seen is so low
         elif target in (aten.masked_fill.Scalar, aten.masked_fill.Tensor) and _is_masking(args[2]):
-            terms.append(Term(args[1], "hidden", ndim))
+            terms.append(Term(args[1], "hidden", ndim, _is_infinite(args[2])))
             node = args[0]
         elif target in (aten.where.ScalarOther, aten.where.self) and _is_masking(args[2]):
             if isinstance(args[2], fx.Node) and node.args[1] in args[2].all_input_nodes:
                 inner.append(args[2])  # full_like(scores, low) reads only the shape of the scores
-            terms.append(Term(args[0], "visible", ndim))
+            terms.append(Term(args[0], "visible", ndim, _is_infinite(args[2])))
             node = args[1]
         elif target in _SCALINGS and (number := number_of(args[1])) is not None:
             capped = match_softcap(node)
@@ -330,11 +335,11 @@ def split_terms(node: fx.Node, ndim: int) -> Iterator[Term]:
     elif target in (aten.contiguous.default, aten.clone.default, aten.expand.default) and _same_rank(node):
         yield from split_terms(args[0], ndim)
     elif target in (aten.where.ScalarOther, aten.where.self) and _is_masking(args[2]) and _is_tensor(args[1]):
-        yield Term(args[0], "visible", ndim)
+        yield Term(args[0], "visible", ndim, _is_infinite(args[2]))
         yield from split_terms(args[1], ndim)
     elif target in (aten.masked_fill.Scalar, aten.masked_fill.Tensor) and _is_masking(args[2]):
         yield from split_terms(args[0], ndim)
-        yield Term(args[1], "hidden", ndim)
+        yield Term(args[1], "hidden", ndim, _is_infinite(args[2]))
     else:
         yield Term(node, "added", ndim)
 
@@ -361,7 +366,15 @@ _FILLS = {aten.full_like.default: 1, aten.full.default: 1, aten.new_full.default
 
 
 def _is_masking(value: Any) -> bool:
+    number = _filled_with(value)
+    return number is not None and number <= MASKED
+
+
+def _is_infinite(value: Any) -> bool:
+    return _filled_with(value) == -math.inf
+
+
+def _filled_with(value: Any) -> float | None:
     if isinstance(value, fx.Node) and value.target in _FILLS:
         value = value.args[_FILLS[value.target]]
-    number = number_of(value)
-    return number is not None and number <= MASKED
+    return number_of(value)

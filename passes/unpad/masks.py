@@ -19,6 +19,7 @@ from torch import fx
 from deepytorch.passes.base import Role
 from deepytorch.passes.slicing import Slicer
 from deepytorch.passes.unpad.attentions import MASKED, Attention, Term
+from deepytorch.passes.unpad.empty_queries import infinite_scores, need_first_token
 from deepytorch.passes.unpad.layout import Symbols
 from deepytorch.passes.unpad.probes import Probe, probe_lengths, random_values, role_of, whole_numbers
 
@@ -50,7 +51,8 @@ class Meaning:
 
     Query i sees key j iff i - left <= j <= i + right (-1: no limit) and, if `tokens` is given, j is a token. Every step
     has to check: batches are no longer than `max_positions`; `buffers` are unchanged; each input in `assumed` holds
-    only 0 or 1 ("binary"), or only 0 and very low numbers ("additive").
+    only 0 or 1 ("binary"), or only 0 and very low numbers ("additive"). With `begins`, also that each row begins with a
+    token: pads before it would see no key, and the model computes NaN there.
     """
 
     window_left: int = -1
@@ -60,6 +62,7 @@ class Meaning:
     max_positions: int | None = None
     buffers: tuple[fx.Node, ...] = ()
     assumed: tuple[tuple[fx.Node, str], ...] = ()
+    begins: bool = False
 
     @property
     def windowed(self) -> bool:
@@ -117,12 +120,12 @@ class Prober:
             raise Undecided("causal attention between two token spaces")
         if not visible:
             return Meaning(-1, window_right, None, tuple(bias))
-        meaning = self._probe_terms(visible, queries, keys)
+        meaning = self._probe_terms(visible, queries, keys, attention.empty_is_nan)
         if attention.causal:
             meaning = replace(meaning, window_right=0)
         return replace(meaning, bias=(*bias, *meaning.bias))
 
-    def _probe_terms(self, terms: list[Term], queries: sympy.Symbol, keys: sympy.Symbol) -> Meaning:
+    def _probe_terms(self, terms: list[Term], queries: sympy.Symbol, keys: sympy.Symbol, empty_is_nan: bool) -> Meaning:
         part = self._part([term.node for term in terms])
         buffers = tuple(node for node in part.nodes if role_of(node) is Role.BUFFER)
         batch = tuple(node for node in part.nodes if node in part.read and role_of(node) is Role.BATCH)
@@ -131,7 +134,7 @@ class Prober:
         with_bias: Meaning | None = None
         for domain in ("binary", "additive") if floats else ("any", "binary"):
             try:
-                meaning = self._match(terms, part, domain, queries, keys)
+                meaning = self._match(terms, part, domain, (queries, keys), empty_is_nan)
             except Undecided as undecided:
                 reason = reason or str(undecided)
                 continue
@@ -167,13 +170,20 @@ class Prober:
                     found.append(node)
         return found[::-1]
 
-    def _match(self, terms: list[Term], part: _Part, domain: str, queries: sympy.Symbol, keys: sympy.Symbol) -> Meaning:
+    def _match(
+        self, terms: list[Term], part: _Part, domain: str, spaces: tuple[sympy.Symbol, sympy.Symbol], empty_is_nan: bool
+    ) -> Meaning:
+        queries, keys = spaces
         more_keys = 0 if keys == queries else 2
-        runs = []
+        runs, infinite = [], []
         for probe, values in self._runs(part, lambda length: {queries: length, keys: length + more_keys}, (domain,)):
             sizes = probe.sizes
             mask, bias = _combine(terms, values, (sizes[self._symbols.rows], sizes[queries], sizes[keys]))
             runs.append((mask, values, bias))
+            if empty_is_nan and queries == keys:
+                infinite.append(
+                    infinite_scores(terms, values, (sizes[self._symbols.rows], sizes[queries], sizes[keys]))
+                )
         candidates = self._candidates(part, keys)
         has_bias = any(bias for _, _, bias in runs)
         added = tuple(term.node for term in terms if term.kind == "added") if has_bias else ()
@@ -184,10 +194,26 @@ class Prober:
             window = _window(runs, choice, queries == keys)
             if window is not None:
                 source = None if choice is None else self._before_moves(choice, candidates, [run[1] for run in runs])
-                return Meaning(window[0], window[1], source, added)
+                begins = self._begins(runs, infinite, choice, window)
+                return Meaning(window[0], window[1], source, added, begins=begins)
         raise Undecided(
             "the mask matches no known meaning (full, causal or sliding window, and-ed with 'the key is a token')"
         )
+
+    def _begins(
+        self, runs: list[Any], infinite: list[torch.Tensor], choice: tuple[fx.Node, str] | None, window: tuple[int, int]
+    ) -> bool:
+        """Return whether each row has to begin with a token, so that no query sees no key."""
+        if choice is None or not infinite:
+            return False
+        node, reading = choice
+        tokens = [
+            READINGS[reading](run[1][node]).reshape(each.shape[0], -1) for run, each in zip(runs, infinite, strict=True)
+        ]
+        begins = need_first_token(infinite, tokens, window)
+        if begins is None:
+            raise Undecided("pads see no key, and become NaN")
+        return begins
 
     def _before_moves(
         self, choice: tuple[fx.Node, str], candidates: list[fx.Node], runs: list[dict[fx.Node, Any]]

@@ -66,6 +66,7 @@ class SpaceFacts:
     trimmed_by: tuple[int, ...] = ()
     contiguous: bool = False  # a window measures distances between tokens
     prefix: bool = False  # a causal attention has no key mask, so tokens must come first in each row
+    begins: bool = False  # pads before the first token of a row would see no key and be NaN
     max_positions: int | None = None
 
 

@@ -274,6 +274,7 @@ def _space_facts(space: Space, emitter: Emitter, output: AddOutput) -> SpaceFact
         trimmed_by=space.trimmed_by,
         contiguous=any(meaning.windowed for meaning in meanings),
         prefix=space.source is not None and any(meaning.tokens is None for meaning in meanings),
+        begins=any(meaning.begins for meaning in meanings),
         max_positions=min(limits, default=None),
     )
 

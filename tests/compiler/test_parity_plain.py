@@ -21,7 +21,9 @@ from tests.compiler.parity import (
     assert_close,
     batches,
     causal_batch,
+    declined,
     describe,
+    expect_not_packed,
     expect_packed,
     masked_lm_batch,
     padded_because,
@@ -216,6 +218,48 @@ def test_a_causal_model_without_a_mask_leaves_out_what_no_label_needs() -> None:
     pair = Pair(Plain(attend).train())
     report = pair.train(batches(causal_batch, (4, 16, "right"), (3, 20, "right"), (5, 13, "right"), prompt=3))
     expect_packed(report, steps=3)
+
+
+def test_pads_whose_attention_is_nan_in_eager_are_so_here() -> None:
+    """A pad before the first token of its row sees no key, and `softmax` of minus infinity alone is NaN."""
+
+    def attend(q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
+        return scaled(q, k).masked_fill(~(below(q) & keys(mask)), -math.inf).softmax(-1) @ v
+
+    pair = Pair(Plain(attend, layers=1).train())
+    report = pair.train(batches(masked_lm_batch, (4, 11, "right"), (3, 13, "right"), (4, 8, "one")))
+    expect_packed(report, steps=3, padded=0)
+    [left] = batches(masked_lm_batch, (3, 9, "left"))
+    for model in (pair.reference, pair.compiled):
+        model(**left).backward()
+    for one, other in zip(pair.reference.parameters(), pair.model.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        torch.testing.assert_close(other.grad, one.grad, equal_nan=True)
+    assert pair.reference.head.weight.grad.isnan().all()
+    assert list(padded_because(LEDGER.report())) == [
+        "pads before the first token of a row, which see no key and are NaN"
+    ]
+
+
+def test_pads_far_behind_the_last_token_that_are_nan_in_eager_are_so_here() -> None:
+    """Under a window they see no key. Nothing is packed: a part behind that attention would not carry NaN on."""
+
+    def attend(q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
+        seen = below(q) & (distance(q) < 3) & keys(mask)
+        return scaled(q, k).masked_fill(~seen, -math.inf).softmax(-1) @ v
+
+    pair = Pair(Plain(attend, layers=1).train())
+    [batch] = batches(masked_lm_batch, (4, 11, "one"))
+    for _ in range(2):
+        for model in (pair.reference, pair.compiled):
+            model.zero_grad()
+            model(**batch).backward()
+        for one, other in zip(pair.reference.parameters(), pair.model.parameters(), strict=True):
+            torch.testing.assert_close(other.grad, one.grad, equal_nan=True)
+    assert pair.reference.head.weight.grad.isnan().all()
+    expect_not_packed(LEDGER.report())
+    assert declined(LEDGER.report()) == "region: attention: pads see no key, and become NaN"
 
 
 # ------------------------------------------------------------------------------------------ masks made in the model

@@ -537,3 +537,38 @@ def test_a_term_before_a_factor_is_none_of_the_scores() -> None:
         return g.call(aten.mul.Tensor, g.call(aten.add.Tensor, scores, hides(CAUSAL)(g)), as_numbers(CAUSAL)(g))
 
     assert spelled_out(write)[1] == []
+
+
+def infinite(*writes: Write, fill: float = -torch.inf) -> tuple[PaddedGraph, Meaning]:
+    """The meaning of masks whose scores are filled with minus infinity before a softmax that is written out."""
+
+    def fills(g: PaddedGraph, scores: fx.Node) -> fx.Node:
+        for write in writes:
+            scores = g.call(aten.masked_fill.Scalar, scores, g.call(aten.logical_not.default, write(g)), fill)
+        return scores
+
+    g, [attention] = spelled_out(fills)
+    return g, Prober(g.graph, g.symbols, Slicer(g.graph)).meaning(attention, g.symbol("p"), g.symbol("p"))
+
+
+def test_pads_that_see_no_key_have_to_stand_behind_a_token_where_they_become_nan() -> None:
+    causal = band(None, 0)
+    assert not infinite(key_mask)[1].begins  # each row has a token
+    assert infinite(causal, key_mask)[1].begins
+    assert infinite(both(causal, key_mask))[1].begins
+    assert not infinite(causal, key_mask, fill=-1e9)[1].begins
+    assert not meaning(both(causal, key_mask))[1].begins  # SDPA gives such a query zeros
+    with pytest.raises(Undecided, match="see no key"):
+        infinite(band(2, 0), key_mask)  # pads far behind the last token
+    with pytest.raises(Undecided, match="see no key"):
+        infinite(key_mask, lambda g: per_query(g, g.call(aten.ne.Scalar, g.mask, 0)))
+
+
+def test_additive_masks_of_the_caller_may_hold_minus_infinity() -> None:
+    def add(g: PaddedGraph, scores: fx.Node) -> fx.Node:
+        given = per_key(g, g.batch("r", "p", dtype=torch.float64, name="bias"))
+        hidden = g.call(aten.masked_fill.Scalar, scores, g.call(aten.logical_not.default, band(None, 0)(g)), -1e9)
+        return g.call(aten.add.Tensor, hidden, given)
+
+    g, [attention] = spelled_out(add)
+    assert not Prober(g.graph, g.symbols, Slicer(g.graph)).meaning(attention, g.symbol("p"), g.symbol("p")).begins
