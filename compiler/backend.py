@@ -20,6 +20,7 @@ from deepytorch.compiler.dynamo.graph_forms import eager_graph, graph_for_later
 from deepytorch.compiler.dynamo.graph_traits import (
     attention_forms,
     draws_as_eager,
+    gives_no_gradients,
     is_cut_at,
     keeps_all,
     may_have_attention,
@@ -75,6 +76,8 @@ def deepytorch_backend(
         trace_of_frame.leave("the model sets random generators itself, so that its draws have to be those of eager")
     if trace_of_frame is not None and is_cut_at(module, "use_numpy_random_stream"):
         trace_of_frame.leave("the model draws random numbers from NumPy")  # two names of one array share no storage
+    if trace_of_frame is not None and gives_no_gradients(module, example_inputs):
+        trace_of_frame.leave("a reentrant checkpoint, none of whose inputs needs a gradient, gives its weights none")
     reason = _nothing_to_pack(module, config)
     if reason is not None:
         trace_as_it_comes(example_inputs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -125,6 +126,26 @@ def is_cut_at(module: fx.GraphModule, *names: str) -> bool:
     reason = getattr(module, "compile_subgraph_reason", None)
     said = str(getattr(reason, "reason", ""))
     return bool(getattr(reason, "graph_break", False)) and any(name in said for name in names)
+
+
+def gives_no_gradients(module: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
+    """Return whether a graph of Dynamo's holds a reentrant checkpoint whose inputs need no gradient.
+
+    In eager its weights get no gradient, as its forward runs without and nothing asks for its backward: torch warns of
+    it. A frozen embedding in front of the first block is enough. In a graph no checkpoint is reentrant, and the weights
+    would get one. (A weight that is handed to the checkpoint as an input cannot be told from one that it holds.)
+    """
+    weights = {
+        node
+        for node, value in zip(_placeholders(module.graph), example_inputs, strict=True)
+        if isinstance(value, torch.nn.Parameter)
+    }
+    for node in module.graph.nodes:
+        if node.target is torch.ops.higher_order.tag_activation_checkpoint and node.kwargs.get("use_reentrant"):
+            inputs = [each for each in node.args[1:] if isinstance(each, fx.Node) and each not in weights]
+            if not any(getattr(each.meta.get("example_value"), "requires_grad", False) for each in inputs):
+                return True
+    return False
 
 
 # ------------------------------------------------------------------ statistics that are written and not read
