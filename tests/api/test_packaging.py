@@ -25,7 +25,7 @@ MAPPED = ("comm", "compiler", "passes")
 # Reached by a command that asks for the extra first: these may import it at the top.
 EXTRA_ONLY = ("bench", "demo", "demo.py")
 # Distribution names that differ from the module's.
-DISTRIBUTION_OF = {"PIL": "pillow", "yaml": "pyyaml", "pynvml": "nvidia-ml-py"}
+DISTRIBUTION_OF = {"PIL": "pillow", "yaml": "pyyaml", "pynvml": "nvidia-ml-py", "megatron": "megatron-core"}
 # What torch.utils.cpp_extension needs to compile the native code, and we never import.
 USED_BY_TORCH = {"ninja", "setuptools"}
 
@@ -247,7 +247,7 @@ def test_every_imported_distribution_is_declared():
     extras = project()["project"]["optional-dependencies"]
     optional = core | requirements(extras["hf"]) | requirements(extras["bench"]) | requirements(extras["hosts"])
     optional |= {"triton", "deepspeed"}  # come with torch; are built against it: docs/hosts/deepspeed.md
-    optional |= {"liger_kernel"}  # a rival that `bench unpad` measures where somebody has it
+    optional |= {"liger_kernel", "sentence_transformers"}  # `bench unpad` and `bench hosts` measure them where they are
     undeclared = []
     for file in source_files():
         tree = ast.parse(file.read_text())

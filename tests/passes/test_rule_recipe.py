@@ -60,8 +60,10 @@ def _loss(dim: int) -> Any:
 
 
 def _refused(report: Report) -> bool:
-    assert report.total("steps_packed") == 0
-    return all(any("rotate_halves" in reason for reason in region.declined) for region in report.regions)
+    """Whether the report names the operator: what feeds it stays padded, and what stands behind it may be packed."""
+    return bool(report.regions) and all(
+        any("rotate_halves" in reason for reason in region.declined) for region in report.regions
+    )
 
 
 def test_an_operator_is_packed_once_it_has_a_rule(monkeypatch):
