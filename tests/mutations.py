@@ -232,12 +232,6 @@ MUTATIONS = (
     Mutation(UNPAD + "origins.py", "elif node in query_of:", "elif False:", "an attention's output follows its keys"),
     # ---------------------------------------------------------------- routing, writes in place
     Mutation(
-        UNPAD + "demand.py",
-        "if rule is None or node in seen.written:",
-        "if rule is None:",
-        "a value that is written into is packed, and keeps what stood there before",
-    ),
-    Mutation(
         UNPAD + "masks.py",
         'if term.kind == "factor" and not (',
         'if term.kind == "factor" and False and not (',

@@ -508,6 +508,14 @@ def shifted(g: PaddedGraph, x: fx.Node) -> fx.Node:
     return g.call(aten.add.Tensor, early, g.call(aten.sin.default, held))
 
 
+def rescaled(g: PaddedGraph, x: fx.Node) -> fx.Node:
+    """Some features of each token by themselves change in place, between two reads."""
+    held = g.call(aten.clone.default, g.call(aten.sin.default, x))
+    early = g.call(aten.tanh.default, held)
+    g.call(aten.mul_.Tensor, g.call(aten.slice.Tensor, held, 2, 0, 2), 3.0)
+    return g.call(aten.add.Tensor, early, g.call(aten.sin.default, held))
+
+
 def convolved(g: PaddedGraph, x: fx.Node) -> fx.Node:
     """A causal convolution, each channel by itself."""
     turned = g.call(aten.transpose.int, x, 1, 2)
@@ -522,6 +530,7 @@ ACROSS: dict[str, Callable[[PaddedGraph, fx.Node], fx.Node]] = {
     "roll of rows": lambda g, x: g.call(aten.roll.default, x, [1], [0]),
     "running sum": lambda g, x: g.call(aten.cumsum.default, x, 1),
     "writes in place": shifted,
+    "writes into features": rescaled,
 }
 
 
