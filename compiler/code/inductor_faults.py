@@ -16,8 +16,8 @@ def mend() -> None:
 
     A buffer that was written in place (by `index_put`) has another name from then on, and who reads it waits for the
     write by that name. `recompute_size_and_body` reads the names from the loops again, which have the old one: the
-    reader could then run before the write. In torch 2.13 that holds for readers without other dependencies, in 2.11
-    for all, and a write could run before who has to read the old values.
+    reader could then run before the write. Torch 2.13 forgets the new name for readers without other dependencies. 2.11
+    does so for all by its source, but gave right numbers where 2.13 gave wrong ones.
     """
     from deepytorch.torch_internals import inductor_scheduler
 

@@ -122,7 +122,7 @@ def test_inductor_runs_every_slot(no_caches):
 
 
 def test_inductor_reads_a_buffer_behind_the_write_into_it(no_caches):
-    """Stock torch 2.11 to 2.13 adds the zeros that `index_put` is still to write into."""
+    """Stock torch 2.13 adds the zeros that `index_put` is still to write into."""
 
     def with_written(x, y, entries, index, weight):
         scaled = x * y
