@@ -27,9 +27,9 @@ def attach(engine_module: Any) -> None:
                     'engine.compile(backend="deepytorch") with "deepcompile": true in the DeepSpeed configuration; '
                     "expected one of the two, since DeepCompile has a backend of its own: set it to false"
                 )
-            from deepytorch import autowrap
+            from deepytorch import autowrap, handles
 
-            if not self.is_compiled and not autowrap.armed(self.module):
+            if not self.is_compiled and not handles.armed(self.module):
                 autowrap.optimize(self.module, mode=given.get("mode"), options=given.get("options"))
             self._is_compiled = True
             return None

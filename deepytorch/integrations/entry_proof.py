@@ -23,6 +23,7 @@ from deepytorch.compiler.step.agreement import HALF, Tolerance, largest_differen
 from deepytorch.compiler.step.batch_facts import Refusal
 from deepytorch.integrations.packed_attention import CannotPack
 from deepytorch.integrations.packed_batch import IGNORE_INDEX, MASKS, PackedBatch, Reading, RowKind
+from deepytorch.parallel_modules import is_sharded
 from deepytorch.torch_internals import tree_leaves
 
 # Rows of the probe, as tokens and pads, on the side of ids and on a decoder's.
@@ -117,22 +118,6 @@ def is_deterministic(run: Run, given: Mapping[str, Any], reading: Reading) -> bo
         raise
     except Exception:
         return True  # the proof itself will fail, and gives the reason
-
-
-def is_sharded(module: nn.Module) -> bool:
-    """Return whether weights are sharded over ranks (ZeRO-3, FSDP2), so that all ranks take part in every call."""
-    return any(hasattr(each, "ds_id") or hasattr(each, "device_mesh") for each in module.parameters())
-
-
-def sharding_groups(module: nn.Module) -> list[Any]:
-    """Return the process groups over which weights are sharded; none if they are not."""
-    for each in module.parameters():
-        if hasattr(each, "ds_id"):
-            return [each.ds_process_group]  # type: ignore[attr-defined]
-        mesh = getattr(each, "device_mesh", None)
-        if mesh is not None:
-            return [mesh.get_group(dim) for dim in range(mesh.ndim)]
-    return []
 
 
 def small_weights(module: nn.Module) -> list[Tensor]:

@@ -21,8 +21,8 @@ from deepytorch.compiler.step.outputs.rules.operands import pads_of
 from deepytorch.compiler.step.outputs.tokens import Memo, Pads, Tokens
 from deepytorch.compiler.step.route import State, Uses
 from deepytorch.errors import DeferredError
-from deepytorch.integrations.entry_proof import sharding_groups
 from deepytorch.integrations.packed_batch import Find, Show, Side
+from deepytorch.parallel_modules import sharding_groups
 from deepytorch.passes.samples import Sampler
 
 KEPT = 3  # calls in a row of whose outputs a script holds some: it collects them

@@ -8,15 +8,15 @@ from typing import Any
 
 
 def attach(modeling_utils: Any) -> None:
-    """Tell `autowrap` of packing at model entry, once transformers is imported."""
-    from deepytorch import autowrap
+    """Tell `handles` and `module_holders` of packing at model entry, once transformers is imported."""
+    from deepytorch import handles, module_holders
     from deepytorch.integrations import input_gradients, language_models
 
-    if _entry_for not in autowrap.ENTRIES:
-        autowrap.ENTRIES.append(_entry_for)
+    if _entry_for not in handles.ENTRIES:
+        handles.ENTRIES.append(_entry_for)
         pretrained = modeling_utils.PreTrainedModel
-        autowrap.MODELS.append(lambda module: isinstance(module, pretrained))
-        autowrap.BEFORE_TRACES.append(install_capturing_hooks)
+        module_holders.MODELS.append(lambda module: isinstance(module, pretrained))
+        handles.BEFORE_TRACES.append(install_capturing_hooks)
     input_gradients.attach(modeling_utils)
     language_models.attach()
 

@@ -37,7 +37,6 @@ from deepytorch.integrations.entry_calls import INSIDE, Replaced, replace_calls,
 from deepytorch.integrations.entry_proof import (
     Unchanged,
     is_deterministic,
-    is_sharded,
     prove,
     quietly,
     small_weights,
@@ -56,6 +55,7 @@ from deepytorch.integrations.packed_batch import (
 from deepytorch.integrations.padded_hooks import UserHooks
 from deepytorch.library_code import functions_on
 from deepytorch.log import logger, once
+from deepytorch.parallel_modules import is_sharded
 
 Run = Callable[..., Any]
 

@@ -11,7 +11,7 @@ PREAMBLE = """
 import copy, io, pickle, threading
 import torch
 from torch import nn
-from deepytorch import autowrap
+from deepytorch import autowrap, handles
 deepytorch.configure(options={"lowering": "aot_eager"})
 
 class Net(nn.Module):
@@ -65,7 +65,7 @@ model = Net()
 same = copy.deepcopy(model)
 keys = list(model.state_dict())
 losses = train(model, optimizer_of(model))
-assert autowrap.armed(model) and type(model) is Net and list(model.state_dict()) == keys
+assert handles.armed(model) and type(model) is Net and list(model.state_dict()) == keys
 assert not len(autowrap._PROBED)
 assert regions() == 1 and model.body._compiled_call_impl is None
 with deepytorch.paused():
@@ -109,14 +109,14 @@ def steps(model, optimizers):
 
 same = copy.deepcopy(generator)
 losses = steps(generator, optimizers[:4])
-assert autowrap.armed(generator) and not autowrap.armed(discriminator)
+assert handles.armed(generator) and not handles.armed(discriminator)
 with deepytorch.paused():
     assert torch.equal(torch.stack(losses), torch.stack(train(same, optimizer_of(same))))
 
 outer = Around(discriminator)  # after the optimizers that have made its parts known
 optimizer = optimizer_of(outer)
 train(outer, optimizer)
-assert list(autowrap._HANDLES) == [generator, outer]
+assert list(handles.HANDLES) == [generator, outer]
 
 free, tied = Net(), Net()
 optimizer_of(free)
@@ -144,8 +144,8 @@ for step in range(3):
         target = teacher(x) + average(x)
     (model(frozen(x) @ torch.ones(2, 8)) - target).square().mean().backward()
     optimizer.step()
-assert autowrap.armed(model)
-assert not any(map(autowrap.armed, (teacher, average, frozen)))
+assert handles.armed(model)
+assert not any(map(handles.armed, (teacher, average, frozen)))
 before = regions()
 model.eval()
 with torch.no_grad():
@@ -180,7 +180,7 @@ def play(generator, discriminator):
         losses.append(loss.detach())
     return losses
 losses = play(generator, discriminator)
-assert autowrap.armed(generator) and autowrap.armed(discriminator)
+assert handles.armed(generator) and handles.armed(discriminator)
 deepytorch.disable()
 for one, other in zip(losses, play(sketch, judge)):
     torch.testing.assert_close(one, other)
@@ -193,9 +193,9 @@ def test_copies_and_pickles_are_clean_and_a_copy_is_armed_when_it_trains() -> No
 model = Net()
 train(model, optimizer_of(model))
 other = copy.deepcopy(model)
-assert other._compiled_call_impl is None and not autowrap.armed(other)
+assert other._compiled_call_impl is None and not handles.armed(other)
 train(other, optimizer_of(other))
-assert autowrap.armed(other) and autowrap.armed(model)
+assert handles.armed(other) and handles.armed(model)
 buffer = io.BytesIO()
 torch.save(model, buffer)
 buffer.seek(0)
@@ -215,17 +215,17 @@ inside = Net()
 inside.compile(backend="aot_eager")
 theirs = inside._compiled_call_impl
 train(inside, optimizer_of(inside))
-assert inside._compiled_call_impl is theirs and not autowrap.armed(inside)
+assert inside._compiled_call_impl is theirs and not handles.armed(inside)
 outside = Net()
 train(outside, optimizer_of(outside), call=torch.compile(outside, backend="aot_eager"))
-assert not autowrap.armed(outside)
+assert not handles.armed(outside)
 copied = Net()
 train(copied, optimizer_of(nn.DataParallel(copied)))
-assert not autowrap.armed(copied) and copied._compiled_call_impl is None
+assert not handles.armed(copied) and copied._compiled_call_impl is None
 after = Net()
 optimizer = optimizer_of(after)  # before it is compiled
 train(after, optimizer, call=torch.compile(after, backend="aot_eager"))
-assert not autowrap.armed(after)
+assert not handles.armed(after)
 assert regions() == 0
 """)
     assert "Net is compiled already" in said
@@ -237,11 +237,11 @@ def test_everything_can_be_undone() -> None:
 model, explicit = Net(), Net()
 handle = deepytorch.optimize(explicit, options={"lowering": "aot_eager"})
 train(explicit, optimizer_of(explicit))
-assert autowrap.armed(explicit) and regions() == 1, deepytorch.report()
+assert handles.armed(explicit) and regions() == 1, deepytorch.report()
 handle.restore()
-assert "_compiled_call_impl" not in vars(explicit) and not autowrap.armed(explicit)
+assert "_compiled_call_impl" not in vars(explicit) and not handles.armed(explicit)
 train(model, optimizer_of(model))
-assert autowrap.armed(model)
+assert handles.armed(model)
 waiting = Net()
 optimizer = optimizer_of(waiting)
 assert len(autowrap._PROBED) == 3
@@ -250,10 +250,10 @@ assert "_compiled_call_impl" not in vars(waiting.body)
 assert "_compiled_call_impl" not in vars(model) and not len(autowrap._PROBED)
 before = regions()
 train(model, optimizer_of(model))
-assert not autowrap.armed(model) and regions() == before
+assert not handles.armed(model) and regions() == before
 deepytorch.enable()
 train(model, optimizer_of(model))
-assert autowrap.armed(model)
+assert handles.armed(model)
 try:
     deepytorch.optimize(Net(), options={"unpadd": True})
 except deepytorch.DeepytorchError as error:
@@ -272,13 +272,13 @@ assert len(autowrap._PROBED) == 3
 handle = deepytorch.optimize(model)
 assert len(autowrap._PROBED) == 0 and "_compiled_call_impl" not in vars(model.body)
 train(model, optimizer)
-assert list(autowrap._HANDLES) == [model]
+assert list(handles.HANDLES) == [model]
 handle.restore()
 part = Net()
 optimizer = optimizer_of(part)
 deepytorch.optimize(part.body)
 train(part, optimizer)
-assert list(autowrap._HANDLES) == [part.body]
+assert list(handles.HANDLES) == [part.body]
 """)
 
 
@@ -300,7 +300,7 @@ for _ in range(2):
     else:
         raise AssertionError("the error was lost")
 train(model, optimizer)
-assert autowrap.armed(model)
+assert handles.armed(model)
 """)
 
 
@@ -323,7 +323,7 @@ def fit(whole):
         optimizer.zero_grad()
 fit(whole)
 assert whole._compiled_call_impl is None and not len(autowrap._PROBED)
-assert whole.encoder in autowrap._HANDLES and whole.decoder in autowrap._HANDLES
+assert whole.encoder in handles.HANDLES and whole.decoder in handles.HANDLES
 with deepytorch.paused():
     fit(same)
 for one, other in zip(whole.parameters(), same.parameters()):
@@ -338,7 +338,7 @@ seen = []
 model = Net()
 model.register_forward_hook(lambda module, given, result: seen.append(result.shape))
 train(model, optimizer_of(model))
-assert len(seen) == 3 and autowrap.armed(model)
+assert len(seen) == 3 and handles.armed(model)
 
 loose = nn.Parameter(torch.ones(3))
 optimizer = torch.optim.SGD([loose], lr=0.1)  # trains without a module
@@ -357,7 +357,7 @@ threads = [threading.Thread(target=work, args=(each,)) for each in models]
 for each in threads: each.start()
 for each in threads: each.join()
 assert not errors, errors
-assert all(map(autowrap.armed, models))
+assert all(map(handles.armed, models))
 """)
 
 
@@ -367,7 +367,7 @@ def test_off_means_that_the_import_does_nothing() -> None:
 assert "deepytorch/integrations" not in torch.optim.Optimizer.__init__.__code__.co_filename
 model = Net()
 train(model, optimizer_of(model))
-assert not autowrap.armed(model) and regions() == 0
+assert not handles.armed(model) and regions() == 0
 """,
         DEEPYTORCH="off",
     )
@@ -418,7 +418,7 @@ for context in ("fork", "spawn"):
         model(batch).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-assert autowrap.armed(model) and regions() == 1
+assert handles.armed(model) and regions() == 1
 
 def child(queue):  # forked from a process that has compiled
     model.eval()
@@ -454,9 +454,9 @@ train(model, optimizer)
 average.update_parameters(model)
 for one, other in zip(model.parameters(), average.module.parameters()):
     torch.testing.assert_close(one, other)
-assert not autowrap.armed(average) and regions() == 1
+assert not handles.armed(average) and regions() == 1
 average(torch.ones(2, 8)).sum().backward()  # in training mode, but no optimizer trains it
-assert not autowrap.armed(average) and regions() == 1
+assert not handles.armed(average) and regions() == 1
 model.stop = True
 try:
     model(torch.ones(5, 8))
@@ -466,7 +466,7 @@ else:
     raise AssertionError("the interrupt was lost")
 model.stop = False
 train(model, optimizer)
-assert autowrap.armed(model)
+assert handles.armed(model)
 """)
 
 
@@ -515,7 +515,7 @@ def run_cells():
     return losses, model
 first, one = run_cells()
 again, other = run_cells()
-assert autowrap.armed(one) and autowrap.armed(other) and one is not other
+assert handles.armed(one) and handles.armed(other) and one is not other
 assert regions() == 2
 cells[0] = cells[0].replace("FACTOR", "2.0 * FACTOR")  # the class is edited
 edited, last = run_cells()
@@ -542,7 +542,7 @@ mask = (torch.arange(20)[None] < torch.tensor([20, 5, 8, 12])[:, None]).long()
 batch = dict(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100))
 entry = deepytorch.explain(model, **batch).to_json()["regions"][0]
 assert (entry["name"], entry["outcome"]) == ("model entry of LlamaForCausalLM", "packed"), entry
-assert not autowrap.armed(model)
+assert not handles.armed(model)
 model(**batch).loss.backward()
-assert [name for name, module in model.named_modules() if module in autowrap._HANDLES] == [""]
+assert [name for name, module in model.named_modules() if module in handles.HANDLES] == [""]
 """)

@@ -17,7 +17,7 @@ optimizer = torch.optim.AdamW(net.parameters())
 for _ in range(5):
     net(torch.randn(4, 8)).pow(2).mean().backward()
     optimizer.step(); optimizer.zero_grad()
-from deepytorch.autowrap import handle_of
+from deepytorch.handles import handle_of
 assert handle_of(net) is not None, "the module was not armed"
 loaded = [name for name in sys.modules if name.startswith("deepytorch.")]
 print(" ".join(loaded))

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("transformers")
 
 import deepytorch
-from deepytorch import autowrap
+from deepytorch import handles
 from deepytorch.api import explain
 from deepytorch.compiler.report import LEDGER
 from tests.compiler.parity import batches, causal_batch
@@ -85,6 +85,6 @@ def test_asking_in_the_middle_of_training_leaves_it_packed_at_entry() -> None:
         assert handle.entry is not None
         [record] = [each for each in LEDGER.report().regions if each.name.startswith("model entry")]
         assert (record.steps_profiled, record.steps_packed, record.steps_padded) == (1, 1, 0)
-        assert autowrap.armed(model)
+        assert handles.armed(model)
     finally:
         handle.restore()

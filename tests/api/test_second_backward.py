@@ -13,7 +13,7 @@ import torch, torch.utils.checkpoint
 from torch import nn
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jvp, vmap
-from deepytorch import autowrap
+from deepytorch import handles
 deepytorch.configure(options={"lowering": "aot_eager"})
 
 class Net(nn.Module):
@@ -51,7 +51,7 @@ def same(step, model=None, steps=6, optimizer=lambda model: None):
     shape = (3, 4, 4) if any(isinstance(each, nn.Conv2d) for each in model.modules()) else (6,)
     other = copy.deepcopy(model)
     losses = train(model, then, steps, optimizer(model))
-    assert autowrap.armed(model)
+    assert handles.armed(model)
     with deepytorch.paused():
         expected = train(other, then, steps, optimizer(other))
     torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
@@ -122,9 +122,9 @@ model = Net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 weights = {name: weight.detach() for name, weight in model.named_parameters()}
 slopes = grad(lambda weights, x: functional_call(model, weights, (x,)).sum())(weights, torch.randn(3, 6))
-assert not autowrap.armed(model) and slopes["head.bias"].item() == 3
+assert not handles.armed(model) and slopes["head.bias"].item() == 3
 model(torch.randn(3, 6)).sum().backward()
-assert autowrap.armed(model)
+assert handles.armed(model)
 """)
 
 
@@ -166,7 +166,7 @@ assert counted[0] == counted[1] and counted[0][0] > 0
 model = Net()
 torch.optim.SGD(model.parameters())
 model(torch.randn(2, 6))
-assert autowrap.armed(model)
+assert handles.armed(model)
 """)
 
 
@@ -190,7 +190,7 @@ torch.manual_seed(0)
 model = Net()
 other = copy.deepcopy(model)
 losses = train(DistributedDataParallel(model), step, 4)
-assert autowrap.armed(model) and fallbacks()
+assert handles.armed(model) and fallbacks()
 with deepytorch.paused():
     expected = train(DistributedDataParallel(other), step, 4)
 torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)

@@ -77,7 +77,7 @@ for _ in range(2):
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-print(float(loss), "deepytorch.autowrap" in sys.modules and bool(sys.modules["deepytorch.autowrap"]._HANDLES))
+print(float(loss), "deepytorch.handles" in sys.modules and bool(sys.modules["deepytorch.handles"].HANDLES))
 """
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from deepytorch import autowrap
+from deepytorch import handles
 
 class Block(nn.Module):
     def __init__(self):
@@ -63,7 +63,7 @@ torch.testing.assert_close(ours, theirs)
 for one, other in zip(model.parameters(), same.parameters()):
     torch.testing.assert_close(one.full_tensor(), other.full_tensor())
 assert [block._compiled_call_impl is not None for block in model.blocks] == [True] * 3
-assert model._compiled_call_impl is None and not autowrap.armed(same)
+assert model._compiled_call_impl is None and not handles.armed(same)
 assert list(model.state_dict()) == keys
 assert deepytorch.report().to_json()["compiles"] >= 1
 dist.destroy_process_group()

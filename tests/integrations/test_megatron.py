@@ -119,8 +119,8 @@ logging.basicConfig(level=logging.INFO)
 deepytorch.configure(options={"lowering": "aot_eager"})
 """
     report = """
-from deepytorch import autowrap
-assert not autowrap.armed(model)
+from deepytorch import handles
+assert not handles.armed(model)
 assert len(deepytorch.report().to_json()["regions"]) >= 1
 """
     found = []

@@ -20,7 +20,7 @@ from torch._dynamo import eval_frame
 pytest.importorskip("transformers")
 import transformers as hf
 
-from deepytorch import autowrap
+from deepytorch import autowrap, handles, library_code
 from deepytorch.compiler.outcome import Outcome
 from deepytorch.compiler.report import LEDGER, Report
 from deepytorch.integrations.model_entry import MANY_KINDS, ModelEntry, entry_for
@@ -797,21 +797,21 @@ def test_functions_that_a_script_has_set_on_a_librarys_module_are_the_scripts(se
     torch.testing.assert_close(entry.call(model._call_impl, (), batch).loss, wanted)
     assert entry.record.outcome == "declined"
     assert "of the script's own" in entry.record.declined[0]
-    assert not autowrap.is_of_libraries(model)
+    assert not library_code.is_of_libraries(model)
 
 
 @pytest.mark.parametrize("where", ["class", "module"])
 def test_what_a_script_has_put_into_a_librarys_code_is_the_scripts(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = llama("sdpa", num_hidden_layers=1)
     home = sys.modules[type(model).__module__]
-    assert autowrap.is_of_libraries(model)
+    assert library_code.is_of_libraries(model)
     if where == "class":
         own = home.LlamaMLP.forward
         monkeypatch.setattr(home.LlamaMLP, "forward", functools.wraps(own)(lambda self, x: own(self, x) + _far(x)))
     else:
         turned = home.apply_rotary_pos_emb
         monkeypatch.setattr(home, "apply_rotary_pos_emb", lambda *args, **kwargs: turned(*args, **kwargs))
-    assert not autowrap.is_of_libraries(model)
+    assert not library_code.is_of_libraries(model)
 
 
 def test_what_accelerate_and_transformers_set_on_a_model_is_a_librarys() -> None:
@@ -822,7 +822,7 @@ def test_what_accelerate_and_transformers_set_on_a_model_is_a_librarys() -> None
     model.gradient_checkpointing_enable()
     accelerate.hooks.add_hook_to_module(model.model.norm, accelerate.hooks.AlignDevicesHook())
     model.model.layers[0].mlp.compile()
-    assert autowrap.is_of_libraries(model)
+    assert library_code.is_of_libraries(model)
     accelerate.state.AcceleratorState._reset_state()
 
 
@@ -832,7 +832,7 @@ def test_llama_factorys_checkpoint_function_is_a_librarys_and_its_attention_is_n
     written = {"__name__": f"llamafactory.model.model_utils.{module}", "checkpoint": torch.utils.checkpoint.checkpoint}
     exec("def run(function, *args, **kwargs): return checkpoint(function, *args, **kwargs)", written)
     model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=written["run"])
-    assert autowrap.is_of_libraries(model) is known
+    assert library_code.is_of_libraries(model) is known
 
 
 def test_a_proof_holds_for_the_functions_on_the_model_that_it_was_made_with() -> None:
@@ -873,21 +873,21 @@ def test_a_proof_holds_for_the_functions_on_the_model_that_it_was_made_with() ->
 def test_what_is_not_proved_by_its_graph_is_not_packed_at_entry_where_the_user_has_written_of_it() -> None:
     model = llama("sdpa")
     alone, cut = [Outcome.UNTRACEABLE, Outcome.DECLINED], [Outcome.PACKED, Outcome.DECLINED]
-    assert autowrap._needs_entry(model, alone)
-    assert not autowrap._needs_entry(model, [Outcome.PACKED])
-    assert not autowrap._needs_entry(model, [Outcome.DECLINED])
-    assert autowrap._needs_entry(model, cut)
+    assert handles.needs_entry(model, alone)
+    assert not handles.needs_entry(model, [Outcome.PACKED])
+    assert not handles.needs_entry(model, [Outcome.DECLINED])
+    assert handles.needs_entry(model, cut)
     model.model.layers[0].mlp.act_fn = _OfTheUser()
-    assert not autowrap._needs_entry(model, alone)
-    assert not autowrap._needs_entry(model, cut)
-    assert autowrap._first_entry_of(model, None) is None
+    assert not handles.needs_entry(model, alone)
+    assert not handles.needs_entry(model, cut)
+    assert handles.first_entry_of(model, None) is None
 
 
 def test_ranks_that_share_weights_are_not_asked_in_steps_of_their_own() -> None:
     model = llama("sdpa")
-    assert autowrap._first_entry_of(model, None) is not None
+    assert handles.first_entry_of(model, None) is not None
     next(model.parameters()).device_mesh = object()
-    assert autowrap._first_entry_of(model, None) is None
+    assert handles.first_entry_of(model, None) is None
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import deepytorch
-from deepytorch import autowrap
+from deepytorch import handles
 from deepytorch.compiler.dynamo.sizes import marked_ahead
 from deepytorch.compiler.report import LEDGER
 from deepytorch.integrations import packed_attention
@@ -264,9 +264,9 @@ def test_what_no_graph_can_pack_is_packed_at_entry_without_a_look_at_graphs(
             compiled.append(calls.count)
             return module._call_impl(*args, **given)
 
-        entry = autowrap._entry_of(model, None)
+        entry = handles.entry_of(model, None)
         first = None if waits else _Over(runs, entry)
-        handle = autowrap.Handle(model, runs, entry if waits else None, first=first)
+        handle = handles.Handle(model, runs, entry if waits else None, first=first)
         [batch] = batches(causal_batch, (4, 11, "right"))
         handle(model, **batch)
         assert isinstance(entry, ModelEntry)

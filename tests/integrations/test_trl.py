@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import deepytorch
-from deepytorch import autowrap
+from deepytorch import autowrap, handles
 from deepytorch.compiler.report import LEDGER
 from deepytorch.integrations.trl import OnTokens
 from deepytorch.switch import SWITCH
@@ -120,7 +120,7 @@ def test_the_import_compiles_the_backbone_in_the_models_place(monkeypatch: pytes
     autowrap.watch(torch.optim.SGD(model.parameters(), lr=0.1))
     [batch, *_] = batches("right")
     model(**batch, fused_lm_head=True).loss.backward()
-    assert autowrap.armed(model)
+    assert handles.armed(model)
     assert model._compiled_call_impl is None
     assert model.model._compiled_call_impl is not None
 
@@ -179,7 +179,7 @@ def test_a_forward_of_somebody_else_on_the_model_is_no_head_of_trls() -> None:
 
 
 def test_explain_asks_the_backbones_entry_with_what_the_backbone_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autowrap, "_needs_entry", lambda *_: True)  # as where its graph cannot be packed
+    monkeypatch.setattr(autowrap, "needs_entry", lambda *_: True)  # as where its graph cannot be packed
     model = with_fused_head(llama())
     [batch, *_] = batches("right")
     entry, *_ = deepytorch.explain(model, **batch, fused_lm_head=True).to_json()["regions"]
@@ -195,7 +195,7 @@ def test_explain_says_what_training_will_do() -> None:
     [region] = explanation.to_json()["regions"]
     assert region["outcome"] == "packed"
     assert not region["name"].startswith("model entry")
-    assert not autowrap.armed(model)
+    assert not handles.armed(model)
     assert model.model._compiled_call_impl is None
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 

@@ -1,0 +1,48 @@
+"""What data-parallel and model-parallel frameworks have made of a module: wrapped, sharded or partitioned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return the model in a data-parallel wrapper or in DeepSpeed's engine."""
+    inner = getattr(module, "module", None)
+    if isinstance(inner, nn.Module) and (
+        isinstance(module, nn.parallel.DistributedDataParallel) or type(module).__module__.startswith("deepspeed.")
+    ):
+        return unwrapped(inner)
+    return module
+
+
+def is_fsdp(module: nn.Module) -> bool:
+    """Return whether FSDP2 (`fully_shard`) gathers this module's weights at its calls."""
+    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
+
+
+def is_partitioned(module: nn.Module) -> bool:
+    """Return whether ZeRO-3, whose hooks cut every graph, has partitioned the module's weights."""
+    return any(hasattr(each, "ds_id") for each in module.parameters())
+
+
+def shares_weights(module: nn.Module) -> bool:
+    """Return whether weights are DTensors, as under tensor parallelism."""
+    return any(hasattr(each, "device_mesh") for each in module.parameters())
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Return whether weights are sharded over ranks (ZeRO-3, FSDP2), so that all ranks take part in every call."""
+    return is_partitioned(module) or shares_weights(module)
+
+
+def sharding_groups(module: nn.Module) -> list[Any]:
+    """Return the process groups over which weights are sharded; none if they are not."""
+    for each in module.parameters():
+        if hasattr(each, "ds_id"):
+            return [each.ds_process_group]  # type: ignore[attr-defined]
+        mesh = getattr(each, "device_mesh", None)
+        if mesh is not None:
+            return [mesh.get_group(dim) for dim in range(mesh.ndim)]
+    return []
