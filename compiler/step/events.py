@@ -20,7 +20,11 @@ from deepytorch.log import logger, once
 
 MAX_FALLBACKS = 20  # that a report names
 _MAX_USES = 20  # of one output, likewise
-_RUNS = {Uses.PADS: "padded", Uses.GRAPH: "in eager"}
+_RUNS = {
+    Uses.VALUES: "packed, and forward once more padded if half of the batch is pads (else padded alone)",
+    Uses.PADS: "padded",
+    Uses.GRAPH: "in eager",
+}
 
 FRAMEWORKS = (
     "torch", "deepspeed", "accelerate", "transformers", "peft", "trl", "lightning", "lightning_fabric",
@@ -29,16 +33,30 @@ FRAMEWORKS = (
 
 
 class RegionEvents:
-    """The events of one region, which write to its record. state: the region's, after the last event."""
+    """The events of one region, which write to its record.
 
-    def __init__(self, record: RegionRecord, state: State) -> None:
-        self.state, self._record = state, record
+    state: the region's, after the last event. can_replay: whether its forward can run once more in each step.
+    """
+
+    def __init__(self, record: RegionRecord, state: State, *, can_replay: bool = True) -> None:
+        self.state, self._record, self._can_replay = state, record, can_replay
 
     # ------------------------------------------------------------------ uses of outputs
 
     def used_tokens(self, output: str, function: Any) -> None:
         """Note that a script has used only the tokens of an output."""
         self._note(output, name_of(function))
+
+    def looked_at_values(self, output: str, function: Any) -> bool:
+        """Note a look at an output's pads without gradients; return whether values without gradients are enough.
+
+        They are not if later steps run padded anyway.
+        """
+        if not self._can_replay or self.state.uses > Uses.VALUES:
+            self.looked_at_pads(output, function)
+            return False
+        self._used(Uses.VALUES, output, function, "padded positions without gradients")
+        return True
 
     def looked_at_pads(self, output: str, function: Any) -> None:
         """Note that a script has used an output in a way that needs its pads."""

@@ -13,9 +13,13 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from contextvars import ContextVar
 from typing import Any
 
 import torch
+
+# Whether only the values of a call are wanted, without gradients: a padded replay then keeps nothing for a backward.
+VALUES_ALONE: ContextVar[bool] = ContextVar("VALUES_ALONE", default=False)
 
 
 class Modes:

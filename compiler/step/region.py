@@ -216,3 +216,8 @@ class _Call:
             assert self._packing is not None
             self.facts = self._packing.read(self._inputs)
         return self.facts.reason if isinstance(self.facts, Refusal) else None
+
+    @property
+    def real_share(self) -> float:
+        assert isinstance(self.facts, Facts)
+        return sum(self.facts.tokens) / self.facts.num_positions

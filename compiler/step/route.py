@@ -21,6 +21,9 @@ from typing import Protocol
 
 # The most calls that are profiled while none has had its backward: a script may call a model several times a step.
 MAX_PROFILED = 8
+# The largest share of tokens with which a packed step, and a padded forward without gradients beside it, beat a padded
+# step. A padded step takes as long as three padded forwards; these two as long as 3 * share + 1, a part of it in eager.
+MOST_REAL = 0.5
 
 
 class Route(Enum):
@@ -33,11 +36,16 @@ class Route(Enum):
 
 
 class Uses(IntEnum):
-    """The parts of its outputs that a script uses: their tokens, their pads too, or their place in autograd's graph."""
+    """The parts of its outputs that a script uses, each with those before.
+
+    TOKENS: what stands at tokens. VALUES: a number over all positions, without gradients, as for a log. PADS: what
+    stands at pads, with gradients. GRAPH: the outputs' place in autograd's graph.
+    """
 
     TOKENS = 0
-    PADS = 1
-    GRAPH = 2
+    VALUES = 1
+    PADS = 2
+    GRAPH = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +126,11 @@ class Call(Protocol):
         """Return the reason for which the batch is not packed, None if it is; the batch is read for this."""
         ...
 
+    @property
+    def real_share(self) -> float:
+        """Return the share of tokens among all positions of a batch that is packed."""
+        ...
+
 
 def route(state: State, call: Call) -> tuple[Route, str]:
     """Return the route of a call, and the reason for which it is no faster one (empty for the fastest)."""
@@ -134,10 +147,12 @@ def route(state: State, call: Call) -> tuple[Route, str]:
         why = ""
     elif Route.PACKED in state.broken:
         why = "the packed step failed"
-    elif state.uses is not Uses.TOKENS:
+    elif state.uses > Uses.VALUES:
         why = state.because
     else:
         refusal = call.refusal
+        if refusal is None and state.uses is Uses.VALUES and call.real_share > MOST_REAL:
+            refusal = state.because
         if refusal is None:
             return (Route.PACKED if state.knows_uses else Route.PROFILED), ""
         why = refusal

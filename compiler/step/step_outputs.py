@@ -203,11 +203,10 @@ class StepOutputs:
         return partial(self._replayed_output, taken.replay, number, meta.name)
 
     def _replayed_output(self, replay: Replay, number: int, name: str) -> torch.Tensor:
-        first = not replay.has_run
+        known, seconds = replay.has_run, replay.seconds
         found: torch.Tensor = replay.outputs(name)[number]
-        if first:
-            self._record.steps_replayed += 1
-            self._record.replay_seconds += replay.seconds
+        self._record.steps_replayed += not known
+        self._record.replay_seconds += replay.seconds - seconds
         return found
 
     def _defer_replayed(self, taken: _Taken) -> Sequence[torch.Tensor]:

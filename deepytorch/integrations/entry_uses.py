@@ -109,10 +109,12 @@ class OutputUses:
 
     Ranks that hold shards of one model have to agree: each profiles its first call, whatever the batch is, and before
     the second call they exchange the uses. For such ranks a new use in a later call is an error.
+
+    can_replay: whether this rank alone can run a call once more.
     """
 
-    def __init__(self, record: RegionRecord, model: nn.Module, peers: Peers | None) -> None:
-        self.events = RegionEvents(record, State(packs=True, defers=True))
+    def __init__(self, record: RegionRecord, model: nn.Module, peers: Peers | None, *, can_replay: bool) -> None:
+        self.events = RegionEvents(record, State(packs=True, defers=True), can_replay=can_replay)
         self.parameters, self.buffers, self._parts = list(model.parameters()), Buffers(model), list(model.modules())
         self.sampler = Sampler()
         listen_to_steps()
@@ -204,11 +206,10 @@ class OutputUses:
                         "training, after which all ranks compute them. Do so, look at real positions only, or pass "
                         "deepytorch.configure(options={'unpad': False})"
                     )
-                known = again.seconds
+                known, seconds = again.has_run, again.seconds
                 found = find(again.outputs(name)[0])
-                if not known:
-                    record.steps_replayed += 1
-                    record.replay_seconds += again.seconds
+                record.steps_replayed += not known
+                record.replay_seconds += again.seconds - seconds
                 return found
 
             return defer(

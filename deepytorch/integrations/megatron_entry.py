@@ -79,6 +79,7 @@ class _Asked:
     """The properties that `route` asks of a call."""
 
     refusal: str | None
+    real_share: float
     is_forward_mode: bool = False
     is_recomputed: bool = False
     is_searched: bool = False
@@ -124,13 +125,14 @@ class MegatronEntry:
             return self._forward(self._model, *args, **kwargs)  # which raises
         kind = _kind(given)
         found = self._pack(given, kind, min_padding)
-        uses = self._uses.setdefault(kind, OutputUses(self.record, self._model, None))
+        uses = self._uses.setdefault(kind, OutputUses(self.record, self._model, None, can_replay=not self._peers))
         if self._peers and not self._peers.all_say(_told(kind, found, uses.events.state)):
             return self._padded("tensor-parallel ranks would run this batch differently", args, kwargs)
         if isinstance(found, PackedBatch) and kind not in self._found_out:
             self._ask(kind, given)
         refusal = found.reason if isinstance(found, Refusal) else self._found_out[kind]
-        chosen, why = route(uses.events.state, _Asked(refusal))
+        real = 1 - found.padding if isinstance(found, PackedBatch) else 1.0
+        chosen, why = route(uses.events.state, _Asked(refusal, real))
         if chosen in (Route.PADDED, Route.EAGER) or isinstance(found, Refusal):
             return self._padded(why, args, kwargs)
         uses.begin()

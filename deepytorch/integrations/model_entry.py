@@ -31,7 +31,7 @@ from deepytorch.compiler.report import LEDGER, RegionRecord
 from deepytorch.compiler.step.agreement import precision_of
 from deepytorch.compiler.step.batch_facts import Refusal
 from deepytorch.compiler.step.outputs.replay import Replay
-from deepytorch.compiler.step.route import Route, State, Uses, route
+from deepytorch.compiler.step.route import MOST_REAL, Route, State, Uses, route
 from deepytorch.integrations import packed_attention
 from deepytorch.integrations.entry_calls import INSIDE, Replaced, replace_calls, restore_calls
 from deepytorch.integrations.entry_proof import (
@@ -96,6 +96,7 @@ class _Asked:
     is_forward_mode: bool = False
     is_recomputed: bool = False
     is_searched: bool = False
+    real_share: float = 0.0  # looked at already
 
 
 _OF_PROOF = State(packs=True)
@@ -320,7 +321,7 @@ class ModelEntry:
     def _uses_of(self, kind: Any) -> OutputUses:
         """Return the uses of the outputs of this kind of calls."""
         if kind not in self._uses:
-            self._uses[kind] = OutputUses(self.record, self.target, self._peers)
+            self._uses[kind] = OutputUses(self.record, self.target, self._peers, can_replay=not self._peers)
         return self._uses[kind]
 
     def _again(self, uses: OutputUses, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Replay | None:
@@ -373,7 +374,7 @@ class ModelEntry:
         given = _bound(self.target, args, kwargs)
         if given is None:
             return Refusal("the call's arguments are not the model's")
-        if uses is not None and uses.events.state.uses is not Uses.TOKENS:
+        if uses is not None and uses.events.state.uses > Uses.VALUES:
             return Refusal(uses.events.state.because)
         if hooks.refused is not None:
             return Refusal(hooks.refused)
@@ -386,6 +387,8 @@ class ModelEntry:
             return Refusal(str(error))
         if isinstance(found, PackedBatch) and not call.proves and found.padding < self._min_padding:
             return Refusal("hardly any padding in the batch")
+        if isinstance(found, PackedBatch) and uses is not None and uses.events.state.uses is Uses.VALUES:
+            return found if 1 - found.padding <= MOST_REAL else Refusal(uses.events.state.because)
         return found
 
     # ------------------------------------------------------------------ finding out

@@ -42,6 +42,7 @@ class Given:
     is_recomputed: bool = False
     is_searched: bool = False
     why: str | None = None
+    real_share: float = 0.3
     read: int = 0
 
     @property
@@ -78,6 +79,10 @@ ROUTES: list[tuple[State, Given, Route, str]] = [
     (PROFILED, Given(why="no padding"), Route.PADDED, "no padding"),
     (PROFILED.used(Uses.PADS, "argmax looks at pads"), Given(), Route.PADDED, "argmax looks at pads"),
     (PROFILED.used(Uses.GRAPH, "retain_grad"), Given(), Route.EAGER, "retain_grad"),
+    (PROFILED.used(Uses.VALUES, "mean"), Given(), Route.PACKED, ""),
+    (PROFILED.used(Uses.VALUES, "mean"), Given(real_share=0.7), Route.PADDED, "mean"),
+    (PROFILED.used(Uses.VALUES, "mean"), Given(why="no padding"), Route.PADDED, "no padding"),
+    (PACKS.used(Uses.VALUES, "mean"), Given(), Route.PROFILED, ""),
     (PROFILED.needs_eager_backward("create_graph=True"), Given(), Route.EAGER, "create_graph=True"),
     (PROFILED.differed(), Given(), Route.PADDED, "differed"),
     (BROKEN, Given(), Route.PADDED, "failed"),
@@ -103,12 +108,13 @@ def test_every_route_is_chosen_by_some_state() -> None:
 def test_the_batch_is_read_only_where_it_decides(state: State, call: Given, expected: Route, why: str) -> None:
     call.read = 0
     route(state, call)
-    reads = state.packs and state.uses is Uses.TOKENS and not state.broken and not call.is_forward_mode
+    reads = state.packs and state.uses <= Uses.VALUES and not state.broken and not call.is_forward_mode
     reads = reads and not (state.defers and (call.is_recomputed or call.is_searched))
     assert call.read == (1 if reads else 0)
 
 
 EVENTS: dict[str, Callable[[State], State]] = {
+    "values": lambda state: state.used(Uses.VALUES, "mean"),
     "pads": lambda state: state.used(Uses.PADS, "argmax"),
     "graph": lambda state: state.used(Uses.GRAPH, "retain_grad"),
     "a backward that needs eager": lambda state: state.needs_eager_backward("create_graph=True"),
@@ -146,6 +152,7 @@ def test_an_event_changes_nothing_else() -> None:
         for name, event in EVENTS.items()
     }
     assert touched == {
+        "values": {"uses", "because"},
         "pads": {"uses", "because"},
         "graph": {"uses", "because"},
         "a backward that needs eager": {"uses", "because"},
@@ -180,6 +187,19 @@ def test_events_are_written_to_the_record() -> None:
     events.looked_at_pads("logits", torch.argmax)
     assert events.state is before
     assert len(record.outputs["logits"]) == 3  # another line of the script
+
+
+def test_values_without_gradients_are_enough_where_a_rank_can_run_a_call_again_and_later_steps_are_packed() -> None:
+    events = RegionEvents(RegionRecord("region", "packed", "eager"), PROFILED)
+    assert events.looked_at_values("logits", torch.mean)
+    assert events.state.uses is Uses.VALUES
+    assert "looks at padded positions without gradients of 'logits'" in events.state.because
+    events.looked_at_pads("logits", torch.argmax)
+    assert not events.looked_at_values("logits", torch.mean)
+    assert events.state.uses is Uses.PADS
+    alone = RegionEvents(RegionRecord("region", "packed", "eager"), PROFILED, can_replay=False)
+    assert not alone.looked_at_values("logits", torch.mean)
+    assert alone.state.uses is Uses.PADS
 
 
 # ---------------------------------------------------------------------- a whole region, against eager

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from deepytorch.compiler.step.events import RegionEvents
 from deepytorch.compiler.step.outputs.tokens import Tokens
-from deepytorch.compiler.step.past import Modes, version_of
+from deepytorch.compiler.step.past import VALUES_ALONE, Modes, version_of
 from deepytorch.errors import DeferredError
 from deepytorch.torch_internals import keeps_graph_of_this_backward, make_wrapper_subclass
 
@@ -89,13 +89,41 @@ class Pending:
         return self.make_tokens() if self.make_tokens is not None and self.value is None else None
 
     def asked(self, function: Any) -> torch.Tensor:
-        """Return the value for a function that needs all of it, and note this use."""
+        """Return the value for a function that needs all of it, and note this use.
+
+        Where the function takes numbers from it alone, for a log, the value has no gradients and is not kept: the loss
+        is still made from the tokens.
+        """
         if self.value is None and self.events is not None:
             if function in _OF_GRAPHS:
                 self.events.asked_for_graph(self.name, function)
+            elif not self.whole and function in _NUMBERS and self._is_detached_here():
+                if self.events.looked_at_values(self.name, function) and not self._is_of_profile():
+                    return self._without_gradients()
             elif not self.whole:
                 self.events.looked_at_pads(self.name, function)
         return self.compute()
+
+    def _is_detached_here(self) -> bool:
+        """Return whether the value comes from a call that trains, and no gradient goes back from this use of it."""
+        return self._is_of_training() and not (self.requires_grad and torch.is_grad_enabled())
+
+    def _is_of_training(self) -> bool:
+        """Return whether the value, or one that it is computed from, requires gradients."""
+        return self.requires_grad or any(each._is_of_training() for each in self.sources)
+
+    def _is_of_profile(self) -> bool:
+        """Return whether eager has computed the value already, or one that it is computed from."""
+        return self.profiled or any(each._is_of_profile() for each in self.sources)
+
+    @torch.compiler.disable(reason="a deferred output is computed at its first use")
+    def _without_gradients(self) -> torch.Tensor:
+        """Return the value without gradients, which is not kept: callers must not write to it, nor hand it on."""
+        before = VALUES_ALONE.set(True)
+        try:
+            return self.compute()
+        finally:
+            VALUES_ALONE.reset(before)
 
     def comes_from(self, other: Pending) -> bool:
         """Return whether this value shares memory with `other` or was computed from it."""
@@ -114,10 +142,13 @@ class Pending:
 
     @torch.compiler.disable(reason="a deferred output is computed at its first use")
     def compute(self) -> torch.Tensor:
-        """Return the value, computed at the first call."""
+        """Return the value, computed at the first call; under `VALUES_ALONE` without gradients, and not kept."""
         if self.value is not None:
             return self.value
         assert self._compute is not None
+        if VALUES_ALONE.get():
+            with self._modes.entered(), torch.no_grad():
+                return self._compute()
         with self._modes.entered():
             value = self._compute()
         self._check(value)
@@ -146,6 +177,12 @@ class Pending:
 
 # Uses that need a tensor's place in autograd's graph, between the weights and the loss.
 _OF_GRAPHS = frozenset((torch.autograd.grad, torch.Tensor.register_hook, torch.Tensor.retain_grad))
+# Uses that give numbers in memory of their own, and leave the tensor as it is.
+_NUMBERS = frozenset(
+    getattr(owner, name)
+    for owner in (torch, torch.Tensor)
+    for name in ("mean", "sum", "std", "var", "amax", "amin", "norm", "any", "all")
+)
 
 
 class Family:

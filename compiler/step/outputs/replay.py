@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 
 from deepytorch.compiler.step.kept_weights import as_then, forget, keep_for
-from deepytorch.compiler.step.past import Past, generators_of
+from deepytorch.compiler.step.past import VALUES_ALONE, Past, generators_of
 from deepytorch.errors import DeferredError
 from deepytorch.passes.samples import Sampler
 
@@ -57,33 +58,43 @@ class Replay:
         self._weights, self._sampler = list(map(inputs.__getitem__, parameters)), sampler
         self._samples = sampler.take(self._weights)
         self._outputs: tuple[Any, ...] | None = None
+        self._values: tuple[Any, ...] | None = None  # without gradients
         self.seconds = 0.0
         keep_for(self)
 
     @property
     def has_run(self) -> bool:
         """Return whether the replay has run."""
-        return self._outputs is not None
+        return self._outputs is not None or self._values is not None
 
     @torch.compiler.disable(reason="a step is replayed in eager")
     def outputs(self, name: str) -> tuple[Any, ...]:
         """Return the eager step's outputs, computed at the first call. name: of the output that is wanted.
 
-        Raises `DeferredError` if a weight or the batch has changed.
+        Under `VALUES_ALONE` they have no gradients. Raises `DeferredError` if a weight or the batch has changed.
         """
-        if self._outputs is None:
-            past = self.past
-            self._check(past, name)
-            started = time.perf_counter()
-            with past.as_it_was(), past.trained_as_it_was():
-                given = list(past.inputs)
-                for place, copy in past.copies.items():
-                    given[place] = as_then(past, place) if place in past.kept_places else copy
-                self._outputs = tuple(past.eager(*given))
-            self.seconds = time.perf_counter() - started
-            forget(self)
-            self.past, self._weights = Past(past.eager, (), {}, {}), []
+        if self._outputs is not None:
+            return self._outputs
+        if VALUES_ALONE.get():
+            if self._values is None:
+                self._values = self._run(name, gradients=False)
+            return self._values
+        self._outputs, self._values = self._run(name, gradients=True), None
+        forget(self)
+        self.past, self._weights = Past(self.past.eager, (), {}, {}), []
         return self._outputs
+
+    def _run(self, name: str, *, gradients: bool) -> tuple[Any, ...]:
+        past = self.past
+        self._check(past, name)
+        started = time.perf_counter()
+        with past.as_it_was(), past.trained_as_it_was(), contextlib.nullcontext() if gradients else torch.no_grad():
+            given = list(past.inputs)
+            for place, copy in past.copies.items():  # the run may write into a copy, and there may be another run
+                given[place] = as_then(past, place) if place in past.kept_places else copy.clone()
+            outputs = tuple(past.eager(*given))
+        self.seconds += time.perf_counter() - started
+        return outputs
 
     def rewind(self) -> None:
         """Set the random generators to their states at the begin of the step."""

@@ -17,7 +17,7 @@ from deepytorch.compiler.step.outputs import pad_safe
 from deepytorch.compiler.step.outputs.pending import Pending, PendingTensor
 from deepytorch.compiler.step.outputs.rules.by_feature import Several
 from deepytorch.compiler.step.outputs.tokens import Tokens
-from deepytorch.compiler.step.past import version_of
+from deepytorch.compiler.step.past import VALUES_ALONE, version_of
 from deepytorch.errors import DeferredError
 
 
@@ -158,6 +158,8 @@ class _Recipe:
         if not isinstance(each, Pending):
             return each
         value = each.compute()
+        if VALUES_ALONE.get():
+            return value
         self._versions.append((value, each.version))
         return value
 
