@@ -410,6 +410,12 @@ def test_what_sees_tokens_only_asks_for_no_pad(name: str) -> None:
     assert case.events.state.uses is Uses.TOKENS
 
 
+WITHOUT_GRADIENTS = (  # numbers of what has none
+    "not a number anywhere", "a mask changed after it was used", "a loss of labels changed after",
+    "an exponential in half precision",
+)  # fmt: skip
+
+
 @pytest.mark.parametrize("name", ANYTHING)
 def test_what_sees_pads_gets_eagers_numbers(name: str) -> None:
     case = Case(exact=True)
@@ -420,7 +426,7 @@ def test_what_sees_pads_gets_eagers_numbers(name: str) -> None:
         scalar(wanted).backward()
         assert_same_gradient(case)
     assert case.asked == 1
-    assert case.events.state.uses is Uses.PADS
+    assert case.events.state.uses is (Uses.VALUES if name in WITHOUT_GRADIENTS else Uses.PADS)
 
 
 def test_every_function_of_the_table_has_a_use_here(monkeypatch: pytest.MonkeyPatch) -> None:
