@@ -86,11 +86,21 @@ def kto():
 
 @case(expect="padded")
 def orpo():
-    """Odds ratios; the mean of all logits, pads among them, is logged in each step."""
+    """Odds ratios; the mean of all logits, pads among them, is logged in each step, and few positions are pads."""
+    return odds_ratios(rows(prompt=6, chosen=12, rejected=10), max_length=24)
+
+
+@case(expect="packed")
+def orpo_of_uneven_rows():
+    """Most positions are pads: the step is packed, and a padded forward gives the mean of all logits."""
+    dataset = rows(prompt=3, chosen=60, rejected=4)
+    return odds_ratios(dataset, max_length=64)
+
+
+def odds_ratios(dataset, **settings):
     from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
-    dataset = rows(prompt=6, chosen=12, rejected=10)
-    return trained(ORPOTrainer, ORPOConfig, dataset, ("loss", "logits/chosen"), max_length=24)
+    return trained(ORPOTrainer, ORPOConfig, dataset, ("loss", "logits/chosen"), **settings)
 
 
 torch.manual_seed(0)
