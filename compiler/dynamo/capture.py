@@ -20,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from deepytorch.compiler.dynamo.custom_functions import Derived, find_derivatives
+from deepytorch.compiler.dynamo.vmapped import without_vmaps
 from deepytorch.passes.base import GraphInput, Role
 from deepytorch.passes.slicing import returns_alias, writes_in_place
 from deepytorch.torch_internals import (
@@ -72,6 +73,7 @@ def capture(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
     fake_mode = next((f.fake_mode for f in fakes if hasattr(f, "fake_mode")), None)
     if fake_mode is None:
         raise RuntimeError("the graph has no fake tensor among its inputs: nothing to trace under")
+    module = without_vmaps(module, fake_mode)
     derivatives = find_derivatives(module)
     allowed = fake_mode.allow_non_fake_inputs
     fake_mode.allow_non_fake_inputs = True

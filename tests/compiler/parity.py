@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
@@ -21,7 +19,6 @@ Compare = Callable[[Any, Any, Batch], None]
 OPTIONS = {"lowering": "eager"}
 COMPILED = {"lowering": "aot_eager"}
 PAD = 1
-VMAP = "lazy_load_decompositions is left to stock"  # what a graph with a vmap is declined for: its first call
 IGNORED = -100
 
 
@@ -197,27 +194,12 @@ def compare_whole(name: str = "logits") -> Compare:
 def expect_packed(report: Report, *, steps: int | None = None, padded: int | None = None) -> None:
     """That packing really fired: at least once, or exactly as often as said, the watched first step among them."""
     story = describe(report)
-    skip_masks_by_vmap(report)
     assert report.total("steps_packed") > 0, f"nothing was packed: {story}"
     if steps is not None:
         assert report.total("steps_packed") + report.total("steps_profiled") == steps, story
     if padded is not None:
         assert report.total("steps_padded") == padded, story
     assert not [fallback for region in report.regions for fallback in region.fallbacks], story
-
-
-def skip_masks_by_vmap(report: Report) -> None:
-    """Skip where transformers 4 makes its masks by `vmap`, and nothing else kept a graph from being packed.
-
-    docs/compatibility.md says so. What was trained before has been compared with eager.
-    """
-    transformers = sys.modules.get("transformers")
-    if transformers is None or not transformers.__version__.startswith("4."):
-        return
-    declined = {reason for region in report.regions for reason in region.declined}
-    if report.total("steps_packed") == 0 and declined == {VMAP}:
-        said = f"transformers {transformers.__version__} makes masks by vmap, which is left to stock"
-        pytest.skip(f"{said}: equal to eager, not packed")
 
 
 def expect_not_packed(report: Report) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from deepytorch.compiler.host_copies import host_copy, remember, remembering
 from deepytorch.compiler.report import LEDGER
-from tests.compiler.parity import OPTIONS, Batch, batches, causal_batch, loss_of, masked_lm_batch, skip_masks_by_vmap
+from tests.compiler.parity import OPTIONS, Batch, batches, causal_batch, loss_of, masked_lm_batch
 from tests.compiler.plain_models import Plain, sdpa_bool
 from tests.device_stand_in import StandIn, counted, device
 
@@ -82,7 +82,6 @@ def train(trained: Trained, given: Iterable[Batch], expected: int) -> None:
     for found in waits[WARM:]:
         assert len(found) <= expected, "\n\n".join(found)
     steps = LEDGER.report()
-    skip_masks_by_vmap(steps)
     assert steps.total("steps_packed") >= len(waits) - 1
     assert steps.total("steps_padded") == 0
 
@@ -165,7 +164,6 @@ def test_the_trainers_batches_are_not_waited_for(
     for found in steps[WARM:]:
         ours = [each for each in found if "/compiler/" in each or "/passes/" in each or "sparse_rows" in each]
         assert ours == []
-    skip_masks_by_vmap(LEDGER.report())
     assert LEDGER.report().total("steps_packed") >= 4
     assert LEDGER.report().total("steps_read_back") == 0
 
