@@ -267,6 +267,10 @@ def _violations(
             mask = masks[assumption.space]
             own = mask[:, assumption.offset : mask.shape[1] - assumption.cut + assumption.offset]
             found.append(("a factor is not zero at padded positions", (value != 0) & ~own))
+        elif assumption.kind == "mask as meant":
+            found.append(("a mask that says more about this batch than which keys are tokens", value))
+        elif assumption.kind == "same tokens":
+            found.append(("attentions that disagree on which keys are tokens", value))
         elif assumption.kind == "binary":
             odd = None if packed is None else _odd(program, packed, assumption.output)
             found.append(("a mask holds numbers besides 0 and 1", (value != 0) & (value != 1) if odd is None else odd))

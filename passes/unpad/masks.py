@@ -21,6 +21,7 @@ from deepytorch.passes.slicing import Slicer
 from deepytorch.passes.unpad.attentions import MASKED, Attention, Term
 from deepytorch.passes.unpad.empty_queries import infinite_scores, need_first_token
 from deepytorch.passes.unpad.layout import Symbols
+from deepytorch.passes.unpad.mask_checks import MaskCheck, is_settled, scores_of
 from deepytorch.passes.unpad.probes import Probe, probe_lengths, random_values, role_of, whole_numbers
 
 aten = torch.ops.aten
@@ -52,7 +53,8 @@ class Meaning:
     Query i sees key j iff i - left <= j <= i + right (-1: no limit) and, if `tokens` is given, j is a token. Every step
     has to check: batches are no longer than `max_positions`; `buffers` are unchanged; each input in `assumed` holds
     only 0 or 1 ("binary"), or only 0 and very low numbers ("additive"). With `begins`, also that each row begins with a
-    token: pads before it would see no key, and the model computes NaN there.
+    token: pads before it would see no key, and the model computes NaN there. With `check`, also that the mask means
+    that for this batch, since probes do not settle it.
     """
 
     window_left: int = -1
@@ -63,6 +65,7 @@ class Meaning:
     buffers: tuple[fx.Node, ...] = ()
     assumed: tuple[tuple[fx.Node, str], ...] = ()
     begins: bool = False
+    check: MaskCheck | None = None
 
     @property
     def windowed(self) -> bool:
@@ -195,10 +198,26 @@ class Prober:
             if window is not None:
                 source = None if choice is None else self._before_moves(choice, candidates, [run[1] for run in runs])
                 begins = self._begins(runs, infinite, choice, window)
-                return Meaning(window[0], window[1], source, added, begins=begins)
+                check = None
+                if choice is not None and not is_settled(terms, choice[0], domain, self._slicer):
+                    check = self._check(terms, choice, window, spaces)
+                return Meaning(window[0], window[1], source, added, begins=begins, check=check)
         raise Undecided(
             "the mask matches no known meaning (full, causal or sliding window, and-ed with 'the key is a token')"
         )
+
+    def _check(
+        self,
+        terms: list[Term],
+        choice: tuple[fx.Node, str],
+        window: tuple[int, int],
+        spaces: tuple[sympy.Symbol, sympy.Symbol],
+    ) -> MaskCheck:
+        node, reading = choice
+        queries, keys = spaces
+        sizes = [self._symbols.expr(size) for size in node.meta["val"].shape]
+        dims = sizes.index(self._symbols.rows), sizes.index(keys)
+        return MaskCheck(tuple(terms), node, dims, reading, window, queries == keys)
 
     def _begins(
         self, runs: list[Any], infinite: list[torch.Tensor], choice: tuple[fx.Node, str] | None, window: tuple[int, int]
@@ -401,17 +420,10 @@ def _is_one(factor: torch.Tensor) -> torch.Tensor:
 
 def _of_scores(term: Term, value: torch.Tensor, sizes: tuple[int, int, int]) -> torch.Tensor:
     """Return a term's values as (1 or rows, 1 or heads, 1 or queries, 1 or keys)."""
-    rows, given = sizes[0], tuple(value.shape)
-    if term.ndim == 3 and value.dim() == 3 and value.shape[0] != 1:
-        # rows and heads are merged, as in nn.MultiheadAttention
-        if value.shape[0] % rows:
-            raise Undecided(f"the mask {term.node.name} does not have a row's dimension first")
-        value = value.reshape(rows, -1, *value.shape[1:])
-    while value.dim() < 4:
-        value = value.unsqueeze(0)
-    if value.dim() > 4 or value.shape[0] not in (1, rows):
-        raise Undecided(f"the mask {term.node.name} has the sizes {given} on a probe of {sizes}")
-    return value
+    try:
+        return scores_of(value, term.ndim, sizes[0])
+    except ValueError as error:
+        raise Undecided(f"the mask {term.node.name} {error}") from error
 
 
 def _offsets(offset: torch.Tensor, chosen: torch.Tensor) -> list[int]:

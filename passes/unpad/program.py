@@ -104,7 +104,7 @@ class Assumption:
     """A condition on output `output` of `Program.facts` that must hold at run time.
 
     kind "zero at pads": the value is zero or false wherever `space` has no token. "binary": 0 or 1 only. "additive": 0
-    or very low numbers only.
+    or very low numbers only. "mask as meant", "same tokens": the value is false everywhere (see `mask_checks`).
     """
 
     kind: str

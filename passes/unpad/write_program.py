@@ -17,6 +17,8 @@ from deepytorch.passes.unpad.demand import admitted_rule
 from deepytorch.passes.unpad.emit import Emitter
 from deepytorch.passes.unpad.index_values import IndexValues
 from deepytorch.passes.unpad.layout import Layout, Positions, is_token, positions_of
+from deepytorch.passes.unpad.mask_checks import MaskCheck, mask_differs
+from deepytorch.passes.unpad.masks import TokenSource
 from deepytorch.passes.unpad.program import (
     Assumption,
     BufferState,
@@ -301,12 +303,48 @@ def _assumptions(region: Region, emitter: Emitter, output: AddOutput) -> Iterato
     assumed = dict.fromkeys(pair for meaning in region.meanings.values() for pair in meaning.assumed)
     for leaf, domain in assumed:
         yield Assumption(domain, output(emitter.padded(leaf)))
+    for check in _checks(region):
+        yield Assumption("mask as meant", output(_compared(emitter, check)))
+    for space in region.spaces.values():
+        flat = [_flat_tokens(emitter, source) for source in _sources(space)]
+        for other in flat[1:]:
+            yield Assumption("same tokens", output(emitter.call(aten.ne.Tensor, (flat[0], other))))
+
+
+def _sources(space: Space) -> list[TokenSource]:
+    """Return the different token masks of a space's attentions, if there are several: else one is used as it is."""
+    sources = list(dict.fromkeys(meaning.tokens for _, meaning in space.attentions if meaning.tokens is not None))
+    return sources if len(sources) > 1 else []
+
+
+def _flat_tokens(emitter: Emitter, source: TokenSource) -> fx.Node:
+    flat = emitter.call(aten.reshape.default, (emitter.padded(source.node), [-1]))
+    return emitter.call(_READ[source.reading], (flat, 0))
+
+
+def _checks(region: Region) -> list[MaskCheck]:
+    return list(dict.fromkeys(meaning.check for meaning in region.meanings.values() if meaning.check is not None))
+
+
+_READ = {"nonzero": aten.ne.Scalar, "zero": aten.eq.Scalar, "not negative": aten.ge.Scalar}
+
+
+def _compared(emitter: Emitter, check: MaskCheck) -> fx.Node:
+    """Return the rows in which a mask says anything else than its meaning."""
+    value = emitter.padded(check.tokens)
+    sizes = [emitter.call(aten.sym_size.int, (value, dim)) for dim in check.dims]
+    tokens = emitter.call(_READ[check.reading], (emitter.call(aten.reshape.default, (value, sizes)), 0))
+    values = [emitter.padded(term.node) for term in check.terms]
+    kinds = [(term.kind, term.ndim) for term in check.terms]
+    return emitter.call(mask_differs, (values, kinds, tokens, check.window, check.same_space))
 
 
 def _facts_nodes(region: Region) -> list[fx.Node]:
     nodes = [space.source.node for space in region.spaces.values() if space.source is not None]
     nodes += [_labels(region, loss) for loss in region.losses]
     nodes += [factor for factor, _, _ in region.zero_factors()]
+    nodes += [node for check in _checks(region) for node in check.nodes]
+    nodes += [source.node for space in region.spaces.values() for source in _sources(space)]
     for pick in region.picks:
         if pick.target is aten.index.Tensor:
             nodes += list(pick.args[1])  # type: ignore[arg-type]
