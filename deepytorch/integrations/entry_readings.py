@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
@@ -32,7 +32,7 @@ SHORTEST = 12  # positions of the probe
 
 def declined_beforehand(outer: nn.Module, model: Any) -> str | None:
     """Return why a model is declined for a property that a small probe would not show; None if there is none."""
-    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+    config = _text_config(model)
     biased = any(has_learned_bias(module) for module in model.modules())
     if not (getattr(model, "_supports_flash_attn", False) or biased):
         return f"{type(model).__name__} does not say what its masks mean (transformers gives it no FlashAttention)"
@@ -71,6 +71,26 @@ def declined_beforehand(outer: nn.Module, model: Any) -> str | None:
     return None
 
 
+def asked_by_configuration(model: Any, given: Mapping[str, Any]) -> str | None:
+    """Return a message if the model's configuration asks for its routers' logits, and the call does not; else None.
+
+    The loss of the routers multiplies each position's entries by its mask, and a packed row has no such mask.
+    """
+    configs = (model.config, _text_config(model))
+    asked = any(getattr(each, "output_router_logits", False) for each in configs)
+    if not asked or given.get("output_router_logits") is not None:
+        return None
+    return (
+        "the configuration sets output_router_logits, and the routers' loss reads the mask of each position, "
+        "which a packed row does not have"
+    )
+
+
+def _text_config(model: Any) -> Any:
+    """Return the configuration of the language model."""
+    return model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+
+
 def readings(model: Any, packed: Any) -> Iterator[Reading]:
     """Yield the readings of a batch to try in turn: the kinds of rows they are right for, and their rules of positions.
 
@@ -78,7 +98,7 @@ def readings(model: Any, packed: Any) -> Iterator[Reading]:
     """
     parameters = inspect.signature(packed.forward).parameters
     two_sided = bool(model.config.is_encoder_decoder) and "decoder_input_ids" in parameters
-    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+    config = _text_config(model)
     ids = model.get_input_embeddings().num_embeddings
     by_token = type(model).__name__.endswith("ForTokenClassification")
     pad_id = getattr(config, "pad_token_id", None)
