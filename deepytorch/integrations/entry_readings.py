@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
@@ -50,6 +50,11 @@ def declined_beforehand(outer: nn.Module, model: Any) -> str | None:
         return f"fewer than {SHORTEST} positions"
     if getattr(model.config, "output_attentions", False):
         return "attention weights are asked for"
+    if _routers_are_asked(model):
+        return (
+            "the configuration sets output_router_logits, and the routers' loss reads the mask of each position, "
+            "which a packed row does not have"
+        )
     for module in model.modules():
         if isinstance(module, BatchNorm):
             return "batch normalisation, whose statistics count pads"
@@ -71,19 +76,12 @@ def declined_beforehand(outer: nn.Module, model: Any) -> str | None:
     return None
 
 
-def asked_by_configuration(model: Any, given: Mapping[str, Any]) -> str | None:
-    """Return a message if the model's configuration asks for its routers' logits, and the call does not; else None.
+def _routers_are_asked(model: Any) -> bool:
+    """Return whether the model's configuration asks for its routers' logits, and with them for the routers' loss.
 
-    The loss of the routers multiplies each position's entries by its mask, and a packed row has no such mask.
+    That loss multiplies each position's entries by its mask, and a packed row has no such mask.
     """
-    configs = (model.config, _text_config(model))
-    asked = any(getattr(each, "output_router_logits", False) for each in configs)
-    if not asked or given.get("output_router_logits") is not None:
-        return None
-    return (
-        "the configuration sets output_router_logits, and the routers' loss reads the mask of each position, "
-        "which a packed row does not have"
-    )
+    return any(getattr(each, "output_router_logits", False) for each in (model.config, _text_config(model)))
 
 
 def _text_config(model: Any) -> Any:

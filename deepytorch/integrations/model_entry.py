@@ -41,7 +41,7 @@ from deepytorch.integrations.entry_proof import (
     quietly,
     small_weights,
 )
-from deepytorch.integrations.entry_readings import BY_ROW, asked_by_configuration, declined_beforehand, readings
+from deepytorch.integrations.entry_readings import BY_ROW, declined_beforehand, readings
 from deepytorch.integrations.entry_uses import OutputUses, Peers, with_weights
 from deepytorch.integrations.packed_attention import CannotPack
 from deepytorch.integrations.packed_batch import (
@@ -234,8 +234,7 @@ class ModelEntry:
             tuple((place, *map(_weakly, found)) for place, found in functions if found),
             frozenset((kind, kind.forward) for kind in {type(each) for each in modules}),
             loss,
-            bool(getattr(self._model.config, "output_attentions", False)),
-            asked_by_configuration(self._model, given),
+            *(bool(getattr(self._model.config, f"output_{name}", False)) for name in ("attentions", "router_logits")),
             frozenset(packed_attention.implementations(self._model)),
         )
 
@@ -419,7 +418,6 @@ class ModelEntry:
             return
         call.kind = kind
         reading, reason = None, declined_beforehand(self._outer, self._model)
-        reason = reason or asked_by_configuration(self._model, given)
         if reason is None:
             self._prepare()
             reading, reason = self._prove(given)
