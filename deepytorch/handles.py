@@ -11,7 +11,7 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -122,7 +122,7 @@ class Handle:
             assert self._first is not None
             self.compiled, self.entry, self._begun = *self._first.then(), True
             if known is not None and self.entry is not None:  # its proofs hold on
-                self.entry = known
+                self.entry = cast("ModelEntry", known)  # of `first_entry_of`
             if shares_weights(module):  # ranks come here in steps of their own
                 self.entry = None
             self._packs_at_entry = packs_from_start(module, self.entry)
