@@ -10,6 +10,7 @@ padded batches, and losses against the cost by position.)
     one of them     as soon as it can be afforded, the model is proved for packing at entry, and outputs are profiled
     the next three  eager, packed at entry, eager; timed
     later           packed at entry, timed; eager if the model cannot be packed at entry
+    a trace that was ended, as it took longer than can be afforded: on as before, until twice its time is affordable
 
 Ranks of a DistributedDataParallel module wait for each other in every backward, so that pauses in different steps add
 up. Rank 0 names the call in which all trace (`SameStep`).
@@ -176,6 +177,19 @@ class FirstSteps:
             if tried and self._saved < 0 and self._entry is not None:  # for a small model packing costs more
                 self._entry.leave(_DOES_NOT_PAY)
                 self._entry, self._pays = None, False
+
+    def resume(self, entry: FirstEntry | None, seconds: float) -> None:
+        """Go on as before the trace, which the run could not afford; it is begun again when the run can.
+
+        Steps that a trace was to replace would else run padded. Ranks do not come back: they have agreed on their step.
+
+        Args:
+            entry: The packing at entry, which is used if it has paid.
+            seconds: The time of the trace that was ended; 0 if it was not begun.
+        """
+        if self._together is None:
+            self._over, self._cost = False, 2 * max(seconds, self._cost)
+            self._entry = entry if self._pays and self._asked else None
 
     def _is_padded(self) -> bool:
         """Return whether this call runs padded to measure the cost of a position."""

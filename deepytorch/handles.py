@@ -11,7 +11,7 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -112,12 +112,17 @@ class Handle:
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run a training call."""
+        known = None if self._first is None else self._first.entry
         if self._first is not None and not self._first.over():
             return self._first.call(module, args, kwargs)
-        if not self._begun:
+        if known is not None:
             assert self._first is not None
             self._first.restore()
+        if not self._begun:
+            assert self._first is not None
             self.compiled, self.entry, self._begun = *self._first.then(), True
+            if known is not None and self.entry is not None:  # its proofs hold on
+                self.entry = cast("ModelEntry", known)  # of `first_entry_of`
             if shares_weights(module):  # ranks come here in steps of their own
                 self.entry = None
             self._packs_at_entry = packs_from_start(module, self.entry)
@@ -141,19 +146,21 @@ class Handle:
             self._prepared = True
             for prepare in BEFORE_TRACES:
                 prepare(module, kwargs)
-        if self.entry is None:
-            return self.compiled(module, *args, **kwargs)
         if self._packs_at_entry:
+            assert self.entry is not None
             return self.entry.call(partial(self.compiled, module), args, kwargs)
         if self._looked:
             return self.compiled(module, *args, **kwargs)
         from deepytorch.compiler.outcome import Outcome, outcomes
 
+        paused = BUDGET.paused
         with outcomes() as found:
             outputs = self.compiled(module, *args, **kwargs)
         self._outcomes += found
         self._looked = Outcome.PUT_OFF not in found  # else some frames of the module are traced later
-        self._packs_at_entry = needs_entry(module, self._outcomes)
+        self._packs_at_entry = self.entry is not None and needs_entry(module, self._outcomes)
+        if self._first is not None and self._outcomes and set(self._outcomes) == {Outcome.PUT_OFF}:
+            self._first.resume(self.entry, BUDGET.paused - paused)
         return outputs
 
     def restore(self) -> None:

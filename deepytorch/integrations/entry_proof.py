@@ -13,6 +13,8 @@ State that the probe changes is restored. A model that changes in training by an
 from __future__ import annotations
 
 import contextlib
+import os
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -49,6 +51,7 @@ TOLERANCES = {
 }
 MANY_WEIGHTS = 50_000_000  # above, only gradients of small weights (norms, biases) are compared: each layer has some
 SMALL_WEIGHT = 1 << 16
+_NOT_THE_MODELS = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
 
 Run = Callable[..., Any]
 RunPacked = Callable[[Mapping[str, Any]], tuple[Any, PackedBatch | Refusal | None]]
@@ -90,7 +93,17 @@ def prove(
     except (torch.OutOfMemoryError, KeyboardInterrupt):
         raise
     except Exception as error:
-        return f"the probe failed with {type(error).__name__}: {str(error)[:200]}"
+        return f"the probe failed{_place_in_model(error)} with {type(error).__name__}: {str(error)[:200]}"
+
+
+def _place_in_model(error: BaseException) -> str:
+    """Return the innermost line behind an error that is not torch's or ours, as " in function (file:line)"."""
+    found = [
+        f" in {frame.name} ({frame.filename.replace(os.sep, '/').rpartition('/')[2]}:{frame.lineno})"
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(_NOT_THE_MODELS)
+    ]
+    return found[-1] if found else ""
 
 
 def _with_other_tokens(probe: Mapping[str, Any]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ SHORTEST = 12  # positions of the probe
 
 def declined_beforehand(outer: nn.Module, model: Any) -> str | None:
     """Return why a model is declined for a property that a small probe would not show; None if there is none."""
-    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+    config = _text_config(model)
     biased = any(has_learned_bias(module) for module in model.modules())
     if not (getattr(model, "_supports_flash_attn", False) or biased):
         return f"{type(model).__name__} does not say what its masks mean (transformers gives it no FlashAttention)"
@@ -50,6 +50,11 @@ def declined_beforehand(outer: nn.Module, model: Any) -> str | None:
         return f"fewer than {SHORTEST} positions"
     if getattr(model.config, "output_attentions", False):
         return "attention weights are asked for"
+    if _routers_are_asked(model):
+        return (
+            "the configuration sets output_router_logits, and the routers' loss reads the mask of each position, "
+            "which a packed row does not have"
+        )
     for module in model.modules():
         if isinstance(module, BatchNorm):
             return "batch normalisation, whose statistics count pads"
@@ -71,6 +76,19 @@ def declined_beforehand(outer: nn.Module, model: Any) -> str | None:
     return None
 
 
+def _routers_are_asked(model: Any) -> bool:
+    """Return whether the model's configuration asks for its routers' logits, and with them for the routers' loss.
+
+    That loss multiplies each position's entries by its mask, and a packed row has no such mask.
+    """
+    return any(getattr(each, "output_router_logits", False) for each in (model.config, _text_config(model)))
+
+
+def _text_config(model: Any) -> Any:
+    """Return the configuration of the language model."""
+    return model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+
+
 def readings(model: Any, packed: Any) -> Iterator[Reading]:
     """Yield the readings of a batch to try in turn: the kinds of rows they are right for, and their rules of positions.
 
@@ -78,7 +96,7 @@ def readings(model: Any, packed: Any) -> Iterator[Reading]:
     """
     parameters = inspect.signature(packed.forward).parameters
     two_sided = bool(model.config.is_encoder_decoder) and "decoder_input_ids" in parameters
-    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+    config = _text_config(model)
     ids = model.get_input_embeddings().num_embeddings
     by_token = type(model).__name__.endswith("ForTokenClassification")
     pad_id = getattr(config, "pad_token_id", None)

@@ -234,7 +234,7 @@ class ModelEntry:
             tuple((place, *map(_weakly, found)) for place, found in functions if found),
             frozenset((kind, kind.forward) for kind in {type(each) for each in modules}),
             loss,
-            bool(getattr(self._model.config, "output_attentions", False)),
+            *(bool(getattr(self._model.config, f"output_{name}", False)) for name in ("attentions", "router_logits")),
             frozenset(packed_attention.implementations(self._model)),
         )
 

@@ -10,14 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from deepytorch import first_steps
+from deepytorch import first_steps, handles
 from deepytorch.api import Summary
 from deepytorch.compiler import budget
 from deepytorch.compiler.budget import SHARE, Budget
 from deepytorch.compiler.code import agreement
 from deepytorch.compiler.code.agreement import SameStep
+from deepytorch.compiler.outcome import Outcome, tell
 from deepytorch.compiler.report import STARTS, RegionRecord, Report
 from deepytorch.first_steps import FirstSteps
+from deepytorch.handles import Handle
 from tests.cold import run_cold
 
 
@@ -174,6 +176,48 @@ def test_packing_at_entry_that_does_not_pay_is_given_up(clock: Clock) -> None:
     assert found.count("packed") <= first_steps._TRIED + 3
     assert "takes longer than it saves" in entry.reason
     assert first.then()[0] is False  # nor does packing in eager pay later, until steps are compiled
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_after_a_trace_that_was_ended_steps_go_on_as_before_until_twice_its_time_is_affordable(
+    clock: Clock, pays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handles, "BUDGET", first_steps.BUDGET)
+    module, ids = Padded(), torch.zeros(2, 4)
+    entry, later, tries = FirstEntry(0.001 if pays else 0.05), FirstEntry(0.0), []
+    budget, ended = first_steps.BUDGET, True
+
+    def compiled(module: nn.Module, ids: torch.Tensor) -> str:
+        tries.append(clock.age)
+        if ended:
+            tell(Outcome.PUT_OFF)
+            budget.paused += 4.0
+            clock.now += 4.0
+            return str(module(ids))
+        tell(Outcome.DECLINED)
+        return "compiled"
+
+    first = FirstSteps(module, lambda: entry, lambda _cost, _pays: (compiled, later))
+    handle = Handle(module, lambda *_: None, first=first)
+    clock.age = 5.0
+    for _ in range(12):
+        handle(module, ids)
+    clock.age = 1.1 * first_steps._TRACE_SECONDS / SHARE
+    packed, budget.balance = entry.calls, 0.0
+    assert handle(module, ids) == "padded"
+    assert len(tries) == 1
+    assert [handle(module, ids) for _ in range(3)] == ["packed" if pays else "padded"] * 3
+    assert (entry.calls - packed, later.calls) == (3 if pays else 0, 0)
+    assert len(tries) == 1
+    if not pays:  # what steps take in eager says nothing of what was lost
+        assert budget.balance == pytest.approx(-0.0, abs=0.1)
+    budget.balance, clock.age, ended = 0.0, 7.9 / SHARE, False
+    handle(module, ids)
+    assert len(tries) == 1
+    clock.age = 8.1 / SHARE
+    assert [handle(module, ids) for _ in range(2)] == ["compiled"] * 2
+    assert len(tries) == 3
+    assert handle.entry is (entry if pays else later)
 
 
 def test_one_slow_padded_call_does_not_make_packing_seem_to_save_more(clock: Clock) -> None:

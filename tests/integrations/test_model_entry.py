@@ -227,6 +227,34 @@ def test_position_embeddings_that_depend_on_the_padded_length_are_declined() -> 
     assert "padded length" in declined(entry, model, batch)
 
 
+def test_routers_whose_loss_reads_the_mask_are_declined_by_a_reason_in_words() -> None:
+    routing = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "output_router_logits": True}
+    config = hf.Qwen3MoeConfig(**GROUPED, **routing)
+    model = hf.Qwen3MoeForCausalLM(config).train()
+    entry = entry_of(model)
+    [batch] = batches(causal_batch, (4, 11, "right"))
+    assert "sets output_router_logits" in declined(entry, model, batch)
+    model.config.output_router_logits = False
+    entry.call(model._call_impl, (), batch)
+    assert taken(entry) == 1, entry.record.declined
+
+
+class FailsOnOneRow(hf.LlamaForCausalLM):
+    def forward(self, **batch: Any) -> Any:
+        if batch["input_ids"].shape[0] == 1:
+            raise ValueError("expected several rows")
+        return super().forward(**batch)
+
+
+def test_a_failure_on_a_packed_row_is_told_with_its_place_in_the_model() -> None:
+    since_5("functions in classes of transformers")
+    model = of_a_library(FailsOnOneRow)(hf.LlamaConfig(**GROUPED)).train()
+    [batch] = batches(causal_batch, (4, 11, "right"))
+    said = declined(entry_of(model), model, batch)
+    assert "the probe failed in forward (" in said
+    assert "with ValueError: expected several rows" in said
+
+
 def test_batches_that_cannot_be_packed_run_padded_and_are_counted() -> None:
     pair = EntryPair(llama("sdpa").train())
     given = batches(causal_batch, (4, 11, "right"), (1, 9, "right"), (4, 9, "right"), (4, 9, "right"), (4, 8, "right"))

@@ -31,7 +31,7 @@ def dora_with_checkpoints():
     return checkpointed(get_peft_model(llama(), LoraConfig(**LORA, use_dora=True)), False)
 
 
-@case
+@case(expect="packed")
 def lora_in_turns():
     """Two adapters, of which each step trains another one."""
     model = get_peft_model(llama(), LoraConfig(**LORA), adapter_name="even")
