@@ -14,6 +14,7 @@ Note = tuple[int, str, "torch.Tensor | None"]
 WITHIN = {"float64": (1e-9, 1e-9), "float32": (1e-4, 1e-5), "bfloat16": (5e-2, 2e-2)}
 FLOOR = {"float64": 1e-11, "float32": 1e-6, "bfloat16": 2e-2}  # of the largest gradient, or of 1
 NOISE = 10  # times what eager's numbers change by where its weights do by their last bit
+DEVIATIONS = 6  # between means over random draws
 OWN_ERROR = 3  # times what eager is away from float64, in half precision
 ROUNDED_CHOICES = ("accuracy", "words")  # the largest of two that are as good as equal
 
@@ -68,6 +69,9 @@ def differences(
                 case, f"{name}: {tuple(other.shape)} {other.dtype}, in eager {tuple(one.shape)} {one.dtype}"
             )
             continue
+        if "over draws" in name:
+            yield from _of_draws(case, name, one, other)
+            continue
         if kind == "bfloat16" and any(each in name for each in ROUNDED_CHOICES):
             continue
         is_gradient = "gradient: " in name
@@ -81,6 +85,14 @@ def differences(
         if not apart <= allowed:
             text = f"{name}: {apart:.2e} away from eager's, whose norm is {norm:.2e}; {allowed:.1e} allowed"
             yield Difference(case, text, not one.isfinite().all() and bool(other.isfinite().all()))
+
+
+def _of_draws(case: int, name: str, one: torch.Tensor, other: torch.Tensor) -> Iterator[Difference]:
+    """Compare two means over random draws, each with how far it may be off."""
+    apart, off = (one[0] - other[0]).abs().item(), (one[1].square() + other[1].square()).sqrt().item()
+    both_nan = bool(one[0].isnan() and other[0].isnan())
+    if not both_nan and not apart <= DEVIATIONS * off + 1e-9:
+        yield Difference(case, f"{name}: {apart:.2e} away from eager's {one[0].item():.3e}; a deviation is {off:.1e}")
 
 
 def _ruined(notes: Sequence[Note]) -> dict[int, int]:
