@@ -328,6 +328,8 @@ def valid(trial: Trial) -> Trial:
         trial = trial.with_choice("head", "linear")
     if trial.wrapped == "DDP" and trial.between == "copied":
         trial = trial.with_choice("between", "nothing")
+    if trial.hooks.startswith("midway: forward") and trial.host != "import":
+        trial = trial.with_choice("hooks", "none")  # torch.compile does not look for hooks that come later
     if trial.random == "dropout of attention" and trial.spelling == "exponentials":
         trial = trial.with_choice("spelling", "filled")
     return _exact(trial) if trial.draws else trial

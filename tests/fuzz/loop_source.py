@@ -78,7 +78,7 @@ def _make(trial: Trial) -> str:
     }[trial.frozen]
     hooks = {
         "none": "",
-        "forward hook on a block": "model.blocks[0].register_forward_hook(lambda module, given, out: out * 1.5)",
+        "forward hook on a block": BLOCK_HOOK,
         "hook on a gradient": "model.head.weight.register_hook(lambda grad: grad * 2)"
         if trial.frozen != "the head"
         else "",
@@ -98,8 +98,9 @@ def _make(trial: Trial) -> str:
 """
 
 
+BLOCK_HOOK = "model.blocks[0].register_forward_hook(lambda module, given, out: out + out.sin())"
 MIDWAY = {
-    "midway: forward hook on a block": "model.blocks[0].register_forward_hook(lambda module, given, out: out * 1.5)",
+    "midway: forward hook on a block": BLOCK_HOOK,
     "midway: hook on a gradient": "trained[-1].register_hook(lambda grad: grad * 2)",
     "midway: pre-hook on the model": "model.register_forward_pre_hook(lambda module, given: None)",
     "midway: forward hook on the model": "model.register_forward_hook(lambda module, given, out: None)",
@@ -261,11 +262,11 @@ def _one_part(trial: Trial) -> str:
         lines.append(f"if case % 8 == 1 and step == 1 and part == 0:\n    hook = {MIDWAY[trial.hooks]}")
     call = f"computed(called, batch{taught})"
     if trial.draws:
-        lines.append(before_the_call(call))
-    lines.append(f"loss, logits = {'again()' if trial.draws else call}")
+        lines.append(before_the_call(trial, call))
+    lines.append(f"loss, logits = {call}")
     lines.append("real = batch['attention_mask'].bool()")
     if trial.draws:
-        lines.append(behind_the_call())
+        lines.append(behind_the_call(trial))
     if trial.calls != "1":
         turn = "each.flip(1) if each.dim() == 2 else each" if "turned" in trial.calls else "each.flip(0)"
         lines.append(f"other = {{name: {turn} for name, each in batch.items()}}")
@@ -276,7 +277,7 @@ def _one_part(trial: Trial) -> str:
     lines.append(f"(loss / {trial.accumulate}).backward()" if trial.accumulate != "1" else "loss.backward()")
     lines.append("look_after(case, logits, real, note)")
     if trial.draws:
-        lines.append(behind_the_backward(call))
+        lines.append(behind_the_backward(trial, call))
     return "\n".join(lines)
 
 

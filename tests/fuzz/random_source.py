@@ -71,35 +71,36 @@ def attention_dropout(trial: Trial) -> str:
     return f"{DROPPED} if self.training else 0.0" if trial.random == "dropout of attention" else ""
 
 
-def before_the_call(call: str) -> str:
+def sets_generators_back(trial: Trial) -> bool:
+    """Return whether the script draws the same numbers again and again. With the import its model is eager's then."""
+    return trial.host != "import"
+
+
+def before_the_call(trial: Trial, call: str) -> str:
     """Return the lines that ask for slopes, and that set the generator for the call."""
-    return "\n".join(
-        [
-            "model.load_state_dict(start)  # draws differ, and weights would",
-            "def again():",
-            "    torch.manual_seed(seed + step)",
-            f"    return {call}",
-            "found = slopes(trained, lambda: again()[0])",
-            "model.load_state_dict(start)",
-            "first = again()[0]",
-        ]
-    )
+    lines = ["model.load_state_dict(start)  # draws differ, and weights would"]
+    if not sets_generators_back(trial):
+        return "\n".join([*lines, "torch.manual_seed(seed + step)"])
+    again = ["def again():", "    torch.manual_seed(seed + step)", f"    return {call}"]
+    found = "found = slopes(trained, lambda: again()[0])"
+    return "\n".join([*lines, *again, found, *lines, "first, _ = again()", "torch.manual_seed(seed + step)"])
 
 
-def behind_the_call() -> str:
+def behind_the_call(trial: Trial) -> str:
     """Return the line that compares two calls with the same draws."""
-    return 'note("two calls apart", loss - first)'
+    return 'note("two calls apart", loss - first)' if sets_generators_back(trial) else ""
 
 
-def behind_the_backward(call: str) -> str:
+def behind_the_backward(trial: Trial, call: str) -> str:
     """Return the lines that compare gradients with slopes, and the distribution of what is drawn."""
+    lines = ['note("gradients say the slopes", has_one_of(trained, found))'] if sets_generators_back(trial) else []
     return "\n".join(
         [
-            'note("gradients say the slopes", has_one_of(trained, found))',
+            *lines,
             "for name, each in model.named_parameters():",
             "    note(f'{name} has a gradient', torch.tensor(each.grad is not None))",
             f"if case == 0 and step == {STEPS - 1}:",
-            "    torch.manual_seed(seed)",
+            f"    torch.manual_seed(seed + {STEPS})",
             f"    drawn = [{call} for _ in range(60)]",
             "    where = real if logits.dim() == 3 else slice(None)",
             "    losses = [loss for loss, _ in drawn]",
