@@ -290,13 +290,17 @@ def plainest(name: str) -> str:
     return next(iter(MODEL[name] if name in MODEL else BATCH[name]))
 
 
-def draw(seed: int, index: int, cases: int = 96) -> Trial:
-    """Return the trial of this seed and index, which is always the same."""
+def draw(seed: int, index: int, cases: int = 96, among: dict[str, list[str]] | None = None) -> Trial:
+    """Return the trial of this seed and index, which is always the same.
+
+    among: alternatives of some choices; the trial has one of these.
+    """
     rng = random.Random(f"{seed}/{index}")
     choices = {name: _one_of(rng, alternatives) for name, alternatives in MODEL.items()}
     if rng.random() < 0.35:  # many choices at once hide each other: a part of the trials is plain in most respects
         kept = set(rng.sample(sorted(choices), 8)) | {"dtype", "host", "lowering"}
         choices = {name: value if name in kept else plainest(name) for name, value in choices.items()}
+    choices |= {name: rng.choice(values) for name, values in (among or {}).items()}
     single = rng.random() < 0.2  # batches of one row are traced once more
     kinds = [_draw_case(rng, single) for _ in range(cases)]
     if rng.random() < 0.95:  # who looks at pads once is not packed any more

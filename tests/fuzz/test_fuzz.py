@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
-from dataclasses import replace
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import fx
 
-from deepytorch.passes.unpad import rules
+from deepytorch.compiler.dynamo import trace_gate
+from deepytorch.compiler.step import kept_weights
+from deepytorch.compiler.step.outputs import pending, replay
+from deepytorch.passes.unpad import masks, rules
 from deepytorch.passes.unpad.emit import Emitter
 from tests.fuzz.compare import Note, differences
-from tests.fuzz.grammar import BATCH, MODEL, Batch, Trial, draw, plainest
+from tests.fuzz.grammar import BATCH, MODEL, Batch, Trial, draw, plainest, valid
 from tests.fuzz.journal import Journal
 from tests.fuzz.shrink import shrink
 from tests.fuzz.source import script
@@ -51,6 +57,137 @@ def test_a_plain_model_is_packed_and_a_planted_fault_is_found(monkeypatch: pytes
     outcome = run(PLAIN)
     assert outcome.kind == "differs"
     assert outcome.wrong == [0, 1]
+
+
+def of(look: str = "nothing", **choices: str) -> Trial:
+    """The plain trial with other alternatives; most of its positions are pads."""
+    kinds = [("mostly", 1234), ("left", 2345)]
+    cases = tuple(Batch(4, 9, padding, look=look, varies=True, seed=seed) for padding, seed in kinds)
+    return valid(Trial(0, 0, tuple((name, choices.get(name, plainest(name))) for name in MODEL), cases))
+
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Careless(rules.Pointwise):
+    """Takes an operator that looks across positions to work token by token."""
+
+    def admits(self, node: fx.Node, layouts: Any, from_batch: Any) -> bool:
+        return True
+
+
+def careless(*targets: Any) -> Plant:
+    """Have operators run on packed tokens as they are."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        for target in targets:
+            patch.setitem(rules.RULES, target, Careless())
+
+    return plant
+
+
+def scaled_dropout(patch: pytest.MonkeyPatch) -> None:
+    """Drop with half of the probability, as a packed step."""
+
+    def emit(self: rules.Pointwise, node: fx.Node, emitter: Emitter, entries: Any) -> fx.Node:
+        made = honest(self, node, emitter, entries)
+        if made.target is aten.dropout.default:
+            made.args = (made.args[0], made.args[1] / 2, made.args[2])  # type: ignore[operator]
+        return made
+
+    honest = rules.Pointwise.emit
+    patch.setattr(rules.Pointwise, "emit", emit)
+
+
+def gradient_of_its_own(patch: pytest.MonkeyPatch) -> None:
+    """Give a dropout's output the right values and a gradient that belongs to other draws."""
+
+    def emit(self: rules.Pointwise, node: fx.Node, emitter: Emitter, entries: Any) -> fx.Node:
+        made = honest(self, node, emitter, entries)
+        if node.target is aten.dropout.default:
+            other = honest(self, node, emitter, entries)
+            values = emitter.call(aten.detach.default, (emitter.call(aten.sub.Tensor, (made, other)),))
+            made = emitter.call(aten.add.Tensor, (other, values))
+        return made
+
+    honest = rules.Pointwise.emit
+    patch.setattr(rules.Pointwise, "emit", emit)
+
+
+def attention_without_dropout(patch: pytest.MonkeyPatch) -> None:
+    honest = Emitter.attention
+
+    def attention(self: Emitter, attention: Any, *others: Any) -> fx.Node:
+        return honest(self, replace(attention, dropout_p=0.0), *others)
+
+    patch.setattr(Emitter, "attention", attention)
+
+
+def every_mask_is_causal(patch: pytest.MonkeyPatch) -> None:
+    """Take each mask for a causal one of the keys that any query sees."""
+
+    def of_scores(term: Any, value: torch.Tensor, sizes: tuple[int, int, int]) -> torch.Tensor:
+        seen = honest(term, value, sizes)
+        return seen.any(-2, keepdim=True) & torch.ones(sizes[1:], dtype=torch.bool).tril()
+
+    honest = masks._of_scores
+    patch.setattr(masks, "_of_scores", of_scores)
+
+
+def hooks_are_not_looked_for(patch: pytest.MonkeyPatch) -> None:
+    settings = SimpleNamespace(patch=lambda **settings: contextlib.nullcontext())
+    patch.setattr(trace_gate, "dynamo_config", settings)
+
+
+def pads_are_zero(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(pending.Pending, "_without_gradients", lambda self: torch.zeros(self.shape, dtype=self.dtype))
+
+
+def draws_of_now(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(replay, "generators_of", lambda devices: ())
+
+
+def weights_of_now(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(kept_weights, "as_then", lambda past, place: past.inputs[place])
+
+
+def factor_in_norms(patch: pytest.MonkeyPatch) -> None:
+    def emit(self: rules.Norm, node: fx.Node, emitter: Emitter, entries: Any) -> fx.Node:
+        return emitter.call(aten.mul.Tensor, (honest(self, node, emitter, entries), 1 + 1e-7))
+
+    honest = rules.Norm.emit
+    patch.setattr(rules.Norm, "emit", emit)
+
+
+PLANTED: list[tuple[Trial, Plant]] = [
+    (of(random="dropout"), scaled_dropout),
+    (of(random="dropout of words"), gradient_of_its_own),
+    (of(random="dropout of attention"), attention_without_dropout),
+    (of("log: mean", random="noise", place="outside"), draws_of_now),
+    (of("log: mean", place="outside"), pads_are_zero),
+    (of("tokens, after the step"), weights_of_now),
+    (of(hooks="midway: forward hook on a block", host="import"), hooks_are_not_looked_for),
+    *((of(reach=name), every_mask_is_causal) for name in ("documents", "windows by head", "every second")),
+    (of(reach="prefix of each row"), every_mask_is_causal),
+    (of(mixer="learned token shift"), careless(aten.pad.default)),
+    (of(mixer="running sum of tokens", mixer_place="behind the blocks"), careless(aten.cumsum.default)),
+    (of(feed="experts of limited room"), careless(aten.cumsum.default, aten.einsum.default)),
+    (of(loss="preferences"), factor_in_norms),
+    (of(layers="one, twice"), factor_in_norms),
+    (of(wrapped="DDP"), factor_in_norms),
+]
+
+
+@pytest.mark.parametrize(("trial", "plant"), PLANTED)
+def test_each_part_of_the_grammar_notices_a_fault_in_it(
+    trial: Trial, plant: Plant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcome = run(trial)
+    assert not outcome.is_find, outcome
+    plant(monkeypatch)
+    assert run(trial).is_find
 
 
 def test_what_fails_is_shrunk_to_what_makes_it_fail() -> None:
