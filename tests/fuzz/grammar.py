@@ -303,8 +303,8 @@ def draw(seed: int, index: int, cases: int = 96, among: dict[str, list[str]] | N
     choices |= {name: rng.choice(values) for name, values in (among or {}).items()}
     single = rng.random() < 0.2  # batches of one row are traced once more
     kinds = [_draw_case(rng, single) for _ in range(cases)]
-    if rng.random() < 0.95:  # who looks at pads once is not packed any more
-        kinds.sort(key=lambda case: case.look in LOOKS_AT_PADS)
+    if rng.random() < 0.95:  # who looks at pads once is not packed any more, or only where most are pads
+        kinds.sort(key=lambda case: (case.look in LOOKS_AT_PADS, case.look.startswith("log:")))
     trial = valid(Trial(seed, index, tuple(choices.items()), tuple(kinds)))
     return replace(trial, cases=trial.cases[: max(1, cases // 3)]) if trial.draws else trial  # seven calls each
 

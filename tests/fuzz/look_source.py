@@ -26,7 +26,7 @@ LOOKS = {
     "log: mean, afterwards": ("", 'note("mean", logits.detach().mean())'),
     "log: spread": ('note("spread", torch.stack([logits.detach().std(), logits.detach().norm()]))', ""),
     "log: largest without gradients": (
-        'with torch.no_grad(): note("largest", torch.stack([logits.amax(), logits.min()]))',
+        'with torch.no_grad(): note("largest", torch.stack([logits.amax(), logits.amin()]))',
         "",
     ),
     "log: any is no number": ('note("any", logits.detach().isnan().any())', ""),
