@@ -195,7 +195,7 @@ def _train(trial: Trial) -> str:
         f"if side == 'deepytorch':\n    {compiled}",
         *(["teacher = Model().to(DTYPE).eval().requires_grad_(False)"] if trial.loss in TAUGHT else []),
         f"optimizer = {OPTIMIZERS[trial.optimizer]}",
-        "start = copy.deepcopy(model.state_dict())",
+        "start, at_rest = copy.deepcopy(model.state_dict()), optimizer.state_dict()",
         "for case, (rows, positions, varies, padding, labels, seed) in enumerate(CASES):",
         indent(_train_case(trial), "    "),
     ]
@@ -211,6 +211,7 @@ def _train_case(trial: Trial) -> str:
             "    notes.append((case, f'step {step}: {name}', value))",
             "",
             "model.load_state_dict(start)",
+            "optimizer.load_state_dict(at_rest)  # numbers that are not finite would stay in it for all cases",
             "torch.manual_seed(seed)",
             "kept = []",
             f"for step in range({STEPS}):",
