@@ -190,6 +190,14 @@ def test_each_part_of_the_grammar_notices_a_fault_in_it(
     assert run(trial).is_find
 
 
+def test_a_case_that_ruins_an_optimizers_state_does_not_show_in_the_next() -> None:
+    ruins = of(spelling="filled with infinity", second_side="cross attention", loss="row: mean", optimizer="adamw")
+    empty = replace(ruins.cases[0], padding="empty row")
+    outcome = run(replace(ruins, cases=(empty, *ruins.cases)))
+    assert not outcome.is_find, outcome
+    assert outcome.packed > 0
+
+
 def test_what_fails_is_shrunk_to_what_makes_it_fail() -> None:
     def failing(trial: Trial) -> Outcome:
         wrong = [n for n, case in enumerate(trial.cases) if case.padding == "left" and trial.feed == "gated"]
@@ -217,6 +225,14 @@ def test_each_alternative_is_written_as_python() -> None:
                 ast.parse(script(trial))
 
 
+def test_some_alternatives_may_be_asked_for() -> None:
+    among = {"random": ["dropout", "noise"], "host": ["import"]}
+    drawn = [draw(0, index, 96, among) for index in range(20)]
+    assert {trial.random for trial in drawn} == {"dropout", "noise"}
+    assert {trial.host for trial in drawn} == {"import"}
+    assert {len(trial.cases) for trial in drawn} == {32}  # each case of these is several calls
+
+
 def test_a_trial_is_the_same_whenever_it_is_drawn() -> None:
     assert draw(3, 14) == draw(3, 14)
     assert draw(3, 14) != draw(3, 15)
@@ -242,6 +258,13 @@ def test_what_counts_as_a_difference() -> None:
     assert told(notes(one, nan, nan), notes(one, nan, one)) == []  # weights are ruined
     assert told(notes(one, nan, nan), notes(one, one, one)) == ["gradient"]
     assert told(notes(one, one, one), notes(one, one, nan)) == ["loss"]
+    several = [(0, "loss over draws", torch.tensor(each)) for each in ([1.0, 0.1], [1.5, 0.1], [2.0, 0.1])]
+    assert list(differences(PLAIN, several[:1], several[1:2])) == []
+    assert len(list(differences(PLAIN, several[:1], several[2:]))) == 1
+    half, big = PLAIN.with_choice("dtype", "bfloat16"), torch.ones(300)
+    gradients = [[(0, "step 0: gradient: w", big * each)] for each in (1.0, 1.001, 0.999, 0.99)]
+    assert list(differences(half, gradients[1], gradients[2], exact=gradients[0])) == []
+    assert len(list(differences(half, gradients[1], gradients[3], exact=gradients[0]))) == 1
     rough = PLAIN.with_choice("dtype", "float32")
     assert told(notes(one, one, one), notes(one, one * (1 + 1e-5), one), rough) == []
     assert told(notes(one, one, one), notes(one, one * (1 + 1e-3), one), rough) == ["gradient"]
