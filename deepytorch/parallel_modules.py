@@ -1,4 +1,4 @@
-"""What data-parallel and model-parallel frameworks have made of a module: wrapped, sharded or partitioned."""
+"""Forms that data-parallel and model-parallel frameworks give a module: wrapped, sharded or partitioned."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from deepytorch.errors import BuildError
 from deepytorch.passes.ops.native import can_run, native
 from deepytorch.switch import SWITCH
 from tests.fuzz.children import outcomes
-from tests.fuzz.grammar import Trial, draw
+from tests.fuzz.grammar import MODEL, Trial, draw
 from tests.fuzz.journal import Journal
 from tests.fuzz.shrink import shrink
 from tests.fuzz.source import script
@@ -39,7 +39,7 @@ def main() -> int:
     journal = _journal(arguments)
     if not arguments.summary:
         _many(arguments, journal)
-    summary = {**journal.summary(), "torch": torch.__version__}
+    summary = {**journal.summary(), "among": arguments.among, "torch": torch.__version__}
     print(json.dumps(summary, indent=1))
     if arguments.result:
         runs = json.loads(arguments.result.read_text())["runs"] if arguments.result.exists() else []
@@ -53,13 +53,23 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cases", type=int, default=96, help="of each trial: kinds of batches for one model")
+    parser.add_argument(
+        "--among", action="append", default=[], metavar="NAME=VALUE;VALUE", help="only these alternatives of a choice"
+    )
     parser.add_argument("--journal", type=Path, help="a run goes on where it ended; build/fuzz/seed-SEED.jsonl")
     parser.add_argument("--again", action="store_true", help="run what found something once more, and nothing else")
     parser.add_argument("--trial", type=int, help="run this one, print it as a script, and shrink it if it fails")
     parser.add_argument("--no-shrink", action="store_true", help="print what fails as it is")
     parser.add_argument("--summary", action="store_true", help="count what was run before, and run nothing")
     parser.add_argument("--result", type=Path, help="write the summary there, beside those of other seeds")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    pairs = [each.partition("=") for each in arguments.among]
+    arguments.among = {name: values.split(";") for name, _, values in pairs}
+    named = [(name, value) for name, values in arguments.among.items() for value in values]
+    unknown = [f"{name}={value}" for name, value in named if value not in MODEL.get(name, {})]
+    if unknown:
+        parser.error(f"--among names {', '.join(unknown)}; tests/fuzz/grammar.py has the alternatives of MODEL")
+    return arguments
 
 
 def _journal(arguments: argparse.Namespace) -> Journal:
@@ -68,7 +78,7 @@ def _journal(arguments: argparse.Namespace) -> Journal:
 
 def _one(arguments: argparse.Namespace) -> int:
     found = {trial.index: trial for trial in _journal(arguments).finds()}
-    trial = found.get(arguments.trial) or draw(arguments.seed, arguments.trial, arguments.cases)
+    trial = found.get(arguments.trial) or draw(arguments.seed, arguments.trial, arguments.cases, arguments.among)
     ((_, outcome),) = outcomes([trial])
     print(json.dumps(trial.to_json()["choices"]))
     if outcome.is_find and not arguments.no_shrink:
@@ -95,7 +105,9 @@ def outcomes_until(until: float, arguments: argparse.Namespace, journal: Journal
         return
     while time.monotonic() < until:
         first = journal.next_index()
-        for each in outcomes([draw(arguments.seed, index, arguments.cases) for index in range(first, first + 12)]):
+        indices = range(first, first + 12)
+        drawn = [draw(arguments.seed, index, arguments.cases, arguments.among) for index in indices]
+        for each in outcomes(drawn):
             yield each
             if time.monotonic() > until:
                 return

@@ -5,6 +5,7 @@ from __future__ import annotations
 from textwrap import indent
 
 from tests.fuzz.grammar import Trial
+from tests.fuzz.random_source import DROPPED, attention_dropout
 
 # A mask (rows, 1, 1 or positions, positions), true where a key is a token; `bias` where the caller gives numbers.
 KEYS = {
@@ -25,6 +26,10 @@ REACH = {
     "window to both sides": "gap.abs() < 3",
     "chunks": "(gap >= 0) & (here[:, None] // 4 == here // 4)",
     "prefix": "(gap >= 0) | (here < 2)",
+    "every second": "(gap >= 0) & (gap % 2 == 0)",
+    "windows by head": "((gap >= 0) & (gap < torch.tensor([2, 3, 5, 64])[:, None, None]))[None]",
+    "prefix of each row": "(gap >= 0) | (here < prefix[:, None])[:, None, None, :]",
+    "documents": "(gap >= 0) & (documents[:, None, :, None] == documents[:, None, None, :])",
 }
 SCORES = {
     "slopes": "scores = scores - gap.abs().to(scores.dtype) * SLOPES.to(scores.dtype)",
@@ -63,7 +68,7 @@ def seen_in_model(trial: Trial) -> str:
         if trial.keys == "mask from the caller":
             lines.append(f"seen = seen.masked_fill(~({reach}), torch.finfo(seen.dtype).min)")
         elif trial.keys == "none":
-            lines.append(f"seen = ({reach})[None, None]")
+            lines.append(f"seen = torch.ones(1, 1, 1, 1, dtype=torch.bool) & ({reach})")
         else:
             lines.append(f"seen = seen & ({reach})")
     return "\n".join(lines)
@@ -111,10 +116,11 @@ def _multihead(trial: Trial) -> str:
     else:
         mask = "attn_mask=None if seen is None else (~seen).expand(rows, HEADS, positions, -1).flatten(0, 1)"
     weights = trial.layers == "2"
+    dropout = f", dropout={DROPPED}" if attention_dropout(trial) else ""
     return f"""class Attention(nn.Module):
     def __init__(self):
         super().__init__()
-        self.attend = nn.MultiheadAttention(DIM, HEADS, batch_first=True)
+        self.attend = nn.MultiheadAttention(DIM, HEADS, batch_first=True{dropout})
 
     def forward(self, x, seen, angles=None, memory=None):
         rows, positions, _ = x.shape
@@ -176,7 +182,7 @@ def _attended(trial: Trial) -> str:
 def _by_sdpa(trial: Trial) -> list[str]:
     gqa = ", enable_gqa=True" if trial.heads == "by SDPA" else ""
     if _is_causal_by_argument(trial):
-        return [f"y = F.scaled_dot_product_attention(q, k, v, is_causal=memory is x{gqa})"]
+        return [f"y = F.scaled_dot_product_attention(q, k, v, is_causal=memory is x{gqa}{_dropped(trial)})"]
     lines = ["add = seen"]
     least = "torch.finfo(q.dtype).min" if trial.spelling == "sdpa, the least number added" else "-math.inf"
     if trial.keys != "mask from the caller" and (trial.spelling != "sdpa" or trial.score in SCORES):
@@ -192,7 +198,12 @@ def _by_sdpa(trial: Trial) -> list[str]:
         lines.append("q = q * self.temperature")
     if trial.keys == "mask from the caller" or trial.spelling != "sdpa" or trial.score in SCORES:
         lines.append("add = add if add is None else add.to(q.dtype)")
-    return [*lines, f"y = F.scaled_dot_product_attention(q, k, v, attn_mask=add{gqa})"]
+    return [*lines, f"y = F.scaled_dot_product_attention(q, k, v, attn_mask=add{gqa}{_dropped(trial)})"]
+
+
+def _dropped(trial: Trial) -> str:
+    dropout = attention_dropout(trial)
+    return f", dropout_p={dropout}" if dropout else ""
 
 
 def _masked(trial: Trial) -> list[str]:
@@ -226,6 +237,8 @@ def _softmaxed(trial: Trial) -> list[str]:
         lines.append("weights = weights / (weights.sum(-1, keepdim=True) + 1e-6)")
     else:
         lines.append("weights = scores.softmax(-1)")
+    if attention_dropout(trial):
+        lines.append(f"weights = F.dropout(weights, {attention_dropout(trial)})")
     lines.append("weights = weights.to(v.dtype)")
     if trial.spelling == "merged heads":
         lines.append("y = torch.bmm(weights.flatten(0, 1), v).view(rows, HEADS, positions, -1)")

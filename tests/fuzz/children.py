@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from tests.fuzz.grammar import Trial
 from tests.fuzz.training import Outcome, run
 
-DEADLINE_S = 120.0  # of a trial
+DEADLINE_S = 240.0  # of a trial
 TRIALS = 12  # that one process runs: what a process keeps of them is gone with it
 
 

@@ -14,7 +14,10 @@ Note = tuple[int, str, "torch.Tensor | None"]
 WITHIN = {"float64": (1e-9, 1e-9), "float32": (1e-4, 1e-5), "bfloat16": (5e-2, 2e-2)}
 FLOOR = {"float64": 1e-11, "float32": 1e-6, "bfloat16": 2e-2}  # of the largest gradient, or of 1
 NOISE = 10  # times what eager's numbers change by where its weights do by their last bit
+DEVIATIONS = 6  # between means over random draws
 OWN_ERROR = 3  # times what eager is away from float64, in half precision
+BESIDES = 1e-4  # the root mean square by which an entry may be further from float64 than that
+ENTRIES = 256  # of the smallest tensors for which a root mean square tells something
 ROUNDED_CHOICES = ("accuracy", "words")  # the largest of two that are as good as equal
 
 
@@ -68,6 +71,9 @@ def differences(
                 case, f"{name}: {tuple(other.shape)} {other.dtype}, in eager {tuple(one.shape)} {one.dtype}"
             )
             continue
+        if "over draws" in name:
+            yield from _of_draws(case, name, one, other)
+            continue
         if kind == "bfloat16" and any(each in name for each in ROUNDED_CHOICES):
             continue
         is_gradient = "gradient: " in name
@@ -76,11 +82,27 @@ def differences(
         allowed = within * norm + FLOOR[kind] * (largest.get(case, 0.0) if is_gradient else 1.0)
         allowed = max([allowed, *(NOISE * _apart(one, _tensor(each[place])) for each in moved)])
         if exact:
-            allowed += OWN_ERROR * _apart(one, _tensor(exact[place]))
+            exactly = _tensor(exact[place])
+            allowed += OWN_ERROR * _apart(one, exactly)
+            if one.numel() >= ENTRIES:  # the rule of PyTorch's benchmarks
+                eagers = max(_apart(_tensor(each), exactly) for each in (wanted[place], *(run[place] for run in moved)))
+                limit = OWN_ERROR * eagers + BESIDES * one.numel() ** 0.5
+                if not _apart(other, exactly) <= limit:
+                    text = f"{name}: {_apart(other, exactly):.2e} away from float64's, eager {eagers:.2e}"
+                    yield Difference(case, text)
+                    continue
         apart = _apart(one, other)
         if not apart <= allowed:
             text = f"{name}: {apart:.2e} away from eager's, whose norm is {norm:.2e}; {allowed:.1e} allowed"
             yield Difference(case, text, not one.isfinite().all() and bool(other.isfinite().all()))
+
+
+def _of_draws(case: int, name: str, one: torch.Tensor, other: torch.Tensor) -> Iterator[Difference]:
+    """Compare two means over random draws, each with how far it may be off."""
+    apart, off = (one[0] - other[0]).abs().item(), (one[1].square() + other[1].square()).sqrt().item()
+    both_nan = bool(one[0].isnan() and other[0].isnan())
+    if not both_nan and not apart <= DEVIATIONS * off + 1e-9:
+        yield Difference(case, f"{name}: {apart:.2e} away from eager's {one[0].item():.3e}; a deviation is {off:.1e}")
 
 
 def _ruined(notes: Sequence[Note]) -> dict[int, int]:

@@ -35,7 +35,18 @@ MODEL: dict[str, Alternatives] = {
         "masked softly": 0.2,
         "multihead": 1,
     },
-    "reach": {"all": 4, "causal": 4, "window": 1.5, "window to both sides": 1, "chunks": 0.2, "prefix": 0.2},
+    "reach": {
+        "all": 4,
+        "causal": 4,
+        "window": 1.5,
+        "window to both sides": 1,
+        "chunks": 0.2,
+        "prefix": 0.2,
+        "prefix of each row": 0.4,
+        "documents": 0.4,
+        "windows by head": 0.4,
+        "every second": 0.2,
+    },
     "keys": {
         "mask": 10,
         "ids": 1.5,
@@ -76,6 +87,10 @@ MODEL: dict[str, Alternatives] = {
         "experts, chosen": 1,
         "experts, sorted": 1.5,
         "experts in a loop": 0.5,
+        "experts of limited room": 0.4,
+        "experts choose tokens": 0.4,
+        "experts choose in each row": 0.3,
+        "experts chosen by noise": 0.5,
         "none": 1,
     },
     "mixer": {
@@ -90,9 +105,16 @@ MODEL: dict[str, Alternatives] = {
         "softmax over positions": 0.2,
         "flipped": 0.2,
         "mean over rows": 0.2,
+        "learned token shift": 0.3,
+        "token shift of tokens": 0.3,
+        "running sum of tokens": 0.4,
+        "running mean": 0.3,
+        "causal convolution": 0.3,
+        "causal convolution of tokens": 0.4,
     },
+    "mixer_place": {"before the blocks": 3, "behind the blocks": 1},
     "second_side": {"none": 9, "cross attention": 1},
-    "layers": {"1": 4, "2": 2},
+    "layers": {"1": 4, "2": 2, "one, twice": 0.5},
     # what is trained
     "head": {"shared": 3, "linear": 2, "bias of its own": 1},
     "loss": {
@@ -105,6 +127,7 @@ MODEL: dict[str, Alternatives] = {
         "weighted": 0.7,
         "log-probabilities of rows": 1,
         "teacher": 1,
+        "preferences": 1,
         "few logits": 0.7,
         "chosen by index": 0.5,
         "entropy": 0.5,
@@ -124,10 +147,16 @@ MODEL: dict[str, Alternatives] = {
     "place": {"inside": 3, "outside": 3, "outside, hidden too": 0.7},
     "returns": {"tuple": 2, "dict": 2, "dataclass": 1},
     # the loop
-    "wrapped": {"no": 6, "module": 1, "module with keywords": 0.5},
+    "wrapped": {"no": 6, "module": 1, "module with keywords": 0.5, "DDP": 0.5},
     "accumulate": {"1": 5, "2": 1},
     "calls": {"1": 7, "2": 1, "2, the mask turned": 0.3},
-    "checkpoints": {"none": 7, "of blocks": 1, "of blocks, reentrant": 0.5, "of the feed-forward": 0.3},
+    "checkpoints": {
+        "none": 7,
+        "of blocks": 1,
+        "of blocks, reentrant": 0.5,
+        "of the feed-forward": 0.3,
+        "around the model": 0.3,
+    },
     "frozen": {"nothing": 6, "the embedding": 0.7, "all but the head": 0.4, "the head": 0.4, "norms": 0.4},
     "hooks": {
         "none": 9,
@@ -136,15 +165,37 @@ MODEL: dict[str, Alternatives] = {
         "pre-hook on the model": 0.3,
         "backward hook on a block": 0.2,
         "gradient of the embedding": 0.3,
+        "midway: forward hook on a block": 0.3,
+        "midway: hook on a gradient": 0.3,
+        "midway: pre-hook on the model": 0.3,
+        "midway: forward hook on the model": 0.3,
     },
     "clip": {"no": 4, "norm": 1, "value": 0.3},
     "optimizer": {"sgd": 4, "adamw": 2, "momentum": 1},
     "between": {"nothing": 6, "evaluation": 1.5, "copied": 0.3, "zeroed, not dropped": 0.5, "saved": 0.3},
-    "random": {"none": 9, "dropout at 0": 1, "drawn by the loop": 0.5},
+    "random": {
+        "none": 9,
+        "dropout at 0": 1,
+        "drawn by the loop": 0.5,
+        "dropout": 0.7,
+        "dropout of words": 0.3,
+        "dropout of attention": 0.7,
+        "dropout of rows": 0.3,
+        "noise": 0.3,
+    },
 }
 
 BATCH: dict[str, Alternatives] = {
-    "padding": {"right": 5, "left": 2, "mixed": 2, "holes": 1.5, "one": 1, "none": 0.7, "empty row": 0.4},
+    "padding": {
+        "right": 5,
+        "left": 2,
+        "mixed": 2,
+        "holes": 1.5,
+        "one": 1,
+        "none": 0.7,
+        "empty row": 0.4,
+        "mostly": 1.5,
+    },
     "labels": {"ignored": 6, "prompt": 1.5, "few": 1.5, "at pads too": 0.8, "nowhere": 0.15, "all": 0.3},
     "look": {
         "nothing": 6,
@@ -159,9 +210,18 @@ BATCH: dict[str, Alternatives] = {
         "sum": 0.1,
         "into the loss": 0.3,
         "mean of tokens into the loss": 0.4,
+        "log: mean": 0.5,
+        "log: mean, afterwards": 0.5,
+        "log: spread": 0.3,
+        "log: largest without gradients": 0.3,
+        "log: any is no number": 0.3,
+        "rows by the mask": 0.5,
+        "tokens, after the step": 0.5,
+        "log: mean, after the step": 0.2,
     },
 }
 LOOKS_AT_PADS = ("a row", "whole", "whole, afterwards", "sum")
+DRAWS = ("dropout", "dropout of words", "dropout of attention", "dropout of rows", "noise")
 STEPS = 3  # of each case
 
 
@@ -199,6 +259,11 @@ class Trial:
                 return value
         raise AttributeError(name)
 
+    @property
+    def draws(self) -> bool:
+        """Return whether the model draws random numbers: packed it draws others than padded, of one distribution."""
+        return self.random in DRAWS or self.feed == "experts chosen by noise"
+
     def with_choice(self, name: str, value: str) -> Trial:
         """Return the trial with another alternative."""
         return replace(self, choices=tuple((key, value if key == name else old) for key, old in self.choices))
@@ -225,19 +290,23 @@ def plainest(name: str) -> str:
     return next(iter(MODEL[name] if name in MODEL else BATCH[name]))
 
 
-def draw(seed: int, index: int, cases: int = 96) -> Trial:
-    """Return the trial of this seed and index, which is always the same."""
+def draw(seed: int, index: int, cases: int = 96, among: dict[str, list[str]] | None = None) -> Trial:
+    """Return the trial of this seed and index, which is always the same.
+
+    among: alternatives of some choices; the trial has one of these.
+    """
     rng = random.Random(f"{seed}/{index}")
     choices = {name: _one_of(rng, alternatives) for name, alternatives in MODEL.items()}
     if rng.random() < 0.35:  # many choices at once hide each other: a part of the trials is plain in most respects
         kept = set(rng.sample(sorted(choices), 8)) | {"dtype", "host", "lowering"}
         choices = {name: value if name in kept else plainest(name) for name, value in choices.items()}
+    choices |= {name: rng.choice(values) for name, values in (among or {}).items()}
     single = rng.random() < 0.2  # batches of one row are traced once more
     kinds = [_draw_case(rng, single) for _ in range(cases)]
-    if rng.random() < 0.95:  # who looks at pads once is not packed any more
-        kinds.sort(key=lambda case: case.look in LOOKS_AT_PADS)
-    trial = Trial(seed, index, tuple(choices.items()), tuple(kinds))
-    return valid(trial)
+    if rng.random() < 0.95:  # who looks at pads once is not packed any more, or only where most are pads
+        kinds.sort(key=lambda case: (case.look in LOOKS_AT_PADS, case.look.startswith("log:")))
+    trial = valid(Trial(seed, index, tuple(choices.items()), tuple(kinds)))
+    return replace(trial, cases=trial.cases[: max(1, cases // 3)]) if trial.draws else trial  # seven calls each
 
 
 def valid(trial: Trial) -> Trial:
@@ -261,7 +330,21 @@ def valid(trial: Trial) -> Trial:
         trial = trial.with_choice("wrapped", "no")
     if trial.frozen == "the embedding" and trial.head == "shared":
         trial = trial.with_choice("head", "linear")
-    return trial
+    if trial.wrapped == "DDP" and trial.between == "copied":
+        trial = trial.with_choice("between", "nothing")
+    if trial.hooks.startswith("midway: forward") and trial.host != "import":
+        trial = trial.with_choice("hooks", "none")  # torch.compile does not look for hooks that come later
+    if trial.random == "dropout of attention" and trial.spelling == "exponentials":
+        trial = trial.with_choice("spelling", "filled")
+    return _exact(trial) if trial.draws else trial
+
+
+def _exact(trial: Trial) -> Trial:
+    """Return a trial that draws with what its gradients can be compared with slopes by: float64, one call a step."""
+    trial = trial.with_choice("dtype", "float64").with_choice("accumulate", "1").with_choice("calls", "1")
+    if trial.spelling == "softmax in float32":
+        trial = trial.with_choice("spelling", "filled")
+    return trial.with_choice("loss", "shifted") if trial.loss == "shifted, padded" else trial
 
 
 def _draw_case(rng: random.Random, single: bool) -> Batch:

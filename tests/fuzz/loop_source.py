@@ -5,7 +5,9 @@ from __future__ import annotations
 from textwrap import indent
 
 from tests.fuzz.grammar import STEPS, Batch, Trial
-from tests.fuzz.loss_source import is_of_rows, look, loss_function
+from tests.fuzz.look_source import look
+from tests.fuzz.loss_source import TAUGHT, is_of_rows, loss_function
+from tests.fuzz.random_source import HELPERS, before_the_call, behind_the_backward, behind_the_call
 
 
 def arguments_of(trial: Trial) -> list[str]:
@@ -17,7 +19,9 @@ def arguments_of(trial: Trial) -> list[str]:
         "source": trial.second_side != "none",
         "source_mask": trial.second_side != "none",
         "labels": trial.place == "inside",
-        "taught": trial.loss == "teacher" and trial.place == "inside",
+        "prefix": trial.reach == "prefix of each row",
+        "documents": trial.reach == "documents",
+        "taught": trial.loss in TAUGHT and trial.place == "inside",
     }
     return [name for name, is_given in named.items() if is_given]
 
@@ -43,6 +47,7 @@ CASES = [
 {_compute(trial)}
 
 {_looks(trial)}
+{HELPERS if trial.draws else ""}
 
 def run(side, prepare=lambda model: None):
     """Train on all cases; returns (case, name, tensor or None) of all that a script may look at."""
@@ -73,7 +78,7 @@ def _make(trial: Trial) -> str:
     }[trial.frozen]
     hooks = {
         "none": "",
-        "forward hook on a block": "model.blocks[0].register_forward_hook(lambda module, given, out: out * 1.5)",
+        "forward hook on a block": BLOCK_HOOK,
         "hook on a gradient": "model.head.weight.register_hook(lambda grad: grad * 2)"
         if trial.frozen != "the head"
         else "",
@@ -84,7 +89,7 @@ def _make(trial: Trial) -> str:
             if trial.frozen in ("the embedding", "all but the head")
             else "model.tokens.register_forward_hook(lambda module, given, out: out)"
         ),
-    }[trial.hooks]
+    }.get(trial.hooks, "")
     return f"""def make():
     model = Model().to(DTYPE).train()
 {indent(chr(10).join(filter(None, (frozen, hooks))), " " * 4)}
@@ -93,13 +98,24 @@ def _make(trial: Trial) -> str:
 """
 
 
+BLOCK_HOOK = "model.blocks[0].register_forward_hook(lambda module, given, out: out + out.sin())"
+MIDWAY = {
+    "midway: forward hook on a block": BLOCK_HOOK,
+    "midway: hook on a gradient": "trained[-1].register_hook(lambda grad: grad * 2)",
+    "midway: pre-hook on the model": "model.register_forward_pre_hook(lambda module, given: None)",
+    "midway: forward hook on the model": "model.register_forward_hook(lambda module, given, out: None)",
+}
+
+
 def _compute(trial: Trial) -> str:
     """`compute(called, batch, labels, taught)`, which returns the loss and the logits."""
     names = ["input_ids", "attention_mask", *arguments_of(trial)]
     given = ", ".join(f"{name!r}: {'taught' if name == 'taught' else f'batch[{name!r}]'}" for name in names)
-    called = f"called({{{given}}})" if trial.wrapped != "no" else f"called(**{{{given}}})"
-    if trial.wrapped == "no" and trial.returns == "tuple":
+    called = f"called({{{given}}})" if _takes_a_batch(trial) else f"called(**{{{given}}})"
+    if not _takes_a_batch(trial) and trial.returns == "tuple":
         called = "called(" + ", ".join("taught" if name == "taught" else f"batch[{name!r}]" for name in names) + ")"
+    if trial.checkpoints == "around the model":
+        called = called.replace("called(", "checkpoint(called, ", 1)[:-1] + ", use_reentrant=False)"
     order = (["loss"] if trial.place == "inside" else []) + ["logits"] + (["x"] if "hidden" in trial.place else [])
     lines = [f"out = {called}"]
     for place, name in enumerate(order):
@@ -123,14 +139,14 @@ def _compute(trial: Trial) -> str:
 
 
 def _looks(trial: Trial) -> str:
-    """`look_before` and `look_after` the backward, by case."""
-    before = [look(trial, case.look)[0] for case in trial.cases]
-    after = [look(trial, case.look)[1] for case in trial.cases]
+    """`look_before` and `look_after` the backward, and `look_late`, after the optimizer's step, by case."""
     parts = []
-    for name, lines, returned in (("look_before", before, "return loss"), ("look_after", after, "")):
+    for place, name in enumerate(("look_before", "look_after", "look_late")):
+        lines = [look(trial, case.look)[place] for case in trial.cases]
         text = "\n".join(f"if case == {number}:\n    {line}" for number, line in enumerate(lines) if line)
         given = "case, loss, logits, labels, real, kept, note" if name == "look_before" else "case, logits, real, note"
-        parts.append(f"def {name}({given}):\n{indent(text, '    ')}\n    {returned or 'return None'}\n")
+        returned = "return loss" if name == "look_before" else "return None"
+        parts.append(f"def {name}({given}):\n{indent(text, '    ')}\n    {returned}\n")
     return "\n\n".join(parts)
 
 
@@ -146,8 +162,21 @@ CLIPS = {
 }
 
 
+def _takes_a_batch(trial: Trial) -> bool:
+    return trial.wrapped.startswith("module")
+
+
 def _outermost(trial: Trial) -> str:
-    return "Wrapped(model)" if trial.wrapped != "no" else "model"
+    if trial.wrapped == "DDP":
+        return "nn.parallel.DistributedDataParallel(model)"
+    return "Wrapped(model)" if _takes_a_batch(trial) else "model"
+
+
+_PROCESS_GROUP = [
+    "if not torch.distributed.is_initialized():",
+    "    store = torch.distributed.FileStore(tempfile.mkstemp()[1], 1)",
+    "    torch.distributed.init_process_group('gloo', store=store, rank=0, world_size=1)",
+]
 
 
 def _train(trial: Trial) -> str:
@@ -158,14 +187,15 @@ def _train(trial: Trial) -> str:
         "function": "computed = torch.compile(compute, backend='deepytorch', options=OPTIONS)",
     }[trial.host]
     lines = [
+        *(_PROCESS_GROUP if trial.wrapped == "DDP" else []),
         "model = make()",
         "prepare(model)",
         "trained = [each for each in model.parameters() if each.requires_grad]",
         f"called, computed = {_outermost(trial)}, compute",
         f"if side == 'deepytorch':\n    {compiled}",
-        *(["teacher = Model().to(DTYPE).eval().requires_grad_(False)"] if trial.loss == "teacher" else []),
+        *(["teacher = Model().to(DTYPE).eval().requires_grad_(False)"] if trial.loss in TAUGHT else []),
         f"optimizer = {OPTIMIZERS[trial.optimizer]}",
-        "start = copy.deepcopy(model.state_dict())",
+        "start, at_rest = copy.deepcopy(model.state_dict()), optimizer.state_dict()",
         "for case, (rows, positions, varies, padding, labels, seed) in enumerate(CASES):",
         indent(_train_case(trial), "    "),
     ]
@@ -181,6 +211,7 @@ def _train_case(trial: Trial) -> str:
             "    notes.append((case, f'step {step}: {name}', value))",
             "",
             "model.load_state_dict(start)",
+            "optimizer.load_state_dict(at_rest)  # numbers that are not finite would stay in it for all cases",
             "torch.manual_seed(seed)",
             "kept = []",
             f"for step in range({STEPS}):",
@@ -189,23 +220,29 @@ def _train_case(trial: Trial) -> str:
             "        batch = make_batch(*shape, padding, labels, 10 * seed + 2 * step + part)",
             "        given = {name: each.clone() for name, each in batch.items()}",
             indent(_one_part(trial), "        "),
-            '        note("loss", loss)',
+            *([] if trial.draws else ['        note("loss", loss)']),
             "        for name, each in batch.items():",
             "            note(f'batch: {name}', each)",
             "            assert torch.equal(each, given[name]), f'{name} was written to'",
             indent(_after_step(trial), "    "),
+            *(["if case % 8 == 1:\n    hook.remove()"] if trial.hooks in MIDWAY else []),
             "for logits, real in kept:",
             '    note("kept logits at tokens", logits[real])',
-            "for name, each in model.state_dict().items():",
-            "    note(f'weight: {name}', each)",
-            'note("the next draw", torch.rand(3))',
+            *([] if trial.draws else _AT_THE_END),
         ]
     )
 
 
+_AT_THE_END = [
+    "for name, each in model.state_dict().items():",
+    "    note(f'weight: {name}', each)",
+    'note("the next draw", torch.rand(3))',
+]
+
+
 def _one_part(trial: Trial) -> str:
     """From the batch to its backward."""
-    taught = ", taught" if trial.loss == "teacher" else ""
+    taught = ", taught" if trial.loss in TAUGHT else ""
     lines = []
     if taught:
         given = ["input_ids", "attention_mask", *arguments_of(trial)]
@@ -222,8 +259,15 @@ def _one_part(trial: Trial) -> str:
             trial.returns
         ]
         lines.append(f"with torch.no_grad():\n    taught = teacher({names}){take}")
-    lines.append(f"loss, logits = computed(called, batch{taught})")
+    if trial.hooks in MIDWAY:
+        lines.append(f"if case % 8 == 1 and step == 1 and part == 0:\n    hook = {MIDWAY[trial.hooks]}")
+    call = f"computed(called, batch{taught})"
+    if trial.draws:
+        lines.append(before_the_call(trial, call))
+    lines.append(f"loss, logits = {call}")
     lines.append("real = batch['attention_mask'].bool()")
+    if trial.draws:
+        lines.append(behind_the_call(trial))
     if trial.calls != "1":
         turn = "each.flip(1) if each.dim() == 2 else each" if "turned" in trial.calls else "each.flip(0)"
         lines.append(f"other = {{name: {turn} for name, each in batch.items()}}")
@@ -233,11 +277,16 @@ def _one_part(trial: Trial) -> str:
         lines.append("loss = loss * (1 + torch.rand(()))")
     lines.append(f"(loss / {trial.accumulate}).backward()" if trial.accumulate != "1" else "loss.backward()")
     lines.append("look_after(case, logits, real, note)")
+    if trial.draws:
+        lines.append(behind_the_backward(trial, call))
     return "\n".join(lines)
 
 
+_GRADIENTS = "for name, each in model.named_parameters():\n    note(f'gradient: {name}', each.grad)"
+
+
 def _after_step(trial: Trial) -> str:
-    taught = ", taught" if trial.loss == "teacher" else ""
+    taught = ", taught" if trial.loss in TAUGHT else ""
     between = {
         "evaluation": (
             "called.eval()\nwith torch.no_grad():\n"
@@ -260,10 +309,12 @@ def _after_step(trial: Trial) -> str:
         filter(
             None,
             [
-                "for name, each in model.named_parameters():\n    note(f'gradient: {name}', each.grad)",
-                CLIPS[trial.clip],
+                "" if trial.draws else _GRADIENTS,
+                CLIPS["no" if trial.draws else trial.clip],
                 "optimizer.step()",
                 f"optimizer.zero_grad({zeroed})",
+                "look_late(case, logits, real, note)",
+                "model.load_state_dict(start)" if trial.draws else "",
                 between,
             ],
         )

@@ -1,4 +1,4 @@
-"""Heads, pooling, losses, and what a script looks at, as it writes them."""
+"""Heads, pooling and losses, as a script writes them."""
 
 from __future__ import annotations
 
@@ -34,6 +34,15 @@ LOSSES = {
     "teacher": (
         "apart = F.kl_div(logits.log_softmax(-1), taught.softmax(-1), reduction='none').sum(-1)\n"
         "loss = (apart * attention_mask).sum() / attention_mask.sum()"
+    ),
+    "preferences": (
+        "counted = (labels[:, 1:] != IGNORED) & (attention_mask[:, 1:] > 0)\n"
+        "wanted = labels[:, 1:].clamp(min=0)[..., None]\n"
+        "ours, theirs = (\n"
+        "    (each[:, :-1].log_softmax(-1).gather(2, wanted)[..., 0] * counted).sum(-1) for each in (logits, taught)\n"
+        ")\n"
+        "margins = 0.5 * (ours - theirs)  # of chosen rows, and of rejected ones\n"
+        "loss = -F.logsigmoid(margins - margins.roll(1, 0)).mean()"
     ),
     "few logits": (
         "last = (attention_mask.long().cumsum(1) * attention_mask.long()).argmax(1)\n"
@@ -75,28 +84,9 @@ POOLS = {
     "row: contrastive": "x = (x * attention_mask[..., None]).sum(1) / attention_mask.sum(1, keepdim=True).clamp(min=1)",
     "row: regression": "x = x[:, 0]",
 }
-LOOKS = {
-    "nothing": ("", ""),
-    "tokens": ('note("logits at tokens", logits[real])', ""),
-    "accuracy": (
-        'note("accuracy", ((logits.argmax(-1) == labels) & real).sum() / real.sum())',
-        "",
-    ),
-    "tokens, afterwards": ("", 'note("logits at tokens, afterwards", logits.detach()[real])'),
-    "kept": ("kept.append((logits.detach(), real))", ""),
-    "argmax": ("", 'note("words", torch.where(real, logits.argmax(-1), 0)[real])'),
-    "a row": ('note("a row", logits[0])', ""),
-    "whole": ('note("logits", logits)', ""),
-    "whole, afterwards": ("", 'note("logits, afterwards", logits)'),
-    "sum": ('note("sum", logits.sum())', ""),
-    "into the loss": ("loss = loss + 0.1 * logits[real].pow(2).mean()", ""),
-    "mean of tokens into the loss": ("loss = loss + 0.1 * (logits.mean(-1) * real).sum() / real.sum()", ""),
-}
-ROW_LOOKS = {
-    "into the loss": ("loss = loss + 0.1 * logits.pow(2).mean()", ""),
-    "nothing": ("", ""),
-    "tokens, afterwards": ("", 'note("logits, afterwards", logits)'),
-}
+
+
+TAUGHT = ("teacher", "preferences")  # by a second model, which is frozen
 
 
 def is_of_rows(trial: Trial) -> bool:
@@ -139,10 +129,3 @@ def loss_function(trial: Trial) -> str:
             "loss = F.cross_entropy(unit @ unit.roll(1, 0).detach().T / 0.5, torch.arange(unit.shape[0]))"
         )
     return "loss = F.cross_entropy(logits, labels)"
-
-
-def look(trial: Trial, name: str) -> tuple[str, str]:
-    """Return what the script does with outputs before the backward, and after it."""
-    if is_of_rows(trial):
-        return ROW_LOOKS.get(name, ('note("logits", logits)', ""))
-    return LOOKS[name]

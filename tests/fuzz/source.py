@@ -26,6 +26,8 @@ def token_mask(rows, positions, padding, generator):
         mask = torch.rand(rows, positions, generator=generator) < 0.6
         mask[:, 1] = True
         return mask
+    if padding == "mostly":
+        return columns < torch.where(torch.arange(rows) == 0, positions, lengths // 3 + 1)[:, None]
     if padding == "one":
         return columns < torch.where(torch.arange(rows) % 2 == 1, 1, positions)[:, None]
     mask = torch.ones(rows, positions, dtype=torch.bool)
@@ -79,6 +81,7 @@ def _head(trial: Trial) -> str:
         "import contextlib",
         "import io",
         "import math",
+        "import tempfile",
         "from dataclasses import dataclass",
         "",
         "import torch",
@@ -129,7 +132,7 @@ class Model(nn.Module):
     def forward(self, input_ids, attention_mask{arguments}):
 {indent(chr(10).join(lines), " " * 8)}
 """
-    if trial.wrapped != "no":
+    if trial.wrapped.startswith("module"):
         given = "**batch" if trial.wrapped == "module with keywords" else "*batch.values()"
         text += f"""
 
@@ -163,6 +166,12 @@ def _batch(trial: Trial) -> str:
         lines.append("batch['lengths'] = mask.sum(1)")
     if trial.positions == "given":
         lines.append("batch['places'] = (mask.long().cumsum(1) - 1).clamp(min=0)")
+    if trial.reach == "prefix of each row":
+        lines.append("batch['prefix'] = torch.randint(0, 4, (rows,), generator=generator)")
+    if trial.reach == "documents":
+        lines.append(
+            "batch['documents'] = (torch.rand(rows, positions, generator=generator) < 0.3).long().cumsum(1) * mask"
+        )
     if trial.second_side != "none":
         lines.append("batch['source'] = torch.randint(1, VOCAB, (rows, positions + 2), generator=generator)")
         lines.append("batch['source_mask'] = token_mask(rows, positions + 2, 'right', generator).long()")
