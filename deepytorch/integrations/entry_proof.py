@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -201,6 +201,35 @@ class Unchanged:
             (path, name) = next(iter(set(held.items()) ^ set(self._held.items())))[0]
             found = f"the tensor {path}.{name}, which the model keeps of its batch"
         return found
+
+
+_PLAIN = frozenset({bool, int, float, str, type(None)})
+
+
+class Attributes:
+    """The numbers, words and switches that a model's modules and configurations hold, which a proof rests on.
+
+    What the model changes by itself when it runs (a counter) is left out, from the proof that shows it on.
+    """
+
+    def __init__(self) -> None:
+        self._moving: set[tuple[int, str]] = set()  # the place of the object, and the attribute's name
+
+    def read(self, modules: Sequence[nn.Module]) -> tuple[tuple[int, str, Any], ...]:
+        """Return the attributes; equal as long as nobody has changed one. Modules of `torch.nn` are left out."""
+        held = [vars(each) for each in modules if not type(each).__module__.startswith("torch.nn.")]
+        configs = {id(each["config"]): each["config"] for each in held if "config" in each}
+        held += [vars(each) for each in configs.values() if hasattr(each, "__dict__")]
+        return tuple(
+            (place, name, value)
+            for place, each in enumerate(held)
+            for name, value in each.items()
+            if type(value) in _PLAIN and name != "training" and (place, name) not in self._moving
+        )
+
+    def leave_out(self, before: Iterable[tuple[int, str, Any]], after: Iterable[tuple[int, str, Any]]) -> None:
+        """Leave out from now on what differs between two readings, between which the model alone has run."""
+        self._moving |= {(place, name) for place, name, _ in set(before) ^ set(after)}
 
 
 def make_probe(given: Mapping[str, Any], reading: Reading) -> dict[str, Any]:

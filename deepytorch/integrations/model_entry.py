@@ -35,6 +35,7 @@ from deepytorch.compiler.step.route import MOST_REAL, Route, State, Uses, route
 from deepytorch.integrations import packed_attention
 from deepytorch.integrations.entry_calls import INSIDE, Replaced, replace_calls, restore_calls
 from deepytorch.integrations.entry_proof import (
+    Attributes,
     Unchanged,
     is_deterministic,
     prove,
@@ -123,6 +124,7 @@ class ModelEntry:
         self._found_out: dict[Any, Reading | None] = {}  # by kind of call
         self._above: _Call | None = None  # the running call of the head, if the target is below it
         self._uses: dict[Any, OutputUses] = {}  # by kind of call
+        self._attributes = Attributes()
         self._calls = 0
         self._peers: Peers | None = None  # from the first call on
         name = type(model).__name__
@@ -234,7 +236,7 @@ class ModelEntry:
             tuple((place, *map(_weakly, found)) for place, found in functions if found),
             frozenset((kind, kind.forward) for kind in {type(each) for each in modules}),
             loss,
-            *(bool(getattr(self._model.config, f"output_{name}", False)) for name in ("attentions", "router_logits")),
+            self._attributes.read(modules),
             frozenset(packed_attention.implementations(self._model)),
         )
 
@@ -412,15 +414,16 @@ class ModelEntry:
             self.target = self._model.base_model
         self._list()
         before = replace(self.record, padded_because=dict(self.record.padded_because))
-        kind = self._kind(given)
         if len(self._found_out) >= MANY_KINDS:
             call.why = "more kinds of calls than are proved"
             return
-        call.kind = kind
+        held = self._attributes.read(list(self._outer.modules()))
         reading, reason = None, declined_beforehand(self._outer, self._model)
         if reason is None:
             self._prepare()
             reading, reason = self._prove(given)
+        self._attributes.leave_out(held, self._attributes.read(list(self._outer.modules())))
+        kind = call.kind = self._kind(given)
         for name in ("steps_packed", "steps_padded", "tokens_real", "tokens_padded", "padded_because"):
             setattr(self.record, name, getattr(before, name))  # the probes are not steps
         self._found_out[kind] = reading

@@ -92,7 +92,7 @@ def test_rows_past_a_length_have_another_mask() -> None:
 
 
 def test_attentions_that_read_other_tokens_are_told_apart() -> None:
-    """Their masks are equal on most random batches: one more id, which is rare, is hidden from the second layer."""
+    """Ids whose third is 4 modulo 7, of which no probe knows, are hidden from the second layer alone."""
 
     class Two(Plain):
         def __init__(self) -> None:
@@ -100,15 +100,14 @@ def test_attentions_that_read_other_tokens_are_told_apart() -> None:
 
         def forward(self, input_ids: Any, attention_mask: Any, labels: Any) -> Any:
             x = self.tokens(input_ids)
-            rare = (input_ids % 30 == 17) & (labels % 2 == 1)
+            rare = input_ids // 3 % 7 == 4
             for block, mask in zip(self.blocks, (attention_mask, attention_mask.bool() & ~rare), strict=True):
                 x = block(x, mask)
             return self.loss(self, self.norm(x), attention_mask, labels)
 
     given = batches(causal_batch, *SIZES)
     for batch in given:
-        batch["input_ids"][:, 1:3] = 47
-        batch["labels"][:, 1:3] = 33
+        batch["input_ids"][:, 1:3] = 34
     Pair(Two().train()).train(given)
 
 

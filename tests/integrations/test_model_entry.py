@@ -662,6 +662,44 @@ def test_a_proof_holds_for_the_model_and_the_arguments_that_it_was_made_with() -
     agrees(two, 3)
 
 
+def test_a_proof_holds_for_the_attributes_that_it_was_made_with() -> None:
+    """A configuration that turns causal midway, and a switch that eager's attention does not read beside a mask."""
+    pair = EntryPair(hf.BertForMaskedLM(bert("sdpa")).train())
+    given = batches(masked_lm_batch, (4, 11, "right"), (3, 13, "right"))
+    pair.train(given)
+    for model in (pair.reference, pair.model):
+        model.config.is_decoder = True
+    pair.train(given)
+    assert taken(pair.entry) >= 2  # and no less equal behind the change
+
+    pair = EntryPair(llama("sdpa").train())
+    given = batches(causal_batch, (4, 11, "right"), (3, 13, "right"))
+    pair.train(given)
+    for model in (pair.reference, pair.model):
+        for layer in model.model.layers:
+            layer.self_attn.is_causal = False
+    pair.train(given)
+    assert (taken(pair.entry), pair.entry.record.steps_padded) == (2, 2)
+
+
+def test_what_a_model_counts_by_itself_asks_for_no_other_proof() -> None:
+    @of_a_library
+    class Counting(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner, self.calls = inner, 0
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return self.inner(hidden)
+
+    model = llama("sdpa").train()
+    model.model.layers[0].mlp = Counting(model.model.layers[0].mlp)
+    pair = EntryPair(model)
+    pair.train(batches(causal_batch, *[(4, 11, "right")] * (MANY_KINDS + 2)))
+    assert taken(pair.entry) == MANY_KINDS + 2
+
+
 @pytest.mark.parametrize("problem", ["multi_label_classification", "regression"])
 def test_labels_of_any_shape_are_a_rows(problem: str) -> None:
     since_5("BERT")
@@ -725,7 +763,7 @@ class _Doubled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return 2 * grad
+        return 2 * grad.clamp(-1, 1)
 
 
 @of_a_library
@@ -919,8 +957,9 @@ def test_ranks_that_share_weights_are_not_asked_in_steps_of_their_own() -> None:
 
 
 @pytest.mark.slow
-def test_a_model_whose_graph_cannot_be_analysed_is_packed_at_entry() -> None:
+def test_a_model_whose_graph_cannot_be_analysed_is_packed_at_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     """A custom autograd function is one graph, of which a trace of the forward would lose the backward."""
+    monkeypatch.setattr(sys.modules[hf.LlamaForCausalLM.__module__], "_Doubled", _Doubled, raising=False)
     model = llama("sdpa", num_hidden_layers=1).train()
     model.model.layers[0].mlp.act_fn = _Doubling()
     pair = Pair(model)
