@@ -71,7 +71,7 @@ def stand_in() -> None:
     torch_norm.WrappedTorchNorm.__new__ = norm
 
 
-def begin(tensor_parallel: int = 1) -> None:
+def begin(tensor_parallel: int = 1, pipeline: int = 1) -> None:
     """Begin the process groups of torch and Megatron-LM: of torchrun's ranks, or of this process alone."""
     torch.set_num_threads(1)
     stand_in()
@@ -81,7 +81,7 @@ def begin(tensor_parallel: int = 1) -> None:
         dist.init_process_group("gloo")
     else:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel(tensor_parallel)
+    parallel_state.initialize_model_parallel(tensor_parallel, pipeline)
 
 
 LLAMA = {
@@ -230,11 +230,17 @@ def record_of(model: Any) -> Any:
 
 # ------------------------------------------------------------------ ranks
 
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 RANKS: dict[str, dict[str, Any]] = {
     "tensor parallel": {"tensor": 2},
     "sequence parallel": {"tensor": 2, "sequence": True, "ddp": True},
     "data parallel": {"ddp": True},
     "distributed optimizer": {"ddp": True, "distributed": True},
+    "pipeline": {"pipeline": 2},
+    "shared embeddings": {"pipeline": 2, "ddp": True, "shared": True},
+    "freed outputs": {"pipeline": 2, "settings": {"deallocate_pipeline_outputs": True} | RECOMPUTED},
+    "half precision": {"pipeline": 2, "settings": {"pipeline_dtype": torch.bfloat16}, "half": True},
+    "one stage looks": {"pipeline": 2, "looks": True},
     "unlike batches": {"tensor": 2, "unlike": True},
     "late": {"tensor": 2, "late": True},
 }
@@ -245,7 +251,7 @@ def train_ranks(name: str, path: str) -> None:
     from deepytorch.errors import DeferredError
 
     case = RANKS[name]
-    begin(case.get("tensor", 1))
+    begin(case.get("tensor", 1), case.get("pipeline", 1))
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
