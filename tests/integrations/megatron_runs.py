@@ -236,10 +236,9 @@ RANKS: dict[str, dict[str, Any]] = {
     "sequence parallel": {"tensor": 2, "sequence": True, "ddp": True},
     "data parallel": {"ddp": True},
     "distributed optimizer": {"ddp": True, "distributed": True},
-    "pipeline": {"pipeline": 2},
-    "shared embeddings": {"pipeline": 2, "ddp": True, "shared": True},
+    "pipeline": {"pipeline": 2, "micro_batches": 4},
+    "shared embeddings": {"pipeline": 2, "micro_batches": 3, "ddp": True, "shared": True},
     "freed outputs": {"pipeline": 2, "settings": {"deallocate_pipeline_outputs": True} | RECOMPUTED},
-    "half precision": {"pipeline": 2, "settings": {"pipeline_dtype": torch.bfloat16}, "half": True},
     "one stage looks": {"pipeline": 2, "looks": True},
     "unlike batches": {"tensor": 2, "unlike": True},
     "late": {"tensor": 2, "late": True},
@@ -255,11 +254,21 @@ def train_ranks(name: str, path: str) -> None:
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    sequence = case.get("sequence", False)
+    sequence, pipeline = case.get("sequence", False), case.get("pipeline", 1)
     settings = LLAMA | {"tensor_model_parallel_size": case.get("tensor", 1), "sequence_parallel": sequence}
-    model = gpt(settings, position_embedding_type="rope")
+    arguments = {"position_embedding_type": "rope"}
+    if pipeline > 1:
+        torch.cuda.synchronize = lambda *_: None
+        settings |= {"pipeline_model_parallel_size": pipeline, "pipeline_dtype": torch.float32}
+        arguments |= {
+            "pre_process": parallel_state.is_pipeline_first_stage(),
+            "post_process": parallel_state.is_pipeline_last_stage(),
+            "share_embeddings_and_output_weights": case.get("shared", False),
+        }
+    model = gpt(settings | case.get("settings", {}), **arguments)
     inner, (model, optimizer) = model, _wrapped(model, case)
     rank, number = dist.get_rank(), parallel_state.get_data_parallel_rank()
+    micro_batches = case.get("micro_batches", 2)
     written: list[Any] = []
     told: list[str] = []
 
@@ -267,7 +276,10 @@ def train_ranks(name: str, path: str) -> None:
         arguments, weights = next(batches)
         if case.get("unlike") and rank == 1:
             arguments["loss_mask"] = torch.ones_like(weights)
-        return model(**arguments), partial(loss_func, weights)
+        outputs = model(**arguments)
+        if case.get("looks") and not inner.post_process:
+            written.append((outputs.detach().sum(),))
+        return outputs, partial(loss_func, weights)
 
     def loss_func(weights: Tensor, outputs: Tensor) -> Any:
         loss, losses = mean_loss(weights, outputs)
@@ -282,12 +294,12 @@ def train_ranks(name: str, path: str) -> None:
     for step in range(STEPS):
         for each in (optimizer, *([model] if case.get("ddp") else [])):
             getattr(each, "zero_grad_buffer", each.zero_grad)()
-        seeds = [1000 * number + 2 * step + micro for micro in range(2)]
+        seeds = [1000 * number + micro_batches * step + micro for micro in range(micro_batches)]
         get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iter([batch("loss mask", seed) for seed in seeds]),
             model=[model],
-            num_microbatches=2,
+            num_microbatches=micro_batches,
             seq_length=POSITIONS,
             micro_batch_size=ROWS,
             forward_only=False,
