@@ -31,6 +31,7 @@ from deepytorch.compiler.step.agreement import precision_of
 from deepytorch.compiler.step.batch_facts import Refusal
 from deepytorch.compiler.step.outputs.replay import Replay
 from deepytorch.compiler.step.route import Route, State, route
+from deepytorch.errors import CommunicationError
 from deepytorch.integrations.entry_proof import Unchanged, prove, quietly, small_weights
 from deepytorch.integrations.entry_uses import OutputUses, Peers, with_weights
 from deepytorch.integrations.megatron_batch import pack_batch, reading_packed, row_kind, unknown_argument
@@ -135,7 +136,8 @@ class MegatronEntry:
             return self._padded(OUTSIDE if stage is None else stage.why_padded, args, kwargs)
         found = self._pack(given, kind, min_padding, stage)
         uses = self._uses.setdefault(kind, OutputUses(self.record, self._model, None, can_replay=self._is_alone))
-        if self._peers and not self._peers.all_say(_told(kind, found, uses.events.state)):
+        places = _sum_of_places(found.main.indices) if self._peers and isinstance(found, PackedBatch) else None
+        if self._peers and not self._peers.all_say(_told(kind, found, uses.events.state), places):
             return self._padded("tensor-parallel ranks would run this batch differently", args, kwargs)
         if isinstance(found, PackedBatch) and kind not in self._found_out:
             self._ask(kind, given)
@@ -259,7 +261,7 @@ class MegatronEntry:
     def _ask(self, kind: Any, given: Mapping[str, Any]) -> None:
         """Find out whether the model computes the same packed as padded, in this kind of call."""
         reason = self._prove(given)
-        if self._peers and self._peers.highest(int(reason is not None)) and reason is None:
+        if self._peers and self._one_failed(reason) and reason is None:
             reason = "the probe failed on another tensor-parallel rank"
         self._found_out[kind] = reason
         if reason is None:
@@ -269,6 +271,19 @@ class MegatronEntry:
         else:
             self.record.declined.append(reason)
             once(logging.INFO, "%s: padding stays: %s", self.record.name, reason)
+
+    def _one_failed(self, reason: str | None) -> bool:
+        """Return whether the probe has failed on any tensor-parallel rank. reason: why it has on this one."""
+        try:
+            return self._peers.highest(int(reason is not None)) > 0
+        except Exception as error:
+            if reason is None:
+                raise
+            raise CommunicationError(
+                f"{self.record.name}: {reason}; tensor-parallel ranks were not at one place then: {error}. Expected the "
+                "probe to end alike on all of them. Mend what fails, or pass "
+                "deepytorch.configure(options={'unpad': False})"
+            ) from error
 
     def _prove(self, given: Mapping[str, Any]) -> str | None:
         """Return why a probe came out different packed and padded; None if it came out the same."""
@@ -422,6 +437,11 @@ def _told(kind: Any, found: PackedBatch | Refusal, state: State) -> str:
     names, per_row = kind
     how = found.reason if isinstance(found, Refusal) else found.main.rows.cu_seqlens.tolist()
     return f"{sorted(map(str, names))} {per_row} {how} {state.uses} {state.knows_uses}"
+
+
+def _sum_of_places(indices: Tensor) -> Tensor:
+    """Return a number that tells the places of tokens from others of as many tokens in each row."""
+    return (((indices + 1) * 0x5851_F42D_4C95_7F2D) >> 33).sum()
 
 
 def _tuple(outputs: Any) -> tuple[Any, ...]:

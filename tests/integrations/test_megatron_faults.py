@@ -1,10 +1,11 @@
-"""Tensor-parallel ranks of Megatron-LM of which one dies, stops, or sees another batch: an error in time, no hang."""
+"""Ranks that run one model of Megatron-LM together, of which one dies, stops, or sees another batch: no hang."""
 
 from __future__ import annotations
 
 import os
 import re
 import signal
+import textwrap
 
 import pytest
 
@@ -13,13 +14,14 @@ from tests.comm.ranks import Outcome, Ranks
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(180, func_only=True),  # a hang is the failure that these tests look for
+    pytest.mark.timeout(240, func_only=True),  # a hang is the failure that these tests look for
 ]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
     """Compile the process group here, where no deadline of a test runs."""
+    pytest.importorskip("megatron.core")
     native.load()
 
 
@@ -42,14 +44,26 @@ def in_a_packed_layer(action):
         return attend(*args, **kwargs)
     megatron_entry.varlen_attention = attention
 
-def train(step, change=lambda arguments: None):
-    arguments, weights = batch("loss mask", step)
-    change(arguments)
+def train(step, kind="loss mask"):
+    arguments, weights = batch(kind, step)
     loss, _ = mean_loss(weights, model(**arguments))
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    return loss.item()
+
+def alike(step, **changes):
+    # One step in which rank 1 gets other arguments, and the same in eager from the same weights.
+    found, expected = [], []
+    arguments, weights = batch("right", step)
+    arguments |= changes if rank == 1 else {{}}
+    for values, block in ((expected, deepytorch.paused()), (found, contextlib.nullcontext())):
+        with block:
+            loss, losses = mean_loss(weights, model(**arguments))
+            loss.backward()
+        values += [loss.detach(), *(each.grad for each in model.parameters())]
+        optimizer.zero_grad()
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 for step in range(3):
     train(step)
@@ -58,14 +72,23 @@ assert record.steps_packed == 2, record
 """
 
 
-def begin(ours: bool, timeout: float) -> str:
-    return BEGIN.format(ours=ours, timeout=timeout)
+def ranks_of(script: str, timeout: float, ours: bool = True) -> Ranks:
+    """Two ranks that have trained packed for two steps, and run `script` then. timeout: of their groups, in seconds."""
+    return Ranks(BEGIN.format(ours=ours, timeout=timeout) + textwrap.dedent(script))
+
+
+def ended(script: str, timeout: float = 30.0) -> list[Outcome]:
+    """How two ranks have ended, both of them well."""
+    with ranks_of(script, timeout) as ranks:
+        outcomes = ranks.wait(100)
+    assert [each.code for each in outcomes] == [0, 0], "\n".join(each.output for each in outcomes)
+    return outcomes
 
 
 SURVIVOR = """
 if rank == 1:
     in_a_packed_layer(lambda: os.kill(os.getpid(), signal.{signal}))
-started = time.monotonic()
+say("begins")
 error, seconds = told(lambda: train(3))
 say("found after", round(seconds, 1), error)
 error, seconds = told(lambda: train(4))
@@ -77,18 +100,86 @@ say("destroyed")
 
 @pytest.mark.parametrize("ours", [True, False], ids=["deepytorch", "gloo"])
 def test_a_rank_killed_in_a_packed_layer_is_seen_long_before_the_timeout(ours: bool) -> None:
-    with Ranks(begin(ours, 100.0) + SURVIVOR.format(signal="SIGKILL")) as ranks:
-        one, other = ranks.wait(90)
-    print(one.output, other.output)
-    assert other.code == -signal.SIGKILL
-    assert one.code == 0
+    with ranks_of(SURVIVOR.format(signal="SIGKILL"), 100.0, ours) as ranks:
+        ranks.until(0, "begins", 90)
+        one, other = ranks.wait(30)
+    assert (one.code, other.code) == (0, -signal.SIGKILL), one.output
+    assert all(word in one.output for word in ("found after", "again after", "destroyed")), one.output
+    if ours:
+        assert "local rank 1 has died: local rank 0 waited for it in all_reduce" in one.output, one.output
+    else:
+        assert "onnection closed by peer" in one.output or "reset" in one.output, one.output
 
 
 @pytest.mark.parametrize("ours", [True, False], ids=["deepytorch", "gloo"])
 def test_a_rank_stopped_in_a_packed_layer_times_out(ours: bool) -> None:
-    with Ranks(begin(ours, 5.0) + SURVIVOR.format(signal="SIGSTOP")) as ranks:
-        ranks.until(0, "destroyed", 90)
+    with ranks_of(SURVIVOR.format(signal="SIGSTOP"), 5.0, ours) as ranks:
+        ranks.until(0, "begins", 90)
+        ranks.processes[0].wait(30)
         os.kill(ranks.processes[1].pid, signal.SIGCONT)
-        outcomes = ranks.wait(30)
-    print(*(each.output for each in outcomes))
-    assert 0
+        one, other = ranks.wait(30)
+    assert (one.code, other.code) == (0, 0), (one.output, other.output)
+    expected = "timed out after 5.* s in all_reduce.* local rank 1 has not come" if ours else "[Tt]imed out.*5000ms"
+    assert re.search(f"found after [5-9].*{expected}", one.output), one.output
+    assert "found after" in other.output, other.output
+
+
+def test_ranks_that_see_other_masks_run_padded() -> None:
+    """Their rows may have as many tokens, at other places."""
+    ended("""
+    for step in range(3, 6):
+        tokens = rows("right", step)
+        for mine in (tokens, tokens.flip(1)):
+            before = record.steps_packed
+            alike(step, attention_mask=(LATER | ~mine[:, None])[:, None])
+            if step > 3:
+                assert record.steps_packed == before + (mine is tokens), record
+    assert record.padded_because == {"tensor-parallel ranks would run this batch differently": 3}, record
+    dist.destroy_process_group()
+    """)
+
+
+def test_a_rank_that_decides_otherwise_has_all_run_padded() -> None:
+    """By a hook that it has, or by a probe that came out different there."""
+    one, other = ended("""
+    hook = model.decoder.layers[0].register_forward_hook(lambda *_: None) if rank == 1 else None
+    before = record.steps_packed
+    alike(3)
+    assert record.steps_packed == before
+    if rank == 1:
+        hook.remove()
+        proved = megatron_entry.prove
+        def prove(*args):
+            assert proved(*args) is None
+            return "packed and padded probes differ"
+        megatron_entry.prove = prove
+    for step in range(3):
+        alike(3 + step)  # a kind of calls that is new: each row has a mask
+    assert record.steps_packed == before, record
+    say(record.declined)
+    dist.destroy_process_group()
+    """)
+    assert "the probe failed on another tensor-parallel rank" in one.output, one.output
+    assert "packed and padded probes differ" in other.output, other.output
+
+
+@pytest.mark.parametrize("how", ["fails in the probe", "fails in a step", "is paused"])
+def test_a_rank_that_leaves_the_others_is_named(how: str) -> None:
+    """What the two ranks call then differs, or one of them ends: both are told at once."""
+    kind = "right" if how == "fails in the probe" else "loss mask"
+    one, other = ended(f"""
+    def fail():
+        raise RuntimeError("no kernel here")
+    if rank == 1 and {how!r} != "is paused":
+        in_a_packed_layer(fail)
+    with deepytorch.paused() if rank == 1 and {how!r} == "is paused" else contextlib.nullcontext():
+        error, seconds = told(lambda: train(3, {kind!r}))
+    say("found after", round(seconds, 1), error)
+    """)
+    assert re.search(r"found after \d\.", one.output), one.output
+    if how == "fails in a step":
+        assert "local rank 1 has died: local rank 0 waited for it in all_reduce" in one.output, one.output
+    else:
+        assert re.search(r"ranks disagree on collective .* local rank 0 .* local rank 1 called", one.output), one.output
+    if how != "is paused":
+        assert re.search(r"found after \d\..*no kernel here", other.output), other.output
