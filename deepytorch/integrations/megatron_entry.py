@@ -132,8 +132,9 @@ class MegatronEntry:
             return self._forward(self._model, *args, **kwargs)  # which raises
         kind = _kind(given)
         stage = stage_of(self._model) if self._is_stage else None
-        if self._is_stage and (stage is None or stage.why_padded is not None):
-            return self._padded(OUTSIDE if stage is None else stage.why_padded, args, kwargs)
+        outside = OUTSIDE if stage is None else stage.why_padded
+        if self._is_stage and outside is not None:
+            return self._padded(outside, args, kwargs)
         found = self._pack(given, kind, min_padding, stage)
         uses = self._uses.setdefault(kind, OutputUses(self.record, self._model, None, can_replay=self._is_alone))
         places = _sum_of_places(found.main.indices) if self._peers and isinstance(found, PackedBatch) else None
@@ -147,8 +148,7 @@ class MegatronEntry:
         if stage is not None:
             if chosen is Route.PACKED and kind not in stage.kinds:
                 chosen, why = Route.PADDED, "the stages of the pipeline have not agreed yet"
-            packs = chosen is Route.PACKED and isinstance(found, PackedBatch)
-            stage.compare(found.main if packs else None, why)
+            stage.compare(found.main if isinstance(found, PackedBatch) and chosen is Route.PACKED else None, why)
         if chosen in (Route.PADDED, Route.EAGER) or isinstance(found, Refusal):
             return self._padded(why, args, kwargs)
         uses.begin()
@@ -280,8 +280,8 @@ class MegatronEntry:
             if reason is None:
                 raise
             raise CommunicationError(
-                f"{self.record.name}: {reason}; tensor-parallel ranks were not at one place then: {error}. Expected the "
-                "probe to end alike on all of them. Mend what fails, or pass "
+                f"{self.record.name}: {reason}; tensor-parallel ranks were not at one place then: {error}. Expected "
+                "the probe to end alike on all of them. Mend what fails, or pass "
                 "deepytorch.configure(options={'unpad': False})"
             ) from error
 

@@ -63,7 +63,7 @@ class Stage:
         self.kinds = NO_KINDS
         self.why_padded: str | None = OUTSIDE
         self.entry: Any = None
-        self._block = getattr(model, "decoder", None) or getattr(model, "encoder", None)
+        self._block: Any = getattr(model, "decoder", None) or getattr(model, "encoder", None)
         self._group = group
         self._compared = False
         self._given: tuple[Tensor, Tensor] | None = None  # the output that a script holds, and what is to be sent
