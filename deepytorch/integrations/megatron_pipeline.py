@@ -217,7 +217,7 @@ def agreeing(original: Callable[..., Any]) -> Callable[..., Any]:
         elif stage is None:
             opinion = _NEVER
         # All stages come here in each step, whatever they are made of, until one of them has said that it never packs.
-        said = Peers([group], next(model.parameters()).device).highest(opinion)
+        said = Peers([group], _device(model)).highest(opinion)
         if said == _NEVER:
             finished.add(model)
         if stage is None:
@@ -226,6 +226,11 @@ def agreeing(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(**kwargs | {"forward_step_func": stage.calling(kwargs["forward_step_func"])})
 
     return forward_backward_pipelining_without_interleaving
+
+
+def _device(model: nn.Module) -> torch.device:
+    known = (each.device for each in model.parameters())
+    return next(known, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def _unwrapped(model: Any) -> nn.Module:

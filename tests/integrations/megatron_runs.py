@@ -239,6 +239,9 @@ RANKS: dict[str, dict[str, Any]] = {
     "pipeline": {"pipeline": 2, "micro_batches": 4},
     "shared embeddings": {"pipeline": 2, "micro_batches": 3, "ddp": True, "shared": True},
     "freed outputs": {"pipeline": 2, "settings": {"deallocate_pipeline_outputs": True} | RECOMPUTED},
+    "masked rows": {"pipeline": 2, "kind": "mixed"},
+    "BERT": {"pipeline": 2, "kind": "right", "bert": True},
+    "half precision": {"pipeline": 2, "half": True},
     "one stage looks": {"pipeline": 2, "looks": True},
     "unlike batches": {"tensor": 2, "unlike": True},
     "late": {"tensor": 2, "late": True},
@@ -265,8 +268,12 @@ def train_ranks(name: str, path: str) -> None:
             "post_process": parallel_state.is_pipeline_last_stage(),
             "share_embeddings_and_output_weights": case.get("shared", False),
         }
-    model = gpt(settings | case.get("settings", {}), **arguments)
+    if case.get("half"):
+        settings |= {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
+    make = bert if case.get("bert") else gpt
+    model = make(settings | case.get("settings", {}), **arguments)
     inner, (model, optimizer) = model, _wrapped(model, case)
+    shown = {"causal": not case.get("bert"), "types": bool(case.get("bert"))}
     rank, number = dist.get_rank(), parallel_state.get_data_parallel_rank()
     micro_batches = case.get("micro_batches", 2)
     written: list[Any] = []
@@ -297,7 +304,7 @@ def train_ranks(name: str, path: str) -> None:
         seeds = [1000 * number + micro_batches * step + micro for micro in range(micro_batches)]
         get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iter([batch("loss mask", seed) for seed in seeds]),
+            data_iterator=iter([batch(case.get("kind", "loss mask"), seed, **shown) for seed in seeds]),
             model=[model],
             num_microbatches=micro_batches,
             seq_length=POSITIONS,
@@ -321,6 +328,10 @@ def train_ranks(name: str, path: str) -> None:
 
 def _wrapped(model: Any, case: dict[str, Any]) -> tuple[Any, Any]:
     """The model as its case wraps it, and its optimizer."""
+    if case.get("half"):
+        from megatron.core.transformer.module import Float16Module
+
+        return Float16Module(model.config, model), torch.optim.SGD(model.parameters(), 1e-2)
     if not case.get("ddp"):
         return model, torch.optim.AdamW(model.parameters(), 1e-3)
     from megatron.core.distributed import (

@@ -183,3 +183,95 @@ def test_a_rank_that_leaves_the_others_is_named(how: str) -> None:
         assert re.search(r"ranks disagree on collective .* local rank 0 .* local rank 1 called", one.output), one.output
     if how != "is paused":
         assert re.search(r"found after \d\..*no kernel here", other.output), other.output
+
+
+PIPELINE = """
+deepytorch.switch.SWITCH.enabled = True
+from tests.integrations.megatron_runs import *
+stand_in()
+torch.cuda.synchronize = lambda *_: None
+init("gloo", timeout={timeout})
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from deepytorch.integrations import megatron_entry
+parallel_state.initialize_model_parallel(1, 2, distributed_timeout_minutes={timeout} / 60)
+model = gpt(
+    LLAMA | {{"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32}},
+    position_embedding_type="rope", pre_process=rank == 0, post_process=rank == 1,
+)
+
+def train(step, change=lambda arguments: None, block=contextlib.nullcontext, loss_func=mean_loss):
+    def forward_step(batches, model):
+        arguments, weights = next(batches)
+        if rank == 1:
+            change(arguments)
+        with block() if rank == 1 else contextlib.nullcontext():
+            return model(**arguments), lambda outputs: (loss_func(weights, outputs)[0], {{}})
+    get_forward_backward_func()(
+        forward_step_func=forward_step, data_iterator=iter([batch("loss mask", 2 * step + each) for each in range(2)]),
+        model=[model], num_microbatches=2, seq_length=POSITIONS, micro_batch_size=ROWS, forward_only=False,
+    )
+
+for step in range(2):
+    train(step)
+record = record_of(model)
+assert record.steps_packed == 2, record
+say("begins")
+{script}
+error, seconds = told(lambda: train(2{arguments}))
+say("found after", round(seconds, 1), error)
+"""
+
+
+def stages(script: str = "", arguments: str = "", timeout: float = 30.0) -> Ranks:
+    """Two stages of a pipeline that have packed a step, and run `script` and a step with other arguments then."""
+    return Ranks(PIPELINE.format(script=textwrap.dedent(script), arguments=arguments, timeout=timeout))
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
+def test_a_stage_that_ends_or_stops_in_a_packed_layer_is_an_error_of_the_other(name: str) -> None:
+    script = f"""
+    attend = megatron_entry.varlen_attention
+    if rank == 1:
+        megatron_entry.varlen_attention = lambda *_, **__: os.kill(os.getpid(), signal.{name})
+    """
+    with stages(script, timeout=100.0 if name == "SIGKILL" else 5.0) as ranks:
+        ranks.until(0, "begins", 90)
+        assert ranks.processes[0].wait(30) == 0, ranks.output(0)
+        output = ranks.output(0)
+    # What stages send each other goes through gloo, which names no rank.
+    expected = r"\d\..* by peer" if name == "SIGKILL" else r"[5-9]\..*[Tt]imed out waiting 5000ms"
+    assert re.search(f"found after {expected}", output), output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        # Its tokens are pads for the stage before, as no loss behind them counts there.
+        (
+            "change=lambda it: it.update(loss_mask=it['loss_mask'].flip(1))",
+            "its batch or its masks are others",
+        ),
+        ("change=lambda it: it.update(loss_mask=None)", "hardly any padding in the batch"),
+        ("block=deepytorch.paused", "its call did not come to deepytorch, or is paused there"),
+    ],
+    ids=["other masks", "no mask", "paused"],
+)
+def test_a_stage_that_needs_what_the_one_before_has_left_out_says_so(arguments: str, why: str) -> None:
+    with stages(arguments=f", {arguments}") as ranks:
+        ranks.until(1, "found after", 90)
+        one, other = ranks.wait(30)
+    assert re.search(
+        r"found after \d\..*stage 1 of the pipeline \(rank 1\) needs \d+ positions of this batch that stage 0 "
+        rf"\(rank 0\) has left out as padding: {why}",
+        other.output,
+    ), other.output
+    assert re.search(r"found after \d\..*(by peer|rank 1)", one.output), one.output
+
+
+def test_a_stage_whose_pads_are_looked_at_late_says_so() -> None:
+    with stages(arguments=", loss_func=lambda weights, outputs: (outputs.mean(), {})") as ranks:
+        ranks.until(1, "found after", 90)
+        one, other = ranks.wait(30)
+    assert re.search(r"found after \d\..*padded positions of 'output' are looked at", other.output), other.output
+    assert re.search(r"found after \d\..*(by peer|rank 1)", one.output), one.output
