@@ -42,7 +42,7 @@ from deepytorch.integrations.padded_hooks import UserHooks
 from deepytorch.library_code import is_of_libraries
 from deepytorch.log import logger, once
 from deepytorch.passes.ops.varlen_attention import varlen_attention
-from deepytorch.training_calls import RepeatedDraws
+from deepytorch.training_calls import RepeatedDraws, is_ours_to_run
 
 Forward = Callable[..., Any]  # a model's own, given the model and its arguments
 
@@ -193,11 +193,13 @@ class MegatronEntry:
         return lambda packed, side, dim, name, find: stage.give(packed, side, uses)
 
     def packs(self) -> frozenset[Any] | None:
-        """Return the kinds of calls that this stage of a pipeline can pack; None if it will never pack."""
+        """Return the kinds of calls that this stage of a pipeline can pack now; None if it will never pack."""
         states = [self._uses[kind].events.state for kind in self._found_out]
         never = any(reason is not None for reason in self._found_out.values())
         if self._declined is not None or self._draws.found or never or any(each.uses or each.broken for each in states):
             return None
+        if not is_ours_to_run() or autowrap.least_padding() is None or UserHooks(self._model).refused:
+            return frozenset()
         return frozenset(self._found_out if all(each.knows_uses for each in states) else ())
 
     def _as_tuple(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -33,6 +33,7 @@ from deepytorch.errors import DeepytorchError, DeferredError
 from deepytorch.integrations.entry_uses import OutputUses, Peers
 from deepytorch.integrations.packed_batch import Side
 from deepytorch.switch import SWITCH
+from deepytorch.training_calls import is_ours_to_run
 
 # The bits of the NaN at positions that were left out: a quiet one, which copies and messages leave as it is.
 LEFT_OUT: Mapping[torch.dtype, tuple[torch.dtype, int]] = {
@@ -65,13 +66,15 @@ class Stage:
         self.entry: Any = None
         self._block: Any = getattr(model, "decoder", None) or getattr(model, "encoder", None)
         self._group = group
-        self._compared = False
+        self._compared = self._was_called = False
         self._given: tuple[Tensor, Tensor] | None = None  # the output that a script holds, and what is to be sent
 
     # ------------------------------------------------------------------ a step
 
     def opinion(self) -> tuple[int, frozenset[Any]]:
         """Return what this stage tells the others as a step begins, and the kinds of calls that it can pack."""
+        if self.entry is None and not self._was_called:
+            return _NOT_YET, NO_KINDS
         kinds = None if self.entry is None else self.entry.packs()
         if kinds is None:
             return _NEVER, NO_KINDS
@@ -92,7 +95,7 @@ class Stage:
         """Return the script's forward step of one micro batch, with what it hands on made ready to be sent."""
 
         def forward_step_func(*args: Any, **kwargs: Any) -> Any:
-            self._compared = False
+            self._compared, self._was_called = False, self._was_called or is_ours_to_run()
             outputs, *others = forward_step(*args, **kwargs)
             if self.kinds and self.takes and not self._compared:
                 self.compare(None, "its call did not come to deepytorch, or is paused there")

@@ -371,8 +371,8 @@ PIPELINES = {
 @pytest.mark.parametrize("case", PIPELINES)
 def test_two_stages_of_a_pipeline_train_packed_as_they_do_padded(case: str, tmp_path: Path) -> None:
     """In the first step one micro batch is profiled, and the others wait for the stages to agree."""
+    packed = PIPELINES[case]
     for expected, found, report in ranks(case, tmp_path):
-        packed = PIPELINES[case]
         assert (report["packed"], report["padded"]) == (
             packed,
             {"the stages of the pipeline have not agreed yet": packed // 3 - 1},
@@ -411,7 +411,8 @@ def test_positions_that_were_left_out_are_told_from_any_number(dtype: torch.dtyp
     values[0, 1] = torch.inf - torch.tensor(torch.inf, dtype=dtype)
     packed = values.clone().requires_grad_()
     wire = with_left_out(packed, side)
-    assert wire.is_contiguous() and not wire._is_view()
+    assert wire.is_contiguous()
+    assert not wire._is_view()
     bits, number = LEFT_OUT[dtype]
     left_out = torch.empty_like(wire).copy_(wire.detach())[..., 0].view(bits) == number
     assert torch.equal(left_out.T, ~tokens)

@@ -275,3 +275,24 @@ def test_a_stage_whose_pads_are_looked_at_late_says_so() -> None:
         one, other = ranks.wait(30)
     assert re.search(r"found after \d\..*padded positions of 'output' are looked at", other.output), other.output
     assert re.search(r"found after \d\..*(by peer|rank 1)", one.output), one.output
+
+
+def test_a_stage_that_cannot_pack_in_a_step_has_all_run_it_padded() -> None:
+    with stages("""
+    hook = model.decoder.layers[0].register_forward_hook(lambda *_: None) if rank == 1 else None
+    train(2)
+    assert record.steps_packed == 2, record
+    if rank == 1:
+        hook.remove()
+    train(3)
+    assert record.steps_packed == 4, record
+    with deepytorch.paused() if rank == 0 else contextlib.nullcontext():
+        train(4)
+    assert record.steps_packed == 4, record
+    train(5)
+    assert record.steps_packed == 6, record
+    dist.destroy_process_group()
+    raise SystemExit(0)
+    """) as ranks:
+        outcomes = ranks.wait(100)
+    assert [each.code for each in outcomes] == [0, 0], "\n".join(each.output for each in outcomes)
