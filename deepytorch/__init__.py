@@ -90,6 +90,11 @@ _HOSTS = {
         "attach_casts",
     ),
     "megatron (GPT)": ("megatron.core.models.gpt.gpt_model", "deepytorch.integrations.megatron", "attach_gpt"),
+    "megatron (pipelines)": (
+        "megatron.core.pipeline_parallel.schedules",
+        "deepytorch.integrations.megatron",
+        "attach_schedules",
+    ),
     "peft": ("peft.peft_model", "deepytorch.integrations.peft", "attach"),
     "trl": ("trl.trainer.utils", "deepytorch.integrations.trl", "attach"),
     "trainer": ("transformers.trainer", "deepytorch.integrations.hf_trainer", "attach"),

@@ -48,18 +48,20 @@ class Peers:
     def __bool__(self) -> bool:
         return bool(self._groups)
 
-    def all_say(self, text: str) -> bool:
-        """Return whether all ranks have called this with the same text."""
-        number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-        largest, smallest = self._largest([number, -number])
-        return largest == -smallest
+    def all_say(self, text: str, number: torch.Tensor | None = None) -> bool:
+        """Return whether all ranks have called this with the same text, and the same number on their device (or 0)."""
+        digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+        told = torch.tensor([digest, 0], device=self._device)
+        if number is not None:
+            told[1] = number
+        largest = self._largest(torch.cat([told, -told]))
+        return largest[:2] == [-each for each in largest[2:]]
 
     def highest(self, number: int) -> int:
         """Return the largest number that a rank has called this with."""
-        return self._largest([number])[0]
+        return self._largest(torch.tensor([number], device=self._device))[0]
 
-    def _largest(self, numbers: list[int]) -> list[int]:
-        told = torch.tensor(numbers, device=self._device)
+    def _largest(self, told: torch.Tensor) -> list[int]:
         for group in self._groups:
             torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MAX, group)
         return told.tolist()  # type: ignore[no-any-return]

@@ -47,6 +47,13 @@ def attach_bert(bert_model: Any) -> None:
     replace(bert_model.BertModel, "forward", _packing, "pack padded batches of Megatron-LM's BERT")
 
 
+def attach_schedules(schedules: Any) -> None:
+    """Let stages of a pipeline agree on packing. schedules: megatron.core.pipeline_parallel.schedules."""
+    from deepytorch.integrations.megatron_pipeline import agreeing
+
+    replace(schedules, "forward_backward_pipelining_without_interleaving", agreeing, "let stages of a pipeline agree")
+
+
 def attach_attention(module: Any) -> None:
     """Let attention know packed rows. module: megatron.core.transformer.dot_product_attention."""
 

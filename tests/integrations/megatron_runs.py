@@ -71,7 +71,7 @@ def stand_in() -> None:
     torch_norm.WrappedTorchNorm.__new__ = norm
 
 
-def begin(tensor_parallel: int = 1) -> None:
+def begin(tensor_parallel: int = 1, pipeline: int = 1) -> None:
     """Begin the process groups of torch and Megatron-LM: of torchrun's ranks, or of this process alone."""
     torch.set_num_threads(1)
     stand_in()
@@ -81,7 +81,7 @@ def begin(tensor_parallel: int = 1) -> None:
         dist.init_process_group("gloo")
     else:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel(tensor_parallel)
+    parallel_state.initialize_model_parallel(tensor_parallel, pipeline)
 
 
 LLAMA = {
@@ -230,11 +230,19 @@ def record_of(model: Any) -> Any:
 
 # ------------------------------------------------------------------ ranks
 
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 RANKS: dict[str, dict[str, Any]] = {
     "tensor parallel": {"tensor": 2},
     "sequence parallel": {"tensor": 2, "sequence": True, "ddp": True},
     "data parallel": {"ddp": True},
     "distributed optimizer": {"ddp": True, "distributed": True},
+    "pipeline": {"pipeline": 2, "micro_batches": 4},
+    "shared embeddings": {"pipeline": 2, "micro_batches": 3, "ddp": True, "shared": True},
+    "freed outputs": {"pipeline": 2, "settings": {"deallocate_pipeline_outputs": True} | RECOMPUTED},
+    "masked rows": {"pipeline": 2, "kind": "mixed"},
+    "BERT": {"pipeline": 2, "kind": "right", "bert": True},
+    "half precision": {"pipeline": 2, "half": True},
+    "one stage looks": {"pipeline": 2, "looks": True},
     "unlike batches": {"tensor": 2, "unlike": True},
     "late": {"tensor": 2, "late": True},
 }
@@ -245,15 +253,29 @@ def train_ranks(name: str, path: str) -> None:
     from deepytorch.errors import DeferredError
 
     case = RANKS[name]
-    begin(case.get("tensor", 1))
+    begin(case.get("tensor", 1), case.get("pipeline", 1))
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    sequence = case.get("sequence", False)
+    sequence, pipeline = case.get("sequence", False), case.get("pipeline", 1)
     settings = LLAMA | {"tensor_model_parallel_size": case.get("tensor", 1), "sequence_parallel": sequence}
-    model = gpt(settings, position_embedding_type="rope")
+    arguments = {"position_embedding_type": "rope"}
+    if pipeline > 1:
+        torch.cuda.synchronize = lambda *_: None
+        settings |= {"pipeline_model_parallel_size": pipeline, "pipeline_dtype": torch.float32}
+        arguments |= {
+            "pre_process": parallel_state.is_pipeline_first_stage(),
+            "post_process": parallel_state.is_pipeline_last_stage(),
+            "share_embeddings_and_output_weights": case.get("shared", False),
+        }
+    if case.get("half"):
+        settings |= {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
+    make = bert if case.get("bert") else gpt
+    model = make(settings | case.get("settings", {}), **arguments)
     inner, (model, optimizer) = model, _wrapped(model, case)
+    shown = {"causal": not case.get("bert"), "types": bool(case.get("bert"))}
     rank, number = dist.get_rank(), parallel_state.get_data_parallel_rank()
+    micro_batches = case.get("micro_batches", 2)
     written: list[Any] = []
     told: list[str] = []
 
@@ -261,7 +283,10 @@ def train_ranks(name: str, path: str) -> None:
         arguments, weights = next(batches)
         if case.get("unlike") and rank == 1:
             arguments["loss_mask"] = torch.ones_like(weights)
-        return model(**arguments), partial(loss_func, weights)
+        outputs = model(**arguments)
+        if case.get("looks") and not inner.post_process:
+            written.append((outputs.detach().sum(),))
+        return outputs, partial(loss_func, weights)
 
     def loss_func(weights: Tensor, outputs: Tensor) -> Any:
         loss, losses = mean_loss(weights, outputs)
@@ -276,12 +301,12 @@ def train_ranks(name: str, path: str) -> None:
     for step in range(STEPS):
         for each in (optimizer, *([model] if case.get("ddp") else [])):
             getattr(each, "zero_grad_buffer", each.zero_grad)()
-        seeds = [1000 * number + 2 * step + micro for micro in range(2)]
+        seeds = [1000 * number + micro_batches * step + micro for micro in range(micro_batches)]
         get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iter([batch("loss mask", seed) for seed in seeds]),
+            data_iterator=iter([batch(case.get("kind", "loss mask"), seed, **shown) for seed in seeds]),
             model=[model],
-            num_microbatches=2,
+            num_microbatches=micro_batches,
             seq_length=POSITIONS,
             micro_batch_size=ROWS,
             forward_only=False,
@@ -303,6 +328,10 @@ def train_ranks(name: str, path: str) -> None:
 
 def _wrapped(model: Any, case: dict[str, Any]) -> tuple[Any, Any]:
     """The model as its case wraps it, and its optimizer."""
+    if case.get("half"):
+        from megatron.core.transformer.module import Float16Module
+
+        return Float16Module(model.config, model), torch.optim.SGD(model.parameters(), 1e-2)
     if not case.get("ddp"):
         return model, torch.optim.AdamW(model.parameters(), 1e-3)
     from megatron.core.distributed import (

@@ -355,3 +355,69 @@ def test_two_ranks_train_packed_as_they_do_padded(case: str, tmp_path: Path) -> 
         else:
             assert (report["packed"], report["padded"]) == (7, {})
         assert bool(report["told"]) == (case == "late")
+
+
+PIPELINES = {
+    "pipeline": 12,
+    "shared embeddings": 9,
+    "freed outputs": 6,
+    "masked rows": 6,
+    "BERT": 6,
+    "half precision": 6,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", PIPELINES)
+def test_two_stages_of_a_pipeline_train_packed_as_they_do_padded(case: str, tmp_path: Path) -> None:
+    """In the first step one micro batch is profiled, and the others wait for the stages to agree."""
+    packed = PIPELINES[case]
+    for expected, found, report in ranks(case, tmp_path):
+        assert (report["packed"], report["padded"]) == (
+            packed,
+            {"the stages of the pipeline have not agreed yet": packed // 3 - 1},
+        )
+        if case != "half precision":
+            assert_equal(expected, found)
+            continue
+        for one, other in zip(expected, found, strict=True):
+            for each, its in zip(one, other, strict=True):
+                assert (its - each).float().norm() <= 0.03 * each.float().norm()
+
+
+@pytest.mark.slow
+def test_hidden_states_that_a_script_looks_at_keep_all_stages_padded(tmp_path: Path) -> None:
+    reports = []
+    for expected, found, report in ranks("one stage looks", tmp_path):
+        assert_equal(expected, found)
+        reports.append(report)
+    assert [each["packed"] for each in reports] == [0, 0]
+    assert "looks at padded positions of 'hidden states'" in next(iter(reports[0]["padded"]))
+    assert reports[1]["padded"]["another stage of the pipeline stays padded"] == 6
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_positions_that_were_left_out_are_told_from_any_number(dtype: torch.dtype, num_rows: int) -> None:
+    from deepytorch.integrations.megatron_pipeline import LEFT_OUT, with_left_out
+    from deepytorch.integrations.packed_attention import Rows
+    from deepytorch.integrations.packed_batch import Side
+
+    tokens = torch.arange(6).repeat(num_rows, 1) < torch.tensor([[4], [6], [1]])[:num_rows]
+    indices = tokens.flatten().nonzero()[:, 0]
+    side = Side(Rows(torch.empty(0), torch.empty(0), 6), indices, num_rows, 6)
+    values = torch.randn(1, len(indices), 8, dtype=dtype)
+    values[0, 0] = torch.nan
+    values[0, 1] = torch.inf - torch.tensor(torch.inf, dtype=dtype)
+    packed = values.clone().requires_grad_()
+    wire = with_left_out(packed, side)
+    assert wire.is_contiguous()
+    assert not wire._is_view()
+    bits, number = LEFT_OUT[dtype]
+    left_out = torch.empty_like(wire).copy_(wire.detach())[..., 0].view(bits) == number
+    assert torch.equal(left_out.T, ~tokens)
+    torch.testing.assert_close(wire.transpose(0, 1)[tokens], values[0], equal_nan=True)
+    gradient = torch.randn_like(wire).masked_fill(left_out[..., None], torch.nan)
+    wire.data = torch.empty(1, dtype=dtype)  # as Megatron-LM frees what it has sent
+    torch.autograd.Variable._execution_engine.run_backward((wire,), (gradient,), False, False, (), True, True)
+    assert torch.equal(packed.grad[0], gradient.transpose(0, 1)[tokens])
