@@ -278,7 +278,7 @@ class _Over:
     """First steps that are over."""
 
     def __init__(self, compiled: Callable[..., Any], entry: Any) -> None:
-        self._then = (compiled, entry)
+        self.entry, self._then = entry, (compiled, entry)
 
     def over(self) -> bool:
         return True
