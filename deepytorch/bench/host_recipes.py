@@ -58,7 +58,7 @@ class Preferences(OwnLoop):
 
 
 class OddsRatios(Preferences):
-    """ORPO, with TRL's metrics: the mean of all logits, pads among them."""
+    """ORPO, with TRL's metrics: the mean of all logits, pads among them, which takes one more forward."""
 
     def __init__(self, model: Any, batches: Sequence[Batch], folder: Path) -> None:
         OwnLoop.__init__(self, model, batches, folder)
