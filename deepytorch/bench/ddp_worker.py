@@ -21,11 +21,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from deepytorch.bench.ddp_models import MODELS, SIZES, Workload, build_workload
 from deepytorch.bench.measurement import rotated
 from deepytorch.bench.options import check_arms, check_at_least, check_choice, check_rates
 from deepytorch.bench.rank_process import run_rank
 from deepytorch.bench.timeline import Span
+from deepytorch.bench.zoo import MODELS, build_workload
+from deepytorch.bench.zoo.workload import SIZES, Workload
 from deepytorch.comm.gradients.reducer import REDUCERS, GradientReducer
 from deepytorch.comm.group.options import Options
 from deepytorch.errors import ConfigError

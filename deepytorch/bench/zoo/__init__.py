@@ -1,0 +1,58 @@
+"""The models of this field's tables, with random weights, and batches for them: nothing is downloaded.
+
+These are the eleven models of PyTorch's data-parallel benchmark that ACSpeed's table is of, a Llama, and the UNet of
+Stable Diffusion. Each is written here or made from a library's configuration.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from deepytorch.bench.zoo.workload import SIZES, Workload, seeded
+from deepytorch.errors import ConfigError
+
+VISION = ("alexnet", "resnet18", "resnet50", "vgg16", "timm_vovnet", "timm_vision_transformer", "pytorch_unet")
+TEXT = ("hf_Bart", "hf_Bert", "llama")
+SPEECH = ("speech_transformer", "tts_angular")
+DIFFUSION = ("sd_unet",)
+MODELS = (*VISION, *TEXT, *SPEECH, *DIFFUSION)
+
+
+def build_workload(name: str, size: str = "cpu", seed: int = 0, data: Path | None = None) -> Workload:
+    """Return the model `name`, one of `MODELS`, in training mode, and a maker of batches for it.
+
+    Args:
+        name: The model.
+        size: "full" as published, "cpu" with a quarter of the width.
+        seed: Of the weights.
+        data: A file in Alpaca layout for the text of models that learn from text; None: the documentation of installed
+            libraries.
+
+    Raises `ConfigError` for an unknown name or size, or if a library that the model comes from is not installed.
+    """
+    if name not in MODELS:
+        raise ConfigError(f'The model is "{name}", expected one of {", ".join(MODELS)}.')
+    if size not in SIZES:
+        raise ConfigError(f'The model size is "{size}", expected one of {", ".join(SIZES)}.')
+    with seeded(seed):
+        found = _build(name, size, seed, data)
+    found.model.train()
+    return found
+
+
+def _build(name: str, size: str, seed: int, data: Path | None) -> Workload:
+    if name in VISION:
+        from deepytorch.bench.zoo import vision
+
+        return vision.workload(name, size)
+    if name in TEXT:
+        from deepytorch.bench.zoo import text
+
+        return text.workload(name, size, seed, data)
+    if name in SPEECH:
+        from deepytorch.bench.zoo import speech
+
+        return speech.workload(name, size)
+    from deepytorch.bench.zoo import diffusion
+
+    return diffusion.workload(size)
