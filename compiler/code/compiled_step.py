@@ -21,7 +21,7 @@ from deepytorch.compiler.code.nested import compile_nested, prepare_nested
 from deepytorch.compiler.code.worker.queue import HERE, Compilation
 from deepytorch.compiler.dynamo.trace_gate import current_trace
 from deepytorch.compiler.report import RegionRecord
-from deepytorch.fused_adam import fuse_for
+from deepytorch.fused_optimizers import fuse_for
 from deepytorch.log import logger, once
 from deepytorch.patches import listen
 from deepytorch.process_age import seconds_since_start

@@ -20,7 +20,7 @@ LOWER_LAYERS = [
     {"device_reads", "errors", "log", "process_age", "supported_versions", "switch", "version"},
     {"patches", "torch_internals"},
     {"private_files"},
-    {"class_state", "ddp_modules", "fused_adam", "machine_code", "tuning"},
+    {"class_state", "ddp_modules", "fused_optimizers", "machine_code", "tuning"},
     {"config"},
     {"background"},
     {"extension"},

@@ -1,4 +1,4 @@
-"""Adam's fused form on a CPU: taken for what we compile and where the script says nothing, with the same numbers."""
+"""Fused forms of Adam and SGD on a CPU: taken for what we compile and where the script says nothing, with the same numbers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import adam as adam_module
+from torch.optim import sgd as sgd_module
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from deepytorch import fused_adam, patches
+from deepytorch import fused_optimizers, patches
 from deepytorch.switch import SWITCH
 
 
@@ -52,7 +53,7 @@ def train(given: list[nn.Parameter], optimizer: torch.optim.Optimizer, steps: in
 def test_the_same_numbers_as_the_form_that_torch_takes(kind: Any, options: dict[str, Any], taken: list[int]) -> None:
     ours = parameters()
     theirs = copy.deepcopy(ours)
-    fused_adam.fuse_for(ours)
+    fused_optimizers.fuse_for(ours)
     one, two = kind(ours, **options), kind(theirs, **options)
     train(ours, one, 30)
     train(theirs, two, 30)
@@ -82,10 +83,10 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_what_the_script_asks_for_stays(case: str, taken: list[int]) -> None:
     ours = parameters()
-    fused_adam.fuse_for(ours)
+    fused_optimizers.fuse_for(ours)
     if case == "differentiable":
         optimizer = torch.optim.Adam([each.clone() for each in ours], differentiable=True)
-        fused_adam.fuse_for(optimizer.param_groups[0]["params"])
+        fused_optimizers.fuse_for(optimizer.param_groups[0]["params"])
     else:
         optimizer = torch.optim.Adam(ours, **CASES[case])
         train(ours, optimizer)
@@ -94,7 +95,7 @@ def test_what_the_script_asks_for_stays(case: str, taken: list[int]) -> None:
 
 def test_what_we_do_not_compile_stays_to_the_last_bit(taken: list[int]) -> None:
     known, unknown = parameters(), parameters()
-    fused_adam.fuse_for(known)
+    fused_optimizers.fuse_for(known)
     train(unknown, torch.optim.Adam(unknown))
     mixed = [*known, *unknown]
     train(mixed, torch.optim.Adam(mixed))
@@ -104,7 +105,7 @@ def test_what_we_do_not_compile_stays_to_the_last_bit(taken: list[int]) -> None:
 def test_state_of_another_kind_stays(taken: list[int]) -> None:
     for step in (torch.tensor(7), torch.tensor(7.0, dtype=torch.float64), torch.tensor(7.0, dtype=torch.float16)):
         ours = parameters()
-        fused_adam.fuse_for(ours)
+        fused_optimizers.fuse_for(ours)
         optimizer = torch.optim.Adam(ours)
         train(ours, optimizer)
         optimizer.state[ours[0]]["step"] = step.clone()
@@ -119,7 +120,7 @@ def test_state_of_another_kind_stays(taken: list[int]) -> None:
 def test_a_parameter_of_another_shape_than_its_state_raises_as_in_eager(taken: list[int]) -> None:
     for shape in ((132,), (10, 10)):  # more of it, or as much
         weight = nn.Parameter(torch.ones(100))
-        fused_adam.fuse_for([weight])
+        fused_optimizers.fuse_for([weight])
         optimizer = torch.optim.AdamW([weight])
         train([weight], optimizer)
         weight.data = torch.ones(shape)
@@ -136,10 +137,10 @@ def test_other_tensors_stay(taken: list[int]) -> None:
     wide = parameters(torch.float64)
     turned = [nn.Parameter(torch.randn(5, 4).t())]
     for given in (wide, turned):
-        fused_adam.fuse_for(given)
+        fused_optimizers.fuse_for(given)
         train(given, torch.optim.Adam(given))
     plain = parameters()
-    fused_adam.fuse_for(plain)
+    fused_optimizers.fuse_for(plain)
     for each in plain:
         each.grad = torch.zeros_like(each).as_subclass(Sub)
     torch.optim.Adam(plain).step()
@@ -151,7 +152,7 @@ def test_other_tensors_stay(taken: list[int]) -> None:
 
 def test_neither_in_a_pause_nor_beside_other_ranks(taken: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     ours = parameters()
-    fused_adam.fuse_for(ours)
+    fused_optimizers.fuse_for(ours)
     optimizer = torch.optim.Adam(ours)
     monkeypatch.setattr(SWITCH, "paused", 1)
     train(ours, optimizer)
@@ -171,7 +172,7 @@ def test_neither_in_a_pause_nor_beside_other_ranks(taken: list[int], monkeypatch
 
 def test_is_taken_back_with_the_rest(taken: list[int]) -> None:
     ours = parameters()
-    fused_adam.fuse_for(ours)
+    fused_optimizers.fuse_for(ours)
     optimizer = torch.optim.Adam(ours)
     train(ours, optimizer)
     assert any(each.where == "torch.optim.adam.adam" and each.applied for each in patches.ledger())
@@ -180,7 +181,7 @@ def test_is_taken_back_with_the_rest(taken: list[int]) -> None:
         train(ours, optimizer)
     finally:
         patches.apply_all()
-        fused_adam.fuse_for(ours)
+        fused_optimizers.fuse_for(ours)
     assert taken == [3]
     train(ours, optimizer)
     assert taken == [3, 3]
@@ -188,7 +189,7 @@ def test_is_taken_back_with_the_rest(taken: list[int]) -> None:
 
 def test_a_backward_through_old_weights_raises_as_in_eager(taken: list[int]) -> None:
     weight = nn.Parameter(torch.randn(3, 3))
-    fused_adam.fuse_for([weight])
+    fused_optimizers.fuse_for([weight])
     optimizer = torch.optim.Adam([weight])
     loss = (torch.randn(2, 3) @ weight @ weight).sum()
     loss.backward(retain_graph=True)
@@ -205,7 +206,7 @@ def test_a_backward_through_old_weights_raises_as_in_eager(taken: list[int]) -> 
 
 def test_under_a_gradient_scaler_and_with_gradients_that_are_not_finite(taken: list[int]) -> None:
     ours = parameters()
-    fused_adam.fuse_for(ours)
+    fused_optimizers.fuse_for(ours)
     theirs = copy.deepcopy(ours)
     optimizers = [torch.optim.AdamW(each) for each in (ours, theirs)]
     scalers = [torch.amp.GradScaler("cpu", init_scale=8.0) for _ in range(2)]
@@ -224,7 +225,7 @@ def test_under_a_gradient_scaler_and_with_gradients_that_are_not_finite(taken: l
 
 def test_a_compiled_optimizer_step_is_left_to_the_compiler(taken: list[int]) -> None:
     ours = parameters()
-    fused_adam.fuse_for(ours)
+    fused_optimizers.fuse_for(ours)
     optimizer = torch.optim.Adam(ours)
     before = [each.detach().clone() for each in ours]
     for each in ours:
@@ -262,3 +263,79 @@ def test_a_model_that_is_packed_has_it_and_another_has_not(taken: list[int]) -> 
     assert taken == [len(list(ours.parameters()))] * 7  # in the first step the graph is only being made
     for mine, right in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-5)
+
+
+# ---------------------------------------------------------------------- SGD
+
+
+@pytest.fixture
+def taken_by_sgd(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many parameters each step of torch's fused form had."""
+    steps: list[int] = []
+    original = sgd_module._fused_sgd
+
+    def counted(parameters: list[Any], *rest: Any, **options: Any) -> Any:
+        steps.append(len(parameters))
+        return original(parameters, *rest, **options)
+
+    monkeypatch.setattr(sgd_module, "_fused_sgd", counted)
+    return steps
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lr": 0.1},
+        {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4},
+        {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.3},
+        {"lr": 0.1, "momentum": 0.7, "dampening": 0.2, "maximize": True},
+    ],
+    ids=str,
+)
+def test_sgd_has_the_numbers_of_the_form_that_torch_takes(options: dict[str, Any], taken_by_sgd: list[int]) -> None:
+    ours = parameters()
+    theirs = copy.deepcopy(ours)
+    fused_optimizers.fuse_for(ours)
+    one, two = torch.optim.SGD(ours, **options), torch.optim.SGD(theirs, **options)
+    train(ours, one, 30)
+    train(theirs, two, 30)
+    assert taken_by_sgd == [3] * 30
+    for mine, right in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, right, rtol=1e-5, atol=1e-6)
+    for mine, right in zip(one.state_dict()["state"].values(), two.state_dict()["state"].values(), strict=True):
+        assert mine.keys() == right.keys()
+        if right.get("momentum_buffer") is not None:
+            torch.testing.assert_close(mine["momentum_buffer"], right["momentum_buffer"], rtol=1e-5, atol=1e-6)
+
+
+def test_a_weight_whose_momentum_begins_later_stays_with_the_loop(taken_by_sgd: list[int]) -> None:
+    ours = parameters()
+    theirs = copy.deepcopy(ours)
+    fused_optimizers.fuse_for(ours)
+    for given in (ours, theirs):
+        optimizer = torch.optim.SGD(given, lr=0.1, momentum=0.9)
+        train(given[:2], optimizer, 2)
+        optimizer.zero_grad()
+        train(given, optimizer, 2)
+    assert taken_by_sgd == [2, 2, 3]  # the loop makes the late buffer, and has both after that
+    for mine, right in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, right, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{"foreach": False}, {"fused": False}, {"lr": torch.tensor(0.1)}], ids=str)
+def test_sgd_with_what_is_not_plain_stays_with_the_loop(options: dict[str, Any], taken_by_sgd: list[int]) -> None:
+    ours = parameters()
+    fused_optimizers.fuse_for(ours)
+    train(ours, torch.optim.SGD(ours, **{"lr": 0.1, "momentum": 0.9, **options}), 2)
+    assert not taken_by_sgd
+
+
+def test_a_backward_through_values_that_sgd_has_changed_is_refused() -> None:
+    weight = nn.Parameter(torch.randn(3))
+    fused_optimizers.fuse_for([weight])
+    loss = (weight**2).sum()
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
