@@ -40,6 +40,7 @@ from deepytorch.compiler.report import LEDGER, RegionRecord
 from deepytorch.compiler.step.regions import Effects, compiled_region, packed_region, rewritten_region, whole_region
 from deepytorch.compiler.step.unused_outputs import parts_in_outputs
 from deepytorch.config import Environment
+from deepytorch.kept_memory import MEMORY
 from deepytorch.log import logger, once
 from deepytorch.passes.base import Context
 from deepytorch.passes.graphs import copied, is_packed, is_random
@@ -70,6 +71,8 @@ def deepytorch_backend(
     config = CompilerConfig.parse(mode, options, kwargs)
     if not Environment.read().enabled:
         config = replace(config, unpad=False, fuse_loss=False, reduce_gradients=False)
+    elif any(isinstance(each, torch.nn.Parameter) and each.device.type == "cpu" for each in example_inputs):
+        MEMORY.keep()
     end_if_too_long()
     trace_of_frame = current_trace()
     if trace_of_frame is not None and sets_generators(module):

@@ -45,6 +45,7 @@ from deepytorch.handles import (
     restore,
     take_out,
 )
+from deepytorch.kept_memory import MEMORY
 from deepytorch.log import logger, once
 from deepytorch.module_holders import holders_of, holds, is_layer, models_beside
 from deepytorch.parallel_modules import is_fsdp, is_partitioned, is_sharded, unwrapped
@@ -304,6 +305,8 @@ def _arm(module: nn.Module, mode: str | None, options: dict[str, Any] | None) ->
         handle = Handle(module, _not_yet, first=first)
     _keep(module, handle)
     trained = [each for each in module.parameters() if each.requires_grad]
+    if any(each.device.type == "cpu" for each in trained):
+        MEMORY.keep()
     count = sum(getattr(each, "ds_numel", each.numel()) for each in trained)
     logger.info(
         "armed %s (%s trained parameters): its training calls are compiled", type(module).__name__, f"{count:,}"

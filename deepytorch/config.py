@@ -25,6 +25,7 @@ class Environment:
     `started_by_run` (`DEEPYTORCH_RUN=on|off`): set by `deepytorch run`; off leaves a process, and what it
     starts, without the import.
     `cache_mb` (`DEEPYTORCH_CACHE_MB=N`): how much compiled code is kept on disk; unset: 2048.
+    `keep_memory` (`DEEPYTORCH_MEMORY=keep|release`): whether memory that a step on a CPU frees stays with the process.
     """
 
     enabled: bool = True
@@ -35,6 +36,7 @@ class Environment:
     wait: bool = False
     started_by_run: bool = False
     cache_mb: int = 2048
+    keep_memory: bool = True
 
     @classmethod
     def read(cls, variables: Mapping[str, str] | None = None) -> Environment:
@@ -51,6 +53,7 @@ class Environment:
             cache_mb=_positive(variables, "DEEPYTORCH_CACHE_MB", cls.cache_mb),
             # "beside" is the earlier name of "background"
             wait=_choice(variables, "DEEPYTORCH_COMPILE", ("background", "beside", "wait")) == "wait",
+            keep_memory=_choice(variables, "DEEPYTORCH_MEMORY", ("keep", "release")) != "release",
             verify_every=_positive(variables, "DEEPYTORCH_VERIFY_EVERY", cls.verify_every),
         )
 

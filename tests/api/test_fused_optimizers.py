@@ -1,4 +1,4 @@
-"""Fused forms of Adam and SGD on a CPU: taken for what we compile and where the script says nothing, with the same numbers."""
+"""Fused forms of Adam and SGD on a CPU: the same numbers, for what we compile and where the script says nothing."""
 
 from __future__ import annotations
 

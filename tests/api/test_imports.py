@@ -22,7 +22,7 @@ LOWER_LAYERS = [
     {"private_files"},
     {"class_state", "ddp_modules", "fused_optimizers", "machine_code", "tuning"},
     {"config"},
-    {"background"},
+    {"background", "kept_memory"},
     {"extension"},
     {"comm"},
     {"passes"},

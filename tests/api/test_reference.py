@@ -34,6 +34,7 @@ def test_every_field_has_a_meaning() -> None:
         "DEEPYTORCH_COMPILE",
         "DEEPYTORCH_RUN",
         "DEEPYTORCH_CACHE_MB",
+        "DEEPYTORCH_MEMORY",
     ]
     assert environment.settings[0].value == r"on\|off"
     assert [each.value for each in compiler.settings if each.name == "unpad"] == ["True"]
