@@ -25,6 +25,7 @@ from deepytorch.compiler.dynamo.graph_traits import (
     keeps_all,
     may_have_attention,
     may_have_large_loss,
+    num_convolutions,
     sets_generators,
     unread_statistics,
 )
@@ -43,6 +44,7 @@ from deepytorch.config import Environment
 from deepytorch.kept_memory import MEMORY
 from deepytorch.log import logger, once
 from deepytorch.passes.base import Context
+from deepytorch.passes.channels_last import ChannelsLast
 from deepytorch.passes.graphs import copied, is_packed, is_random
 from deepytorch.passes.slicing import Slicer
 from deepytorch.passes.unpad.program import Program
@@ -244,7 +246,10 @@ def _lower_whole(
         lowering = _lowering(config, Plan.initial("region", config), record)
         if isinstance(later, fx.GraphModule):
             tell(Outcome.DECLINED)
-            return whole_region(later, eager, lowering, record, unread, parts_in_outputs(copy.graph))
+            tunes = _may_tune(config, lowering, example_inputs)
+            rewritten = _channels_last(copy, example_inputs, config, record) if tunes else None
+            parts = parts_in_outputs(copy.graph)
+            return whole_region(later, eager, lowering, record, unread, parts, rewritten, tunes=tunes)
         record.compiles += 1
         if not config.waits:  # a takeover of its gradients comes later, if at all: until then DDP reduces them
             logger.info("%s is compiled now, and training waits for it", record.name)
@@ -265,6 +270,37 @@ def _lower_whole(
         return eager
     finally:
         record.compile_seconds += time.perf_counter() - started
+
+
+def _may_tune(config: CompilerConfig, lowering: RegionLowering, example_inputs: Sequence[Any]) -> bool:
+    """Return whether forms of a region may be chosen by measurement: on a CPU, in a process that trains alone."""
+    among_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if not config.tune or among_ranks or torch.are_deterministic_algorithms_enabled() or not torch.is_grad_enabled():
+        return False
+    return lowering.gradients is None and all(
+        each.device.type == "cpu" for each in example_inputs if isinstance(each, torch.Tensor)
+    )
+
+
+def _channels_last(
+    module: fx.GraphModule, example_inputs: Sequence[Any], config: CompilerConfig, record: RegionRecord
+) -> fx.GraphModule | None:
+    """Return the graph with the channels of images last, to run operator by operator; None if there is no such form."""
+    if num_convolutions(module) < 2:
+        return None
+    try:
+        with _saving_for_nobody():
+            captured = capture(module, example_inputs)
+        context = Context(captured.shape_env)
+        found = run_passes(captured.module, [ChannelsLast()], context, dump_dir=config.dump_graphs)
+    except TensorifyScalarRestartAnalysis:  # see [Note: Restarts]
+        raise
+    except Exception as error:
+        logger.debug("%s has no form with channels last: %s", record.name, error)
+        return None
+    record.declined += found.reasons
+    captured.module.recompile()
+    return captured.module if found.fired else None
 
 
 def _later(

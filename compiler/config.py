@@ -35,6 +35,9 @@ class CompilerConfig:
     `round_sizes`: fill packed batches up with pads to one of a few sizes, at most an eighth more tokens, so that a CUDA
     graph is recorded for each size once; where None, on CUDA devices if CUDA graphs are asked for.
     `reduce_gradients`: average the gradients of a DistributedDataParallel module inside its compiled backward.
+    `tune`: of a region that is not packed, in a process that trains alone on a CPU, run compiled code, or convolutions
+    with the channels of their images last, only where training steps are faster with it (they are measured, in turns);
+    where off, or under `torch.use_deterministic_algorithms`, compiled code runs once it is there.
     `wait`: compile before a step runs, as `torch.compile` does; else steps run in eager until another process, or for
     a GPU this one, has compiled them. None: as `DEEPYTORCH_COMPILE` says.
     `dump_graphs`: a directory that gets every graph before and after each pass.
@@ -50,6 +53,7 @@ class CompilerConfig:
     min_padding: float = 0.0
     round_sizes: bool | None = None
     reduce_gradients: bool = True
+    tune: bool = True
     wait: bool | None = None
     dump_graphs: str | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)
@@ -60,7 +64,7 @@ class CompilerConfig:
         for name in ("wait", "round_sizes", "fuse_loss"):
             value = getattr(self, name)
             _expect(name, value, value is None or isinstance(value, bool), "True, False or None")
-        for name in ("unpad", "loss_rows", "defer_outputs", "reduce_gradients"):
+        for name in ("unpad", "loss_rows", "defer_outputs", "reduce_gradients", "tune"):
             value = getattr(self, name)
             _expect(name, value, isinstance(value, bool), "True or False")
         fraction = self.min_padding

@@ -43,11 +43,11 @@ class Plan:
     def digest(self) -> str:
         """Return the SHA-256 of the canonical JSON: equal plans have equal digests, in any process.
 
-        The folder of graph dumps and the process that compiles are left out: they decide nothing, and differ from rank
-        to rank.
+        The folder of graph dumps, the process that compiles and what is measured later are left out: they decide
+        nothing here, and may differ from rank to rank.
         """
         decisions = self.to_json()
-        for name in ("dump_graphs", "wait"):
+        for name in ("dump_graphs", "tune", "wait"):
             del decisions["config"][name]
         canonical = json.dumps(decisions, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()

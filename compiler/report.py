@@ -46,7 +46,8 @@ class RegionRecord:
     steps_replayed: int = 0  # packed ones with a padded replay, because somebody looked at pads
     replay_seconds: float = 0.0
     steps_read_back: int = 0  # those whose batch was read from a device, for which the host waited
-    verified_steps: int = 0  # packed ones that were compared with eager, by DEEPYTORCH=verify
+    trials: list[str] = field(default_factory=list)  # of forms of a region that is not packed, with their outcomes
+    verified_steps: int = 0  # those that were compared with eager
     verify_seconds: float = 0.0
     largest_difference: float = 0.0
     outputs: dict[str, list[str]] = field(default_factory=dict)  # the uses of each output

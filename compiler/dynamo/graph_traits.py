@@ -180,3 +180,9 @@ _STATISTICS = {
     torch.nn.functional.batch_norm: ("training", 5),
     torch.nn.functional.instance_norm: ("use_input_stats", 5),
 }
+
+
+def num_convolutions(module: fx.GraphModule) -> int:
+    """Return the number of convolutions over images, transposed ones among them, in Dynamo's graph."""
+    names = ("conv2d", "conv_transpose2d")
+    return sum(node.op == "call_function" and _name(node) in names for node in module.graph.nodes)

@@ -20,6 +20,7 @@ from deepytorch.compiler.step.packing import Packing
 from deepytorch.compiler.step.route import Route, route
 from deepytorch.compiler.step.second_backward import SecondBackward
 from deepytorch.compiler.step.step_outputs import Places
+from deepytorch.compiler.step.tuner import Tuner
 from deepytorch.torch_internals import current_graph_task_id, forward_ad_level, top_saved_tensors_default_hooks
 
 _KEEPS_MORE = "it is being compiled, and operator by operator would keep what is to be computed again"
@@ -93,7 +94,7 @@ class Region:
     def __init__(
         self,
         eager: Callable[..., Any],
-        padded: Padded,
+        padded: Padded | Tuner,
         events: RegionEvents,
         record: RegionRecord,
         packing: Packing | None = None,

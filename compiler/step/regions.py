@@ -14,11 +14,13 @@ from deepytorch.compiler.dynamo.sizes import symbolic_dims
 from deepytorch.compiler.dynamo.trace_gate import current_trace
 from deepytorch.compiler.report import RegionRecord
 from deepytorch.compiler.step.events import RegionEvents
+from deepytorch.compiler.step.guard import Guard
 from deepytorch.compiler.step.packing import Packing
 from deepytorch.compiler.step.region import Compiled, Padded, Region
 from deepytorch.compiler.step.route import State
 from deepytorch.compiler.step.second_backward import SecondBackward
 from deepytorch.compiler.step.step_outputs import StepOutputs
+from deepytorch.compiler.step.tuner import CompiledForm, Eager, Form, OperatorByOperator, Tuner
 from deepytorch.compiler.step.unused_outputs import Parts, parts_in_outputs
 from deepytorch.compiler.step.verification import Verification
 from deepytorch.passes.base import GraphInput, Role
@@ -131,18 +133,34 @@ def whole_region(
     record: RegionRecord,
     unread: Collection[int] = (),
     parts: Parts | None = None,
+    rewritten: fx.GraphModule | None = None,
+    *,
+    tunes: bool = False,
 ) -> Region:
     """Return a region whose graph is compiled in the background, unchanged, as stock would compile it.
 
-    later: the graph as `graph_for_later` gives it, for the region to keep. unread, parts: as for `SecondBackward`, of
-    all inputs.
+    Args:
+        later: The graph as `graph_for_later` gives it, for the region to keep.
+        eager: Runs the graph operator by operator.
+        lowering: The lowering of the graph.
+        record: The region's record in the report.
+        unread: As for `SecondBackward`, of all inputs.
+        parts: Likewise.
+        rewritten: The graph with images whose channels are last, for all inputs, to run operator by operator.
+        tunes: Whether compiled code runs only if steps show it to be the fastest, see [Note: Tuning].
     """
     placeholders = [node for node in later.graph.nodes if node.op == "placeholder"]
     fakes = [node.meta.get("example_value", node.meta.get("val")) for node in placeholders]
     reads = drop_unread_inputs(later.graph)
     later.recompile()
     code = CompiledStep(later, [symbolic_dims(fakes[index]) for index in reads], lowering, record)
-    return _as_it_is(code, reads, eager, record, unread, parts)
+    if not tunes:
+        return _as_it_is(code, reads, eager, record, unread, parts)
+    events = RegionEvents(record, State())
+    padded = Padded(code, reads, SecondBackward(unread, events.needs_eager_backward, parts), eager, takes_read=False)
+    forms: list[Form] = [] if rewritten is None else [OperatorByOperator("channels last", rewritten)]
+    tuner = Tuner(Eager(eager), [*forms, CompiledForm(padded)], Guard(record), record)
+    return Region(eager, tuner, events, record)
 
 
 def compiled_region(

@@ -22,9 +22,9 @@ import json, resource, torch
 import deepytorch
 from deepytorch.kept_memory import MEMORY
 torch.manual_seed(0)
-model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.ReLU()) for _ in range(8)))
+model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU()) for _ in range(8)))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-batch, faults, losses = torch.randn(20_000, 512), [], []
+batch, faults, losses = torch.randn(160_000, 64), [], []
 for step in range(5):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     optimizer.zero_grad()

@@ -1,0 +1,104 @@
+"""The comparison of a region's form with eager, on a batch of training, before the form's first step.
+
+Both run for the comparison alone: on copies of what the region writes to, such as a norm's statistics, and with the
+random numbers of the step. If they differ by more than rounding usually does, eager is run once more with its weights
+moved in their last bit: a model that amplifies that by as much is not to be told apart more closely.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepytorch.compiler.budget import BUDGET
+from deepytorch.compiler.report import RegionRecord
+from deepytorch.compiler.step.agreement import Tolerance, largest_difference, precision_of
+from deepytorch.kept_memory import available_share
+from deepytorch.log import logger
+
+# As of verification: of real batches, whose rounding adds up.
+_TOLERANCES = {
+    "fp32": Tolerance(1e-4, 1e-4, 1e-3),
+    "tf32": Tolerance(2e-3, 2e-3, 3e-2),
+    "half": Tolerance(3e-2, 3e-2, 0.15),
+}
+_TIMES_OWN = 10.0  # the difference that is allowed, in terms of eager's own
+_LAST_BIT = 1.0 + 2.0**-23
+_LEAST_MEMORY = 0.3  # the share of memory that has to be available: gradients are held twice
+
+Run = Callable[[Sequence[Any]], Sequence[Any]]
+
+
+class Guard:
+    """The guard of one region."""
+
+    def __init__(self, record: RegionRecord) -> None:
+        self._record = record
+
+    def difference(self, eager: Run, form: Run, inputs: Sequence[Any]) -> str | None:
+        """Return how a form differs from eager by more than rounding; None if it does not, or if memory is short.
+
+        A form that fails differs, too.
+        """
+        share = available_share()
+        if share is not None and share < _LEAST_MEMORY:
+            return None
+        started = time.perf_counter()
+        try:
+            with BUDGET.pause(), torch.random.fork_rng(_cuda_devices(inputs)):
+                return _compare(eager, form, inputs)
+        except (torch.OutOfMemoryError, KeyboardInterrupt):
+            raise
+        except Exception as error:
+            logger.debug("traceback of the failure", exc_info=error)
+            return f"it failed with {type(error).__name__}: {str(error)[:300]}"
+        finally:
+            self._record.verified_steps += 1
+            self._record.verify_seconds += time.perf_counter() - started
+
+
+def _compare(eager: Run, form: Run, inputs: Sequence[Any]) -> str | None:
+    state = torch.get_rng_state()
+    # Weights under other names: hooks that the script has put on its own are not called.
+    weights = {place: _alias(each) for place, each in enumerate(inputs) if _is_differentiated(each)}
+
+    def outputs_of(run: Run, factor: float = 1.0) -> list[Tensor]:
+        torch.set_rng_state(state)
+        given = []
+        for place, each in enumerate(inputs):
+            if place in weights:
+                given.append(weights[place] if factor == 1.0 else weights[place] * factor)
+            else:  # what a region writes to, such as a norm's statistics, is among these
+                given.append(each.detach().clone() if isinstance(each, Tensor) else each)
+        return [each for each in run(given) if isinstance(each, Tensor) and each.is_floating_point()]
+
+    differentiated = list(weights.values())
+    expected, found = outputs_of(eager), outputs_of(form)
+    if len(expected) != len(found):
+        return f"{len(found)} outputs in place of {len(expected)}"
+    tolerance = _TOLERANCES[precision_of([*expected, *differentiated])]
+    worst = largest_difference(expected, found, differentiated, tolerance)
+    if worst.is_allowed:
+        return None
+    own = largest_difference(outputs_of(eager), outputs_of(eager, _LAST_BIT), differentiated, tolerance)
+    if worst.found / worst.allowed <= _TIMES_OWN * own.found / own.allowed:
+        return None
+    return f"{worst.what} by {worst.found:.1e} (relative), where {worst.allowed:.0e} is allowed"
+
+
+def _is_differentiated(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """Return a leaf with the memory of a tensor, of its class as far as compiled code asks for it."""
+    alias = tensor.detach()
+    return torch.nn.Parameter(alias) if isinstance(tensor, torch.nn.Parameter) else alias.requires_grad_()
+
+
+def _cuda_devices(inputs: Sequence[Any]) -> list[int]:
+    return sorted({each.device.index for each in inputs if isinstance(each, Tensor) and each.is_cuda})

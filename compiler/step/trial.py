@@ -1,0 +1,60 @@
+"""The comparison of two ways to run a model, by the time of the training steps themselves.
+
+No step runs twice: each one is run in one of the two ways, and counts for training like any other.
+"""
+
+from __future__ import annotations
+
+import statistics
+
+_BLOCK = 3  # steps in a row; the first, which still feels the block before, is not counted
+_LEAST_ROUNDS, _MOST_ROUNDS = 3, 6
+_CLEAR = 0.04  # apart by this in each round: no further rounds are needed
+_GAIN = 0.01  # the least share of a step's time that a challenger has to save
+
+
+class Trial:
+    """A trial of a challenger against the way in use, in blocks of steps that take turns: AB BA AB ...
+
+    is_over: whether all rounds are done. gain: then the time of the way in use over that of the challenger.
+    """
+
+    def __init__(self) -> None:
+        self.is_over, self.gain = False, 1.0
+        self._ratios: list[float] = []  # of the rounds that are done
+        self._means: list[float] = []  # seconds of a step, of this round's blocks that are done
+        self._block: list[float] = []
+        self._is_first = True  # the next step is the first one of its block
+
+    @property
+    def challenges(self) -> bool:
+        """Return whether the next step is one of the challenger's."""
+        begins_round = not self._means
+        challenger_begins = len(self._ratios) % 2 == 1
+        return begins_round == challenger_begins
+
+    @property
+    def is_won(self) -> bool:
+        """Return whether the challenger is faster."""
+        return self.is_over and self.gain > 1.0 + _GAIN
+
+    def note(self, seconds: float | None) -> None:
+        """Note the time of the step that `challenges` was asked for; None if something else took time in it."""
+        if not self._is_first and seconds is not None:
+            self._block.append(seconds)
+        self._is_first = False
+        if self.is_over or len(self._block) < _BLOCK - 1:
+            return
+        self._means.append(statistics.mean(self._block))
+        self._block, self._is_first = [], True
+        if len(self._means) == 2:
+            used, challenger = self._means if len(self._ratios) % 2 == 0 else self._means[::-1]
+            self._ratios.append(used / challenger)
+            self._means = []
+            self._judge()
+
+    def _judge(self) -> None:
+        rounds = len(self._ratios)
+        clear = all(each > 1.0 + _CLEAR for each in self._ratios) or all(each < 1.0 - _CLEAR for each in self._ratios)
+        if rounds >= _MOST_ROUNDS or (rounds >= _LEAST_ROUNDS and clear):
+            self.is_over, self.gain = True, statistics.median(self._ratios)
