@@ -28,6 +28,8 @@ CONVOLUTIONS = frozenset(
     }
 )
 _VIEWS = (aten.view.default, aten._unsafe_view.default)
+# Operators that share memory with what they are given, unless its layout makes them copy.
+_MAY_COPY = frozenset({*_VIEWS, aten.reshape.default, aten.flatten.using_ints, aten.contiguous.default})
 # Operators whose results depend on where in memory a value stands.
 _OF_STRIDES = frozenset(
     {"as_strided", "as_strided_", "set_", "resize_", "resize_as_", "view_as_real", "view_as_complex"}
@@ -72,12 +74,12 @@ class ChannelsLast(Pass):
 
 def _refusal(graph: fx.Graph) -> Decline | None:
     """Return the node for which the graph has to stay as it is, and why."""
-    written = Slicer(graph).written_values()
+    memory = Slicer(graph)
     for node in graph.nodes:
         name = getattr(node.target, "_schema", None)
         if name is not None and name.name.rpartition("::")[2] in _OF_STRIDES:
             return Decline(node.name, f"{node.target} depends on the layout in memory")
-        if node.target in _VIEWS and node in written:
+        if node.target in _MAY_COPY and memory.is_written(node):
             return Decline(node.name, f"{node.target} is of memory that is written to")
     for output in _outputs(graph):
         value = output.meta.get("val")

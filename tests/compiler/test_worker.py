@@ -426,3 +426,17 @@ def test_it_is_known_whether_a_process_still_works(monkeypatch: pytest.MonkeyPat
         assert background.is_working()
         process.communicate(timeout=60)
     assert not background.is_working()
+
+
+def test_functions_of_torch_that_are_made_inside_of_others_are_sent() -> None:
+    import pickle
+
+    pooling = nn.functional.max_pool2d  # made by `boolean_dispatch`
+    assert "<locals>" in pooling.__qualname__
+    made = fx.Graph()
+    x = made.placeholder("x")
+    made.output((made.call_function(pooling, (x, 2)),))
+    after = pickle.loads(to_bytes(GraphData(fx.GraphModule(nn.Module(), made)))).module()
+    image = torch.randn(1, 1, 4, 4)
+    [found] = after(image)
+    assert torch.equal(found, pooling(image, 2))

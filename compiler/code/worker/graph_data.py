@@ -5,12 +5,15 @@ The bytes go through a pipe to a process that this one has started. Nothing here
 
 from __future__ import annotations
 
+import importlib
 import io
 import pickle
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import fx
+from torch.nn import functional
 from torch.fx.node import map_aggregate
 
 import deepytorch.passes.ops.linear_cross_entropy
@@ -102,6 +105,8 @@ class _Pickler(pickle.Pickler):
             if namespace not in ("aten", "prims", "deepytorch"):
                 raise CannotSend(f"{value.name()} is an operator of the script's")
             return _operator, (namespace, name.partition(".")[0], value._overloadname)
+        if isinstance(value, ModuleType):
+            return importlib.import_module, (value.__name__,)
         if isinstance(value, HigherOrderOperator):
             raise CannotSend(f"{value.name()} holds graphs of its own")
         module = getattr(value, "__module__", None)
@@ -109,6 +114,8 @@ class _Pickler(pickle.Pickler):
             raise CannotSend(f"{getattr(value, '__qualname__', value)} stands in the script")
         if isinstance(value, torch.device):
             return torch.device, (str(value),)
+        if isinstance(value, FunctionType) and getattr(functional, value.__name__, None) is value:
+            return getattr, (functional, value.__name__)  # some, such as `max_pool2d`, are made inside of a function
         return NotImplemented
 
 

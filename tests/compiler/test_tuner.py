@@ -1,0 +1,306 @@
+"""The choice among forms of a region by the time of training steps, and the comparison that comes before it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from deepytorch.compiler.report import RegionRecord
+from deepytorch.compiler.step import tuner as tuner_module
+from deepytorch.compiler.step.guard import Guard
+from deepytorch.compiler.step.trial import Trial
+from deepytorch.compiler.step.tuner import Eager, Tuner
+
+
+def run_trial(seconds: Callable[[bool, int], float | None], most: int = 100) -> tuple[Trial, list[bool]]:
+    """Run a trial to its end; return it, and which steps were the challenger's."""
+    trial, turns = Trial(), list[bool]()
+    for step in range(most):
+        if trial.is_over:
+            break
+        turns.append(trial.challenges)
+        trial.note(seconds(trial.challenges, step))
+    return trial, turns
+
+
+def test_a_clearly_faster_challenger_wins_after_three_rounds() -> None:
+    trial, turns = run_trial(lambda challenges, step: 0.8 if challenges else 1.0)
+    assert trial.is_over
+    assert trial.is_won
+    assert trial.gain == pytest.approx(1.25)
+    a, b = [False] * 3, [True] * 3
+    assert turns == a + b + b + a + a + b
+
+
+def test_a_slower_challenger_loses() -> None:
+    trial, turns = run_trial(lambda challenges, step: 1.1 if challenges else 1.0)
+    assert trial.is_over
+    assert not trial.is_won
+    assert len(turns) == 18
+
+
+def test_a_difference_within_the_noise_takes_all_rounds_and_changes_nothing() -> None:
+    trial, turns = run_trial(lambda challenges, step: 1.0 + 0.02 * (step % 3))
+    assert trial.is_over
+    assert not trial.is_won
+    assert len(turns) == 36
+
+
+def test_a_machine_that_slows_down_does_not_decide() -> None:
+    trial, _ = run_trial(lambda challenges, step: (0.9 if challenges else 1.0) * (1.0 + 0.01 * step))
+    assert trial.is_won
+    assert trial.gain == pytest.approx(1.11, abs=0.03)
+
+
+def test_the_first_step_of_a_block_and_steps_with_a_pause_do_not_count() -> None:
+    turns = iter(range(1000))
+
+    def seconds(challenges: bool, step: int) -> float | None:
+        return None if next(turns) % 5 == 4 else (0.5 if challenges else 1.0)
+
+    trial, steps = run_trial(seconds)
+    assert trial.gain == pytest.approx(2.0)
+    assert len(steps) > 18
+    slow_at_first = iter(itertools.cycle([9.0, 1.0, 1.0]))
+    assert run_trial(lambda challenges, step: next(slow_at_first))[0].gain == pytest.approx(1.0)
+
+
+# ---------------------------------------------------------------------- the guard
+
+_GENERATOR = torch.Generator().manual_seed(0)
+INPUTS = (
+    nn.Parameter(torch.randn(3, 4, generator=_GENERATOR)),
+    torch.randn(5, 4, generator=_GENERATOR),
+    torch.zeros(3),
+)
+
+
+def eager(inputs: Sequence[Any]) -> list[torch.Tensor]:
+    weight, batch, seen = inputs
+    seen += 1.0  # as a norm's statistics
+    return [(batch @ weight.T + seen).square().mean()]
+
+
+def scaled_gradient(inputs: Sequence[Any]) -> list[torch.Tensor]:
+    [loss] = eager(inputs)
+    return [loss.detach() + 1.01 * (loss - loss.detach())]
+
+
+def wrong_stride(inputs: Sequence[Any]) -> list[torch.Tensor]:
+    weight, batch, seen = inputs
+    return eager([weight, batch.T.reshape(5, 4), seen])
+
+
+def skipped_statistics(inputs: Sequence[Any]) -> list[torch.Tensor]:
+    weight, batch, _ = inputs
+    return [(batch @ weight.T).square().mean()]
+
+
+def no_gradient(inputs: Sequence[Any]) -> list[torch.Tensor]:
+    return [eager(inputs)[0].detach()]
+
+
+def not_a_number(inputs: Sequence[Any]) -> list[torch.Tensor]:
+    return [eager(inputs)[0] * float("nan")]
+
+
+def raises(inputs: Sequence[Any]) -> list[torch.Tensor]:
+    raise ValueError("a shape")
+
+
+def reordered(inputs: Sequence[Any]) -> list[torch.Tensor]:
+    weight, batch, seen = inputs
+    seen += 1.0
+    return [torch.stack([(batch @ row + one).square().mean() for row, one in zip(weight, seen, strict=True)]).mean()]
+
+
+def guard() -> Guard:
+    return Guard(RegionRecord("region", "declined", "inductor"))
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [scaled_gradient, wrong_stride, skipped_statistics, no_gradient, not_a_number, raises],
+    ids=lambda f: f.__name__,
+)
+def test_planted_faults_are_seen(fault: Callable[..., Any]) -> None:
+    found = guard().difference(eager, fault, INPUTS)
+    assert found is not None
+    if fault is raises:
+        assert "ValueError: a shape" in found
+
+
+def test_rounding_is_no_fault_and_nothing_is_changed() -> None:
+    calls: list[Any] = []
+    weight, _, seen = INPUTS
+    handle = weight.register_hook(calls.append)
+    before, state, version = weight.detach().clone(), torch.get_rng_state(), weight._version
+    try:
+        assert guard().difference(eager, reordered, INPUTS) is None
+    finally:
+        handle.remove()
+    assert not calls  # the script's own hooks
+    assert weight.grad is None
+    assert torch.equal(weight, before)
+    assert weight._version == version
+    assert torch.equal(seen, torch.zeros(3))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_both_draw_the_same_numbers() -> None:
+    def draws(inputs: Sequence[Any]) -> list[torch.Tensor]:
+        return [nn.functional.dropout(inputs[1] @ inputs[0].T, 0.5).sum()]
+
+    assert guard().difference(draws, draws, INPUTS) is None
+
+
+def test_a_model_that_amplifies_rounding_is_compared_by_what_eager_does_itself() -> None:
+    def chaotic(inputs: Sequence[Any], scale: float = 1.0) -> list[torch.Tensor]:
+        value = torch.sigmoid(inputs[1] @ inputs[0].T) * scale
+        for _ in range(12):
+            value = 3.99 * value * (1.0 - value)
+        return [value.mean()]
+
+    assert guard().difference(chaotic, lambda inputs: chaotic(inputs, 1.0 + 2e-7), INPUTS) is None
+
+
+def test_it_is_left_out_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deepytorch.compiler.step.guard.available_share", lambda: 0.1)
+    assert guard().difference(eager, scaled_gradient, INPUTS) is None
+
+
+# ---------------------------------------------------------------------- the choice
+
+
+class Clock:
+    """A clock that forms move on."""
+
+    now = 1.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Timed:
+    """A form of a region that takes some seconds."""
+
+    def __init__(self, name: str, seconds: float, clock: Clock, ready_at: int = 0, factor: float = 1.0) -> None:
+        self.name, self.calls, self._polls = name, 0, 0
+        self._seconds, self._clock, self._ready_at, self._factor = seconds, clock, ready_at, factor
+
+    def poll(self, inputs: Sequence[Any]) -> bool:
+        self._polls += 1
+        return self._polls > self._ready_at
+
+    def __call__(self, inputs: Sequence[Any]) -> list[torch.Tensor]:
+        self.calls += 1
+        self._clock.now += self._seconds
+        return [(inputs[0] * inputs[1]).sum() * self._factor]
+
+
+class Steps:
+    """Steps of a script with one region and an optimizer."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, others: Callable[[Clock], list[Timed]]) -> None:
+        self.clock, self.record = Clock(), RegionRecord("region", "declined", "inductor")
+        monkeypatch.setattr(tuner_module.time, "perf_counter", self.clock)
+        monkeypatch.setattr("deepytorch.compiler.step.guard.available_share", lambda: 1.0)
+        monkeypatch.setattr(tuner_module, "_ON_TRIAL", [])
+        self.others = others(self.clock)
+        self.eager = Timed("eager", 1.0, self.clock)
+        self.tuner = Tuner(Eager(lambda *inputs: self.eager(inputs)), self.others, Guard(self.record), self.record)
+        self.weight, self.batch = nn.Parameter(torch.ones(4)), torch.ones(4)
+        self.optimizer = torch.optim.SGD([self.weight], lr=0.0)
+
+    def run(self, count: int, calls: int = 1) -> None:
+        for _ in range(count):
+            for _ in range(calls):
+                inputs = (self.weight, self.batch)
+                form = self.tuner if self.tuner.poll(inputs) else self.eager
+                form(inputs)[0].backward()
+            self.optimizer.step()
+
+    def last(self) -> str:
+        for each in (self.eager, *self.others):
+            each.calls = 0
+        self.run(5)
+        [found] = [each.name for each in (self.eager, *self.others) if each.calls == 5]
+        return found
+
+
+def test_the_fastest_form_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(monkeypatch, lambda clock: [Timed("channels last", 0.7, clock), Timed("compiled", 0.8, clock, 50)])
+    steps.run(45)
+    assert steps.last() == "channels last"
+    steps.run(60)
+    assert steps.last() == "channels last"
+    assert steps.record.trials == [
+        "channels last: 1.43 times as fast as eager, used from now on",
+        "compiled: 0.88 times as fast as channels last, not used",
+    ]
+
+
+def test_compiled_code_that_is_slower_than_eager_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(monkeypatch, lambda clock: [Timed("compiled", 1.2, clock, 3)])
+    steps.run(60)
+    assert steps.last() == "eager"
+    before = steps.clock.now
+    steps.run(100)
+    assert steps.clock.now - before == pytest.approx(100.0)
+
+
+def test_parts_of_an_accumulated_step_run_in_one_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(monkeypatch, lambda clock: [Timed("compiled", 0.5, clock)])
+    for _ in range(40):
+        before = steps.eager.calls, steps.others[0].calls
+        steps.run(1, calls=4)
+        made = steps.eager.calls - before[0], steps.others[0].calls - before[1]
+        assert 4 in made or sum(made) > 4  # more in the step with the comparison
+    assert steps.last() == "compiled"
+
+
+def test_a_form_with_other_numbers_is_never_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(monkeypatch, lambda clock: [Timed("compiled", 0.5, clock, factor=1.01)])
+    steps.run(40)
+    assert steps.others[0].calls == 1  # the comparison
+    assert steps.last() == "eager"
+    [message] = steps.record.fallbacks
+    assert "compiled differs from eager: output 0 by 1.0e-02" in message
+
+
+def test_one_region_is_on_trial_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(monkeypatch, lambda clock: [Timed("compiled", 0.5, clock)])
+    record = RegionRecord("another", "declined", "inductor")
+    other = Timed("compiled", 0.5, steps.clock)
+    another = Tuner(Eager(lambda *inputs: steps.eager(inputs)), [other], Guard(record), record)
+    for _ in range(5):
+        steps.run(1)
+        another.poll((steps.weight, steps.batch))
+    assert other.calls == 0
+    for _ in range(60):
+        steps.run(1)
+        inputs = (steps.weight, steps.batch)
+        (another if another.poll(inputs) else steps.eager)(inputs)
+    assert len(steps.record.trials) == len(record.trials) == 1
+
+
+def test_a_region_that_is_called_no_longer_does_not_keep_others_from_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(monkeypatch, lambda clock: [Timed("compiled", 0.5, clock)])
+    steps.run(3)
+    left, steps.tuner = (
+        steps.tuner,
+        Tuner(
+            Eager(lambda *inputs: steps.eager(inputs)),
+            [Timed("compiled", 0.5, steps.clock)],
+            Guard(steps.record),
+            steps.record,
+        ),
+    )
+    steps.run(300)
+    assert len(steps.record.trials) == 1
+    assert left is not steps.tuner
