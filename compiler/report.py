@@ -47,6 +47,7 @@ class RegionRecord:
     replay_seconds: float = 0.0
     steps_read_back: int = 0  # those whose batch was read from a device, for which the host waited
     trials: list[str] = field(default_factory=list)  # of forms of a region that is not packed, with their outcomes
+    forms_untried: int = 0  # of such a region: they are being compiled, or on trial
     verified_steps: int = 0  # those that were compared with eager
     verify_seconds: float = 0.0
     largest_difference: float = 0.0

@@ -106,6 +106,7 @@ class Tuner:
         self._boundary, self._began, self._waited = StepBoundary(), 0.0, 0
         self._paused, self._entries = BUDGET.paused, 0
         self._has_tried = False
+        record.forms_untried = len(self._waiting)
 
     def poll(self, inputs: Sequence[Any]) -> bool:
         """Begin a call: advance compilations, and choose its form. Return whether any form was tried so far."""
@@ -132,6 +133,7 @@ class Tuner:
                 self._settle(self._challenger)
         if self._challenger is None and self._ready and self._may_try():
             self._try(self._ready.pop(0), inputs)
+        self._record.forms_untried = len(self._waiting) + len(self._ready) + (self._challenger is not None)
         self._current = self._best
         if self._challenger is not None and self._trial.challenges:
             self._current = self._challenger

@@ -1,4 +1,4 @@
-"""The processes of `deepytorch bench hosts`: the ranks of a script, started, given their turns, and ended."""
+"""The processes of `bench hosts` and `bench compute`: ranks of a script, started, given their turns, and ended."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from deepytorch.bench.alternation import TurnGiver, alternate
-from deepytorch.bench.hosts_worker import HostJob
 from deepytorch.bench.processes import Program, last_lines, meeting_point, rank_environment
 from deepytorch.config import process_environment
 
@@ -25,11 +24,28 @@ class ScriptFailed(Exception):
 class Script:
     """One job in its own processes, with or without the import of deepytorch.
 
-    timeout_s: seconds from now until `result` gives up. in_turns: steps run only when `step` is called.
+    Args:
+        job: A dataclass, which the worker reads from a file.
+        folder: For that file, and for what the ranks write.
+        ranks: The number of processes.
+        timeout_s: Seconds from now until `result` gives up.
+        on: Whether deepytorch is imported for good, or does nothing.
+        in_turns: Whether steps run only when `step` is called.
+        worker: The module that each process runs.
+        threads: Of each process; None leaves the choice to torch.
     """
 
     def __init__(
-        self, job: HostJob, folder: Path, ranks: int, timeout_s: float, *, on: bool, in_turns: bool = False
+        self,
+        job: Any,
+        folder: Path,
+        ranks: int,
+        timeout_s: float,
+        *,
+        on: bool,
+        in_turns: bool = False,
+        worker: str = "deepytorch.bench.hosts_worker",
+        threads: int | None = 1,
     ) -> None:
         self._folder, self._how = folder, "with the import" if on else "without the import"
         self._timeout_s, self._deadline = timeout_s, time.monotonic() + timeout_s
@@ -39,7 +55,7 @@ class Script:
         environment = {
             **process_environment(),
             "DEEPYTORCH": "on" if on else "off",
-            "OMP_NUM_THREADS": "1",
+            **({} if threads is None else {"OMP_NUM_THREADS": str(threads)}),
             "DS_ACCELERATOR": "cpu",
             "TOKENIZERS_PARALLELISM": "false",
         }
@@ -49,7 +65,7 @@ class Script:
         for rank in range(ranks):
             own = rank_environment(rank, ranks) if ranks > 1 else {}
             pipes = () if self._turns is None else self._turns.handed_over[rank]
-            command = [sys.executable, "-m", "deepytorch.bench.hosts_worker", str(path), *map(str, pipes)]
+            command = [sys.executable, "-m", worker, str(path), *map(str, pipes)]
             log = folder / f"rank{rank}.log"
             self.programs.append(Program(command, log, env=environment | own, pass_fds=pipes))
         if self._turns is not None:

@@ -235,3 +235,68 @@ def loss(
     ]
     output.table(title, ("", "ms", "of eager's", "peak, MiB", "of eager's", "loss"), rows_of_arms, left=("",))
     output.json(result.to_json())
+
+
+def compute(
+    model: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="A model of the zoo; may be repeated. Default: all of them."),
+    ] = None,
+    arms: Annotated[
+        str,
+        typer.Option(
+            metavar="LIST",
+            help="With commas: eager, inductor, max-autotune, recipe (Inductor, channels last and a fused optimizer, "
+            "by hand), deepytorch.",
+        ),
+    ] = "eager,inductor,deepytorch",
+    size: Annotated[
+        str, typer.Option(metavar="cpu|full", help="full: as published. cpu: a quarter of the width.")
+    ] = "cpu",
+    precision: Annotated[str, typer.Option(metavar="fp32|amp", help="amp: autocast to bf16.")] = "fp32",
+    batch_size: Annotated[int, typer.Option(min=0, help="Examples of a batch; 0: those of each model.")] = 0,
+    steps: Annotated[int, typer.Option(min=1, help="Steps that are timed, in turns.")] = 20,
+    warm_up: Annotated[
+        float, typer.Option(min=1.0, metavar="SECONDS", help="The most that an arm may take until steps are timed.")
+    ] = 300.0,
+    json_file: JsonFile = None,
+) -> None:
+    """Time training steps of networks for images, speech, text and diffusion, with the import and without.
+
+    Each setup trains in a process of its own; they take turns, step by step, once each has compiled what it runs. The
+    table says which form of the model deepytorch has chosen.
+    """
+    from deepytorch.bench.compute import ComputeOptions, run_compute
+    from deepytorch.bench.zoo import MODELS
+
+    output = Output(json_file)
+    options = ComputeOptions(
+        models=tuple(model or MODELS),
+        arms=tuple(each.strip() for each in arms.split(",")),
+        size=size,
+        precision=precision,
+        batch_size=batch_size,
+        steps=steps,
+        warm_up_s=warm_up,
+    )
+    words = ("model", "arm", "plan")
+    with output.console.status("Starting") as status:
+        for result in run_compute(options, status.update):
+            found = result.models[-1]
+            title = f"{found.name}, {size}, {precision}: {found.best_ratio:.2f}x the better of eager and Inductor"
+            rows = [
+                (
+                    found.name,
+                    arm.name,
+                    f"{1e3 * arm.step_s:,.1f}",
+                    f"{arm.ratio:.2f}x",
+                    f"{arm.peak_mb:,.0f}",
+                    f"{arm.first_s:,.1f}",
+                    f"{arm.loss_rel_diff:.0e}",
+                    arm.failed or arm.plan,
+                )
+                for arm in found.arms
+            ]
+            columns = ("model", "arm", "step ms", "deepytorch is", "peak MB", "first 2 steps s", "losses apart", "plan")
+            output.table(title, columns, rows, left=words)
+            output.json(result.to_json())

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.nn import functional
 from torch.fx.node import map_aggregate
+from torch.nn import functional
 
 import deepytorch.passes.ops.linear_cross_entropy
 import deepytorch.passes.ops.pack
@@ -105,8 +105,9 @@ class _Pickler(pickle.Pickler):
             if namespace not in ("aten", "prims", "deepytorch"):
                 raise CannotSend(f"{value.name()} is an operator of the script's")
             return _operator, (namespace, name.partition(".")[0], value._overloadname)
+        name = getattr(value, "__name__", None)
         if isinstance(value, ModuleType):
-            return importlib.import_module, (value.__name__,)
+            return importlib.import_module, (name,)
         if isinstance(value, HigherOrderOperator):
             raise CannotSend(f"{value.name()} holds graphs of its own")
         module = getattr(value, "__module__", None)
@@ -114,8 +115,8 @@ class _Pickler(pickle.Pickler):
             raise CannotSend(f"{getattr(value, '__qualname__', value)} stands in the script")
         if isinstance(value, torch.device):
             return torch.device, (str(value),)
-        if isinstance(value, FunctionType) and getattr(functional, value.__name__, None) is value:
-            return getattr, (functional, value.__name__)  # some, such as `max_pool2d`, are made inside of a function
+        if isinstance(value, FunctionType) and vars(functional).get(name) is value:
+            return getattr, (functional, name)  # some, such as `max_pool2d`, are made inside of a function
         return NotImplemented
 
 
