@@ -40,7 +40,7 @@ class RegionRecord:
     plan_digest: str = ""
     steps_packed: int = 0
     steps_padded: int = 0
-    route: str = ""  # of the last call: "eager", "profiled", "padded" or "packed"
+    route: str = ""  # of the last call: "eager", "profiled", "padded", "packed", or the name of the form that it ran
     steps_profiled: int = 0  # the first, in eager
     steps_meanwhile: int = 0  # in eager, packed or padded, until they were compiled
     steps_replayed: int = 0  # packed ones with a padded replay, because somebody looked at pads
@@ -48,7 +48,9 @@ class RegionRecord:
     steps_read_back: int = 0  # those whose batch was read from a device, for which the host waited
     trials: list[str] = field(default_factory=list)  # of forms of a region that is not packed, with their outcomes
     forms_untried: int = 0  # of such a region: they are being compiled, or on trial
-    verified_steps: int = 0  # those that were compared with eager
+    forms_compared: int = 0  # with eager, before their first step
+    compare_seconds: float = 0.0
+    verified_steps: int = 0  # packed ones that were compared with eager, by DEEPYTORCH=verify
     verify_seconds: float = 0.0
     largest_difference: float = 0.0
     outputs: dict[str, list[str]] = field(default_factory=dict)  # the uses of each output

@@ -57,8 +57,8 @@ class Guard:
             logger.debug("traceback of the failure", exc_info=error)
             return f"it failed with {type(error).__name__}: {str(error)[:300]}"
         finally:
-            self._record.verified_steps += 1
-            self._record.verify_seconds += time.perf_counter() - started
+            self._record.forms_compared += 1
+            self._record.compare_seconds += time.perf_counter() - started
 
 
 def _compare(eager: Run, form: Run, inputs: Sequence[Any]) -> str | None:

@@ -122,6 +122,7 @@ class Tuner:
 
     def __call__(self, inputs: Sequence[Any]) -> Sequence[Any]:
         """Run the call that began last."""
+        self._record.route = self._current.name
         return self._current(inputs)
 
     def _begin_step(self, inputs: Sequence[Any]) -> None:

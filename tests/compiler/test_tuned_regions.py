@@ -87,4 +87,4 @@ def test_no_time_decides_where_that_is_not_wanted(network: Network, reason: str)
     finally:
         torch.use_deterministic_algorithms(False)
     assert [each.trials for each in records()] == [[]]
-    assert [each.verified_steps for each in records()] == [0]
+    assert [each.forms_compared for each in records()] == [0]

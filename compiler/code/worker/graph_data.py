@@ -105,7 +105,7 @@ class _Pickler(pickle.Pickler):
             if namespace not in ("aten", "prims", "deepytorch"):
                 raise CannotSend(f"{value.name()} is an operator of the script's")
             return _operator, (namespace, name.partition(".")[0], value._overloadname)
-        name = getattr(value, "__name__", None)
+        name = str(getattr(value, "__name__", ""))
         if isinstance(value, ModuleType):
             return importlib.import_module, (name,)
         if isinstance(value, HigherOrderOperator):
