@@ -88,10 +88,10 @@ def _fuses_adam(lists: tuple[Any, ...], options: dict[str, Any]) -> bool:
     parameters, gradients, averages, squares, _, steps = lists
     return (
         _are_ours(parameters, gradients)
-        and all(map(_is_like, averages, parameters))
-        and all(map(_is_like, squares, parameters))
-        and all(each.device.type == "cpu" and each.dtype == torch.float32 for each in steps)
         and len({id(each) for each in steps}) == len(parameters) == len(averages) == len(squares)
+        and _are_like(averages, parameters)
+        and _are_like(squares, parameters)
+        and all(each.device.type == "cpu" and each.dtype == torch.float32 for each in steps)
     )
 
 
@@ -109,7 +109,7 @@ def _fuses_sgd(lists: tuple[Any, ...], options: dict[str, Any]) -> bool:
         return False
     begun = [each for each in buffers if each is not None]
     return _are_ours(parameters, gradients) and (
-        not begun or (len(begun) == len(buffers) and all(map(_is_like, buffers, parameters)))
+        not begun or (len(begun) == len(buffers) and _are_like(buffers, parameters))
     )
 
 
@@ -129,19 +129,23 @@ def _are_ours(parameters: list[Any], gradients: list[Any]) -> bool:
     return (
         len(parameters) == len(gradients)
         and all(each in _COMPILED for each in parameters)
-        and all(map(_is_like, gradients, parameters))
-        and all(map(_is_like, parameters, parameters))
+        and _are_like(gradients, parameters)
+        and _are_like(parameters, parameters)
     )
 
 
-def _is_like(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
-    return (
-        type(tensor) in _PLAIN
-        and tensor.dtype == torch.float32
-        and tensor.device.type == "cpu"
-        and tensor.shape == parameter.shape
-        and tensor.is_contiguous()
-    )
+def _are_like(tensors: list[Any], parameters: list[Any]) -> bool:
+    """Return whether tensors are float32 ones on a CPU, in one piece, each of the shape of its parameter."""
+    for tensor, parameter in zip(tensors, parameters, strict=True):
+        if not (
+            type(tensor) in _PLAIN
+            and tensor.dtype == torch.float32
+            and tensor.device.type == "cpu"
+            and tensor.shape == parameter.shape
+            and tensor.is_contiguous()
+        ):
+            return False
+    return True
 
 
 def _other_ranks() -> bool:

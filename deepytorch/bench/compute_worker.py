@@ -41,7 +41,7 @@ class ComputeJob:
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeRun:
-    """What a process has measured.
+    """The measurements of one process.
 
     Attributes:
         seconds: Of each timed step.

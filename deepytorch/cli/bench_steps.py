@@ -257,7 +257,7 @@ def compute(
     batch_size: Annotated[int, typer.Option(min=0, help="Examples of a batch; 0: those of each model.")] = 0,
     steps: Annotated[int, typer.Option(min=1, help="Steps that are timed, in turns.")] = 20,
     warm_up: Annotated[
-        float, typer.Option(min=1.0, metavar="SECONDS", help="The most that an arm may take until steps are timed.")
+        float, typer.Option(min=1.0, metavar="SECONDS", help="The most that a setup may take until steps are timed.")
     ] = 300.0,
     json_file: JsonFile = None,
 ) -> None:

@@ -172,5 +172,5 @@ def test_commands_are_spelled_in_the_help_as_they_are_typed():
         ("cache",), ("cache", "list"), ("cache", "export"), ("cache", "import"), ("cache", "clear"),
         ("bench",), ("bench", "unpad"), ("bench", "hosts"), ("bench", "models"), ("bench", "ddp"), ("bench", "sharded"),
         ("bench", "comm"), ("bench", "start"),
-        ("bench", "epoch"), ("bench", "loss"), ("bench", "kernels"), ("bench", "roofline"),
+        ("bench", "epoch"), ("bench", "loss"), ("bench", "compute"), ("bench", "kernels"), ("bench", "roofline"),
     ]  # fmt: skip
