@@ -27,6 +27,7 @@ _COMPILED = WeakIdKeyDictionary()  # parameters
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # the only classes of tensors that are accepted
 _ADAM_NUMBERS = ("lr", "beta1", "beta2", "eps", "weight_decay")
 _SGD_NUMBERS = ("lr", "momentum", "dampening", "weight_decay")
+_CHOSEN = ("foreach", "fused", "grad_scale", "found_inf")  # by the script
 _OFF = ("capturable", "differentiable", "has_complex", "amsgrad")
 _RANKS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # the number of ranks, by torchrun and by MPI
 
@@ -69,7 +70,7 @@ def _choosing_sgd(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*lists, **options)
         done = original(*lists, **{**options, "fused": True})
         parameters, _, buffers = lists
-        torch.autograd.graph.increment_version([*parameters, *(each for each in buffers if each is not None)])
+        torch.autograd.graph.increment_version([*parameters, *[each for each in buffers if each is not None]])
         return done
 
     return sgd
@@ -117,21 +118,23 @@ def _is_plain(options: dict[str, Any], numbers: tuple[str, ...], switches: tuple
     """Return whether the script lets torch choose, in a process alone, and numbers and switches are of their types."""
     if SWITCH.paused or _other_ranks():
         return False
-    if any(options.get(name) is not None for name in ("foreach", "fused", "grad_scale", "found_inf")):
-        return False
-    if any(type(options.get(name, False)) is not bool for name in switches):
-        return False
-    return all(type(options.get(name)) in (int, float) for name in numbers)
+    for name in _CHOSEN:
+        if options.get(name) is not None:
+            return False
+    for name in switches:
+        if type(options.get(name, False)) is not bool:
+            return False
+    return {type(options.get(name)) for name in numbers} <= {int, float}
 
 
 def _are_ours(parameters: list[Any], gradients: list[Any]) -> bool:
     """Return whether all parameters are of compiled steps, and both lists are as the fused forms take them."""
-    return (
-        len(parameters) == len(gradients)
-        and all(each in _COMPILED for each in parameters)
-        and _are_like(gradients, parameters)
-        and _are_like(parameters, parameters)
-    )
+    if len(parameters) != len(gradients):
+        return False
+    for each in parameters:
+        if each not in _COMPILED:
+            return False
+    return _are_like(gradients, parameters) and _are_like(parameters, parameters)
 
 
 def _are_like(tensors: list[Any], parameters: list[Any]) -> bool:
@@ -152,4 +155,4 @@ def _other_ranks() -> bool:
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_world_size() > 1
-    return any(os.environ.get(name, "1") != "1" for name in _RANKS)
+    return {os.environ.get(name, "1") for name in _RANKS} != {"1"}
