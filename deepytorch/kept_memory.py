@@ -59,7 +59,7 @@ class KeptMemory:
         if not libc.mallopt(_MMAP_THRESHOLD, _LARGEST_BLOCK):
             libc.mallopt(_MMAP_MAX, 0)
         self.is_kept = bool(libc.mallopt(_TRIM_THRESHOLD, -1))
-        listen(register_optimizer_step_post_hook, _after_step, "see if memory is short", self.give_back)
+        listen(register_optimizer_step_post_hook, self.look, "see if memory is short", self.give_back)
         return self.is_kept
 
     def give_back(self) -> None:
@@ -71,8 +71,8 @@ class KeptMemory:
                 libc.mallopt(parameter, value)
             libc.malloc_trim(0)
 
-    def look(self) -> None:
-        """Give memory back for good if it is short; to be called after each step."""
+    def look(self, *_: object) -> None:
+        """Give memory back for good if it is short; torch calls this after each step of an optimizer."""
         self._steps += 1
         if not self.is_kept or self._steps % _STEPS_BETWEEN_LOOKS:
             return
@@ -137,7 +137,3 @@ def _of_group(name: str) -> int | None:
 
 
 MEMORY = KeptMemory()
-
-
-def _after_step(*_: object) -> None:
-    MEMORY.look()
