@@ -27,7 +27,7 @@ from deepytorch.patches import listen
 from deepytorch.process_age import seconds_since_start
 from deepytorch.torch_internals import OpOverload, compiler_counters
 
-_CALLS_A_STEP = 256  # a script with more calls than this has an optimizer that torch does not know
+CALLS_A_STEP = 256  # a script with more calls than this has an optimizer that torch does not know
 
 
 class CompiledStep:
@@ -136,7 +136,7 @@ class CompiledStep:
     def _is_at_boundary(self) -> bool:
         """Return whether the script is at an optimizer-step boundary, and not between parts of an accumulated step."""
         self._calls += 1
-        return self._boundary.passed() or self._calls > _CALLS_A_STEP or not torch.is_grad_enabled()
+        return self._boundary.passed() or self._calls > CALLS_A_STEP or not torch.is_grad_enabled()
 
     def _give_up(self, error: str) -> None:
         """Report that the graph could not be compiled; it goes on in eager."""

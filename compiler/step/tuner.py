@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from deepytorch.compiler.budget import BUDGET
-from deepytorch.compiler.code.compiled_step import StepBoundary
+from deepytorch.compiler.code.compiled_step import CALLS_A_STEP, StepBoundary
 from deepytorch.compiler.report import RegionRecord
 from deepytorch.compiler.step.guard import Guard
 from deepytorch.compiler.step.trial import Trial
@@ -103,7 +103,7 @@ class Tuner:
         self._challenger: Form | None = None
         self._trial = Trial()
         self._current: Form = eager
-        self._boundary, self._began, self._waited = StepBoundary(), 0.0, 0
+        self._boundary, self._began, self._waited, self._calls = StepBoundary(), 0.0, 0, 0
         self._paused, self._entries = BUDGET.paused, 0
         self._has_tried = False
         record.forms_untried = len(self._waiting)
@@ -113,9 +113,11 @@ class Tuner:
         for form in [each for each in self._waiting if each.poll(inputs)]:
             self._waiting.remove(form)
             self._ready.append(form)
+        passed = self._boundary.passed()
+        self._calls = 0 if passed else self._calls + 1
         if not torch.is_grad_enabled():
             self._current = self._best
-        elif self._boundary.passed() or not self._began:
+        elif passed or not self._began or self._calls > CALLS_A_STEP:  # else torch does not know the optimizer
             self._begin_step(inputs)
         self._entries += _num_entries(inputs)
         return self._has_tried

@@ -264,6 +264,12 @@ def test_parts_of_an_accumulated_step_run_in_one_form(monkeypatch: pytest.Monkey
     assert steps.last() == "compiled"
 
 
+def test_calls_count_as_steps_where_torch_does_not_know_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(monkeypatch, lambda clock: [Timed("compiled", 0.5, clock)])
+    steps.run(1, calls=310)
+    assert steps.record.trials == ["compiled: 2.00 times as fast as eager, used from now on"]
+
+
 def test_a_form_with_other_numbers_is_never_used(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = Steps(monkeypatch, lambda clock: [Timed("compiled", 0.5, clock, factor=1.01)])
     steps.run(40)
