@@ -135,6 +135,7 @@ def _model(name: str, options: ComputeOptions) -> ComputeModel:
                     in_turns=True,
                     worker="deepytorch.bench.compute_worker",
                     threads=None,
+                    environment={"DEEPYTORCH_COMPILE": "background"},  # forms are not tried where steps wait
                 )
                 _step(script, arm, failed)  # one at a time: this step begins when its warm-up is over
             alternate([partial(_step, script, arm, failed) for arm, script in scripts.items() if arm not in failed])

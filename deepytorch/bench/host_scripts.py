@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ class Script:
         in_turns: Whether steps run only when `step` is called.
         worker: The module that each process runs.
         threads: Of each process; None leaves the choice to torch.
+        environment: Further variables.
     """
 
     def __init__(
@@ -46,28 +48,30 @@ class Script:
         in_turns: bool = False,
         worker: str = "deepytorch.bench.hosts_worker",
         threads: int | None = 1,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self._folder, self._how = folder, "with the import" if on else "without the import"
         self._timeout_s, self._deadline = timeout_s, time.monotonic() + timeout_s
         self._turns = TurnGiver(ranks) if in_turns else None
         path = folder / "job.json"
         path.write_text(json.dumps(asdict(job), default=str), encoding="utf-8")
-        environment = {
+        variables = {
             **process_environment(),
             "DEEPYTORCH": "on" if on else "off",
             **({} if threads is None else {"OMP_NUM_THREADS": str(threads)}),
             "DS_ACCELERATOR": "cpu",
             "TOKENIZERS_PARALLELISM": "false",
+            **(environment or {}),
         }
         if ranks > 1:
-            environment |= meeting_point()
+            variables |= meeting_point()
         self.programs: list[Program] = []
         for rank in range(ranks):
             own = rank_environment(rank, ranks) if ranks > 1 else {}
             pipes = () if self._turns is None else self._turns.handed_over[rank]
             command = [sys.executable, "-m", worker, str(path), *map(str, pipes)]
             log = folder / f"rank{rank}.log"
-            self.programs.append(Program(command, log, env=environment | own, pass_fds=pipes))
+            self.programs.append(Program(command, log, env=variables | own, pass_fds=pipes))
         if self._turns is not None:
             self._turns.started()
 

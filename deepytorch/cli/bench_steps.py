@@ -279,14 +279,12 @@ def compute(
         steps=steps,
         warm_up_s=warm_up,
     )
-    words = ("model", "arm", "plan")
     with output.console.status("Starting") as status:
         for result in run_compute(options, status.update):
             found = result.models[-1]
             title = f"{found.name}, {size}, {precision}: {found.best_ratio:.2f}x the better of eager and Inductor"
             rows = [
                 (
-                    found.name,
                     arm.name,
                     f"{1e3 * arm.step_s:,.1f}",
                     f"{arm.ratio:.2f}x",
@@ -297,6 +295,6 @@ def compute(
                 )
                 for arm in found.arms
             ]
-            columns = ("model", "arm", "step ms", "deepytorch is", "peak MB", "first 2 steps s", "losses apart", "plan")
-            output.table(title, columns, rows, left=words)
+            columns = ("arm", "step ms", "deepytorch is", "peak MB", "compile s", "losses apart", "plan")
+            output.table(title, columns, rows, left=("arm", "plan"))
             output.json(result.to_json())
