@@ -48,6 +48,7 @@ class RegionRecord:
     steps_read_back: int = 0  # those whose batch was read from a device, for which the host waited
     trials: list[str] = field(default_factory=list)  # of forms of a region that is not packed, with their outcomes
     forms_untried: int = 0  # of such a region: they are being compiled, or on trial
+    on_trial: str = ""  # the form that is
     forms_compared: int = 0  # with eager, before their first step
     compare_seconds: float = 0.0
     verified_steps: int = 0  # packed ones that were compared with eager, by DEEPYTORCH=verify

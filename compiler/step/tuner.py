@@ -137,6 +137,7 @@ class Tuner:
         if self._challenger is None and self._ready and self._may_try():
             self._try(self._ready.pop(0), inputs)
         self._record.forms_untried = len(self._waiting) + len(self._ready) + (self._challenger is not None)
+        self._record.on_trial = "" if self._challenger is None else self._challenger.name
         self._current = self._best
         if self._challenger is not None and self._trial.challenges:
             self._current = self._challenger

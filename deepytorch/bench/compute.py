@@ -182,7 +182,7 @@ def judged(name: str, arms: Sequence[str], runs: dict[str, ComputeRun], failed: 
                 ratio=statistics.median(one / other for one, other in pairs) if pairs else 0.0,
                 peak_mb=run.peak_mb,
                 first_s=run.first_s,
-                plan=run.plan,
+                plan="; ".join([run.plan, *run.fallbacks]),
                 loss_rel_diff=0.0 if eager is None else _difference(eager.losses, run.losses),
             )
         )

@@ -22,6 +22,7 @@ from deepytorch.compiler.budget import BUDGET
 from deepytorch.compiler.report import LEDGER, RegionRecord
 
 _CALM = 12  # steps in a row in which nothing was compiled or tried: deepytorch's choice is made
+_REST_S = 0.3  # between steps while code is compiled, so that this process leaves the cores to the compile process
 _BATCHES = 4  # that a run goes through again and again
 _COMPARED = 5  # first steps whose losses are compared
 
@@ -92,6 +93,8 @@ def run(job: ComputeJob, turn: Turn | None) -> ComputeRun:
     calm, state = 0, ""
     while calm < _CALM and time.perf_counter() - began < job.warm_up_s:
         step()
+        if job.arm == "deepytorch" and _waits_for_code():
+            time.sleep(_REST_S)
         before, state = state, _state() if job.arm == "deepytorch" else "compiled"
         calm = calm + 1 if state == before and state else 0
     warm_up_s, seconds = time.perf_counter() - began, list[float]()
@@ -144,6 +147,12 @@ def _state() -> str:
     if not regions or any(each.forms_untried for each in regions):
         return ""
     return f"{len(regions)} {meanwhile} {[(each.trials, each.compiled_by) for each in regions]}"
+
+
+def _waits_for_code() -> bool:
+    """Return whether code is being compiled in the background, and nothing is timed meanwhile."""
+    regions = LEDGER.report().regions
+    return any(each.forms_untried for each in regions) and not any(each.on_trial for each in regions)
 
 
 def plan_of(regions: list[RegionRecord]) -> str:
