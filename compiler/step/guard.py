@@ -16,16 +16,10 @@ from torch import Tensor
 
 from deepytorch.compiler.budget import BUDGET
 from deepytorch.compiler.report import RegionRecord
-from deepytorch.compiler.step.agreement import Tolerance, largest_difference, precision_of
+from deepytorch.compiler.step.agreement import OF_STEPS, largest_difference, precision_of
 from deepytorch.kept_memory import available_share
 from deepytorch.log import logger
 
-# As of verification: of real batches, whose rounding adds up.
-_TOLERANCES = {
-    "fp32": Tolerance(1e-4, 1e-4, 1e-3),
-    "tf32": Tolerance(2e-3, 2e-3, 3e-2),
-    "half": Tolerance(3e-2, 3e-2, 0.15),
-}
 _TIMES_OWN = 10.0  # the difference that is allowed, in terms of eager's own
 _LAST_BIT = 1.0 + 2.0**-23
 _LEAST_MEMORY = 0.3  # the share of memory that has to be available: gradients are held twice
@@ -80,7 +74,7 @@ def _compare(eager: Run, form: Run, inputs: Sequence[Any]) -> str | None:
     expected, found = outputs_of(eager), outputs_of(form)
     if len(expected) != len(found):
         return f"{len(found)} outputs in place of {len(expected)}"
-    tolerance = _TOLERANCES[precision_of([*expected, *differentiated])]
+    tolerance = OF_STEPS[precision_of([*expected, *differentiated])]
     worst = largest_difference(expected, found, differentiated, tolerance)
     if worst.is_allowed:
         return None

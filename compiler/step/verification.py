@@ -13,15 +13,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from deepytorch.compiler.report import RegionRecord
-from deepytorch.compiler.step.agreement import Tolerance, largest_difference, precision_of
+from deepytorch.compiler.step.agreement import OF_STEPS, largest_difference, precision_of
 from deepytorch.log import logger
-
-# Of real batches of thousands of tokens, whose rounding adds up further than that of a probe.
-_TOLERANCES = {
-    "fp32": Tolerance(1e-4, 1e-4, 1e-3),
-    "tf32": Tolerance(2e-3, 2e-3, 3e-2),
-    "half": Tolerance(3e-2, 3e-2, 0.15),
-}
 
 Outputs = Callable[[], Sequence[torch.Tensor]]
 
@@ -43,7 +36,7 @@ class Verification:
         devices = sorted({each.device.index for each in weights if each.is_cuda})
         with torch.random.fork_rng(devices), torch.enable_grad():
             expected, found = list(eager()), list(packed())
-            tolerance = _TOLERANCES[precision_of([*expected, *weights])]
+            tolerance = OF_STEPS[precision_of([*expected, *weights])]
             worst = largest_difference(expected, found, weights, tolerance)
         self._record.verified_steps += 1
         self._record.verify_seconds += time.perf_counter() - started

@@ -28,7 +28,7 @@ def workload(name: str, size: str) -> Workload:
     scale, rows = (1, _ROWS[name][0]) if size == "full" else (4, _ROWS[name][1])
     if name == "pytorch_unet":
         pixels = 512 if size == "full" else 256
-        return Workload(_Segmentation(_UNet(64 // scale)), lambda *which: _masks(pixels, *which), rows)
+        return Workload(_Classifier(_UNet(64 // scale)), lambda *which: _masks(pixels, *which), rows)
     builders: dict[str, Callable[[int], nn.Module]] = {
         "alexnet": _alexnet,
         "resnet18": _resnet18,
@@ -41,21 +41,14 @@ def workload(name: str, size: str) -> Workload:
 
 
 class _Classifier(nn.Module):
+    """A network under its loss, for each image or for each pixel."""
+
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.network = network
 
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(self.network(images), labels)
-
-
-class _Segmentation(nn.Module):
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network = network
-
-    def forward(self, images: Tensor, masks: Tensor) -> Tensor:
-        return F.cross_entropy(self.network(images), masks)
 
 
 def _images(rows: int, seed: int, count: int) -> list[dict[str, Tensor]]:
@@ -74,7 +67,7 @@ def _masks(pixels: int, rows: int, seed: int, count: int) -> list[dict[str, Tens
     return [
         {
             "images": torch.randn(rows, 3, pixels, pixels, generator=generator),
-            "masks": torch.randint(0, 2, (rows, pixels, pixels), generator=generator),
+            "labels": torch.randint(0, 2, (rows, pixels, pixels), generator=generator),
         }
         for _ in range(count)
     ]
