@@ -79,6 +79,8 @@ def _refusal(graph: fx.Graph) -> Decline | None:
         name = getattr(node.target, "_schema", None)
         if name is not None and name.name.rpartition("::")[2] in _OF_STRIDES:
             return Decline(node.name, f"{node.target} depends on the layout in memory")
+        if name is not None and not name.name.startswith(("aten::", "prims::")) and any(map(_is_image, node.args)):
+            return Decline(node.name, f"{node.target} is an operator of the script's, which may rely on a layout")
         if node.target in _MAY_COPY and memory.is_written(node):
             return Decline(node.name, f"{node.target} is of memory that is written to")
     for output in _outputs(graph):

@@ -68,7 +68,10 @@ def _compare(eager: Run, form: Run, inputs: Sequence[Any]) -> str | None:
                 given.append(weights[place] if factor == 1.0 else weights[place] * factor)
             else:  # what a region writes to, such as a norm's statistics, is among these
                 given.append(each.detach().clone() if isinstance(each, Tensor) else each)
-        return [each for each in run(given) if isinstance(each, Tensor) and each.is_floating_point()]
+        found = list(run(given))
+        # What it writes to is compared as well: a norm's statistics change no loss of this step.
+        found += [each for place, each in enumerate(given) if place not in weights]
+        return [each for each in found if isinstance(each, Tensor) and each.is_floating_point()]
 
     differentiated = list(weights.values())
     expected, found = outputs_of(eager), outputs_of(form)

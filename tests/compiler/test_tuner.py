@@ -101,6 +101,12 @@ def skipped_statistics(inputs: Sequence[Any]) -> list[torch.Tensor]:
     return [(batch @ weight.T).square().mean()]
 
 
+def unread_statistics(inputs: Sequence[Any]) -> list[torch.Tensor]:
+    """As a norm in training that forgets its statistics: the loss of this step is right."""
+    weight, batch, seen = inputs
+    return [(batch @ weight.T + (seen + 1.0)).square().mean()]
+
+
 def no_gradient(inputs: Sequence[Any]) -> list[torch.Tensor]:
     return [eager(inputs)[0].detach()]
 
@@ -125,7 +131,7 @@ def guard() -> Guard:
 
 @pytest.mark.parametrize(
     "fault",
-    [scaled_gradient, wrong_stride, skipped_statistics, no_gradient, not_a_number, raises],
+    [scaled_gradient, wrong_stride, skipped_statistics, unread_statistics, no_gradient, not_a_number, raises],
     ids=lambda f: f.__name__,
 )
 def test_planted_faults_are_seen(fault: Callable[..., Any]) -> None:

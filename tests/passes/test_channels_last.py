@@ -139,6 +139,19 @@ def strided(image: Tensor, weight: Tensor) -> Tensor:
     return found.as_strided((2, 4), (48, 1)).sum()
 
 
+_LIBRARY = torch.library.Library("of_a_script_with_images", "FRAGMENT")
+_LIBRARY.define("in_memory_order(Tensor image) -> Tensor")
+_LIBRARY.impl("in_memory_order", lambda image: image.as_strided((image.numel(),), (1,)).cumsum(0), "CPU")
+_LIBRARY.impl("in_memory_order", lambda image: image.new_empty(image.numel()), "Meta")
+
+
+def of_the_script(image: Tensor, weight: Tensor) -> Tensor:
+    """Reads memory in its order, as kernels do that take images for contiguous."""
+    with torch.no_grad():
+        found = torch.ops.of_a_script_with_images.in_memory_order(F.conv2d(image, weight))
+    return F.conv2d(F.conv2d(image, weight), weight).sum() * found.mean()
+
+
 def written_view(image: Tensor, weight: Tensor) -> Tensor:
     found = F.conv2d(image, weight)
     flat = found.view(2, -1)
@@ -154,6 +167,7 @@ def transposed_output(image: Tensor, weight: Tensor) -> Tensor:
     ("call", "words"),
     [
         (strided, "depends on the layout in memory"),
+        (of_the_script, "is an operator of the script's"),
         (written_view, "is of memory that is written to"),
         (transposed_output, "an output has a layout of its own"),
     ],
