@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -13,12 +14,14 @@ import torch
 from torch import fx
 
 from deepytorch.compiler.code.compilers import compile_seconds
+from deepytorch.compiler.code.data_parallel import active, takeover_of
 from deepytorch.compiler.code.lower_region import RegionLowering
 from deepytorch.compiler.config import CompilerConfig
 from deepytorch.compiler.dynamo.capture import Untraceable, capture, is_batch_input
 from deepytorch.compiler.dynamo.graph_forms import eager_graph, graph_for_later
 from deepytorch.compiler.dynamo.graph_traits import (
     attention_forms,
+    communicates,
     draws_as_eager,
     gives_no_gradients,
     is_cut_at,
@@ -38,7 +41,16 @@ from deepytorch.compiler.manager import Rewritten, passes_for, run_passes
 from deepytorch.compiler.outcome import Outcome, tell
 from deepytorch.compiler.plan import Plan
 from deepytorch.compiler.report import LEDGER, RegionRecord
-from deepytorch.compiler.step.regions import Effects, compiled_region, packed_region, rewritten_region, whole_region
+from deepytorch.compiler.step.kept_choices import KeptChoice
+from deepytorch.compiler.step.regions import (
+    Effects,
+    Tuning,
+    compiled_region,
+    packed_region,
+    rewritten_region,
+    whole_region,
+)
+from deepytorch.compiler.step.turns import AmongRanks, OneProcess
 from deepytorch.compiler.step.unused_outputs import parts_in_outputs
 from deepytorch.config import Environment
 from deepytorch.kept_memory import MEMORY
@@ -244,19 +256,19 @@ def _lower_whole(
     eager, unread = eager_graph(copy).forward, unread_statistics(module.graph)
     try:
         lowering = _lowering(config, Plan.initial("region", config), record)
+        tuning = _tuning(copy, example_inputs, lowering, record)
         if isinstance(later, fx.GraphModule):
             tell(Outcome.DECLINED)
-            tunes = _may_tune(config, lowering, example_inputs)
-            rewritten = _channels_last(copy, example_inputs, config, record) if tunes else None
             parts = parts_in_outputs(copy.graph)
-            return whole_region(later, eager, lowering, record, unread, parts, rewritten, tunes=tunes)
+            return whole_region(later, eager, lowering, record, unread, parts, tuning)
         record.compiles += 1
         if not config.waits:  # a takeover of its gradients comes later, if at all: until then DDP reduces them
             logger.info("%s is compiled now, and training waits for it", record.name)
             lowering = lowering.with_gradients(None)
         compiled = lowering.compile(module, example_inputs)
         tell(Outcome.DECLINED)
-        return compiled_region(compiled, len(example_inputs), eager, record, unread, parts_in_outputs(copy.graph))
+        parts = parts_in_outputs(copy.graph)
+        return compiled_region(compiled, len(example_inputs), eager, record, unread, parts, tuning)
     except (TensorifyScalarRestartAnalysis, torch.OutOfMemoryError):  # see [Note: Restarts]
         raise
     except Exception as error:
@@ -272,14 +284,40 @@ def _lower_whole(
         record.compile_seconds += time.perf_counter() - started
 
 
-def _may_tune(config: CompilerConfig, lowering: RegionLowering, example_inputs: Sequence[Any]) -> bool:
-    """Return whether forms of a region may be chosen by measurement: on a CPU, in a process that trains alone."""
-    among_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if not config.tune or among_ranks or torch.are_deterministic_algorithms_enabled() or not torch.is_grad_enabled():
-        return False
-    return lowering.gradients is None and all(
-        each.device.type == "cpu" for each in example_inputs if isinstance(each, torch.Tensor)
+def _tuning(
+    module: fx.GraphModule, example_inputs: Sequence[Any], lowering: RegionLowering, record: RegionRecord
+) -> Tuning | None:
+    """Return what the choice among a region's forms goes by; None if it is not to be measured, as on a GPU."""
+    config = lowering.config
+    if not config.tune or config.lowering != "inductor" or torch.are_deterministic_algorithms_enabled():
+        return None
+    tensors = [each for each in example_inputs if isinstance(each, torch.Tensor)]
+    trains = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
+    if not trains or any(each.device.type != "cpu" for each in tensors):
+        return None
+    ddp, num_ranks = active(), 1
+    turns = OneProcess()
+    if ddp is not None and torch.distributed.get_world_size(ddp.process_group) > 1:
+        if communicates(module):  # a comparison on one rank alone would wait for the others
+            return None
+        store, rank, num_ranks = takeover_of(ddp).ranks
+        code = hashlib.sha256(module.code.encode()).hexdigest()[:16]
+        turns = AmongRanks(store, rank, num_ranks, f"{takeover_of(ddp).name}/{record.name}/{code}")
+    elif _num_ranks() > 1:  # ranks whose steps have no clock in common
+        return None
+    environment = Environment.read()
+    return Tuning(
+        turns,
+        KeptChoice(module, example_inputs, (num_ranks, config.waits, sorted(config.inductor_options().items()))),
+        _channels_last(module, example_inputs, config, record),
+        lowering.gradients is not None,
+        environment.verify_every if environment.verify else None,
     )
+
+
+def _num_ranks() -> int:
+    is_one = not (torch.distributed.is_available() and torch.distributed.is_initialized())
+    return 1 if is_one else torch.distributed.get_world_size()
 
 
 def _channels_last(

@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import platformdirs
+from filelock import FileLock
+
+_LOCK_SECONDS = 5.0  # for which a process waits for another one that writes the same file
 
 
 def cache_directory() -> Path:
@@ -57,6 +60,24 @@ def write_private_json(path: Path, content: Any) -> None:
     if is_private(path):
         with contextlib.suppress(OSError):
             replace_file(path, json.dumps(content, indent=1))
+
+
+def add_to_private_json(path: Path, key: str, value: Any, most: int = 4096) -> None:
+    """Set a key of the JSON object in a file in two private folders, if that can be done: processes may do so at once.
+
+    most: the number of keys that are kept; the oldest ones go.
+    """
+    if not is_private(path):
+        return
+    try:
+        with FileLock(path.with_suffix(".lock"), timeout=_LOCK_SECONDS, mode=0o600):
+            content = read_private_json(path)
+            content = content if isinstance(content, dict) else {}
+            content.pop(key, None)  # the newest one is the last
+            kept = dict([*content.items(), (key, value)][-most:])
+            replace_file(path, json.dumps(kept, indent=1))
+    except (OSError, NotImplementedError):  # a file system without locks raises one of these
+        return
 
 
 def replace_file(path: Path, text: str) -> None:

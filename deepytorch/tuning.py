@@ -7,17 +7,15 @@ list is used.
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import torch
-from filelock import FileLock
 
 from deepytorch.log import logger
-from deepytorch.private_files import cache_directory, is_private, read_private_json, replace_file
+from deepytorch.private_files import add_to_private_json, cache_directory, read_private_json
 
 Setting = TypeVar("Setting", bound=Hashable)
 
@@ -27,7 +25,6 @@ _CHOSEN: dict[tuple[str, str], int] = {}  # (a device's file, a class of shapes)
 
 
 _FILES: dict[int, Path] = {}  # of devices, by their number
-_LOCK_SECONDS = 5.0
 
 
 def fastest(
@@ -60,7 +57,7 @@ def fastest(
     place, lasts = _measure(kernel, settings, launch, margin)
     _CHOSEN[str(path), name] = place
     if lasts:
-        _write(path, name, place)
+        add_to_private_json(path, name, place)  # ranks write at the same time
     return settings[place]
 
 
@@ -132,13 +129,3 @@ def _milliseconds(launch: Callable[[Setting], object], setting: Setting) -> floa
 def _read(path: Path) -> dict[str, object]:
     content = read_private_json(path)
     return content if isinstance(content, dict) else {}
-
-
-def _write(path: Path, name: str, place: int) -> None:
-    if not is_private(path):
-        return
-    try:
-        with FileLock(path.with_suffix(".lock"), timeout=_LOCK_SECONDS, mode=0o600):  # ranks write at the same time
-            replace_file(path, json.dumps({**_read(path), name: place}, indent=1))
-    except (OSError, NotImplementedError) as error:  # a file system without locks raises one of these
-        logger.debug("%s is not kept: %s", path, error)

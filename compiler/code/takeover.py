@@ -78,6 +78,11 @@ class Takeover:
         self._never = True
 
     @property
+    def ranks(self) -> tuple[dist.Store, int, int]:
+        """Return the store of the group that reduces, this rank and the number of ranks."""
+        return self.store, self._rank, self._size
+
+    @property
     def lasts(self) -> bool:
         """Return whether our reducer has the gradients, or may still get them."""
         return not self._never

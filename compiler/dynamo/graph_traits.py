@@ -78,6 +78,23 @@ def _of_that_shape(node: Any) -> Tensor:
     return torch.empty_strided(sizes, strides, dtype=traced.dtype, device=traced.device)
 
 
+# ------------------------------------------------------------------ ranks
+
+
+def communicates(module: fx.GraphModule) -> bool:
+    """Return whether a Dynamo graph may wait for other ranks, as a norm over all ranks does.
+
+    A function of the script's own may do so as well.
+    """
+    calls = [node for part in module.modules() if isinstance(part, fx.GraphModule) for node in part.graph.nodes]
+    return any(
+        "c10d" in str(node.target)
+        or "torch.distributed" in getattr(node.target, "__module__", "")
+        or (node.op == "call_function" and _name(node) == "autograd_function_apply")
+        for node in calls
+    )
+
+
 # ------------------------------------------------------------------ random numbers
 
 _NAMED = frozenset({

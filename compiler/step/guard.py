@@ -1,8 +1,9 @@
 """The comparison of a region's form with eager, on a batch of training, before the form's first step.
 
 Both run for the comparison alone: on copies of what the region writes to, such as a norm's statistics, and with the
-random numbers of the step. If they differ by more than rounding usually does, eager is run once more with its weights
-moved in their last bit: a model that amplifies that by as much is not to be told apart more closely.
+random numbers of the step. Compiled code draws other numbers than eager, and is not compared where eager draws any. If
+both differ by more than rounding usually does, eager is run once more with its weights moved in their last bit: a model
+that amplifies that by as much is not to be told apart more closely.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepytorch.comm.gradients.autograd_leaves import has_hooks
 from deepytorch.compiler.budget import BUDGET
 from deepytorch.compiler.report import RegionRecord
 from deepytorch.compiler.step.agreement import OF_STEPS, largest_difference, precision_of
@@ -28,24 +30,30 @@ Run = Callable[[Sequence[Any]], Sequence[Any]]
 
 
 class Guard:
-    """The guard of one region."""
+    """The guard of one region.
 
-    def __init__(self, record: RegionRecord) -> None:
-        self._record = record
+    own_weights: whether forms run with the model's own weights alone, as code that reduces their gradients. Nothing is
+    compared then if the script has put hooks on them, which would be called.
+    """
+
+    def __init__(self, record: RegionRecord, *, own_weights: bool = False) -> None:
+        self._record, self._own_weights = record, own_weights
 
     def difference(self, eager: Run, form: Run, inputs: Sequence[Any]) -> str | None:
         """Return how a form differs from eager by more than rounding; None if it does not, or if memory is short.
 
-        A form that fails differs, too.
+        A form that fails differs, too, and one that runs out of memory.
         """
         share = available_share()
         if share is not None and share < _LEAST_MEMORY:
             return None
+        if self._own_weights and any(has_hooks(each) for each in inputs if _is_differentiated(each)):
+            return None
         started = time.perf_counter()
         try:
             with BUDGET.pause(), torch.random.fork_rng(_cuda_devices(inputs)):
-                return _compare(eager, form, inputs)
-        except (torch.OutOfMemoryError, KeyboardInterrupt):
+                return _compare(eager, form, inputs, own_weights=self._own_weights)
+        except KeyboardInterrupt:
             raise
         except Exception as error:
             logger.debug("traceback of the failure", exc_info=error)
@@ -55,10 +63,12 @@ class Guard:
             self._record.compare_seconds += time.perf_counter() - started
 
 
-def _compare(eager: Run, form: Run, inputs: Sequence[Any]) -> str | None:
+def _compare(eager: Run, form: Run, inputs: Sequence[Any], *, own_weights: bool) -> str | None:
     state = torch.get_rng_state()
-    # Weights under other names: hooks that the script has put on its own are not called.
-    weights = {place: _alias(each) for place, each in enumerate(inputs) if _is_differentiated(each)}
+    # Weights under other names where possible: hooks that the script has put on its own are not called.
+    weights = {
+        place: each if own_weights else _alias(each) for place, each in enumerate(inputs) if _is_differentiated(each)
+    }
 
     def outputs_of(run: Run, factor: float = 1.0) -> list[Tensor]:
         torch.set_rng_state(state)
@@ -74,7 +84,10 @@ def _compare(eager: Run, form: Run, inputs: Sequence[Any]) -> str | None:
         return [each for each in found if isinstance(each, Tensor) and each.is_floating_point()]
 
     differentiated = list(weights.values())
-    expected, found = outputs_of(eager), outputs_of(form)
+    expected = outputs_of(eager)
+    if not (getattr(form, "draws_alike", True) or torch.equal(torch.get_rng_state(), state)):
+        return None
+    found = outputs_of(form)
     if len(expected) != len(found):
         return f"{len(found)} outputs in place of {len(expected)}"
     tolerance = OF_STEPS[precision_of([*expected, *differentiated])]

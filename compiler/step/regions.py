@@ -15,12 +15,14 @@ from deepytorch.compiler.dynamo.trace_gate import current_trace
 from deepytorch.compiler.report import RegionRecord
 from deepytorch.compiler.step.events import RegionEvents
 from deepytorch.compiler.step.guard import Guard
+from deepytorch.compiler.step.kept_choices import KeptChoice
 from deepytorch.compiler.step.packing import Packing
 from deepytorch.compiler.step.region import Compiled, Padded, Region
 from deepytorch.compiler.step.route import State
 from deepytorch.compiler.step.second_backward import SecondBackward
 from deepytorch.compiler.step.step_outputs import StepOutputs
 from deepytorch.compiler.step.tuner import CompiledForm, Eager, Form, OperatorByOperator, Tuner
+from deepytorch.compiler.step.turns import OneProcess
 from deepytorch.compiler.step.unused_outputs import Parts, parts_in_outputs
 from deepytorch.compiler.step.verification import Verification
 from deepytorch.passes.base import GraphInput, Role
@@ -37,6 +39,23 @@ class Effects:
 
     written: tuple[int, ...] = ()
     draws: bool = False
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """The choice among the forms of a region that is not packed, see [Note: Tuning].
+
+    turns: the time of each form's trial. kept: the outcome of earlier runs. rewritten: the graph with images whose
+    channels are last, for all inputs, to run operator by operator. own_weights: whether compiled code is for the
+    model's own weights alone, whose gradients it reduces. verify_every: one of so many steps is compared with eager;
+    None: a form's first one only.
+    """
+
+    turns: OneProcess
+    kept: KeptChoice
+    rewritten: fx.GraphModule | None = None
+    own_weights: bool = False
+    verify_every: int | None = None
 
 
 def packed_region(
@@ -133,9 +152,7 @@ def whole_region(
     record: RegionRecord,
     unread: Collection[int] = (),
     parts: Parts | None = None,
-    rewritten: fx.GraphModule | None = None,
-    *,
-    tunes: bool = False,
+    tuning: Tuning | None = None,
 ) -> Region:
     """Return a region whose graph is compiled in the background, unchanged, as stock would compile it.
 
@@ -146,21 +163,14 @@ def whole_region(
         record: The region's record in the report.
         unread: As for `SecondBackward`, of all inputs.
         parts: Likewise.
-        rewritten: The graph with images whose channels are last, for all inputs, to run operator by operator.
-        tunes: Whether compiled code runs only if steps show it to be the fastest, see [Note: Tuning].
+        tuning: The choice among this and other forms; None: compiled code runs once it is there.
     """
     placeholders = [node for node in later.graph.nodes if node.op == "placeholder"]
     fakes = [node.meta.get("example_value", node.meta.get("val")) for node in placeholders]
     reads = drop_unread_inputs(later.graph)
     later.recompile()
     code = CompiledStep(later, [symbolic_dims(fakes[index]) for index in reads], lowering, record)
-    if not tunes:
-        return _as_it_is(code, reads, eager, record, unread, parts)
-    events = RegionEvents(record, State())
-    padded = Padded(code, reads, SecondBackward(unread, events.needs_eager_backward, parts), eager, takes_read=False)
-    forms: list[Form] = [] if rewritten is None else [OperatorByOperator("channels last", rewritten)]
-    tuner = Tuner(Eager(eager), [*forms, CompiledForm(padded)], Guard(record), record)
-    return Region(eager, tuner, events, record)
+    return _as_it_is(code, reads, eager, record, unread, parts, tuning)
 
 
 def compiled_region(
@@ -170,9 +180,10 @@ def compiled_region(
     record: RegionRecord,
     unread: Collection[int] = (),
     parts: Parts | None = None,
+    tuning: Tuning | None = None,
 ) -> Region:
     """Return a region whose unchanged graph is compiled already. Arguments: as for `whole_region`."""
-    return _as_it_is(Compiled(compiled), range(num_inputs), eager, record, unread, parts)
+    return _as_it_is(Compiled(compiled), range(num_inputs), eager, record, unread, parts, tuning)
 
 
 def _as_it_is(
@@ -182,7 +193,24 @@ def _as_it_is(
     record: RegionRecord,
     unread: Collection[int],
     parts: Parts | None,
+    tuning: Tuning | None,
 ) -> Region:
     events = RegionEvents(record, State())
     second = SecondBackward(unread, events.needs_eager_backward, parts)
-    return Region(eager, Padded(code, reads, second, eager, takes_read=False), events, record)
+    padded = Padded(code, reads, second, eager, takes_read=False)
+    if tuning is None:
+        return Region(eager, padded, events, record)
+    forms: list[Form] = [] if tuning.rewritten is None else [OperatorByOperator("channels last", tuning.rewritten)]
+    plain, compiled = Eager(eager), CompiledForm(padded)
+    is_compiled = isinstance(code, Compiled)
+    tuner = Tuner(
+        plain,
+        [*forms, plain if is_compiled else compiled],
+        Guard(record, own_weights=tuning.own_weights),
+        record,
+        tuning.turns,
+        compiled if is_compiled else None,
+        tuning.kept,
+        tuning.verify_every,
+    )
+    return Region(eager, tuner, events, record)

@@ -10,17 +10,19 @@ import statistics
 _BLOCK = 3  # steps in a row; the first, which still feels the block before, is not counted
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 6
 _CLEAR = 0.04  # apart by this in each round: no further rounds are needed
-_GAIN = 0.01  # the least share of a step's time that a challenger has to save
 
 
 class Trial:
     """A trial of a challenger against the way in use, in blocks of steps that take turns: AB BA AB ...
 
-    is_over: whether all rounds are done. gain: then the time of the way in use over that of the challenger.
+    rounds: how many there are; None: as few as a clear difference needs. Ranks that train together name a number, and
+    note a time for each step, so that their turns stay the same. is_over: whether all rounds are done. gain: then the
+    time of the way in use over that of the challenger. is_clear: whether it came out the same way in each round.
     """
 
-    def __init__(self) -> None:
-        self.is_over, self.gain = False, 1.0
+    def __init__(self, rounds: int | None = None) -> None:
+        self.is_over, self.gain, self.is_clear = False, 1.0, False
+        self._least, self._most = (_LEAST_ROUNDS, _MOST_ROUNDS) if rounds is None else (rounds, rounds)
         self._ratios: list[float] = []  # of the rounds that are done
         self._means: list[float] = []  # seconds of a step, of this round's blocks that are done
         self._block: list[float] = []
@@ -32,11 +34,6 @@ class Trial:
         begins_round = not self._means
         challenger_begins = len(self._ratios) % 2 == 1
         return begins_round == challenger_begins
-
-    @property
-    def is_won(self) -> bool:
-        """Return whether the challenger is faster."""
-        return self.is_over and self.gain > 1.0 + _GAIN
 
     def note(self, seconds: float | None) -> None:
         """Note the time of the step that `challenges` was asked for; None if something else took time in it."""
@@ -55,6 +52,8 @@ class Trial:
 
     def _judge(self) -> None:
         rounds = len(self._ratios)
-        clear = all(each > 1.0 + _CLEAR for each in self._ratios) or all(each < 1.0 - _CLEAR for each in self._ratios)
-        if rounds >= _MOST_ROUNDS or (rounds >= _LEAST_ROUNDS and clear):
+        self.is_clear = all(each > 1.0 + _CLEAR for each in self._ratios) or all(
+            each < 1.0 - _CLEAR for each in self._ratios
+        )
+        if rounds >= self._most or (rounds >= self._least and self.is_clear):
             self.is_over, self.gain = True, statistics.median(self._ratios)

@@ -8,16 +8,17 @@ its first step a form is compared with eager on a batch of training: outputs, an
 differs by more than rounding is dropped.
 
 One region of a process is on trial at a time, since the time of a step is that of all its regions. A step is the time
-between two steps of an optimizer, per entry of the region's batch.
+between two steps of an optimizer, per entry of the region's batch. Ranks that train together try the same form in the
+same steps, see [Note: Trials among ranks]. A clear outcome is kept on disk, and a later run of the same region
+needs no trial; the comparison with eager is made in each run.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import fx
@@ -26,17 +27,21 @@ from deepytorch.compiler.budget import BUDGET
 from deepytorch.compiler.code.compiled_step import CALLS_A_STEP, StepBoundary
 from deepytorch.compiler.report import RegionRecord
 from deepytorch.compiler.step.guard import Guard
+from deepytorch.compiler.step.kept_choices import KeptChoice
 from deepytorch.compiler.step.trial import Trial
+from deepytorch.compiler.step.turns import AmongRanks, OneProcess
 from deepytorch.fused_optimizers import fuse_for
 from deepytorch.log import logger, once
 
-_PATIENCE = 200  # steps for which a region waits for another one's trial, which may be called no longer
+_GAIN = 0.01  # the least share of a step's time that a form has to save to replace another one
+_ROUNDS_AMONG_RANKS = 4
 
 
 class Form(Protocol):
-    """A form of a region. name: for reports."""
+    """A form of a region. name: for reports. draws_alike: whether it draws the random numbers of eager."""
 
     name: str
+    draws_alike: bool
 
     def poll(self, inputs: Sequence[Any]) -> bool:
         """Advance its compilation; return whether a call with these inputs could run it now."""
@@ -50,7 +55,7 @@ class Form(Protocol):
 class Eager:
     """The region's own operators, one by one."""
 
-    name = "eager"
+    name, draws_alike = "eager", True
 
     def __init__(self, eager: Callable[..., Any]) -> None:
         self._eager = eager
@@ -64,6 +69,8 @@ class Eager:
 
 class OperatorByOperator:
     """A rewritten graph that runs operator by operator. module: takes all inputs of the region."""
+
+    draws_alike = True
 
     def __init__(self, name: str, module: fx.GraphModule) -> None:
         self.name, self._module = name, module
@@ -80,7 +87,7 @@ class OperatorByOperator:
 class CompiledForm:
     """Compiled code, ready for second backwards: see `region.Padded`."""
 
-    name = "compiled"
+    name, draws_alike = "compiled", False
 
     def __init__(self, padded: Any) -> None:
         self._padded = padded
@@ -93,23 +100,58 @@ class CompiledForm:
 
 
 class Tuner:
-    """The forms of one region, of which each call runs one: the fastest so far, or one on trial."""
+    """The forms of one region, of which each call runs one: the fastest so far, or one on trial.
 
-    def __init__(self, eager: Eager, others: Sequence[Form], guard: Guard, record: RegionRecord) -> None:
-        """Make the choice. others: forms to try against eager, in this order where several are there."""
-        self._eager, self._best = eager, cast("Form", eager)
+    Args:
+        eager: The form that others are compared with.
+        others: The forms to try, in this order where several are there; all but `first`.
+        guard: The comparison with eager.
+        record: The region's record in the report.
+        turns: The time of each trial.
+        first: The form to begin with; None: eager.
+        kept: The outcome of earlier runs.
+        verify_every: One of so many steps in a form other than eager is compared with eager; None: the first one only.
+    """
+
+    def __init__(
+        self,
+        eager: Eager,
+        others: Sequence[Form],
+        guard: Guard,
+        record: RegionRecord,
+        turns: OneProcess | None = None,
+        first: Form | None = None,
+        kept: KeptChoice | None = None,
+        verify_every: int | None = None,
+    ) -> None:
+        self._eager, self._best = eager, first or eager
         self._waiting, self._ready = list(others), list[Form]()
-        self._guard, self._record = guard, record
+        self._guard, self._record, self._verify_every = guard, record, verify_every
+        self._turns = OneProcess() if turns is None else turns
+        self._among_ranks = isinstance(self._turns, AmongRanks)
         self._challenger: Form | None = None
         self._trial = Trial()
-        self._current: Form = eager
-        self._boundary, self._began, self._waited, self._calls = StepBoundary(), 0.0, 0, 0
+        self._current = self._best
+        self._boundary, self._began, self._calls = StepBoundary(), 0.0, 0
         self._paused, self._entries = BUDGET.paused, 0
-        self._has_tried = False
+        self._has_tried = first is not None
+        self._steps_of_best, self._is_clear = 0, True
+        self._kept, self._known = kept, self._known_from(kept)
         record.forms_untried = len(self._waiting)
 
+    def _known_from(self, kept: KeptChoice | None) -> str | None:
+        """Return the fastest form as an earlier run has found it, and leave out others; None if it has to be found."""
+        known = kept.read() if kept is not None else None
+        if known == self._best.name and not self._among_ranks:
+            self._waiting.clear()
+        elif known is None or all(each.name != known for each in self._waiting):
+            return None
+        elif not self._among_ranks:
+            self._waiting = [each for each in self._waiting if each.name == known]
+        return known
+
     def poll(self, inputs: Sequence[Any]) -> bool:
-        """Begin a call: advance compilations, and choose its form. Return whether any form was tried so far."""
+        """Begin a call: advance compilations, and choose its form. Return whether it may be another one than eager."""
         for form in [each for each in self._waiting if each.poll(inputs)]:
             self._waiting.remove(form)
             self._ready.append(form)
@@ -129,13 +171,12 @@ class Tuner:
 
     def _begin_step(self, inputs: Sequence[Any]) -> None:
         now = time.perf_counter()
+        self._turns.step_begins()
+        self._verify(inputs)
         if self._challenger is not None:
-            is_clean = self._paused == BUDGET.paused and self._entries > 0
-            self._trial.note((now - self._began) / self._entries if is_clean else None)
-            if self._trial.is_over or not _is_on_trial(self):
-                self._settle(self._challenger)
-        if self._challenger is None and self._ready and self._may_try():
-            self._try(self._ready.pop(0), inputs)
+            self._go_on(self._challenger, now)
+        if self._challenger is None and self._ready:
+            self._begin_turn(inputs)
         self._record.forms_untried = len(self._waiting) + len(self._ready) + (self._challenger is not None)
         self._record.on_trial = "" if self._challenger is None else self._challenger.name
         self._current = self._best
@@ -143,56 +184,88 @@ class Tuner:
             self._current = self._challenger
         self._began, self._paused, self._entries = time.perf_counter(), BUDGET.paused, 0
 
-    def _may_try(self) -> bool:
-        self._waited += 1
-        return _begin_trial(self, insists=self._waited > _PATIENCE)
+    def _go_on(self, challenger: Form, now: float) -> None:
+        """Note the step that is over, of a trial; end the trial if it was the last one."""
+        if not self._trial.is_over:
+            is_clean = self._paused == BUDGET.paused and self._entries > 0
+            seconds = (now - self._began) / max(self._entries, 1)
+            self._trial.note(seconds if is_clean or self._among_ranks else None)
+        if self._trial.is_over:
+            gain = self._turns.agreed(self._trial.gain)
+            if gain is not None:
+                self._settle(challenger, gain)
+        elif not self._turns.is_on:  # another region took over, as this one was not called for long
+            self._ready.append(challenger)
+            self._challenger = None
 
-    def _try(self, form: Form, inputs: Sequence[Any]) -> None:
+    def _begin_turn(self, inputs: Sequence[Any]) -> None:
+        turn = self._turns.next_form([each.name for each in self._ready], self._known)
+        if turn is None:
+            if self._turns.has_given_up:  # ranks have no trial in common: compiled code runs, as it does untried
+                self._use_untried([each for each in self._ready if isinstance(each, CompiledForm)], inputs, "untried")
+            return
+        form = next(each for each in self._ready if each.name == turn.form)
+        if turn.is_known:
+            self._use_untried([form], inputs, "the fastest in an earlier run")
+            self._turns.end()
+            return
+        self._ready.remove(form)
+        if self._agrees(form, inputs):
+            self._challenger, self._trial = form, Trial(_ROUNDS_AMONG_RANKS if self._among_ranks else None)
+        else:
+            self._turns.agreed(0.0)  # other ranks are told that this one gains nothing
+            self._turns.end()
+            self._keep_outcome()
+
+    def _use_untried(self, forms: Sequence[Form], inputs: Sequence[Any], why: str) -> None:
+        """Use one of the forms without a trial, if there is one that agrees with eager, and try none any more."""
+        for form in forms:
+            if self._agrees(form, inputs):
+                self._record.trials.append(f"{form.name}: {why}, used from now on")
+                self._best = form
+        self._ready.clear()
+        self._waiting.clear()
+
+    def _agrees(self, form: Form, inputs: Sequence[Any]) -> bool:
+        """Return whether a form agrees with eager on this batch; report it if it does not."""
         self._has_tried = True
         difference = self._guard.difference(self._eager, form, inputs)
         if difference is None:
-            self._challenger, self._trial, self._waited = form, Trial(), 0
-            return
-        _end_trial(self)
+            return True
         message = f"{self._record.name}: {form.name} differs from eager: {difference}"
         self._record.fallbacks.append(message)
         once(logging.WARNING, "%s; it is not used", message)
+        return False
 
-    def _settle(self, challenger: Form) -> None:
+    def _verify(self, inputs: Sequence[Any]) -> None:
+        """Compare the form in use with eager: in its first step if it had no turn, later on if that is asked for."""
+        if self._best is self._eager or self._challenger is not None:
+            return
+        is_first = not self._began  # the form to begin with; others were compared before their turn
+        self._steps_of_best += 1
+        is_due = self._verify_every is not None and self._steps_of_best % self._verify_every == 0
+        if (is_first or is_due) and not self._agrees(self._best, inputs):
+            self._best = self._eager
+
+    def _settle(self, challenger: Form, gain: float) -> None:
         """End the trial, and keep the faster form."""
-        if self._trial.is_over:
-            best, gain = self._best.name, self._trial.gain
-            outcome = "used from now on" if self._trial.is_won else "not used"
-            self._record.trials.append(f"{challenger.name}: {gain:.2f} times as fast as {best}, {outcome}")
-            logger.info("%s, %s", self._record.name, self._record.trials[-1])
-            if self._trial.is_won:
-                self._best = challenger
-        else:  # another region took over, as this one was not called for long
-            self._ready.append(challenger)
+        is_won = gain > 1.0 + _GAIN
+        outcome = "used from now on" if is_won else "not used"
+        self._record.trials.append(f"{challenger.name}: {gain:.2f} times as fast as {self._best.name}, {outcome}")
+        logger.info("%s, %s", self._record.name, self._record.trials[-1])
+        if is_won:
+            self._best, self._steps_of_best = challenger, 0
+        self._is_clear = self._is_clear and self._trial.is_clear
         self._challenger = None
-        _end_trial(self)
+        self._turns.end()
+        self._keep_outcome()
+
+    def _keep_outcome(self) -> None:
+        """Keep the form for later runs, if the trials of all forms came out clearly: else these try again."""
+        if self._kept is not None and self._is_clear and not (self._waiting or self._ready):
+            self._kept.write(self._best.name)
 
 
 def _num_entries(inputs: Sequence[Any]) -> int:
     """Return the entries of the batch: of all inputs that no gradient goes to."""
     return sum(each.numel() for each in inputs if isinstance(each, torch.Tensor) and not each.requires_grad)
-
-
-_ON_TRIAL: list[weakref.ref[Tuner]] = []  # at most one
-
-
-def _is_on_trial(tuner: Tuner) -> bool:
-    return any(each() is tuner for each in _ON_TRIAL)
-
-
-def _begin_trial(tuner: Tuner, *, insists: bool) -> bool:
-    """Return whether a region may be on trial now. insists: even if another one is."""
-    if not insists and any(each() is not None and each() is not tuner for each in _ON_TRIAL):
-        return False
-    _ON_TRIAL[:] = [weakref.ref(tuner)]
-    return True
-
-
-def _end_trial(tuner: Tuner) -> None:
-    if _is_on_trial(tuner):
-        _ON_TRIAL.clear()

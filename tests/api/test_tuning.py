@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepytorch import tuning
+from deepytorch import private_files, tuning
 from deepytorch.tuning import fastest
 
 COST = {"first": 2.0, "second": 1.0, "third": 1.95}
@@ -75,9 +75,9 @@ def test_what_was_found_without_memory_for_every_launch_is_not_written(kept: Pat
 
 def test_processes_that_write_at_once_keep_what_each_has_found(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fastest("kernel/1", "before", ("first", "second"), nothing)
-    read, together = tuning._read, threading.Barrier(2)
+    read, together = private_files.read_private_json, threading.Barrier(2)
 
-    def slow_read(path: Path) -> dict[str, object]:
+    def slow_read(path: Path) -> object:
         content = read(path)
         try:
             together.wait(0.2)  # without a lock both have read before either writes
@@ -85,8 +85,10 @@ def test_processes_that_write_at_once_keep_what_each_has_found(kept: Path, monke
             together.reset()
         return content
 
-    monkeypatch.setattr(tuning, "_read", slow_read)
-    threads = [threading.Thread(target=tuning._write, args=(kept, name, 1)) for name in ("one", "other")]
+    monkeypatch.setattr(private_files, "read_private_json", slow_read)
+    threads = [
+        threading.Thread(target=private_files.add_to_private_json, args=(kept, name, 1)) for name in ("one", "other")
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -96,7 +98,7 @@ def test_processes_that_write_at_once_keep_what_each_has_found(kept: Path, monke
 
 def test_a_lock_that_nobody_gives_back_is_not_waited_for(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fastest("kernel/1", "before", ("first", "second"), nothing)
-    monkeypatch.setattr(tuning, "_LOCK_SECONDS", 0.1)
-    with tuning.FileLock(kept.with_suffix(".lock")):
+    monkeypatch.setattr(private_files, "_LOCK_SECONDS", 0.1)
+    with private_files.FileLock(kept.with_suffix(".lock")):
         assert fastest("kernel/1", "a", ("first", "second"), nothing) == "second"
     assert len(json.loads(kept.read_text())) == 1

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 from deepytorch.compiler.report import RegionRecord
 from deepytorch.compiler.step import tuner as tuner_module
+from deepytorch.compiler.step import turns as turns_module
 from deepytorch.compiler.step.guard import Guard
+from deepytorch.compiler.step.kept_choices import KeptChoice, choices_file
 from deepytorch.compiler.step.trial import Trial
 from deepytorch.compiler.step.tuner import Eager, Tuner
 
 
-def run_trial(seconds: Callable[[bool, int], float | None], most: int = 100) -> tuple[Trial, list[bool]]:
+def run_trial(
+    seconds: Callable[[bool, int], float | None], most: int = 100, rounds: int | None = None
+) -> tuple[Trial, list[bool]]:
     """Run a trial to its end; return it, and which steps were the challenger's."""
-    trial, turns = Trial(), list[bool]()
+    trial, turns = Trial(rounds), list[bool]()
     for step in range(most):
         if trial.is_over:
             break
@@ -31,7 +36,7 @@ def run_trial(seconds: Callable[[bool, int], float | None], most: int = 100) -> 
 def test_a_clearly_faster_challenger_wins_after_three_rounds() -> None:
     trial, turns = run_trial(lambda challenges, step: 0.8 if challenges else 1.0)
     assert trial.is_over
-    assert trial.is_won
+    assert trial.gain > 1.01
     assert trial.gain == pytest.approx(1.25)
     a, b = [False] * 3, [True] * 3
     assert turns == a + b + b + a + a + b
@@ -40,21 +45,27 @@ def test_a_clearly_faster_challenger_wins_after_three_rounds() -> None:
 def test_a_slower_challenger_loses() -> None:
     trial, turns = run_trial(lambda challenges, step: 1.1 if challenges else 1.0)
     assert trial.is_over
-    assert not trial.is_won
+    assert trial.gain < 1.01
     assert len(turns) == 18
 
 
 def test_a_difference_within_the_noise_takes_all_rounds_and_changes_nothing() -> None:
     trial, turns = run_trial(lambda challenges, step: 1.0 + 0.02 * (step % 3))
     assert trial.is_over
-    assert not trial.is_won
+    assert trial.gain < 1.01
     assert len(turns) == 36
 
 
 def test_a_machine_that_slows_down_does_not_decide() -> None:
     trial, _ = run_trial(lambda challenges, step: (0.9 if challenges else 1.0) * (1.0 + 0.01 * step))
-    assert trial.is_won
+    assert trial.gain > 1.01
     assert trial.gain == pytest.approx(1.11, abs=0.03)
+
+
+def test_a_number_of_rounds_is_kept_however_clear_the_outcome() -> None:
+    trial, turns = run_trial(lambda challenges, step: 0.5 if challenges else 1.0, rounds=4)
+    assert len(turns) == 24
+    assert trial.gain == pytest.approx(2.0)
 
 
 def test_the_first_step_of_a_block_and_steps_with_a_pause_do_not_count() -> None:
@@ -175,6 +186,43 @@ def test_a_model_that_amplifies_rounding_is_compared_by_what_eager_does_itself()
     assert guard().difference(chaotic, lambda inputs: chaotic(inputs, 1.0 + 2e-7), INPUTS) is None
 
 
+def test_code_that_draws_other_numbers_is_not_compared_where_eager_draws_some() -> None:
+    class Other:
+        draws_alike = False
+
+        def __call__(self, inputs: Sequence[Any]) -> list[torch.Tensor]:
+            return [nn.functional.dropout(inputs[1] @ inputs[0].T, 0.9).sum()]
+
+    def draws(inputs: Sequence[Any]) -> list[torch.Tensor]:
+        return [nn.functional.dropout(inputs[1] @ inputs[0].T, 0.5).sum()]
+
+    assert guard().difference(draws, Other(), INPUTS) is None
+    assert guard().difference(eager, Other(), INPUTS) is not None
+
+
+def test_memory_that_is_not_there_is_a_difference() -> None:
+    def too_large(inputs: Sequence[Any]) -> list[torch.Tensor]:
+        raise torch.OutOfMemoryError("asked for 80 GiB")
+
+    assert "asked for 80 GiB" in str(guard().difference(eager, too_large, INPUTS))
+
+
+def test_code_for_a_models_own_weights_gets_them_unless_they_have_hooks() -> None:
+    def is_own(inputs: Sequence[Any]) -> list[torch.Tensor]:
+        assert inputs[0] is INPUTS[0]
+        return reordered(inputs)
+
+    record = RegionRecord("region", "declined", "inductor")
+    assert Guard(record, own_weights=True).difference(eager, is_own, INPUTS) is None
+    assert INPUTS[0].grad is None
+    handle = INPUTS[0].register_hook(lambda gradient: None)
+    try:
+        assert Guard(record, own_weights=True).difference(eager, scaled_gradient, INPUTS) is None
+    finally:
+        handle.remove()
+    assert Guard(record, own_weights=True).difference(eager, scaled_gradient, INPUTS) is not None
+
+
 def test_it_is_left_out_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deepytorch.compiler.step.guard.available_share", lambda: 0.1)
     assert guard().difference(eager, scaled_gradient, INPUTS) is None
@@ -196,7 +244,7 @@ class Timed:
     """A form of a region that takes some seconds."""
 
     def __init__(self, name: str, seconds: float, clock: Clock, ready_at: int = 0, factor: float = 1.0) -> None:
-        self.name, self.calls, self._polls = name, 0, 0
+        self.name, self.calls, self._polls, self.draws_alike = name, 0, 0, False
         self._seconds, self._clock, self._ready_at, self._factor = seconds, clock, ready_at, factor
 
     def poll(self, inputs: Sequence[Any]) -> bool:
@@ -212,14 +260,19 @@ class Timed:
 class Steps:
     """Steps of a script with one region and an optimizer."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, others: Callable[[Clock], list[Timed]]) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, others: Callable[[Clock], list[Timed]], **settings: Any
+    ) -> None:
         self.clock, self.record = Clock(), RegionRecord("region", "declined", "inductor")
         monkeypatch.setattr(tuner_module.time, "perf_counter", self.clock)
         monkeypatch.setattr("deepytorch.compiler.step.guard.available_share", lambda: 1.0)
-        monkeypatch.setattr(tuner_module, "_ON_TRIAL", [])
+        monkeypatch.setattr(turns_module, "_ON_TRIAL", [])
         self.others = others(self.clock)
         self.eager = Timed("eager", 1.0, self.clock)
-        self.tuner = Tuner(Eager(lambda *inputs: self.eager(inputs)), self.others, Guard(self.record), self.record)
+        eager = Eager(lambda *inputs: self.eager(inputs))
+        others_of = [eager if each is None else each for each in self.others]
+        self.tuner = Tuner(eager, others_of, Guard(self.record), self.record, **settings)
+        self.others = [each for each in self.others if each is not None]
         self.weight, self.batch = nn.Parameter(torch.ones(4)), torch.ones(4)
         self.optimizer = torch.optim.SGD([self.weight], lr=0.0)
 
@@ -316,3 +369,95 @@ def test_a_region_that_is_called_no_longer_does_not_keep_others_from_a_trial(mon
     steps.run(300)
     assert len(steps.record.trials) == 1
     assert left is not steps.tuner
+
+
+def test_compiled_code_that_runs_from_the_first_step_on_is_compared_and_challenged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for factor, outcome in ((1.0, "compiled"), (1.01, "eager")):
+        first = Timed("compiled", 0.7, Clock(), factor=factor)
+        steps = Steps(monkeypatch, lambda clock: [Timed("channels last", 0.9, clock), None], first=first)
+        first._clock = steps.clock
+        steps.others.append(first)
+        steps.run(80)
+        assert len(steps.record.fallbacks) == (factor != 1.0)
+        assert steps.last() == ("channels last" if outcome == "eager" else outcome)
+
+
+def test_a_form_is_compared_again_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(monkeypatch, lambda clock: [Timed("compiled", 0.5, clock)], verify_every=10)
+    steps.run(60)
+    assert steps.record.forms_compared > 3
+    steps.others[0]._factor = 1.01
+    steps.run(12)
+    assert len(steps.record.fallbacks) == 1
+    assert steps.last() == "eager"
+
+
+# ---------------------------------------------------------------------- outcomes of earlier runs
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def kept(text: str = "x + y", *settings: Any) -> KeptChoice:
+    graph = fx.symbolic_trace(lambda x, y: x + y if text == "x + y" else x - y)
+    return KeptChoice(graph, [torch.ones(2), 3], settings)
+
+
+def test_an_outcome_is_for_its_graph_sizes_and_settings_alone(cache: Path) -> None:
+    kept().write("channels last")
+    assert kept().read() == "channels last"
+    assert kept("x - y").read() is None
+    assert kept("x + y", 2).read() is None
+    with torch.autocast("cpu", torch.bfloat16):
+        assert kept().read() is None
+    kept().write("eager")
+    assert kept().read() == "eager"
+
+
+def test_an_outcome_that_is_old_or_broken_is_found_anew(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept().write("compiled")
+    monkeypatch.setattr("deepytorch.compiler.step.kept_choices._SECONDS", 0.0)
+    assert kept().read() is None
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    choices_file().write_text("{")
+    assert kept().read() is None
+    kept().write("compiled")
+    assert kept().read() == "compiled"
+
+
+def test_an_outcome_that_is_not_clear_is_found_anew(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(monkeypatch, lambda clock: [Timed("compiled", 0.98, clock)], kept=kept())
+    steps.run(60)
+    assert steps.last() == "compiled"
+    assert kept().read() is None
+
+
+@pytest.mark.parametrize(("fastest", "trials"), [("eager", 0), ("channels last", 1), ("compiled", 1)])
+def test_a_later_run_tries_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch, fastest: str, trials: int) -> None:
+    seconds = {"channels last": 1.5, "compiled": 1.5, fastest: 0.5}
+
+    def others(clock: Clock) -> list[Timed]:
+        return [Timed(name, seconds[name], clock) for name in ("channels last", "compiled")]
+
+    first = Steps(monkeypatch, others, kept=kept())
+    first.run(100)
+    assert first.last() == fastest
+    later = Steps(monkeypatch, others, kept=kept())
+    later.run(3)
+    assert later.last() == fastest
+    assert len(later.record.trials) == later.record.forms_compared == trials
+    assert later.record.forms_untried == 0
+
+
+def test_a_form_that_was_the_fastest_is_compared_in_each_run(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept().write("compiled")
+    steps = Steps(monkeypatch, lambda clock: [Timed("compiled", 0.5, clock, factor=1.01)], kept=kept())
+    steps.run(3)
+    assert len(steps.record.fallbacks) == 1
+    assert steps.last() == "eager"
