@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -14,21 +13,18 @@ import torch
 from torch import fx
 
 from deepytorch.compiler.code.compilers import compile_seconds
-from deepytorch.compiler.code.data_parallel import active, takeover_of
 from deepytorch.compiler.code.lower_region import RegionLowering
 from deepytorch.compiler.config import CompilerConfig
-from deepytorch.compiler.dynamo.capture import Untraceable, capture, is_batch_input
+from deepytorch.compiler.dynamo.capture import Untraceable, capture, is_batch_input, saving_for_nobody
 from deepytorch.compiler.dynamo.graph_forms import eager_graph, graph_for_later
 from deepytorch.compiler.dynamo.graph_traits import (
     attention_forms,
-    communicates,
     draws_as_eager,
     gives_no_gradients,
     is_cut_at,
     keeps_all,
     may_have_attention,
     may_have_large_loss,
-    num_convolutions,
     sets_generators,
     unread_statistics,
 )
@@ -37,26 +33,23 @@ from deepytorch.compiler.dynamo.settings import prepare_dynamo
 from deepytorch.compiler.dynamo.sizes import Trace, restart_as_stock, trace_as_it_comes, varying_dims, which_trace
 from deepytorch.compiler.dynamo.trace_gate import Trace as FrameTrace
 from deepytorch.compiler.dynamo.trace_gate import current_trace, end_if_too_long
+from deepytorch.compiler.forms import tuning_for
 from deepytorch.compiler.manager import Rewritten, passes_for, run_passes
 from deepytorch.compiler.outcome import Outcome, tell
 from deepytorch.compiler.plan import Plan
 from deepytorch.compiler.report import LEDGER, RegionRecord
-from deepytorch.compiler.step.kept_choices import KeptChoice
 from deepytorch.compiler.step.regions import (
     Effects,
-    Tuning,
     compiled_region,
     packed_region,
     rewritten_region,
     whole_region,
 )
-from deepytorch.compiler.step.turns import AmongRanks, OneProcess
 from deepytorch.compiler.step.unused_outputs import parts_in_outputs
 from deepytorch.config import Environment
 from deepytorch.kept_memory import MEMORY
 from deepytorch.log import logger, once
 from deepytorch.passes.base import Context
-from deepytorch.passes.channels_last import ChannelsLast
 from deepytorch.passes.graphs import copied, is_packed, is_random
 from deepytorch.passes.slicing import Slicer
 from deepytorch.passes.unpad.program import Program
@@ -136,7 +129,7 @@ def _analysed(
 ) -> Callable[..., Any]:
     """Compile a region by `plan`, or as stock if it cannot be analysed."""
     try:
-        with _saving_for_nobody():
+        with saving_for_nobody():
             return _compile(module, example_inputs, config, trace, plan, reasons)
     except TensorifyScalarRestartAnalysis:  # see [Note: Restarts]
         raise
@@ -154,11 +147,6 @@ def _analysed(
         return _lower_whole(
             module, example_inputs, config, _record(config, *reasons, f"{type(error).__name__}: {error}")
         )
-
-
-def _saving_for_nobody() -> Any:
-    """Hide tensors that a trace saves for a backward from counts of saved tensors, such as an outer checkpoint's."""
-    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 def _compile(
@@ -256,7 +244,7 @@ def _lower_whole(
     eager, unread = eager_graph(copy).forward, unread_statistics(module.graph)
     try:
         lowering = _lowering(config, Plan.initial("region", config), record)
-        tuning = _tuning(copy, example_inputs, lowering, record)
+        tuning = tuning_for(copy, example_inputs, lowering, record)
         if isinstance(later, fx.GraphModule):
             tell(Outcome.DECLINED)
             parts = parts_in_outputs(copy.graph)
@@ -284,70 +272,13 @@ def _lower_whole(
         record.compile_seconds += time.perf_counter() - started
 
 
-def _tuning(
-    module: fx.GraphModule, example_inputs: Sequence[Any], lowering: RegionLowering, record: RegionRecord
-) -> Tuning | None:
-    """Return what the choice among a region's forms goes by; None if it is not to be measured, as on a GPU."""
-    config = lowering.config
-    if not config.tune or config.lowering != "inductor" or torch.are_deterministic_algorithms_enabled():
-        return None
-    tensors = [each for each in example_inputs if isinstance(each, torch.Tensor)]
-    trains = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
-    if not trains or any(each.device.type != "cpu" for each in tensors):
-        return None
-    ddp, num_ranks = active(), 1
-    turns = OneProcess()
-    if ddp is not None and torch.distributed.get_world_size(ddp.process_group) > 1:
-        if communicates(module):  # a comparison on one rank alone would wait for the others
-            return None
-        store, rank, num_ranks = takeover_of(ddp).ranks
-        code = hashlib.sha256(module.code.encode()).hexdigest()[:16]
-        turns = AmongRanks(store, rank, num_ranks, f"{takeover_of(ddp).name}/{record.name}/{code}")
-    elif _num_ranks() > 1:  # ranks whose steps have no clock in common
-        return None
-    environment = Environment.read()
-    return Tuning(
-        turns,
-        KeptChoice(module, example_inputs, (num_ranks, config.waits, sorted(config.inductor_options().items()))),
-        _channels_last(module, example_inputs, config, record),
-        lowering.gradients is not None,
-        environment.verify_every if environment.verify else None,
-    )
-
-
-def _num_ranks() -> int:
-    is_one = not (torch.distributed.is_available() and torch.distributed.is_initialized())
-    return 1 if is_one else torch.distributed.get_world_size()
-
-
-def _channels_last(
-    module: fx.GraphModule, example_inputs: Sequence[Any], config: CompilerConfig, record: RegionRecord
-) -> fx.GraphModule | None:
-    """Return the graph with the channels of images last, to run operator by operator; None if there is no such form."""
-    if num_convolutions(module) < 2:
-        return None
-    try:
-        with _saving_for_nobody():
-            captured = capture(module, example_inputs)
-        context = Context(captured.shape_env)
-        found = run_passes(captured.module, [ChannelsLast()], context, dump_dir=config.dump_graphs)
-    except TensorifyScalarRestartAnalysis:  # see [Note: Restarts]
-        raise
-    except Exception as error:
-        logger.debug("%s has no form with channels last: %s", record.name, error)
-        return None
-    record.declined += found.reasons
-    captured.module.recompile()
-    return captured.module if found.fired else None
-
-
 def _later(
     module: fx.GraphModule, example_inputs: Sequence[Any], config: CompilerConfig
 ) -> fx.GraphModule | str | None:
     """Return a graph's form for the background, or the reason for which it has none; None if training waits anyway."""
     if config.waits:
         return None
-    with _saving_for_nobody():
+    with saving_for_nobody():
         return graph_for_later(module, example_inputs)
 
 
