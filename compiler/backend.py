@@ -33,7 +33,7 @@ from deepytorch.compiler.dynamo.settings import prepare_dynamo
 from deepytorch.compiler.dynamo.sizes import Trace, restart_as_stock, trace_as_it_comes, varying_dims, which_trace
 from deepytorch.compiler.dynamo.trace_gate import Trace as FrameTrace
 from deepytorch.compiler.dynamo.trace_gate import current_trace, end_if_too_long
-from deepytorch.compiler.forms import tuning_for
+from deepytorch.compiler.forms import may_run_apart, tuning_for
 from deepytorch.compiler.manager import Rewritten, passes_for, run_passes
 from deepytorch.compiler.outcome import Outcome, tell
 from deepytorch.compiler.plan import Plan
@@ -200,6 +200,7 @@ def _compile(
         effects=effects,
         min_padding=config.min_padding,
         verify_every=environment.verify_every if environment.verify else None,
+        compares_first=not config.waits and may_run_apart(module, example_inputs),
         round_sizes=round_sizes,
     )
     tell(outcome)

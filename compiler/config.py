@@ -35,9 +35,10 @@ class CompilerConfig:
     `round_sizes`: fill packed batches up with pads to one of a few sizes, at most an eighth more tokens, so that a CUDA
     graph is recorded for each size once; where None, on CUDA devices if CUDA graphs are asked for.
     `reduce_gradients`: average the gradients of a DistributedDataParallel module inside its compiled backward.
-    `tune`: of a region that is not packed, in a process that trains alone on a CPU, run compiled code, or convolutions
-    with the channels of their images last, only where training steps are faster with it (they are measured, in turns);
-    where off, or under `torch.use_deterministic_algorithms`, compiled code runs once it is there.
+    `tune`: of a region that is not packed, on a CPU, run compiled code, or convolutions with the channels of their
+    images last, only where training steps are faster with it: they are measured, in turns, by the ranks of a
+    DistributedDataParallel module together, and a clear outcome is kept on disk. Where off, under
+    `torch.use_deterministic_algorithms`, or among ranks of another kind, compiled code runs once it is there.
     `wait`: compile before a step runs, as `torch.compile` does; else steps run in eager until another process, or for
     a GPU this one, has compiled them. None: as `DEEPYTORCH_COMPILE` says.
     `dump_graphs`: a directory that gets every graph before and after each pass.

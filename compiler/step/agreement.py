@@ -1,13 +1,13 @@
 """The agreement of two runs of one computation, padded and packed: their outputs, and gradients of all outputs.
 
-Both runs are right if they differ by rounding alone, which differs because sums are in another order. Verification
-compares a step of training so, and model entry a probe.
+Both runs are right if they differ by rounding alone, which differs because sums are in another order. Verification and
+the guard compare a step of training so, and model entry a probe.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 HALF = (torch.float16, torch.bfloat16)
 _NO_OUTPUT = 1e-7  # outputs are compared as if their root mean square were at least this
+_TIMES_OWN = 10.0  # a step's difference that is allowed, in terms of what eager differs from itself
 _NO_GRADIENT = 1e-6  # this share of the largest gradient's norm is allowed on top: true zeros come out as rounding
 
 
@@ -66,6 +67,41 @@ def precision_of(tensors: Iterable[Tensor]) -> str:
         if each.is_cuda and torch.get_float32_matmul_precision() != "highest":
             found = "tf32"
     return found
+
+
+def difference_of_steps(
+    eager: Callable[[Callable[[Tensor], Tensor]], Sequence[Tensor]],
+    form: Callable[[], Sequence[Tensor]],
+    weights: Sequence[Tensor],
+) -> Difference:
+    """Return the largest difference of a training step from eager's, and what is allowed.
+
+    If it is more than rounding usually makes, eager is run twice more, once with its weights moved in their last bit: a
+    model that amplifies that by as much cannot be told apart more closely.
+
+    Args:
+        eager: Returns the outputs of eager, with its weights changed by a function.
+        form: Returns the same outputs, computed otherwise.
+        weights: The tensors whose gradients are compared; none leaves these out.
+    """
+    expected, found = eager(_unchanged), form()
+    if len(expected) != len(found):
+        return Difference(f"{len(found)} outputs in place of {len(expected)}, that is", float("inf"), 0.0)
+    tolerance = OF_STEPS[precision_of([*expected, *weights])]
+    worst = largest_difference(expected, found, weights, tolerance)
+    if worst.is_allowed:
+        return worst
+    own = largest_difference(eager(_unchanged), eager(_moved), weights, tolerance)
+    return replace(worst, allowed=max(worst.allowed, _TIMES_OWN * own.found / own.allowed * worst.allowed))
+
+
+def _unchanged(weight: Tensor) -> Tensor:
+    return weight
+
+
+def _moved(weight: Tensor) -> Tensor:
+    """Return a weight that is moved in its last bit."""
+    return weight * (1.0 + torch.finfo(weight.dtype).eps)
 
 
 def largest_difference(

@@ -1,15 +1,14 @@
 """The comparison of a region's form with eager, on a batch of training, before the form's first step.
 
 Both run for the comparison alone: on copies of what the region writes to, such as a norm's statistics, and with the
-random numbers of the step. Compiled code draws other numbers than eager, and is not compared where eager draws any. If
-both differ by more than rounding usually does, eager is run once more with its weights moved in their last bit: a model
-that amplifies that by as much is not to be told apart more closely.
+random numbers of the step. Compiled code draws other numbers than eager, and is not compared where eager draws any.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,13 +16,12 @@ from torch import Tensor
 
 from deepytorch.comm.gradients.autograd_leaves import has_hooks
 from deepytorch.compiler.budget import BUDGET
+from deepytorch.compiler.dynamo.capture import saving_for_nobody
 from deepytorch.compiler.report import RegionRecord
-from deepytorch.compiler.step.agreement import OF_STEPS, largest_difference, precision_of
+from deepytorch.compiler.step.agreement import difference_of_steps
 from deepytorch.kept_memory import available_share
 from deepytorch.log import logger
 
-_TIMES_OWN = 10.0  # the difference that is allowed, in terms of eager's own
-_LAST_BIT = 1.0 + 2.0**-23
 _LEAST_MEMORY = 0.3  # the share of memory that has to be available: gradients are held twice
 
 Run = Callable[[Sequence[Any]], Sequence[Any]]
@@ -51,7 +49,7 @@ class Guard:
             return None
         started = time.perf_counter()
         try:
-            with BUDGET.pause(), torch.random.fork_rng(_cuda_devices(inputs)):
+            with BUDGET.pause(), torch.random.fork_rng(_cuda_devices(inputs)), saving_for_nobody():
                 return _compare(eager, form, inputs, own_weights=self._own_weights)
         except KeyboardInterrupt:
             raise
@@ -70,12 +68,12 @@ def _compare(eager: Run, form: Run, inputs: Sequence[Any], *, own_weights: bool)
         place: each if own_weights else _alias(each) for place, each in enumerate(inputs) if _is_differentiated(each)
     }
 
-    def outputs_of(run: Run, factor: float = 1.0) -> list[Tensor]:
+    def outputs_of(run: Run, changed: Callable[[Tensor], Tensor] | None = None) -> list[Tensor]:
         torch.set_rng_state(state)
         given = []
         for place, each in enumerate(inputs):
             if place in weights:
-                given.append(weights[place] if factor == 1.0 else weights[place] * factor)
+                given.append(weights[place] if changed is None else changed(weights[place]))
             else:  # what a region writes to, such as a norm's statistics, is among these
                 given.append(each.detach().clone() if isinstance(each, Tensor) else each)
         found = list(run(given))
@@ -83,21 +81,19 @@ def _compare(eager: Run, form: Run, inputs: Sequence[Any], *, own_weights: bool)
         found += [each for place, each in enumerate(given) if place not in weights]
         return [each for each in found if isinstance(each, Tensor) and each.is_floating_point()]
 
-    differentiated = list(weights.values())
-    expected = outputs_of(eager)
-    if not (getattr(form, "draws_alike", True) or torch.equal(torch.get_rng_state(), state)):
+    if not getattr(form, "draws_alike", True) and _draws(eager, outputs_of, state):
         return None
-    found = outputs_of(form)
-    if len(expected) != len(found):
-        return f"{len(found)} outputs in place of {len(expected)}"
-    tolerance = OF_STEPS[precision_of([*expected, *differentiated])]
-    worst = largest_difference(expected, found, differentiated, tolerance)
+    worst = difference_of_steps(partial(outputs_of, eager), lambda: outputs_of(form), list(weights.values()))
     if worst.is_allowed:
         return None
-    own = largest_difference(outputs_of(eager), outputs_of(eager, _LAST_BIT), differentiated, tolerance)
-    if worst.found / worst.allowed <= _TIMES_OWN * own.found / own.allowed:
-        return None
     return f"{worst.what} by {worst.found:.1e} (relative), where {worst.allowed:.0e} is allowed"
+
+
+def _draws(eager: Run, outputs_of: Callable[[Run], object], state: Tensor) -> bool:
+    """Return whether eager draws random numbers."""
+    with torch.no_grad():
+        outputs_of(eager)
+    return not torch.equal(torch.get_rng_state(), state)
 
 
 def _is_differentiated(value: Any) -> bool:

@@ -178,29 +178,36 @@ class Packing:
         assert program.reference is not None
         return program.reference(*taken, *indices.all_of(program.reference_indices))
 
-    # ------------------------------------------------------------------ DEEPYTORCH=verify
+    # ------------------------------------------------------------------ the comparison with eager
 
-    def takes_turn_to_verify(self) -> bool:
+    def takes_turn_to_verify(self, *, is_compiled: bool) -> bool:
         """Count a packed step that trains; return whether it is to be compared with eager."""
-        return self._verification is not None and torch.is_grad_enabled() and self._verification.take_turn()
+        verification = self._verification
+        if verification is None or verification.is_over or not torch.is_grad_enabled():
+            return False
+        return verification.take_turn(is_compiled=is_compiled)
 
-    def agrees(self, inputs: Sequence[Any], places: Places, call: PackedCall) -> bool:
+    def agrees(self, inputs: Sequence[Any], places: Places, call: PackedCall, *, is_compiled: bool) -> bool:
         """Return whether the packed step and eager agree on outputs at tokens and on gradients of weights."""
         assert self._verification is not None
+        trained = [index for index in self._parameters if inputs[index].requires_grad]
         compared = [
             (number, output) for number, output in enumerate(self.program.outputs) if output.kind in ("value", "tokens")
         ]
 
         def packed() -> list[torch.Tensor]:
-            values = call.run(is_compiled=call.code.poll(call.arguments))
+            values = call.run(is_compiled=is_compiled)
             return [values[output.index] for _, output in compared if _is_float(values[output.index])]
 
-        def eager() -> list[torch.Tensor]:
-            values = self._eager(*inputs)
+        def eager(changed: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+            given = list(inputs)
+            for index in trained:
+                given[index] = changed(given[index])
+            values = self._eager(*given)
             found = [(output, values[number]) for number, output in compared if _is_float(values[number])]
             return [places.of(output).take(value) if output.kind == "tokens" else value for output, value in found]
 
-        weights = [inputs[index] for index in self._parameters if inputs[index].requires_grad]
+        weights = [inputs[index] for index in trained]
         return self._verification.agree(packed, eager, weights if self._differentiates else [])
 
 

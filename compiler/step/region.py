@@ -167,17 +167,17 @@ class Region:
             self._events.profiled(plain)
             return packing.outputs.profiled(plain, places)
         call = packing.call(inputs, facts, indices)
-        if packing.takes_turn_to_verify():
-            if not packing.agrees(inputs, places, call):
-                self._events.differed()
-                return self._run_padded(inputs, self._events.state.because)
-            started = time.perf_counter()
         while True:
             is_compiled = call.code.poll(call.arguments)
             if not is_compiled:
                 self._record.steps_meanwhile += 1
                 if call.code.recomputes or not packing.packs_in_eager:
                     return self._run_eager(inputs, _KEEPS_MORE if call.code.recomputes else _TAKES_LONGER)
+            if packing.takes_turn_to_verify(is_compiled=is_compiled):
+                if not packing.agrees(inputs, places, call, is_compiled=is_compiled):
+                    self._events.differed()
+                    return self._run_padded(inputs, self._events.state.because)
+                started = time.perf_counter()
             try:
                 return packing.run(call, inputs, indices, places, started, is_compiled=is_compiled)
             except (torch.OutOfMemoryError, KeyboardInterrupt):

@@ -71,6 +71,7 @@ def packed_region(
     *,
     min_padding: float = 0.0,
     verify_every: int | None = None,
+    compares_first: bool = False,
     round_sizes: bool = False,
 ) -> Region:
     """Return a region that strips the padding of its batches.
@@ -86,7 +87,8 @@ def packed_region(
         record: The region's record in the report.
         effects: The side effects of the region.
         min_padding: The share of pads from which on a batch is packed.
-        verify_every: One of so many packed steps is compared with eager; None compares none.
+        verify_every: One of so many packed steps is compared with eager.
+        compares_first: Whether one that runs compiled is compared anyway.
         round_sizes: Whether packed steps get few sizes only.
     """
     batch = tuple(index for index, given in enumerate(inputs) if given.role is Role.BATCH)
@@ -102,7 +104,8 @@ def packed_region(
         rounded = rounded_step(packed, program, fakes, lowering, record, events.needs_eager_backward)
         lowering = without_recording(lowering)
     outputs = StepOutputs(program, eager, events, record, batch, parameters, effects.written, effects.draws)
-    compares = verify_every is not None and not effects.written and not effects.draws
+    may_compare = not effects.written and not effects.draws
+    compares = may_compare and (verify_every is not None or compares_first)
     trace = current_trace()
     packing = Packing(
         program,
@@ -114,7 +117,7 @@ def packed_region(
         record,
         parameters=parameters,
         min_padding=min_padding,
-        verification=Verification(verify_every, record) if compares and verify_every is not None else None,
+        verification=Verification(verify_every, record) if compares else None,
         differentiates=lowering.gradients is None,  # else a backward of ours would reduce gradients between ranks
         packs_in_eager=trace is None or trace.packs_in_eager,
     )

@@ -1,7 +1,8 @@
-"""Verification (`DEEPYTORCH=verify`): now and then a packed step is compared with the same step padded in eager.
+"""The comparison of packed steps with the same steps padded in eager, in training.
 
-Both are run for the comparison alone, so the values that the script trains on are untouched. A region whose steps
-differ logs a warning, and runs padded from then on.
+In the default mode one step that runs compiled is compared, as soon as the run affords the pause and if memory is
+there; with `DEEPYTORCH=verify` one of so many steps, in eager or compiled. Both are run for the comparison alone:
+the values that the script trains on are untouched. A region whose steps differ logs a warning, and runs padded then.
 """
 
 from __future__ import annotations
@@ -11,39 +12,92 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
+from deepytorch.comm.gradients.autograd_leaves import has_hooks
+from deepytorch.compiler.budget import BUDGET
+from deepytorch.compiler.dynamo.capture import saving_for_nobody
 from deepytorch.compiler.report import RegionRecord
-from deepytorch.compiler.step.agreement import OF_STEPS, largest_difference, precision_of
+from deepytorch.compiler.step.agreement import difference_of_steps
+from deepytorch.kept_memory import available_share
 from deepytorch.log import logger
+from deepytorch.torch_internals import current_graph_task_id
 
-Outputs = Callable[[], Sequence[torch.Tensor]]
+_LEAST_MEMORY = 0.3  # the share of memory that has to be available for the first comparison
+_STEPS = 3.0  # what a comparison takes, in terms of the script's steps before it; a few are longer than a packed one
+
+Run = Callable[[], Sequence[Tensor]]
 
 
 class Verification:
-    """The verification of one region: one of `every` packed steps is compared, the first one among them."""
+    """The verification of one region.
 
-    def __init__(self, every: int, record: RegionRecord) -> None:
+    every: one of so many packed steps is compared, the first one among them; None: one that runs compiled, and then
+    none any more.
+    """
+
+    def __init__(self, every: int | None, record: RegionRecord) -> None:
         self._every, self._record, self._count = every, record, 0
+        self.is_over = False  # nothing will be compared any more
+        self._began, self._longest = 0.0, 0.0  # when the last step began; the time of the longest step so far
 
-    def take_turn(self) -> bool:
-        """Count a packed step that begins; return whether it is to be compared."""
-        self._count += 1
-        return self._count % self._every == 1 or self._every == 1
+    def take_turn(self, *, is_compiled: bool) -> bool:
+        """Count a packed step that begins; return whether it is to be compared. is_compiled: it runs compiled code."""
+        if self._every is not None:
+            self._count += 1
+            return self._count % self._every == 1 or self._every == 1
+        now = time.perf_counter()
+        if self._began:
+            self._longest = max(self._longest, now - self._began)
+        self._began = now
+        if not (is_compiled and self._longest and BUDGET.affords(_STEPS * self._longest)):
+            return False
+        self.is_over = True
+        return current_graph_task_id() == -1  # not while a checkpoint computes it again
 
-    def agree(self, packed: Outputs, eager: Outputs, weights: Sequence[torch.Tensor]) -> bool:
-        """Run both forms; return whether their outputs, and the gradients of `weights` if there are any, agree."""
-        started = time.perf_counter()
+    def agree(
+        self,
+        packed: Run,
+        eager: Callable[[Callable[[Tensor], Tensor]], Sequence[Tensor]],
+        weights: Sequence[Tensor],
+    ) -> bool:
+        """Run both forms; return whether their outputs, and the gradients of `weights` if there are any, agree.
+
+        eager: called with a change of its weights, see `difference_of_steps`. Gradients of weights with hooks are not
+        compared, since that would call the hooks.
+        """
+        started, record = time.perf_counter(), self._record
         devices = sorted({each.device.index for each in weights if each.is_cuda})
-        with torch.random.fork_rng(devices), torch.enable_grad():
-            expected, found = list(eager()), list(packed())
-            tolerance = OF_STEPS[precision_of([*expected, *weights])]
-            worst = largest_difference(expected, found, weights, tolerance)
-        self._record.verified_steps += 1
-        self._record.verify_seconds += time.perf_counter() - started
-        self._record.largest_difference = max(self._record.largest_difference, worst.found)
+        if self._every is None and _free_share(devices) < _LEAST_MEMORY:
+            return True
+        differentiated = [] if any(has_hooks(each) for each in weights) else weights
+        try:
+            with BUDGET.pause(), torch.random.fork_rng(devices), torch.enable_grad(), saving_for_nobody():
+                worst = difference_of_steps(eager, packed, differentiated)
+        except KeyboardInterrupt:
+            raise
+        except Exception as error:  # the step itself comes next: what is wrong with it shows there
+            logger.info("%s: a packed step could not be compared with eager: %s", record.name, error)
+            return True
+        record.verified_steps += 1
+        record.verify_seconds += time.perf_counter() - started
+        record.largest_difference = max(record.largest_difference, worst.found)
         if worst.is_allowed:
             return True
-        message = f"{self._record.name}: packed and eager steps differ: {worst.what} by {worst.found:.1e} (relative)"
-        self._record.fallbacks.append(message)
+        message = f"{record.name}: packed and eager steps differ: {worst.what} by {worst.found:.1e} (relative)"
+        record.fallbacks.append(message)
         logger.log(logging.WARNING, "%s; its steps run padded from now on", message)
         return False
+
+
+def _free_share(devices: Sequence[int]) -> float:
+    """Return the share of memory that is free, on the device that has least, or of the host's without any."""
+    if not devices:
+        share = available_share()
+        return 1.0 if share is None else share
+    shares = []
+    for device in devices:
+        free, total = torch.cuda.mem_get_info(device)
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        shares.append((free + unused) / total)
+    return min(shares)

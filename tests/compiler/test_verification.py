@@ -1,0 +1,123 @@
+"""The comparison of a packed step with eager: which step is compared, and what is seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from deepytorch.compiler.budget import BUDGET
+from deepytorch.compiler.report import RegionRecord
+from deepytorch.compiler.step import verification as module
+from deepytorch.compiler.step.verification import Verification
+
+
+class Clock:
+    now = 1.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    monkeypatch.setattr(module, "time", found)
+    monkeypatch.setattr(module, "available_share", lambda: 0.8)
+    return found
+
+
+def record() -> RegionRecord:
+    return RegionRecord("region", "packed", "inductor")
+
+
+def turns(verification: Verification, clock: Clock, compiled_from: int, steps: int = 10) -> list[int]:
+    found = []
+    for step in range(steps):
+        if not verification.is_over and verification.take_turn(is_compiled=step >= compiled_from):
+            found.append(step)
+        clock.now += 0.5
+    return found
+
+
+def test_one_step_that_runs_compiled_is_compared(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+
+    def affords(seconds: float) -> bool:
+        asked.append(seconds)
+        return len(asked) > 2
+
+    monkeypatch.setattr(BUDGET, "affords", affords)
+    assert turns(Verification(None, record()), clock, compiled_from=4) == [6]
+    assert asked == [pytest.approx(1.5)] * 3  # three steps of half a second
+
+
+def test_one_of_so_many_is_compared_where_that_is_asked_for(clock: Clock) -> None:
+    assert turns(Verification(4, record()), clock, compiled_from=6) == [0, 4, 8]
+
+
+WEIGHT = nn.Parameter(torch.randn(4, 3, generator=torch.Generator().manual_seed(0)))
+BATCH = torch.randn(6, 3, generator=torch.Generator().manual_seed(1))
+
+
+def eager(changed: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    return [(BATCH @ changed(WEIGHT).T).square().mean()]
+
+
+def right() -> list[Tensor]:
+    return [torch.stack([(BATCH @ row).square().mean() for row in WEIGHT]).mean()]
+
+
+def wrong() -> list[Tensor]:
+    return [right()[0] * 1.01]
+
+
+def wrong_gradient() -> list[Tensor]:
+    [loss] = right()
+    return [loss.detach() + 1.01 * (loss - loss.detach())]
+
+
+def test_rounding_agrees_and_faults_do_not(caplog: pytest.LogCaptureFixture) -> None:
+    found = record()
+    verification = Verification(1, found)
+    assert verification.agree(right, eager, [WEIGHT])
+    assert not verification.agree(wrong, eager, [WEIGHT])
+    assert not verification.agree(wrong_gradient, eager, [WEIGHT])
+    assert (found.verified_steps, len(found.fallbacks)) == (3, 2)
+    assert "packed and eager steps differ" in caplog.text
+    assert WEIGHT.grad is None
+
+
+def test_hooks_of_the_script_are_not_called() -> None:
+    calls: list[Tensor] = []
+    handle = WEIGHT.register_hook(calls.append)
+    try:
+        assert Verification(1, record()).agree(right, eager, [WEIGHT])
+    finally:
+        handle.remove()
+    assert not calls
+
+
+def test_a_checkpoint_around_the_model_does_not_see_the_comparison() -> None:
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        assert Verification(1, record()).agree(right, eager, [WEIGHT])
+    assert not saved
+
+
+def test_what_cannot_be_compared_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> list[Tensor]:
+        raise torch.OutOfMemoryError("asked for 80 GiB")
+
+    found = record()
+    assert Verification(1, found).agree(fails, eager, [WEIGHT])
+    monkeypatch.setattr(module, "available_share", lambda: 0.1)
+    assert Verification(None, found).agree(wrong, eager, [WEIGHT])
+    assert (found.verified_steps, found.fallbacks) == (0, [])
