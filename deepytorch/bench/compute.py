@@ -61,6 +61,8 @@ class ComputeArm(Record):
         ratio: Its time over deepytorch's, the median over pairs of steps: above 1, deepytorch is faster.
         peak_mb: The most memory of the process, MiB.
         first_s: Until the end of the second step.
+        break_even_s: Seconds of training until more steps are done than in eager; None if they never will be. What
+            another process compiles meanwhile takes none of these.
         plan: What runs.
         loss_rel_diff: The largest relative difference of the first losses from eager's.
         failed: Why it could not be measured; empty if it was.
@@ -71,6 +73,7 @@ class ComputeArm(Record):
     ratio: float = 0.0
     peak_mb: float = 0.0
     first_s: float = 0.0
+    break_even_s: float | None = None
     plan: str = ""
     loss_rel_diff: float = 0.0
     failed: str = ""
@@ -182,12 +185,30 @@ def judged(name: str, arms: Sequence[str], runs: dict[str, ComputeRun], failed: 
                 ratio=statistics.median(one / other for one, other in pairs) if pairs else 0.0,
                 peak_mb=run.peak_mb,
                 first_s=run.first_s,
+                break_even_s=None if eager is None else break_even(run.warm_up, run.seconds, eager.seconds),
                 plan="; ".join([run.plan, *run.fallbacks]),
                 loss_rel_diff=0.0 if eager is None else _difference(eager.losses, run.losses),
             )
         )
     rivals = [each.ratio for each in found if each.name in ("eager", "inductor") and not each.failed]
     return ComputeModel(name=name, arms=found, best_ratio=min(rivals, default=0.0))
+
+
+def break_even(warm_up: Sequence[float], settled: Sequence[float], eager: Sequence[float]) -> float | None:
+    """Return the seconds of training after which more steps are done than in eager; None if that never comes.
+
+    warm_up: seconds of each step until the way to run the model was settled. settled, eager: of steps from then on.
+    """
+    theirs, ours = statistics.median(eager), statistics.median(settled)
+    passed = lost = made_up = 0.0
+    for seconds in warm_up:
+        was_behind = lost > 0.0
+        passed, lost = passed + seconds, lost + seconds - theirs
+        if was_behind and lost <= 0.0:
+            made_up = passed
+    if lost <= 0.0:
+        return made_up
+    return passed + lost / (theirs - ours) * ours if ours < theirs else None
 
 
 def _difference(expected: Sequence[float], found: Sequence[float]) -> float:

@@ -48,7 +48,7 @@ class ComputeRun:
         seconds: Of each timed step.
         losses: Of the first steps.
         first_s: Until the end of the second step, which compiles in most arms.
-        warm_up_s: Until steps were timed.
+        warm_up: Seconds of each step before these.
         peak_mb: The most memory that the process has had, MiB.
         plan: What runs, in words.
     """
@@ -56,7 +56,7 @@ class ComputeRun:
     seconds: list[float]
     losses: list[float]
     first_s: float
-    warm_up_s: float
+    warm_up: list[float]
     peak_mb: float
     plan: str
     fallbacks: list[str] = field(default_factory=list)
@@ -88,16 +88,16 @@ def run(job: ComputeJob, turn: Turn | None) -> ComputeRun:
 
     losses: list[float] = []
     began = time.perf_counter()
-    step(), step()
+    warm_up = [step(), step()]
     first_s = time.perf_counter() - began
     calm, state = 0, ""
     while calm < _CALM and time.perf_counter() - began < job.warm_up_s:
-        step()
+        warm_up.append(step())
         if job.arm == "deepytorch" and _waits_for_code():
             time.sleep(_REST_S)
         before, state = state, _state() if job.arm == "deepytorch" else "compiled"
         calm = calm + 1 if state == before and state else 0
-    warm_up_s, seconds = time.perf_counter() - began, list[float]()
+    seconds: list[float] = []
     for _ in range(job.steps):
         if turn is not None:
             turn.take()
@@ -109,7 +109,7 @@ def run(job: ComputeJob, turn: Turn | None) -> ComputeRun:
         seconds=seconds,
         losses=losses,
         first_s=first_s,
-        warm_up_s=warm_up_s,
+        warm_up=warm_up,
         peak_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         plan=plan_of(regions) if job.arm == "deepytorch" else job.arm,
         fallbacks=[message for each in regions for message in each.fallbacks],

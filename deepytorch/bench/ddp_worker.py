@@ -29,6 +29,7 @@ from deepytorch.bench.zoo import MODELS, build_workload
 from deepytorch.bench.zoo.workload import SIZES, Workload
 from deepytorch.comm.gradients.reducer import REDUCERS, GradientReducer
 from deepytorch.comm.group.options import Options
+from deepytorch.compiler.report import LEDGER
 from deepytorch.errors import ConfigError
 from deepytorch.torch_internals import dynamo_config, inductor_config
 
@@ -50,6 +51,7 @@ _OVERLAP = {
     "aten_distributed_optimizations.compute_estimator": "analytical",
 }
 _WARM_UP = 4  # deepytorch profiles three
+_MOST_TRIALS = 150  # steps, of all forms together
 _BUCKET_BYTES = 25 << 20  # of stock DDP
 
 
@@ -224,6 +226,7 @@ def measure(options: DdpOptions, notify: Callable[[str], None]) -> dict[str, Any
             arm.step(batch)
         for batch in batches:
             arm.step(batch, sync=False)
+        _settle(arm, batches)
         arms.append(arm)
     found: dict[str, dict[str, list[Any]]] = {arm.name: {"steps": [], "alone": [], "communication": []} for arm in arms}
     difference = _difference(arms, batches[0])
@@ -246,6 +249,16 @@ def measure(options: DdpOptions, notify: Callable[[str], None]) -> dict[str, Any
     dist.all_gather_object(everyones, found)
     buckets = {arm.name: arm.bucket_bytes() for arm in arms}
     return {"ranks": everyones, "max_grad_rel_diff": difference, "bucket_bytes": buckets, "spans": spans}
+
+
+def _settle(arm: Arm, batches: list[dict[str, Tensor]]) -> None:
+    """Train until the form that a model runs in is chosen: these steps are no steps of a settled run."""
+    for step in range(_MOST_TRIALS):
+        untried = torch.tensor(sum(each.forms_untried for each in LEDGER.report().regions))
+        dist.all_reduce(untried)  # all ranks make as many steps
+        if not untried:
+            break
+        arm.step(batches[step % len(batches)])
 
 
 def _group(name: str, options: DdpOptions) -> dist.ProcessGroup:

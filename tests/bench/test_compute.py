@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from deepytorch.bench.compute import ComputeOptions, ComputeResult, judged, run_compute
+from deepytorch.bench.compute import ComputeOptions, ComputeResult, break_even, judged, run_compute
 from deepytorch.bench.compute_worker import ComputeRun, plan_of
 from deepytorch.bench.results import decoded
 from deepytorch.compiler.report import RegionRecord
@@ -33,7 +33,7 @@ def test_options_that_make_no_sense_are_refused(changes: dict[str, Any], words: 
 
 def measured(*seconds: float, losses: tuple[float, ...] = (2.0, 1.0)) -> ComputeRun:
     return ComputeRun(
-        seconds=list(seconds), losses=list(losses), first_s=3.0, warm_up_s=5.0, peak_mb=100.0, plan="compiled"
+        seconds=list(seconds), losses=list(losses), first_s=3.0, warm_up=[2.0, 1.0], peak_mb=100.0, plan="compiled"
     )
 
 
@@ -48,6 +48,21 @@ def test_the_better_of_eager_and_inductor_is_what_counts() -> None:
     assert [arm.ratio for arm in found.arms] == [2.0, 1.5, 0.5, 1.0]
     assert found.best_ratio == 1.5
     assert found.arms[1].loss_rel_diff == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("warm_up", "settled", "seconds"),
+    [
+        ([1.0, 1.0], 0.5, 0.0),  # never behind
+        ([3.0, 0.5, 0.5, 0.5, 0.5, 0.5], 0.5, 5.0),  # two seconds late, made up by half a second a step
+        ([5.0, 0.5], 0.5, 9.0),  # not yet made up as the steps are timed
+        ([3.0, 1.0], 1.0, None),
+    ],
+)
+def test_the_seconds_until_more_steps_are_done_than_in_eager(
+    warm_up: list[float], settled: float, seconds: float | None
+) -> None:
+    assert break_even(warm_up, [settled] * 3, [1.0, 1.0, 9.0]) == seconds
 
 
 def test_an_arm_that_fails_has_its_reason() -> None:
