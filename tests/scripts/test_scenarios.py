@@ -47,8 +47,9 @@ CHOSEN = (
 IN_THE_DEFAULT_MODE = {
     **dict.fromkeys(
         (
-            "add_lora_midway", "checkpoint_around_part", "classes_change_midway", "evaluation_between_steps",
-            "freeze_midway", "generate_between_steps", "hooks_come_and_go", "infinite_pads_times_mask",
+            "add_lora_midway", "checkpoint_around_part", "classes_change_midway", "ddp_images",
+            "evaluation_between_steps", "freeze_midway", "generate_between_steps", "hooks_come_and_go", "images",
+            "infinite_pads_times_mask",
             "lora_on_int8", "lora_with_checkpoints", "mixture_of_experts", "noise_by_name", "router_loss", "teacher",
             "two_losses_two_backwards",
         ),
