@@ -201,8 +201,8 @@ class Tuner:
     def _begin_turn(self, inputs: Sequence[Any]) -> None:
         turn = self._turns.next_form([each.name for each in self._ready], self._known)
         if turn is None:
-            if self._turns.has_given_up:  # ranks have no trial in common: compiled code runs, as it does untried
-                self._use_untried([each for each in self._ready if isinstance(each, CompiledForm)], inputs, "untried")
+            if self._turns.has_given_up:
+                self._give_up(inputs)
             return
         form = next(each for each in self._ready if each.name == turn.form)
         if turn.is_known:
@@ -216,6 +216,14 @@ class Tuner:
             self._turns.agreed(0.0)  # other ranks are told that this one gains nothing
             self._turns.end()
             self._keep_outcome()
+
+    def _give_up(self, inputs: Sequence[Any]) -> None:
+        """Try no form any more: compiled code runs once it is there, unless a trial has found a form to be faster."""
+        is_open = self._best is self._eager
+        waiting = [each for each in self._waiting if is_open and isinstance(each, CompiledForm)]
+        ready = [each for each in self._ready if is_open and isinstance(each, CompiledForm)]
+        self._use_untried(ready, inputs, "untried")
+        self._waiting += waiting
 
     def _use_untried(self, forms: Sequence[Form], inputs: Sequence[Any], why: str) -> None:
         """Use one of the forms without a trial, if there is one that agrees with eager, and try none any more."""

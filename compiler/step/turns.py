@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from deepytorch.compiler.code.agreement import Word
 
 _PATIENCE = 200  # steps: for which a region waits for another one's trial, and for the first word of rank 0
+_MOST_TRIALS = 12  # of a process: a model that is compiled in many pieces would be on trial for thousands of steps
 _AHEAD = 2  # steps between a word and what it is about
 _TRY, _USE = "try", "use"  # of rank 0's words
 
@@ -48,7 +49,8 @@ class OneProcess:
 
         known: the form that an earlier run has found to be the fastest, if it is known.
         """
-        return Turn(ready[0], ready[0] == known) if self._take_slot() else None
+        turn = Turn(ready[0], ready[0] == known)
+        return self._begin(turn) if self._may_try(turn) and self._take_slot() else None
 
     @property
     def is_on(self) -> bool:
@@ -63,6 +65,17 @@ class OneProcess:
         """End the trial."""
         if self.is_on:
             _ON_TRIAL.clear()
+
+    def _may_try(self, turn: Turn) -> bool:
+        """Return whether a form may have its turn; give up if this process has had enough trials."""
+        self.has_given_up = not turn.is_known and _trials_begun >= _MOST_TRIALS
+        return not self.has_given_up
+
+    def _begin(self, turn: Turn) -> Turn:
+        """Note that a turn begins."""
+        global _trials_begun
+        _trials_begun += not turn.is_known
+        return turn
 
     def _take_slot(self) -> bool:
         """Take the place of the trial, if it is free or has been taken for too long. Return whether it is ours."""
@@ -103,7 +116,7 @@ class AmongRanks(OneProcess):
             self._named = self._name(ready, known) if self._rank == 0 else self._listen()
         if self._named is None:
             self._silent += not any(each() is not None and each() is not self for each in _ON_TRIAL)
-            self.has_given_up = self._silent > _PATIENCE
+            self.has_given_up |= self._silent > _PATIENCE
             return None
         turn, step = self._named
         if self._step < step:
@@ -111,7 +124,7 @@ class AmongRanks(OneProcess):
         self._named, self._silent, self._ended = None, 0, 0
         self._trials += 1
         _ON_TRIAL[:] = [weakref.ref(self)]
-        return turn if turn.form in ready else None
+        return self._begin(turn) if turn.form in ready else None
 
     def agreed(self, gain: float) -> float | None:
         if not self._ended:
@@ -127,9 +140,10 @@ class AmongRanks(OneProcess):
 
     def _name(self, ready: Sequence[str], known: str | None) -> tuple[Turn, int] | None:
         """Name the next form and its step, on rank 0; None if no form is ready on all ranks."""
-        for form in ready:
-            if (known is None or form == known) and self._count(form, 0) >= self._size and self._take_slot():
-                turn, step = Turn(form, form == known), self._step + _AHEAD
+        for form in ready if known is None else [form for form in ready if form == known]:
+            turn = Turn(form, form == known)
+            if self._may_try(turn) and self._count(form, 0) >= self._size and self._take_slot():
+                step = self._step + _AHEAD
                 self._word("begins").say(f"{_USE if turn.is_known else _TRY} {form} {step}")
                 return turn, step
         return None
@@ -165,3 +179,4 @@ class AmongRanks(OneProcess):
 
 
 _ON_TRIAL: list[weakref.ref[OneProcess]] = []  # at most one
+_trials_begun = 0  # in this process

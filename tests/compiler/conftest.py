@@ -7,6 +7,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from deepytorch.compiler.step import turns
+
+
+@pytest.fixture(autouse=True)
+def _no_trials_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "_trials_begun", 0)  # a process has only so many
+
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:

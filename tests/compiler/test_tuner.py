@@ -17,7 +17,7 @@ from deepytorch.compiler.step import turns as turns_module
 from deepytorch.compiler.step.guard import Guard
 from deepytorch.compiler.step.kept_choices import KeptChoice, choices_file
 from deepytorch.compiler.step.trial import Trial
-from deepytorch.compiler.step.tuner import Eager, Tuner
+from deepytorch.compiler.step.tuner import CompiledForm, Eager, Tuner
 
 
 def run_trial(
@@ -257,6 +257,10 @@ class Timed:
         return [(inputs[0] * inputs[1]).sum() * self._factor]
 
 
+class CompiledTimed(Timed, CompiledForm):
+    """The same, of compiled code."""
+
+
 class Steps:
     """Steps of a script with one region and an optimizer."""
 
@@ -461,3 +465,22 @@ def test_a_form_that_was_the_fastest_is_compared_in_each_run(cache: Path, monkey
     steps.run(3)
     assert len(steps.record.fallbacks) == 1
     assert steps.last() == "eager"
+
+
+def test_a_model_in_many_pieces_is_not_on_trial_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    def others(clock: Clock) -> list[Timed]:
+        return [Timed("channels last", 0.5, clock), CompiledTimed("compiled", 2.0, clock, ready_at=20)]
+
+    monkeypatch.setattr(turns_module, "_trials_begun", 12)
+    steps = Steps(monkeypatch, others)
+    steps.run(3)
+    assert steps.last() == "eager"
+    steps.run(20)
+    assert steps.last() == "compiled"  # as without trials
+    assert steps.record.trials == ["compiled: untried, used from now on"]
+    monkeypatch.setattr(turns_module, "_trials_begun", 11)
+    steps = Steps(monkeypatch, others)
+    steps.run(40)
+    assert steps.last() == "channels last"  # this one was tried
+    assert len(steps.record.trials) == 1
+    assert steps.record.forms_untried == 0

@@ -27,7 +27,7 @@ def batch(number, rows=8):
     return torch.randn(rows, 3, 16, 16, generator=generator), torch.randint(0, 10, (rows,), generator=generator)
 
 
-def train(model, network, seed=0, steps=8):
+def train(model, network, seed=0, steps=8, freezes=True):
     optimizer = torch.optim.SGD(network.parameters(), lr=0.02, momentum=0.9)
     history, seen = [], []
     for number in range(steps * TIMES):
@@ -37,7 +37,7 @@ def train(model, network, seed=0, steps=8):
             )
         if number == 4 * TIMES:
             hook.remove()
-            network.body[0].weight.requires_grad_(False)
+            network.body[0].weight.requires_grad_(not freezes)
         if number == 5 * TIMES:
             network.body[0].weight.requires_grad_(True)
         if number % TIMES == 0:
@@ -70,7 +70,8 @@ def images_with_dropout():
 def ddp_images():
     dist.init_process_group("gloo")
     network = Network()
-    history = train(DistributedDataParallel(network), network, seed=dist.get_rank())
+    # DistributedDataParallel does not take weights that are frozen later.
+    history = train(DistributedDataParallel(network), network, seed=dist.get_rank(), freezes=False)
     dist.destroy_process_group()
     return history
 
