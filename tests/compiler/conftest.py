@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
-from deepytorch.compiler.step import turns
+from deepytorch.compiler.step import kept_choices, turns
 
 
 @pytest.fixture(autouse=True)
-def _no_trials_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "_trials_begun", 0)  # a process has only so many
+def _no_trials_so_far(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A process has only so many trials, and none of a region whose fastest form an earlier run has found."""
+    monkeypatch.setattr(turns, "_trials_begun", 0)
+    monkeypatch.setattr(kept_choices, "choices_file", lambda: tmp_path / "cache" / "tuned" / "forms.json")
 
 
 @pytest.fixture(autouse=True)

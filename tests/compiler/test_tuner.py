@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +11,11 @@ import torch
 from torch import fx, nn
 
 from deepytorch.compiler.report import RegionRecord
+from deepytorch.compiler.step import kept_choices
 from deepytorch.compiler.step import tuner as tuner_module
 from deepytorch.compiler.step import turns as turns_module
 from deepytorch.compiler.step.guard import Guard
-from deepytorch.compiler.step.kept_choices import KeptChoice, choices_file
+from deepytorch.compiler.step.kept_choices import KeptChoice
 from deepytorch.compiler.step.trial import Trial
 from deepytorch.compiler.step.tuner import CompiledForm, Eager, Tuner
 
@@ -401,18 +401,12 @@ def test_a_form_is_compared_again_where_that_is_asked_for(monkeypatch: pytest.Mo
 # ---------------------------------------------------------------------- outcomes of earlier runs
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path
-
-
 def kept(text: str = "x + y", *settings: Any) -> KeptChoice:
     graph = fx.symbolic_trace(lambda x, y: x + y if text == "x + y" else x - y)
     return KeptChoice(graph, [torch.ones(2), 3], settings)
 
 
-def test_an_outcome_is_for_its_graph_sizes_and_settings_alone(cache: Path) -> None:
+def test_an_outcome_is_for_its_graph_sizes_and_settings_alone() -> None:
     kept().write("channels last")
     assert kept().read() == "channels last"
     assert kept("x - y").read() is None
@@ -423,19 +417,18 @@ def test_an_outcome_is_for_its_graph_sizes_and_settings_alone(cache: Path) -> No
     assert kept().read() == "eager"
 
 
-def test_an_outcome_that_is_old_or_broken_is_found_anew(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_outcome_that_is_old_or_broken_is_found_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     kept().write("compiled")
     monkeypatch.setattr("deepytorch.compiler.step.kept_choices._SECONDS", 0.0)
     assert kept().read() is None
-    monkeypatch.undo()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-    choices_file().write_text("{")
+    monkeypatch.setattr("deepytorch.compiler.step.kept_choices._SECONDS", 60.0)
+    kept_choices.choices_file().write_text("{")
     assert kept().read() is None
     kept().write("compiled")
     assert kept().read() == "compiled"
 
 
-def test_an_outcome_that_is_not_clear_is_found_anew(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_outcome_that_is_not_clear_is_found_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = Steps(monkeypatch, lambda clock: [Timed("compiled", 0.98, clock)], kept=kept())
     steps.run(60)
     assert steps.last() == "compiled"
@@ -443,7 +436,7 @@ def test_an_outcome_that_is_not_clear_is_found_anew(cache: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize(("fastest", "trials"), [("eager", 0), ("channels last", 1), ("compiled", 1)])
-def test_a_later_run_tries_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch, fastest: str, trials: int) -> None:
+def test_a_later_run_tries_nothing(monkeypatch: pytest.MonkeyPatch, fastest: str, trials: int) -> None:
     seconds = {"channels last": 1.5, "compiled": 1.5, fastest: 0.5}
 
     def others(clock: Clock) -> list[Timed]:
@@ -459,7 +452,7 @@ def test_a_later_run_tries_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch,
     assert later.record.forms_untried == 0
 
 
-def test_a_form_that_was_the_fastest_is_compared_in_each_run(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_form_that_was_the_fastest_is_compared_in_each_run(monkeypatch: pytest.MonkeyPatch) -> None:
     kept().write("compiled")
     steps = Steps(monkeypatch, lambda clock: [Timed("compiled", 0.5, clock, factor=1.01)], kept=kept())
     steps.run(3)
