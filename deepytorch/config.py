@@ -19,7 +19,7 @@ class Environment:
     `log_level` (`DEEPYTORCH_LOG=debug|info|warning|error|critical`): of the logger "deepytorch"; unset leaves it alone.
     `remember_links` (`DEEPYTORCH_LINKS=remember|measure`): whether a process group may take the costs of its links from
     the cache, or measures them anew, as a network that has changed needs.
-    `verify` (`DEEPYTORCH=verify`): on, and packed steps are compared with padded ones from time to time.
+    `verify` (`DEEPYTORCH=verify`): on, and steps are compared with eager from time to time, not only once.
     `verify_every` (`DEEPYTORCH_VERIFY_EVERY=K`): with `DEEPYTORCH=verify`, one step in so many is compared; unset: 50.
     `wait` (`DEEPYTORCH_COMPILE=background|wait`): whether steps wait until they are compiled, unless said otherwise.
     `started_by_run` (`DEEPYTORCH_RUN=on|off`): set by `deepytorch run`; off leaves a process, and what it
