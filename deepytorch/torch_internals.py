@@ -440,6 +440,7 @@ COLLECTIVES = (
     "allreduce", "allreduce_coalesced", "alltoall", "alltoall_base", "barrier", "broadcast", "gather", "recv", "reduce",
     "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "scatter", "send",
 )  # fmt: skip
+BUFFERS_OF_DDP = "_distributed_broadcast_coalesced"  # a method of DistributedDataParallel that calls C++; the same
 
 
 def forward_ad_level() -> int:

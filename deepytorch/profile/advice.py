@@ -148,8 +148,8 @@ def _still_compiling(profile: Profile) -> str:
 
 _TRACE_SHOWS = " trace.json shows which operators."
 _OF_THE_SCRIPT = (
-    "Time goes to the script outside of model, backward, optimizer and DataLoader: a loader of its own, a loss outside of "
-    "the model, .item(), logs." + _TRACE_SHOWS
+    "Time goes to the script outside of model, backward, optimizer and DataLoader: a loader of its own, a loss outside "
+    "of the model, .item(), logs." + _TRACE_SHOWS
 )
 _FIRST_STEPS = "No step was settled: these are the first ones, which trace and compile. Let the script run longer."
 RULES = (

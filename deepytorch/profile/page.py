@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from deepytorch.profile.advice import advise
-from deepytorch.profile.records import GROUPS, Part, Rank
+from deepytorch.profile.records import COMPILE, GROUPS, Part, Rank
 from deepytorch.profile.show import NOTHING_STANDS_OUT, remarks, rows, title
 from deepytorch.profile.summary import Profile
 
@@ -128,7 +128,7 @@ def _steps(rank: Rank) -> str:
             not all(step.settled for step in steps)
         )
         reached, total = 0.0, sum(means.values())
-        for group in GROUPS:
+        for group in (COMPILE, *(each for each in GROUPS if each != COMPILE)):  # what is cut off is the rest
             end = min(reached + means.get(group, 0.0), top)
             height = (end - reached) / top * _HEIGHT
             told = f"{name}{note}: {group} {1e3 * means.get(group, 0.0):.1f} of {1e3 * total:.1f} ms"

@@ -18,7 +18,7 @@ from wrapt import when_imported
 from deepytorch.patches import replace
 from deepytorch.profile.clock import Scope
 from deepytorch.profile.records import COMMUNICATION, COMPILE, COMPUTE, HOST, LOADER, OPTIMIZER, WAITED, Part
-from deepytorch.torch_internals import COLLECTIVES, DataLoaderIterator, wrap_engine_run_backward
+from deepytorch.torch_internals import BUFFERS_OF_DDP, COLLECTIVES, DataLoaderIterator, wrap_engine_run_backward
 
 if TYPE_CHECKING:
     from deepytorch.profile.recorder import Recorder
@@ -88,6 +88,9 @@ class Places:
             for name in COLLECTIVES:  # a call that is not asynchronous may do its work in here
                 if hasattr(torch.distributed.ProcessGroup, name):
                     self._put(torch.distributed.ProcessGroup, name, waiting)
+            ddp = torch.nn.parallel.DistributedDataParallel
+            if hasattr(ddp, BUFFERS_OF_DDP):
+                self._put(ddp, BUFFERS_OF_DDP, waiting)
 
     def _around(self, module: str, name: str, make: Callable[[Any], Any]) -> None:
         *owners, last = name.split(".")
