@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from deepytorch.profile.records import COMMUNICATION, COMPILE, HOST, LOADER, OPTIMIZER, REST, Part
-from deepytorch.profile.summary import EXPOSED, SLOWER, Profile, beginning, in_eager
+from deepytorch.profile.records import COMMUNICATION, COMPILE, COMPUTE, HOST, LOADER, OPTIMIZER, REST, Part
+from deepytorch.profile.summary import EXPOSED, SLOWER, Profile, beginning, in_eager, reasons
 
 _FUSED = ("Adam", "AdamW", "SGD", "Adagrad")  # optimizers of torch that take `fused=True`
 
@@ -49,29 +49,22 @@ def _padding(profile: Profile) -> float:
 
 
 def _why_padded(profile: Profile) -> str:
+    padded = sum(seconds for part, seconds in profile.parts.items() if part.group == COMPUTE and part.form != "packed")
+    told = [
+        f"{each['name']} ({each['outcome']}): {'; '.join(why)}." for each in profile.regions() if (why := reasons(each))
+    ]
     return (
-        f"{_padding(profile):.0%} of all positions are padding and were computed. "
-        f"{_reasons(profile) or 'The report gives no reason.'} deepytorch.explain(model, **batch) says more; rows of "
-        "similar lengths in a batch (group_by_length) help in any case."
+        f"{_padding(profile):.0%} of all positions are padding and were computed, which takes about "
+        f"{1e3 * padded * _padding(profile):.1f} ms a step. {' '.join(told) or 'The report gives no reason.'} "
+        "deepytorch.explain(model, **batch) says more; rows of similar lengths in a batch help in any case."
     )
-
-
-def _reasons(profile: Profile) -> str:
-    """Return, for each region that runs padded, the reason in the report."""
-    told = []
-    for region in profile.regions():
-        because = [f"{count} times: {why}" for why, count in region["padded_because"].items()]
-        reasons = because or ([] if region["outcome"] == "packed" else region["declined"][:2])
-        if reasons:
-            told.append(f"{region['name']} ({region['outcome']}): {'; '.join(reasons)}.")
-    return " ".join(told)
 
 
 def _in_eager(profile: Profile) -> str | None:
     told = []
     for region in profile.regions():
         if any("eager" in form or "until" in form for form in region["forms"]):
-            why = [*region["fallbacks"], *region["trials"], *region["padded_because"], *region["declined"]]
+            why = reasons(region)
             told.append(f"{region['name']}: {why[0] if why else 'no reason is known'}.")
     told = told or ["No region of it is known to deepytorch."]
     return f"{in_eager(profile):.0%} of a step runs operator by operator. {' '.join(told)}" + _TRACE_SHOWS

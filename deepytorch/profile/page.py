@@ -9,7 +9,7 @@ from html import escape
 from deepytorch.profile.advice import advise
 from deepytorch.profile.records import COMPILE, GROUPS, Part, Rank
 from deepytorch.profile.show import NOTHING_STANDS_OUT, remarks, rows, title
-from deepytorch.profile.summary import Profile
+from deepytorch.profile.summary import Profile, reasons
 
 _WIDTH, _BAR, _HEIGHT, _LEFT = 860, 26, 160, 64  # of drawings, in px
 _MOST_BARS = 200
@@ -177,8 +177,7 @@ def _parts(profile: Profile) -> str:
 def _regions(profile: Profile) -> str:
     lines = []
     for region in profile.regions():
-        why = [f"{count} x {reason}" for reason, count in region["padded_because"].items()] + region["declined"]
         cells = [region["name"], region["outcome"], ", ".join(region["forms"]), f"{1e3 * region['seconds']:.2f}"]
-        lines.append([*map(escape, cells), "<br>".join(map(escape, why))])
-    heads = ["region", "outcome", "runs", "ms a step", "why padded, and what was not rewritten"]
+        lines.append([*map(escape, cells), "<br>".join(map(escape, reasons(region)))])
+    heads = ["region", "outcome", "runs", "ms a step", "why padded or in eager"]
     return f"<h2>Regions</h2>{_table(heads, [3], lines)}" if lines else ""

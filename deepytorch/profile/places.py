@@ -32,7 +32,7 @@ _MEANWHILE = " until it is compiled"
 
 # Dotted names, the name in a trace (empty: none), the part, and whether a step with such a call is no settled one.
 _SIMPLE: tuple[tuple[str, str, str, Part, bool], ...] = (
-    ("deepytorch.compiler.dynamo.trace_gate", "TraceGate.__call__", "trace", _TRACE, True),
+    ("deepytorch.compiler.dynamo.trace_gate", "TraceGate.__call__", "trace", _TRACE, False),
     ("deepytorch.compiler.backend", "_analysed", "analyse", _TRACE, True),
     ("deepytorch.compiler.backend", "_lower_whole", "analyse", _TRACE, True),
     ("deepytorch.compiler.backend", "capture", "capture", _TRACE, True),

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from deepytorch.compiler.budget import BUDGET
 from deepytorch.compiler.report import LEDGER
 from deepytorch.config import Environment
 from deepytorch.log import logger
@@ -55,6 +56,7 @@ class Recorder:
         self._tracer: Any = None
         self._range: Any = None  # of the step, in the trace
         self._has_traced, self._last = False, 0  # the last step of the trace
+        self._paused = BUDGET.paused  # at the end of the last step
 
     def attach(self) -> None:
         """Put scopes around everything in `Places`, and listen to optimizers."""
@@ -119,6 +121,7 @@ class Recorder:
         else:
             self._flush()
             self._number += 1
+            self.is_settled, self._paused = self.is_settled and self._paused == BUDGET.paused, BUDGET.paused
             self._steady = self._steady + 1 if self.is_settled and self._number > 1 else 0
             step = Step(
                 self._number, {}, (), self.is_settled, self._tracer is not None,

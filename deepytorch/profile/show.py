@@ -9,7 +9,7 @@ from rich.table import Table
 
 from deepytorch.bench.table import table_of
 from deepytorch.profile.advice import advise
-from deepytorch.profile.summary import Profile, beginning
+from deepytorch.profile.summary import Profile, beginning, reasons
 
 MOST_COLUMNS = 4  # ranks that get a column of their own
 
@@ -77,14 +77,7 @@ def _parts(profile: Profile) -> Table:
 def _regions(profile: Profile) -> Table:
     content = []
     for region in profile.regions():
-        because = [f"{count} x {reason}" for reason, count in region["padded_because"].items()]
-        why = (
-            because
-            + region["trials"]
-            + region["fallbacks"]
-            + (region["declined"] if region["outcome"] != "packed" else [])
-        )
         ms = f"{1e3 * region['seconds']:.2f}"
-        content.append((region["name"], region["outcome"], ", ".join(region["forms"]), ms, "\n".join(why)))
+        content.append((region["name"], region["outcome"], ", ".join(region["forms"]), ms, "\n".join(reasons(region))))
     columns = ("region", "outcome", "runs", "ms a step", "why padded or in eager")
     return table_of("Regions", columns, content, ("region", "outcome", "runs", "why padded or in eager"))

@@ -178,6 +178,12 @@ def in_eager(profile: Profile) -> float:
     return sum(found) / profile.seconds if profile.seconds else 0.0
 
 
+def reasons(region: dict[str, Any]) -> list[str]:
+    """Return the report's reasons for which a region does not run packed or compiled, and what its trials showed."""
+    padded = [f"{count} x {reason}" for reason, count in region["padded_because"].items()]
+    return padded + region["trials"] + region["fallbacks"] + (region["declined"] * (region["outcome"] != "packed"))
+
+
 def merge_traces(ranks: Iterable[Rank], path: Path) -> bool:
     """Write the traces of all ranks as one, on one axis of time; return whether there was any."""
     events: list[dict[str, Any]] = []

@@ -302,7 +302,12 @@ def test_traces_of_ranks_become_one_on_one_axis(tmp_path):
         ({FORWARD: 0.8, BETWEEN: 0.2}, {}, "the script", "a loader of its own"),
         ({FORWARD: 0.9, Part(COMMUNICATION, WAITED): 0.1}, {}, "exposed communication", "send_bf16"),
         ({Part(COMPUTE, "forward, first steps in eager"): 1.0}, {}, "in eager", "operator by operator"),
-        ({FORWARD: 1.0}, {"positions": 10, "pads": 4, "pads_computed": 4}, "padding left", "40% of all positions"),
+        (
+            {FORWARD._replace(form="padded"): 1.0},
+            {"positions": 10, "pads": 4, "pads_computed": 4},
+            "padding left",
+            "about 400.0 ms a step",
+        ),
         ({FORWARD: 1.0}, {"num_steps": 20, "settled": False}, "still compiling", "recompiles"),
     ],
 )
@@ -323,10 +328,10 @@ def test_a_step_of_compiled_computation_has_no_advice():
 
 def test_padding_that_is_left_comes_with_the_reason_in_the_report():
     ranks = ranks_of({FORWARD: 1.0}, positions=10, pads=4, pads_computed=4)
-    region = {"name": "region 0/0", "outcome": "packed", "padded_because": {"pads are looked at": 6}, "declined": []}
-    ranks[0].report = {"regions": [region]}
+    region = {"name": "region 0/0", "outcome": "packed", "padded_because": {"pads are looked at": 6}}
+    ranks[0].report = {"regions": [{**region, "declined": [], "trials": [], "fallbacks": []}]}
     (advice,) = [each for each in advise(summarise("train.py", ranks)) if each.about == "padding left"]
-    assert "region 0/0 (packed): 6 times: pads are looked at." in advice.text
+    assert "region 0/0 (packed): 6 x pads are looked at." in advice.text
 
 
 @pytest.fixture
