@@ -15,14 +15,13 @@ _FUSED = ("Adam", "AdamW", "SGD", "Adagrad")  # optimizers of torch that take `f
 class Rule:
     """One rule.
 
-    above: the share from which on the advice is given. share: the share of a step's time, or of what is said. say: the
-    advice; None if there is nothing to be done.
+    above: the share from which on the advice is given. share: of a step's time, or of what is said. say: the advice.
     """
 
     about: str
     above: float
     share: Callable[[Profile], float]
-    say: Callable[[Profile], str | None]
+    say: Callable[[Profile], str]
 
 
 @dataclass(frozen=True)
@@ -36,12 +35,9 @@ class Advice:
 
 def advise(profile: Profile) -> list[Advice]:
     """Return the advice that a profile gives, the largest share first."""
-    found = [
-        Advice(rule.about, rule.share(profile), rule.say(profile) or "")
-        for rule in RULES
-        if rule.share(profile) > rule.above
-    ]
-    return sorted((each for each in found if each.text), key=lambda each: -each.share)
+    shares = [(rule, rule.share(profile)) for rule in RULES]
+    found = [Advice(rule.about, share, rule.say(profile)) for rule, share in shares if share > rule.above]
+    return sorted(found, key=lambda each: -each.share)
 
 
 def _padding(profile: Profile) -> float:
@@ -60,7 +56,7 @@ def _why_padded(profile: Profile) -> str:
     )
 
 
-def _in_eager(profile: Profile) -> str | None:
+def _in_eager(profile: Profile) -> str:
     told = []
     for region in profile.regions():
         if any("eager" in form or "until" in form for form in region["forms"]):
@@ -118,7 +114,7 @@ def _host(profile: Profile) -> str:
     )
 
 
-def _optimizer(profile: Profile) -> str | None:
+def _optimizer(profile: Profile) -> str:
     rank = profile.ranks[0]
     if rank.optimizer in _FUSED and not rank.fused and rank.device == "cuda":
         return f"{rank.optimizer} runs unfused: give it fused=True."

@@ -11,7 +11,7 @@ import torch
 
 from deepytorch.profile.records import COMMUNICATION, REST, Part
 
-BETWEEN = Part(REST, "the script outside of all this")
+BETWEEN = Part(REST, "the script itself")
 Mark = tuple[Any, "Scope"]  # a time, and the scope from then on
 
 

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from deepytorch.profile.recorder import Recorder
 
 OURS = Part(HOST, "deepytorch's own work")
-_MODEL = Part(HOST, "the model's Python, and what runs outside of regions")
+_MODEL = Part(HOST, "the model outside of its regions")
 _AGAIN = Part(COMPUTE, "once more padded, as the script looks at pads")
 _TRACE = Part(COMPILE, "trace, rewrite and compile")
-_GRADIENTS = Part(HOST, "gradients into buckets and out")
+_GRADIENTS = Part(HOST, "gradients into buckets")
 _MEANWHILE = " until it is compiled"
 
 # Dotted names, the name in a trace (empty: none), the part, and whether a step with such a call is no settled one.
@@ -211,7 +211,7 @@ class Places:
         return run
 
     def _backward(self, original: Any) -> Any:
-        timed = self._simple(Scope(Part(COMPUTE, "backward outside of compiled regions")), "backward", False)(original)
+        timed = self._simple(Scope(Part(COMPUTE, "backward outside of regions")), "backward", False)(original)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             self._recorder.backwards += 1

@@ -8,18 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deepytorch.profile.records import (
-    COMMUNICATION,
-    COMPILE,
-    COMPUTE,
-    GROUPS,
-    WAITED,
-    Part,
-    Rank,
-    Step,
-)
+from deepytorch.profile.records import COMMUNICATION, COMPILE, COMPUTE, GROUPS, WAITED, Part, Rank, Step
 
-EXPOSED = Part(COMMUNICATION, "exposed: waiting for collectives")
+EXPOSED = Part(COMMUNICATION, "exposed transfers")
 SLOWER = Part(COMMUNICATION, "waiting for slower ranks")
 
 
@@ -55,12 +46,8 @@ class Profile:
 
     def share(self, group: str, *whats: str) -> float:
         """Return the share of a group of parts in a step, or of some of its parts."""
-        found = [
-            seconds
-            for part, seconds in self.parts.items()
-            if part.group == group and part.what in (whats or (part.what,))
-        ]
-        return sum(found) / self.seconds if self.seconds else 0.0
+        found = ((part.what, seconds) for part, seconds in self.parts.items() if part.group == group)
+        return sum(seconds for what, seconds in found if not whats or what in whats) / self.seconds
 
     @property
     def slowest(self) -> int:
@@ -70,12 +57,8 @@ class Profile:
     @property
     def padding(self) -> tuple[float, float] | None:
         """Return the share of pads among positions, and that of pads that were computed; None if it is not known."""
-        steps = [
-            step
-            for rank in self.ranks
-            for step in rank.steps
-            if step.number > self.used[0] - 1 and step.settled >= self.settled
-        ]
+        every = (step for rank in self.ranks for step in rank.steps)
+        steps = [step for step in every if step.settled or not self.settled]
         positions = sum(step.positions for step in steps)
         if not positions:
             return None

@@ -103,6 +103,20 @@ def test_a_script_is_ended_after_so_many_steps_and_traced_where_asked(monkeypatc
     assert {"step 1", "step 2"} == {event["name"] for event in trace if event["name"].startswith("step ")}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ending", "status", "steps"), [("SIGKILL", 137, 13), ("SIGINT", 130, 14), ("SIGTERM", 143, 13)]
+)
+def test_a_script_that_is_interrupted_or_killed_has_a_profile(monkeypatch, capfd, ending, status, steps):
+    Path("train.py").write_text(
+        SLOW_LOADER.replace("sys.exit(", f"import os, signal; os.kill(os.getpid(), signal.{ending}) or (")
+    )
+    assert run(monkeypatch, "profile", "train.py", "0") == status
+    answer = json.loads(Path("deepytorch-profile/profile.json").read_text())
+    assert answer["steps"] == steps  # the last one is written when it is known that no other optimizer goes on with it
+    assert f"train.py 0 ended with status {status}" in capfd.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("script", "status", "words"),
     [
