@@ -65,13 +65,13 @@ class Profile:
         return sum(step.pads for step in steps) / positions, sum(step.pads_computed for step in steps) / positions
 
     def regions(self) -> list[dict[str, Any]]:
-        """Return the entries of the first rank's report, each with `forms` and the `seconds` of a step in it."""
+        """Return the first rank's regions that ran, from its report, with their `forms` and the `seconds` of a step."""
         found = []
         for record in self.ranks[0].report.get("regions", []):
             own = {part: seconds for part, seconds in self.parts.items() if part.region == record["name"]}
             forms = list(dict.fromkeys(part.form for part in own))
             found.append({**record, "forms": forms, "seconds": sum(own.values())})
-        return found
+        return [each for each in found if each["forms"]] or found
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data; times are in ms."""
