@@ -171,9 +171,9 @@ class Recorder:
         self._write("rank", **{**known, "report": LEDGER.report().to_json()})
 
     def _write(self, kind: str, **values: Any) -> None:
-        with contextlib.suppress(OSError):  # a full disk, or a command that is over: training goes on
-            with self._file(".jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"kind": kind, **values}) + "\n")
+        # A full disk, or a command that is over: training goes on.
+        with contextlib.suppress(OSError), self._file(".jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"kind": kind, **values}) + "\n")
 
     def _file(self, suffix: str) -> Path:
         return self._job.folder / f"{self._pid}{suffix}"
