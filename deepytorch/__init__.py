@@ -121,6 +121,9 @@ _when_imported(
     lambda registry: import_module("deepytorch.integrations.backend_name").register(registry),
 )
 
+if Environment.read().profile is not None:
+    _when_imported("torch", lambda _: import_module("deepytorch.profile.recorder").attach())
+
 if Environment.read().enabled:
     _attach("accelerate")  # this only makes a name known
     if not _is_asked_for_by_name():

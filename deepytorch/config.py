@@ -24,6 +24,7 @@ class Environment:
     `wait` (`DEEPYTORCH_COMPILE=background|wait`): whether steps wait until they are compiled, unless said otherwise.
     `started_by_run` (`DEEPYTORCH_RUN=on|off`): set by `deepytorch run`; off leaves a process, and what it
     starts, without the import.
+    `profile` (`DEEPYTORCH_PROFILE=FOLDER`): set by `deepytorch profile`; where a process writes the times of its steps.
     `cache_mb` (`DEEPYTORCH_CACHE_MB=N`): how much compiled code is kept on disk; unset: 2048.
     `keep_memory` (`DEEPYTORCH_MEMORY=keep|release`): whether memory that a step on a CPU frees stays with the process.
     """
@@ -35,6 +36,7 @@ class Environment:
     verify_every: int = 50
     wait: bool = False
     started_by_run: bool = False
+    profile: str | None = None
     cache_mb: int = 2048
     keep_memory: bool = True
 
@@ -50,6 +52,7 @@ class Environment:
             remember_links=links != "measure",
             verify=switch == "verify",
             started_by_run=_choice(variables, "DEEPYTORCH_RUN", ("on", "off")) == "on",
+            profile=variables.get("DEEPYTORCH_PROFILE") or None,
             cache_mb=_positive(variables, "DEEPYTORCH_CACHE_MB", cls.cache_mb),
             # "beside" is the earlier name of "background"
             wait=_choice(variables, "DEEPYTORCH_COMPILE", ("background", "beside", "wait")) == "wait",

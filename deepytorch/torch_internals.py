@@ -225,6 +225,7 @@ INTERNALS = (
         "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default", "the same", ((8, ("scale",)),)
     ),
     Internal("torch.ops.aten._softmax_backward_data.default", "the backward of a softmax in packed rows", ((4, ()),)),
+    Internal("torch.utils.data.dataloader._BaseDataLoaderIter", "time the wait for a batch (patched)"),
     Internal("torch.utils._device.DeviceContext", "torch.set_default_device, which is no mode of a user"),
     Internal("torch.utils._pytree.tree_flatten", "nested arguments and outputs", ((1, ()),)),
     Internal("torch.utils._pytree.tree_leaves", "the same", ((1, ()),)),
@@ -340,6 +341,7 @@ ALIASES = {
     "CompileContext": "torch._guards.CompileContext",
     "ConstantSource": "torch._dynamo.source.ConstantSource",
     "CustomGraphPass": "torch._inductor.custom_graph_pass.CustomGraphPass",
+    "DataLoaderIterator": "torch.utils.data.dataloader._BaseDataLoaderIter",
     "DeviceContext": "torch.utils._device.DeviceContext",
     "DisableTorchFunctionSubclass": "torch._C.DisableTorchFunctionSubclass",
     "DispatchKey": "torch._C.DispatchKey",
@@ -430,6 +432,15 @@ def __getattr__(alias: str) -> Any:
             f"torch {torch.__version__} has no {ALIASES[alias]}, which deepytorch needs. What is missing: "
             "`python -m deepytorch.torch_internals`; which versions were tried: `deepytorch doctor`"
         ) from error
+
+
+# Methods of a process group that start a collective (`deepytorch profile` times them); one that is missing is left out.
+COLLECTIVES = (
+    "allgather", "_allgather_base", "allgather_coalesced", "allgather_into_tensor_coalesced",
+    "allreduce", "allreduce_coalesced", "alltoall", "alltoall_base", "barrier", "broadcast", "gather", "recv", "reduce",
+    "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "scatter", "send",
+)  # fmt: skip
+BUFFERS_OF_DDP = "_distributed_broadcast_coalesced"  # a method of DistributedDataParallel that calls C++; the same
 
 
 def forward_ad_level() -> int:

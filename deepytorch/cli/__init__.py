@@ -23,6 +23,7 @@ from deepytorch.cli import (
     demo,
     lab,
     machine,
+    profile,
     run,
     simulate,
     verify,
@@ -47,6 +48,7 @@ bench = typer.Typer(help="Measure what deepytorch gains on this machine.", no_ar
 app.command("demo")(demo.demo)
 app.command("run", context_settings=_BEFORE_A_COMMAND)(run.run)
 app.command("verify", context_settings=_BEFORE_A_COMMAND)(verify.verify)
+app.command("profile", context_settings=_BEFORE_A_COMMAND)(profile.profile)
 app.command("doctor")(machine.doctor)
 app.command("gpu-check")(machine.gpu_check)
 app.command("config")(machine.config)

@@ -33,17 +33,28 @@ def run(
 
 
 def _replace_this_process(command: list[str]) -> NoReturn:
-    program = shutil.which(command[0])
-    if program is None:
-        raise CommandError(f"{command[0]} is no command here; {_advice(command[0])}")
-    environment = dict(process_environment())
-    Environment.read()  # a wrong value is said here, once, and not by each process
-    environment["DEEPYTORCH_RUN"] = "on"
-    environment["PYTHONPATH"] = python_path(environment.get("PYTHONPATH", ""))
+    program, environment = program_of(command[0]), environment_of_run()
     try:
         os.execve(program, command, environment)
     except OSError as error:
         raise CommandError(f"{program} cannot be started: {error.strerror}; expected a program, {_EXAMPLE}") from error
+
+
+def program_of(name: str) -> str:
+    """Return the path of a command. Raises `CommandError` if there is none of this name."""
+    program = shutil.which(name)
+    if program is None:
+        raise CommandError(f"{name} is no command here; {_advice(name)}")
+    return program
+
+
+def environment_of_run() -> dict[str, str]:
+    """Return the environment in which a command trains with the import. Raises `ConfigError` for a wrong variable."""
+    environment = dict(process_environment())
+    Environment.read()  # a wrong value is said here, once, and not by each process
+    environment["DEEPYTORCH_RUN"] = "on"
+    environment["PYTHONPATH"] = python_path(environment.get("PYTHONPATH", ""))
+    return environment
 
 
 def _advice(name: str) -> str:

@@ -168,7 +168,8 @@ def test_help_says_what_each_option_does_without_words_of_ours(words):
 
 def test_commands_are_spelled_in_the_help_as_they_are_typed():
     assert list(COMMANDS) == [
-        ("demo",), ("run",), ("verify",), ("doctor",), ("gpu-check",), ("config",), ("build",), ("lab",), ("simulate",),
+        ("demo",), ("run",), ("verify",), ("profile",), ("doctor",), ("gpu-check",), ("config",), ("build",), ("lab",),
+        ("simulate",),
         ("cache",), ("cache", "list"), ("cache", "export"), ("cache", "import"), ("cache", "clear"),
         ("bench",), ("bench", "unpad"), ("bench", "hosts"), ("bench", "models"), ("bench", "ddp"), ("bench", "sharded"),
         ("bench", "comm"), ("bench", "start"),

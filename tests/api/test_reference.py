@@ -33,6 +33,7 @@ def test_every_field_has_a_meaning() -> None:
         "DEEPYTORCH_VERIFY_EVERY",
         "DEEPYTORCH_COMPILE",
         "DEEPYTORCH_RUN",
+        "DEEPYTORCH_PROFILE",
         "DEEPYTORCH_CACHE_MB",
         "DEEPYTORCH_MEMORY",
     ]
