@@ -1,8 +1,8 @@
 """Models whose code reads numbers out of tensors only to assert something of them, such as XLM's lengths of rows.
 
-Dynamo cuts a graph where Python reads such a number. A number that is only asserted of decides nothing, so it can stay in
-the graph, with the assertion: Dynamo's setting `capture_scalar_outputs`. Other uses (a size, a branch) may need a number
-that no trace has, and stay cut.
+Dynamo cuts a graph where Python reads such a number. A number that is only asserted of decides nothing, so it can stay
+in the graph, with the assertion: Dynamo's setting `capture_scalar_outputs`. Other uses (a size, a branch) may need a
+number that no trace has, and stay cut.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import ast
 import inspect
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 
@@ -29,10 +29,9 @@ def asserts_scalars(module: nn.Module) -> bool:
     if not any(_MAY_ASSERT.search(source) for source in sources):
         return False
     trees = [ast.parse(source) for source in sources]
-    asserted = {
-        read for tree in trees for each in ast.walk(tree) if isinstance(each, ast.Assert) for read in _reads(each)
-    }
-    return bool(asserted) and asserted == {read for tree in trees for read in _reads(tree)}
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    asserted = {read for node in nodes if isinstance(node, ast.Assert) for read in _reads(ast.walk(node))}
+    return bool(asserted) and asserted == set(_reads(nodes))
 
 
 def _source(name: str) -> str:
@@ -42,8 +41,8 @@ def _source(name: str) -> str:
         return ""
 
 
-def _reads(tree: ast.AST) -> Iterator[ast.Call]:
+def _reads(nodes: Iterable[ast.AST]) -> Iterator[ast.Call]:
     """Yield the calls that read numbers out of a tensor."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _READS:
             yield node
