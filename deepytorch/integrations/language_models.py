@@ -46,9 +46,9 @@ def language_model_of(module: nn.Module) -> nn.Module | None:
 
 
 def _makes_masks(module: nn.Module) -> bool:
-    """Return whether a module's forward makes attention masks by the functions of transformers."""
+    """Return whether a module's forward makes the masks of a language model by transformers' functions for that."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return code is not None and any(name.startswith("create_") and "mask" in name for name in code.co_names)
+    return code is not None and any(name.startswith("create_masks_for_") for name in code.co_names)
 
 
 def _is_of_libraries_around(module: nn.Module, whole: nn.Module) -> bool:
