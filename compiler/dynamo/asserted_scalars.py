@@ -28,7 +28,10 @@ def asserts_scalars(module: nn.Module) -> bool:
     sources = [_source(name) for name in names if name.partition(".")[0] != "torch"]
     if not any(_MAY_ASSERT.search(source) for source in sources):
         return False
-    trees = [ast.parse(source) for source in sources]
+    try:
+        trees = [ast.parse(source) for source in sources]
+    except SyntaxError:  # a file that is being edited
+        return False
     nodes = [node for tree in trees for node in ast.walk(tree)]
     asserted = {read for node in nodes if isinstance(node, ast.Assert) for read in _reads(ast.walk(node))}
     return bool(asserted) and asserted == set(_reads(nodes))
