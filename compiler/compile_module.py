@@ -18,6 +18,7 @@ from deepytorch.class_state import ClassState
 from deepytorch.compiler.budget import BUDGET
 from deepytorch.compiler.code.worker.queue import MODEL, expect
 from deepytorch.compiler.config import CompilerConfig
+from deepytorch.compiler.dynamo.asserted_scalars import asserts_scalars
 from deepytorch.compiler.dynamo.settings import prepare_dynamo
 from deepytorch.compiler.dynamo.sizes import marked_ahead
 from deepytorch.compiler.dynamo.trace_gate import TraceGate, TraceHistory
@@ -53,6 +54,8 @@ def compiled_call(
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         paused, model = BUDGET.paused, MODEL.set(kind.__name__)
         is_known = type(module) in _CALLED
+        if history.asserts_scalars is None:
+            history.asserts_scalars = asserts_scalars(module)
         try:
             with contextlib.nullcontext() if is_known else _first_call(module, args, kwargs, config):
                 forward = module.forward

@@ -68,12 +68,14 @@ class TraceHistory:
         first_seconds: An estimate of the first trace's time.
         granted: Whether the next frame may be traced at any cost, as ranks have agreed to trace in the same step.
         packs_in_eager: Whether packed steps that are not compiled were no slower than padded ones.
+        asserts_scalars: As `asserts_scalars` found of a module of the class; None before it was asked.
         codes: The knowledge of each code object.
     """
 
     first_seconds: float = 0.0
     granted: bool = False
     packs_in_eager: bool = True
+    asserts_scalars: bool | None = None
     codes: dict[CodeType, TracedCode] = field(default_factory=dict)
 
     def of(self, code: CodeType) -> TracedCode:
@@ -158,8 +160,10 @@ class TraceGate:
         try:
             # Two settings of Dynamo make code behave as in eager: hooks that come or go later are seen, and numbers
             # that a forward draws from NumPy stay NumPy's, and do not come from torch's generator.
-            as_eager = dynamo_config.patch(skip_nnmodule_hook_guards=False, use_numpy_random_stream=True)
-            with BUDGET.pause(), as_eager:
+            settings = {"skip_nnmodule_hook_guards": False, "use_numpy_random_stream": True}
+            if self._history.asserts_scalars:
+                settings["capture_scalar_outputs"] = True
+            with BUDGET.pause(), dynamo_config.patch(settings):
                 return self._torchdynamo_orig_backend(frame, cache_entry, frame_state)
         except Exception as error:
             if trace.is_too_long:

@@ -4,10 +4,14 @@ The whole model replaces the embeddings of placeholder tokens by features of ima
 with the number of placeholders, so that Dynamo cuts it there. The language model gets embeddings, mask and positions;
 its hidden states come back as tokens, and the head and the loss take these alone. Towers for images and sounds are left
 in eager: their inputs have no padding of the text's.
+
+A model that makes the masks of its language model itself (Gemma 3, where the parts of an image see each other) is
+compiled whole: inside, nothing would tell what such a mask means. Its batches of text alone have no cut.
 """
 
 from __future__ import annotations
 
+import inspect
 from importlib import import_module
 
 from torch import nn
@@ -36,8 +40,15 @@ def language_model_of(module: nn.Module) -> nn.Module | None:
         return None
     [language_model] = found
     inside = {id(each) for each in language_model.modules()}
-    beside = [each for each in models.values() if id(each) not in inside and not _holds(each, language_model)]
-    return language_model if beside else None
+    around = [each for each in models.values() if id(each) not in inside and _holds(each, language_model)]
+    has_tower = len(around) + sum(id(each) in inside for each in models.values()) < len(models)
+    return language_model if has_tower and not any(map(_makes_masks, around)) else None
+
+
+def _makes_masks(module: nn.Module) -> bool:
+    """Return whether a module's forward makes the masks of a language model by transformers' functions for that."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and any(name.startswith("create_masks_for_") for name in code.co_names)
 
 
 def _is_of_libraries_around(module: nn.Module, whole: nn.Module) -> bool:

@@ -58,7 +58,8 @@ def varlen_attention_reference(
         empty = (scores == float("-inf")).all(-1, keepdim=True)
         scores = scores.masked_fill(empty, 0.0)
         if sinks is not None:
-            scores = torch.cat([scores, sinks.to(scores.dtype).view(-1, 1, 1).expand(-1, num_q, 1)], dim=-1)
+            column = sinks[queries].t() if sinks.dim() == 2 else sinks.unsqueeze(1).expand(-1, num_q)
+            scores = torch.cat([scores, column.to(scores.dtype).unsqueeze(-1)], dim=-1)
         probabilities = torch.softmax(scores, dim=-1)[..., :num_k].masked_fill(empty, 0.0)
         if rule.dropout_p > 0:
             assert seed is not None

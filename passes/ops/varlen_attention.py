@@ -71,7 +71,8 @@ def varlen_attention(
         seed: () int64, decides which probabilities are dropped: the same seed drops the same. Drawn from torch's
             generator when dropout is asked for without it.
         sinks: (heads_q,), floating: a score that every query of a head has beside those of its keys, for a value of
-            zeros (attention sinks, Xiao et al. 2023, arXiv:2309.17453, learned as in GPT-OSS). Differentiable.
+            zeros (attention sinks, Xiao et al. 2023, arXiv:2309.17453, learned as in GPT-OSS); (tokens_q, heads_q) if
+            each query has its own. Differentiable.
         scale: factor of the products; 1 / sqrt(head_dim) when None.
         window_left: how many keys before its own index a query sees, counted inside the row; -1: all of them.
         window_right: likewise after its own index. Causal attention is 0.
@@ -137,9 +138,10 @@ def _check(query: Tensor, key: Tensor, value: Tensor, call: Call) -> None:
     if call.bias is not None:
         _check_bias(query, key, call.bias, call)
     rule, seed, sinks = call.rule, call.seed, call.sinks
-    if sinks is not None and (sinks.shape != query.shape[1:2] or not sinks.is_floating_point()):
+    if sinks is not None and (sinks.shape not in (query.shape[1:2], query.shape[:2]) or not sinks.is_floating_point()):
         raise _wrong(
-            f"sinks of shape {tuple(sinks.shape)} and dtype {sinks.dtype}", f"({query.size(1)},), floating: one a head"
+            f"sinks of shape {tuple(sinks.shape)} and dtype {sinks.dtype}",
+            f"({query.size(1)},) or {tuple(query.shape[:2])}, floating: one a head, or one a query and head",
         )
     if seed is not None and (seed.dim() != 0 or seed.dtype != torch.int64):
         raise _wrong(f"seed of shape {tuple(seed.shape)} and dtype {seed.dtype}", "() of int64")
@@ -200,9 +202,14 @@ def _forward_by(form: Any) -> Any:
 
 def _with_sinks(output: Tensor, logsumexp: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """Return the output and logsumexp of attention whose softmax counts a sink beside the keys."""
-    whole = torch.logaddexp(logsumexp, sinks.to(logsumexp.dtype).unsqueeze(1))
+    whole = torch.logaddexp(logsumexp, _by_head(sinks, logsumexp.dtype))
     share = torch.exp(logsumexp - whole).t().unsqueeze(-1)  # (tokens_q, heads_q, 1), of the keys
     return (output * share).to(output.dtype), whole
+
+
+def _by_head(sinks: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the sinks as (heads_q, tokens_q or 1)."""
+    return sinks.to(dtype).t() if sinks.dim() == 2 else sinks.to(dtype).unsqueeze(1)
 
 
 def _grad_sinks(saved: Saved, grad_output: Tensor) -> Tensor:
@@ -210,9 +217,10 @@ def _grad_sinks(saved: Saved, grad_output: Tensor) -> Tensor:
     sinks = saved.call.sinks
     if sinks is None:
         return saved.query.new_empty(0)
-    probabilities = torch.exp(sinks.to(saved.logsumexp.dtype).unsqueeze(1) - saved.logsumexp)
+    probabilities = torch.exp(_by_head(sinks, saved.logsumexp.dtype) - saved.logsumexp)
     means = (grad_output.to(probabilities.dtype) * saved.output).sum(-1).t()
-    return -(probabilities * means).sum(1).to(sinks.dtype)
+    grads = -(probabilities * means)
+    return (grads.t() if sinks.dim() == 2 else grads.sum(1)).to(sinks.dtype)
 
 
 def _backward_by(form: Any) -> Any:

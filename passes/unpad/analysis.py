@@ -201,6 +201,7 @@ def _check_operands(attention: Attention, known: Mapping[fx.Node, Layout]) -> tu
         last = layout[-2] if name == "key" and attention.key_is_transposed else layout[-1]
         if not all(isinstance(atom, int) for atom in last) or not positions_of(layout)[0].whole:
             raise Undecided(f"its {name} has positions in an unexpected dimension")
+    _check_sinks(attention, known)
     if any(term.ndim == 3 for term in attention.terms) and (not found[0] or found[0][0][:1] != (ROWS,)):
         raise Undecided("its rows are not the first of its dimensions")  # terms are taken to have rows before heads
     _check_heads(attention, [layout for layout in found if layout is not None])
@@ -208,6 +209,21 @@ def _check_operands(attention: Attention, known: Mapping[fx.Node, Layout]) -> tu
     if query != output or key != value:
         raise Undecided("queries and outputs, or keys and values, stand in different token spaces")
     return query, key
+
+
+def _check_sinks(attention: Attention, known: Mapping[fx.Node, Layout]) -> None:
+    """Check that sinks are those of heads, or of heads and queries."""
+    if attention.sinks is None:
+        return
+    layout, shape = known.get(attention.sinks), attention.sinks.meta["val"].shape
+    if is_token(layout):
+        assert layout is not None
+        by_query = len(layout) == 4 and layout[0] == (ROWS,) and layout[2] == tuple(positions_of(layout))
+        if by_query and positions_of(layout) == positions_of(known[attention.query]):
+            return
+    elif layout is not None and not token_dims(layout) and shape[0] == 1 and all(size == 1 for size in shape[2:]):
+        return
+    raise Undecided("its sinks are neither those of heads nor those of queries")
 
 
 def _check_heads(attention: Attention, found: list[Layout]) -> None:
@@ -268,6 +284,7 @@ def _keep_sequences_apart(region: Region, attentions: list[Attention]) -> None:
     """
     found = origins(region.graph, region.layouts, attentions, region.slicer)
     seen = [node for attention, _ in region.attentions for node in (attention.query, attention.key)]
+    seen += [attention.sinks for attention, _ in region.attentions if attention.sinks is not None]
     seen += [loss.args[0] for loss in region.losses]  # type: ignore[misc]
     seen += [node for node in region.output_nodes if not region.slicer.from_batch(node)]
     for space in region.spaces.values():

@@ -30,8 +30,9 @@ class Attention:
 
     `query` is (..., positions_q, head_dim). `key` is (..., positions_k, head_dim) for SDPA, and (..., head_dim,
     positions_k) if the attention is written out; the layouts of both tell. `terms` are added to the scaled scores.
-    `sinks` (1, heads, 1, 1) or (1, heads, 1) is the score of a key that no value stands behind. `empty_is_nan`: a query
-    whose scores are all minus infinity gets NaN, as it does where the softmax is written out. (SDPA gives it zeros.)
+    `sinks` (1, heads, 1, 1) or (1, heads, 1) is the score of a key that no value stands behind; (rows, heads,
+    positions_q, 1) if each query has its own. `empty_is_nan`: a query whose scores are all minus infinity gets NaN, as
+    it does where the softmax is written out. (SDPA gives it zeros.)
     """
 
     output: fx.Node
@@ -175,13 +176,17 @@ def _without_sinks(softmax: fx.Node) -> tuple[Any, fx.Node, fx.Node | None, list
         return without
     given = arguments_of(dropped)
     drops_one = (given["dim"] % 4, given["start"] or 0, given["end"], given["step"]) == (last, 0, -1, 1)
-    sinks = parts[1].args[0] if parts[1].target is aten.expand.default else None
-    if not drops_one or sinks is None or sinks.meta["val"].dim() != 4:
+    if not drops_one or parts[1].meta["val"].shape[last] != 1:
         return without
-    rows, _, queries, columns = sinks.meta["val"].shape
-    if not (rows == queries == columns == 1) or parts[1].meta["val"].shape[last] != 1:
-        return without
-    return parts[0], dropped, sinks, [*beside, scores, parts[1], dropped]
+    if parts[1].target is aten.expand.default and _is_alike_for_queries(parts[1].args[0]):
+        return parts[0], dropped, parts[1].args[0], [*beside, scores, parts[1], dropped]
+    return parts[0], dropped, parts[1], [*beside, scores, dropped]
+
+
+def _is_alike_for_queries(sinks: fx.Node) -> bool:
+    """Return whether sinks are (1, heads, 1, 1)."""
+    shape = sinks.meta["val"].shape
+    return len(shape) == 4 and shape[0] == shape[2] == shape[3] == 1
 
 
 def _scaled_by_sinks(scores: fx.Node, product: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:

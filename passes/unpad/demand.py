@@ -113,7 +113,7 @@ def _inputs(node: fx.Node, demand: Demand, seen: Seen) -> Iterable[tuple[fx.Node
         yield from ((source, TOKENS) for source in (attention.query, attention.key, attention.value))
         yield from ((bias, EVERYTHING) for bias in seen.biases[node])
         if attention.sinks is not None:
-            yield attention.sinks, EVERYTHING
+            yield attention.sinks, TOKENS if is_token(seen.layouts.get(attention.sinks)) else EVERYTHING
         return
     if node in seen.losses:
         all_tokens = by_token(node, demand, seen) or not seen.loss_rows

@@ -247,7 +247,11 @@ class Emitter:
             seed = self.call(aten.randint.default, (2**62, []), {"dtype": torch.int64, "device": device})
         sinks = None
         if attention.sinks is not None:
-            sinks = self.call(aten.reshape.default, (self.padded(attention.sinks), [-1]))
+            if is_token(self.layouts[attention.sinks]):
+                heads = attention.sinks.meta["val"].shape[1]
+                sinks = self.call(aten.reshape.default, (self.packed(attention.sinks, queries), [-1, heads]))
+            else:
+                sinks = self.call(aten.reshape.default, (self.padded(attention.sinks), [-1]))
         both = self.call(
             ops.varlen_attention.default,
             (q, k, v, cu_q, cu_k, longest_q, longest_k, bias, *positions, seed, sinks),

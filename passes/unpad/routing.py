@@ -359,8 +359,9 @@ def _counts(node: fx.Node, known: Known) -> Routed | None:
         return None
     if not _numbers_groups(sort.args[0], groups):
         return None
-    # bins as wide as the distance of two keys, or a little less, so that each key has a bin of its own
-    if low != 0 or high not in (groups - 1, groups) or groups < 2 or arguments_of(sort)["descending"]:
+    # bins as wide as the distance of two keys, or a little less, so that each key has a bin of its own; a single bin
+    # from 0 to 0 reaches as far as the keys
+    if low != 0 or high not in (groups - 1, groups) or arguments_of(sort)["descending"]:
         return None
 
     def write(emitter: Emitter, entries: IndexSet) -> fx.Node:

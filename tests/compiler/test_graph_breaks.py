@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.compiler.parity import Pair, batches, causal_batch, expect_packed, masked_lm_batch
+from deepytorch.compiler.compile_module import compiled_call
+from deepytorch.compiler.dynamo.asserted_scalars import asserts_scalars
+from tests.compiler.parity import OPTIONS, Pair, batches, causal_batch, expect_packed, masked_lm_batch
 from tests.compiler.plain_models import DIM, SIZES, VOCAB, Block, sdpa_bool
 
 
@@ -69,3 +72,39 @@ def test_a_warning_of_transformers_does_not_cut_a_model_imported_after_us() -> N
     with torch._dynamo.config.patch(ignore_logging_functions=set()):
         given = batches(causal_batch, (4, 11, "right"), (3, 13, "left"), (4, 9, "right"), (3, 11, "left"))
         expect_packed(pair.train(given), steps=4)
+
+
+def xlm() -> Any:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.XLMConfig(
+        emb_dim=32, n_layers=1, n_heads=4, vocab_size=96, max_position_embeddings=32, dropout=0.0, pad_index=1,
+        attention_dropout=0.0, use_cache=False,
+    )  # fmt: skip
+    return transformers.XLMWithLMHeadModel(config).train()
+
+
+def test_a_number_that_is_only_asserted_does_not_cut_a_model() -> None:
+    """XLM asserts of each batch that no row is longer than the batch: by a number that Python reads from a tensor."""
+    pair = Pair(xlm())
+    pair.compiled = partial(compiled_call(type(pair.model), None, {**OPTIONS, "wait": True}), pair.model)
+    given = batches(masked_lm_batch, (4, 11, "right"), (3, 13, "left"), (4, 9, "mixed"), (5, 12, "holes"))
+    expect_packed(pair.train(given), steps=4, padded=0)
+    too_long = given[0] | {"lengths": torch.tensor([99, 1, 1, 1])}
+    with pytest.raises(AssertionError):
+        pair.reference(**too_long)
+    with pytest.raises((AssertionError, RuntimeError)):
+        pair.compiled(**too_long)
+
+
+class Asserts(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert x.max().item() < 9
+        return x
+
+
+def test_numbers_that_decide_something_are_no_assertions() -> None:
+    """This file, which defines `Asserts`, also reads numbers that it does not assert of: `places`."""
+    assert asserts_scalars(xlm())
+    assert not asserts_scalars(nn.Linear(2, 2))
+    places = torch.arange(3).tolist()
+    assert not [place for place in places if asserts_scalars(Asserts())]

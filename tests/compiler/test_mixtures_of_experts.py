@@ -76,8 +76,29 @@ def ernie(**kwargs: Any) -> Any:
     return hf.Ernie4_5_MoeForCausalLM(hf.Ernie4_5_MoeConfig(**SMALL, **given))
 
 
+def hunyuan() -> Any:
+    """Of one expert, as its configuration has it by default: all entries are those of that expert."""
+    return hf.HunYuanMoEV1ForCausalLM(hf.HunYuanMoEV1Config(**SMALL, head_dim=8))
+
+
+def hunyuan_of_four() -> Any:
+    return hf.HunYuanMoEV1ForCausalLM(hf.HunYuanMoEV1Config(**SMALL, head_dim=8, num_experts=4, moe_topk=2))
+
+
+def inkling2() -> Any:
+    """Sinks that each query has of its own, beside a bias that follows from the query; convolutions before keys."""
+    given = {name: value for name, value in SMALL.items() if name != "intermediate_size"}
+    config = pytest.importorskip("transformers.models.inkling2").Inkling2TextConfig(
+        **given, unpadded_vocab_size=96, head_dim=8, swa_num_attention_heads=4, swa_num_key_value_heads=2,
+        swa_head_dim=8,
+        sliding_window_size=5, rel_extent=8, d_rel=4, layer_types=["hybrid_sliding", "hybrid"], n_routed_experts=4,
+        num_experts_per_tok=2, moe_intermediate_size=16, n_layers_per_attn_res_block=1, eos_token_id=2, use_cache=False,
+    )  # fmt: skip
+    return hf.Inkling2ForCausalLM(config)
+
+
 # one of each kind in the default suite: latent attention with groups of experts; the others differ in parts of it
-OTHERS = (mixtral, deepseek2, olmoe, granite, glm4, ernie)
+OTHERS = (mixtral, deepseek2, olmoe, granite, glm4, ernie, hunyuan, hunyuan_of_four)
 
 
 @pytest.mark.parametrize("build", [deepseek3, *(pytest.param(build, marks=pytest.mark.slow) for build in OTHERS)])
@@ -85,6 +106,13 @@ def test_routed_tokens_are_packed(build: Callable[..., Any]) -> None:
     pair = Pair(build().train())
     report = pair.train(batches(causal_batch, (4, 11, "right"), (4, 13, "left"), (3, 9, "holes")), compare_at_tokens())
     expect_packed(report, steps=3, padded=0)
+
+
+@pytest.mark.slow
+def test_sinks_of_queries_beside_a_bias_from_them() -> None:
+    report = Pair(inkling2().train()).train(batches(causal_batch, *mixture()), compare_at_tokens())
+    expect_packed(report, steps=4, padded=1)
+    assert padded_because(report) == {"holes between the tokens of a row under a sliding window": 1}
 
 
 def test_compiled_once_for_any_number_of_tokens() -> None:

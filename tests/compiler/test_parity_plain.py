@@ -132,6 +132,30 @@ def sinks(q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
     return (scores - scores.amax(-1, keepdim=True)).softmax(-1)[..., :-1] @ v
 
 
+def sinks_of_queries(q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
+    """A score that each query has of its own, as in Inkling."""
+    column = q.square().mean(-1, keepdim=True)
+    return torch.cat([scaled(q, k).masked_fill(~keys(mask), -1e9), column], dim=-1).softmax(-1)[..., :-1] @ v
+
+
+def sinks_of_places(q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
+    """A score that follows from where a query stands."""
+    column = torch.arange(q.shape[2]).float()[:, None].expand(*q.shape[:3], 1)
+    return torch.cat([scaled(q, k).masked_fill(~keys(mask), -1e9), column / 4], dim=-1).softmax(-1)[..., :-1] @ v
+
+
+def sinks_from_all_queries(q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
+    """A score that each query has from all positions of its row, pads too."""
+    column = q.mean(-1, keepdim=True).cumsum(2)
+    return torch.cat([scaled(q, k).masked_fill(~keys(mask), -1e9), column], dim=-1).softmax(-1)[..., :-1] @ v
+
+
+def sinks_of_rows(q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
+    """A score that is one for all queries of a row, and counts its pads."""
+    column = q.mean((-1, -2), keepdim=True).expand(-1, -1, q.shape[2], -1)
+    return torch.cat([scaled(q, k).masked_fill(~keys(mask), -1e9), column], dim=-1).softmax(-1)[..., :-1] @ v
+
+
 def scaled_by_sinks(q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
     """The same as a factor of what attention without sinks returns."""
     scores = scaled(q, k).masked_fill(~keys(mask), -1e9)
@@ -174,6 +198,8 @@ PACKED: dict[str, Attend] = {
     "less the maximum": less_the_maximum,
     "bounded below, a number added": bounded_below,
     "sinks": sinks,
+    "sinks of queries": sinks_of_queries,
+    "sinks of places": sinks_of_places,
     "scaled by sinks": scaled_by_sinks,
 }
 # Equal by all means; packed or not is not promised.
@@ -192,6 +218,8 @@ OTHERS: dict[str, Attend] = {
         torch.where(keys(m), scaled(q, k), torch.full_like(scaled(q, k), -1e9)).softmax(-1) @ v
     ),
     "sinks dropped at the other end": sinks_dropped_at_the_other_end,
+    "sinks from all queries": sinks_from_all_queries,
+    "sinks of rows": sinks_of_rows,
     "merged heads, unmerged for the mask": merged_heads_unmerged_for_the_mask,
 }
 

@@ -41,6 +41,7 @@ EXTRA = {
     "table of distances": "self.table = nn.Embedding(9, HEADS)",
     "sinks": "self.sinks = nn.Parameter(torch.randn(HEADS))",
     "scaled by sinks": "self.sinks = nn.Parameter(torch.randn(HEADS))",
+    "sinks of queries": "self.sinks = nn.Linear(DIM, HEADS)",
     "learned temperature": "self.temperature = nn.Parameter(torch.ones(HEADS, 1, 1))",
     "gate by query": "self.gate = nn.Linear(DIM, DIM)",
 }
@@ -226,8 +227,11 @@ def _softmaxed(trial: Trial) -> list[str]:
     lines = []
     if trial.spelling == "less the maximum":
         lines.append("scores = scores - scores.amax(-1, keepdim=True)")
-    if trial.score == "sinks":
-        lines.append("column = self.sinks.view(1, -1, 1, 1).to(scores.dtype).expand(rows, -1, positions, -1)")
+    if trial.score in ("sinks", "sinks of queries"):
+        column = "self.sinks.view(1, -1, 1, 1).to(scores.dtype).expand(rows, -1, positions, -1)"
+        if trial.score == "sinks of queries":
+            column = "self.sinks(x).to(scores.dtype).transpose(1, 2).unsqueeze(-1)"
+        lines.append(f"column = {column}")
         lines.append("scores = torch.cat([scores, column], dim=-1)")
         lines.append("weights = scores.softmax(-1)[..., :-1]")
     elif trial.spelling == "softmax in float32":

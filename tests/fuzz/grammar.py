@@ -64,6 +64,7 @@ MODEL: dict[str, Alternatives] = {
         "softcap": 0.5,
         "sinks": 0.7,
         "scaled by sinks": 0.3,
+        "sinks of queries": 0.3,
         "learned temperature": 0.5,
         "gate by query": 0.3,
     },
@@ -311,16 +312,16 @@ def draw(seed: int, index: int, cases: int = 96, among: dict[str, list[str]] | N
 
 def valid(trial: Trial) -> Trial:
     """Return the trial with alternatives that go together."""
-    if trial.score in ("softcap", "sinks", "scaled by sinks") and trial.spelling.startswith("sdpa"):
+    if (trial.score == "softcap" or "sinks" in trial.score) and trial.spelling.startswith("sdpa"):
         trial = trial.with_choice("spelling", "filled")
     if trial.spelling == "multihead":
         for name in ("heads", "score", "keys_norm"):
             trial = trial.with_choice(name, plainest(name))
         if trial.positions.startswith("rotary"):
             trial = trial.with_choice("positions", "learned")
-    if trial.spelling == "exponentials" and trial.score == "sinks":
+    if trial.spelling == "exponentials" and trial.score in ("sinks", "sinks of queries"):
         trial = trial.with_choice("score", "plain")
-    if trial.spelling == "merged heads" and trial.score in ("sinks", "scaled by sinks"):
+    if trial.spelling == "merged heads" and "sinks" in trial.score:
         trial = trial.with_choice("spelling", "filled")
     if trial.heads == "by SDPA" and not trial.spelling.startswith("sdpa"):
         trial = trial.with_choice("heads", "repeated")

@@ -47,6 +47,16 @@ def qwen2_vl() -> Any:
     return hf.Qwen2VLForConditionalGeneration(config)
 
 
+def gemma3() -> Any:
+    tower = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    layers = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5, "head_dim": 8}
+    config = hf.Gemma3Config(
+        text_config={**TEXT, **layers, "pad_token_id": 0}, vision_config={**tower, "image_size": 16, "patch_size": 8},
+        image_token_id=IMAGE, mm_tokens_per_image=4, boi_token_index=92, eoi_token_index=93,
+    )  # fmt: skip
+    return hf.Gemma3ForConditionalGeneration(config)
+
+
 def whisper() -> Any:
     sides = {"layers": 1, "attention_heads": 4, "ffn_dim": 64}
     widths: dict[str, Any] = {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in sides.items()}
@@ -77,7 +87,9 @@ def batch_of(build: Callable[[], Any], step: int) -> Batch:
         labels[row, at : at + 6] = -100
     labels[:, 1:][mask[:, :-1] == 0] = -100
     found = {"input_ids": ids, "attention_mask": mask, "labels": labels}
-    if build is llava:
+    if build is gemma3:
+        found["token_type_ids"] = (ids == IMAGE).long()
+    if build in (llava, gemma3):
         return {**found, "pixel_values": torch.randn(len(with_image), 3, 16, 16, generator=generator)}
     return {
         **found,
@@ -87,11 +99,13 @@ def batch_of(build: Callable[[], Any], step: int) -> Batch:
     }
 
 
-def train(model: Any, build: Callable[[], Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
+def train(
+    model: Any, build: Callable[[], Any], make: Callable[..., Batch] = batch_of
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     losses = []
     for step in range(STEPS):
-        loss = model(**batch_of(build, step)).loss
+        loss = model(**make(build, step)).loss
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -118,6 +132,35 @@ def test_text_with_images_in_it_is_packed_with_eagers_losses_and_gradients(build
     assert (record.steps_packed, record.steps_padded) == (STEPS - 1, 0), record
 
 
+def without_images(batch: Batch) -> Batch:
+    return {name: each * (each != IMAGE) for name, each in batch.items() if name != "pixel_values"} | {
+        "token_type_ids": torch.zeros_like(batch["input_ids"])
+    }
+
+
+@pytest.mark.slow
+def test_a_model_that_makes_the_masks_inside_is_compiled_whole() -> None:
+    """Gemma 3's batches of text alone are packed; those with images, whose parts see each other, run padded."""
+    torch.manual_seed(0)
+    model = gemma3().train()
+    reference = copy.deepcopy(model)
+
+    def some_with_images(build: Callable[[], Any], step: int) -> Batch:
+        return batch_of(build, step) if step == 3 else without_images(batch_of(build, step))
+
+    with deepytorch.paused():
+        expected, gradients = train(reference, gemma3, some_with_images)
+    handle = deepytorch.optimize(model, options={"lowering": "eager"})
+    found, ours = train(model, gemma3, some_with_images)
+    handle.restore()
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert ours.keys() == gradients.keys()
+    for name, each in ours.items():
+        torch.testing.assert_close(each, gradients[name], rtol=1e-3, atol=1e-5)
+    report = LEDGER.report()
+    assert report.total("steps_packed") == STEPS - 2, report  # but for the first, which is watched, and the images
+
+
 def test_whispers_decoder_is_packed_where_no_frame_is_read() -> None:
     torch.manual_seed(0)
     model = whisper().train()
@@ -138,6 +181,7 @@ def test_the_language_model_is_found_below_adapters_and_nowhere_else() -> None:
     peft = pytest.importorskip("peft")
     model = llava()
     inside = model.model.language_model
+    assert language_model_of(gemma3()) is None  # which makes the masks of its own
     assert language_model_of(model) is inside
     assert language_model_of(inside) is None
     assert language_model_of(torch.nn.ModuleList([model])) is None

@@ -76,6 +76,7 @@ ATTENTIONS: dict[str, Callable[[PaddedGraph, fx.Node], fx.Node]] = {
     "bias": lambda g, x: attend(g, x, biased(g)),
     "bias of merged rows and heads": lambda g, x: merged(g, x),
     "spelled out": lambda g, x: spelled_out(g, x),
+    "sinks of queries": lambda g, x: spelled_out(g, x, project(g, x, 2)),
     "two layers": lambda g, x: attend(g, attend(g, x, key_mask(g)), key_mask(g)),
 }
 
@@ -134,11 +135,17 @@ def grouped(g: PaddedGraph, x: fx.Node) -> fx.Node:
     return g.call(aten.linear.default, y, g.weight(6, 16))
 
 
-def spelled_out(g: PaddedGraph, x: fx.Node) -> fx.Node:
+def spelled_out(g: PaddedGraph, x: fx.Node, beside: fx.Node | None = None) -> fx.Node:
+    """Attention of two heads; beside: (rows, heads, positions, width), whose first column is that of sinks."""
     q, k, v = (project(g, x, 2) for _ in range(3))
     scores = g.call(aten.matmul.default, q, g.call(aten.transpose.int, k, -1, -2))
     scores = g.call(aten.add.Tensor, g.call(aten.mul.Tensor, scores, 0.3), low(g, key_mask(g)))
-    y = g.call(aten.matmul.default, g.call(aten.softmax.int, scores, -1), v)
+    if beside is not None:
+        scores = g.call(aten.cat.default, [scores, g.call(aten.slice.Tensor, beside, 3, 0, 1)], -1)
+    weights = g.call(aten.softmax.int, scores, -1)
+    if beside is not None:
+        weights = g.call(aten.slice.Tensor, weights, 3, 0, -1)
+    y = g.call(aten.matmul.default, weights, v)
     y = g.call(aten.reshape.default, g.call(aten.transpose.int, y, 1, 2), [g.size("r"), g.size("p"), 8])
     return g.call(aten.linear.default, y, g.weight(6, 8))
 

@@ -105,6 +105,30 @@ class OnePerToken(Routing):
         return x
 
 
+class OneExpert(Routing):
+    """All entries are those of one expert: `histc` has one bin, which reaches from 0 to 0."""
+
+    @property
+    def entries(self) -> fx.Node:
+        return self.g.call(operator.mul, self.g.size("r"), self.g.size("p"))
+
+    def keys(self) -> fx.Node:
+        best = self.call(aten.topk.default, self.call(aten.slice.Tensor, self.scores, 1, 0, 1), 1)
+        return self.call(aten.reshape.default, self.item(best, 1), [-1])
+
+    def tokens(self, order: fx.Node) -> fx.Node:
+        return self.call(aten.floor_divide.default, order, 1)
+
+    def counts(self, keys: fx.Node) -> fx.Node:
+        return self.call(aten.histc.default, self.call(aten.to.dtype, keys, torch.float32), 1)
+
+    def product(self, x: fx.Node, keys: fx.Node, ends: fx.Node) -> fx.Node:
+        return self.call(torch.ops.transformers.grouped_mm_fallback.default, x, self.g.weight(1, DIM, DIM), ends)
+
+    def added(self, x: fx.Node) -> fx.Node:
+        return self.call(aten.sum.dim_IntList, self.call(aten.reshape.default, x, [-1, 1, DIM]), [1])
+
+
 class InverseBySorting(Routing):
     def inverse(self, order: fx.Node) -> fx.Node:
         return self.call(aten.argsort.default, order)
@@ -154,7 +178,7 @@ class TwoHalves(Routing):
 
 
 @pytest.mark.parametrize(
-    "routing", [Routing, OnePerToken, InverseBySorting, StableSort, AddedToTokens, WeightsAndBias, TwoHalves]
+    "routing", [Routing, OnePerToken, OneExpert, InverseBySorting, StableSort, AddedToTokens, WeightsAndBias, TwoHalves]
 )
 def test_entries_of_tokens_are_packed_and_follow_from_no_other_token(routing: type[Routing]) -> None:
     packed = routing().write()

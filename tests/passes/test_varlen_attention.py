@@ -222,10 +222,12 @@ def test_half_precision_is_as_accurate_as_torch(dtype, rule):
 )
 @pytest.mark.parametrize("heads_k", [4, 2])
 @pytest.mark.parametrize("form", [contextlib.nullcontext, without_kernels, as_on_other_devices])
-def test_sinks_and_their_gradient(rule, heads_k, form):
+@pytest.mark.parametrize("by_query", [False, True])
+def test_sinks_and_their_gradient(rule, heads_k, form, by_query):
     """One more score a head, for a value of zeros: a query whose keys all score low gets next to nothing."""
     arguments = make([5, 0, 1, 70, 30], heads_k=heads_k)
-    sinks = torch.tensor([-3.0, 0.0, 1.0, 4.0], requires_grad=True)
+    sinks = torch.tensor([-3.0, 0.0, 1.0, 4.0])
+    sinks = (sinks + torch.randn(len(arguments[0]), 1) if by_query else sinks).requires_grad_()
     seed = torch.tensor(7) if rule.dropout_p else None
     inputs = [*arguments[:3], sinks]
     expected = varlen_attention_reference(*arguments, rule=rule, seed=seed, sinks=sinks)
