@@ -100,7 +100,7 @@ def _layout(node: fx.Node) -> torch.memory_format | None:
 
 def _sizes(node: Any) -> list[int]:
     """Return the sizes of a tensor, of the batch that is traced where they are symbols: no guard depends on them."""
-    return [size.node.hint if isinstance(size, torch.SymInt) else size for size in node.meta["val"].shape]
+    return [(size.node.hint or 1) if isinstance(size, torch.SymInt) else size for size in node.meta["val"].shape]
 
 
 def _lead_to(graph: fx.Graph, convolutions: set[fx.Node]) -> list[fx.Node]:
@@ -125,6 +125,8 @@ def _refusal(graph: fx.Graph) -> Decline | None:
     """Return the node for which the graph has to stay as it is, and why."""
     memory = Slicer(graph)
     for node in graph.nodes:
+        if "recompute" in node.meta:
+            return Decline(node.name, "it is computed again in the backward, and operator by operator it would be kept")
         name = getattr(node.target, "_schema", None)
         if name is not None and name.name.rpartition("::")[2] in _OF_STRIDES:
             return Decline(node.name, f"{node.target} depends on the layout in memory")
