@@ -22,7 +22,6 @@ from deepytorch.compiler.dynamo.graph_traits import (
     draws_as_eager,
     gives_no_gradients,
     is_cut_at,
-    keeps_all,
     may_have_attention,
     may_have_large_loss,
     sets_generators,
@@ -50,7 +49,7 @@ from deepytorch.config import Environment
 from deepytorch.kept_memory import MEMORY
 from deepytorch.log import logger, once
 from deepytorch.passes.base import Context
-from deepytorch.passes.graphs import copied, is_packed, is_random
+from deepytorch.passes.graphs import copied, is_packed, is_random, keeps_all
 from deepytorch.passes.slicing import Slicer
 from deepytorch.passes.unpad.program import Program
 from deepytorch.torch_internals import CompileContext, TensorifyScalarRestartAnalysis

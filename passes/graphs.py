@@ -72,6 +72,13 @@ def is_random(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
+def keeps_all(node: fx.Node) -> bool:
+    """Return whether a node is an attention without dropout: its operator could draw, and does not."""
+    if node.target is not aten.scaled_dot_product_attention.default:
+        return False
+    return (node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)) == 0.0
+
+
 def is_packed(module: fx.GraphModule) -> bool:
     """Return whether a graph, or one nested in it, has attention over packed rows."""
     packed = torch.ops.deepytorch.varlen_attention.default

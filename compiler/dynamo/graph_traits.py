@@ -126,13 +126,6 @@ def _drops(node: fx.Node) -> bool:
     return training is not False
 
 
-def keeps_all(node: fx.Node) -> bool:
-    """Return whether a node is an attention without dropout: its operator could draw, and does not."""
-    if node.target is not torch.ops.aten.scaled_dot_product_attention.default:
-        return False
-    return (node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)) == 0.0
-
-
 def sets_generators(module: fx.GraphModule) -> bool:
     """Return whether Dynamo has cut a graph at a place where the model sets or makes a random generator."""
     return is_cut_at(module, "rng_state", "manual_seed", "fork_rng", "torch.Generator")

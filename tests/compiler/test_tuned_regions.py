@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from deepytorch.compiler.report import LEDGER, RegionRecord
 
@@ -88,3 +89,13 @@ def test_no_time_decides_where_that_is_not_wanted(network: Network, reason: str)
         torch.use_deterministic_algorithms(False)
     assert [each.trials for each in records()] == [[]]
     assert [each.forms_compared for each in records()] == [0]
+
+
+def test_activations_that_a_checkpoint_drops_are_not_kept(network: Network) -> None:
+    pooling = network.body[3].forward
+    network.body[3].forward = lambda images: checkpoint(pooling, images, use_reentrant=False)
+    train(network, compiled(network), 3)
+    [record] = records()
+    assert record.trials == []
+    assert record.forms_compared == 0
+    assert any("computed again in the backward" in reason for reason in record.declined)

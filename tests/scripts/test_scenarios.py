@@ -41,6 +41,8 @@ CHOSEN = (
     "saved_and_loaded_midway",
     "accelerate_loop",
     "lightning_loop",
+    "unet_of_sdxl",
+    "dreambooth_of_adapters",
 )
 # Those that are run in the default mode, too, where another process compiles while steps run in eager, for ten times
 # their steps where they can; and whether compiled code takes over. The others stay in eager for good, and say why.
