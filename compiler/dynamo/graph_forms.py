@@ -4,7 +4,8 @@
 The eager form runs operator by operator and does the same as its module. One operator behaves otherwise in a graph than
 in the module: a checkpoint leaves the state of random generators to Inductor. So the unchanged graph would draw other
 dropout when it recomputes. In the eager form the operator is `torch.utils.checkpoint.checkpoint` again, as the model
-called it.
+called it: weights and buffers, which Dynamo has made arguments, belong to the function again. Of arguments torch checks
+that nobody writes to them before they are used once more, as a norm does to its statistics.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ def eager_graph(module: fx.GraphModule) -> fx.GraphModule:
             name = str(node.args[0].target)
             setattr(found, name, eager_graph(getattr(found, name)))
             node.target = _checkpoint
+            own = tuple(place for place, each in enumerate(node.args[1:]) if _is_of_module(each))
+            node.kwargs = {**node.kwargs, "own": own}
     found.recompile()
     return found
 
@@ -42,16 +45,33 @@ def _holds_checkpoints(module: fx.GraphModule) -> bool:
     return any(node.target is _CHECKPOINT for node in module.graph.nodes)
 
 
-def _checkpoint(part: fx.GraphModule, *arguments: Any, **settings: Any) -> Any:
+def _is_of_module(argument: Any) -> bool:
+    """Return whether an argument of a part is a weight or a buffer of the model, by the name that Dynamo gives it."""
+    return (
+        isinstance(argument, fx.Node)
+        and argument.op == "placeholder"
+        and ("_parameters_" in argument.name or "_buffers_" in argument.name)
+    )
+
+
+def _checkpoint(part: fx.GraphModule, *arguments: Any, own: Sequence[int] = (), **settings: Any) -> Any:
     """Run a part of a graph under a checkpoint with the model's own settings.
 
-    The checkpoint is never reentrant: backwards inside of a backward gain nothing in a graph.
+    The checkpoint is never reentrant: backwards inside of a backward gain nothing in a graph. own: the places of
+    arguments that belong to the function, see [Note: Checkpoints in eager].
     """
     context = part.meta.get("_checkpoint_context_fn")
     if context is not None:
         settings["context_fn"] = context
     # The lambda is a new function: the checkpoint keeps the function it calls, which must not hold the part's values.
-    return checkpoint(lambda *given: part.forward(*given), *arguments, **{**settings, "use_reentrant": False})
+    kept = {place: arguments[place] for place in own}
+    handed = [each for place, each in enumerate(arguments) if place not in kept]
+
+    def run(*given: Any) -> Any:
+        others = iter(given)
+        return part.forward(*(kept[place] if place in kept else next(others) for place in range(len(arguments))))
+
+    return checkpoint(run, *handed, **{**settings, "use_reentrant": False})
 
 
 def graph_for_later(module: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule | str:
