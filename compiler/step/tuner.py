@@ -34,6 +34,7 @@ from deepytorch.fused_optimizers import fuse_for
 from deepytorch.log import logger, once
 
 _GAIN = 0.01  # the least share of a step's time that a form has to save to replace another one
+_NEAR = 0.9  # a form that lost, but not by more, is tried once more when all others were: a compile process disturbs
 _ROUNDS_AMONG_RANKS = 4
 
 
@@ -125,7 +126,7 @@ class Tuner:
         verify_every: int | None = None,
     ) -> None:
         self._eager, self._best = eager, first or eager
-        self._waiting, self._ready = list(others), list[Form]()
+        self._waiting, self._ready, self._again = list(others), list[Form](), list[Form]()
         self._guard, self._record, self._verify_every = guard, record, verify_every
         self._turns = OneProcess() if turns is None else turns
         self._among_ranks = isinstance(self._turns, AmongRanks)
@@ -136,6 +137,7 @@ class Tuner:
         self._paused, self._entries = BUDGET.paused, 0
         self._has_tried = first is not None
         self._steps_of_best, self._is_clear = 0, True
+        self._retried: set[str] = set()  # names of forms that were tried once more, or are to be
         self._kept, self._known = kept, self._known_from(kept)
         record.forms_untried = len(self._waiting)
 
@@ -175,9 +177,12 @@ class Tuner:
         self._verify(inputs)
         if self._challenger is not None:
             self._go_on(self._challenger, now)
+        if self._challenger is None and not (self._waiting or self._ready):
+            self._ready, self._again = self._again, []
         if self._challenger is None and self._ready:
             self._begin_turn(inputs)
-        self._record.forms_untried = len(self._waiting) + len(self._ready) + (self._challenger is not None)
+        untried = len(self._waiting) + len(self._ready) + len(self._again)
+        self._record.forms_untried = untried + (self._challenger is not None)
         self._record.on_trial = "" if self._challenger is None else self._challenger.name
         self._current = self._best
         if self._challenger is not None and self._trial.challenges:
@@ -233,6 +238,7 @@ class Tuner:
                 self._best = form
         self._ready.clear()
         self._waiting.clear()
+        self._again.clear()
 
     def _agrees(self, form: Form, inputs: Sequence[Any]) -> bool:
         """Return whether a form agrees with eager on this batch; report it if it does not."""
@@ -263,6 +269,9 @@ class Tuner:
         logger.info("%s, %s", self._record.name, self._record.trials[-1])
         if is_won:
             self._best, self._steps_of_best = challenger, 0
+        elif gain > _NEAR and challenger.name not in self._retried:
+            self._retried.add(challenger.name)
+            self._again.append(challenger)
         self._is_clear = self._is_clear and self._trial.is_clear
         self._challenger = None
         self._turns.end()
@@ -270,7 +279,8 @@ class Tuner:
 
     def _keep_outcome(self) -> None:
         """Keep the form for later runs, if the trials of all forms came out clearly: else these try again."""
-        if self._kept is not None and self._is_clear and not (self._waiting or self._ready):
+        is_over = not (self._waiting or self._ready or self._again)
+        if self._kept is not None and self._is_clear and is_over:
             self._kept.write(self._best.name)
 
 

@@ -264,9 +264,9 @@ def compute(
     """Time training steps of networks for images, speech, text and diffusion, with the import and without.
 
     Each setup trains in a process of its own; they take turns, step by step, once each has compiled what it runs. The
-    table says how many times as long as deepytorch's a step takes (ratio), the most memory of the process (MB), what the
-    first two steps take (start), after how many seconds of training more steps are done than in eager (ahead), how far
-    the first losses are from eager's, and which form of the model runs.
+    table says how many times as long as deepytorch's a step takes (ratio), the most memory of the process (MB), how
+    long the first two steps take (start), after how many seconds of training more steps are done than in eager (ahead),
+    how far the first losses are from eager's, and which form of the model runs.
     """
     from deepytorch.bench.compute import ComputeOptions, run_compute
     from deepytorch.bench.zoo import MODELS

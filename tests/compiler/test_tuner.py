@@ -477,3 +477,15 @@ def test_a_model_in_many_pieces_is_not_on_trial_for_ever(monkeypatch: pytest.Mon
     assert steps.last() == "channels last"  # this one was tried
     assert len(steps.record.trials) == 1
     assert steps.record.forms_untried == 0
+
+
+def test_a_form_that_lost_by_little_is_tried_once_more_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(monkeypatch, lambda clock: [Timed("channels last", 1.02, clock), Timed("compiled", 2.0, clock, 30)])
+    steps.run(38)
+    [first] = steps.record.trials
+    assert first.startswith("channels last: 0.98")
+    steps.others[0]._seconds = 0.8  # nothing disturbs it any more
+    steps.run(60)
+    assert [each.partition(":")[0] for each in steps.record.trials] == ["channels last", "compiled", "channels last"]
+    assert steps.last() == "channels last"
+    assert steps.record.forms_untried == 0
