@@ -119,7 +119,11 @@ INTERNALS = (
     Internal(
         "torch._dynamo.config.patch",
         "settings for one compile",
-        ((0, ("compiled_autograd", "optimize_ddp")), (0, ("skip_nnmodule_hook_guards", "use_numpy_random_stream"))),
+        (
+            (0, ("capture_scalar_outputs",)),
+            (0, ("compiled_autograd", "optimize_ddp")),
+            (0, ("skip_nnmodule_hook_guards", "use_numpy_random_stream")),
+        ),
     ),
     Internal("torch._dynamo.eval_frame.OptimizedModule", "whether a module is compiled already"),
     Internal("torch._dynamo.exc.TensorifyScalarRestartAnalysis", "a restart that is not an error"),

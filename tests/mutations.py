@@ -263,8 +263,8 @@ MUTATIONS = (
     ),
     Mutation(
         UNPAD + "routing.py",
-        'if low != 0 or high not in (groups - 1, groups) or groups < 2 or arguments_of(sort)["descending"]:',
-        "if low != 0 or groups < 2:",
+        'if low != 0 or high not in (groups - 1, groups) or arguments_of(sort)["descending"]:',
+        "if low != 0:",
         "keys share a bin, or stand in the opposite order",
     ),
     Mutation(

@@ -160,10 +160,10 @@ class TraceGate:
         try:
             # Two settings of Dynamo make code behave as in eager: hooks that come or go later are seen, and numbers
             # that a forward draws from NumPy stay NumPy's, and do not come from torch's generator.
-            settings = {"skip_nnmodule_hook_guards": False, "use_numpy_random_stream": True}
-            if self._history.asserts_scalars:
-                settings["capture_scalar_outputs"] = True
-            with BUDGET.pause(), dynamo_config.patch(settings):
+            as_eager = dynamo_config.patch(skip_nnmodule_hook_guards=False, use_numpy_random_stream=True)
+            scalars = self._history.asserts_scalars
+            asserted = dynamo_config.patch(capture_scalar_outputs=True) if scalars else contextlib.nullcontext()
+            with BUDGET.pause(), as_eager, asserted:
                 return self._torchdynamo_orig_backend(frame, cache_entry, frame_state)
         except Exception as error:
             if trace.is_too_long:
