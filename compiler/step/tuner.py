@@ -32,6 +32,7 @@ from deepytorch.compiler.step.trial import Trial
 from deepytorch.compiler.step.turns import AmongRanks, OneProcess
 from deepytorch.fused_optimizers import fuse_for
 from deepytorch.log import logger, once
+from deepytorch.torch_internals import current_graph_task_id
 
 _GAIN = 0.01  # the least share of a step's time that a form has to save to replace another one
 _NEAR = 0.9  # a form that lost, but not by more, is tried once more when all others were: a compile process disturbs
@@ -153,7 +154,13 @@ class Tuner:
         return known
 
     def poll(self, inputs: Sequence[Any]) -> bool:
-        """Begin a call: advance compilations, and choose its form. Return whether it may be another one than eager."""
+        """Begin a call: advance compilations, and choose its form. Return whether it may be another one than eager.
+
+        A call inside of a backward, which a checkpoint makes, has the form of the forward that it repeats: an optimizer
+        may have stepped in that backward already.
+        """
+        if self._began and current_graph_task_id() != -1:
+            return self._has_tried
         for form in [each for each in self._waiting if each.poll(inputs)]:
             self._waiting.remove(form)
             self._ready.append(form)

@@ -489,3 +489,23 @@ def test_a_form_that_lost_by_little_is_tried_once_more_at_the_end(monkeypatch: p
     assert [each.partition(":")[0] for each in steps.record.trials] == ["channels last", "compiled", "channels last"]
     assert steps.last() == "channels last"
     assert steps.record.forms_untried == 0
+
+
+def test_a_call_inside_of_a_backward_has_the_form_of_its_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a checkpoint makes it, in a script whose optimizer steps in the backward."""
+    steps = Steps(monkeypatch, lambda clock: [Timed("compiled", 0.5, clock)])
+    inputs, forms = (steps.weight, steps.batch), set[str]()
+    for _ in range(30):
+        form = steps.tuner if steps.tuner.poll(inputs) else steps.eager
+        loss = form(inputs)[0] * 1.0
+        forward = steps.tuner._current.name
+
+        def repeat(gradient: torch.Tensor, forward: str = forward) -> None:
+            steps.optimizer.step()
+            steps.tuner.poll(inputs)
+            forms.add(forward)
+            assert steps.tuner._current.name == forward
+
+        loss.register_hook(repeat)
+        loss.backward()
+    assert forms == {"eager", "compiled"}
