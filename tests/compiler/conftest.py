@@ -13,8 +13,9 @@ from deepytorch.compiler.step import kept_choices, turns
 
 @pytest.fixture(autouse=True)
 def _no_trials_so_far(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A process has only so many trials, and none of a region whose fastest form an earlier run has found."""
+    """A process has only so many trials, one at a time, and none of a region whose form an earlier run has found."""
     monkeypatch.setattr(turns, "_trials_begun", 0)
+    monkeypatch.setattr(turns, "_ON_TRIAL", [])  # a region of an earlier test may be alive, in the middle of its trial
     monkeypatch.setattr(kept_choices, "choices_file", lambda: tmp_path / "cache" / "tuned" / "forms.json")
 
 

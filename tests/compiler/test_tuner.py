@@ -270,7 +270,6 @@ class Steps:
         self.clock, self.record = Clock(), RegionRecord("region", "declined", "inductor")
         monkeypatch.setattr(tuner_module.time, "perf_counter", self.clock)
         monkeypatch.setattr("deepytorch.compiler.step.guard.available_share", lambda: 1.0)
-        monkeypatch.setattr(turns_module, "_ON_TRIAL", [])
         self.others = others(self.clock)
         self.eager = Timed("eager", 1.0, self.clock)
         eager = Eager(lambda *inputs: self.eager(inputs))
