@@ -181,9 +181,12 @@ def _compile(
     record.recompiles += _is_recompilation()
     LEDGER.open(record)
     lowering, environment = _lowering(config, plan, record), Environment.read()
-    if found.program is None or found.before is None:
+    assert found.before is not None
+    compares = not config.waits and may_run_apart(module, example_inputs)
+    if found.program is None:
         tell(outcome)
-        return rewritten_region(captured.module, fakes, eager_graph(module).forward, lowering, record, effects)
+        plain = (found.before, found.of_any_batch) if compares else None
+        return rewritten_region(captured.module, fakes, eager_graph(module).forward, lowering, record, effects, plain)
     round_sizes = config.rounds_sizes(any(isinstance(each, torch.Tensor) and each.is_cuda for each in fakes))
     if round_sizes:
         give_values(captured.module)
@@ -199,8 +202,10 @@ def _compile(
         effects=effects,
         min_padding=config.min_padding,
         verify_every=environment.verify_every if environment.verify else None,
-        compares_first=not config.waits and may_run_apart(module, example_inputs),
+        compares_first=compares,
         round_sizes=round_sizes,
+        alone=found.alone,
+        behind=found.of_any_batch,
     )
     tell(outcome)
     return region

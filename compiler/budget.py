@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 
 from deepytorch.compiler.report import STARTS
-from deepytorch.process_age import seconds_since_start
+from deepytorch.process_facts import seconds_since_start
 
 SHARE = 0.05  # of the seconds that eager would have taken so far
 

@@ -47,18 +47,25 @@ class PassRun:
 class Rewritten:
     """The result of passes over a graph.
 
-    program, before: given if a pass fired whose graph is for some batches only: the program for these batches, and the
-    graph before that pass, for all others.
+    program: given if a pass fired whose graph is for some batches only: the program for these batches. before: the
+    graph before that pass, for all other batches, or else before the first pass that fired. alone: the graph of that
+    pass without the passes behind it, if any of these fired.
     """
 
     runs: tuple[PassRun, ...]
     program: Program | None = None
     before: fx.GraphModule | None = None
+    alone: fx.GraphModule | None = None
 
     @property
     def fired(self) -> bool:
         """Return whether any pass has changed the graph."""
         return any(run.fired for run in self.runs)
+
+    @property
+    def of_any_batch(self) -> list[str]:
+        """Return the names of the passes that have changed the graph for all batches alike."""
+        return [run.name for run in self.runs if run.fired and run.rewrite.program is None]
 
     @property
     def reasons(self) -> list[str]:
@@ -92,7 +99,7 @@ def run_passes(
     dump = _Dump(Path(dump_dir)) if dump_dir is not None else None
     provided: set[str] = set()
     runs: list[PassRun] = []
-    program, before = None, None
+    program, before, alone = None, None, None
     valued = True  # every node has its value
     for each in passes:
         name = type(each).__name__
@@ -105,7 +112,7 @@ def run_passes(
             continue
         if dump:
             dump.write(module, name, "before")
-        earlier = copied(module) if each.depends_on_batch else None
+        earlier = copied(module)
         run = _run(each, module, context, valued)
         if run.error is None:
             valued = not run.fired
@@ -114,10 +121,14 @@ def run_passes(
         if run.fired:
             provided |= each.provides
             if each.depends_on_batch:
-                assert before is None, f"{name} and a pass before it both depend on the batch"
+                assert program is None, f"{name} and a pass before it both depend on the batch"
                 program, before = run.rewrite.program, earlier
+            elif program is not None:
+                alone = alone or earlier
+            else:
+                before = before or earlier
         runs.append(run)
-    return Rewritten(tuple(runs), program, before)
+    return Rewritten(tuple(runs), program, before, alone)
 
 
 def _check_order(passes: Sequence[Pass]) -> None:

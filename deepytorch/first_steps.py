@@ -31,7 +31,7 @@ from deepytorch.compiler.budget import BUDGET
 from deepytorch.compiler.code.agreement import SameStep
 from deepytorch.compiler.dynamo.attends_by_name import attends_by_name
 from deepytorch.compiler.report import STARTS
-from deepytorch.process_age import seconds_since_start
+from deepytorch.process_facts import seconds_since_start
 
 _PADDED = (1, 3)  # which calls after the one with the proof at entry run padded
 _TRIED = 3  # packed calls before packing at entry that does not pay is given up

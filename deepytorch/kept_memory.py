@@ -112,20 +112,27 @@ def _glibc() -> Any:
 
 def available_share() -> float | None:
     """Return the share of memory, 0 to 1, that this process may still take; None if the system does not say."""
+    found = available_memory()
+    return None if found is None else found[0]
+
+
+def available_memory() -> tuple[float, int] | None:
+    """Return the share of memory, 0 to 1, and the bytes, that this process may still take; None if unknown."""
     try:
         lines = dict(line.split(":") for line in _MEMINFO.read_text(encoding="ascii").splitlines())
         total, available = (int(lines[name].split()[0]) << 10 for name in ("MemTotal", "MemAvailable"))
     except (OSError, ValueError, KeyError):
         return None
-    shares = [available / total]
+    share = available / total
     limit = _of_group("memory.max")
     if limit is not None and limit < total:
         try:
             used = dict(line.split() for line in (_GROUP / "memory.stat").read_text(encoding="ascii").splitlines())
-            shares.append(1.0 - int(used["anon"]) / limit)
+            share = min(share, 1.0 - int(used["anon"]) / limit)
+            available = min(available, limit - int(used["anon"]))
         except (OSError, ValueError, KeyError):
             pass
-    return max(0.0, min(shares))
+    return max(0.0, share), max(0, available)
 
 
 def _of_group(name: str) -> int | None:

@@ -24,7 +24,7 @@ from deepytorch.compiler.report import RegionRecord
 from deepytorch.fused_optimizers import fuse_for
 from deepytorch.log import logger, once
 from deepytorch.patches import listen
-from deepytorch.process_age import seconds_since_start
+from deepytorch.process_facts import seconds_since_start
 from deepytorch.torch_internals import OpOverload, compiler_counters
 
 CALLS_A_STEP = 256  # a script with more calls than this has an optimizer that torch does not know

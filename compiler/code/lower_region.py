@@ -22,6 +22,8 @@ from deepytorch.torch_internals import inductor_config
 # for the memory that they take, so that gradients are sent late. The second (torch 2.14) moves torch's collectives past
 # ours, and ranks that send in different orders wait for each other forever.
 _MOVERS = ("reorder_for_peak_memory", "aten_distributed_optimizations.enable_simple_overlap")
+# Options of Inductor with which it rounds as eager does: half precision between operators that it fuses, and quotients.
+_STRICT = ("emulate_precision_casts", "eager_numerics.division_rounding")
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +70,14 @@ class RegionLowering:
         config = replace(self.config, inductor={**still, **self.config.inductor})
         passes = GraphPasses(post_grad_pre=(reduce,))
         return lower(module, example_inputs, config=config, plan=self.plan, passes=passes)
+
+    def strict(self) -> RegionLowering | None:
+        """Return the lowering with strict numerics; None if it has no others, or the user has asked for these."""
+        known = inductor_config.get_config_copy()
+        strict = {name: True for name in _STRICT if name in known}
+        if self.config.lowering != "inductor" or strict.keys() <= self.config.inductor.keys():
+            return None
+        return replace(self, config=replace(self.config, inductor={**strict, **self.config.inductor}))
 
     def may_begin(self) -> bool:
         """Return whether code that is compiled may run: not before the takeover on all ranks, if there will be one.

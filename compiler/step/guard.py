@@ -19,10 +19,8 @@ from deepytorch.compiler.budget import BUDGET
 from deepytorch.compiler.dynamo.capture import saving_for_nobody
 from deepytorch.compiler.report import RegionRecord
 from deepytorch.compiler.step.agreement import difference_of_steps
-from deepytorch.kept_memory import available_share
+from deepytorch.compiler.step.room import devices_of, has_room
 from deepytorch.log import logger
-
-_LEAST_MEMORY = 0.3  # the share of memory that has to be available: gradients are held twice
 
 Run = Callable[[Sequence[Any]], Sequence[Any]]
 
@@ -42,14 +40,14 @@ class Guard:
 
         A form that fails differs, too, and one that runs out of memory.
         """
-        share = available_share()
-        if share is not None and share < _LEAST_MEMORY:
+        devices = devices_of(inputs)
+        if not has_room(devices):
             return None
         if self._own_weights and any(has_hooks(each) for each in inputs if _is_differentiated(each)):
             return None
         started = time.perf_counter()
         try:
-            with BUDGET.pause(), torch.random.fork_rng(_cuda_devices(inputs)), saving_for_nobody():
+            with BUDGET.pause(), torch.random.fork_rng(devices), saving_for_nobody():
                 return _compare(eager, form, inputs, own_weights=self._own_weights)
         except KeyboardInterrupt:
             raise
@@ -104,7 +102,3 @@ def _alias(tensor: Tensor) -> Tensor:
     """Return a leaf with the memory of a tensor, of its class as far as compiled code asks for it."""
     alias = tensor.detach()
     return torch.nn.Parameter(alias) if isinstance(tensor, torch.nn.Parameter) else alias.requires_grad_()
-
-
-def _cuda_devices(inputs: Sequence[Any]) -> list[int]:
-    return sorted({each.device.index for each in inputs if isinstance(each, Tensor) and each.is_cuda})

@@ -13,9 +13,11 @@ from deepytorch.compiler.code.compiled_step import CompiledStep
 from deepytorch.compiler.report import RegionRecord
 from deepytorch.compiler.step.batch_facts import Facts, Indices, Refusal, read_facts
 from deepytorch.compiler.step.events import fell_back
+from deepytorch.compiler.step.ladder import Ladder, Way
 from deepytorch.compiler.step.second_backward import SecondBackward
 from deepytorch.compiler.step.step_outputs import Places, StepOutputs
 from deepytorch.compiler.step.verification import Verification
+from deepytorch.log import logger
 from deepytorch.passes.unpad.program import Program
 
 # A packed step that saves less than this share of the padded step's work is not worth its gathers.
@@ -57,6 +59,7 @@ class Packing:
 
     Args:
         eager: Runs the region's graph on padded inputs.
+        ladder: The ways to compute the packed step.
         parameters: Places of the inputs that are weights.
         min_padding: The share of pads from which on a batch is packed.
         differentiates: Whether the verification may run backwards of its own.
@@ -67,8 +70,7 @@ class Packing:
         self,
         program: Program,
         eager: Callable[..., Any],
-        code: CompiledStep,
-        second: SecondBackward,
+        ladder: Ladder,
         rounded: Rounded | None,
         outputs: StepOutputs,
         record: RegionRecord,
@@ -80,7 +82,7 @@ class Packing:
         packs_in_eager: bool,
     ) -> None:
         self.program, self.outputs, self.packs_in_eager = program, outputs, packs_in_eager
-        self._eager, self._code, self._second, self._rounded = eager, code, second, rounded
+        self._eager, self._ladder, self._rounded = eager, ladder, rounded
         self._record, self._parameters, self._min_padding = record, parameters, min_padding
         self._verification, self._differentiates = verification, differentiates
 
@@ -124,7 +126,8 @@ class Packing:
                 return call
         arguments = list(map(inputs.__getitem__, self.program.packed_inputs))
         arguments += indices.all_of(self.program.indices)
-        return PackedCall(self._code, self._second, arguments, partial(self._again, inputs, indices))
+        way = self._ladder.way
+        return PackedCall(way.code, way.second, arguments, partial(self._again, inputs, indices))
 
     # ------------------------------------------------------------------ the step
 
@@ -149,7 +152,7 @@ class Packing:
         started = time.perf_counter()
         outputs = self.outputs.packed(begun, values, indices, places)
         record.steps_packed += 1
-        record.steps_rounded += call.code is not self._code
+        record.steps_rounded += call.code is not self._ladder.way.code
         host += time.perf_counter() - started
         if call.code.compiles > compiles:  # a first run loads code, which is not the cost of a step
             record.compile_seconds += host
@@ -159,7 +162,7 @@ class Packing:
 
     def gives_up_rounding(self, call: PackedCall, error: Exception) -> bool:
         """Drop the step with dummy tokens if `call` was one; return whether it was."""
-        if call.code is self._code:
+        if call.code is self._ladder.way.code:
             return False
         self._without_rounding(error)
         return True
@@ -187,8 +190,34 @@ class Packing:
             return False
         return verification.take_turn(is_compiled=is_compiled)
 
-    def agrees(self, inputs: Sequence[Any], places: Places, call: PackedCall, *, is_compiled: bool) -> bool:
-        """Return whether the packed step and eager agree on outputs at tokens and on gradients of weights."""
+    def step_down(
+        self, difference: str, inputs: Sequence[Any], places: Places, call: PackedCall, *, is_compiled: bool
+    ) -> bool:
+        """Take another way to compute packed steps, as this one differs from eager; return whether there is one."""
+        assert self._verification is not None
+        if call.code is not self._ladder.way.code:
+            self._rounded = None
+            goes_on, what = True, "dummy tokens are to blame, and left out from now on"
+        else:
+
+            def agrees(way: Way) -> bool:
+                other = call._replace(code=way.code, second=way.second)
+                return self.difference(inputs, places, other, is_compiled=False) is None
+
+            goes_on, what = self._ladder.step_down(agrees, is_compiled=is_compiled)
+        message = f"{self._record.name}: packed and eager steps differ: {difference}; {what}"
+        self._record.fallbacks.append(message)
+        logger.warning("%s", message)
+        self._verification.begin_again()
+        return goes_on
+
+    @property
+    def compiler_is_to_blame(self) -> bool:
+        """Return whether compiled code of this region was found to be wrong whatever its options."""
+        return self._ladder.compiler_is_to_blame
+
+    def difference(self, inputs: Sequence[Any], places: Places, call: PackedCall, *, is_compiled: bool) -> str | None:
+        """Return how the packed step and eager differ on outputs at tokens or on gradients; None if they do not."""
         assert self._verification is not None
         trained = [index for index in self._parameters if inputs[index].requires_grad]
         compared = [
@@ -208,7 +237,7 @@ class Packing:
             return [places.of(output).take(value) if output.kind == "tokens" else value for output, value in found]
 
         weights = [inputs[index] for index in trained]
-        return self._verification.agree(packed, eager, weights if self._differentiates else [])
+        return self._verification.difference(packed, eager, weights if self._differentiates else [])
 
 
 def _is_float(value: Any) -> bool:

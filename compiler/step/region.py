@@ -15,6 +15,7 @@ import torch
 from deepytorch.compiler.report import RegionRecord
 from deepytorch.compiler.step.batch_facts import Facts, Indices, Refusal
 from deepytorch.compiler.step.events import RegionEvents
+from deepytorch.compiler.step.guarded import Guarded
 from deepytorch.compiler.step.outputs.deferred import must_be_plain
 from deepytorch.compiler.step.packing import Packing
 from deepytorch.compiler.step.route import Route, route
@@ -94,7 +95,7 @@ class Region:
     def __init__(
         self,
         eager: Callable[..., Any],
-        padded: Padded | Tuner,
+        padded: Padded | Guarded | Tuner,
         events: RegionEvents,
         record: RegionRecord,
         packing: Packing | None = None,
@@ -174,10 +175,14 @@ class Region:
                 if call.code.recomputes or not packing.packs_in_eager:
                     return self._run_eager(inputs, _KEEPS_MORE if call.code.recomputes else _TAKES_LONGER)
             if packing.takes_turn_to_verify(is_compiled=is_compiled):
-                if not packing.agrees(inputs, places, call, is_compiled=is_compiled):
-                    self._events.differed()
-                    return self._run_padded(inputs, self._events.state.because)
+                difference = packing.difference(inputs, places, call, is_compiled=is_compiled)
                 started = time.perf_counter()
+                if difference is not None:
+                    if not packing.step_down(difference, inputs, places, call, is_compiled=is_compiled):
+                        self._events.differed(of_compiler=packing.compiler_is_to_blame)
+                        return self._run_padded(inputs, self._events.state.because)
+                    call, started = packing.call(inputs, facts, indices), time.perf_counter()
+                    continue
             try:
                 return packing.run(call, inputs, indices, places, started, is_compiled=is_compiled)
             except (torch.OutOfMemoryError, KeyboardInterrupt):

@@ -15,13 +15,15 @@ from deepytorch.compiler.dynamo.trace_gate import current_trace
 from deepytorch.compiler.report import RegionRecord
 from deepytorch.compiler.step.events import RegionEvents
 from deepytorch.compiler.step.guard import Guard
+from deepytorch.compiler.step.guarded import Guarded
 from deepytorch.compiler.step.kept_choices import KeptChoice
+from deepytorch.compiler.step.ladder import Ladder, Way
 from deepytorch.compiler.step.packing import Packing
 from deepytorch.compiler.step.region import Compiled, Padded, Region
 from deepytorch.compiler.step.route import State
 from deepytorch.compiler.step.second_backward import SecondBackward
 from deepytorch.compiler.step.step_outputs import StepOutputs
-from deepytorch.compiler.step.tuner import CompiledForm, Eager, Form, OperatorByOperator, Tuner
+from deepytorch.compiler.step.tuner import STRICT, CompiledForm, Eager, Form, OperatorByOperator, Tuner
 from deepytorch.compiler.step.turns import OneProcess
 from deepytorch.compiler.step.unused_outputs import Parts, parts_in_outputs
 from deepytorch.compiler.step.verification import Verification
@@ -73,6 +75,8 @@ def packed_region(
     verify_every: int | None = None,
     compares_first: bool = False,
     round_sizes: bool = False,
+    alone: fx.GraphModule | None = None,
+    behind: Sequence[str] = (),
 ) -> Region:
     """Return a region that strips the padding of its batches.
 
@@ -90,12 +94,15 @@ def packed_region(
         verify_every: One of so many packed steps is compared with eager.
         compares_first: Whether one that runs compiled is compared anyway.
         round_sizes: Whether packed steps get few sizes only.
+        alone: `packed` without the passes behind the one that packs; None if there are none.
+        behind: The names of these passes.
     """
     batch = tuple(index for index, given in enumerate(inputs) if given.role is Role.BATCH)
     parameters = tuple(index for index, given in enumerate(inputs) if given.role is Role.PARAMETER)
     defers = any(output.kind != "value" for output in program.outputs)
     events = RegionEvents(record, State(packs=True, defers=defers))
-    whole = _padded(padded, fakes, lowering, record, events)
+    whole = _WholeBatch.of(padded, fakes, record, events)
+    code = _guarded(whole, lowering, eager) if compares_first else whole.compiled(lowering)
     varying = [symbolic_dims(fakes[index]) for index in program.packed_inputs] + [(0,)] * len(program.indices)
     rounded = None
     if round_sizes:
@@ -103,6 +110,14 @@ def packed_region(
 
         rounded = rounded_step(packed, program, fakes, lowering, record, events.needs_eager_backward)
         lowering = without_recording(lowering)
+
+    def way(graph: fx.GraphModule, strict: bool) -> Way | None:
+        numerics = lowering.strict() if strict else lowering
+        if numerics is None:
+            return None
+        second = SecondBackward((), events.needs_eager_backward, parts_in_outputs(graph.graph))
+        return Way(graph, CompiledStep(graph, varying, numerics, record), second)
+
     outputs = StepOutputs(program, eager, events, record, batch, parameters, effects.written, effects.draws)
     may_compare = not effects.written and not effects.draws
     compares = may_compare and (verify_every is not None or compares_first)
@@ -110,8 +125,7 @@ def packed_region(
     packing = Packing(
         program,
         eager,
-        CompiledStep(packed, varying, lowering, record),
-        SecondBackward((), events.needs_eager_backward, parts_in_outputs(packed.graph)),
+        Ladder(way, packed, alone, behind),
         rounded,
         outputs,
         record,
@@ -121,7 +135,7 @@ def packed_region(
         differentiates=lowering.gradients is None,  # else a backward of ours would reduce gradients between ranks
         packs_in_eager=trace is None or trace.packs_in_eager,
     )
-    return Region(eager, whole, events, record, packing, falls_back=not effects.written)
+    return Region(eager, code, events, record, packing, falls_back=not effects.written)
 
 
 def rewritten_region(
@@ -131,21 +145,66 @@ def rewritten_region(
     lowering: RegionLowering,
     record: RegionRecord,
     effects: Effects,
+    plain: tuple[fx.GraphModule, Sequence[str]] | None = None,
 ) -> Region:
-    """Return a region whose graph was rewritten for every batch alike. Arguments: as for `packed_region`."""
+    """Return a region whose graph was rewritten for every batch alike.
+
+    Arguments: as for `packed_region`; plain: the graph before it was rewritten, and the names of the passes that have
+    done so, where compiled code is compared with eager.
+    """
     events = RegionEvents(record, State())
-    padded = _padded(module, fakes, lowering, record, events)
-    return Region(eager, padded, events, record, falls_back=not effects.written)
+    whole = _WholeBatch.of(module, fakes, record, events)
+    code = whole.compiled(lowering) if plain is None else _guarded(whole, lowering, eager, plain)
+    return Region(eager, code, events, record, falls_back=not effects.written)
 
 
-def _padded(
-    module: fx.GraphModule, fakes: Sequence[Any], lowering: RegionLowering, record: RegionRecord, events: RegionEvents
-) -> Padded:
-    reads = drop_unread_inputs(module.graph)  # sizes, mostly
-    module.recompile()
-    code = CompiledStep(module, [symbolic_dims(fakes[index]) for index in reads], lowering, record)
-    second = SecondBackward((), events.needs_eager_backward, parts_in_outputs(module.graph))
-    return Padded(code, reads, second, module.forward, takes_read=True)
+def _guarded(
+    whole: _WholeBatch,
+    lowering: RegionLowering,
+    eager: Callable[..., Any],
+    plain: tuple[fx.GraphModule, Sequence[str]] | None = None,
+) -> Guarded:
+    """Return the code of a graph, compared with eager. plain: as for `rewritten_region`, None if it is as it was."""
+
+    def strict() -> CompiledForm | None:
+        numerics = lowering.strict()
+        return numerics and CompiledForm(whole.compiled(numerics), STRICT)
+
+    def without() -> CompiledForm | None:
+        if plain is None:
+            return None
+        before = _WholeBatch.of(plain[0], whole.fakes, whole.record, whole.events)
+        return CompiledForm(before.compiled(lowering), f"compiled without {' and '.join(plain[1])}")
+
+    guard = Guard(whole.record, own_weights=lowering.gradients is not None)
+    return Guarded(CompiledForm(whole.compiled(lowering)), (strict, without), Eager(eager), guard, whole.record)
+
+
+@dataclass(frozen=True)
+class _WholeBatch:
+    """A graph for whole batches that takes the inputs of a region that it reads, at the places `reads`."""
+
+    module: fx.GraphModule
+    reads: Sequence[int]
+    fakes: Sequence[Any]
+    record: RegionRecord
+    events: RegionEvents
+
+    @classmethod
+    def of(
+        cls, module: fx.GraphModule, fakes: Sequence[Any], record: RegionRecord, events: RegionEvents
+    ) -> _WholeBatch:
+        """Return the graph without inputs that it does not read: sizes, mostly. fakes: of all inputs."""
+        reads = drop_unread_inputs(module.graph)
+        module.recompile()
+        return cls(module, reads, fakes, record, events)
+
+    def compiled(self, lowering: RegionLowering) -> Padded:
+        """Return its code, to be compiled once it is polled or called."""
+        varying = [symbolic_dims(self.fakes[index]) for index in self.reads]
+        code = CompiledStep(self.module, varying, lowering, self.record)
+        second = SecondBackward((), self.events.needs_eager_backward, parts_in_outputs(self.module.graph))
+        return Padded(code, self.reads, second, self.module.forward, takes_read=True)
 
 
 def whole_region(
@@ -172,8 +231,10 @@ def whole_region(
     fakes = [node.meta.get("example_value", node.meta.get("val")) for node in placeholders]
     reads = drop_unread_inputs(later.graph)
     later.recompile()
-    code = CompiledStep(later, [symbolic_dims(fakes[index]) for index in reads], lowering, record)
-    return _as_it_is(code, reads, eager, record, unread, parts, tuning)
+    varying, numerics = [symbolic_dims(fakes[index]) for index in reads], lowering.strict()
+    code = CompiledStep(later, varying, lowering, record)
+    strict = numerics and CompiledStep(later, varying, numerics, record)
+    return _as_it_is(code, reads, eager, record, unread, parts, tuning, strict)
 
 
 def compiled_region(
@@ -197,14 +258,18 @@ def _as_it_is(
     unread: Collection[int],
     parts: Parts | None,
     tuning: Tuning | None,
+    strict: CompiledStep | None = None,
 ) -> Region:
     events = RegionEvents(record, State())
-    second = SecondBackward(unread, events.needs_eager_backward, parts)
-    padded = Padded(code, reads, second, eager, takes_read=False)
+
+    def padded(code: CompiledStep | Compiled) -> Padded:
+        second = SecondBackward(unread, events.needs_eager_backward, parts)
+        return Padded(code, reads, second, eager, takes_read=False)
+
     if tuning is None:
-        return Region(eager, padded, events, record)
+        return Region(eager, padded(code), events, record)
     forms: list[Form] = [] if tuning.rewritten is None else [OperatorByOperator("channels last", tuning.rewritten)]
-    plain, compiled = Eager(eager), CompiledForm(padded)
+    plain, compiled = Eager(eager), CompiledForm(padded(code))
     is_compiled = isinstance(code, Compiled)
     tuner = Tuner(
         plain,
@@ -215,5 +280,6 @@ def _as_it_is(
         compiled if is_compiled else None,
         tuning.kept,
         tuning.verify_every,
+        strict and CompiledForm(padded(strict), STRICT),
     )
     return Region(eager, tuner, events, record)

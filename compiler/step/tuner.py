@@ -35,6 +35,7 @@ from deepytorch.log import logger, once
 from deepytorch.torch_internals import current_graph_task_id
 
 _GAIN = 0.01  # the least share of a step's time that a form has to save to replace another one
+STRICT = "compiled with strict numerics"  # the name of a form, see [Note: Ladder]
 _NEAR = 0.9  # a form that lost, but not by more, is tried once more when all others were: a compile process disturbs
 _ROUNDS_AMONG_RANKS = 4
 
@@ -89,10 +90,10 @@ class OperatorByOperator:
 class CompiledForm:
     """Compiled code, ready for second backwards: see `region.Padded`."""
 
-    name, draws_alike = "compiled", False
+    draws_alike = False
 
-    def __init__(self, padded: Any) -> None:
-        self._padded = padded
+    def __init__(self, padded: Any, name: str = "compiled") -> None:
+        self._padded, self.name = padded, name
 
     def poll(self, inputs: Sequence[Any]) -> bool:
         return bool(self._padded.poll(inputs))
@@ -113,6 +114,7 @@ class Tuner:
         first: The form to begin with; None: eager.
         kept: The outcome of earlier runs.
         verify_every: One of so many steps in a form other than eager is compared with eager; None: the first one only.
+        strict: The form to try in place of compiled code that differs from eager; None if there is none.
     """
 
     def __init__(
@@ -125,7 +127,9 @@ class Tuner:
         first: Form | None = None,
         kept: KeptChoice | None = None,
         verify_every: int | None = None,
+        strict: CompiledForm | None = None,
     ) -> None:
+        self._strict = strict
         self._eager, self._best = eager, first or eager
         self._waiting, self._ready, self._again = list(others), list[Form](), list[Form]()
         self._guard, self._record, self._verify_every = guard, record, verify_every
@@ -239,13 +243,13 @@ class Tuner:
 
     def _use_untried(self, forms: Sequence[Form], inputs: Sequence[Any], why: str) -> None:
         """Use one of the forms without a trial, if there is one that agrees with eager, and try none any more."""
+        self._ready.clear()
+        self._waiting.clear()
+        self._again.clear()
         for form in forms:
             if self._agrees(form, inputs):
                 self._record.trials.append(f"{form.name}: {why}, used from now on")
                 self._best = form
-        self._ready.clear()
-        self._waiting.clear()
-        self._again.clear()
 
     def _agrees(self, form: Form, inputs: Sequence[Any]) -> bool:
         """Return whether a form agrees with eager on this batch; report it if it does not."""
@@ -256,6 +260,9 @@ class Tuner:
         message = f"{self._record.name}: {form.name} differs from eager: {difference}"
         self._record.fallbacks.append(message)
         once(logging.WARNING, "%s; it is not used", message)
+        if self._strict is not None and isinstance(form, CompiledForm):
+            self._waiting.append(self._strict)
+            self._strict = None
         return False
 
     def _verify(self, inputs: Sequence[Any]) -> None:

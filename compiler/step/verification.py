@@ -2,12 +2,11 @@
 
 In the default mode one step that runs compiled is compared, as soon as the run affords the pause and if memory is
 there; with `DEEPYTORCH=verify` one of so many steps, in eager or compiled. Both are run for the comparison alone:
-the values that the script trains on are untouched. A region whose steps differ logs a warning, and runs padded then.
+the values that the script trains on are untouched. What follows from a difference: see [Note: Ladder].
 """
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 
@@ -19,11 +18,10 @@ from deepytorch.compiler.budget import BUDGET
 from deepytorch.compiler.dynamo.capture import saving_for_nobody
 from deepytorch.compiler.report import RegionRecord
 from deepytorch.compiler.step.agreement import difference_of_steps
-from deepytorch.kept_memory import available_share
+from deepytorch.compiler.step.room import devices_of, has_room
 from deepytorch.log import logger
 from deepytorch.torch_internals import current_graph_task_id
 
-_LEAST_MEMORY = 0.3  # the share of memory that has to be available for the first comparison
 _STEPS = 3.0  # what a comparison takes, in terms of the script's steps before it; a few are longer than a packed one
 
 Run = Callable[[], Sequence[Tensor]]
@@ -55,21 +53,25 @@ class Verification:
         self.is_over = True
         return current_graph_task_id() == -1  # not while a checkpoint computes it again
 
-    def agree(
+    def begin_again(self) -> None:
+        """Compare the next step whose turn it is as if it were the first: it is computed in another way."""
+        self.is_over, self._count = False, 0
+
+    def difference(
         self,
         packed: Run,
         eager: Callable[[Callable[[Tensor], Tensor]], Sequence[Tensor]],
         weights: Sequence[Tensor],
-    ) -> bool:
-        """Run both forms; return whether their outputs, and the gradients of `weights` if there are any, agree.
+    ) -> str | None:
+        """Run both forms; return how their outputs, or gradients of `weights`, differ; None if by rounding alone.
 
         eager: called with a change of its weights, see `difference_of_steps`. Gradients of weights with hooks are not
         compared, since that would call the hooks.
         """
         started, record = time.perf_counter(), self._record
-        devices = sorted({each.device.index for each in weights if each.is_cuda})
-        if self._every is None and _free_share(devices) < _LEAST_MEMORY:
-            return True
+        devices = devices_of(weights)
+        if self._every is None and not has_room(devices):
+            return None
         differentiated = [] if any(has_hooks(each) for each in weights) else weights
         try:
             with BUDGET.pause(), torch.random.fork_rng(devices), torch.enable_grad(), saving_for_nobody():
@@ -78,26 +80,8 @@ class Verification:
             raise
         except Exception as error:  # the step itself comes next: what is wrong with it shows there
             logger.info("%s: a packed step could not be compared with eager: %s", record.name, error)
-            return True
+            return None
         record.verified_steps += 1
         record.verify_seconds += time.perf_counter() - started
         record.largest_difference = max(record.largest_difference, worst.found)
-        if worst.is_allowed:
-            return True
-        message = f"{record.name}: packed and eager steps differ: {worst.what} by {worst.found:.1e} (relative)"
-        record.fallbacks.append(message)
-        logger.log(logging.WARNING, "%s; its steps run padded from now on", message)
-        return False
-
-
-def _free_share(devices: Sequence[int]) -> float:
-    """Return the share of memory that is free, on the device that has least, or of the host's without any."""
-    if not devices:
-        share = available_share()
-        return 1.0 if share is None else share
-    shares = []
-    for device in devices:
-        free, total = torch.cuda.mem_get_info(device)
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        shares.append((free + unused) / total)
-    return min(shares)
+        return None if worst.is_allowed else f"{worst.what} by {worst.found:.1e} (relative)"

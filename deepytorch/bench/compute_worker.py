@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import sys
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from deepytorch.bench.results import decoded
 from deepytorch.bench.zoo import build_workload
 from deepytorch.compiler.budget import BUDGET
 from deepytorch.compiler.report import LEDGER, RegionRecord
+from deepytorch.process_facts import peak_memory
 
 _CALM = 12  # steps in a row in which nothing was compiled or tried: deepytorch's choice is made
 _REST_S = 0.3  # between steps while code is compiled, so that this process leaves the cores to the compile process
@@ -110,7 +110,7 @@ def run(job: ComputeJob, turn: Turn | None) -> ComputeRun:
         losses=losses,
         first_s=first_s,
         warm_up=warm_up,
-        peak_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        peak_mb=peak_memory() / 2**20,
         plan=plan_of(regions) if job.arm == "deepytorch" else job.arm,
         fallbacks=[message for each in regions for message in each.fallbacks],
     )

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 # Loads only this file, without the package around it.
-seconds_since_start = runpy.run_path(str(Path(__file__).parents[1] / "process_age.py"))["seconds_since_start"]
+seconds_since_start = runpy.run_path(str(Path(__file__).parents[1] / "process_facts.py"))["seconds_since_start"]
 
 
 def main() -> None:

@@ -88,3 +88,30 @@ def test_asking_in_the_middle_of_training_leaves_it_packed_at_entry() -> None:
         assert handles.armed(model)
     finally:
         handle.restore()
+
+
+def test_a_diffusion_model_that_takes_what_frozen_parts_give_is_told_to_keep_that() -> None:
+    diffusers = pytest.importorskip("diffusers")
+    unet = diffusers.UNet2DConditionModel(
+        down_block_types=("CrossAttnDownBlock2D",),
+        up_block_types=("CrossAttnUpBlock2D",),
+        mid_block_type=None,
+        block_out_channels=(8,),
+        attention_head_dim=2,
+        layers_per_block=1,
+        norm_num_groups=4,
+        sample_size=8,
+        cross_attention_dim=8,
+    ).train()
+    latents, steps, text = torch.randn(2, 4, 8, 8), torch.tensor([1, 2]), torch.randn(2, 3, 8)
+
+    def advice(*given: Any) -> Any:
+        return explain(unet, *given, options=EAGER).to_json()["advice"]
+
+    [told] = advice(latents, steps, text)
+    assert "Latents and text embeddings" in told
+    assert "by hand" in str(explain(unet, latents, steps, text, options=EAGER))
+    assert advice(latents, steps, text.requires_grad_()) == []  # of a text encoder that is trained
+    assert advice(latents, steps, None) == []
+    unet.eval()
+    assert advice(latents, steps, text.detach()) == []

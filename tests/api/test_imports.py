@@ -17,7 +17,7 @@ import deepytorch
 ROOT = Path(__file__).parents[2]
 # From low to high; a module may import from its own entry and from the ones before it.
 LOWER_LAYERS = [
-    {"device_reads", "errors", "log", "process_age", "supported_versions", "switch", "version"},
+    {"device_reads", "errors", "log", "process_facts", "supported_versions", "switch", "version"},
     {"patches", "torch_internals"},
     {"private_files"},
     {"class_state", "ddp_modules", "fused_optimizers", "machine_code", "tuning"},

@@ -170,8 +170,8 @@ import torch, torch.distributed as dist
 from torch import nn
 ours = os.environ.get("DEEPYTORCH") != "off"
 if ours:
-    import deepytorch, deepytorch.background as background, deepytorch.process_age
-    deepytorch.process_age._BEGAN -= 3600.0  # old enough to pay for any pause
+    import deepytorch, deepytorch.background as background, deepytorch.process_facts
+    deepytorch.process_facts._BEGAN -= 3600.0  # old enough to pay for any pause
     background._NICE = 0  # the machine may have other work, too
 torch.set_num_threads(1)
 dist.init_process_group("gloo")

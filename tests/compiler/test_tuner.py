@@ -17,7 +17,7 @@ from deepytorch.compiler.step import turns as turns_module
 from deepytorch.compiler.step.guard import Guard
 from deepytorch.compiler.step.kept_choices import KeptChoice
 from deepytorch.compiler.step.trial import Trial
-from deepytorch.compiler.step.tuner import CompiledForm, Eager, Tuner
+from deepytorch.compiler.step.tuner import STRICT, CompiledForm, Eager, Tuner
 
 
 def run_trial(
@@ -224,7 +224,7 @@ def test_code_for_a_models_own_weights_gets_them_unless_they_have_hooks() -> Non
 
 
 def test_it_is_left_out_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deepytorch.compiler.step.guard.available_share", lambda: 0.1)
+    monkeypatch.setattr("deepytorch.compiler.step.guard.has_room", lambda devices: False)
     assert guard().difference(eager, scaled_gradient, INPUTS) is None
 
 
@@ -269,7 +269,7 @@ class Steps:
     ) -> None:
         self.clock, self.record = Clock(), RegionRecord("region", "declined", "inductor")
         monkeypatch.setattr(tuner_module.time, "perf_counter", self.clock)
-        monkeypatch.setattr("deepytorch.compiler.step.guard.available_share", lambda: 1.0)
+        monkeypatch.setattr("deepytorch.compiler.step.guard.has_room", lambda devices: True)
         self.others = others(self.clock)
         self.eager = Timed("eager", 1.0, self.clock)
         eager = Eager(lambda *inputs: self.eager(inputs))
@@ -293,6 +293,33 @@ class Steps:
         self.run(5)
         [found] = [each.name for each in (self.eager, *self.others) if each.calls == 5]
         return found
+
+
+def wrong_compiler(clock: Clock) -> list[Timed]:
+    return [CompiledTimed("compiled", 0.5, clock, factor=1.01)]
+
+
+def test_compiled_code_that_differs_is_tried_again_with_strict_numerics(monkeypatch: pytest.MonkeyPatch) -> None:
+    choice = kept()
+    strict = CompiledTimed(STRICT, 0.5, Clock(), 3)
+    steps = Steps(
+        monkeypatch, lambda clock: [CompiledTimed("compiled", 0.5, clock, factor=1.01)], strict=strict, kept=kept
+    )
+    strict._clock = steps.clock
+    steps.others.append(strict)
+    steps.run(40)
+    assert steps.last() == STRICT
+    assert choice.read() == STRICT
+    assert ["compiled differs" in each for each in steps.record.fallbacks] == [True]
+
+
+def test_strict_numerics_that_differ_too_leave_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    strict = CompiledTimed(STRICT, 0.5, Clock(), factor=1.01)
+    steps = Steps(monkeypatch, wrong_compiler, strict=strict)
+    strict._clock = steps.clock
+    steps.run(20)
+    assert steps.last() == "eager"
+    assert len(steps.record.fallbacks) == 2
 
 
 def test_the_fastest_form_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

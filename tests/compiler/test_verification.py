@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from deepytorch.compiler.budget import BUDGET
 from deepytorch.compiler.report import RegionRecord
+from deepytorch.compiler.step import room
 from deepytorch.compiler.step import verification as module
+from deepytorch.compiler.step.room import has_room
 from deepytorch.compiler.step.verification import Verification
 
 
@@ -25,7 +27,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
     monkeypatch.setattr(module, "time", found)
-    monkeypatch.setattr(module, "available_share", lambda: 0.8)
+    monkeypatch.setattr(module, "has_room", lambda devices: True)
     return found
 
 
@@ -79,14 +81,13 @@ def wrong_gradient() -> list[Tensor]:
     return [loss.detach() + 1.01 * (loss - loss.detach())]
 
 
-def test_rounding_agrees_and_faults_do_not(caplog: pytest.LogCaptureFixture) -> None:
+def test_rounding_agrees_and_faults_do_not() -> None:
     found = record()
     verification = Verification(1, found)
-    assert verification.agree(right, eager, [WEIGHT])
-    assert not verification.agree(wrong, eager, [WEIGHT])
-    assert not verification.agree(wrong_gradient, eager, [WEIGHT])
-    assert (found.verified_steps, len(found.fallbacks)) == (3, 2)
-    assert "packed and eager steps differ" in caplog.text
+    assert verification.difference(right, eager, [WEIGHT]) is None
+    assert "output 0 by 1.0e-02" in str(verification.difference(wrong, eager, [WEIGHT]))
+    assert "the gradient of weight 0" in str(verification.difference(wrong_gradient, eager, [WEIGHT]))
+    assert found.verified_steps == 3
     assert WEIGHT.grad is None
 
 
@@ -94,7 +95,7 @@ def test_hooks_of_the_script_are_not_called() -> None:
     calls: list[Tensor] = []
     handle = WEIGHT.register_hook(calls.append)
     try:
-        assert Verification(1, record()).agree(right, eager, [WEIGHT])
+        assert Verification(1, record()).difference(right, eager, [WEIGHT]) is None
     finally:
         handle.remove()
     assert not calls
@@ -108,7 +109,7 @@ def test_a_checkpoint_around_the_model_does_not_see_the_comparison() -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        assert Verification(1, record()).agree(right, eager, [WEIGHT])
+        assert Verification(1, record()).difference(right, eager, [WEIGHT]) is None
     assert not saved
 
 
@@ -117,7 +118,32 @@ def test_what_cannot_be_compared_is_no_difference(monkeypatch: pytest.MonkeyPatc
         raise torch.OutOfMemoryError("asked for 80 GiB")
 
     found = record()
-    assert Verification(1, found).agree(fails, eager, [WEIGHT])
-    monkeypatch.setattr(module, "available_share", lambda: 0.1)
-    assert Verification(None, found).agree(wrong, eager, [WEIGHT])
+    assert Verification(1, found).difference(fails, eager, [WEIGHT]) is None
+    monkeypatch.setattr(module, "has_room", lambda devices: False)
+    assert Verification(None, found).difference(wrong, eager, [WEIGHT]) is None
     assert (found.verified_steps, found.fallbacks) == (0, [])
+
+
+# ---------------------------------------------------------------------- memory
+
+
+def test_the_host_needs_as_much_again_as_the_process_ever_took_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(room, "peak_memory", lambda: 10 << 30)
+    for found, expected in (((0.5, 10 << 30), True), ((0.5, 9 << 30), False), ((0.2, 99 << 30), False), (None, True)):
+        monkeypatch.setattr(room, "available_memory", lambda found=found: found)
+        assert has_room([]) is expected
+    monkeypatch.setattr(room, "available_memory", lambda: (0.5, 19 << 30))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "two")
+    assert has_room([])
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert not has_room([])
+
+
+def test_the_fullest_device_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = {0: 10, 1: 2}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[device], 20))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 4)
+    assert has_room([0])
+    assert not has_room([0, 1])

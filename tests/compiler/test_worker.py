@@ -413,7 +413,7 @@ def test_a_compile_process_that_is_killed_fails_the_graph_that_it_had_alone(
 @pytest.mark.skipif(sys.platform != "linux", reason="as Linux counts")
 def test_the_memory_that_is_reported_is_the_process_s_own() -> None:
     ballast = torch.ones(100 << 20)  # 400 MB here
-    code = "from deepytorch.compiler.code.worker.process import _peak_mb; print(_peak_mb())"
+    code = "from deepytorch.process_facts import peak_memory; print(peak_memory() / 2**20)"
     with background.start(code) as process:
         said, _ = process.communicate(timeout=120)
     assert 5 < float(said) < ballast.nbytes / 2**20

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 torch.set_num_threads(1)
 if os.environ.get("DEEPYTORCH") != "off":
-    import deepytorch, deepytorch.process_age
+    import deepytorch, deepytorch.process_facts
     from deepytorch.compiler.report import LEDGER
-    deepytorch.process_age._BEGAN -= 3600.0  # old enough to pay for any pause
+    deepytorch.process_facts._BEGAN -= 3600.0  # old enough to pay for any pause
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4)).train()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -143,13 +143,13 @@ def _in_the_default_mode() -> Any:
     """
     os.environ["DEEPYTORCH_COMPILE"] = "background"
     import deepytorch
-    from deepytorch import process_age
+    from deepytorch import process_facts
     from deepytorch.compiler.code import compilers
     from deepytorch.compiler.code.worker.queue import Compilation
     from deepytorch.compiler.step import kept_choices
 
     kept_choices.KeptChoice.read = lambda _: None  # forms are tried, whatever an earlier run has found
-    process_age._BEGAN -= 1e6
+    process_facts._BEGAN -= 1e6
     compile_in_worker, under_way = compilers.compile_in_worker, list[Compilation]()
 
     def compile_and_note(*arguments: Any) -> Compilation:

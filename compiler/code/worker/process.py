@@ -5,7 +5,6 @@ The worker ends when its input does: when the process that started it has no mor
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import pickle
@@ -24,6 +23,7 @@ from filelock import FileLock
 from deepytorch.background import end_with_parent
 from deepytorch.compiler.code.worker import store
 from deepytorch.config import process_environment
+from deepytorch.process_facts import peak_memory
 
 _LENGTH = struct.Struct("!Q")
 
@@ -90,7 +90,7 @@ def _compile(digest: str, model: str, job: bytes, place: Path | None, scratch: P
     return {
         "seconds": time.perf_counter() - started,
         "cpu_seconds": _cpu_seconds() - used,
-        "peak_mb": _peak_mb(),
+        "peak_mb": peak_memory() / 2**20,
     }
 
 
@@ -108,18 +108,6 @@ def _torch() -> str:
     import torch
 
     return str(torch.__version__)
-
-
-def _peak_mb() -> float:
-    """Return the peak memory of this process.
-
-    By `getrusage` it would be the parent's, if that is more: Linux hands the peak on through `fork` and `exec`.
-    """
-    with contextlib.suppress(OSError), open("/proc/self/status", encoding="utf-8") as file:
-        for line in file:
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) / 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 1024)
 
 
 def _cpu_seconds() -> float:

@@ -1,0 +1,75 @@
+"""The ways to compute a packed step, of which the next one is taken when a step has differed from eager.
+
+[Note: Ladder]
+Passes have written the packed graph, and a compiler its code. If a compiled step differs from eager by more than
+rounding, the graph is run operator by operator on the same batch. If that agrees, the compiler is to blame: the graph
+is compiled once more with strict numerics, and if that differs, too, the region runs in eager. Else a pass is to blame.
+The graph is tried without the passes behind the one that packs; if it differs still, packing is to blame, and the
+region runs padded. Each new way is compared with eager in turn, in its first compiled step. Code for whole batches is
+compared likewise, and left for code with strict numerics, for code without the passes, and then for eager (`Guarded`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from torch import fx
+
+from deepytorch.compiler.code.compiled_step import CompiledStep
+from deepytorch.compiler.step.second_backward import SecondBackward
+
+
+class Way(NamedTuple):
+    """One way to compute the packed step: its graph, and the code of it, ready for second backwards."""
+
+    graph: fx.GraphModule
+    code: CompiledStep
+    second: SecondBackward
+
+
+class Ladder:
+    """The ways to compute the packed step of one region.
+
+    way: the one in use.
+
+    Args:
+        make: Returns the way for a graph, compiled with strict numerics if asked to; None if there are none.
+        planned: The graph that all passes have written.
+        alone: The graph without the passes behind the one that packs; None if there are none.
+        behind: The names of these passes.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[fx.GraphModule, bool], Way | None],
+        planned: fx.GraphModule,
+        alone: fx.GraphModule | None = None,
+        behind: Sequence[str] = (),
+    ) -> None:
+        way = make(planned, False)
+        assert way is not None
+        self.way, self._make = way, make
+        self._alone, self._behind, self._is_strict = alone, behind, False
+        self.compiler_is_to_blame = False  # compiled code of any form of the region is not to be trusted
+
+    def step_down(self, agrees: Callable[[Way], bool], *, is_compiled: bool) -> tuple[bool, str]:
+        """Take the next way after a step has differed from eager, and return the culprit and what is done about it.
+
+        agrees: whether a way agrees with eager on this batch, if its graph runs operator by operator. is_compiled:
+        whether the step that has differed was compiled. The first value is False if no way is left.
+        """
+        if is_compiled and agrees(self.way):
+            strict = None if self._is_strict else self._make(self.way.graph, True)
+            self._is_strict = True
+            if strict is not None:
+                self.way = strict
+                return True, "the compiler is to blame, and compiles the graph again with strict numerics"
+            self.compiler_is_to_blame = True
+            return False, "the compiler is to blame, and the region runs in eager from now on"
+        if self._alone is not None:
+            alone, self._alone = self._make(self._alone, self._is_strict), None
+            if alone is not None and agrees(alone):
+                self.way = alone
+                return True, f"{' or '.join(self._behind)} is to blame, and left out from now on"
+        return False, "StripPadding is to blame, and the region runs padded from now on"
