@@ -303,7 +303,7 @@ def test_compiled_code_that_differs_is_tried_again_with_strict_numerics(monkeypa
     choice = kept()
     strict = CompiledTimed(STRICT, 0.5, Clock(), 3)
     steps = Steps(
-        monkeypatch, lambda clock: [CompiledTimed("compiled", 0.5, clock, factor=1.01)], strict=strict, kept=kept
+        monkeypatch, lambda clock: [CompiledTimed("compiled", 0.5, clock, factor=1.01)], strict=strict, kept=choice
     )
     strict._clock = steps.clock
     steps.others.append(strict)
