@@ -26,6 +26,8 @@ from deepytorch.bench.zoo.workload import SIZES
 
 ARMS = ("eager", "inductor", "max-autotune", "recipe", "deepytorch")
 PRECISIONS = ("fp32", "amp")
+_LAST = 5  # steps of the warm-up that timed steps are compared with
+_DISTURBED = 1.7
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +67,7 @@ class ComputeArm(Record):
             another process compiles meanwhile takes none of these.
         plan: What runs.
         loss_rel_diff: The largest relative difference of the first losses from eager's.
+        slowed: The time of a step in turns, over that of the last steps before, when the process had the machine alone.
         failed: Why it could not be measured; empty if it was.
     """
 
@@ -76,7 +79,13 @@ class ComputeArm(Record):
     break_even_s: float | None = None
     plan: str = ""
     loss_rel_diff: float = 0.0
+    slowed: float = 0.0
     failed: str = ""
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Return whether it took so much longer in turns that something else has taken the machine or its memory."""
+        return self.slowed > _DISTURBED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,6 +197,7 @@ def judged(name: str, arms: Sequence[str], runs: dict[str, ComputeRun], failed: 
                 break_even_s=None if eager is None else break_even(run.warm_up, run.seconds, eager.seconds),
                 plan="; ".join([run.plan, *run.fallbacks]),
                 loss_rel_diff=0.0 if eager is None else _difference(eager.losses, run.losses),
+                slowed=statistics.median(run.seconds) / statistics.median(run.warm_up[-_LAST:]),
             )
         )
     rivals = [each.ratio for each in found if each.name in ("eager", "inductor") and not each.failed]

@@ -300,4 +300,10 @@ def compute(
             ]
             columns = ("setup", "step ms", "ratio", "MB", "start s", "ahead s", "losses", "runs")
             output.table(title, columns, rows, left=("setup", "runs"))
+            for arm in found.arms:
+                if arm.is_disturbed:
+                    output.line(
+                        f"{arm.name}: {arm.slowed:.1f} times as long in turns as alone before, so the machine was not "
+                        "quiet: measure again."
+                    )
             output.json(result.to_json())

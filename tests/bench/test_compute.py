@@ -65,6 +65,13 @@ def test_the_seconds_until_more_steps_are_done_than_in_eager(
     assert break_even(warm_up, [settled] * 3, [1.0, 1.0, 9.0]) == seconds
 
 
+def test_an_arm_that_was_faster_alone_is_disturbed() -> None:
+    runs = {"eager": measured(9.0, 3.0, 3.0), "deepytorch": measured(1.0, 1.0, 1.0)}
+    eager, ours = judged("vgg16", tuple(runs), runs, {}).arms
+    assert (eager.slowed, eager.is_disturbed) == (2.0, True)  # a step took 1.5 s in the median before
+    assert not ours.is_disturbed
+
+
 def test_an_arm_that_fails_has_its_reason() -> None:
     runs = {"eager": measured(2.0), "deepytorch": measured(1.0)}
     found = judged("sd_unet", ("eager", "inductor", "deepytorch"), runs, {"inductor": "no end after 3 s"})
