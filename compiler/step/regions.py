@@ -168,7 +168,7 @@ def _guarded(
 
     def strict() -> CompiledForm | None:
         numerics = lowering.strict()
-        return numerics and CompiledForm(whole.compiled(numerics), STRICT)
+        return None if numerics is None else CompiledForm(whole.compiled(numerics), STRICT)
 
     def without() -> CompiledForm | None:
         if plain is None:
@@ -233,7 +233,7 @@ def whole_region(
     later.recompile()
     varying, numerics = [symbolic_dims(fakes[index]) for index in reads], lowering.strict()
     code = CompiledStep(later, varying, lowering, record)
-    strict = numerics and CompiledStep(later, varying, numerics, record)
+    strict = None if numerics is None else CompiledStep(later, varying, numerics, record)
     return _as_it_is(code, reads, eager, record, unread, parts, tuning, strict)
 
 
@@ -280,6 +280,6 @@ def _as_it_is(
         compiled if is_compiled else None,
         tuning.kept,
         tuning.verify_every,
-        strict and CompiledForm(padded(strict), STRICT),
+        None if strict is None else CompiledForm(padded(strict), STRICT),
     )
     return Region(eager, tuner, events, record)
