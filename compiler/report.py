@@ -51,6 +51,7 @@ class RegionRecord:
     on_trial: str = ""  # the form that is
     forms_compared: int = 0  # with eager, before their first step
     compare_seconds: float = 0.0
+    trial_seconds: float = 0.0  # that steps of slower forms took longer in trials
     verified_steps: int = 0  # packed ones that were compared with eager, by DEEPYTORCH=verify
     verify_seconds: float = 0.0
     largest_difference: float = 0.0

@@ -230,7 +230,9 @@ class Summary:
         seconds = sum(region.replay_seconds for region in self._report.regions)
         saved = f"{found['tokens_saved']:,} padded positions left out of {found['tokens_padded']:,}"
         compiled = f"compiling took {found['compile_seconds']:.1f} s"
-        told = _rendered([table, *self._outputs(), *self._gradients()]) + f"\n{saved}; {compiled}."
+        tried = sum(region.trial_seconds + region.compare_seconds for region in self._report.regions)
+        told = _rendered([table, *self._outputs(), *self._gradients()]) + f"\n{saved}; {compiled}"
+        told += f", trying forms of the model {tried:.1f} s." if tried else "."
         if not self._report.regions and found["first_step_seconds"] is not None:
             told += "\nSo far steps ran as in eager: a model is traced once the run is long enough for the pause"
             told += " (docs/starting.md). DEEPYTORCH_COMPILE=wait compiles at the first step."

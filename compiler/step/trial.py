@@ -26,6 +26,7 @@ class Trial:
         self._ratios: list[float] = []  # of the rounds that are done
         self._means: list[float] = []  # seconds of a step, of this round's blocks that are done
         self._block: list[float] = []
+        self._took: dict[bool, list[float]] = {False: [], True: []}  # seconds of all steps; True: of the challenger's
         self._is_first = True  # the next step is the first one of its block
 
     @property
@@ -35,8 +36,21 @@ class Trial:
         challenger_begins = len(self._ratios) % 2 == 1
         return begins_round == challenger_begins
 
-    def note(self, seconds: float | None) -> None:
-        """Note the time of the step that `challenges` was asked for; None if something else took time in it."""
+    @property
+    def lost(self) -> float:
+        """Return the seconds by which steps of the slower way took longer than as many of the faster one."""
+        used, challenger = self._took.values()
+        if not (used and challenger):
+            return 0.0
+        slower, faster = sorted((used, challenger), key=statistics.mean, reverse=True)
+        return len(slower) * (statistics.mean(slower) - statistics.mean(faster))
+
+    def note(self, seconds: float | None, took: float = 0.0) -> None:
+        """Note the time of the step that `challenges` was asked for.
+
+        seconds: for its share of a batch, say; None if something else took time in it. took: of the whole step.
+        """
+        self._took[self.challenges].append(took)
         if not self._is_first and seconds is not None:
             self._block.append(seconds)
         self._is_first = False

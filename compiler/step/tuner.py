@@ -204,8 +204,9 @@ class Tuner:
         """Note the step that is over, of a trial; end the trial if it was the last one."""
         if not self._trial.is_over:
             is_clean = self._paused == BUDGET.paused and self._entries > 0
-            seconds = (now - self._began) / max(self._entries, 1)
-            self._trial.note(seconds if is_clean or self._among_ranks else None)
+            took = now - self._began
+            seconds = took / max(self._entries, 1)
+            self._trial.note(seconds if is_clean or self._among_ranks else None, took)
         if self._trial.is_over:
             gain = self._turns.agreed(self._trial.gain)
             if gain is not None:
@@ -287,6 +288,7 @@ class Tuner:
             self._retried.add(challenger.name)
             self._again.append(challenger)
         self._is_clear = self._is_clear and self._trial.is_clear
+        self._record.trial_seconds += self._trial.lost
         self._challenger = None
         self._turns.end()
         self._keep_outcome()

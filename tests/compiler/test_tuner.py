@@ -42,6 +42,15 @@ def test_a_clearly_faster_challenger_wins_after_three_rounds() -> None:
     assert turns == a + b + b + a + a + b
 
 
+def test_a_trial_costs_what_steps_of_the_slower_way_took_longer() -> None:
+    trial = Trial(3)
+    assert trial.lost == 0.0
+    while not trial.is_over:
+        seconds = 3.0 if trial.challenges else 1.0
+        trial.note(seconds / 8, seconds)
+    assert trial.lost == pytest.approx(9 * 2.0)
+
+
 def test_a_slower_challenger_loses() -> None:
     trial, turns = run_trial(lambda challenges, step: 1.1 if challenges else 1.0)
     assert trial.is_over
@@ -332,6 +341,8 @@ def test_the_fastest_form_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         "channels last: 1.43 times as fast as eager, used from now on",
         "compiled: 0.88 times as fast as channels last, not used",
     ]
+    # 9 steps of eager at 1.0 against 0.7, and then 9 of compiled code at 0.8
+    assert steps.record.trial_seconds == pytest.approx(9 * 0.3 + 9 * 0.1)
 
 
 def test_compiled_code_that_is_slower_than_eager_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
