@@ -182,11 +182,14 @@ def _compile(
     LEDGER.open(record)
     lowering, environment = _lowering(config, plan, record), Environment.read()
     assert found.before is not None
-    compares = not config.waits and may_run_apart(module, example_inputs)
+    compares = (not config.waits or environment.verify) and may_run_apart(module, example_inputs)
+    every = environment.verify_every if environment.verify else None
     if found.program is None:
         tell(outcome)
         plain = (found.before, found.of_any_batch) if compares else None
-        return rewritten_region(captured.module, fakes, eager_graph(module).forward, lowering, record, effects, plain)
+        return rewritten_region(
+            captured.module, fakes, eager_graph(module).forward, lowering, record, effects, plain, every
+        )
     round_sizes = config.rounds_sizes(any(isinstance(each, torch.Tensor) and each.is_cuda for each in fakes))
     if round_sizes:
         give_values(captured.module)
@@ -201,7 +204,7 @@ def _compile(
         record=record,
         effects=effects,
         min_padding=config.min_padding,
-        verify_every=environment.verify_every if environment.verify else None,
+        verify_every=every,
         compares_first=compares,
         round_sizes=round_sizes,
         alone=found.alone,

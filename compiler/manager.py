@@ -23,7 +23,6 @@ from deepytorch.compiler.plan import Plan
 from deepytorch.log import logger, once
 from deepytorch.passes.base import Context, Decline, Pass, Rewrite
 from deepytorch.passes.fuse_linear_loss import FuseLinearLoss
-from deepytorch.passes.graphs import copied
 from deepytorch.passes.unpad.program import Program
 from deepytorch.passes.unpad.strip_padding import StripPadding
 
@@ -112,14 +111,15 @@ def run_passes(
             continue
         if dump:
             dump.write(module, name, "before")
-        earlier = copied(module)
-        run = _run(each, module, context, valued)
+        before_it = _State(module)
+        run = _run(each, module, context, valued, before_it)
         if run.error is None:
             valued = not run.fired
         if dump:
             dump.write(module, name, "after" if run.fired else "after-unchanged")
         if run.fired:
             provided |= each.provides
+            earlier = before_it.module(module)
             if each.depends_on_batch:
                 assert program is None, f"{name} and a pass before it both depend on the batch"
                 program, before = run.rewrite.program, earlier
@@ -139,11 +139,10 @@ def _check_order(passes: Sequence[Pass]) -> None:
         promised |= each.provides
 
 
-def _run(each: Pass, module: fx.GraphModule, context: Context, valued: bool) -> PassRun:
+def _run(each: Pass, module: fx.GraphModule, context: Context, valued: bool, before: _State) -> PassRun:
     """Run one pass, and undo it if it fails. valued: whether every node has its value; else values are set first."""
     name = type(each).__name__
     start = time.perf_counter()
-    before = _State(module)
     error = None
     try:
         if not valued:
@@ -178,6 +177,10 @@ class _State:
 
     def differs(self, module: fx.GraphModule) -> bool:
         return str(module.graph) != self._text
+
+    def module(self, module: fx.GraphModule) -> fx.GraphModule:
+        """Return a module of the graph as it was, with the parameters that a pass has left to `module`."""
+        return fx.GraphModule(module, self._graph)
 
     def restore(self, module: fx.GraphModule) -> None:
         for name in set(module.__dict__) - set(self._attributes) - set(self._members):

@@ -32,8 +32,20 @@ def peak_memory() -> int:
 
     By `getrusage` it would be the parent's, if that is more: Linux hands the peak on through `fork` and `exec`.
     """
+    found = _memory("VmHWM")
+    if found is not None:
+        return found
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << (0 if sys.platform == "darwin" else 10)
+
+
+def memory() -> int:
+    """Return the memory that this process takes now, in bytes; 0 if the system does not tell."""
+    return _memory("VmRSS") or 0
+
+
+def _memory(name: str) -> int | None:
     with contextlib.suppress(OSError), open("/proc/self/status", encoding="utf-8") as file:
         for line in file:
-            if line.startswith("VmHWM:"):
+            if line.startswith(f"{name}:"):
                 return int(line.split()[1]) << 10
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << (0 if sys.platform == "darwin" else 10)
+    return None

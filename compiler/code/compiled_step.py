@@ -53,8 +53,7 @@ class CompiledStep:
         self._waits = lowering.config.waits
         self._graph = Graph(record.name, module, varying, lowering, self._prepare)
         self._compiler: Compiler = WORKER
-        # what eager would keep of a graph whose parts are to be computed again: all of it
-        self.recomputes = any("recompute" in node.meta for node in module.graph.nodes)
+        self.recomputes = recomputes(module)
 
     def __call__(self, arguments: Sequence[Any]) -> Sequence[Any]:
         """Run compiled code; compile it here and now if it is not yet compiled: see `poll`."""
@@ -155,6 +154,11 @@ class CompiledStep:
             self._record.recompiles += self.compiles > 0
         self.compiles += 1
         return compiled
+
+
+def recomputes(module: fx.GraphModule) -> bool:
+    """Return whether parts of a graph are to be computed again in the backward: eager would keep all of it."""
+    return any("recompute" in node.meta for node in module.graph.nodes)
 
 
 def _carry_tags(source: fx.Graph, traced: fx.Graph) -> None:

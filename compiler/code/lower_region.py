@@ -71,8 +71,10 @@ class RegionLowering:
         passes = GraphPasses(post_grad_pre=(reduce,))
         return lower(module, example_inputs, config=config, plan=self.plan, passes=passes)
 
-    def strict(self) -> RegionLowering | None:
-        """Return the lowering with strict numerics; None if it has no others, or the user has asked for these."""
+    def strict(self, module: fx.GraphModule) -> RegionLowering | None:
+        """Return the lowering of a graph with strict numerics; None if they are those that it has anyway."""
+        if not _has_strict_numerics(module):
+            return None
         known = inductor_config.get_config_copy()
         strict = {name: True for name in _STRICT if name in known}
         if self.config.lowering != "inductor" or strict.keys() <= self.config.inductor.keys():
@@ -105,6 +107,17 @@ class RegionLowering:
         if not lowering.may_begin():  # the parameters of another module before its takeover: DDP's reducer has them
             return module.forward
         return lowering.compile(module, example_inputs)
+
+
+def _has_strict_numerics(module: fx.GraphModule) -> bool:
+    """Return whether a graph may be rounded otherwise by strict numerics: on a GPU, or in half precision."""
+    for node in module.graph.nodes:
+        value = node.meta.get("val", node.meta.get("example_value"))
+        if isinstance(value, torch.Tensor) and (value.is_cuda or value.dtype in (torch.float16, torch.bfloat16)):
+            return True
+        if "autocast" in str(node.target):
+            return True
+    return False
 
 
 _Lower = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]

@@ -91,14 +91,13 @@ class RegionEvents:
             self._record.fallbacks.append(f"{self._record.name}: {self.state.because}; the region runs in eager")
         self._say()
 
-    def differed(self, *, of_compiler: bool) -> None:
-        """Note that packed steps of the region differ from eager; the caller has logged it.
-
-        of_compiler: its code is to blame, so that the padded form does not run compiled, either.
-        """
+    def differed(self) -> None:
+        """Note that packed steps of the region differ from eager; the caller has logged it."""
         self.state = self.state.differed()
-        if of_compiler:
-            self.state = self.state.failed(Route.PADDED)
+
+    def has_no_padded_code(self) -> None:
+        """Note that no compiled code of the padded form is to run; the caller has logged it."""
+        self.state = self.state.failed(Route.PADDED)
 
     def profiled(self, outputs: Sequence[Any]) -> None:
         """Note the outputs of a profiled call."""

@@ -14,6 +14,7 @@ from deepytorch.compiler.report import RegionRecord
 from deepytorch.compiler.step.batch_facts import Facts, Indices, Refusal, read_facts
 from deepytorch.compiler.step.events import fell_back
 from deepytorch.compiler.step.ladder import Ladder, Way
+from deepytorch.compiler.step.room import devices_of
 from deepytorch.compiler.step.second_backward import SecondBackward
 from deepytorch.compiler.step.step_outputs import Places, StepOutputs
 from deepytorch.compiler.step.verification import Verification
@@ -62,7 +63,6 @@ class Packing:
         ladder: The ways to compute the packed step.
         parameters: Places of the inputs that are weights.
         min_padding: The share of pads from which on a batch is packed.
-        differentiates: Whether the verification may run backwards of its own.
         packs_in_eager: Whether packed steps run operator by operator until they are compiled.
     """
 
@@ -78,13 +78,12 @@ class Packing:
         parameters: Sequence[int],
         min_padding: float,
         verification: Verification | None,
-        differentiates: bool,
         packs_in_eager: bool,
     ) -> None:
         self.program, self.outputs, self.packs_in_eager = program, outputs, packs_in_eager
         self._eager, self._ladder, self._rounded = eager, ladder, rounded
         self._record, self._parameters, self._min_padding = record, parameters, min_padding
-        self._verification, self._differentiates = verification, differentiates
+        self._verification = verification
 
     # ------------------------------------------------------------------ the batch
 
@@ -195,14 +194,15 @@ class Packing:
     ) -> bool:
         """Take another way to compute packed steps, as this one differs from eager; return whether there is one."""
         assert self._verification is not None
-        if call.code is not self._ladder.way.code:
+        if call.code is not self._ladder.way.code:  # what follows is compared in turn
             self._rounded = None
-            goes_on, what = True, "dummy tokens are to blame, and left out from now on"
+            goes_on, what = True, "it goes on without dummy tokens"
         else:
 
-            def agrees(way: Way) -> bool:
+            def agrees(way: Way) -> bool | None:
                 other = call._replace(code=way.code, second=way.second)
-                return self.difference(inputs, places, other, is_compiled=False) is None
+                difference = self._difference(inputs, places, other, is_compiled=False)
+                return None if difference is None else not difference
 
             goes_on, what = self._ladder.step_down(agrees, is_compiled=is_compiled)
         message = f"{self._record.name}: packed and eager steps differ: {difference}; {what}"
@@ -213,11 +213,20 @@ class Packing:
 
     @property
     def compiler_is_to_blame(self) -> bool:
-        """Return whether compiled code of this region was found to be wrong whatever its options."""
+        """Return whether compiled code was found to differ from the graph that it was made of."""
         return self._ladder.compiler_is_to_blame
 
     def difference(self, inputs: Sequence[Any], places: Places, call: PackedCall, *, is_compiled: bool) -> str | None:
-        """Return how the packed step and eager differ on outputs at tokens or on gradients; None if they do not."""
+        """Return how the packed step and eager differ on outputs at tokens or on gradients; empty if they do not.
+
+        None if that is not known.
+        """
+        found = self._difference(inputs, places, call, is_compiled=is_compiled)
+        if found == "" and self._verification is not None and self._verification.is_over:
+            self._ladder.settle()
+        return found
+
+    def _difference(self, inputs: Sequence[Any], places: Places, call: PackedCall, *, is_compiled: bool) -> str | None:
         assert self._verification is not None
         trained = [index for index in self._parameters if inputs[index].requires_grad]
         compared = [
@@ -237,7 +246,7 @@ class Packing:
             return [places.of(output).take(value) if output.kind == "tokens" else value for output, value in found]
 
         weights = [inputs[index] for index in trained]
-        return self._verification.difference(packed, eager, weights if self._differentiates else [])
+        return self._verification.difference(packed, eager, weights, devices_of(inputs))
 
 
 def _is_float(value: Any) -> bool:

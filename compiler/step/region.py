@@ -177,9 +177,11 @@ class Region:
             if packing.takes_turn_to_verify(is_compiled=is_compiled):
                 difference = packing.difference(inputs, places, call, is_compiled=is_compiled)
                 started = time.perf_counter()
-                if difference is not None:
+                if difference:
                     if not packing.step_down(difference, inputs, places, call, is_compiled=is_compiled):
-                        self._events.differed(of_compiler=packing.compiler_is_to_blame)
+                        self._events.differed()
+                        if packing.compiler_is_to_blame and not isinstance(self._padded, Guarded):
+                            self._events.has_no_padded_code()  # nothing compares it
                         return self._run_padded(inputs, self._events.state.because)
                     call, started = packing.call(inputs, facts, indices), time.perf_counter()
                     continue

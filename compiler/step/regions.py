@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from deepytorch.compiler.code.compiled_step import CompiledStep
+from deepytorch.compiler.code.compiled_step import CompiledStep, recomputes
 from deepytorch.compiler.code.lower_region import RegionLowering
 from deepytorch.compiler.dynamo.sizes import symbolic_dims
 from deepytorch.compiler.dynamo.trace_gate import current_trace
@@ -92,7 +92,7 @@ def packed_region(
         effects: The side effects of the region.
         min_padding: The share of pads from which on a batch is packed.
         verify_every: One of so many packed steps is compared with eager.
-        compares_first: Whether one that runs compiled is compared anyway.
+        compares_first: Whether compiled code is compared in its first step anyway, packed or padded.
         round_sizes: Whether packed steps get few sizes only.
         alone: `packed` without the passes behind the one that packs; None if there are none.
         behind: The names of these passes.
@@ -102,7 +102,9 @@ def packed_region(
     defers = any(output.kind != "value" for output in program.outputs)
     events = RegionEvents(record, State(packs=True, defers=defers))
     whole = _WholeBatch.of(padded, fakes, record, events)
-    code = _guarded(whole, lowering, eager) if compares_first else whole.compiled(lowering)
+    code: Padded | Guarded = whole.compiled(lowering)
+    if compares_first:
+        code = _guarded(whole, lowering, eager, effects, verify_every)
     varying = [symbolic_dims(fakes[index]) for index in program.packed_inputs] + [(0,)] * len(program.indices)
     rounded = None
     if round_sizes:
@@ -112,7 +114,7 @@ def packed_region(
         lowering = without_recording(lowering)
 
     def way(graph: fx.GraphModule, strict: bool) -> Way | None:
-        numerics = lowering.strict() if strict else lowering
+        numerics = lowering.strict(graph) if strict else lowering
         if numerics is None:
             return None
         second = SecondBackward((), events.needs_eager_backward, parts_in_outputs(graph.graph))
@@ -132,7 +134,6 @@ def packed_region(
         parameters=parameters,
         min_padding=min_padding,
         verification=Verification(verify_every, record) if compares else None,
-        differentiates=lowering.gradients is None,  # else a backward of ours would reduce gradients between ranks
         packs_in_eager=trace is None or trace.packs_in_eager,
     )
     return Region(eager, code, events, record, packing, falls_back=not effects.written)
@@ -146,15 +147,18 @@ def rewritten_region(
     record: RegionRecord,
     effects: Effects,
     plain: tuple[fx.GraphModule, Sequence[str]] | None = None,
+    verify_every: int | None = None,
 ) -> Region:
     """Return a region whose graph was rewritten for every batch alike.
 
     Arguments: as for `packed_region`; plain: the graph before it was rewritten, and the names of the passes that have
-    done so, where compiled code is compared with eager.
+    done so, where compiled code is compared with eager. verify_every: of one in so many steps, and not the first only.
     """
     events = RegionEvents(record, State())
     whole = _WholeBatch.of(module, fakes, record, events)
-    code = whole.compiled(lowering) if plain is None else _guarded(whole, lowering, eager, plain)
+    code: Padded | Guarded = whole.compiled(lowering)
+    if plain is not None:
+        code = _guarded(whole, lowering, eager, effects, verify_every, plain)
     return Region(eager, code, events, record, falls_back=not effects.written)
 
 
@@ -162,12 +166,14 @@ def _guarded(
     whole: _WholeBatch,
     lowering: RegionLowering,
     eager: Callable[..., Any],
+    effects: Effects,
+    every: int | None,
     plain: tuple[fx.GraphModule, Sequence[str]] | None = None,
 ) -> Guarded:
     """Return the code of a graph, compared with eager. plain: as for `rewritten_region`, None if it is as it was."""
 
     def strict() -> CompiledForm | None:
-        numerics = lowering.strict()
+        numerics = lowering.strict(whole.module)
         return None if numerics is None else CompiledForm(whole.compiled(numerics), STRICT)
 
     def without() -> CompiledForm | None:
@@ -176,8 +182,17 @@ def _guarded(
         before = _WholeBatch.of(plain[0], whole.fakes, whole.record, whole.events)
         return CompiledForm(before.compiled(lowering), f"compiled without {' and '.join(plain[1])}")
 
-    guard = Guard(whole.record, own_weights=lowering.gradients is not None)
-    return Guarded(CompiledForm(whole.compiled(lowering)), (strict, without), Eager(eager), guard, whole.record)
+    return Guarded(
+        CompiledForm(whole.compiled(lowering)),
+        None if recomputes(whole.module) else Eager(whole.by_operators),
+        strict,
+        without,
+        Eager(eager),
+        Guard(whole.record, own_weights=lowering.gradients is not None, written=effects.written),
+        whole.record,
+        whole.events.has_no_padded_code,
+        every,
+    )
 
 
 @dataclass(frozen=True)
@@ -198,6 +213,10 @@ class _WholeBatch:
         reads = drop_unread_inputs(module.graph)
         module.recompile()
         return cls(module, reads, fakes, record, events)
+
+    def by_operators(self, *inputs: Any) -> Sequence[Any]:
+        """Run it operator by operator, given all inputs of the region."""
+        return self.module.forward(*(inputs[index] for index in self.reads))
 
     def compiled(self, lowering: RegionLowering) -> Padded:
         """Return its code, to be compiled once it is polled or called."""
@@ -231,7 +250,7 @@ def whole_region(
     fakes = [node.meta.get("example_value", node.meta.get("val")) for node in placeholders]
     reads = drop_unread_inputs(later.graph)
     later.recompile()
-    varying, numerics = [symbolic_dims(fakes[index]) for index in reads], lowering.strict()
+    varying, numerics = [symbolic_dims(fakes[index]) for index in reads], lowering.strict(later)
     code = CompiledStep(later, varying, lowering, record)
     strict = None if numerics is None else CompiledStep(later, varying, numerics, record)
     return _as_it_is(code, reads, eager, record, unread, parts, tuning, strict)
@@ -274,7 +293,7 @@ def _as_it_is(
     tuner = Tuner(
         plain,
         [*forms, plain if is_compiled else compiled],
-        Guard(record, own_weights=tuning.own_weights),
+        Guard(record, own_weights=tuning.own_weights, written=frozenset() if parts is None else parts.written),
         record,
         tuning.turns,
         compiled if is_compiled else None,

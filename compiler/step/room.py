@@ -8,16 +8,18 @@ import torch
 
 from deepytorch.config import process_environment
 from deepytorch.kept_memory import available_memory
-from deepytorch.process_facts import peak_memory
+from deepytorch.process_facts import memory, peak_memory
 
 _LEAST_SHARE = 0.3  # of the memory of a device, or of the host, that has to be available
+_TIMES_PEAK = 3  # with large logits, the comparison takes twice as much as a step
 
 
 def has_room(devices: Sequence[int]) -> bool:
-    """Return whether memory is there to hold a step twice, on these CUDA devices, or on the host without any.
+    """Return whether memory is there for the comparison, on these CUDA devices, or on the host without any.
 
-    The host needs as much again as the process has ever taken, for each rank that the host has: the ranks compare in
-    the same step. A host that runs out of memory ends processes; a device that does raises an error, which is caught.
+    The host is to have room for the process to grow to three times its peak, which a step of eager's has made, for each
+    of the ranks that it has: they compare in the same step. A host that runs out of memory ends processes; a device
+    that does raises an error, which is caught.
     """
     if devices:
         return min(map(_free_share, devices)) >= _LEAST_SHARE
@@ -29,7 +31,7 @@ def has_room(devices: Sequence[int]) -> bool:
         num_ranks = max(1, int(process_environment().get("LOCAL_WORLD_SIZE", "1")))
     except ValueError:
         num_ranks = 1
-    return share >= _LEAST_SHARE and available >= num_ranks * peak_memory()
+    return share >= _LEAST_SHARE and available >= num_ranks * (_TIMES_PEAK * peak_memory() - memory())
 
 
 def _free_share(device: int) -> float:

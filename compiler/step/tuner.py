@@ -256,7 +256,7 @@ class Tuner:
         """Return whether a form agrees with eager on this batch; report it if it does not."""
         self._has_tried = True
         difference = self._guard.difference(self._eager, form, inputs)
-        if difference is None:
+        if not difference:
             return True
         message = f"{self._record.name}: {form.name} differs from eager: {difference}"
         self._record.fallbacks.append(message)

@@ -18,10 +18,11 @@ from deepytorch.compiler.budget import BUDGET
 from deepytorch.compiler.dynamo.capture import saving_for_nobody
 from deepytorch.compiler.report import RegionRecord
 from deepytorch.compiler.step.agreement import difference_of_steps
-from deepytorch.compiler.step.room import devices_of, has_room
+from deepytorch.compiler.step.room import has_room
 from deepytorch.log import logger
 from deepytorch.torch_internals import current_graph_task_id
 
+_MOST_ATTEMPTS = 3  # steps whose comparison may come to nothing, as for want of memory
 _STEPS = 3.0  # what a comparison takes, in terms of the script's steps before it; a few are longer than a packed one
 
 Run = Callable[[], Sequence[Tensor]]
@@ -37,10 +38,16 @@ class Verification:
     def __init__(self, every: int | None, record: RegionRecord) -> None:
         self._every, self._record, self._count = every, record, 0
         self.is_over = False  # nothing will be compared any more
+        self._is_due, self._attempts = False, 0
         self._began, self._longest = 0.0, 0.0  # when the last step began; the time of the longest step so far
 
     def take_turn(self, *, is_compiled: bool) -> bool:
         """Count a packed step that begins; return whether it is to be compared. is_compiled: it runs compiled code."""
+        if current_graph_task_id() != -1:  # a checkpoint computes it again
+            return False
+        if self._is_due and is_compiled:
+            self._is_due, self.is_over = False, self._every is None
+            return True
         if self._every is not None:
             self._count += 1
             return self._count % self._every == 1 or self._every == 1
@@ -51,25 +58,40 @@ class Verification:
         if not (is_compiled and self._longest and BUDGET.affords(_STEPS * self._longest)):
             return False
         self.is_over = True
-        return current_graph_task_id() == -1  # not while a checkpoint computes it again
+        return True
 
     def begin_again(self) -> None:
-        """Compare the next step whose turn it is as if it were the first: it is computed in another way."""
-        self.is_over, self._count = False, 0
+        """Compare the next step that runs compiled: it is computed in another way."""
+        self.is_over, self._is_due, self._count, self._began = False, True, 0, 0.0
 
     def difference(
         self,
         packed: Run,
         eager: Callable[[Callable[[Tensor], Tensor]], Sequence[Tensor]],
         weights: Sequence[Tensor],
+        devices: Sequence[int] = (),
     ) -> str | None:
-        """Run both forms; return how their outputs, or gradients of `weights`, differ; None if by rounding alone.
+        """Run both forms; return how their outputs, or gradients of `weights`, differ; empty if by rounding alone.
+
+        None if that cannot be known: memory is short, a form fails, or eager's numbers are not finite.
 
         eager: called with a change of its weights, see `difference_of_steps`. Gradients of weights with hooks are not
-        compared, since that would call the hooks.
+        compared, since that would call the hooks. devices: the CUDA devices of the step.
         """
+        found = self._compare(packed, eager, weights, devices)
+        self._attempts += found is None
+        if found is None and self._attempts < _MOST_ATTEMPTS:
+            self.is_over = False
+        return found
+
+    def _compare(
+        self,
+        packed: Run,
+        eager: Callable[[Callable[[Tensor], Tensor]], Sequence[Tensor]],
+        weights: Sequence[Tensor],
+        devices: Sequence[int],
+    ) -> str | None:
         started, record = time.perf_counter(), self._record
-        devices = devices_of(weights)
         if self._every is None and not has_room(devices):
             return None
         differentiated = [] if any(has_hooks(each) for each in weights) else weights
@@ -84,4 +106,4 @@ class Verification:
         record.verified_steps += 1
         record.verify_seconds += time.perf_counter() - started
         record.largest_difference = max(record.largest_difference, worst.found)
-        return None if worst.is_allowed else f"{worst.what} by {worst.found:.1e} (relative)"
+        return "" if worst.is_allowed else f"{worst.what} by {worst.found:.1e} (relative)"

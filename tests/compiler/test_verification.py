@@ -56,6 +56,25 @@ def test_one_step_that_runs_compiled_is_compared(clock: Clock, monkeypatch: pyte
     assert asked == [pytest.approx(1.5)] * 3  # three steps of half a second
 
 
+def test_a_comparison_that_came_to_nothing_is_made_again(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BUDGET, "affords", lambda seconds: True)
+    monkeypatch.setattr(module, "has_room", lambda devices: False)
+    verification = Verification(None, record())
+    for _ in range(3):
+        assert turns(verification, clock, compiled_from=0)
+        assert verification.difference(right, eager, [WEIGHT]) is None
+    assert not turns(verification, clock, compiled_from=0)
+
+
+def test_another_way_is_compared_in_its_first_compiled_step(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BUDGET, "affords", lambda seconds: False)
+    for every in (None, 1000):
+        verification = Verification(every, record())
+        verification.begin_again()
+        verification._count = 1
+        assert turns(verification, clock, compiled_from=3) == [3]
+
+
 def test_one_of_so_many_is_compared_where_that_is_asked_for(clock: Clock) -> None:
     assert turns(Verification(4, record()), clock, compiled_from=6) == [0, 4, 8]
 
@@ -84,7 +103,7 @@ def wrong_gradient() -> list[Tensor]:
 def test_rounding_agrees_and_faults_do_not() -> None:
     found = record()
     verification = Verification(1, found)
-    assert verification.difference(right, eager, [WEIGHT]) is None
+    assert verification.difference(right, eager, [WEIGHT]) == ""
     assert "output 0 by 1.0e-02" in str(verification.difference(wrong, eager, [WEIGHT]))
     assert "the gradient of weight 0" in str(verification.difference(wrong_gradient, eager, [WEIGHT]))
     assert found.verified_steps == 3
@@ -95,7 +114,7 @@ def test_hooks_of_the_script_are_not_called() -> None:
     calls: list[Tensor] = []
     handle = WEIGHT.register_hook(calls.append)
     try:
-        assert Verification(1, record()).difference(right, eager, [WEIGHT]) is None
+        assert Verification(1, record()).difference(right, eager, [WEIGHT]) == ""
     finally:
         handle.remove()
     assert not calls
@@ -109,7 +128,7 @@ def test_a_checkpoint_around_the_model_does_not_see_the_comparison() -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        assert Verification(1, record()).difference(right, eager, [WEIGHT]) is None
+        assert Verification(1, record()).difference(right, eager, [WEIGHT]) == ""
     assert not saved
 
 
@@ -127,9 +146,10 @@ def test_what_cannot_be_compared_is_no_difference(monkeypatch: pytest.MonkeyPatc
 # ---------------------------------------------------------------------- memory
 
 
-def test_the_host_needs_as_much_again_as_the_process_ever_took_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_needs_room_for_three_times_the_peak_of_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    monkeypatch.setattr(room, "peak_memory", lambda: 10 << 30)
+    monkeypatch.setattr(room, "peak_memory", lambda: 6 << 30)
+    monkeypatch.setattr(room, "memory", lambda: 8 << 30)
     for found, expected in (((0.5, 10 << 30), True), ((0.5, 9 << 30), False), ((0.2, 99 << 30), False), (None, True)):
         monkeypatch.setattr(room, "available_memory", lambda found=found: found)
         assert has_room([]) is expected
