@@ -19,7 +19,6 @@ from deepytorch.compiler.code.lower_region import RegionLowering
 from deepytorch.compiler.config import CompilerConfig
 from deepytorch.compiler.dynamo.graph_forms import graph_for_later
 from deepytorch.compiler.dynamo.graph_traits import unread_statistics
-from deepytorch.compiler.manager import copied
 from deepytorch.compiler.plan import Plan
 from deepytorch.compiler.report import LEDGER, RegionRecord
 from deepytorch.compiler.step import second_backward
@@ -27,6 +26,7 @@ from deepytorch.compiler.step.region import Region as CompiledRegion
 from deepytorch.compiler.step.regions import compiled_region, whole_region
 from deepytorch.compiler.step.second_backward import SecondBackward
 from deepytorch.compiler.step.unused_outputs import parts_in_outputs
+from deepytorch.passes.graphs import copied
 from tests.calls import Calls
 
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
