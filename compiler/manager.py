@@ -98,7 +98,7 @@ def run_passes(
     dump = _Dump(Path(dump_dir)) if dump_dir is not None else None
     provided: set[str] = set()
     runs: list[PassRun] = []
-    program, before, alone = None, None, None
+    depends, program, before, alone = False, None, None, None
     valued = True  # every node has its value
     for each in passes:
         name = type(each).__name__
@@ -121,9 +121,9 @@ def run_passes(
             provided |= each.provides
             earlier = before_it.module(module)
             if each.depends_on_batch:
-                assert program is None, f"{name} and a pass before it both depend on the batch"
-                program, before = run.rewrite.program, earlier
-            elif program is not None:
+                assert not depends, f"{name} and a pass before it both depend on the batch"
+                depends, program, before = True, run.rewrite.program, earlier
+            elif depends:
                 alone = alone or earlier
             else:
                 before = before or earlier
