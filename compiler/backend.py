@@ -26,6 +26,7 @@ from deepytorch.compiler.dynamo.graph_traits import (
     may_have_large_loss,
     sets_generators,
     unread_statistics,
+    writes_twice,
 )
 from deepytorch.compiler.dynamo.graph_values import give_values
 from deepytorch.compiler.dynamo.settings import prepare_dynamo
@@ -87,6 +88,8 @@ def deepytorch_backend(
         trace_of_frame.leave("the model draws random numbers from NumPy")  # two names of one array share no storage
     if trace_of_frame is not None and gives_no_gradients(module, example_inputs):
         trace_of_frame.leave("a reentrant checkpoint, none of whose inputs needs a gradient, gives its weights none")
+    if trace_of_frame is not None and writes_twice(module):
+        trace_of_frame.leave("a checkpoint writes into buffers, in eager once more in the backward")
     reason = _nothing_to_pack(module, config)
     if reason is not None:
         trace_as_it_comes(example_inputs)

@@ -22,7 +22,7 @@ from torch import fx
 
 from deepytorch.passes.base import Context, Decline, Pass, Rewrite
 from deepytorch.passes.graphs import is_random, keeps_all
-from deepytorch.passes.slicing import Slicer
+from deepytorch.passes.slicing import Slicer, storage_roots
 
 aten = torch.ops.aten
 
@@ -134,8 +134,13 @@ def _refusal(graph: fx.Graph) -> Decline | None:
             return Decline(node.name, f"{node.target} is an operator of the script's, which may rely on a layout")
         if node.target in _MAY_COPY and memory.is_written(node):
             return Decline(node.name, f"{node.target} is of memory that is written to")
+    roots, seen = storage_roots(graph), set[fx.Node]()
     for output in _outputs(graph):
         value = output.meta.get("val")
+        if roots[output].op != "placeholder" and _is_image(roots[output]):
+            if roots[output] in seen:
+                return Decline(output.name, "it shares its memory with another output")
+            seen.add(roots[output])
         if output.op != "placeholder" and isinstance(value, torch.Tensor) and not value.is_contiguous():
             return Decline(output.name, "an output has a layout of its own")
     return None

@@ -158,6 +158,24 @@ def gives_no_gradients(module: fx.GraphModule, example_inputs: Sequence[Any]) ->
     return False
 
 
+def writes_twice(module: fx.GraphModule) -> bool:
+    """Return whether a checkpoint in a graph of Dynamo's writes into what it is given, such as a norm's statistics.
+
+    In eager it does so once more in the backward, when its forward runs again; in compiled code it does not.
+    """
+    for node in module.graph.nodes:
+        if node.target is torch.ops.higher_order.tag_activation_checkpoint:
+            body = getattr(module, node.args[0].target)
+            if any(_writes(user, each) for each in _placeholders(body.graph) for user in each.users):
+                return True
+    return False
+
+
+def _writes(user: fx.Node, node: fx.Node) -> bool:
+    is_in_place = user.op.startswith("call_") and _name(user).endswith("_") and not _name(user).endswith("__")
+    return (is_in_place and user.args[:1] == (node,)) or _only_writes(user, node)
+
+
 # ------------------------------------------------------------------ statistics that are written and not read
 
 

@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from deepytorch.comm.gradients.reducer import without_gradients
+from deepytorch.compiler.step.layouts import has_ordered_gradient, ordered
 from deepytorch.compiler.step.past import Past, generators_of
 from deepytorch.compiler.step.run_again import (
     Passage,
@@ -66,6 +67,7 @@ class SecondBackward:
         self._unread, self.asked, self._parts = frozenset(unread), asked, parts
         self.behind: list[frozenset[int] | None] | None = None  # of each gradient that a node returns: see `parts`
         self.differentiable: list[bool] | None = None  # of each gradient that a node is given; None: it is not known
+        self.in_order: list[bool] = []  # of each gradient that a node returns: see `layouts`
         self.stands_for: list[frozenset[int]] = []  # of each gradient that a node is given the outputs, as in `parts`
         self.saves = True  # whether the forward saves tensors, so that only one backward can go through it
         self.waiting: weakref.WeakSet[_Replacement] = weakref.WeakSet()  # for another backward that may come
@@ -209,6 +211,7 @@ class SecondBackward:
         call.random = [(each, state) for each, state in call.random if not torch.equal(each.get_state(), state)]
         self._generators = [generator for generator, _ in call.random]
         self._learn_outputs(node, outputs)
+        self._learn_layouts(call, node)
         if self._parts is not None and self.differentiable is not None:
             self._learn_behind(call, node, self._parts)
         return True
@@ -234,6 +237,11 @@ class SecondBackward:
         inputs = [metadata.input_info[place] for place in written]
         self.differentiable = [bool(info.requires_grad and info.mutates_data) for info in inputs]
         self.differentiable += [bool(each) for each in of[len(written) :]]
+
+    def _learn_layouts(self, call: Past, node: Any) -> None:
+        known = {edge_of(each) for each in call.inputs if has_ordered_gradient(each)} - {None}
+        edges = iter(edges_of(node, known)) if known else iter(())
+        self.in_order = [next(edges, None) in known if needs else False for needs in node.needs_input_grad]
 
     def _learn_behind(self, call: Past, node: Any, parts: Parts) -> None:
         metadata = node._forward_cls.metadata
@@ -454,8 +462,17 @@ class _Replacement:
     def _stock(self, backward: Any, came: frozenset[int], node: Any, *arguments: Any) -> Any:
         """Run the node's own backward, with None in place of zeros for weights of outputs that nobody used.
 
-        came: the numbers of the gradients that came.
+        came: the numbers of the gradients that came. Gradients have the layout of eager, see `layouts`.
         """
+        found, in_order = self._without_zeros(backward, came, node, *arguments), self._second.in_order
+        if not any(in_order) or len(found) != len(in_order):
+            return found
+        return tuple(
+            ordered(each) if is_so and isinstance(each, torch.Tensor) else each
+            for each, is_so in zip(found, in_order, strict=True)
+        )
+
+    def _without_zeros(self, backward: Any, came: frozenset[int], node: Any, *arguments: Any) -> Any:
         behind, has = self._second.behind, self._second.differentiable
         if behind is None or has is None or len(came) == sum(has):
             return backward(node, *arguments)

@@ -28,6 +28,7 @@ from deepytorch.compiler.code.compiled_step import CALLS_A_STEP, StepBoundary
 from deepytorch.compiler.report import RegionRecord
 from deepytorch.compiler.step.guard import Guard
 from deepytorch.compiler.step.kept_choices import KeptChoice
+from deepytorch.compiler.step.layouts import with_ordered_gradients
 from deepytorch.compiler.step.trial import Trial
 from deepytorch.compiler.step.turns import AmongRanks, OneProcess
 from deepytorch.fused_optimizers import fuse_for
@@ -82,9 +83,10 @@ class OperatorByOperator:
         return True
 
     def __call__(self, inputs: Sequence[Any]) -> Sequence[Any]:
-        if torch.is_grad_enabled():
-            fuse_for(inputs)
-        return tuple(self._module.forward(*inputs))
+        if not torch.is_grad_enabled():
+            return tuple(self._module.forward(*inputs))
+        fuse_for(inputs)
+        return tuple(self._module.forward(*with_ordered_gradients(inputs)))
 
 
 class CompiledForm:

@@ -176,6 +176,34 @@ def test_hooks_of_weights_and_inputs_are_called_once() -> None:
     assert sorted(said) == sorted(order) == ["input", "weight"]
 
 
+class _Innermost(nn.Module):
+    """Convolutions whose gradients come with the channels innermost, as from code that Inductor has laid out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 5, 3, padding=1)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.two(self.one(images.contiguous(memory_format=torch.channels_last)).relu()).mean((2, 3))
+
+
+def test_gradients_have_the_layout_of_what_they_are_gradients_of() -> None:
+    model, images, seen = _Innermost(), torch.randn(2, 3, 8, 8, requires_grad=True), list[torch.Tensor]()
+    call, theirs = compiled(model), copy.deepcopy(model)
+    for weight in model.parameters():
+        weight.register_hook(lambda gradient: seen.append(gradient.view(-1)))
+    call(images).square().sum().backward()
+    assert len(seen) == 4
+    gradients = torch.autograd.grad(call(images).square().sum(), [images, *model.parameters()])
+    expected = torch.autograd.grad(theirs(images).square().sum(), [images, *theirs.parameters()])
+    assert not expected[1].is_contiguous()  # without us
+    for one, other in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(one.view(-1), other.reshape(-1))
+    theirs.to(memory_format=torch.channels_last)  # by the script: its gradients as well, as in eager
+    [gradient] = torch.autograd.grad(compiled(theirs)(images).square().sum(), [theirs.two.weight])
+    assert gradient.is_contiguous(memory_format=torch.channels_last)
+
+
 def test_a_buffer_that_outputs_depend_on_is_as_it_was_before_the_step() -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:

@@ -17,7 +17,7 @@ from deepytorch.compiler.step import turns as turns_module
 from deepytorch.compiler.step.guard import Guard
 from deepytorch.compiler.step.kept_choices import KeptChoice
 from deepytorch.compiler.step.trial import Trial
-from deepytorch.compiler.step.tuner import STRICT, CompiledForm, Eager, Tuner
+from deepytorch.compiler.step.tuner import STRICT, CompiledForm, Eager, OperatorByOperator, Tuner
 
 
 def run_trial(
@@ -606,3 +606,18 @@ def test_a_call_inside_of_a_backward_has_the_form_of_its_forward(monkeypatch: py
         loss.register_hook(repeat)
         loss.backward()
     assert forms == {"eager", "compiled"}
+
+
+def test_gradients_of_a_form_with_channels_last_have_the_layout_of_eager() -> None:
+    graph = fx.Graph()
+    images, weight = graph.placeholder("images"), graph.placeholder("weight")
+    innermost = {"memory_format": torch.channels_last}
+    laid_out = graph.call_function(torch.ops.aten.contiguous.default, (images,), innermost)
+    graph.output((graph.call_function(torch.ops.aten.conv2d.default, (laid_out, weight)),))
+    form = OperatorByOperator("channels last", fx.GraphModule(nn.Module(), graph))
+    leaves = [torch.randn(2, 3, 8, 8, requires_grad=True), torch.randn(4, 3, 3, 3, requires_grad=True)]
+    by_the_script = [each.detach().contiguous(**innermost).requires_grad_() for each in leaves]  # type: ignore[arg-type]
+    for inputs in (leaves, [each * 1.0 for each in leaves], by_the_script):
+        [output] = form(inputs)
+        for gradient, each in zip(torch.autograd.grad(output.sum(), inputs), inputs, strict=True):
+            assert gradient.stride() == each.stride()

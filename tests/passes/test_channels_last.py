@@ -217,9 +217,15 @@ def transposed_output(image: Tensor, weight: Tensor) -> Tensor:
     return F.conv2d(F.conv2d(image, weight), weight).flatten(2).transpose(1, 2)
 
 
+def output_and_view(image: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    found = F.conv2d(F.conv2d(image, weight), weight)
+    return found, found.flatten(2)
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
+        (output_and_view, "it shares its memory with another output"),
         (strided, "depends on the layout in memory"),
         (of_the_script, "is an operator of the script's"),
         (written_view, "is of memory that is written to"),
