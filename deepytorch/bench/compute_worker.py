@@ -21,7 +21,6 @@ from deepytorch.compiler.budget import BUDGET
 from deepytorch.compiler.report import LEDGER, RegionRecord
 from deepytorch.process_facts import peak_memory
 
-_UNCOUNTED = 2  # first steps in turns: memory of a process that has waited for the others may be elsewhere
 _CALM = 12  # steps in a row in which nothing was compiled or tried: deepytorch's choice is made
 _REST_S = 0.3  # between steps while code is compiled, so that this process leaves the cores to the compile process
 _BATCHES = 4  # that a run goes through again and again
@@ -99,12 +98,11 @@ def run(job: ComputeJob, turn: Turn | None) -> ComputeRun:
         before, state = state, _state() if job.arm == "deepytorch" else "compiled"
         calm = calm + 1 if state == before and state else 0
     seconds: list[float] = []
-    for number in range(_UNCOUNTED + job.steps):
+    for _ in range(job.steps):
         if turn is not None:
             turn.take()
-        took = step()
-        if number >= _UNCOUNTED:
-            seconds.append(took)
+            step()  # while the others had their turns, a hypervisor has taken back what this process had freed
+        seconds.append(step())
         if turn is not None:
             turn.hand_on()
     regions = LEDGER.report().regions if job.arm == "deepytorch" else []
