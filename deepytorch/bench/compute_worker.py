@@ -21,6 +21,7 @@ from deepytorch.compiler.budget import BUDGET
 from deepytorch.compiler.report import LEDGER, RegionRecord
 from deepytorch.process_facts import peak_memory
 
+_MORE = 3.0  # times the warm-up, until code that is being compiled has to be there
 _CALM = 12  # steps in a row in which nothing was compiled or tried: deepytorch's choice is made
 _REST_S = 0.3  # between steps while code is compiled, so that this process leaves the cores to the compile process
 _BATCHES = 4  # that a run goes through again and again
@@ -91,17 +92,21 @@ def run(job: ComputeJob, turn: Turn | None) -> ComputeRun:
     warm_up = [step(), step()]
     first_s = time.perf_counter() - began
     calm, state = 0, ""
-    while calm < _CALM and time.perf_counter() - began < job.warm_up_s:
+    while calm < _CALM and time.perf_counter() - began < job.warm_up_s * (_MORE if _waits_for_code(job.arm) else 1.0):
         warm_up.append(step())
-        if job.arm == "deepytorch" and _waits_for_code():
+        if _waits_for_code(job.arm):
             time.sleep(_REST_S)
         before, state = state, _state() if job.arm == "deepytorch" else "compiled"
         calm = calm + 1 if state == before and state else 0
+    if _waits_for_code(job.arm):
+        raise TimeoutError(
+            f"code was still being compiled after {time.perf_counter() - began:.0f} s, which would slow down the steps "
+            "of all setups; expected it to be there: give --warm-up more"
+        )
     seconds: list[float] = []
     for _ in range(job.steps):
         if turn is not None:
             turn.take()
-            step()  # while the others had their turns, a hypervisor has taken back what this process had freed
         seconds.append(step())
         if turn is not None:
             turn.hand_on()
@@ -150,9 +155,9 @@ def _state() -> str:
     return f"{len(regions)} {meanwhile} {[(each.trials, each.compiled_by) for each in regions]}"
 
 
-def _waits_for_code() -> bool:
+def _waits_for_code(arm: str) -> bool:
     """Return whether code is being compiled in the background, and nothing is timed meanwhile."""
-    regions = LEDGER.report().regions
+    regions = LEDGER.report().regions if arm == "deepytorch" else []
     return any(each.forms_untried for each in regions) and not any(each.on_trial for each in regions)
 
 
