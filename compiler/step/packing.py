@@ -233,12 +233,14 @@ class Packing:
             (number, output) for number, output in enumerate(self.program.outputs) if output.kind in ("value", "tokens")
         ]
 
+        apart = call._replace(arguments=list(map(_from_nowhere, call.arguments)))
+
         def packed() -> list[torch.Tensor]:
-            values = call.run(is_compiled=is_compiled)
+            values = apart.run(is_compiled=is_compiled)
             return [values[output.index] for _, output in compared if _is_float(values[output.index])]
 
         def eager(changed: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
-            given = list(inputs)
+            given = list(map(_from_nowhere, inputs))
             for index in trained:
                 given[index] = changed(given[index])
             values = self._eager(*given)
@@ -247,6 +249,13 @@ class Packing:
 
         weights = [inputs[index] for index in trained]
         return self._verification.difference(packed, eager, weights, devices_of(inputs))
+
+
+def _from_nowhere(value: Any) -> Any:
+    """Return an activation as a leaf: its graph is the step's own to go through, and no gradient goes on to it."""
+    if isinstance(value, torch.Tensor) and value.requires_grad and not value.is_leaf:
+        return value.detach().requires_grad_()
+    return value
 
 
 def _is_float(value: Any) -> bool:

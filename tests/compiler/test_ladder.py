@@ -55,6 +55,20 @@ def test_nothing_is_left_out_where_nothing_differs() -> None:
     assert any("cross" in each for each in region.changes)
 
 
+def test_a_comparison_goes_through_no_graph_from_outside_of_the_region() -> None:
+    torch.manual_seed(0)
+    widths = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = hf.LlamaConfig(vocab_size=96, max_position_embeddings=128, tie_word_embeddings=True, **widths)
+
+    def call(model: nn.Module, input_ids: torch.Tensor, **batch: torch.Tensor) -> Any:
+        embeds = model.get_input_embeddings()(input_ids).sin()  # the weight of the head, which is in the region, too
+        return model(inputs_embeds=embeds, **batch)
+
+    pair = Pair(hf.LlamaForCausalLM(config).train(), call=call)
+    (region,) = pair.train(batches(causal_batch, *[(4, 12, "right")] * 3)).regions
+    assert (region.steps_packed, region.verified_steps, region.fallbacks) == (2, 2, [])
+
+
 @pytest.mark.slow
 def test_a_pass_that_scales_the_loss_is_left_out_and_steps_stay_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     rewrite = FuseLinearLoss.rewrite
