@@ -53,6 +53,10 @@ class ModelEntry(FirstEntry, Protocol):
         """Return whether some kind of call was proved or declined."""
         ...
 
+    def is_the_only_way_for(self, kwargs: Mapping[str, Any]) -> bool:
+        """Return whether no graph of a call with these arguments could be packed, however Dynamo traces it."""
+        ...
+
     def explain(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RegionRecord:
         """Return the record of a training call with these arguments, without running it."""
         ...
@@ -146,6 +150,8 @@ class Handle:
             self._prepared = True
             for prepare in BEFORE_TRACES:
                 prepare(module, kwargs)
+            if self.entry is not None and self.entry.is_the_only_way_for(kwargs) and is_of_libraries(module):
+                self._packs_at_entry = True
         if self._packs_at_entry:
             assert self.entry is not None
             return self.entry.call(partial(self.compiled, module), args, kwargs)

@@ -19,10 +19,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepytorch.compiler.step.agreement import HALF, Tolerance, largest_difference
 from deepytorch.compiler.step.batch_facts import Refusal
+from deepytorch.integrations.cached_prefix import CachedPrefix, renewed
 from deepytorch.integrations.packed_attention import CannotPack
 from deepytorch.integrations.packed_batch import IGNORE_INDEX, MASKS, PackedBatch, Reading, RowKind
 from deepytorch.parallel_modules import is_sharded
@@ -79,10 +81,12 @@ def prove(
     try:
         probe = make_probe(given, reading)
         embeddings = [each for each in probe.values() if isinstance(each, Tensor) and each.requires_grad]
+        prefix = CachedPrefix.of(probe)
+        embeddings += [] if prefix is None else [each for each in prefix.tensors if each.requires_grad]
         changed = _with_other_tokens(probe)
-        padded, padded_changed = run(**probe), run(**changed)
-        packed, batch = run_packed(probe)
-        packed_changed, _ = run_packed(changed)
+        padded, padded_changed = run(**renewed(probe)), run(**renewed(changed))
+        packed, batch = run_packed(renewed(probe))
+        packed_changed, _ = run_packed(renewed(changed))
         if not isinstance(batch, PackedBatch):
             return batch.reason if isinstance(batch, Refusal) else "the model below was not called"
         return _difference(padded, packed, batch, [*weights, *embeddings], TOLERANCES[precision]) or _leak(
@@ -123,7 +127,7 @@ def is_deterministic(run: Run, given: Mapping[str, Any], reading: Reading) -> bo
         outputs = []
         for seed in (0, 1):
             torch.manual_seed(seed)
-            outputs.append([each for each in tree_leaves(_plain(run(**probe))) if isinstance(each, Tensor)])
+            outputs.append([each for each in tree_leaves(_plain(run(**renewed(probe)))) if isinstance(each, Tensor)])
         return not any(
             _moved(one.reshape(1, -1), other.reshape(1, -1)).any() for one, other in zip(*outputs, strict=True)
         )
@@ -241,14 +245,19 @@ def make_probe(given: Mapping[str, Any], reading: Reading) -> dict[str, Any]:
     )
     last = decoder if reading.two_sided else main
     probe: dict[str, Any] = {}
+    prefix = CachedPrefix.of(given)
     for name, value in given.items():
+        if prefix is not None and name == prefix.name:
+            probe[name] = prefix.like(len(main), generator)
+            continue
         if not isinstance(value, Tensor) or value.dim() == 0:
             probe[name] = value
             continue
         grid = decoder if name.startswith("decoder") else last if name == "labels" else main
         of_tokens = value.dim() >= 2 and value.shape[:2] == _grid_of(name, given, reading)
         if name in MASKS:
-            probe[name] = grid.to(value.dtype)
+            seen = F.pad(grid, (0 if prefix is None else prefix.length, 0), value=True)
+            probe[name] = (seen if name == "attention_mask" else grid).to(value.dtype)
         elif not of_tokens:  # one value for each row
             probe[name] = value[:1].expand(len(main), *value.shape[1:]).clone()
         elif value.is_floating_point():
@@ -274,7 +283,9 @@ def make_probe(given: Mapping[str, Any], reading: Reading) -> dict[str, Any]:
 def _grid_of(name: str, given: Mapping[str, Any], reading: Reading) -> tuple[int, ...]:
     if reading.two_sided and (name == "labels" or name.startswith("decoder")):
         return tuple(given[name].shape[:2])
-    return tuple(given["attention_mask"].shape[:2])
+    prefix = CachedPrefix.of(given)
+    rows, columns = given["attention_mask"].shape[:2]
+    return rows, columns - (0 if prefix is None else prefix.length)
 
 
 def _ignored_at_pads(labels: Tensor, grid: Tensor, reading: Reading) -> Tensor:
@@ -289,7 +300,7 @@ def _ignored_at_pads(labels: Tensor, grid: Tensor, reading: Reading) -> Tensor:
 
 
 def _after_pad(grid: Tensor) -> Tensor:
-    return ~torch.nn.functional.pad(grid, (1, 0), value=True)[:, :-1]
+    return ~F.pad(grid, (1, 0), value=True)[:, :-1]
 
 
 def _compared(outputs: Any, batch: PackedBatch) -> list[Tensor]:
@@ -297,7 +308,7 @@ def _compared(outputs: Any, batch: PackedBatch) -> list[Tensor]:
     found = []
     for value in tree_leaves(_plain(outputs)):
         if isinstance(value, Tensor) and value.is_floating_point():
-            for side in batch.sides:
+            for side in batch.grids:
                 grid = (side.num_rows, side.num_positions)
                 if value.dim() >= 2 and tuple(value.shape[:2]) == grid:
                     value = value.flatten(0, 1)[side.indices]

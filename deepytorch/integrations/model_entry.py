@@ -33,6 +33,7 @@ from deepytorch.compiler.step.batch_facts import Refusal
 from deepytorch.compiler.step.outputs.replay import Replay
 from deepytorch.compiler.step.route import MOST_REAL, Route, State, Uses, route
 from deepytorch.integrations import packed_attention
+from deepytorch.integrations.cached_prefix import CachedPrefix
 from deepytorch.integrations.entry_calls import INSIDE, Replaced, replace_calls, restore_calls
 from deepytorch.integrations.entry_proof import (
     Attributes,
@@ -205,6 +206,10 @@ class ModelEntry:
         """Return whether the model attends by kernels that are opaque in graphs, so that no graph can be packed."""
         return bool(packed_attention.implementations(self._model) & set(packed_attention.OPAQUE))
 
+    def is_the_only_way_for(self, kwargs: Mapping[str, Any]) -> bool:
+        """Return whether a call is given keys for each row to begin with: in a graph they are not of its positions."""
+        return CachedPrefix.of(kwargs) is not None
+
     def explain(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RegionRecord:
         """Return the record of a training call with these arguments, without running it; prove the model if needed."""
         call = self._read(args, kwargs)
@@ -217,6 +222,8 @@ class ModelEntry:
             record.declined = [call.why] if call.why is not None else record.declined
             return record
         mask = call.given["attention_mask"]
+        prefix = CachedPrefix.of(call.given)
+        mask = mask if prefix is None else mask[:, prefix.length :]
         record.tokens_real, record.tokens_padded = int((mask != 0).sum()), mask.numel()
         if self.target is self._outer:
             found = self._pack(call, UserHooks(self.target), args, kwargs)
@@ -232,6 +239,7 @@ class ModelEntry:
         return (
             (torch.is_grad_enabled(), self._outer.training),
             frozenset((n, v if isinstance(v, bool) else None) for n, v in given.items() if v is not None),
+            None if (prefix := CachedPrefix.of(given)) is None else prefix.length,
             tuple(map(weakref.ref, modules)),
             tuple((place, *map(_weakly, found)) for place, found in functions if found),
             frozenset((kind, kind.forward) for kind in {type(each) for each in modules}),
@@ -290,7 +298,7 @@ class ModelEntry:
             self.record.steps_profiled += 1
             uses.profiled()
             return found.profiled(run(*args, **kwargs), uses.profiling())
-        again = None if uses is None else self._again(uses, args, kwargs)
+        again = None if uses is None else self._again(uses, found, args, kwargs)
         show = zeros_at_pads if uses is None else uses.showing(again, self.record)
         token = INSIDE.set((self, found))
         self.record.host_seconds += time.perf_counter() - started
@@ -326,7 +334,9 @@ class ModelEntry:
             self._uses[kind] = OutputUses(self.record, self.target, self._peers, can_replay=not self._peers)
         return self._uses[kind]
 
-    def _again(self, uses: OutputUses, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Replay | None:
+    def _again(
+        self, uses: OutputUses, batch: PackedBatch, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Replay | None:
         """Return the padded replay of this call, for a look at pads of its outputs.
 
         None if weights are sharded: a call on one rank alone would wait for the others.
@@ -335,13 +345,16 @@ class ModelEntry:
             return None
         uses.buffers.keep()
         tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+        prefix = batch.prefix
+        tensors += [] if prefix is None else prefix.prefix.tensors
         inputs, modes = [*uses.parameters, *tensors], uses.modes()
 
         def run(*given: Any) -> tuple[Any]:
             pairs = zip(uses.parameters, given, strict=False)
             changed = {id(weight): then for weight, then in pairs if then is not weight}
             with UserHooks(self.target).silenced(), with_weights(self.target, changed), uses.in_modes(modes):
-                return (self.target._call_impl(*args, **kwargs),)
+                again = (args, kwargs) if prefix is None else prefix.arguments_again(args, kwargs)
+                return (self.target._call_impl(*again[0], **again[1]),)
 
         parameters = range(len(uses.parameters))
         return Replay(run, inputs, parameters=parameters, sampler=uses.sampler, draws=True)

@@ -56,6 +56,7 @@ FLASH = (
     "flash_attention_4",
     "kernels-community/flash-attn4",
 )
+CACHED_KEYS = "cached_keys"  # an argument of `attend`, which models hand through from their own arguments
 OPAQUE = (*FLASH, "flex_attention")  # a graph breaks at these, or has one node that does not show the inside
 
 
@@ -127,6 +128,7 @@ def attend(
     position_bias: Tensor | None = None,
     s_aux: Tensor | None = None,
     is_causal: bool | None = None,
+    cached_keys: int = 0,
     implementation: str | None = None,
     **other: Any,
 ) -> tuple[Tensor, None]:
@@ -149,6 +151,7 @@ def attend(
         position_bias: (1, heads or 1, extent or 1, extent or 1), added to the scores.
         s_aux: (heads,), attention sinks.
         is_causal: Whether attention is causal; None: as the module says.
+        cached_keys: The number of keys that each row begins with, before those of its queries.
         implementation: The plain name of the implementation that this function replaces.
         other: Further arguments of the model's.
     """
@@ -162,6 +165,8 @@ def attend(
     if sliding_window is not None and not causal and not flash:
         raise CannotPack(f"{type(module).__name__} has a window to both sides")
     reach = -1 if sliding_window is None else sliding_window - 1  # of flash without causality: to both sides
+    if cached_keys and (sliding_window is not None or position_bias is not None):
+        raise CannotPack(f"{type(module).__name__} has a window or a bias of positions over cached keys")
     queries, keys = decode_mask(attention_mask, query.shape[2], key.shape[2])
     if position_bias is not None and position_bias.shape[3] == 1:  # equal for all keys: softmax does not change
         position_bias = None
@@ -179,7 +184,7 @@ def attend(
         sinks=s_aux,
         scale=scaling,
         window_left=reach,
-        window_right=0 if causal else reach,
+        window_right=cached_keys if causal else reach,  # the query at place i of its row is of key cached_keys + i
         dropout_p=dropout,
         softcap=softcap or 0.0,
     )

@@ -17,7 +17,9 @@ from deepytorch.compiler.host_copies import host_copy
 from deepytorch.compiler.step.batch_facts import Refusal, count_true, cumulative, places_of
 from deepytorch.compiler.step.outputs.tokens import Place, Tokens
 from deepytorch.device_reads import send
-from deepytorch.integrations.packed_attention import CannotPack, Rows, encode_mask
+from deepytorch.integrations import cached_prefix
+from deepytorch.integrations.cached_prefix import CachedPrefix, PackedPrefix
+from deepytorch.integrations.packed_attention import CACHED_KEYS, CannotPack, Rows, encode_mask
 from deepytorch.passes.ops.pack import pack_rows, unpack_rows
 
 IGNORE_INDEX = -100
@@ -30,7 +32,7 @@ AS_GIVEN = ("num_items_in_batch", "use_cache", "return_dict", "output_hidden_sta
 Find = Callable[[Any], Any]
 Show = Callable[[Tensor, "Side", int, str, Find], Tensor]
 
-OFF = ("output_attentions", "output_router_logits", "past_key_values", "logits_to_keep", "encoder_outputs")
+OFF = ("output_attentions", "output_router_logits", *cached_prefix.NAMES, "logits_to_keep", "encoder_outputs")
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,11 +119,15 @@ class Reading:
 
 @dataclass(frozen=True, eq=False)
 class PackedBatch:
-    """One batch as the model gets it. main: the side of ids. decoder: an encoder-decoder's other side."""
+    """One batch as the model gets it.
+
+    main: the side of ids. decoder: an encoder-decoder's other side. prefix: the keys that each row begins with, if any.
+    """
 
     arguments: dict[str, Any]
     main: Side
     decoder: Side | None
+    prefix: PackedPrefix | None = None
 
     @property
     def padding(self) -> float:
@@ -135,7 +141,11 @@ class PackedBatch:
         show: makes a script's tensor from a packed one, given the side and the dimension of its tokens, its name, and a
         function that finds it among the outputs of another run.
         """
-        return _translated(outputs, lambda value, dim, name, find: self._shown(value, dim, name, find, show))
+        caches = {} if self.prefix is None else {id(self.prefix.cache): self.prefix.prefix.cache}
+        found = _translated(outputs, lambda value, dim, name, find: self._shown(value, dim, name, find, show), caches)
+        if self.prefix is not None:
+            self.prefix.append_to_script(show)
+        return found
 
     def _shown(self, value: Tensor, dim: int, name: str, find: Find, show: Show) -> Tensor:
         for side in self.sides:
@@ -153,7 +163,12 @@ class PackedBatch:
             grid = (side.num_rows, side.num_positions)
             return show(value, side, dim, name, find) if (value.shape[0], value.shape[dim]) == grid else value
 
-        return _translated(outputs, shown)
+        return _translated(outputs, shown, {})
+
+    @property
+    def grids(self) -> tuple[Side, ...]:
+        """Return the sides, and that of keys with the prefix of each row."""
+        return self.sides if self.prefix is None else (*self.sides, self.prefix.side)
 
     @property
     def sides(self) -> tuple[Side, ...]:
@@ -166,10 +181,17 @@ def zeros_at_pads(packed: Tensor, side: Side, dim: int, name: str, find: Find) -
     return side.unpack(packed, dim)
 
 
-def _translated(outputs: Any, translate: Callable[[Tensor, int, str, Find], Tensor]) -> Any:
-    """Return a model's outputs with every tensor translated; key-value caches have positions in dimension 2."""
+def _translated(
+    outputs: Any, translate: Callable[[Tensor, int, str, Find], Tensor], caches: Mapping[int, Any]
+) -> Any:
+    """Return a model's outputs with every tensor translated; key-value caches have positions in dimension 2.
+
+    caches: by the id of a cache that the model was given, the one to return in its place.
+    """
 
     def one(value: Any, name: str, find: Find) -> Any:
+        if id(value) in caches:
+            return caches[id(value)]
         if isinstance(value, Tensor):
             return translate(value, 1, name, find) if value.dim() >= 2 else value
         if isinstance(value, tuple | list):
@@ -216,7 +238,8 @@ def pack_batch(given: Mapping[str, Any], reading: Reading, above: Tensor | None 
     takes one synchronisation with the device. Raises `CannotPack` if the call lacks an argument that the reading needs.
     """
     decoder_ids = _decoder_ids(given, reading)
-    unknown = unknown_argument(given) or _does_not_fit(given, decoder_ids)
+    prefix = CachedPrefix.of(given)
+    unknown = unknown_argument(given) or _does_not_fit(given, decoder_ids, prefix)
     if unknown is not None:
         return Refusal(unknown)
     labels = given.get("labels")
@@ -224,7 +247,8 @@ def pack_batch(given: Mapping[str, Any], reading: Reading, above: Tensor | None 
         labels = _shifted(labels)
     device = given["attention_mask"].device
     held, held_above = _on_host(given, above) or (given, above)
-    tokens, found = _facts(held, held_above, reading, decoder_ids)
+    length = 0 if prefix is None else prefix.length
+    tokens, found = _facts(held, held_above, reading, decoder_ids, length)
     if isinstance(found, Refusal):
         return found
     sides = [_side(real, lengths, device) for real, lengths in zip(tokens, found, strict=True)]
@@ -235,7 +259,7 @@ def pack_batch(given: Mapping[str, Any], reading: Reading, above: Tensor | None 
     arguments |= {name: main.pack(given[name]) for name in BY_TOKEN if given.get(name) is not None}
     arguments["attention_mask"] = encode_mask(main.rows, last.rows)
     if reading.positions is not None and "position_ids" not in arguments:
-        arguments["position_ids"] = main.pack(send(reading.positions(held, tokens[0]), device))
+        arguments["position_ids"] = main.pack(send(reading.positions(held, tokens[0]) + length, device))
     if decoder_ids is not None:
         arguments["decoder_inputs_embeds" if decoder_ids.dim() == 3 else "decoder_input_ids"] = last.pack(decoder_ids)
         arguments["decoder_attention_mask"] = encode_mask(last.rows)
@@ -243,7 +267,12 @@ def pack_batch(given: Mapping[str, Any], reading: Reading, above: Tensor | None 
         arguments["labels"] = packed = last.pack(labels)
         if reading.shifted:  # the model shifts the packed row once more
             arguments["labels"] = F.pad(packed, (1, 0), value=IGNORE_INDEX)[:, :-1]
-    return PackedBatch(arguments, main, None if decoder_ids is None else last)
+    if prefix is None:
+        return PackedBatch(arguments, main, None if decoder_ids is None else last)
+    keys = _side(held["attention_mask"] != 0, [each + length for each in found[0]], device)
+    cache = prefix.packed(keys.indices, keys.num_positions)
+    arguments |= {prefix.name: cache, "attention_mask": encode_mask(keys.rows, main.rows), CACHED_KEYS: length}
+    return PackedBatch(arguments, main, None, PackedPrefix(prefix, cache, keys))
 
 
 def is_known(name: str) -> bool:
@@ -253,7 +282,10 @@ def is_known(name: str) -> bool:
 
 def unknown_argument(given: Mapping[str, Any]) -> str | None:
     """Return a reason not to pack for an unknown argument; None if all are known."""
+    prefix = CachedPrefix.of(given)
     for name, value in given.items():
+        if prefix is not None and name == prefix.name:
+            continue
         if value is not None and (not is_known(name) or (name in OFF and _is_set(value))):
             return f"the argument {name} is given"
     if not isinstance(given.get("attention_mask"), Tensor):
@@ -261,11 +293,19 @@ def unknown_argument(given: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _does_not_fit(given: Mapping[str, Any], decoder_ids: Tensor | None) -> str | None:
+def _does_not_fit(
+    given: Mapping[str, Any], decoder_ids: Tensor | None, prefix: CachedPrefix | None
+) -> str | None:
     """Return why a batch cannot be packed by its shapes; None if it can."""
     mask = given["attention_mask"]
-    if mask.dim() != 2 or mask.is_floating_point():
+    if mask.dim() != 2:  # of floating numbers too, as PEFT's: those besides 0 and 1 are refused when they are read
         return "the attention mask is not one of 0 and 1 for each position"
+    if prefix is not None:
+        if decoder_ids is not None:
+            return f"an encoder-decoder is given {prefix.name}"
+        if prefix.layers[0].keys.shape[0] != mask.shape[0]:
+            return f"{prefix.name} is of another number of rows"
+        mask = mask[:, prefix.length :]
     if mask.shape[0] < 2:
         return "a batch of one row"
     grids = dict.fromkeys(BY_TOKEN, mask)
@@ -313,10 +353,13 @@ def _shifted(labels: Tensor) -> Tensor:
 
 
 def _facts(
-    given: Mapping[str, Any], above: Tensor | None, reading: Reading, decoder_ids: Tensor | None
+    given: Mapping[str, Any], above: Tensor | None, reading: Reading, decoder_ids: Tensor | None, prefix: int
 ) -> tuple[list[Tensor], list[list[int]] | Refusal]:
-    """Return the tokens of each side, (rows, positions) bool, and their number in each row, or a refusal."""
-    masks, labels = [given["attention_mask"]], given.get("labels")
+    """Return the tokens of each side, (rows, positions) bool, and their number in each row, or a refusal.
+
+    prefix: the number of keys that each row begins with, for which the mask has columns before those of the batch.
+    """
+    masks, labels = [given["attention_mask"][:, prefix:]], given.get("labels")
     if decoder_ids is not None:
         decoder_mask = given.get("decoder_attention_mask")
         if decoder_mask is None:
@@ -325,7 +368,9 @@ def _facts(
     if labels is not None and reading.shifted:
         labels = _shifted(labels)
     tokens = [each != 0 for each in masks]
-    return tokens, _lengths(masks, tokens, given, labels, above, reading)
+    hidden = given["attention_mask"][:, :prefix] != 1
+    checks = [("the mask hides cached keys", hidden)] if prefix else []
+    return tokens, _lengths(masks, tokens, given, labels, above, reading, checks)
 
 
 def _lengths(
@@ -335,9 +380,12 @@ def _lengths(
     labels: Tensor | None,
     above: Tensor | None,
     reading: Reading,
+    checks: list[tuple[str, Tensor]],
 ) -> list[list[int]] | Refusal:
-    """Return the number of tokens of each row, for each side, or a refusal."""
-    checks: list[tuple[str, Tensor]] = []
+    """Return the number of tokens of each row, for each side, or a refusal.
+
+    checks: reasons to refuse, each with a tensor that is true where it holds. More are added.
+    """
     for mask, real in zip(masks, tokens, strict=True):
         checks.append(("a mask holds numbers besides 0 and 1", real & (mask != 1)))
         if reading.rows is not RowKind.ANY:

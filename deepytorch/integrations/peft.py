@@ -2,7 +2,7 @@
 
 `PeftModel.forward` puts virtual tokens before each row, and makes the mask and the labels longer. In a graph of the
 whole, positions then are a sum of two numbers, and not the size of any input. The model below gets rows that are all
-one piece, as from any script.
+one piece, as from any script; prefix tuning gives it a cache besides, see `cached_prefix`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from typing import Any
 from torch import nn
 
 from deepytorch import autowrap
-
-_AS_CACHE = ("PREFIX_TUNING", "CARTRIDGE")  # prompts that are given as cached keys and values
 
 
 def attach(_: Any) -> None:
@@ -25,7 +23,7 @@ def attach(_: Any) -> None:
 def model_below_prompts(module: nn.Module) -> nn.Module | None:
     """Return the model below the learned prompts of a `PeftModel`; None for any other module."""
     config = getattr(module, "active_peft_config", None) if type(module).__module__.startswith("peft.") else None
-    if config is None or not config.is_prompt_learning or config.peft_type.value in _AS_CACHE:
+    if config is None or not config.is_prompt_learning:
         return None
     below = module.get_base_model()  # type: ignore[operator]
     return below if isinstance(below, nn.Module) else None
