@@ -34,6 +34,8 @@ class CompilerConfig:
     `min_padding`: the padded step runs for a batch whose fraction of padded positions, from 0 to 1, is below this.
     `round_sizes`: fill packed batches up with pads to one of a few sizes, at most an eighth more tokens, so that a CUDA
     graph is recorded for each size once; where None, on CUDA devices if CUDA graphs are asked for.
+    `activation_memory`: the most activations that compiled code holds from a forward for its backward, as a share of
+    what it would hold; the others are computed again in the backward, those first that cost least for their size.
     `reduce_gradients`: average the gradients of a DistributedDataParallel module inside its compiled backward.
     `tune`: of a region that is not packed, on a CPU, run compiled code, or convolutions with the channels of their
     images last, only where training steps are faster with it: they are measured, in turns, by the ranks of a
@@ -53,6 +55,7 @@ class CompilerConfig:
     defer_outputs: bool = True
     min_padding: float = 0.0
     round_sizes: bool | None = None
+    activation_memory: float = 1.0
     reduce_gradients: bool = True
     tune: bool = True
     wait: bool | None = None
@@ -68,15 +71,21 @@ class CompilerConfig:
         for name in ("unpad", "loss_rows", "defer_outputs", "reduce_gradients", "tune"):
             value = getattr(self, name)
             _expect(name, value, isinstance(value, bool), "True or False")
-        fraction = self.min_padding
-        is_number = isinstance(fraction, (int, float)) and not isinstance(fraction, bool)
-        _expect("min_padding", fraction, is_number and 0 <= fraction <= 1, "a fraction from 0 to 1")
+        for name in ("min_padding", "activation_memory"):
+            fraction = getattr(self, name)
+            is_number = isinstance(fraction, (int, float)) and not isinstance(fraction, bool)
+            _expect(name, fraction, is_number and 0 <= fraction <= 1, "a fraction from 0 to 1")
         path = self.dump_graphs
         _expect("dump_graphs", path, path is None or (isinstance(path, str) and path != ""), "a directory")
         _expect("inductor", self.inductor, isinstance(self.inductor, Mapping), "a dict of Inductor's options")
         checked = {_inductor_name(name): value for name, value in self.inductor.items()}
         for name, value in checked.items():
             _check_inductor(name, value)
+        if self.activation_memory < 1 and checked.get("custom_partitioner_fn") is not None:
+            raise ConfigError(
+                f"activation_memory is {self.activation_memory} and Inductor's custom_partitioner_fn is set; expected "
+                "one of them, since both decide which activations are held: leave one out"
+            )
         object.__setattr__(self, "inductor", checked)
 
     @classmethod

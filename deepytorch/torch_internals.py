@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # names in annotations, in isinstance, and of base classes
     from torch._guards import TracingContext as TracingContext
     from torch._guards import detect_fake_mode as detect_fake_mode
     from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
     from torch._ops import HigherOrderOperator as HigherOrderOperator
     from torch._ops import OpOverload as OpOverload
     from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
@@ -159,14 +160,19 @@ INTERNALS = (
     Internal("torch._functorch._aot_autograd.descriptors.PlainAOTInput", "the same"),
     Internal("torch._functorch.aot_autograd.make_boxed_func", "the lowering aot_eager", ((1, ()),)),
     Internal(
-        "torch._functorch.config.patch", "settings for one compile", ((0, ("force_non_lazy_backward_lowering",)),)
+        "torch._functorch.config.patch",
+        "settings for one compile",
+        ((0, ("force_non_lazy_backward_lowering",)), (0, ("activation_memory_budget",))),
     ),
     Internal("torch._functorch.config.donated_buffer", "let a backward run twice"),
     Internal(
         "torch._functorch.utils.unwrap_dead_wrappers",
         "see an autograd function of a script that is applied to a deferred output",
     ),
-    Internal("torch._functorch.partitioners.min_cut_rematerialization_partition", "the lowering aot_eager"),
+    Internal(
+        "torch._functorch.partitioners.min_cut_rematerialization_partition",
+        "the lowering aot_eager, and the share of activations that a step holds",
+    ),
     Internal(
         "torch._guards.CompileContext.current_compile_id",
         "the name of a region, and whether it is compiled again",
@@ -181,6 +187,7 @@ INTERNALS = (
     Internal("torch._inductor.config.triton.cudagraphs", "whether CUDA graphs are asked for"),
     Internal("torch._inductor.cpu_vec_isa.pick_vec_isa", "look at the CPU before compiled code is loaded", ((0, ()),)),
     Internal("torch._inductor.custom_graph_pass.CustomGraphPass", "passes in Inductor's slots, and in its cache keys"),
+    Internal("torch._inductor.custom_graph_pass.CustomPartitionerFn", "the share of activations that a step holds"),
     Internal("torch._inductor.list_mode_options", "what mode= stands for", ((1, ()),)),
     Internal("torch._inductor.runtime.cache_dir_utils.cache_dir", "where compiled code is to lie", ((0, ()),)),
     Internal("torch._inductor.dependencies.StarDep", "keep the order of reads and writes of one buffer"),
@@ -345,6 +352,7 @@ ALIASES = {
     "CompileContext": "torch._guards.CompileContext",
     "ConstantSource": "torch._dynamo.source.ConstantSource",
     "CustomGraphPass": "torch._inductor.custom_graph_pass.CustomGraphPass",
+    "CustomPartitionerFn": "torch._inductor.custom_graph_pass.CustomPartitionerFn",
     "DataLoaderIterator": "torch.utils.data.dataloader._BaseDataLoaderIter",
     "DeviceContext": "torch.utils._device.DeviceContext",
     "DisableTorchFunctionSubclass": "torch._C.DisableTorchFunctionSubclass",

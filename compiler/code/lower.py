@@ -21,7 +21,7 @@ from typing import Any, cast
 
 from torch import fx
 
-from deepytorch.compiler.code import inductor_faults
+from deepytorch.compiler.code import inductor_faults, recompute
 from deepytorch.compiler.config import CompilerConfig
 from deepytorch.compiler.plan import Plan
 from deepytorch.passes.ops.inline_pack import inline_pack
@@ -75,12 +75,16 @@ def lower(
             raise ValueError("passes run on the graphs of AOTAutograd, which the lowering 'eager' has none of")
         return module.forward
     if config.lowering == "aot_eager":
-        return _lower_aot_eager(module, example_inputs, passes)
+        return _lower_aot_eager(module, example_inputs, passes, config.activation_memory)
     from deepytorch.torch_internals import compile_fx
 
     inductor_faults.mend()
     options = config.inductor_options()
     patches = {**options, **_slots(passes, options, plan)}
+    if recompute.is_used(config.activation_memory) and options.get("custom_partitioner_fn") is None:
+        patches["custom_partitioner_fn"] = recompute.partitioner(
+            config.activation_memory, f"{__version__} {fingerprint(recompute.partition)}"
+        )
     return cast("Callable[..., Any]", compile_fx(module, list(example_inputs), config_patches=patches))
 
 
@@ -186,7 +190,9 @@ _InferenceAwareChain: Any = (
 )
 
 
-def _lower_aot_eager(module: fx.GraphModule, example_inputs: Sequence[Any], passes: GraphPasses) -> Callable[..., Any]:
+def _lower_aot_eager(
+    module: fx.GraphModule, example_inputs: Sequence[Any], passes: GraphPasses, held_share: float
+) -> Callable[..., Any]:
     from deepytorch.torch_internals import aot_autograd
 
     # This partitioner honours the tags of activation checkpointing, which the default one does not.
@@ -194,16 +200,16 @@ def _lower_aot_eager(module: fx.GraphModule, example_inputs: Sequence[Any], pass
     return aot_autograd(
         fw_compiler=compiler,
         bw_compiler=compiler,
-        partition_fn=functools.partial(_partition, passes),
+        partition_fn=functools.partial(_partition, passes, held_share),
         keep_inference_input_mutations=True,
     )(module, list(example_inputs))
 
 
-def _partition(passes: GraphPasses, joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-    from deepytorch.torch_internals import min_cut_rematerialization_partition
-
+def _partition(
+    passes: GraphPasses, held_share: float, joint: fx.GraphModule, joint_inputs: Sequence[Any], **settings: Any
+) -> recompute.Parts:
     _rewrite(joint, (*passes.joint_pre, *passes.joint_post))
-    return min_cut_rematerialization_partition(joint, *args, **kwargs)
+    return recompute.partition(joint, joint_inputs, share=held_share, **settings)
 
 
 def _run_as_is(passes: GraphPasses, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import register_flop_formula
 
 NAMESPACE = "deepytorch"
 
@@ -21,6 +22,7 @@ def register(
     backward: Callable[..., Any] | None = None,
     setup_context: Callable[..., None] | None = None,
     tags: tuple[torch.Tag, ...] = (torch.Tag.pt2_compliant_tag,),
+    flops: Callable[..., int] | None = None,
 ) -> None:
     """Register an operator, unless this process already has it.
 
@@ -31,6 +33,8 @@ def register(
         backward: its formula for autograd.
         setup_context: saves what `backward` needs.
         tags: of the operator.
+        flops: its floating-point operations, given its arguments with shapes in place of tensors: for
+            `torch.utils.flop_counter`, by which torch's partitioner judges what to compute again in a backward.
     """
     name = schema.partition("(")[0]
     if hasattr(getattr(torch.ops, NAMESPACE), name):
@@ -43,3 +47,5 @@ def register(
         torch.library.register_fake(qualified, fake, lib=LIBRARY)
     if backward is not None:
         torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=LIBRARY)
+    if flops is not None:
+        register_flop_formula(getattr(getattr(torch.ops, NAMESPACE), name))(flops)

@@ -228,8 +228,13 @@ def _backward_of_backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor |
     return *second_derivatives(loss, grad_loss, (hidden, weight, bias), wants, gradients), *target_to_made
 
 
+def _flops(hidden: torch.Size, weight: torch.Size, *_: Any, **options: Any) -> int:
+    """Return the operations of the logits, and of each gradient that is computed with them."""
+    return int(2 * hidden[0] * hidden[1] * weight[0] * (1 + sum(options["gradients"][:2])))
+
+
 register(_WHOLE, {"CompositeImplicitAutograd": _whole})
-register(_SWEEP, {"CompositeExplicitAutograd": _forward}, _forward_fake, _backward, _setup_context)
+register(_SWEEP, {"CompositeExplicitAutograd": _forward}, _forward_fake, _backward, _setup_context, flops=_flops)
 register(
     _BACKWARD,
     {"CompositeExplicitAutograd": _gradients},

@@ -329,6 +329,17 @@ def _autocast(device_type: str, dispatch_key: str) -> Any:
     return cast
 
 
+def _flops(query: torch.Size, key: torch.Size, value: torch.Size, *args: Any, **_: Any) -> int:
+    """Return the operations of a forward whose rows are all as long as the longest: lengths are on the device."""
+    (tokens, heads, dim), max_k = query, args[3]
+    return int(2 * tokens * max_k * heads * (dim + value[2]))
+
+
+def _backward_flops(grad: torch.Size, query: torch.Size, key: torch.Size, value: torch.Size, *args: Any, **_: Any) -> int:
+    """Return the operations of a backward: five products for the two of a forward."""
+    return 5 * _flops(query, key, value, *args[2:]) // 2
+
+
 _FORMS = {"CPU": cpu, "CUDA": cuda, "CompositeExplicitAutograd": dense}  # the last: every other device
 register(
     _FORWARD,
@@ -337,6 +348,7 @@ register(
     _forward_fake,
     _backward,
     _setup_context,
+    flops=_flops,
 )
 register(
     _BACKWARD,
@@ -344,4 +356,5 @@ register(
     _backward_fake,
     _backward_of_backward,
     _setup_backward_context,
+    flops=_backward_flops,
 )
