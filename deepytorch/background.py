@@ -21,12 +21,27 @@ from deepytorch.log import logger
 NOT_FROM_HERE = "import sys; sys.path[:] = filter(None, sys.path); "
 _NICE = 10
 _ENDING = threading.Event()
+# Ends the process if its parent ends while it still imports what it is to run, which may take long on a busy machine.
+_WATCH_IMPORTS = """
+import os, signal, sys, threading, time
+os.setpgid(0, 0)
+os.nice({nice})
+def watch():
+    while os.getppid() == {parent}:
+        time.sleep(0.5)
+        if getattr(sys.modules.get("deepytorch.background"), "IS_WATCHED", False):
+            return
+    os.killpg(0, signal.SIGKILL)
+threading.Thread(target=watch, daemon=True).start()
+"""
+IS_WATCHED = False  # whether `end_with_parent` was called in this process
 
 
 def start(code: str, **variables: str) -> subprocess.Popen[bytes]:
     """Start a Python process that runs `code`, with pipes for its input and output and these environment variables.
 
-    The code has to call `end_with_parent` first; `{parent}` in it stands for this process. Raises `OSError`.
+    The code has to call `end_with_parent` when it begins to work; `{parent}` in it stands for this process. Until then
+    it is ended by force if this process ends. Raises `OSError`.
     """
     environment = dict(process_environment())
     environment["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
@@ -34,9 +49,10 @@ def start(code: str, **variables: str) -> subprocess.Popen[bytes]:
     environment.update(variables)
     # The process gets a process group of its own, which Ctrl-C does not reach. Not a session: Linux's scheduler divides
     # the CPU among sessions first (autogroup), so that niceness would have no effect.
-    setup = f"{NOT_FROM_HERE}import os; os.setpgid(0, 0); os.nice({_NICE}); "
+    parent = os.getpid()
+    setup = NOT_FROM_HERE + _WATCH_IMPORTS.format(nice=_NICE, parent=parent)
     process = subprocess.Popen(
-        [sys.executable, "-c", setup + code.replace("{parent}", str(os.getpid()))],
+        [sys.executable, "-c", setup + code.replace("{parent}", str(parent))],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=None if logger.isEnabledFor(logging.DEBUG) else subprocess.DEVNULL,
@@ -60,10 +76,24 @@ def end_with_parent(parent: int, scratch: Path | None = None) -> None:
     scratch: a folder that is removed then. The end of its input would not tell: a process that the parent has forked
     may hold the pipe open. If memory is short, the kernel kills this process rather than the training.
     """
+    global IS_WATCHED
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     signal.signal(signal.SIGTERM, _terminate)
     threading.Thread(target=_watch, args=(parent, scratch), daemon=True).start()
+    IS_WATCHED = True
+
+
+def leave_with_parent() -> None:
+    """Make this process, which the command line has started, end soon after the process that has started it."""
+    parent = os.getppid()
+
+    def leave() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=leave, daemon=True).start()
 
 
 def is_ending() -> bool:

@@ -88,7 +88,7 @@ def lower(
     return cast("Callable[..., Any]", compile_fx(module, list(example_inputs), config_patches=patches))
 
 
-def fingerprint(graph_pass: GraphPass) -> str | None:
+def fingerprint(graph_pass: Callable[..., object]) -> str | None:
     """Return a hash of a pass's source and of its fields, equal in any process.
 
     The source is the whole module of the pass's class, since the functions that it calls are part of its behaviour.

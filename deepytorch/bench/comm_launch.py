@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import asdict, replace
@@ -17,7 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from deepytorch.bench.lab import Lab, LabOptions, Rank
-from deepytorch.bench.processes import Program, ending, last_lines, rank_environment
+from deepytorch.bench.processes import Program, ending, last_lines, rank_environment, sigterm_unwinds
 from deepytorch.errors import DeepytorchError
 
 _POLL_S = 0.05
@@ -46,7 +44,7 @@ def run_ranks(
         plan_file, records_file = folder / "plan.json", folder / "records.jsonl"
         plan_file.write_text(json.dumps(asdict(plan), default=str), encoding="utf-8")  # default: for paths
         records_file.touch()
-        running.enter_context(_sigterm_unwinds())
+        running.enter_context(sigterm_unwinds())
         command = [*worker, str(plan_file)]
         started: list[Program | Rank] = []
         if lab is None:
@@ -94,19 +92,6 @@ def _start(command: Sequence[str], rank: int, ranks: int, folder: Path) -> Progr
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no other interface has to be up, and none sees the traffic
     # The pipe to its stdin closes when this process ends in any way.
     return Program(command, folder / f"rank{rank}.log", stdin=subprocess.PIPE, env=environment)
-
-
-@contextlib.contextmanager
-def _sigterm_unwinds() -> Generator[None, None, None]:
-    """Make SIGTERM end this process through its `finally` blocks. Outside the main thread, do nothing."""
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
-        yield
-        return
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _listen(

@@ -7,7 +7,9 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Collection, Mapping, Sequence
+import sys
+import threading
+from collections.abc import Collection, Generator, Mapping, Sequence
 from pathlib import Path
 
 
@@ -41,6 +43,19 @@ class Program:
         self.process.wait()
         if self.process.stdin is not None:
             self.process.stdin.close()
+
+
+@contextlib.contextmanager
+def sigterm_unwinds() -> Generator[None, None, None]:
+    """Make SIGTERM end this process through its `finally` blocks. Outside the main thread, do nothing."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def last_lines(log: Path, count: int) -> list[str]:

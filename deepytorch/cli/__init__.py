@@ -99,3 +99,7 @@ def _root(
     # and what `run` starts has it.
     if context.invoked_subcommand not in ("lab", "doctor", "run"):
         process_environment().setdefault("DEEPYTORCH_COMPILE", "wait")
+    if context.invoked_subcommand == "bench":
+        from deepytorch.bench.processes import sigterm_unwinds
+
+        context.with_resource(sigterm_unwinds())  # what a benchmark has started ends with it

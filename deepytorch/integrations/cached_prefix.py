@@ -94,7 +94,7 @@ class CachedPrefix:
         row, column = places // num_positions, places % num_positions
         token = torch.arange(places.shape[0], device=places.device) - (row + 1) * self.length
         order = torch.where(column < self.length, row * self.length + column, rows * self.length + token)
-        return self._with_layers(_layer_below(type(each))(each.keys, each.values, order) for each in self.layers)
+        return self._with_layers(_packed_layer(each, order) for each in self.layers)
 
 
 def renewed(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -130,6 +130,11 @@ class _PackedLayer:
     def get_seq_length(self) -> int:
         """Return the number of keys that each row begins with."""
         return self._length
+
+
+def _packed_layer(layer: Any, order: Tensor) -> Any:
+    kind: Any = type(layer)
+    return _layer_below(kind)(layer.keys, layer.values, order)
 
 
 @functools.cache

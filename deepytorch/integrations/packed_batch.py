@@ -181,9 +181,7 @@ def zeros_at_pads(packed: Tensor, side: Side, dim: int, name: str, find: Find) -
     return side.unpack(packed, dim)
 
 
-def _translated(
-    outputs: Any, translate: Callable[[Tensor, int, str, Find], Tensor], caches: Mapping[int, Any]
-) -> Any:
+def _translated(outputs: Any, translate: Callable[[Tensor, int, str, Find], Tensor], caches: Mapping[int, Any]) -> Any:
     """Return a model's outputs with every tensor translated; key-value caches have positions in dimension 2.
 
     caches: by the id of a cache that the model was given, the one to return in its place.
@@ -293,9 +291,7 @@ def unknown_argument(given: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _does_not_fit(
-    given: Mapping[str, Any], decoder_ids: Tensor | None, prefix: CachedPrefix | None
-) -> str | None:
+def _does_not_fit(given: Mapping[str, Any], decoder_ids: Tensor | None, prefix: CachedPrefix | None) -> str | None:
     """Return why a batch cannot be packed by its shapes; None if it can."""
     mask = given["attention_mask"]
     if mask.dim() != 2:  # of floating numbers too, as PEFT's: those besides 0 and 1 are refused when they are read

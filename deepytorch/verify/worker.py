@@ -5,12 +5,9 @@ DEEPYTORCH in its environment decides if the import does anything.
 
 from __future__ import annotations
 
-import os
 import random
 import runpy
 import sys
-import threading
-import time
 import traceback
 from importlib import import_module
 from importlib.util import find_spec
@@ -19,6 +16,7 @@ from pathlib import Path
 import torch
 
 import deepytorch
+from deepytorch.background import leave_with_parent
 from deepytorch.verify.recorder import Recorder, StepsDone
 from deepytorch.verify.records import WITH, Job, VerifyOptions
 
@@ -27,7 +25,7 @@ _OURS = ("<frozen runpy>", runpy.__file__, __file__)
 
 def main() -> None:
     """Run and record the script that `sys.argv[1]` describes."""
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    leave_with_parent()
     job = Job.read(Path(sys.argv[1]))
     options = job.options
     recorder = Recorder(job)
@@ -71,12 +69,6 @@ def _told(error: BaseException) -> str:
         del frames[0]
     lines = ["Traceback (most recent call last):\n", *traceback.format_list(frames)] if frames else []
     return "".join([*lines, *traceback.format_exception_only(type(error), error)]).rstrip()
-
-
-def _end_with_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -335,7 +335,9 @@ def _flops(query: torch.Size, key: torch.Size, value: torch.Size, *args: Any, **
     return int(2 * tokens * max_k * heads * (dim + value[2]))
 
 
-def _backward_flops(grad: torch.Size, query: torch.Size, key: torch.Size, value: torch.Size, *args: Any, **_: Any) -> int:
+def _backward_flops(
+    grad: torch.Size, query: torch.Size, key: torch.Size, value: torch.Size, *args: Any, **_: Any
+) -> int:
     """Return the operations of a backward: five products for the two of a forward."""
     return 5 * _flops(query, key, value, *args[2:]) // 2
 

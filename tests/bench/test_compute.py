@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+import time
 from typing import Any
 
 import pytest
@@ -11,6 +15,7 @@ from deepytorch.bench.compute_worker import ComputeRun, plan_of
 from deepytorch.bench.results import decoded
 from deepytorch.compiler.report import RegionRecord
 from deepytorch.errors import ConfigError
+from tests.processes import children_of, is_running
 
 
 @pytest.mark.parametrize(
@@ -105,3 +110,17 @@ def test_a_small_run() -> None:
     assert [arm.failed for arm in model.arms] == ["", ""]
     assert all(arm.step_s > 0 and arm.peak_mb > 0 for arm in model.arms)
     assert model.arms[1].loss_rel_diff < 1e-4
+
+
+@pytest.mark.slow
+def test_what_a_benchmark_has_started_ends_with_it() -> None:
+    command = [sys.executable, "-c", "from deepytorch.cli import main; main()", "bench", "compute"]
+    options = ["--model", "tts_angular", "--arms", "eager", "--steps", "1000"]
+    bench = subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not (workers := children_of(bench.pid)):
+        assert time.monotonic() < deadline, "the benchmark has started nothing"
+        time.sleep(0.1)
+    bench.terminate()
+    assert bench.wait(timeout=60) == 128 + signal.SIGTERM
+    assert [pid for pid in workers if is_running(pid)] == []

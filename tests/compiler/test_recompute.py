@@ -102,7 +102,11 @@ class Drawing(Layers):
     """Layers that multiply by numbers drawn in several ways."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        draws = (lambda: torch.bernoulli(x.detach().sigmoid()), lambda: torch.rand_like(x), lambda: torch.randint(3, x.shape))
+        draws = (
+            lambda: torch.bernoulli(x.detach().sigmoid()),
+            lambda: torch.rand_like(x),
+            lambda: torch.randint(3, x.shape),
+        )
         for number, layer in enumerate(self.layers):
             x = torch.sin(layer(x))
             x = x * draws[number % 3]()
@@ -201,7 +205,7 @@ def test_inductor_holds_its_share(held: list[int]) -> None:
 
 @pytest.mark.parametrize("wrong", [-0.1, 1.5, "half", True])
 def test_what_is_no_share_is_an_error(wrong: Any) -> None:
-    with pytest.raises(ConfigError, match="activation_memory is .*expected a fraction from 0 to 1"):
+    with pytest.raises(ConfigError, match=r"activation_memory is .*expected a fraction from 0 to 1"):
         CompilerConfig.parse(options={"activation_memory": wrong})
 
 
@@ -218,7 +222,7 @@ def test_the_share_that_a_script_sets_for_torch_draws_random_numbers_once() -> N
     reference, x = copy.deepcopy(model), torch.randn(ROWS, WIDTH)
     step = compiled(model)
     with torch._functorch.config.patch(activation_memory_budget=0.3):
-        for each, call in ((reference, reference), (model, step)):
+        for call in (reference, step):
             torch.manual_seed(0)
             call(x).backward()
     for one, other in zip(model.parameters(), reference.parameters(), strict=True):

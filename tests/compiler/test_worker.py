@@ -22,6 +22,7 @@ from deepytorch.compiler.code.worker.job import Argument, Job
 from deepytorch.compiler.config import CompilerConfig
 from deepytorch.compiler.plan import Plan
 from deepytorch.errors import DataError
+from tests.processes import is_running
 
 aten = torch.ops.aten
 
@@ -426,6 +427,16 @@ def test_it_is_known_whether_a_process_still_works(monkeypatch: pytest.MonkeyPat
         assert background.is_working()
         process.communicate(timeout=60)
     assert not background.is_working()
+
+
+def test_a_process_that_still_imports_ends_with_its_parent() -> None:
+    """Importing torch takes up to a minute on a busy machine."""
+    code = "from deepytorch import background; print(background.start('import time; time.sleep(600)').pid, flush=True)"
+    parent = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    deadline = time.monotonic() + 20
+    while is_running(int(parent.stdout)):
+        assert time.monotonic() < deadline, "the process outlives its parent"
+        time.sleep(0.1)
 
 
 def test_functions_of_torch_that_are_made_inside_of_others_are_sent() -> None:

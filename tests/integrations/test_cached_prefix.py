@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
+pytest.importorskip("peft")
+import peft
 import transformers as hf
 
 from deepytorch.integrations.cached_prefix import CachedPrefix
