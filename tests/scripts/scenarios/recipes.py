@@ -113,7 +113,7 @@ def lora_on_int8_by_function():
     return run(checkpointed(get_peft_model(model, LoraConfig(**LORA))))
 
 
-@case
+@case(expect="packed")
 def prefix_tuning_by_peft():
     """Learned keys and values before each row."""
     return run(get_peft_model(llama(), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)))
