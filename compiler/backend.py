@@ -33,7 +33,7 @@ from deepytorch.compiler.dynamo.settings import prepare_dynamo
 from deepytorch.compiler.dynamo.sizes import Trace, restart_as_stock, trace_as_it_comes, varying_dims, which_trace
 from deepytorch.compiler.dynamo.trace_gate import Trace as FrameTrace
 from deepytorch.compiler.dynamo.trace_gate import current_trace, end_if_too_long
-from deepytorch.compiler.forms import may_run_apart, tuning_for
+from deepytorch.compiler.forms import comparison_for, may_run_apart, tuning_for
 from deepytorch.compiler.manager import Rewritten, passes_for, run_passes
 from deepytorch.compiler.outcome import Outcome, tell
 from deepytorch.compiler.plan import Plan
@@ -256,10 +256,11 @@ def _lower_whole(
     try:
         lowering = _lowering(config, Plan.initial("region", config), record)
         tuning = tuning_for(copy, example_inputs, lowering, record)
+        compared = comparison_for(copy, example_inputs, lowering, tuning)
         if isinstance(later, fx.GraphModule):
             tell(Outcome.DECLINED)
             parts = parts_in_outputs(copy.graph)
-            return whole_region(later, eager, lowering, record, unread, parts, tuning)
+            return whole_region(later, eager, lowering, record, unread, parts, tuning, compared)
         record.compiles += 1
         if not config.waits:  # a takeover of its gradients comes later, if at all: until then DDP reduces them
             logger.info("%s is compiled now, and training waits for it", record.name)
@@ -267,7 +268,7 @@ def _lower_whole(
         compiled = lowering.compile(module, example_inputs)
         tell(Outcome.DECLINED)
         parts = parts_in_outputs(copy.graph)
-        return compiled_region(compiled, len(example_inputs), eager, record, unread, parts, tuning)
+        return compiled_region(compiled, len(example_inputs), eager, record, unread, parts, tuning, compared)
     except (TensorifyScalarRestartAnalysis, torch.OutOfMemoryError):  # see [Note: Restarts]
         raise
     except Exception as error:

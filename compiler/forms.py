@@ -17,7 +17,7 @@ from deepytorch.compiler.dynamo.graph_traits import communicates, num_convolutio
 from deepytorch.compiler.manager import run_passes
 from deepytorch.compiler.report import RegionRecord
 from deepytorch.compiler.step.kept_choices import KeptChoice
-from deepytorch.compiler.step.regions import Tuning
+from deepytorch.compiler.step.regions import Compared, Tuning
 from deepytorch.compiler.step.turns import AmongRanks, OneProcess
 from deepytorch.config import Environment
 from deepytorch.log import logger
@@ -45,14 +45,25 @@ def tuning_for(
         store, rank, num_ranks = takeover_of(ddp).ranks
         code = hashlib.sha256(module.code.encode()).hexdigest()[:16]
         turns = AmongRanks(store, rank, num_ranks, f"{takeover_of(ddp).name}/{record.name}/{code}")
-    environment = Environment.read()
     return Tuning(
         turns,
         KeptChoice(module, example_inputs, (num_ranks, config.waits, sorted(config.inductor_options().items()))),
         _channels_last(module, example_inputs, config, record),
-        lowering.gradients is not None,
-        environment.verify_every if environment.verify else None,
     )
+
+
+def comparison_for(
+    module: fx.GraphModule, example_inputs: Sequence[Any], lowering: RegionLowering, tuning: Tuning | None
+) -> Compared | None:
+    """Return the comparison of a region's forms with eager; None if there is to be none.
+
+    There is none for one form for which steps wait, as with `torch.compile`, unless it is asked for.
+    """
+    environment = Environment.read()
+    wanted = environment.verify or not lowering.config.waits
+    if tuning is None and not (wanted and may_run_apart(module, example_inputs)):
+        return None
+    return Compared(lowering.gradients is not None, environment.verify_every if environment.verify else None)
 
 
 def may_run_apart(module: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:

@@ -48,16 +48,24 @@ class Tuning:
     """The choice among the forms of a region that is not packed, see [Note: Tuning].
 
     turns: the time of each form's trial. kept: the outcome of earlier runs. rewritten: the graph with images whose
-    channels are last, for all inputs, to run operator by operator. own_weights: whether compiled code is for the
-    model's own weights alone, whose gradients it reduces. verify_every: one of so many steps is compared with eager;
-    None: a form's first one only.
+    channels are last, for all inputs, to run operator by operator.
     """
 
     turns: OneProcess
     kept: KeptChoice
     rewritten: fx.GraphModule | None = None
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The comparison with eager of what a region that is not packed runs.
+
+    own_weights: whether compiled code is for the model's own weights alone, whose gradients it reduces. every: one of
+    so many steps is compared; None: a form's first one only.
+    """
+
     own_weights: bool = False
-    verify_every: int | None = None
+    every: int | None = None
 
 
 def packed_region(
@@ -234,6 +242,7 @@ def whole_region(
     unread: Collection[int] = (),
     parts: Parts | None = None,
     tuning: Tuning | None = None,
+    compared: Compared | None = None,
 ) -> Region:
     """Return a region whose graph is compiled in the background, unchanged, as stock would compile it.
 
@@ -245,6 +254,7 @@ def whole_region(
         unread: As for `SecondBackward`, of all inputs.
         parts: Likewise.
         tuning: The choice among this and other forms; None: compiled code runs once it is there.
+        compared: Its comparison with eager; None if there is to be none, and no choice.
     """
     placeholders = [node for node in later.graph.nodes if node.op == "placeholder"]
     fakes = [node.meta.get("example_value", node.meta.get("val")) for node in placeholders]
@@ -253,7 +263,7 @@ def whole_region(
     varying, numerics = [symbolic_dims(fakes[index]) for index in reads], lowering.strict(later)
     code = CompiledStep(later, varying, lowering, record)
     strict = None if numerics is None else CompiledStep(later, varying, numerics, record)
-    return _as_it_is(code, reads, eager, record, unread, parts, tuning, strict)
+    return _as_it_is(code, reads, eager, record, unread, parts, tuning, compared, strict)
 
 
 def compiled_region(
@@ -264,9 +274,10 @@ def compiled_region(
     unread: Collection[int] = (),
     parts: Parts | None = None,
     tuning: Tuning | None = None,
+    compared: Compared | None = None,
 ) -> Region:
     """Return a region whose unchanged graph is compiled already. Arguments: as for `whole_region`."""
-    return _as_it_is(Compiled(compiled), range(num_inputs), eager, record, unread, parts, tuning)
+    return _as_it_is(Compiled(compiled), range(num_inputs), eager, record, unread, parts, tuning, compared)
 
 
 def _as_it_is(
@@ -277,6 +288,7 @@ def _as_it_is(
     unread: Collection[int],
     parts: Parts | None,
     tuning: Tuning | None,
+    compared: Compared | None,
     strict: CompiledStep | None = None,
 ) -> Region:
     events = RegionEvents(record, State())
@@ -285,20 +297,36 @@ def _as_it_is(
         second = SecondBackward(unread, events.needs_eager_backward, parts)
         return Padded(code, reads, second, eager, takes_read=False)
 
-    if tuning is None:
+    if compared is None:
         return Region(eager, padded(code), events, record)
+    written = frozenset() if parts is None else parts.written
+    guard = Guard(record, own_weights=compared.own_weights, written=written)
+    with_strict = None if strict is None else CompiledForm(padded(strict), STRICT)
+    if tuning is None:
+        guarded = Guarded(
+            CompiledForm(padded(code)),
+            None,
+            lambda: with_strict,
+            lambda: None,
+            Eager(eager),
+            guard,
+            record,
+            events.has_no_padded_code,
+            compared.every,
+        )
+        return Region(eager, guarded, events, record)
     forms: list[Form] = [] if tuning.rewritten is None else [OperatorByOperator("channels last", tuning.rewritten)]
     plain, compiled = Eager(eager), CompiledForm(padded(code))
     is_compiled = isinstance(code, Compiled)
     tuner = Tuner(
         plain,
         [*forms, plain if is_compiled else compiled],
-        Guard(record, own_weights=tuning.own_weights, written=frozenset() if parts is None else parts.written),
+        guard,
         record,
         tuning.turns,
         compiled if is_compiled else None,
         tuning.kept,
-        tuning.verify_every,
-        None if strict is None else CompiledForm(padded(strict), STRICT),
+        compared.every,
+        with_strict,
     )
     return Region(eager, tuner, events, record)

@@ -164,6 +164,39 @@ def test_without_other_numerics_it_is_not_compiled_again(monkeypatch: pytest.Mon
     assert region.route == "eager"
 
 
+def whole(**options: Any) -> Any:
+    """Train a network of which nothing is packed nor tried beside eager; return the region's record."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+
+    def call(module: nn.Module, x: torch.Tensor) -> Any:
+        return (module(x).square().mean(),)
+
+    pair = Pair(network, options={"tune": False, **options}, call=call)
+    (region,) = pair.train([{"x": torch.randn(6, 8)} for _ in range(4)]).regions
+    return region
+
+
+def test_a_whole_region_is_compared_though_it_has_one_form() -> None:
+    region = whole()
+    assert (region.outcome, region.fallbacks) == ("declined", [])
+    assert region.forms_compared > 0
+
+
+def test_wrong_code_of_a_whole_region_is_left_for_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong_compiler(lambda config: False, monkeypatch)
+    region = whole()
+    [message] = region.fallbacks
+    assert "compiled differs from eager" in message
+    assert message.endswith("it is left for eager")
+    assert region.route == "eager"
+
+
+def test_nobody_compares_the_code_of_a_whole_region_that_steps_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DEEPYTORCH")
+    assert whole().forms_compared == 0
+
+
 # ---------------------------------------------------------------------- alone
 
 
