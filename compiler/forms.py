@@ -31,6 +31,8 @@ def tuning_for(
 ) -> Tuning | None:
     """Return what the choice among a region's forms goes by; None if it is not to be measured, as on a GPU."""
     config = lowering.config
+    if config.activation_memory < 1:  # eager would hold all of them
+        return None
     if not config.tune or config.lowering != "inductor" or torch.are_deterministic_algorithms_enabled():
         return None
     tensors = [each for each in example_inputs if isinstance(each, torch.Tensor)]

@@ -233,6 +233,7 @@ def explain_entry(
     module = _compiled_part(model)
     entry = entry_of(module, None)  # a separate one: that of an armed module learns in training
     packs = packs_from_start(module, entry) or needs_entry(module, found) or is_partitioned(module)
+    packs = packs or (entry is not None and entry.is_the_only_way_for(kwargs))
     if entry is None or not (packs or any(map(is_fsdp, module.modules()))):
         return None
     handle = handle_of(module)

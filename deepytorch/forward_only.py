@@ -1,7 +1,7 @@
 """Calls without gradients of an armed module (evaluation, log-probabilities of a policy), packed at model entry.
 
 Nothing is compiled for them. The first calls run padded, and are timed; packing goes on as long as it saves time. A
-call that generates is never touched: it hands over a key-value cache, or asks for one.
+call that generates is never touched: it hands over a key-value cache without labels, or asks for one.
 """
 
 from __future__ import annotations
@@ -79,5 +79,7 @@ def may_have_padding(kwargs: Mapping[str, Any]) -> bool:
     mask = kwargs.get("attention_mask")
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.shape[1] < 2:
         return False
-    generates = kwargs.get("use_cache") or kwargs.get("logits_to_keep")
-    return not generates and kwargs.get("past_key_values") is None
+    if kwargs.get("use_cache") or kwargs.get("logits_to_keep"):
+        return False
+    is_cached = any(kwargs.get(name) is not None for name in ("past_key_values", "cache"))
+    return not is_cached or kwargs.get("labels") is not None  # with labels: the prefix of an evaluation

@@ -53,6 +53,11 @@ class ModelEntry(FirstEntry, Protocol):
         """Return whether some kind of call was proved or declined."""
         ...
 
+    @property
+    def packs(self) -> bool:
+        """Return whether some kind of call was proved."""
+        ...
+
     def is_the_only_way_for(self, kwargs: Mapping[str, Any]) -> bool:
         """Return whether no graph of a call with these arguments could be packed, however Dynamo traces it."""
         ...
@@ -151,7 +156,9 @@ class Handle:
             for prepare in BEFORE_TRACES:
                 prepare(module, kwargs)
             if self.entry is not None and self.entry.is_the_only_way_for(kwargs) and is_of_libraries(module):
-                self._packs_at_entry = True
+                outputs = self.entry.call(partial(self.compiled, module), args, kwargs)
+                self._packs_at_entry = self.entry.packs
+                return outputs
         if self._packs_at_entry:
             assert self.entry is not None
             return self.entry.call(partial(self.compiled, module), args, kwargs)

@@ -76,14 +76,15 @@ def lower(
         return module.forward
     if config.lowering == "aot_eager":
         return _lower_aot_eager(module, example_inputs, passes, config.activation_memory)
-    from deepytorch.torch_internals import compile_fx
+    from deepytorch.torch_internals import compile_fx, inductor_config
 
     inductor_faults.mend()
     options = config.inductor_options()
     patches = {**options, **_slots(passes, options, plan)}
-    if recompute.is_used(config.activation_memory) and options.get("custom_partitioner_fn") is None:
-        patches["custom_partitioner_fn"] = recompute.partitioner(
-            config.activation_memory, f"{__version__} {fingerprint(recompute.partition)}"
+    theirs = options.get("custom_partitioner_fn") or inductor_config.custom_partitioner_fn
+    if recompute.is_used(config.activation_memory) and theirs is None:
+        patches["custom_partitioner_fn"] = recompute.HeldShare(
+            config.activation_memory, fingerprint(recompute.partition)
         )
     return cast("Callable[..., Any]", compile_fx(module, list(example_inputs), config_patches=patches))
 

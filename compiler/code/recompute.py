@@ -5,13 +5,15 @@ activation_memory_budget`), and chooses by a knapsack what costs least to comput
 that share, and a smaller share may hold more. So a graph is parted for one share after another, and what each way
 holds is added up from the sizes of the tensors.
 
-With a share below 1 the partitioner of torch 2.13 would draw random numbers anew in the backward (`aten.bernoulli`,
-`aten.randint`; dropout too, where the share is 0): others than the forward has drawn. So they are marked to be held.
+With a share below 1 the partitioner of torch 2.13 may draw random numbers anew in the backward (`aten.bernoulli` and
+`aten.randint`; dropout too, where the share is 0): others than the forward has drawn. It also computes operators of a
+script's own again, which may draw, or have effects. So both are marked to be held, and a way that computes one of them
+again all the same is not taken. Marks of activation checkpointing are left as they are: torch puts the random
+generators back for these.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,11 +24,23 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from deepytorch.log import logger
 from deepytorch.passes.graphs import copied
-from deepytorch.torch_internals import functorch_config, min_cut_rematerialization_partition
+from deepytorch.torch_internals import (
+    CustomPartitionerFn,
+    HigherOrderOperator,
+    OpOverload,
+    functorch_config,
+    min_cut_rematerialization_partition,
+)
 
 Parts = tuple[fx.GraphModule, fx.GraphModule]
 _MOST_TRIES = 6
-_LEAST_ASKED = 0.001  # at 0 torch holds nothing but inputs, whatever is marked
+_LEAST_SHARE = 0.001  # at 0 torch holds nothing but inputs, whatever is marked
+_KNOWN = ("aten", "prims", "inductor", "deepytorch")  # operators without effects
+
+
+def is_used(share: float) -> bool:
+    """Return whether activations are computed again: by our share, or by the one that a script has set for torch."""
+    return share < 1.0 or functorch_config.activation_memory_budget < 1.0
 
 
 def partition(joint: fx.GraphModule, joint_inputs: Sequence[Any], *, share: float, **settings: Any) -> Parts:
@@ -36,44 +50,63 @@ def partition(joint: fx.GraphModule, joint_inputs: Sequence[Any], *, share: floa
         joint: The graph of forward and backward.
         joint_inputs: Its inputs.
         share: The most activations that the forward may hold, as a share of what torch would have it hold, from 0 to 1.
-            If no way holds as little, the one that holds the least is taken.
+            If no way holds as little, the one that holds the least is taken. At 1, the share that the script has set
+            for torch is asked for instead.
         settings: Passed on.
     """
-    if is_used(share):
-        _hold_random_numbers(joint)
-    spare = _copy(joint) if share < 1.0 else joint
-    best = min_cut_rematerialization_partition(joint, joint_inputs, **settings)  # type: ignore[arg-type]
-    if share >= 1.0:
-        return best
-    count = settings["num_fwd_outputs"]
-    most = least = held_bytes(best[0], count)
-    for number in range(_MOST_TRIES):
-        if least <= share * most:
-            break
-        asked = max(share * (1 - number / (_MOST_TRIES - 1)), _LEAST_ASKED)
+    if not is_used(share):
+        return min_cut_rematerialization_partition(joint, joint_inputs, **settings)  # type: ignore[arg-type]
+    kept = _mark(joint)
+
+    def parted(asked: float) -> Parts:
         with functorch_config.patch(activation_memory_budget=asked):
-            parts = min_cut_rematerialization_partition(_copy(spare), joint_inputs, **settings)  # type: ignore[arg-type]
+            return min_cut_rematerialization_partition(_copy(joint), joint_inputs, **settings)  # type: ignore[arg-type]
+
+    theirs = functorch_config.activation_memory_budget
+    best, count = parted(1.0), settings["num_fwd_outputs"]
+    most = least = held_bytes(best[0], count)
+    asked = [theirs] if share == 1.0 else [share * (1 - number / (_MOST_TRIES - 1)) for number in range(_MOST_TRIES)]
+    for each in dict.fromkeys(max(each, _LEAST_SHARE) for each in asked):
+        if share < 1.0 and least <= share * most:
+            break
+        parts = parted(each)
         held = held_bytes(parts[0], count)
-        if held < least:
+        if held < least and not any(node.name in kept for node in parts[1].graph.nodes if node.op == "call_function"):
             best, least = parts, held
     logger.info("%.1f MB of activations are held for the backward, in place of %.1f MB", least / 2**20, most / 2**20)
     return best
 
 
-def is_used(share: float) -> bool:
-    """Return whether activations are computed again: by our share, or by the one that a script has set for torch."""
-    return share < 1.0 or functorch_config.activation_memory_budget < 1.0
+def _mark(joint: fx.GraphModule) -> set[str]:
+    """Mark what a forward draws, and a script's operators in it, to be held; return the names of these nodes.
 
-
-def _hold_random_numbers(joint: fx.GraphModule) -> None:
-    """Mark what a forward draws to be held for its backward."""
+    A node of several outputs cannot be marked: its outputs are held, one by one.
+    """
     of_backward: set[fx.Node] = set()
+    found = set()
     for node in joint.graph.nodes:
         is_tangent = node.op == "placeholder" and "tangents" in str(node.target)
         if is_tangent or any(each in of_backward for each in node.all_input_nodes):
             of_backward.add(node)
-        elif torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        elif _is_to_run_once(node) and node.meta.get("recompute") is None:
+            found.add(node.name)
+            if isinstance(node.meta.get("val"), torch.Tensor):
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    return found
+
+
+def _is_to_run_once(node: fx.Node) -> bool:
+    """Return whether a node draws random numbers, or may have effects."""
+    target = node.target
+    if isinstance(target, HigherOrderOperator):
+        return True
+    if not isinstance(target, OpOverload):
+        return False
+    if torch.Tag.nondeterministic_seeded in target.tags:
+        names = [each.name for each in target._schema.arguments]
+        given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+        return given.get("dropout_p", 0.0 if "dropout_p" in names else 1.0) != 0.0  # attention draws with dropout alone
+    return target.namespace not in _KNOWN
 
 
 def _copy(joint: fx.GraphModule) -> fx.GraphModule:
@@ -93,9 +126,8 @@ def held_bytes(forward: fx.GraphModule, num_outputs: int) -> int:
     for node in forward.graph.output_node().args[0][num_outputs:]:  # type: ignore[union-attr,index]
         memory = _memory(node) if isinstance(node, fx.Node) else None
         if memory is not None and memory not in own:
-            value = node.meta["val"]  # type: ignore[union-attr]
-            sizes = [(each.node.hint or 1) if isinstance(each, torch.SymInt) else each for each in value.shape]
-            found[memory] = max(found.get(memory, 0), functools.reduce(int.__mul__, sizes, 1) * value.element_size())
+            size = node.meta["val"].untyped_storage().nbytes()  # type: ignore[union-attr]
+            found[memory] = (size.node.hint or 1) if isinstance(size, torch.SymInt) else size
     return sum(found.values())
 
 
@@ -105,23 +137,19 @@ def _memory(node: fx.Node) -> Any:
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
 
 
-def partitioner(share: float, key: str) -> Any:
-    """Return `partition` for a share of activations, in the form that Inductor takes (`custom_partitioner_fn`).
+@dataclass(frozen=True)
+class HeldShare(CustomPartitionerFn):
+    """`partition` for a share of activations, in the form that Inductor takes (`custom_partitioner_fn`).
 
-    key: of the source of `partition`, for the compile caches.
+    key: of the source of `partition`, for the compile caches; None: nothing is kept there.
     """
-    from deepytorch.torch_internals import CustomPartitionerFn
 
-    @dataclass(frozen=True)
-    class HeldShare(CustomPartitionerFn):
-        share: float
-        key: str
+    share: float
+    key: str | None
 
-        def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **settings: Any) -> Parts:
-            return partition(gm, joint_inputs, share=self.share, **settings)
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **settings: Any) -> Parts:
+        return partition(gm, joint_inputs, share=self.share, **settings)
 
-        def uuid(self) -> str:
-            """Return the key in the compile caches."""
-            return f"{self.key} {self.share}"
-
-    return HeldShare(share, key)
+    def uuid(self) -> str | None:
+        """Return the key in the compile caches."""
+        return None if self.key is None else f"{self.key} {self.share}"

@@ -31,13 +31,20 @@ class Guard:
 
     own_weights: whether forms run with the model's own weights alone, as code that reduces their gradients. Nothing is
     compared then if the script has put hooks on them, which would be called. written: places of inputs that the region
-    writes to; buffers may be left out.
+    writes to; buffers may be left out. needs_memory: whether a form that runs out of memory in a comparison differs.
+    The comparison holds eager's gradients besides, so that the form alone may well fit.
     """
 
     def __init__(
-        self, record: RegionRecord, *, own_weights: bool = False, written: Collection[int] = frozenset()
+        self,
+        record: RegionRecord,
+        *,
+        own_weights: bool = False,
+        written: Collection[int] = frozenset(),
+        needs_memory: bool = True,
     ) -> None:
         self._record, self._own_weights, self._written = record, own_weights, written
+        self._needs_memory = needs_memory
 
     def difference(self, eager: Run, form: Run, inputs: Sequence[Any]) -> str | None:
         """Return how a form differs from eager by more than rounding; empty if it does not.
@@ -64,6 +71,8 @@ class Guard:
             return None
         except Exception as error:
             logger.debug("traceback of the failure", exc_info=error)
+            if isinstance(error, torch.OutOfMemoryError) and not self._needs_memory:
+                return None
             return f"it failed with {type(error).__name__}: {str(error)[:300]}"
         finally:
             self._record.forms_compared += 1

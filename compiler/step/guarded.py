@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from deepytorch.compiler.code.compiled_step import CALLS_A_STEP, StepBoundary
 from deepytorch.compiler.report import RegionRecord
 from deepytorch.compiler.step.guard import Guard
 from deepytorch.compiler.step.tuner import Eager, Form
@@ -50,6 +51,7 @@ class Guarded:
         self._eager, self._guard, self._record, self._gives_up = eager, guard, record, gives_up
         self._every, self._steps, self._attempts = every, 0, 0
         self._is_compared = False
+        self._boundary, self._calls = StepBoundary(), 0  # of the script's steps; calls since the last one
 
     def poll(self, inputs: Sequence[Any]) -> bool:
         """Advance the compilation; return whether a call with these inputs may run the code now."""
@@ -57,6 +59,10 @@ class Guarded:
             return False
         if not torch.is_grad_enabled() or current_graph_task_id() != -1:
             return True
+        passed = self._boundary.passed()
+        self._calls = 0 if passed else self._calls + 1
+        if self._steps and not passed and self._calls <= CALLS_A_STEP:  # reducers may wait for this step's backward
+            return self._is_compared or self._attempts > 0
         self._steps += 1
         is_due = self._every is not None and self._steps % self._every == 0
         return (self._is_compared and not is_due) or self._compare(self._code, inputs)

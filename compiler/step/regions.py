@@ -196,7 +196,7 @@ def _guarded(
         strict,
         without,
         Eager(eager),
-        Guard(whole.record, own_weights=lowering.gradients is not None, written=effects.written),
+        Guard(whole.record, own_weights=lowering.gradients is not None, written=effects.written, needs_memory=False),
         whole.record,
         whole.events.has_no_padded_code,
         every,
@@ -300,7 +300,7 @@ def _as_it_is(
     if compared is None:
         return Region(eager, padded(code), events, record)
     written = frozenset() if parts is None else parts.written
-    guard = Guard(record, own_weights=compared.own_weights, written=written)
+    guard = Guard(record, own_weights=compared.own_weights, written=written, needs_memory=tuning is not None)
     with_strict = None if strict is None else CompiledForm(padded(strict), STRICT)
     if tuning is None:
         guarded = Guarded(

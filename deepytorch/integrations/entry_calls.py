@@ -67,7 +67,9 @@ def _is_position_table(module: nn.Module) -> bool:
 def _call_with_positions(entry: object, side: int, module: Any, *args: Any, **kwargs: Any) -> Any:
     inside = INSIDE.get()
     if inside is not None and inside[0] is entry:
-        kwargs["position_ids"] = inside[1].sides[side].rows.positions.long()
+        batch = inside[1]
+        before = 0 if batch.prefix is None else batch.prefix.prefix.length
+        kwargs["position_ids"] = batch.sides[side].rows.positions.long() + before
     return module._call_impl(*args, **kwargs)
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from deepytorch.compiler.step.agreement import HALF, Tolerance, largest_difference
 from deepytorch.compiler.step.batch_facts import Refusal
-from deepytorch.integrations.cached_prefix import CachedPrefix, renewed
+from deepytorch.integrations.cached_prefix import NAMES, CachedPrefix, renewed
 from deepytorch.integrations.packed_attention import CannotPack
 from deepytorch.integrations.packed_batch import IGNORE_INDEX, MASKS, PackedBatch, Reading, RowKind
 from deepytorch.parallel_modules import is_sharded
@@ -250,6 +250,8 @@ def make_probe(given: Mapping[str, Any], reading: Reading) -> dict[str, Any]:
         if prefix is not None and name == prefix.name:
             probe[name] = prefix.like(len(main), generator)
             continue
+        if name in NAMES and value is not None:
+            raise CannotPack(f"{name} holds no keys that each row begins with")
         if not isinstance(value, Tensor) or value.dim() == 0:
             probe[name] = value
             continue

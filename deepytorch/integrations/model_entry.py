@@ -32,7 +32,7 @@ from deepytorch.compiler.step.agreement import precision_of
 from deepytorch.compiler.step.batch_facts import Refusal
 from deepytorch.compiler.step.outputs.replay import Replay
 from deepytorch.compiler.step.route import MOST_REAL, Route, State, Uses, route
-from deepytorch.integrations import packed_attention
+from deepytorch.integrations import cached_prefix, packed_attention
 from deepytorch.integrations.cached_prefix import CachedPrefix
 from deepytorch.integrations.entry_calls import INSIDE, Replaced, replace_calls, restore_calls
 from deepytorch.integrations.entry_proof import (
@@ -206,9 +206,14 @@ class ModelEntry:
         """Return whether the model attends by kernels that are opaque in graphs, so that no graph can be packed."""
         return bool(packed_attention.implementations(self._model) & set(packed_attention.OPAQUE))
 
+    @property
+    def packs(self) -> bool:
+        """Return whether some kind of call was proved."""
+        return any(self._found_out.values())
+
     def is_the_only_way_for(self, kwargs: Mapping[str, Any]) -> bool:
         """Return whether a call is given keys for each row to begin with: in a graph they are not of its positions."""
-        return CachedPrefix.of(kwargs) is not None
+        return CachedPrefix.of(kwargs) is not None and cached_prefix.is_wanted(kwargs)
 
     def explain(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RegionRecord:
         """Return the record of a training call with these arguments, without running it; prove the model if needed."""
@@ -239,7 +244,6 @@ class ModelEntry:
         return (
             (torch.is_grad_enabled(), self._outer.training),
             frozenset((n, v if isinstance(v, bool) else None) for n, v in given.items() if v is not None),
-            None if (prefix := CachedPrefix.of(given)) is None else prefix.length,
             tuple(map(weakref.ref, modules)),
             tuple((place, *map(_weakly, found)) for place, found in functions if found),
             frozenset((kind, kind.forward) for kind in {type(each) for each in modules}),
@@ -345,16 +349,21 @@ class ModelEntry:
             return None
         uses.buffers.keep()
         tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+        if batch.prefix is not None:
+            tensors += batch.prefix.prefix.tensors
+            args = list(map(batch.prefix.without_script_cache, args))
+            kwargs = {name: batch.prefix.without_script_cache(each) for name, each in kwargs.items()}
         prefix = batch.prefix
-        tensors += [] if prefix is None else prefix.prefix.tensors
         inputs, modes = [*uses.parameters, *tensors], uses.modes()
 
         def run(*given: Any) -> tuple[Any]:
             pairs = zip(uses.parameters, given, strict=False)
             changed = {id(weight): then for weight, then in pairs if then is not weight}
             with UserHooks(self.target).silenced(), with_weights(self.target, changed), uses.in_modes(modes):
-                again = (args, kwargs) if prefix is None else prefix.arguments_again(args, kwargs)
-                return (self.target._call_impl(*again[0], **again[1]),)
+                if prefix is None:
+                    return (self.target._call_impl(*args, **kwargs),)
+                named = {name: prefix.with_own_cache(each) for name, each in kwargs.items()}
+                return (self.target._call_impl(*map(prefix.with_own_cache, args), **named),)
 
         parameters = range(len(uses.parameters))
         return Replay(run, inputs, parameters=parameters, sampler=uses.sampler, draws=True)
@@ -389,6 +398,8 @@ class ModelEntry:
         given = _bound(self.target, args, kwargs)
         if given is None:
             return Refusal("the call's arguments are not the model's")
+        if not call.proves and (generates := _of_generation(given)) is not None:
+            return Refusal(generates)
         if uses is not None and uses.events.state.uses > Uses.VALUES:
             return Refusal(uses.events.state.because)
         if hooks.refused is not None:
@@ -418,7 +429,7 @@ class ModelEntry:
         tensors = [n for n, value in strange.items() if isinstance(value, torch.Tensor) and n not in OF_HEADS]
         familiar = {name: value for name, value in given.items() if name not in strange or name in tensors}
         hooked = UserHooks(self._outer).refused
-        call.why, call.kind = hooked or unknown_argument(familiar), None
+        call.why, call.kind = hooked or unknown_argument(familiar) or _of_generation(given), None
         if hooked is not None:
             self._list()
         if call.why is not None:  # another call may come without the argument
@@ -522,6 +533,12 @@ def entry_for(module: nn.Module, min_padding: float = 0.0) -> ModelEntry | None:
         if isinstance(inner, pretrained):
             return ModelEntry(module, inner, min_padding)
     return None
+
+
+def _of_generation(given: Mapping[str, Any]) -> str | None:
+    """Return why a call with cached keys is not packed; None if it has none, or trains or evaluates with them."""
+    name = next((name for name in cached_prefix.NAMES if given.get(name) is not None), None)
+    return f"the argument {name} is given" if name is not None and not cached_prefix.is_wanted(given) else None
 
 
 @torch.compiler.disable(reason="calls of modules inside are replaced, which Dynamo would not see")

@@ -167,6 +167,8 @@ def attend(
     reach = -1 if sliding_window is None else sliding_window - 1  # of flash without causality: to both sides
     if cached_keys and (sliding_window is not None or position_bias is not None):
         raise CannotPack(f"{type(module).__name__} has a window or a bias of positions over cached keys")
+    if cached_keys and query.shape[2] == key.shape[2]:
+        raise CannotPack(f"{type(module).__name__} attends without its cached keys")
     queries, keys = decode_mask(attention_mask, query.shape[2], key.shape[2])
     if position_bias is not None and position_bias.shape[3] == 1:  # equal for all keys: softmax does not change
         position_bias = None

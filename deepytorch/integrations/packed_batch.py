@@ -141,8 +141,9 @@ class PackedBatch:
         show: makes a script's tensor from a packed one, given the side and the dimension of its tokens, its name, and a
         function that finds it among the outputs of another run.
         """
-        caches = {} if self.prefix is None else {id(self.prefix.cache): self.prefix.prefix.cache}
-        found = _translated(outputs, lambda value, dim, name, find: self._shown(value, dim, name, find, show), caches)
+        caches = {} if self.prefix is None else {id(self.prefix.cache): self.prefix.prefix.script()}
+        translation = _Translation(lambda value, dim, name, find: self._shown(value, dim, name, find, show), caches)
+        found = translation.of(outputs)
         if self.prefix is not None:
             self.prefix.append_to_script(show)
         return found
@@ -160,10 +161,12 @@ class PackedBatch:
             if not value.is_floating_point() or value.dim() <= dim or (self.decoder is not None and name == "output"):
                 return value
             side = self.main if self.decoder is None or name.startswith("encoder") else self.decoder
-            grid = (side.num_rows, side.num_positions)
-            return show(value, side, dim, name, find) if (value.shape[0], value.shape[dim]) == grid else value
+            for each in (side,) if self.prefix is None else (side, self.prefix.side):
+                if (value.shape[0], value.shape[dim]) == (each.num_rows, each.num_positions):
+                    return show(value, each, dim, name, find)
+            return value
 
-        return _translated(outputs, shown, {})
+        return _Translation(shown, {}).of(outputs)
 
     @property
     def grids(self) -> tuple[Side, ...]:
@@ -181,29 +184,42 @@ def zeros_at_pads(packed: Tensor, side: Side, dim: int, name: str, find: Find) -
     return side.unpack(packed, dim)
 
 
-def _translated(outputs: Any, translate: Callable[[Tensor, int, str, Find], Tensor], caches: Mapping[int, Any]) -> Any:
-    """Return a model's outputs with every tensor translated; key-value caches have positions in dimension 2.
+@dataclass(frozen=True)
+class _Translation:
+    """The translation of a model's outputs, tensor by tensor; key-value caches have positions in dimension 2.
 
-    caches: by the id of a cache that the model was given, the one to return in its place.
+    translate: of a tensor, given the dimension of its positions, its name, and a function that finds it among the
+    outputs of another run. caches: by the id of a cache that the model was given, the one to return in its place.
     """
 
-    def one(value: Any, name: str, find: Find) -> Any:
-        if id(value) in caches:
-            return caches[id(value)]
+    translate: Callable[[Tensor, int, str, Find], Tensor]
+    caches: Mapping[int, Any]
+
+    def of(self, outputs: Any) -> Any:
+        """Return all outputs; a `ModelOutput` is changed in place."""
+        if isinstance(outputs, tuple):
+            return self._one(outputs, "output", lambda outputs: outputs)
+        for name in list(outputs):
+            outputs[name] = self._one(outputs[name], name, _item(lambda outputs: outputs, name))
+        return outputs
+
+    def _one(self, value: Any, name: str, find: Find) -> Any:
+        if id(value) in self.caches:
+            return self.caches[id(value)]
         if isinstance(value, Tensor):
-            return translate(value, 1, name, find) if value.dim() >= 2 else value
+            return self.translate(value, 1, name, find) if value.dim() >= 2 else value
         if isinstance(value, tuple | list):
-            return type(value)(one(each, name, _item(find, number)) for number, each in enumerate(value))
+            return type(value)(self._one(each, name, _item(find, number)) for number, each in enumerate(value))
         if hasattr(value, "self_attention_cache"):
-            cached(value.self_attention_cache, name, _part(find, "self_attention_cache"))
-            cached(value.cross_attention_cache, name, _part(find, "cross_attention_cache"))
+            self._cached(value.self_attention_cache, name, _part(find, "self_attention_cache"))
+            self._cached(value.cross_attention_cache, name, _part(find, "cross_attention_cache"))
         elif hasattr(value, "layers"):
-            cached(value, name, find)
+            self._cached(value, name, find)
         elif value is not None:
             raise CannotPack(f"{name} is of type {type(value).__name__}")
         return value
 
-    def cached(cache: Any, name: str, find: Find) -> None:
+    def _cached(self, cache: Any, name: str, find: Find) -> None:
         for number, layer in enumerate(cache.layers):
             if type(layer).__name__ != "DynamicLayer":
                 raise CannotPack(
@@ -211,14 +227,8 @@ def _translated(outputs: Any, translate: Callable[[Tensor, int, str, Find], Tens
                 )
             if layer.is_initialized:
                 found = _item(_part(find, "layers"), number)
-                layer.keys = translate(layer.keys, 2, name, _part(found, "keys"))
-                layer.values = translate(layer.values, 2, name, _part(found, "values"))
-
-    if isinstance(outputs, tuple):
-        return one(outputs, "output", lambda outputs: outputs)
-    for name in list(outputs):
-        outputs[name] = one(outputs[name], name, _item(lambda outputs: outputs, name))
-    return outputs
+                layer.keys = self.translate(layer.keys, 2, name, _part(found, "keys"))
+                layer.values = self.translate(layer.values, 2, name, _part(found, "values"))
 
 
 def _item(find: Find, key: Any) -> Find:

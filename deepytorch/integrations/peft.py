@@ -13,6 +13,8 @@ from torch import nn
 
 from deepytorch import autowrap
 
+_AS_CACHE = ("PREFIX_TUNING", "CARTRIDGE")  # prompts that are given as cached keys and values
+
 
 def attach(_: Any) -> None:
     """Tell `autowrap` of learned prompts, once PEFT is imported."""
@@ -24,6 +26,8 @@ def model_below_prompts(module: nn.Module) -> nn.Module | None:
     """Return the model below the learned prompts of a `PeftModel`; None for any other module."""
     config = getattr(module, "active_peft_config", None) if type(module).__module__.startswith("peft.") else None
     if config is None or not config.is_prompt_learning:
+        return None
+    if config.peft_type.value in _AS_CACHE and config.task_type != "CAUSAL_LM":  # others may call what is below it
         return None
     below = module.get_base_model()  # type: ignore[operator]
     return below if isinstance(below, nn.Module) else None

@@ -286,6 +286,9 @@ WEIGHT = nn.Parameter(torch.arange(1.0, 5.0))
 INPUTS = (WEIGHT, torch.ones(4))
 
 
+OPTIMIZER = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+
+
 class Codes:
     """Guarded code of a region, of which all ways are known. operators: what its graph gives, operator by operator."""
 
@@ -311,8 +314,24 @@ class Codes:
     def _gives_up(self) -> None:
         self.given_up += 1
 
-    def polls(self, count: int) -> list[bool]:
-        return [self.form.poll(INPUTS) for _ in range(count)]
+    def polls(self, count: int, *, steps: bool = True) -> list[bool]:
+        """Poll so often, with a step of an optimizer after each or none."""
+        found = []
+        for _ in range(count):
+            found.append(self.form.poll(INPUTS))
+            if steps:
+                OPTIMIZER.step()
+        return found
+
+
+def test_nothing_is_compared_between_two_calls_of_one_step() -> None:
+    """The reducer of a data-parallel module may wait for the backward of the first one."""
+    code = Scaled(1.0)
+    codes = Codes(code, every=1)
+    assert all(codes.polls(3, steps=False))
+    assert code.calls == 1
+    assert all(codes.polls(3))
+    assert code.calls == 3  # the first of these is of the step before
 
 
 def test_code_that_agrees_is_compared_once() -> None:

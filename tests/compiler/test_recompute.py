@@ -5,17 +5,20 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from deepytorch.compiler.code import recompute
 from deepytorch.compiler.config import CompilerConfig
 from deepytorch.compiler.report import LEDGER
 from deepytorch.errors import ConfigError
+from deepytorch.torch_internals import compiler_counters
 from tests.compiler.parity import Pair, batches, causal_batch, expect_packed, mixture
 
 ROWS, WIDTH, LAYERS = 64, 32, 6
@@ -210,20 +213,68 @@ def test_what_is_no_share_is_an_error(wrong: Any) -> None:
 
 
 def test_two_ways_to_part_a_graph_are_an_error() -> None:
-    theirs = recompute.partitioner(0.5, "theirs")
+    theirs = recompute.HeldShare(0.5, "theirs")
     with pytest.raises(ConfigError, match="custom_partitioner_fn is set; expected one of them"):
         CompilerConfig.parse(options={"activation_memory": 0.5, "custom_partitioner_fn": theirs})
 
 
-def test_the_share_that_a_script_sets_for_torch_draws_random_numbers_once() -> None:
+@pytest.mark.parametrize("theirs", [0.3, 0.0])
+def test_the_share_that_a_script_sets_for_torch_draws_random_numbers_once(theirs: float) -> None:
     """Stock torch.compile gives other gradients then (torch 2.13, on a CPU)."""
     torch.manual_seed(0)
     model = Layers(dropout=0.5).train()
     reference, x = copy.deepcopy(model), torch.randn(ROWS, WIDTH)
     step = compiled(model)
-    with torch._functorch.config.patch(activation_memory_budget=0.3):
+    with torch._functorch.config.patch(activation_memory_budget=theirs):
         for call in (reference, step):
             torch.manual_seed(0)
             call(x).backward()
     for one, other in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("checkpointed", [True, False])
+def test_attention_that_is_checkpointed_or_alone_can_be_parted(checkpointed: bool) -> None:
+    torch.manual_seed(0)
+    given = torch.randn(2, 3, 16, 8)
+
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(x, x, x)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        found = checkpoint(attend, x.sin(), use_reentrant=False) if checkpointed else attend(x)
+        assert isinstance(found, torch.Tensor)
+        return found.square().mean()
+
+    x, other = given.clone().requires_grad_(), given.clone().requires_grad_()
+    compiled(function, activation_memory=0.5)(x).backward()  # type: ignore[arg-type]
+    function(other).backward()
+    torch.testing.assert_close(x.grad, other.grad, rtol=1e-5, atol=1e-7)
+    assert not LEDGER.report().regions[-1].fallbacks
+
+
+def test_operators_of_a_script_run_once() -> None:
+    calls = []
+
+    @torch.library.custom_op("deepytorch_tests::noise", mutates_args=())
+    def noise(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return torch.rand_like(x)
+
+    noise.register_fake(torch.empty_like)
+    x = torch.randn(16, 16, requires_grad=True)
+    compiled(lambda x: (x.sin().exp() * noise(x.detach())).square().mean(), activation_memory=0.0)(x).backward()
+    assert len(calls) == 1
+
+
+@pytest.mark.slow
+def test_a_second_compile_finds_the_code_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    x, hits = torch.randn(ROWS, WIDTH), []
+    for _ in range(2):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        before = compiler_counters["aot_autograd"]["autograd_cache_hit"]
+        compiled(Layers(), lowering="inductor", tune=False, activation_memory=0.3)(x).backward()
+        hits.append(compiler_counters["aot_autograd"]["autograd_cache_hit"] - before)
+    assert hits == [0, 1]

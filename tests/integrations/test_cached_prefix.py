@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +17,10 @@ pytest.importorskip("peft")
 import peft
 import transformers as hf
 
-from deepytorch.integrations.cached_prefix import CachedPrefix
+import deepytorch
+from deepytorch.compiler.report import LEDGER
+from deepytorch.integrations import model_entry
+from deepytorch.integrations.cached_prefix import CachedPrefix, is_wanted
 from deepytorch.integrations.entry_calls import Replaced
 from tests.compiler.parity import (
     Batch,
@@ -180,9 +185,10 @@ def test_layers_of_other_lengths_and_empty_caches_are_no_prefix() -> None:
     assert CachedPrefix.of(begun(batch, config, lengths=(3, 2))) is None
     assert CachedPrefix.of({**batch, "past_key_values": hf.DynamicCache()}) is None
     assert CachedPrefix.of({**batch, "past_key_values": "a cache of another kind"}) is None
-    frozen = begun({name: each for name, each in batch.items() if name != "labels"}, config)
+    without = begun({name: each for name, each in batch.items() if name != "labels"}, config)
+    assert is_wanted(without)
     with torch.no_grad():
-        assert CachedPrefix.of(frozen) is None
+        assert not is_wanted(without)
 
 
 def test_an_encoder_decoder_stays_padded() -> None:
@@ -191,11 +197,65 @@ def test_an_encoder_decoder_stays_padded() -> None:
     assert pair.entry.record.padded_because == {"the argument past_key_values is given": 2}
 
 
-def test_another_length_is_proved_anew() -> None:
+def test_a_proof_holds_for_prefixes_of_any_length() -> None:
     model = llama("sdpa").train()
-    entry = entry_of(model)
-    kinds = []
-    for batch, length in zip(batches(causal_batch, (4, 11, "right"), (4, 9, "right")), (3, 4), strict=True):
-        entry.call(model._call_impl, (), begun(batch, model.config, lengths=(length, length)))
-        kinds.append(len(entry._found_out))
-    assert kinds == [1, 2]
+    reference, entry = copy.deepcopy(model), entry_of(model)
+    for number, batch in enumerate(batches(causal_batch, *[(4, 11, "right")] * 4)):
+        wanted, found = (begun(batch, model.config, lengths=(3 + number, 3 + number)) for _ in range(2))
+        assert_close(entry.call(model._call_impl, (), found).loss, reference(**wanted).loss, "loss")
+    assert (entry.record.steps_packed, len(entry._found_out)) == (3, 1)
+
+
+def test_a_proof_leaves_the_scripts_cache_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proof without gradients, as of sharded weights, of a call whose prefix is trained and that has no labels."""
+    monkeypatch.setattr(model_entry, "is_deterministic", lambda *_: False)
+    model = llama("sdpa").train()
+    reference, entry = copy.deepcopy(model), entry_of(model)
+    for number, batch in enumerate(batches(causal_batch, *[(4, 11, "right")] * 3)):
+        without = {name: each for name, each in batch.items() if name != "labels"}
+        wanted, found = begun(without, model.config), begun(without, model.config)
+        outputs = entry.call(model._call_impl, (), found)
+        expected = reference(**wanted).logits
+        if number == 2:
+            assert_close(outputs.logits + 0.0, expected, "logits", floor=1e-5)
+        assert found["past_key_values"].get_seq_length() == wanted["past_key_values"].get_seq_length() == 14
+    assert entry.record.steps_packed > 0
+
+
+def test_a_step_that_is_over_leaves_nothing_behind() -> None:
+    pair = PrefixPair(with_prefix(llama("sdpa")))
+    given = batches(causal_batch, *[(4, 9 + number, "right") for number in range(3)])
+    pair.train(given)
+    gc.collect()
+    gc.disable()  # what is in a cycle would stay until the next collection
+    try:
+        outputs = pair.compiled(**given[0])
+        cache = weakref.ref(outputs.past_key_values)
+        outputs.loss.backward()
+        del outputs
+        assert cache() is None
+    finally:
+        gc.enable()
+    assert pair.entry.record.steps_packed == 3
+
+
+def test_the_import_packs_training_and_evaluation_and_explain_says_so() -> None:
+    torch._dynamo.reset()
+    LEDGER.forget()
+    model = with_prefix(llama("sdpa"))
+    reference = copy.deepcopy(model)
+    given = batches(causal_batch, *[(4, 9 + number, "right") for number in range(8)])
+    assert "packed" in str(deepytorch.explain(model, **given[0]))
+    handle = deepytorch.optimize(model, options={"lowering": "aot_eager"})
+    try:
+        for batch in given[:3]:
+            model(**batch).loss.backward()
+            reference(**batch).loss.backward()
+        with torch.no_grad():
+            for batch in given:
+                assert_close(model.eval()(**batch).loss, reference.eval()(**batch).loss, "loss")
+    finally:
+        handle.restore()
+    names = {each.name: each.steps_packed for each in LEDGER.report().regions}
+    assert names["model entry of LlamaForCausalLM"] == 2
+    assert names["model entry of LlamaForCausalLM, without gradients"] > 0
