@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import deepytorch  # noqa: F401, the arm
+from deepytorch import background
 from deepytorch.bench.alternation import Turn
 from deepytorch.bench.results import decoded
 from deepytorch.bench.zoo import build_workload
@@ -108,6 +109,9 @@ def run(job: ComputeJob, turn: Turn | None) -> ComputeRun:
         if turn is not None:
             turn.take()
         seconds.append(step())
+        deadline = time.perf_counter() + job.warm_up_s
+        while _waits_for_code(job.arm) and time.perf_counter() < deadline:  # of sizes that this step was the first with
+            time.sleep(_REST_S)
         if turn is not None:
             turn.hand_on()
     regions = LEDGER.report().regions if job.arm == "deepytorch" else []
@@ -157,6 +161,8 @@ def _state() -> str:
 
 def _waits_for_code(arm: str) -> bool:
     """Return whether code is being compiled in the background, and nothing is timed meanwhile."""
+    if arm == "deepytorch" and background.is_working():
+        return True
     regions = LEDGER.report().regions if arm == "deepytorch" else []
     return any(each.forms_untried for each in regions) and not any(each.on_trial for each in regions)
 
