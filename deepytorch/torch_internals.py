@@ -164,6 +164,7 @@ INTERNALS = (
         "settings for one compile",
         ((0, ("force_non_lazy_backward_lowering",)), (0, ("activation_memory_budget",))),
     ),
+    Internal("torch._functorch.config.activation_memory_budget", "whether a script holds a share of activations"),
     Internal("torch._functorch.config.donated_buffer", "let a backward run twice"),
     Internal(
         "torch._functorch.utils.unwrap_dead_wrappers",
@@ -186,6 +187,7 @@ INTERNALS = (
     Internal("torch._inductor.config.patch", "compile with stock's overlap in a benchmark", ((1, ()),)),
     Internal("torch._inductor.config.triton.cudagraphs", "whether CUDA graphs are asked for"),
     Internal("torch._inductor.cpu_vec_isa.pick_vec_isa", "look at the CPU before compiled code is loaded", ((0, ()),)),
+    Internal("torch._inductor.config.custom_partitioner_fn", "whether a script parts forward and backward itself"),
     Internal("torch._inductor.custom_graph_pass.CustomGraphPass", "passes in Inductor's slots, and in its cache keys"),
     Internal("torch._inductor.custom_graph_pass.CustomPartitionerFn", "the share of activations that a step holds"),
     Internal("torch._inductor.list_mode_options", "what mode= stands for", ((1, ()),)),

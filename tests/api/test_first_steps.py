@@ -59,6 +59,9 @@ class FirstEntry:
         CLOCK.now += self.seconds
         return "packed"
 
+    def is_the_only_way_for(self, kwargs: Any) -> bool:
+        return False
+
     def restore(self) -> None:
         self.is_in_use = False
 
