@@ -23,12 +23,15 @@ from torch import fx
 
 from deepytorch.compiler.code import inductor_faults, recompute
 from deepytorch.compiler.config import CompilerConfig
+from deepytorch.compiler.dynamo.graph_forms import eager_graph
 from deepytorch.compiler.plan import Plan
 from deepytorch.passes.ops.inline_pack import inline_pack
 from deepytorch.torch_internals import CustomGraphPass, custom_graph_pass
 from deepytorch.version import __version__
 
 GraphPass = Callable[[fx.Graph], object]  # a frozen dataclass that can be called, or a plain function
+
+_ALWAYS = (inline_pack, recompute.hold_reads_before_writes)  # passes that run over each graph
 
 # The class of passes that are told whether a graph is for inference; some versions of torch do not have it.
 _InferenceAware: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", None)
@@ -53,7 +56,7 @@ class GraphPasses:
         prints = [[fingerprint(each) for each in slot] for slot in slots]
         if any(each is None for slot in prints for each in slot):
             return None
-        inputs = ["deepytorch", __version__, inductor_faults.digest(), fingerprint(inline_pack), prints, plan_digest]
+        inputs = ["deepytorch", __version__, inductor_faults.digest(), *map(fingerprint, _ALWAYS), prints, plan_digest]
         return hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
 
 
@@ -73,7 +76,7 @@ def lower(
     if config.lowering == "eager":
         if passes != GraphPasses():
             raise ValueError("passes run on the graphs of AOTAutograd, which the lowering 'eager' has none of")
-        return module.forward
+        return eager_graph(module).forward
     if config.lowering == "aot_eager":
         return _lower_aot_eager(module, example_inputs, passes, config.activation_memory)
     from deepytorch.torch_internals import compile_fx, inductor_config
@@ -129,7 +132,7 @@ def _slots(passes: GraphPasses, options: dict[str, Any], plan: Plan | None) -> d
 
     ours = {
         "joint_custom_pre_pass": passes.joint_pre,
-        "joint_custom_post_pass": passes.joint_post,
+        "joint_custom_post_pass": (*passes.joint_post, recompute.hold_reads_before_writes),
         "post_grad_custom_pre_pass": (*passes.post_grad_pre, inline_pack),  # never empty: see [Note: caches]
         "post_grad_custom_post_pass": passes.post_grad_post,
     }
@@ -209,7 +212,7 @@ def _lower_aot_eager(
 def _partition(
     passes: GraphPasses, held_share: float, joint: fx.GraphModule, joint_inputs: Sequence[Any], **settings: Any
 ) -> recompute.Parts:
-    _rewrite(joint, (*passes.joint_pre, *passes.joint_post))
+    _rewrite(joint, (*passes.joint_pre, *passes.joint_post, recompute.hold_reads_before_writes))
     return recompute.partition(joint, joint_inputs, share=held_share, **settings)
 
 

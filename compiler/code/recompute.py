@@ -10,6 +10,9 @@ With a share below 1 the partitioner of torch 2.13 may draw random numbers anew 
 script's own again, which may draw, or have effects. So both are marked to be held, and a way that computes one of them
 again all the same is not taken. Marks of activation checkpointing are left as they are: torch puts the random
 generators back for these.
+
+What a forward reads from an input that it writes to (a queue, a weight that it normalizes) is always held: the backward
+comes after the write, and torch 2.13 computes cheap operators again from what stands there then, with any share.
 """
 
 from __future__ import annotations
@@ -83,15 +86,56 @@ def _mark(joint: fx.GraphModule) -> set[str]:
     A node of several outputs cannot be marked: its outputs are held, one by one.
     """
     of_backward: set[fx.Node] = set()
-    found = set()
+    found, reads = set(), _reads_before_writes(joint.graph)
     for node in joint.graph.nodes:
         is_tangent = node.op == "placeholder" and "tangents" in str(node.target)
         if is_tangent or any(each in of_backward for each in node.all_input_nodes):
             of_backward.add(node)
-        elif _is_to_run_once(node) and node.meta.get("recompute") is None:
+        elif node in reads or (_is_to_run_once(node) and node.meta.get("recompute") is None):
             found.add(node.name)
-            if isinstance(node.meta.get("val"), torch.Tensor):
-                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            _hold(node)
+    return found
+
+
+def _hold(node: fx.Node) -> None:
+    """Mark a node to be held."""
+    if isinstance(node.meta.get("val"), torch.Tensor) and node.meta.get("recompute") is None:
+        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def hold_reads_before_writes(graph: fx.Graph) -> None:
+    """Mark what a joint graph reads from inputs that it writes to: a pass over graphs of AOTAutograd."""
+    for node in _reads_before_writes(graph):
+        _hold(node)
+
+
+def _reads_before_writes(graph: fx.Graph) -> set[fx.Node]:
+    """Return the nodes that read an input to which the step writes, through views of it or not."""
+    written, found = _written_inputs(graph), set()
+    if not written:
+        return set()
+    memory = {_memory(each) for each in written}
+    for node in graph.nodes:
+        if any(each in written for each in node.all_input_nodes):
+            (written if _memory(node) in memory else found).add(node)
+    return found
+
+
+def _written_inputs(graph: fx.Graph) -> set[fx.Node]:
+    """Return the inputs that a step writes to: in the graph, or behind it, of which its outputs tell."""
+    outputs = graph.output_node().meta.get("desc") or ()
+    behind = [each for each in (getattr(desc, "mutated_input", None) for desc in outputs) if each is not None]
+    found = {
+        node
+        for node in graph.nodes
+        if node.op == "placeholder" and any(node.meta.get("desc") == each for each in behind)
+    }
+    for node in graph.nodes:
+        schema = node.target._schema.arguments if isinstance(node.target, OpOverload) else ()
+        for argument, given in zip(schema, node.args, strict=False):
+            is_write = argument.alias_info is not None and argument.alias_info.is_write
+            if is_write and isinstance(given, fx.Node) and given.op == "placeholder":
+                found.add(given)
     return found
 
 

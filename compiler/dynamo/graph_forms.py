@@ -6,6 +6,11 @@ in the module: a checkpoint leaves the state of random generators to Inductor. S
 dropout when it recomputes. In the eager form the operator is `torch.utils.checkpoint.checkpoint` again, as the model
 called it: weights and buffers, which Dynamo has made arguments, belong to the function again. Of arguments torch checks
 that nobody writes to them before they are used once more, as a norm does to its statistics.
+
+A script's `torch.autograd.Function` is an operator in a graph, too. That operator keeps what its forward saves as mere
+values, and runs its backward without gradients, so that the gradient of a gradient would miss what comes through it.
+The eager form saves them as the script does, inputs and outputs with their place in autograd's graph, and runs the
+backward as autograd would.
 """
 
 from __future__ import annotations
@@ -19,17 +24,23 @@ from torch.utils.checkpoint import checkpoint
 
 from deepytorch.compiler.dynamo.capture import Untraceable, capture, sizes_from_tensors
 from deepytorch.passes.graphs import copied
-from deepytorch.torch_internals import HigherOrderOperator
+from deepytorch.torch_internals import HigherOrderOperator, set_grad_enabled_in_graphs
 
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+_FUNCTION = "autograd_function_apply"
+_SAVED = "saved_for_backward_idx"  # which values the function has saved by `save_for_backward`
 
 
 def eager_graph(module: fx.GraphModule) -> fx.GraphModule:
-    """Return `module` with its checkpoints as in eager; `module` itself if it has none."""
-    if not _holds_checkpoints(module):
+    """Return `module` with its checkpoints and custom functions as in eager; `module` itself if it has none."""
+    if not _holds_checkpoints(module) and not any(map(_is_function, module.graph.nodes)):
         return module
     found = copied(module)
     for node in found.graph.nodes:
+        if _is_function(node):
+            node.target = _apply
+            name = str(node.args[1].target)
+            setattr(found, name, _as_autograd_runs_it(getattr(found, name)))
         if node.target is _CHECKPOINT:
             name = str(node.args[0].target)
             setattr(found, name, eager_graph(getattr(found, name)))
@@ -43,6 +54,52 @@ def eager_graph(module: fx.GraphModule) -> fx.GraphModule:
 def _holds_checkpoints(module: fx.GraphModule) -> bool:
     """Return whether parts of a graph of Dynamo's are computed again in the backward."""
     return any(node.target is _CHECKPOINT for node in module.graph.nodes)
+
+
+def _is_function(node: fx.Node) -> bool:
+    """Return whether a node is a script's autograd function, of a torch that says what the function saves."""
+    return isinstance(node.target, HigherOrderOperator) and node.target.name() == _FUNCTION and _SAVED in node.kwargs
+
+
+def _as_autograd_runs_it(backward: fx.GraphModule) -> fx.GraphModule:
+    """Return a function's backward without the switches at its ends by which Dynamo has turned gradients off."""
+    found = copied(backward)
+    calls = [node for node in found.graph.nodes if node.op == "call_function"]
+    ends = [calls[0], calls[-1]] if len(calls) > 1 else []
+    if [(node.target, node.args) for node in ends] == [(set_grad_enabled_in_graphs, (on,)) for on in (False, True)]:
+        for node in ends:
+            found.graph.erase_node(node)
+        found.recompile()
+    return found
+
+
+class _Applied(torch.autograd.Function):
+    """A script's autograd function of which Dynamo has made two graphs."""
+
+    @staticmethod
+    def forward(ctx: Any, forward: fx.GraphModule, backward: fx.GraphModule, settings: Any, *given: Any) -> Any:
+        outputs, values = forward.forward(*given)
+        in_order = outputs if isinstance(outputs, tuple | list) else (outputs,)
+        for mark, name in ((ctx.mark_dirty, "dirty_idx"), (ctx.mark_non_differentiable, "non_differentiable_idx")):
+            mark(*(in_order[place] for place in settings.get(name, ())))
+        saved = [place for place in settings[_SAVED] if isinstance(values[place], torch.Tensor)]
+        ctx.save_for_backward(*(values[place] for place in saved))
+        ctx.places, ctx.backward_graph = saved, backward
+        ctx.others = [None if place in saved else each for place, each in enumerate(values)]
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        values = list(ctx.others)
+        for place, each in zip(ctx.places, ctx.saved_tensors, strict=True):
+            values[place] = each
+        found = ctx.backward_graph.forward(*gradients, *values)
+        return (None, None, None, *(found if isinstance(found, tuple | list) else (found,)))
+
+
+def _apply(forward: fx.GraphModule, backward: fx.GraphModule, *given: Any, **settings: Any) -> Any:
+    """Apply a script's autograd function."""
+    return _Applied.apply(forward, backward, settings, *given)
 
 
 def _is_of_module(argument: Any) -> bool:

@@ -168,3 +168,47 @@ def test_a_model_with_another_backward_is_left_to_stock() -> None:
     report = Pair(Activated(Straight.apply).train()).train(batches(causal_batch, (4, 11, "right"), (3, 9, "left")))
     assert report.total("steps_packed") == 0
     assert "autograd_function_apply is left to stock" in declined(report)
+
+
+class Layer(torch.autograd.Function):
+    """A layer that saves inputs, its result and a value on the way; its backward is not quite its derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        between = x @ weight
+        result = torch.tanh(between)
+        ctx.save_for_backward(x, weight, result, between)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight, result, between = ctx.saved_tensors
+        gradient = gradient * (1 - result * result) + 0.01 * between * gradient
+        return gradient @ weight.t(), x.t() @ gradient
+
+
+class WithLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8) / 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Layer.apply(x, self.weight).sin().square().mean()
+
+
+@pytest.mark.parametrize("lowering", ["aot_eager", "eager"])
+def test_the_gradient_of_a_gradient_goes_through_what_a_function_saves(lowering: str) -> None:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model = WithLayer()
+    compiled = torch.compile(model, backend="deepytorch", options={"lowering": lowering})
+    for number in range(3):
+        found = []
+        for call in (model, compiled):
+            model.zero_grad()
+            loss = call(torch.full((4, 8), 0.3 + number))
+            (gradient,) = torch.autograd.grad(loss, [model.weight], create_graph=True)
+            (loss + 10 * gradient.square().sum()).backward()
+            assert model.weight.grad is not None
+            found.append(model.weight.grad)
+        torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-7)
