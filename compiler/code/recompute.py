@@ -111,7 +111,7 @@ def hold_reads_before_writes(graph: fx.Graph) -> None:
 
 def _reads_before_writes(graph: fx.Graph) -> set[fx.Node]:
     """Return the nodes that read an input to which the step writes, through views of it or not."""
-    written, found = _written_inputs(graph), set()
+    written, found = _written_inputs(graph), set[fx.Node]()
     if not written:
         return set()
     memory = {_memory(each) for each in written}

@@ -212,8 +212,8 @@ def test_inference_aware_pass_of_the_user_is_told(no_caches):
 
 def test_there_is_always_a_pass_with_a_uuid():
     slots = lower_module._slots(GraphPasses(), {}, None)
-    assert list(slots) == ["post_grad_custom_pre_pass"]
-    assert slots["post_grad_custom_pre_pass"].uuid()
+    assert list(slots) == ["joint_custom_post_pass", "post_grad_custom_pre_pass"]
+    assert all(each.uuid() for each in slots.values())
 
 
 def test_uuid_tells_apart_what_matters(monkeypatch):
