@@ -147,16 +147,16 @@ def test_two_models_by_the_command_and_only_what_is_new_when_it_runs_again(tmp_p
     assert 0.0 < first.own < 1e-5
     assert first.versions.keys() >= {"torch", "transformers", "deepytorch"}
     shown = CliRunner().invoke(
-        app, [*command, "OPTForCausalLM", "--only", "ReformerForMaskedLM"], catch_exceptions=False
+        app, [*command, "OPTForCausalLM", "--only", "YosoForMaskedLM"], catch_exceptions=False
     )
     assert shown.exit_code == 0, shown.output
     assert "OPTForCausalLM" not in shown.output
-    assert "masked: ReformerForMaskedLM" in shown.output
+    assert "masked: YosoForMaskedLM" in shown.output
     assert len(out.read_text().splitlines()) == 2
-    [opt, reformer] = read_lines(out)
+    [opt, yoso] = read_lines(out)
     assert opt == first
-    assert (reformer.outcome, reformer.how) == ("equal", "declined")
-    assert any("random generators" in reason for reason in reformer.reasons)
+    assert (yoso.outcome, yoso.how) == ("equal", "declined")
+    assert any("FlashAttention" in reason for reason in yoso.reasons)
     assert "| OPTForCausalLM | equal (" in made.read_text()
 
 
