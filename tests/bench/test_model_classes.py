@@ -146,9 +146,7 @@ def test_two_models_by_the_command_and_only_what_is_new_when_it_runs_again(tmp_p
     assert first.own is not None
     assert 0.0 < first.own < 1e-5
     assert first.versions.keys() >= {"torch", "transformers", "deepytorch"}
-    shown = CliRunner().invoke(
-        app, [*command, "OPTForCausalLM", "--only", "YosoForMaskedLM"], catch_exceptions=False
-    )
+    shown = CliRunner().invoke(app, [*command, "OPTForCausalLM", "--only", "YosoForMaskedLM"], catch_exceptions=False)
     assert shown.exit_code == 0, shown.output
     assert "OPTForCausalLM" not in shown.output
     assert "masked: YosoForMaskedLM" in shown.output
