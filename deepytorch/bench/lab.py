@@ -142,12 +142,17 @@ class Lab:
         self._resources.close()
 
     def start(
-        self, command: Sequence[str], env: Mapping[str, str] | None = None, logs: Path | None = None
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        logs: Path | None = None,
+        stdins: Sequence[int] | None = None,
     ) -> list[Rank]:
         """Start `command` once per rank and return the ranks, which keep running.
 
         `env` is set on top of this process's environment, and torchrun's variables on top of that. Output goes to
-        `hostN-rankM.log` in `logs` (default: the lab's folder), and replaces that of an earlier call.
+        `hostN-rankM.log` in `logs` (default: the lab's folder), and replaces that of an earlier call. stdins: a file
+        descriptor for each rank's stdin.
         """
         command = _resolve(command)
         logs = logs or self.logs
@@ -162,7 +167,8 @@ class Lab:
             environment = {**common, "RANK": str(index), "LOCAL_RANK": str(local)}
             environment.update(GROUP_RANK=str(host), NODE_RANK=str(host))
             log = logs / f"host{host}-rank{index}.log"
-            program = self.inside(host, partial(Program, command, log, env=environment))
+            stdin = subprocess.DEVNULL if stdins is None else stdins[index]
+            program = self.inside(host, partial(Program, command, log, env=environment, stdin=stdin))
             started.append(Rank(index=index, host=host, process=program.process, log=log))
             self.ranks.append(started[-1])
         return started

@@ -3,10 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from deepytorch.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Points:
+    """One series of a plot. predicted: not measured; drawn apart, dashed and hollow."""
+
+    name: str
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+    labels: tuple[str, ...] = ()  # of each point
+    predicted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """A plot with one pair of axes: curves, or a scatter of points."""
+
+    title: str
+    kind: Literal["curves", "scatter"]
+    x: str
+    y: str
+    series: tuple[Points, ...]
+    log_x: bool = False
+    log_y: bool = False
+    lines: tuple[float, ...] = ()  # values of y at which a thin line is drawn, such as 1 for a ratio
 
 
 def new_figure(width_inches: float, height_inches: float) -> Any:

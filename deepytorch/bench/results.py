@@ -1,4 +1,8 @@
-"""Results and plans as JSON: one object a file, whose layout is a dataclass and its fields' types."""
+"""Results and plans as JSON: one object a file, whose layout is a dataclass and its fields' types.
+
+Every benchmark writes the same layout, `Results`: what was asked for, on which machine, and a `Row` for each line of its
+tables. So one reader serves the report, comparisons with earlier results, and runs that go on where they were stopped.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import json
 import math
 import os
 import platform
-from dataclasses import MISSING, asdict, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
@@ -53,6 +57,71 @@ class Record:
     def to_json(self) -> dict[str, Any]:
         """Return the record as plain JSON values."""
         return asdict(self)  # type: ignore[call-overload]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row(Record):
+    """One line of a benchmark's tables.
+
+    Attributes:
+        key: What was run, by name: model, setup, hosts, ranks, rate, precision, ... No two rows of a file have the same.
+        figures: Numbers by name, which ends with the unit: `step_s`, `examples_per_s`, `peak_mb`, `acc_ratio`.
+        series: Numbers that follow each other, for curves; likewise.
+        texts: Findings in words.
+        failed: Why it could not be measured, such as "out of memory"; empty if it was.
+    """
+
+    what = "row"
+
+    key: dict[str, str | int | float | None]
+    figures: dict[str, float] = field(default_factory=dict)
+    series: dict[str, list[float]] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+    failed: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Results(Record):
+    """The result file of any benchmark.
+
+    Attributes:
+        benchmark: The command's name behind `deepytorch bench`.
+        command: The whole command, to repeat it.
+        options: The options by name, defaults among them.
+        machine: The machine in words.
+        versions: Of Python, torch and other packages that were measured.
+        date: The day of the last row, as 2026-11-29.
+        rows: What was measured.
+        notes: What somebody should know who reads the figures: what else ran, what was left out.
+        layout: The version of this layout.
+    """
+
+    what = "result file"
+
+    benchmark: str
+    command: str
+    options: dict[str, Any]
+    machine: str
+    versions: dict[str, str]
+    date: str
+    rows: list[Row]
+    notes: list[str] = field(default_factory=list)
+    layout: int = 1
+
+    def having(self, **key: Any) -> list[Row]:
+        """Return the rows whose keys have these values."""
+        return [row for row in self.rows if all(row.key.get(name) == value for name, value in key.items())]
+
+
+_MORE_IS_BETTER = ("_per_s", "ratio", "linearity", "ddp_acc", "efficiency", "speedup", "gbps")
+_LESS_IS_BETTER = ("_s", "_ms", "_us", "_mb", "_bytes", "_diff")
+
+
+def direction(figure: str) -> int:
+    """Return 1 for a figure of which more is better, -1 if less is, and 0 if it is neither, by its name."""
+    if figure.endswith(_MORE_IS_BETTER):
+        return 1
+    return -1 if figure.endswith(_LESS_IS_BETTER) else 0
 
 
 def decoded(kind: type[T], content: Any) -> T:

@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from deepytorch.bench.suite import BENCHMARKS
 from deepytorch.cli import (
     bench_kernels,
     bench_models,
@@ -28,6 +29,7 @@ from deepytorch.cli import (
     simulate,
     verify,
 )
+from deepytorch.cli.benchmark import command_of
 from deepytorch.config import process_environment
 from deepytorch.errors import DeepytorchError
 from deepytorch.switch import SWITCH
@@ -67,6 +69,8 @@ bench.command("loss")(bench_steps.loss)
 bench.command("compute")(bench_steps.compute)
 bench.command("kernels")(bench_kernels.kernels)
 bench.command("roofline")(bench_kernels.roofline)
+for _benchmark in BENCHMARKS.values():
+    bench.command(_benchmark.name)(command_of(_benchmark))
 app.command("lab", context_settings=_BEFORE_A_COMMAND)(lab.lab)
 app.command("simulate")(simulate.simulate)
 

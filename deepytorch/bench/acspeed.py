@@ -1,0 +1,245 @@
+"""`deepytorch bench acspeed`: ACSpeed's table of data-parallel training, native DDP against `import deepytorch`.
+
+Alibaba Cloud's ACSpeed is measured by PyTorch's DDP benchmark over eleven models, and shown as a scatter: `acc_ratio`,
+how many times as fast as native DDP, over `ddp_acc`, the linearity of native DDP, which is its throughput on several
+hosts / its throughput on one / hosts. The gain is largest where DDP scales worst.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Annotated, Any
+
+from typer import Option
+
+from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup
+from deepytorch.bench.jobs import TrainingJob
+from deepytorch.bench.measurement import quantiles
+from deepytorch.bench.options import check_at_least, check_choice
+from deepytorch.bench.plots import Plot, Points
+from deepytorch.bench.results import Results, Row
+from deepytorch.bench.table import Table
+
+# Examples of a batch of each rank in the published table, and on a CPU, where ranks share few cores.
+ROWS = {
+    "alexnet": (128, 16),
+    "resnet18": (16, 2),
+    "resnet50": (32, 4),
+    "vgg16": (64, 8),
+    "timm_vovnet": (32, 4),
+    "timm_vision_transformer": (8, 2),
+    "pytorch_unet": (1, 1),
+    "hf_Bart": (4, 1),
+    "hf_Bert": (4, 1),
+    "speech_transformer": (32, 4),
+    "tts_angular": (64, 8),
+}
+SCALES = ("full", "small")
+PERCENTILES = (50, 75, 90, 95)
+DDP, OURS, HALF = "ddp", "deepytorch", "deepytorch, bf16 between hosts"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AcspeedOptions:
+    """Time data-parallel training of eleven known models, native DDP and with one line, over one host and several.
+
+    Both take turns, step by step. Prints the percentiles of PyTorch's DDP benchmark, then for each model how far DDP
+    scales (ddp_acc: throughput on several hosts / on one / hosts) and how many times as fast it is with the import
+    (acc_ratio). Under torchrun it measures the ranks that are there; else it starts ranks on this machine, and several
+    hosts are simulated, which needs root.
+    """
+
+    models: Annotated[tuple[str, ...], Option(help="Models, with commas; weights are random.")] = tuple(ROWS)
+    scale: Annotated[
+        str,
+        Option(
+            metavar="full|small",
+            help="full: widths and batches as published. small: a quarter of the widths, few examples, and nothing is "
+            "compiled, so that what is compared is communication.",
+        ),
+    ] = "full"
+    precision: Annotated[str, Option(metavar="fp32|amp", help="amp: autocast to bf16.")] = "amp"
+    hosts: Annotated[tuple[int, ...], Option(help="Numbers of hosts, with commas.")] = (1,)
+    ranks: Annotated[int, Option(min=1, help="Ranks (processes) on each host.")] = 2
+    rates: Annotated[
+        tuple[str, ...],
+        Option(help="Of simulated hosts: bits per second that each may send and receive, such as 1gbit,200mbit."),
+    ] = ("1gbit",)
+    compress: Annotated[
+        bool, Option("--compress", help="Measure once more with gradients cast to bf16 between hosts.")
+    ] = False
+    device: Annotated[str, Option(metavar="cpu|cuda", help="Where to train.")] = "cpu"
+    steps: Annotated[int, Option(min=1, help="Steps that are timed.")] = 20
+    warm_up: Annotated[int, Option(min=2, help="Steps before them.")] = 5
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for a value that is not accepted."""
+        check_choice(self, "models", ROWS)
+        check_choice(self, "scale", SCALES)
+        check_choice(self, "precision", ("fp32", "amp"))
+        check_choice(self, "device", ("cpu", "cuda"))
+        check_at_least(self, 1, "ranks", "steps")
+
+
+class Acspeed(Benchmark[AcspeedOptions]):
+    """See this module."""
+
+    name = "acspeed"
+    options = AcspeedOptions
+
+    def cells(self, options: AcspeedOptions) -> Sequence[Cell]:
+        """Return a cell for each model on each number of hosts, at each rate."""
+        places = [
+            Place(hosts=hosts, ranks=options.ranks, rate=rate if hosts > 1 else None)
+            for hosts, rate in product(options.hosts, options.rates)
+            if hosts > 1 or rate == options.rates[0]
+        ]
+        return [
+            Cell(
+                key={
+                    "model": model,
+                    "hosts": place.hosts,
+                    "ranks": place.ranks,
+                    "rate": place.rate,
+                    "precision": options.precision,
+                },
+                place=place,
+                setups=self._setups(options, model, place),
+                keeps_processes=options.scale == "small",
+            )
+            for place, model in product(places, options.models)
+        ]
+
+    @staticmethod
+    def _setups(options: AcspeedOptions, model: str, place: Place) -> list[Setup]:
+        small = options.scale == "small"
+        common = {
+            "model": model,
+            "size": "cpu" if small else "full",
+            "rows": ROWS[model][small],
+            "precision": options.precision,
+            "device": options.device,
+            "steps": options.steps,
+            "warm_up": options.warm_up,
+            "compiles": not small,
+        }
+        setups = [
+            Setup(name=DDP, job=TrainingJob(**common)),
+            Setup(name=OURS, job=TrainingJob(**common), imports=True),
+        ]
+        if options.compress and place.hosts > 1:
+            setups.append(Setup(name=HALF, job=TrainingJob(**common, compress="bf16"), imports=True))
+        return setups
+
+    def rows(self, options: AcspeedOptions, cell: Cell, found: Mapping[str, list[dict[str, Any]]]) -> list[Row]:
+        """Return a row for each setup: percentiles over all ranks and steps, and how far losses are from DDP's."""
+        medians = {name: _percentiles(ranks)["p50_s"] for name, ranks in found.items()}
+        rows = []
+        for name, ranks in found.items():
+            figures = _percentiles(ranks)
+            figures["examples_per_s"] = ranks[0]["rows"] / figures["p50_s"]
+            figures["peak_mb"] = max(rank["peak_mb"] for rank in ranks)
+            if name != DDP and DDP in found:
+                figures["acc_ratio"] = medians[DDP] / medians[name]
+                figures["loss_rel_diff"] = _difference(found[DDP], ranks)
+            rows.append(Row(key={**cell.key, "setup": name}, figures=figures))
+        return rows
+
+    def lines(self, rows: Sequence[Row]) -> list[str]:
+        """Return rows in the line format of PyTorch's DDP benchmark: seconds, and examples of a rank per second."""
+        return [line_of(row) for row in rows]
+
+    def tables(self, results: Results) -> list[Table]:
+        """Return a table for each number of hosts and rate."""
+        return [_table(results, *place) for place in _places(results)]
+
+    def plots(self, results: Results) -> list[Plot]:
+        """Return ACSpeed's scatter."""
+        series = []
+        for hosts, rate in _places(results):
+            if hosts == 1:
+                continue
+            points = [
+                (linear, row.figures["acc_ratio"], str(row.key["model"]))
+                for row in results.having(hosts=hosts, rate=rate, setup=OURS)
+                if not row.failed and (linear := linearity(results, row, DDP)) is not None
+            ]
+            if points:
+                x, y, labels = zip(*points, strict=True)
+                series.append(Points(f"{hosts} hosts, {rate or 'as they are'}", x, y, labels))
+        title = "Gain over native DDP, over how far native DDP scales"
+        return [Plot(title, "scatter", "ddp_acc", "acc_ratio", tuple(series), lines=(1.0,))] if series else []
+
+
+def linearity(results: Results, row: Row, setup: str) -> float | None:
+    """Return throughput on the row's hosts / throughput on one host / hosts, in one setup; None where one is missing.
+
+    On one host bf16 between hosts changes nothing, so the exact setup stands for it there.
+    """
+    where = {name: row.key[name] for name in ("model", "hosts", "rate")}
+    there = results.having(**where, setup=setup)
+    alone = results.having(model=row.key["model"], hosts=1, setup=OURS if setup == HALF else setup)
+    if not (there and alone and not there[0].failed and not alone[0].failed):
+        return None
+    return there[0].figures["examples_per_s"] / alone[0].figures["examples_per_s"]
+
+
+def line_of(row: Row) -> str:
+    """Return a row in the line format of PyTorch's DDP benchmark."""
+    hosts, per_host = int(row.key["hosts"] or 1), int(row.key["ranks"] or 1)
+    what = f"{row.key['model']:>24} {row.key['setup']:<31} {hosts * per_host} ranks -- {hosts}M/{per_host}R"
+    if row.failed:
+        return f"{what}:  {row.failed}"
+    rows = row.figures["examples_per_s"] * row.figures["p50_s"]
+    seconds = {part: row.figures[f"p{part}_s"] for part in PERCENTILES}
+    return f"{what}:  " + "  ".join(f"p{part}: {each:7.3f}s {rows / each:6.0f}/s" for part, each in seconds.items())
+
+
+def _places(results: Results) -> list[tuple[int, str | None]]:
+    return list(dict.fromkeys((row.key["hosts"], row.key["rate"]) for row in results.rows))  # type: ignore[misc]
+
+
+def _table(results: Results, hosts: int, rate: str | None) -> Table:
+    rows = []
+    for model in dict.fromkeys(row.key["model"] for row in results.having(hosts=hosts, rate=rate)):
+        by_setup = {row.key["setup"]: row for row in results.having(hosts=hosts, rate=rate, model=model)}
+        cells = [str(model)]
+        for name in (DDP, OURS, HALF):
+            row = by_setup.get(name)
+            if row is None or row.failed:
+                cells += [row.failed if row else "", "", ""][: 2 if name == DDP else 3]
+                continue
+            linear = linearity(results, row, name) if hosts > 1 else None
+            shown = [f"{row.figures['examples_per_s']:,.1f}", "" if linear is None else f"{linear:.2f}"]
+            cells += shown if name == DDP else [*shown, f"{row.figures.get('acc_ratio', 0.0):.2f}x"]
+        rows.append(tuple(cells))
+    where = f"{hosts} hosts at {rate}" if rate else "one host" if hosts == 1 else f"{hosts} hosts"
+    ranks = results.rows[0].key["ranks"]
+    ours = ("examples/s", "linearity", "acc_ratio")
+    columns = ("model", "DDP, examples/s", "ddp_acc", *(f"{each}" for each in ours), *(f"bf16: {each}" for each in ours))
+    used = [at for at, _ in enumerate(columns) if any(row[at] for row in rows)]
+    return Table(
+        title=f"{where}, {ranks} ranks each; examples of a rank per second, at the median step",
+        columns=tuple(columns[at] for at in used),
+        rows=tuple(tuple(row[at] for at in used) for row in rows),
+        left=("model",),
+    )
+
+
+def _percentiles(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    seconds = [each for rank in ranks for each in rank["seconds"]]
+    cuts = quantiles(seconds, 100)
+    return {f"p{part}_s": cuts[part - 1] for part in PERCENTILES} | {"mean_s": statistics.fmean(seconds)}
+
+
+def _difference(expected: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]]) -> float:
+    """Return the largest relative difference of the first losses, over ranks and steps."""
+    pairs = (
+        pair
+        for one, other in zip(expected, found, strict=True)
+        for pair in zip(one["losses"], other["losses"], strict=True)
+    )
+    return max(abs(a - b) / max(abs(a), 1e-12) for a, b in pairs)

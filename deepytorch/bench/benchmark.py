@@ -1,0 +1,111 @@
+"""What a benchmark is: options, what it measures one after the other, and how results are shown.
+
+A benchmark is one file: a frozen dataclass of options, which is the command's option list too, and a class with the
+methods below. Starting ranks, turns, writing and reading results, tables, plots and the report are written elsewhere
+once. The file loads no torch, so that `--help` answers at once: torch is for the ranks (`training`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, TypeVar
+
+from deepytorch.bench.plots import Plot
+from deepytorch.bench.results import Results, Row
+from deepytorch.bench.table import Table
+
+OptionsOf = TypeVar("OptionsOf")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """The ranks of a job: on this machine, or on hosts of the lab if `rate` is given.
+
+    rate, flow_rate: bits per second of each host, and of one connection, as in `deepytorch lab`. threads: of each rank;
+    None leaves it to torch.
+    """
+
+    hosts: int = 1
+    ranks: int = 1  # of each host
+    rate: str | None = None
+    flow_rate: str | None = None
+    threads: int | None = 1
+
+    @property
+    def all_ranks(self) -> int:
+        """Return the number of ranks of all hosts."""
+        return self.hosts * self.ranks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setup:
+    """One way to run a job: a process for each rank, in an environment of its own.
+
+    Attributes:
+        name: The way, as tables name it.
+        job: What each rank does: a dataclass that `kind` takes, as JSON in the end.
+        imports: Whether the processes have `import deepytorch`; without it DEEPYTORCH is off there.
+        environment: Further variables.
+    """
+
+    name: str
+    job: Any
+    imports: bool = False
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cell:
+    """What is measured together: setups that take turns, step by step, on the same work.
+
+    Attributes:
+        key: The common part of the keys of its rows.
+        setups: What takes turns.
+        place: Where the ranks are.
+        kind: What the processes do: one of `worker.KINDS`.
+        keeps_processes: Whether the processes of a setup may serve the next cell as well, which saves their start; not
+            where compiled code of one would be in the way of the other.
+    """
+
+    key: Mapping[str, str | int | float | None]
+    setups: Sequence[Setup]
+    place: Place
+    kind: str = "training"
+    keeps_processes: bool = False
+
+
+class Benchmark(ABC, Generic[OptionsOf]):
+    """A benchmark: see this module. The docstring of its options' class is the command's help."""
+
+    name: ClassVar[str]
+    options: ClassVar[type]
+
+    @abstractmethod
+    def cells(self, options: OptionsOf) -> Sequence[Cell]:
+        """Return what is to be measured, in order. Raises `ConfigError`."""
+
+    @abstractmethod
+    def rows(self, options: OptionsOf, cell: Cell, found: Mapping[str, list[dict[str, Any]]]) -> list[Row]:
+        """Return the rows of a cell. found: by setup, what each rank has returned; setups that failed are left out."""
+
+    def lines(self, rows: Sequence[Row]) -> list[str]:
+        """Return what is printed of a cell's rows as soon as they are there."""
+        return [
+            ", ".join(
+                [
+                    *(str(value) for value in row.key.values() if value is not None),
+                    *([row.failed] if row.failed else (f"{name} {value:.4g}" for name, value in row.figures.items())),
+                ]
+            )
+            for row in rows
+        ]
+
+    @abstractmethod
+    def tables(self, results: Results) -> list[Table]:
+        """Return the tables of a result file, which may be a part of the whole."""
+
+    def plots(self, results: Results) -> list[Plot]:
+        """Return the plots of a result file."""
+        return []

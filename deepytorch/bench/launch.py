@@ -1,0 +1,216 @@
+"""The ranks of a benchmark's setups as processes: started, given jobs and turns, and ended however it ends.
+
+They run on this machine, on hosts of the lab, or, where torchrun has started the benchmark itself as ranks, one beside
+each of these, so that a cluster is measured by the same code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from deepytorch.bench.benchmark import Place, Setup
+from deepytorch.bench.channel import DOING, DONE, FAILED, FOUND, GO, READY, Channel
+from deepytorch.bench.lab import Lab, LabOptions
+from deepytorch.bench.processes import Program, ending, last_lines, meeting_point, rank_environment
+from deepytorch.config import process_environment
+from deepytorch.errors import DeepytorchError
+
+WORKER = (sys.executable, "-m", "deepytorch.bench.worker")
+_LAST_WORDS_S = 0.5  # for ranks that fail together to say why: the first is the cause
+_END_S = 10.0  # for a rank to end by itself after its last job
+_LOG_LINES = 15
+
+Notify = Callable[[str], None]
+
+
+class RankError(DeepytorchError, RuntimeError):
+    """A rank failed, or all of them stood still. reason: the same in a few words, for a table."""
+
+    def __init__(self, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason or message
+
+
+class Ranks:
+    """The processes of one setup.
+
+    Args:
+        setup: The setup; its job is not looked at.
+        place: Where they run.
+        folder: For their logs.
+        timeout_s: After so many seconds without a sign of life from any rank all are ended.
+        lab: The simulated hosts, if the place has a rate.
+        own: Of a process that torchrun has started: the variables of the one rank that is started beside it.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        place: Place,
+        folder: Path,
+        timeout_s: float,
+        lab: Lab | None = None,
+        own: Mapping[str, str] | None = None,
+        command: Sequence[str] = WORKER,
+    ) -> None:
+        self.name, self._timeout_s = setup.name, timeout_s
+        environment = {
+            "DEEPYTORCH": "on" if setup.imports else "off",
+            "DEEPYTORCH_COMPILE": "background",  # as users run it; the command line's own default is to wait
+            "TOKENIZERS_PARALLELISM": "false",
+            "DS_ACCELERATOR": "cpu",  # heeded by DeepSpeed alone, which else looks for a GPU's compiler
+            **({} if place.threads is None else {"OMP_NUM_THREADS": str(place.threads)}),
+            **setup.environment,
+        }
+        if own is not None and own.get("LOCAL_ACCELERATOR") == "cuda":
+            del environment["DS_ACCELERATOR"]
+        count = 1 if own is not None else place.all_ranks
+        self._channels = [Channel() for _ in range(count)]
+        self._doing = "the start"
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._logs: list[Path] = []
+        ends = [each.rank_end.fileno() for each in self._channels]
+        logs = folder / setup.name
+        if lab is not None:
+            for rank in lab.start(command, environment, logs, stdins=ends):
+                self._processes.append(rank.process)
+                self._logs.append(rank.log)
+        else:
+            logs.mkdir(exist_ok=True)
+            shared = {**process_environment(), **environment}
+            if own is None and count > 1:
+                shared |= meeting_point()
+                if sys.platform == "linux":
+                    shared.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no other interface has to be up
+            for rank in range(count):
+                variables = own if own is not None else rank_environment(rank, count) if count > 1 else {}
+                log = logs / f"rank{rank}.log"
+                self._processes.append(Program(command, log, env=shared | variables, stdin=ends[rank]).process)
+                self._logs.append(log)
+        for channel in self._channels:
+            channel.started()
+
+    def give(self, kind: str, job: Mapping[str, Any], notify: Notify) -> bool:
+        """Give all ranks a job, and wait until each is ready for its first step; return False if it has none."""
+        self._doing = "the beginning of a job"
+        for channel in self._channels:
+            channel.send({"kind": kind, "job": job})
+        return self._are_ready(notify)
+
+    def step(self, notify: Notify) -> bool:
+        """Let all ranks run the step that they are ready for; return whether they are ready for another one."""
+        for channel in self._channels:
+            channel.send({GO: True})
+        self._expect(DONE, notify)
+        return self._are_ready(notify)
+
+    def found(self) -> list[dict[str, Any]]:
+        """Return what each rank has found, once no rank has a step left."""
+        return self._found
+
+    def end(self, *, at_once: bool = True) -> None:
+        """End all processes. at_once: by force; else those that wait for a job end by themselves."""
+        if not at_once:
+            for channel in self._channels:
+                channel.send({GO: False})
+            deadline = time.monotonic() + _END_S
+            for process in self._processes:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(deadline - time.monotonic(), 0.0))
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        for channel in self._channels:
+            channel.close()
+
+    def _are_ready(self, notify: Notify) -> bool:
+        found = self._expect(READY, notify)
+        if FOUND not in found[0]:
+            return True
+        self._found = [each[FOUND] for each in found]
+        return False
+
+    def _expect(self, word: str, notify: Notify) -> list[dict[str, Any]]:
+        """Return the next message of each rank that is no sign of life: `word`, or what it has found."""
+        heard = time.monotonic()
+        found: list[dict[str, Any]] = []
+        for rank, channel in enumerate(self._channels):
+            while len(found) == rank:
+                try:
+                    message = channel.receive(min(heard + self._timeout_s, time.monotonic() + 1.0))
+                except TimeoutError:
+                    if any(process.poll() is not None for process in self._processes):
+                        raise self._failure() from None
+                    if time.monotonic() > heard + self._timeout_s:
+                        raise self._stalled(rank) from None
+                    continue
+                heard = time.monotonic()
+                if message is None or FAILED in message:
+                    raise self._failure({} if message is None else {rank: message[FAILED]})
+                if DOING in message:
+                    self._doing = message[DOING]
+                    if rank == 0:
+                        notify(f"{self.name}: {self._doing}")
+                elif word in message or FOUND in message:
+                    found.append(message)
+        return found
+
+    def _failure(self, heard: Mapping[int, dict[str, Any]] | None = None) -> RankError:
+        """Return the error of the rank that failed first: others fail because of it. A killed rank leaves no words."""
+        words = dict(heard or {})
+        deadline = time.monotonic() + _LAST_WORDS_S
+        for rank, channel in enumerate(self._channels):
+            with contextlib.suppress(TimeoutError):
+                while rank not in words and (message := channel.receive(deadline)) is not None:
+                    if FAILED in message:
+                        words[rank] = message[FAILED]
+        codes = {rank: process.poll() for rank, process in enumerate(self._processes)}
+        killed = [rank for rank, code in codes.items() if code is not None and rank not in words]
+        first = killed[0] if killed else min(words, key=lambda rank: words[rank]["at_s"])
+        if first in words:
+            how, reason = "failed", words[first]["error"]
+        else:
+            how, reason = ending(codes[first] or 0, "ended with exit status"), "it left no error"
+            if codes[first] == -signal.SIGKILL:
+                reason = "as the system does when memory is short"
+        where = f"Rank {first} of {len(self._processes)}" if len(self._processes) > 1 else "The process"
+        return RankError(
+            f"{where} of {self.name} {how} at: {self._doing}. {reason}. All ranks were ended. {self._tail(first)}",
+            reason if first in words else f"{how}, {reason}",
+        )
+
+    def _stalled(self, rank: int) -> RankError:
+        short = f"stood still for {self._timeout_s:g} s at: {self._doing}"
+        return RankError(
+            f"The ranks of {self.name} {short}. All ranks were ended. If they were only slow, give a larger --timeout. "
+            f"{self._tail(rank)}",
+            short,
+        )
+
+    def _tail(self, rank: int) -> str:
+        lines = last_lines(self._logs[rank], _LOG_LINES)
+        return "\n".join([f"The end of the log of rank {rank}:", *lines]) if lines else f"Rank {rank} has said nothing."
+
+
+@contextlib.contextmanager
+def scratch() -> Iterator[Path]:
+    """Give a folder for logs that only this user can read, and remove it."""
+    with tempfile.TemporaryDirectory(prefix="deepytorch-bench-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
+def lab_of(place: Place) -> LabOptions | None:
+    """Return the simulated hosts of a place; None for this machine alone."""
+    if place.rate is None:
+        return None
+    return LabOptions(hosts=place.hosts, ranks=place.ranks, rate=place.rate, flow_rate=place.flow_rate)

@@ -1,0 +1,215 @@
+"""Running a benchmark: its cells one after the other, each setup in processes of its own, steps in turns.
+
+Each finished row is in the result file at once. A run that is stopped, by Ctrl-C or by a fault, keeps what it has, and
+goes on from there when it is started again with the same file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import platform
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from deepytorch.bench.benchmark import Benchmark, Cell, Place
+from deepytorch.bench.lab import Lab
+from deepytorch.bench.launch import Notify, RankError, Ranks, lab_of, scratch
+from deepytorch.bench.results import Results, Row, machine, read_result, write_json
+from deepytorch.errors import ConfigError
+
+_PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "lightning", "peft", "trl", "diffusers", "liger-kernel")
+
+
+def run_benchmark(
+    benchmark: Benchmark[Any],
+    options: Any,
+    out: Path | None = None,
+    notify: Notify = lambda text: None,
+    on_rows: Callable[[list[Row]], None] = lambda rows: None,
+    timeout_s: float = 600.0,
+    again: bool = False,
+) -> Results:
+    """Measure what `out` does not have yet, and return all results.
+
+    Args:
+        benchmark: The benchmark.
+        options: Its options.
+        out: The result file, which takes each row when it is there; None: no file.
+        notify: Is told what is being done, and when the end is expected.
+        on_rows: Gets the rows of a cell as soon as they are there.
+        timeout_s: For which a setup may give no sign of life.
+        again: Measure rows anew that the file has.
+
+    Raises `ConfigError` if the file is of another benchmark or of other options. A setup that fails is a row that says
+    why. `KeyboardInterrupt` leaves the file with what is done.
+    """
+    results = _begin(benchmark, options, out, again)
+    cells = [cell for cell in benchmark.cells(options) if not _is_done(results, cell)]
+    taken: list[float] = []
+    with _Processes(timeout_s) as processes:
+        for number, cell in enumerate(cells):
+            began = time.monotonic()
+            about = f"{number + 1} of {len(cells)}{_left(taken, len(cells) - number)}: {words_of(cell.key)}"
+            found, failed = processes.measure(cell, lambda text, about=about: notify(f"{about}; {text}"))  # type: ignore[misc]
+            rows = benchmark.rows(options, cell, found)
+            rows += [Row(key={**cell.key, "setup": name}, failed=reason) for name, reason in failed.items()]
+            keys = [row.key for row in rows]
+            results = replace(
+                results, rows=[*(row for row in results.rows if row.key not in keys), *rows], date=_today()
+            )
+            if out is not None:
+                write_results(out, results)
+            on_rows(rows)
+            taken.append(time.monotonic() - began)
+    return results
+
+
+def write_results(path: Path, results: Results) -> None:
+    """Write the file anew, so that at any moment there is a whole one. Raises `DataError`."""
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    write_json(unfinished, results.to_json())
+    unfinished.replace(path)
+
+
+def words_of(key: Mapping[str, Any]) -> str:
+    """Return a key in words, without what is None."""
+    return ", ".join(f"{name} {value}" for name, value in key.items() if value is not None)
+
+
+def _begin(benchmark: Benchmark[Any], options: Any, out: Path | None, again: bool) -> Results:
+    given = _plain(asdict(options))
+    fresh = Results(
+        benchmark=benchmark.name,
+        command=shlex.join(["deepytorch", *sys.argv[1:]]),
+        options=given,
+        machine=machine(),
+        versions=versions(),
+        date=_today(),
+        rows=[],
+    )
+    if out is None or again or not out.exists():
+        return fresh
+    before = read_result(Results, out)
+    if before.benchmark != benchmark.name:
+        raise ConfigError(
+            f"{out} holds results of bench {before.benchmark}, expected those of {benchmark.name}: give another --out."
+        )
+    differ = sorted(name for name in given if before.options.get(name) != given[name])
+    if differ:
+        raise ConfigError(
+            f"{out} holds results for {', '.join(f'{name} {before.options.get(name)}' for name in differ)}, asked for "
+            f"{', '.join(f'{name} {given[name]}' for name in differ)}: give another --out, or --again to begin anew."
+        )
+    return replace(before, rows=[row for row in before.rows if not row.failed])
+
+
+def _is_done(results: Results, cell: Cell) -> bool:
+    return bool(cell.setups) and all(results.having(**cell.key, setup=setup.name) for setup in cell.setups)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON would give it back."""
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return value.name if isinstance(value, Path) else value
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages whose code is measured, as far as they are installed."""
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def _today() -> str:
+    return datetime.datetime.now(tz=datetime.timezone.utc).date().isoformat()
+
+
+def _left(taken: Sequence[float], cells: int) -> str:
+    """Return when the end is expected, in words, once it can be told."""
+    if not taken:
+        return ""
+    seconds = statistics.fmean(taken) * cells
+    end = datetime.datetime.now() + datetime.timedelta(seconds=seconds)
+    return f", about {seconds / 60:.0f} min left, until {end:%H:%M}"
+
+
+class _Processes:
+    """The processes of setups, which stay for the next cell where it is of the same kind."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._place: Place | None = None
+        self._lab: Lab | None = None
+        self._ranks: dict[str, Ranks] = {}
+        self._open = contextlib.ExitStack()
+
+    def __enter__(self) -> _Processes:
+        self._folder = self._open.enter_context(scratch())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._leave(at_once=True)
+        self._open.close()
+
+    def measure(self, cell: Cell, notify: Notify) -> tuple[dict[str, list[dict[str, Any]]], dict[str, str]]:
+        """Return what the ranks of each setup have found, and why others have failed."""
+        if cell.place != self._place or not cell.keeps_processes:
+            self._leave(at_once=False)
+        if self._lab is None and (hosts := lab_of(cell.place)) is not None:
+            self._lab = Lab(replace(hosts, logs=self._folder)).__enter__()
+        self._place = cell.place
+        found: dict[str, list[dict[str, Any]]] = {}
+        failed: dict[str, str] = {}
+        left = []
+        for setup in cell.setups:
+            with self._failing(setup.name, failed):
+                if setup.name not in self._ranks:
+                    notify(f"{setup.name}: starting")
+                    self._ranks[setup.name] = Ranks(setup, cell.place, self._folder, self._timeout_s, self._lab)
+                if self._ranks[setup.name].give(cell.kind, asdict(setup.job), notify):
+                    left.append(setup.name)
+        while left:
+            for name in [*left]:
+                with self._failing(name, failed, left):
+                    if not self._ranks[name].step(notify):
+                        left.remove(name)
+        for name, ranks in self._ranks.items():
+            if name not in failed and any(setup.name == name for setup in cell.setups):
+                found[name] = ranks.found()
+        if not cell.keeps_processes:
+            self._leave(at_once=False)
+        return found, failed
+
+    @contextlib.contextmanager
+    def _failing(self, name: str, failed: dict[str, str], left: list[str] | None = None) -> Iterator[None]:
+        """Turn the error of a setup's ranks into its reason, and end them."""
+        try:
+            yield
+        except RankError as error:
+            failed[name] = error.reason
+            sys.stderr.write(f"{error}\n")
+            if left is not None and name in left:
+                left.remove(name)
+            self._ranks.pop(name).end()
+
+    def _leave(self, *, at_once: bool) -> None:
+        for ranks in self._ranks.values():
+            ranks.end(at_once=at_once)
+        self._ranks.clear()
+        if self._lab is not None:
+            self._lab.__exit__(None, None, None)
+        self._lab = self._place = None
