@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 from deepytorch.comm.topology.checked_json import as_count, as_list, as_object, as_text
@@ -84,6 +85,11 @@ class Host:
         return bool(pairs) and all(self.num_nvlinks(a, b) for a, b in pairs)
 
     @property
+    def ring_nvlinked(self) -> bool:
+        """Return whether a ring through NVLinks alone visits all of the GPUs, as on 8 V100 in a hybrid cube mesh."""
+        return _has_nvlink_ring(self)
+
+    @property
     def has_reducing_nvswitch(self) -> bool:
         """Return whether the NVLinks go through a switch of Hopper's generation or later.
 
@@ -147,6 +153,21 @@ class Host:
             network=tuple(_network(value, f"{where}, device {at}") for at, value in _items(values, where, "network")),
             name=as_text(values.get("name", ""), f"{where}, name"),
         )
+
+
+@lru_cache
+def _has_nvlink_ring(host: Host) -> bool:
+    peers = {
+        gpu.index: {b if a == gpu.index else a for a, b, _ in host.nvlinks if gpu.index in (a, b)} for gpu in host.gpus
+    }
+    if len(peers) < 2:
+        return False
+    first = host.gpus[0].index
+
+    def closes(at: int, left: frozenset[int]) -> bool:
+        return any(closes(peer, left - {peer}) for peer in peers[at] & left) if left else first in peers[at]
+
+    return closes(first, frozenset(peers) - {first})
 
 
 def _items(values: dict[str, Any], where: str, key: str) -> Sequence[tuple[int, Any]]:

@@ -65,6 +65,7 @@ class Cell:
         setups: What takes turns.
         place: Where the ranks are.
         kind: What the processes do: one of `worker.KINDS`.
+        impossible: Why nothing of it can run here, which all its rows say; None if it can.
         keeps_processes: Whether the processes of a setup may serve the next cell as well, which saves their start; not
             where compiled code of one would be in the way of the other.
     """
@@ -73,6 +74,7 @@ class Cell:
     setups: Sequence[Setup]
     place: Place
     kind: str = "training"
+    impossible: str | None = None
     keeps_processes: bool = False
 
 
@@ -105,6 +107,10 @@ class Benchmark(ABC, Generic[OptionsOf]):
     @abstractmethod
     def tables(self, results: Results) -> list[Table]:
         """Return the tables of a result file, which may be a part of the whole."""
+
+    def derived(self, options: OptionsOf, results: Results) -> list[Row]:
+        """Return rows that are computed from what was measured, such as predictions, once all is measured."""
+        return []
 
     def plots(self, results: Results) -> list[Plot]:
         """Return the plots of a result file."""

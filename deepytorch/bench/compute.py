@@ -6,202 +6,143 @@ by step, once each has compiled what it runs.
 
 from __future__ import annotations
 
-import math
 import statistics
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
 
-import torch
+from typer import Option
 
-from deepytorch.bench.alternation import alternate
-from deepytorch.bench.compute_worker import ComputeJob, ComputeRun
-from deepytorch.bench.host_scripts import Script, ScriptFailed
-from deepytorch.bench.options import check_arms, check_at_least, check_choice
-from deepytorch.bench.results import Record, decoded, machine
-from deepytorch.bench.zoo import MODELS
-from deepytorch.bench.zoo.workload import SIZES
+from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup
+from deepytorch.bench.figures import training_rows
+from deepytorch.bench.jobs import TrainingJob
+from deepytorch.bench.options import check_at_least, check_choice
+from deepytorch.bench.results import Results, Row
+from deepytorch.bench.table import Table
+from deepytorch.bench.ways import Parallel
+from deepytorch.bench.zoo import MODELS, SIZES
 
-ARMS = ("eager", "inductor", "max-autotune", "recipe", "deepytorch")
-PRECISIONS = ("fp32", "amp")
-_LAST = 5  # steps of the warm-up that timed steps are compared with
-_DISTURBED = 1.7
+EAGER, INDUCTOR, OURS = "eager", "inductor", "deepytorch"
+SETUPS = (EAGER, INDUCTOR, "max-autotune", "recipe", OURS)
+_MAX_AUTOTUNE = "max-autotune-no-cudagraphs"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ComputeOptions:
-    """The options of the measurement. batch_size: 0 takes that of each model. warm_up_s: the most until steps count."""
+    """Time training steps of networks for images, speech, text and diffusion, with the import and without.
 
-    models: tuple[str, ...] = MODELS
-    arms: tuple[str, ...] = ("eager", "inductor", "deepytorch")
-    size: str = "cpu"
-    precision: str = "fp32"
-    batch_size: int = 0
-    steps: int = 20
-    warm_up_s: float = 300.0
-    timeout_s: float = 1200.0
+    Each setup trains in a process of its own; they take turns, step by step, once each has compiled what it runs. The
+    table says how many times as long as deepytorch's a step takes (ratio), the most memory of the process (MB), how
+    long the first two steps take (start), after how many seconds of training more steps are done than in eager (ahead),
+    how far the first losses are from eager's, and which form of the model runs.
+    """
+
+    models: Annotated[tuple[str, ...], Option(help="Models of the zoo, with commas.")] = MODELS
+    setups: Annotated[
+        tuple[str, ...],
+        Option(
+            help="With commas: eager, inductor, max-autotune, recipe (Inductor, channels last and a fused optimizer, by "
+            "hand), deepytorch.",
+        ),
+    ] = (EAGER, INDUCTOR, OURS)
+    size: Annotated[str, Option(metavar="cpu|full", help="full: as published. cpu: a quarter of the width.")] = "cpu"
+    precision: Annotated[str, Option(metavar="fp32|mixed", help="mixed: autocast to bf16.")] = "fp32"
+    batch_size: Annotated[int, Option(min=0, help="Examples of a batch; 0: those of each model.")] = 0
+    device: Annotated[str, Option(metavar="cpu|cuda", help="Where to train.")] = "cpu"
+    steps: Annotated[int, Option(min=1, help="Steps that are timed, in turns.")] = 20
+    settle: Annotated[
+        float, Option(min=1.0, metavar="SECONDS", help="The most that a setup may take until steps are timed.")
+    ] = 300.0
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for options that cannot be run with."""
         check_choice(self, "models", MODELS)
-        check_arms(self, ARMS)
+        check_choice(self, "setups", SETUPS)
         check_choice(self, "size", SIZES)
-        check_choice(self, "precision", PRECISIONS)
-        check_at_least(self, 0, "batch_size")
-        check_at_least(self, 1, "steps", "warm_up_s", "timeout_s")
+        check_choice(self, "precision", ("fp32", "mixed"))
+        check_choice(self, "device", ("cpu", "cuda"))
+        check_at_least(self, 1, "steps")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ComputeArm(Record):
-    """One way to run a model.
+class Compute(Benchmark[ComputeOptions]):
+    """See this module."""
 
-    Attributes:
-        name: The way.
-        step_s: The median step, with its optimizer.
-        ratio: Its time over deepytorch's, the median over pairs of steps: above 1, deepytorch is faster.
-        peak_mb: The most memory of the process, MiB.
-        first_s: Until the end of the second step.
-        break_even_s: Seconds of training until more steps are done than in eager; None if they never will be. What
-            another process compiles meanwhile takes none of these.
-        plan: What runs.
-        loss_rel_diff: The largest relative difference of the first losses from eager's.
-        slowed: The time of a step in turns, over that of the last steps before, when the process had the machine alone.
-        failed: Why it could not be measured; empty if it was.
-    """
+    name = "compute"
+    options = ComputeOptions
 
-    name: str
-    step_s: float = 0.0
-    ratio: float = 0.0
-    peak_mb: float = 0.0
-    first_s: float = 0.0
-    break_even_s: float | None = None
-    plan: str = ""
-    loss_rel_diff: float = 0.0
-    slowed: float = 0.0
-    failed: str = ""
-
-    @property
-    def is_disturbed(self) -> bool:
-        """Return whether it took so much longer in turns that something else has taken the machine or its memory."""
-        return self.slowed > _DISTURBED
-
-
-@dataclass(frozen=True, kw_only=True)
-class ComputeModel(Record):
-    """One model. best_ratio: the time of the better of eager and Inductor over deepytorch's; 0 without these arms."""
-
-    name: str
-    arms: list[ComputeArm]
-    best_ratio: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class ComputeResult(Record):
-    """The result of the measurement, and its options."""
-
-    size: str
-    precision: str
-    batch_size: int
-    steps: int
-    models: list[ComputeModel]
-    torch_version: str
-    machine: str
-
-
-def run_compute(options: ComputeOptions, notify: Callable[[str], None]) -> Iterator[ComputeResult]:
-    """Measure one model after the other, and yield the results so far after each."""
-    found: list[ComputeModel] = []
-    for name in options.models:
-        notify(f"{name}: {', '.join(options.arms)}")
-        found.append(_model(name, options))
-        yield ComputeResult.of(
-            options, models=list(found), torch_version=torch.__version__, machine=f"{machine()}, default threads"
-        )
-
-
-def _model(name: str, options: ComputeOptions) -> ComputeModel:
-    with tempfile.TemporaryDirectory(prefix="deepytorch-bench-") as scratch:
-        scripts: dict[str, Script] = {}
-        failed: dict[str, str] = {}
-        try:
-            for arm in options.arms:
-                folder = Path(scratch, arm)
-                folder.mkdir()
-                job = ComputeJob(
-                    model=name,
-                    arm=arm,
-                    size=options.size,
-                    precision=options.precision,
-                    batch_size=options.batch_size,
-                    steps=options.steps,
-                    warm_up_s=options.warm_up_s,
-                )
-                scripts[arm] = script = Script(
-                    job,
-                    folder,
-                    1,
-                    options.timeout_s * len(options.arms),
-                    on=arm == "deepytorch",
-                    in_turns=True,
-                    worker="deepytorch.bench.compute_worker",
-                    threads=None,
-                    environment={"DEEPYTORCH_COMPILE": "background"},  # forms are not tried where steps wait
-                )
-                _step(script, arm, failed)  # one at a time: this step begins when its warm-up is over
-            alternate([partial(_step, script, arm, failed) for arm, script in scripts.items() if arm not in failed])
-            runs = {arm: run for arm, script in scripts.items() if (run := _result(script, arm, failed)) is not None}
-        finally:
-            for script in scripts.values():
-                script.end()
-    return judged(name, options.arms, runs, failed)
-
-
-def _step(script: Script, arm: str, failed: dict[str, str]) -> bool:
-    try:
-        return script.step()
-    except ScriptFailed as failure:
-        failed[arm] = str(failure)
-        return False
-
-
-def _result(script: Script, arm: str, failed: dict[str, str]) -> ComputeRun | None:
-    if arm in failed:
-        return None
-    try:
-        [found] = script.result()
-    except ScriptFailed as failure:
-        failed[arm] = str(failure)
-        return None
-    return decoded(ComputeRun, found)
-
-
-def judged(name: str, arms: Sequence[str], runs: dict[str, ComputeRun], failed: dict[str, str]) -> ComputeModel:
-    """Return what the runs of a model's arms say. failed: the reasons of arms that have none."""
-    ours, eager = runs.get("deepytorch"), runs.get("eager")
-    found = []
-    for arm in arms:
-        run = runs.get(arm)
-        if run is None:
-            found.append(ComputeArm(name=arm, failed=failed.get(arm, "it ended without a result")))
-            continue
-        pairs = [] if ours is None else list(zip(run.seconds, ours.seconds, strict=True))
-        found.append(
-            ComputeArm(
-                name=arm,
-                step_s=statistics.median(run.seconds),
-                ratio=statistics.median(one / other for one, other in pairs) if pairs else 0.0,
-                peak_mb=run.peak_mb,
-                first_s=run.first_s,
-                break_even_s=None if eager is None else break_even(run.warm_up, run.seconds, eager.seconds),
-                plan="; ".join([run.plan, *run.fallbacks]),
-                loss_rel_diff=0.0 if eager is None else _difference(eager.losses, run.losses),
-                slowed=statistics.median(run.seconds) / statistics.median(run.warm_up[-_LAST:]),
+    def cells(self, options: ComputeOptions) -> Sequence[Cell]:
+        """Return a cell for each model."""
+        key = {"size": options.size, "precision": options.precision}
+        return [
+            Cell(
+                key={"model": model, **key},
+                setups=[self._setup(options, model, name) for name in options.setups],
+                place=Place(threads=None),
             )
+            for model in options.models
+        ]
+
+    @staticmethod
+    def _setup(options: ComputeOptions, model: str, name: str) -> Setup:
+        job = TrainingJob(
+            model=model,
+            size=options.size,
+            rows=options.batch_size,
+            parallel=Parallel(precision=options.precision),
+            device=options.device,
+            steps=options.steps,
+            warm_up=8,
+            settle_s=options.settle,
         )
-    rivals = [each.ratio for each in found if each.name in ("eager", "inductor") and not each.failed]
-    return ComputeModel(name=name, arms=found, best_ratio=min(rivals, default=0.0))
+        if name == "recipe":
+            job = replace(job, channels_last=True, fused=True)
+        if name not in (EAGER, OURS):
+            mode = _MAX_AUTOTUNE if name == "max-autotune" else None
+            job = replace(job, parallel=replace(job.parallel, compile=INDUCTOR, mode=mode))
+        return Setup(name=name, job=job, imports=name == OURS)
+
+    def rows(self, options: ComputeOptions, cell: Cell, found: Mapping[str, list[dict[str, Any]]]) -> list[Row]:
+        """Return a row for each setup. ratio: its time over deepytorch's, the median over pairs of steps."""
+        rows = []
+        for row in training_rows(cell, found, EAGER):
+            [run] = found[str(row.key["setup"])]
+            figures = dict(row.figures)
+            if OURS in found:
+                pairs = zip(run["seconds"], found[OURS][0]["seconds"], strict=True)
+                figures["ratio"] = statistics.median(own / ours for own, ours in pairs)
+            if EAGER in found:
+                ahead = break_even(run["warm_up"], run["seconds"], found[EAGER][0]["seconds"])
+                figures |= {} if ahead is None else {"ahead_s": ahead}
+            rows.append(replace(row, figures=figures))
+        return rows
+
+    def tables(self, results: Results) -> list[Table]:
+        """Return a table for each model."""
+        return [_table(results, str(model)) for model in dict.fromkeys(row.key["model"] for row in results.rows)]
+
+
+def _table(results: Results, model: str) -> Table:
+    rows = []
+    measured = results.having(model=model)
+    for row in measured:
+        figures = row.figures
+        shown = ("", "", "", "", "", "", row.failed)
+        if not row.failed:
+            shown = (
+                f"{1e3 * figures['step_s']:,.1f}",
+                f"{figures['ratio']:.2f}x" if "ratio" in figures else "",
+                f"{figures['process_mb']:,.0f}",
+                f"{figures['first_s']:,.1f}",
+                f"{figures['ahead_s']:,.1f}" if "ahead_s" in figures else "never",
+                f"{figures.get('loss_rel_diff', 0.0):.0e}",
+                row.texts.get("runs") or str(row.key["setup"]),
+            )
+        rows.append((str(row.key["setup"]), *shown))
+    best = min((row.figures["ratio"] for row in measured if row.key["setup"] in (EAGER, INDUCTOR) and "ratio" in row.figures), default=0.0)
+    title = f"{model}, {results.options['size']}, {results.options['precision']}: {best:.2f}x the better of eager and Inductor"
+    notes = tuple(f"{row.key['setup']}: {row.texts['disturbed']}." for row in measured if "disturbed" in row.texts)
+    columns = ("setup", "step ms", "ratio", "MB", "start s", "ahead s", "losses", "runs")
+    return Table(title, columns, tuple(rows), ("setup", "runs"), notes)
 
 
 def break_even(warm_up: Sequence[float], settled: Sequence[float], eager: Sequence[float]) -> float | None:
@@ -219,8 +160,3 @@ def break_even(warm_up: Sequence[float], settled: Sequence[float], eager: Sequen
     if lost <= 0.0:
         return made_up
     return passed + lost / (theirs - ours) * ours if ours < theirs else None
-
-
-def _difference(expected: Sequence[float], found: Sequence[float]) -> float:
-    largest = max((abs(a - b) / max(abs(a), 1e-12) for a, b in zip(expected, found, strict=True)), default=0.0)
-    return largest if math.isfinite(largest) else 1e9

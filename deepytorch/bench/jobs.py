@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from deepytorch.bench.ways import Parallel
+
+DATA = ("random", "grouped", "balanced")
+KERNELS = ("", "liger", "flash", "flattened")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -11,24 +17,49 @@ class TrainingJob:
 
     Attributes:
         model, size: Of the zoo.
-        rows: Examples of a batch of this rank; 0: those that the model is known with.
-        precision: fp32; amp, autocast to bf16; bf16, weights too.
-        steps: How many are timed.
+        rows: Examples of a micro-batch of this rank; 0: those that the model is known with.
+        parallel: How it is divided between ranks, its precision and the compiler.
+        mode: Of torch.compile.
+        channels_last: Whether convolutions have the channels of their images last.
+        fused: Whether the optimizer is fused.
+        optimizer: sgd, as in PyTorch's benchmarks; adamw.
+        data: The order of rows of text: random; grouped, rows of like lengths in a batch, as Trainer's group_by_length;
+            balanced, rows dealt among ranks so that their costs are alike, as its batch_rebalance.
+        kernels: liger, Liger's; flash, flash attention over rows laid end to end; flattened, both.
+        file: A file in Alpaca layout for models that learn from text.
+        batches: How many the run goes through again and again.
+        steps: How many are timed, one a turn.
+        together: Steps of a turn, which are timed as one: a GPU's host may run ahead in them.
         warm_up: Steps before them.
-        compiles: Whether deepytorch compiles, where it is imported.
+        settle_s: The most seconds until deepytorch has compiled and chosen what it runs, where it is imported.
+        compiles: Whether deepytorch compiles at all.
         compress: The type that deepytorch's process group casts sums to between hosts.
         hardware: Whether the use of the host's hardware is sampled while steps are timed.
+        memory: Whether one more step is run for the most memory that it holds.
+        ready: Whether a few more steps are run for the times at which gradients become ready, which a simulation takes.
         timeout_s: Of a collective.
     """
 
     model: str
     size: str = "cpu"
     rows: int = 0
-    precision: str = "fp32"
+    parallel: Parallel = field(default_factory=Parallel)
+    mode: str | None = None
+    channels_last: bool = False
+    fused: bool = False
+    optimizer: str = "sgd"
+    data: str = "random"
+    kernels: str = ""
+    file: Path | None = None
     device: str = "cpu"
+    batches: int = 4
     steps: int = 10
+    together: int = 1
     warm_up: int = 3
+    settle_s: float = 0.0
     compiles: bool = True
     compress: str | None = None
     hardware: bool = False
+    memory: bool = False
+    ready: bool = False
     timeout_s: float = 600.0

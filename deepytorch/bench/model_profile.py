@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,10 @@ class BackwardPiece:
 
 @dataclass(frozen=True, slots=True)
 class ModelProfile:
-    """The step of one rank. `backward` is in the order in which it runs: the last layer first."""
+    """The step of one rank. `backward` is in the order in which it runs: the last layer first.
+
+    `pieces_are_buckets`: each piece's gradients are reduced together and with no others, whatever the cap.
+    """
 
     name: str
     forward_us: float
@@ -32,6 +35,7 @@ class ModelProfile:
     dtype: str = "fp32"  # of the gradients
     device: DeviceKind = "cuda"
     note: str = ""
+    pieces_are_buckets: bool = False
 
     @property
     def compute_us(self) -> float:
@@ -43,11 +47,18 @@ class ModelProfile:
         """Return the bytes of all gradients."""
         return sum(piece.gradient_bytes for piece in self.backward)
 
+    def slowed(self, factor: float) -> ModelProfile:
+        """Return the profile of ranks that compute `factor` times as long."""
+        backward = tuple(replace(piece, compute_us=factor * piece.compute_us) for piece in self.backward)
+        forward_us, optimizer_us = factor * self.forward_us, factor * self.optimizer_us
+        return replace(self, forward_us=forward_us, backward=backward, optimizer_us=optimizer_us)
+
     @staticmethod
     def from_json(content: Any) -> ModelProfile:
-        """Return the profile that a JSON value holds. Raises `DataError` for another layout."""
+        """Return the profile that a JSON value holds, as `asdict` gives it. Raises `DataError` for another layout."""
         required = ("name", "forward_us", "backward", "bucket_cap_bytes")
-        values = as_object(content, "the profile", required, ("optimizer_us", "dtype", "device", "note"))
+        optional = ("optimizer_us", "dtype", "device", "note", "pieces_are_buckets")
+        values = as_object(content, "the profile", required, optional)
         backward = tuple(_piece(value, f"backward[{at}]") for at, value in enumerate(_pieces(values["backward"])))
         return ModelProfile(
             name=as_text(values["name"], "name"),
@@ -58,6 +69,7 @@ class ModelProfile:
             dtype=as_text(values.get("dtype", "fp32"), "dtype", DTYPE_BYTES),
             device="cpu" if as_text(values.get("device", "cuda"), "device", ("cpu", "cuda")) == "cpu" else "cuda",
             note=as_text(values.get("note", ""), "note"),
+            pieces_are_buckets=_flag(values.get("pieces_are_buckets", False), "pieces_are_buckets"),
         )
 
 
@@ -69,6 +81,12 @@ def read_profile(path: Path) -> ModelProfile:
         if str(path) in str(error):
             raise
         raise DataError(f"{path}: {error}") from error
+
+
+def _flag(value: Any, where: str) -> bool:
+    if not isinstance(value, bool):
+        raise DataError(f"{where} is {value!r:.60}, expected true or false.")
+    return value
 
 
 def _pieces(value: Any) -> list[Any]:

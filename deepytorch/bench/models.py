@@ -18,12 +18,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Width and depth of a model. An encoder-decoder splits the layers between its two sides."""
+    """Width and depth of a model. An encoder-decoder splits the layers between its two sides.
+
+    num_key_value_heads: of families whose queries share keys; None: a quarter of the heads.
+    """
 
     num_layers: int
     hidden_size: int
     num_heads: int
     intermediate_size: int
+    num_key_value_heads: int | None = None
 
 
 SIZES = {
@@ -45,7 +49,7 @@ def batch_kind(name: str) -> Kind:
 
 def build_model(
     name: str,
-    size: str = "small",
+    size: str | Size = "small",
     *,
     vocab_size: int,
     attn_implementation: str = "sdpa",
@@ -60,10 +64,10 @@ def build_model(
     Raises `ConfigError` for an unknown name or size.
     """
     family = _family(name)
-    if size not in SIZES:
+    if isinstance(size, str) and size not in SIZES:
         raise ConfigError(f'The model size is "{size}", expected one of {", ".join(SIZES)}.')
     transformers = _transformers()
-    settings = family.settings(SIZES[size]) | _special_ids(family) | {"vocab_size": vocab_size, "use_cache": False}
+    settings = family.settings(SIZES[size] if isinstance(size, str) else size) | _special_ids(family) | {"vocab_size": vocab_size, "use_cache": False}
     config = getattr(transformers, family.config_name)(**settings)
     if dropout is not None:
         for field in family.dropout_fields:
@@ -103,9 +107,8 @@ def _llama_heads(size: Size) -> dict[str, Any]:
 
 
 def _qwen2(size: Size) -> dict[str, Any]:
-    return _llama(size) | {
-        "num_key_value_heads": max(1, size.num_heads // 4)
-    }  # grouped queries, as in the published checkpoints
+    grouped = size.num_key_value_heads or max(1, size.num_heads // 4)  # as in the published checkpoints
+    return _llama(size) | {"num_key_value_heads": grouped}
 
 
 def _qwen3_moe(size: Size) -> dict[str, Any]:

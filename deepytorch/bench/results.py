@@ -1,7 +1,8 @@
 """Results and plans as JSON: one object a file, whose layout is a dataclass and its fields' types.
 
-Every benchmark writes the same layout, `Results`: what was asked for, on which machine, and a `Row` for each line of its
-tables. So one reader serves the report, comparisons with earlier results, and runs that go on where they were stopped.
+Every benchmark writes the same layout, `Results`: what was asked for, on which machine, and a `Row` for each thing that
+was measured. So one reader serves the report, comparisons with earlier results, and runs that go on where they were
+stopped.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Row(Record):
     """One line of a benchmark's tables.
 
     Attributes:
-        key: What was run, by name: model, setup, hosts, ranks, rate, precision, ... No two rows of a file have the same.
+        key: What was run, by name: model, setup, hosts, ranks, rate, precision, ... Each row of a file has another.
         figures: Numbers by name, which ends with the unit: `step_s`, `examples_per_s`, `peak_mb`, `acc_ratio`.
         series: Numbers that follow each other, for curves; likewise.
         texts: Findings in words.
@@ -142,11 +143,15 @@ def decoded(kind: type[T], content: Any) -> T:
 
 def read_result(kind: type[T], path: Path) -> T:
     """Return the result in a file. Raises `DataError` when it cannot be read or has another layout than `kind`."""
+    return decoded(kind, read_json(path))
+
+
+def read_json(path: Path) -> Any:
+    """Return the value in a JSON file. Raises `DataError` when it cannot be read."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DataError(f"The result file {path} cannot be read: {error}.") from error
-    return decoded(kind, content)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -14,9 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepytorch.bench.jobs import TrainingJob
 from deepytorch.bench.training_step import Arm, Batch, Precision, compiled_arm
+from deepytorch.bench.zoo.workload import Workload
 from deepytorch.data import IGNORE_INDEX, PAD_ID
 from deepytorch.data.batching import Kind
+from deepytorch.errors import ConfigError
 
 GROUPED, FLATTENED = "grouped", "flattened"
 FLASH = "flash_attention_2"  # as transformers names it
@@ -92,6 +95,47 @@ def flattened_arm(model: nn.Module, family: str, backend: str) -> Arm:
     assert patch is not None, "asked for where it is not available"
     patch(model=model, rope=False)
     return compiled_arm(FLATTENED, model, backend)
+
+
+def with_kernels(model: nn.Module, kernels: str, name: str) -> nn.Module:
+    """Return a model of the zoo with the kernels of others: "liger", "flash" (attention), "flattened" (both), or ""."""
+    inner: Any = getattr(model, "model", model)
+    if kernels in ("flash", "flattened"):
+        inner.set_attn_implementation(FLASH)
+    if kernels in ("liger", "flattened"):
+        patch = _liger(name.partition("_")[0].rstrip("2"))
+        if patch is None:
+            raise ConfigError(f"Liger has no kernels for {name}; expected llama or another model that it knows.")
+        patch(model=inner, rope=False)
+    return model
+
+
+def ordered(workload: Workload, job: TrainingJob, replica: int, replicas: int, count: int) -> list[Batch]:
+    """Return the micro-batches of one replica as the job asks for them, on the host.
+
+    The rows are the same ones in any order. Sampled as transformers' Trainer does by its `train_sampling_strategy`:
+    "group_by_length" for grouped, "batch_rebalance" for balanced.
+    """
+    rows = job.rows or workload.rows
+    batches = workload.batches(rows, replica, count)
+    if job.data == "grouped":
+        batches = grouped(batches, "causal")
+    elif job.data == "balanced":
+        drawn = [batch for each in range(replicas) for batch in workload.batches(rows, each, count)]
+        batches = _balanced(drawn, replica, replicas, job.parallel.accumulate)
+    return [flatten(batch) for batch in batches] if job.kernels in ("flash", "flattened") else batches
+
+
+def _balanced(drawn: Sequence[Batch], replica: int, replicas: int, accumulate: int) -> list[Batch]:
+    from transformers.trainer_pt_utils import BatchRebalanceSampler
+
+    rows = [{name: each[name][row] for name in _PADS} for each in drawn for row in range(len(each["input_ids"]))]
+    lengths = [int(row["attention_mask"].sum()) for row in rows]
+    together = len(drawn[0]["input_ids"]) * replicas * accumulate
+    dealt = BatchRebalanceSampler(lengths, together, replicas, accumulate, shuffle=False, rank=replica)
+    return [
+        {name: _padded(name, [rows[at][name][: lengths[at]] for at in chosen]) for name in _PADS} for chosen in dealt
+    ]
 
 
 def _liger(family: str) -> Any:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import os
 import platform
 import shlex
 import statistics
@@ -16,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -59,18 +59,36 @@ def run_benchmark(
         for number, cell in enumerate(cells):
             began = time.monotonic()
             about = f"{number + 1} of {len(cells)}{_left(taken, len(cells) - number)}: {words_of(cell.key)}"
-            found, failed = processes.measure(cell, lambda text, about=about: notify(f"{about}; {text}"))  # type: ignore[misc]
-            rows = benchmark.rows(options, cell, found)
-            rows += [Row(key={**cell.key, "setup": name}, failed=reason) for name, reason in failed.items()]
-            keys = [row.key for row in rows]
-            results = replace(
-                results, rows=[*(row for row in results.rows if row.key not in keys), *rows], date=_today()
-            )
-            if out is not None:
-                write_results(out, results)
+            rows = _measured(benchmark, options, cell, processes, partial(_tell, notify, about))
+            results = _with(results, rows, out)
             on_rows(rows)
             taken.append(time.monotonic() - began)
+    return _with(results, benchmark.derived(options, results), out)
+
+
+def _measured(
+    benchmark: Benchmark[Any], options: Any, cell: Cell, processes: _Processes, notify: Notify
+) -> list[Row]:
+    if cell.impossible is not None:
+        found, failed = {}, {setup.name: cell.impossible for setup in cell.setups}
+    else:
+        found, failed = processes.measure(cell, notify)
+    rows = benchmark.rows(options, cell, found)
+    return [*rows, *(Row(key={**cell.key, "setup": name}, failed=reason) for name, reason in failed.items())]
+
+
+def _with(results: Results, rows: Sequence[Row], out: Path | None) -> Results:
+    """Return the results with these rows, and write them."""
+    keys = [row.key for row in rows]
+    kept = [row for row in results.rows if row.key not in keys]
+    results = replace(results, rows=[*kept, *rows], date=_today() if rows else results.date)
+    if out is not None:
+        write_results(out, results)
     return results
+
+
+def _tell(notify: Notify, about: str, text: str) -> None:
+    notify(f"{about}; {text}")
 
 
 def write_results(path: Path, results: Results) -> None:

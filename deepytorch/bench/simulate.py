@@ -1,7 +1,7 @@
 """Simulation of the timeline of a data-parallel step, compute and collectives, on a topology of any size.
 
 One queue of collectives overlaps with the backward pass: a bucket's all-reduce starts when its gradients are ready and
-the queue is free. The model assumes that communication does not slow compute down.
+the queue is free. Nothing slows compute or communication down unless a `Contention` says so.
 """
 
 from __future__ import annotations
@@ -26,6 +26,29 @@ class Bucket:
 
     ready_us: float
     num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Contention:
+    """What collectives lose to compute on the same cores or the same GPU, calibrated and not known from a topology.
+
+    overlap: the speed of a collective while forward and backward run, over its speed alone; 0: it makes progress only
+    after them. stretch: its time after them over its time alone.
+    """
+
+    overlap: float = 1.0
+    stretch: float = 1.0
+
+    def end_us(self, start_us: float, cost_us: float, compute_until_us: float) -> float:
+        """Return when a collective ends that would take `cost_us` alone."""
+        beside_us = max(0.0, compute_until_us - start_us)
+        left_us = self.stretch * cost_us - self.overlap * beside_us
+        if left_us > 0 or self.overlap == 0:
+            return start_us + beside_us + left_us
+        return start_us + self.stretch * cost_us / self.overlap
+
+
+ALONE = Contention()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +112,7 @@ def simulate(
     links: Links,
     ranks: Sequence[int],
     allow_compress: Compression | None = None,
+    contention: Contention = ALONE,
 ) -> Simulation:
     """Simulate a step on each number of ranks, by `select`'s choices and by each algorithm that can do a bucket.
 
@@ -113,20 +137,23 @@ def simulate(
         names = [found.name for at, found in enumerate(COLLECTIVES) if any(row.predictions[at].choice for row in rows)]
         for name in (AUTO, *names):
             costs = {row.operation.num_bytes: _cost(row, name) for row in rows}
-            steps.append(play(profile, scaled, name, costs.__getitem__))
+            steps.append(play(profile, scaled, name, costs.__getitem__, contention))
     return Simulation(profile.name, tuple(steps), nominal)
 
 
 def buckets(profile: ModelProfile) -> tuple[Bucket, ...]:
     """Return the gradients in the order in which they become ready, cut at the cap; the rest makes the last bucket.
 
-    A piece's gradients may be divided between buckets; all of them are ready when the piece ends.
+    A piece's gradients may be divided between buckets, unless each is one; all of them are ready when the piece ends.
     """
     found: list[Bucket] = []
     now_us, waiting = profile.forward_us, 0
     for piece in profile.backward:
         now_us += piece.compute_us
         waiting += piece.gradient_bytes
+        if profile.pieces_are_buckets and waiting:
+            found.append(Bucket(now_us, waiting))
+            waiting = 0
         while waiting >= profile.bucket_cap_bytes:
             found.append(Bucket(now_us, profile.bucket_cap_bytes))
             waiting -= profile.bucket_cap_bytes
@@ -134,16 +161,20 @@ def buckets(profile: ModelProfile) -> tuple[Bucket, ...]:
 
 
 def play(
-    profile: ModelProfile, topology: Topology, algorithm: str, cost_of: Callable[[int], tuple[float, Choice]]
+    profile: ModelProfile,
+    topology: Topology,
+    algorithm: str,
+    cost_of: Callable[[int], tuple[float, Choice]],
+    contention: Contention = ALONE,
 ) -> Step:
     """Simulate one step. `cost_of` gives the us of an all-reduce of a number of bytes, and how it is carried out."""
     free_us, transfers = 0.0, []
+    backward_us = profile.forward_us + sum(piece.compute_us for piece in profile.backward)
     for bucket in buckets(profile) if topology.num_ranks > 1 else ():
         cost_us, choice = cost_of(bucket.num_bytes)
         start_us = max(free_us, bucket.ready_us)
-        free_us = start_us + cost_us
+        free_us = contention.end_us(start_us, cost_us, backward_us)
         transfers.append(Transfer(bucket.ready_us, start_us, free_us, bucket.num_bytes, choice))
-    backward_us = profile.forward_us + sum(piece.compute_us for piece in profile.backward)
     exposed_us = max(0.0, free_us - backward_us)
     step_us = backward_us + exposed_us + profile.optimizer_us
     return Step(

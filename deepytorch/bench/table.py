@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from html import escape
 
 from rich import box
 from rich.table import Table as RichTable
@@ -39,3 +41,46 @@ def table_of(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], 
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def markdown_of(table: Table) -> list[str]:
+    """Return the lines of a table in Markdown: title, table and notes, with an empty line between them."""
+
+    def line(cells: Iterable[str]) -> str:
+        return f"| {' | '.join(cells)} |"
+
+    sides = ("---" if name in table.left else "---:" for name in table.columns)
+    rows = (line(map(markdown_text, row)) for row in table.rows)
+    notes = (part for note in table.notes for part in ("", markdown_text(note)))
+    return [
+        f"**{markdown_text(table.title)}**",
+        "",
+        line(map(markdown_text, table.columns)),
+        line(sides),
+        *rows,
+        *notes,
+    ]
+
+
+def markdown_text(text: str) -> str:
+    """Return a text as Markdown that shows it as it is, in one line."""
+    return re.sub(_MARKS, r"\\\g<0>", " ".join(text.split()))
+
+
+_MARKS = r"[\\`*|<\[\]&~]|(?<!\w)_|_(?!\w)|^>|^[#+-](?=[\s#])"
+
+
+def html_of(table: Table) -> str:
+    """Return a table as HTML, in a box that scrolls by itself where the page is narrow. `n` is the class of figures."""
+
+    def line(cells: Sequence[str], tag: str) -> str:
+        kinds = ("" if name in table.left else ' class="n"' for name in table.columns)
+        shown = (f"<{tag}{kind}>{escape(cell)}</{tag}>" for kind, cell in zip(kinds, cells, strict=True))
+        return f"<tr>{''.join(shown)}</tr>"
+
+    body = "".join(line(row, "td") for row in table.rows)
+    notes = "".join(f'<p class="soft">{escape(note)}</p>' for note in table.notes)
+    return (
+        f'<h3>{escape(table.title)}</h3><div class="scroll"><table><thead>{line(table.columns, "th")}</thead>'
+        f"<tbody>{body}</tbody></table></div>{notes}"
+    )

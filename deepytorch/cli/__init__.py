@@ -18,6 +18,7 @@ from deepytorch.cli import (
     bench_kernels,
     bench_models,
     bench_ranks,
+    bench_report,
     bench_scripts,
     bench_steps,
     cache,
@@ -66,9 +67,9 @@ bench.command("comm")(bench_ranks.comm)
 bench.command("start", context_settings=_BEFORE_A_COMMAND)(bench_scripts.start)
 bench.command("epoch")(bench_steps.epoch)
 bench.command("loss")(bench_steps.loss)
-bench.command("compute")(bench_steps.compute)
 bench.command("kernels")(bench_kernels.kernels)
 bench.command("roofline")(bench_kernels.roofline)
+bench.command("report")(bench_report.report)
 for _benchmark in BENCHMARKS.values():
     bench.command(_benchmark.name)(command_of(_benchmark))
 app.command("lab", context_settings=_BEFORE_A_COMMAND)(lab.lab)

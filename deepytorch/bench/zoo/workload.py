@@ -9,8 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-SIZES = ("cpu", "full")
-
 
 @dataclass(frozen=True, slots=True)
 class Workload:

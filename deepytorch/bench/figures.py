@@ -1,0 +1,74 @@
+"""Figures of trainings that took turns: what most benchmarks say of a setup's ranks."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from deepytorch.bench.benchmark import Cell
+from deepytorch.bench.results import Row
+
+Rank = Mapping[str, Any]
+"""What `training.run` returns."""
+_LAST = 5  # steps of the warm-up that timed steps are compared with
+DISTURBED = 1.7  # times as long in turns as alone before: something else has taken the machine or its memory
+
+
+def step_seconds(ranks: Sequence[Rank]) -> list[float]:
+    """Return the seconds of each step: those of the slowest rank."""
+    return [max(each) for each in zip(*(rank["seconds"] for rank in ranks), strict=True)]
+
+
+def loss_rel_diff(expected: Sequence[Rank], found: Sequence[Rank]) -> float:
+    """Return the largest relative difference of the first losses, over ranks and steps; 1e9 if one is not finite."""
+    largest = 0.0
+    for one, other in zip(expected, found, strict=True):
+        for a, b in zip(one["losses"], other["losses"], strict=True):
+            largest = max(largest, abs(a - b) / max(abs(a), 1e-12) if math.isfinite(b) else math.inf)
+    return largest if math.isfinite(largest) else 1e9
+
+
+def training_rows(cell: Cell, found: Mapping[str, Sequence[Rank]], baseline: str) -> list[Row]:
+    """Return a row for each setup.
+
+    Its figures: `step_s`, the median; `examples_per_s` of all ranks, and its standard deviation over the steps;
+    `tokens_per_s`, without pads, where text is learned; `speedup`, the median over pairs of steps of the baseline's
+    time over this one's; `loss_rel_diff` from the baseline's; `peak_mb`, the most memory of tensors in a step, if it
+    was measured; `process_mb`, the most memory that the process ever took; `first_s`, of the first two steps.
+    """
+    rows = []
+    for name, ranks in found.items():
+        seconds = step_seconds(ranks)
+        examples, tokens = (sum(rank[what] for rank in ranks) / _replicas(cell, name) for what in ("rows", "tokens"))
+        rates = [examples / each for each in seconds]
+        figures = {
+            "step_s": statistics.median(seconds),
+            "examples_per_s": examples / statistics.median(seconds),
+            "examples_per_s_deviation": statistics.stdev(rates) if len(rates) > 1 else 0.0,
+            "process_mb": max(rank["process_mb"] for rank in ranks),
+            "first_s": max(rank["first_s"] for rank in ranks),
+        }
+        if tokens:
+            figures["tokens_per_s"] = tokens / statistics.median(seconds)
+        if any(rank["peak_mb"] for rank in ranks):
+            figures["peak_mb"] = max(rank["peak_mb"] for rank in ranks)
+        if baseline in found:
+            pairs = zip(step_seconds(found[baseline]), seconds, strict=True)
+            figures["speedup"] = statistics.median(theirs / own for theirs, own in pairs)
+            figures["loss_rel_diff"] = loss_rel_diff(found[baseline], ranks)
+        texts = {"runs": "; ".join(filter(None, [ranks[0]["plan"], *ranks[0]["fallbacks"]]))}
+        slowed = statistics.median(seconds) / statistics.median(ranks[0]["warm_up"][-_LAST:])
+        if slowed > DISTURBED:
+            texts["disturbed"] = (
+                f"{slowed:.1f} times as long in turns as alone before, so the machine was not quiet: measure again"
+            )
+        rows.append(Row(key={**cell.key, "setup": name}, figures=figures, texts=texts))
+    return rows
+
+
+def _replicas(cell: Cell, name: str) -> int:
+    """Return the number of ranks that get the same examples, since they share a replica of the model."""
+    [setup] = (each for each in cell.setups if each.name == name)
+    return int(setup.job.parallel.tensor * setup.job.parallel.pipeline)

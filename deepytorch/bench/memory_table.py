@@ -1,0 +1,169 @@
+"""`deepytorch bench memory`: PAI-Megatron-Patch's tables of throughput and memory, each row with the import and without.
+
+BERT (110M, 512 positions) by precision and by graph optimisation, a GPT-like decoder of 1.3B parameters by how state is
+sharded, and by tensor x pipeline parallelism. Memory that does not suffice is a row that says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from typer import Option
+
+from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup
+from deepytorch.bench.figures import training_rows
+from deepytorch.bench.jobs import TrainingJob
+from deepytorch.bench.options import check_at_least, check_choice
+from deepytorch.bench.results import Results, Row
+from deepytorch.bench.table import Table
+from deepytorch.bench.ways import Parallel, unavailable
+
+PLAIN, OURS = "without", "with the import"
+TABLES = ("precision", "sharding", "parallelism", "compile")
+# (tensor, pipeline) of the published table
+_DIVIDED = ((1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (2, 2), (4, 4))
+_SHARDINGS = ("ddp", "oss", "zero1", "zero2", "zero3", "fsdp2")
+_GPT_ROWS, _BERT_ROWS = (1, 1), (16, 4)  # of a micro-batch: as published, and on a CPU
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryOptions:
+    """Measure throughput and peak memory by precision, state sharding, tensor and pipeline parallelism, and compiler.
+
+    The tables are those of PAI-Megatron-Patch: BERT, and a GPT-like decoder (a Llama of that shape: 24 layers of 2048).
+    Each row is measured without the import and with it, in turns. Peak memory is that of tensors, weights included, of
+    the rank that holds most. What cannot run here, or finds no memory, is a row that says so.
+    """
+
+    tables: Annotated[tuple[str, ...], Option(help="With commas: precision, sharding, parallelism, compile.")] = TABLES
+    scale: Annotated[
+        str, Option(metavar="full|small", help="full: sizes as published. small: sizes for a CPU.")
+    ] = "full"
+    ranks: Annotated[int, Option(min=1, help="Ranks (processes) on this machine.")] = 4
+    precisions: Annotated[
+        tuple[str, ...], Option(help="With commas: fp32, mixed (autocast to bf16), fp16 (GPUs).")
+    ] = ("fp32", "mixed")
+    device: Annotated[str, Option(metavar="cpu|cuda", help="Where to train.")] = "cpu"
+    steps: Annotated[int, Option(min=2, help="Steps that are timed.")] = 20
+    warm_up: Annotated[int, Option(min=2, help="Steps before them.")] = 4
+    settle: Annotated[
+        float, Option(metavar="SECONDS", help="The most until deepytorch has compiled and chosen what runs.")
+    ] = 300.0
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for a value that is not accepted."""
+        check_choice(self, "tables", TABLES)
+        check_choice(self, "scale", ("full", "small"))
+        check_choice(self, "precisions", ("fp32", "mixed", "fp16"))
+        check_choice(self, "device", ("cpu", "cuda"))
+        check_at_least(self, 1, "ranks")
+
+
+class Memory(Benchmark[MemoryOptions]):
+    """See this module."""
+
+    name = "memory"
+    options = MemoryOptions
+
+    def cells(self, options: MemoryOptions) -> Sequence[Cell]:
+        """Return a cell for each row of the tables; both setups of it take turns."""
+        cells: list[Cell] = []
+        precisions = options.precisions
+        half = precisions[-1]
+        if "precision" in options.tables:
+            cells += [self._cell(options, "precision", "bert_512", Parallel(sharding="ddp", precision=p)) for p in precisions]
+        if "sharding" in options.tables:
+            cells += [self._cell(options, "sharding", "gpt_1.3b", Parallel(sharding="ddp"))]
+            cells += [self._cell(options, "sharding", "gpt_1.3b", Parallel(sharding=s, precision=half)) for s in _SHARDINGS]
+        if "parallelism" in options.tables:
+            for tensor, pipeline in _DIVIDED:
+                replicas, left = divmod(options.ranks, tensor * pipeline)
+                if replicas and not left:
+                    way = Parallel(
+                        sharding="ddp" if replicas > 1 else "none",
+                        tensor=tensor,
+                        pipeline=pipeline,
+                        precision=half,
+                        accumulate=max(1, options.ranks // replicas) if pipeline > 1 else 1,
+                    )
+                    cells.append(self._cell(options, "parallelism", "gpt_1.3b", way))
+        if "compile" in options.tables:
+            for precision in precisions:
+                for compiler in ("", "inductor"):
+                    way = Parallel(sharding="ddp", precision=precision, compile=compiler)
+                    cells.append(self._cell(options, "compile", "bert_512", way))
+        return cells
+
+    @staticmethod
+    def _cell(options: MemoryOptions, table: str, model: str, way: Parallel) -> Cell:
+        if options.ranks == 1 and way.sharding == "ddp":
+            way = Parallel(precision=way.precision, compile=way.compile)
+        small = options.scale == "small"
+        family = "bert" if model.startswith("bert") else "llama"
+        job = TrainingJob(
+            model=model,
+            size="cpu" if small else "full",
+            rows=(_BERT_ROWS if family == "bert" else _GPT_ROWS)[small],
+            parallel=way,
+            optimizer="adamw",
+            device=options.device,
+            steps=options.steps,
+            warm_up=options.warm_up,
+            settle_s=options.settle,
+            memory=True,
+        )
+        key = {
+            "table": table,
+            "model": model,
+            "ranks": options.ranks,
+            "sharding": way.sharding,
+            "tensor x pipeline": f"{way.tensor}x{way.pipeline}",
+            "precision": way.precision,
+            "compile": way.compile or None,
+        }
+        return Cell(
+            key=key,
+            place=Place(ranks=options.ranks),
+            setups=[Setup(name=PLAIN, job=job), Setup(name=OURS, job=job, imports=True)],
+            impossible=unavailable(way, family, options.device),
+        )
+
+    def rows(self, options: MemoryOptions, cell: Cell, found: Mapping[str, list[dict[str, Any]]]) -> list[Row]:
+        """Return both rows of a cell."""
+        return training_rows(cell, found, PLAIN)
+
+    def tables(self, results: Results) -> list[Table]:
+        """Return a table for each of the published ones."""
+        return [
+            _table(results, table) for table in dict.fromkeys(str(row.key["table"]) for row in results.rows)
+        ]
+
+
+def _table(results: Results, table: str) -> Table:
+    rows = []
+    for row in results.having(table=table, setup=PLAIN):
+        same = {name: value for name, value in row.key.items() if name != "setup"}
+        ours = next(iter(results.having(**same, setup=OURS)), None)
+        what = (str(same["sharding"]), str(same["tensor x pipeline"]), str(same["precision"]), same["compile"] or "eager")
+        gain = "" if ours is None or ours.failed or row.failed else f"{ours.figures['speedup']:.2f}x"
+        rows.append((*map(str, what), *_shown(row), *_shown(ours), gain))
+    model = results.having(table=table)[0].key["model"]
+    columns = ("sharding", "tensor x pipeline", "precision", "compiler", "samples/s", "peak MB")
+    return Table(
+        title=f"{model}, {results.rows[0].key['ranks']} ranks",
+        columns=(*columns, "samples/s with import", "peak MB with import", "gain"),
+        rows=tuple(rows),
+        left=columns[:4],
+    )
+
+
+def _shown(row: Row | None) -> tuple[str, str]:
+    if row is None:
+        return "", ""
+    if row.failed:
+        return row.failed, ""
+    figures = row.figures
+    rate = f"{figures['examples_per_s']:,.2f} +- {figures['examples_per_s_deviation']:.2f}"
+    return rate, f"{figures['peak_mb']:,.0f}"

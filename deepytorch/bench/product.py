@@ -1,0 +1,174 @@
+"""`deepytorch bench deepytorch`: the table of gains that Deepytorch Training publishes, against native PyTorch.
+
+Llama2-13B and Qwen2-14B fine-tuned under ZeRO-2, LLaMA-65B under ZeRO-3 with recomputation and offload, Stable Diffusion
+2.1 (dreambooth), ResNet50 and BERT under DDP. The published runs had two hosts of eight GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from typer import Option
+
+from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup
+from deepytorch.bench.figures import training_rows
+from deepytorch.bench.jobs import TrainingJob
+from deepytorch.bench.options import check_at_least, check_choice
+from deepytorch.bench.results import Results, Row
+from deepytorch.bench.table import Table
+from deepytorch.bench.ways import Parallel, unavailable
+
+NATIVE, OURS = "native PyTorch", "deepytorch"
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A line of the table: the model, micro-batches as published and on a CPU, how it is sharded, the published gain."""
+
+    model: str
+    rows: tuple[int, int]
+    way: Parallel
+    published: str
+
+
+_LINES = {
+    "llama2-13b": _Line("llama2_13b", (4, 4), Parallel(sharding="zero2", precision="mixed"), "+48 %"),
+    "qwen2-14b": _Line("qwen2_14b", (4, 4), Parallel(sharding="zero2", precision="mixed"), "+21 %"),
+    "llama-65b": _Line(
+        "llama_65b", (8, 8), Parallel(sharding="zero3", precision="mixed", recompute=True, offload=True), "+30 %"
+    ),
+    "sd-2.1": _Line("sd_unet", (5, 2), Parallel(precision="mixed"), "+22 %"),
+    "resnet50": _Line("resnet50", (512, 8), Parallel(sharding="ddp", precision="mixed"), "+89 %"),
+    "bert": _Line("hf_Bert", (32, 8), Parallel(sharding="ddp", precision="mixed"), "+42 %"),
+}
+_ONE_RANK = ("sd-2.1",)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProductOptions:
+    """Measure the models that deepytorch is advertised with, in native PyTorch and with the one line.
+
+    Llama2-13B and Qwen2-14B (ZeRO-2), LLaMA-65B (ZeRO-3, recomputation, offload), Stable Diffusion 2.1, ResNet50 and
+    BERT. Sharding is DeepSpeed's; where that is not installed the row says so.
+    """
+
+    models: Annotated[tuple[str, ...], Option(help="Lines of the table, with commas.")] = tuple(_LINES)
+    scale: Annotated[
+        str,
+        Option(
+            metavar="full|small", help="full: as published, for a cluster. small: the same training of small models."
+        ),
+    ] = "full"
+    sharding: Annotated[
+        str,
+        Option(
+            metavar="as-published|fsdp2|ddp",
+            help="What shards the language models: DeepSpeed's ZeRO, or another way where that is not installed.",
+        ),
+    ] = "as-published"
+    precision: Annotated[str, Option(metavar="fp32|mixed|fp16", help="mixed: autocast to bf16.")] = "mixed"
+    hosts: Annotated[int, Option(min=1, help="Hosts; more than one are simulated, which needs root.")] = 1
+    ranks: Annotated[int, Option(min=1, help="Ranks (processes) on each host.")] = 2
+    rate: Annotated[str, Option(help="Of simulated hosts: bits per second that each may send and receive.")] = "1gbit"
+    data: Annotated[
+        Path | None, Option(metavar="FILE", help="Texts in Alpaca's layout. Default: the documentation of libraries.")
+    ] = None
+    device: Annotated[str, Option(metavar="cpu|cuda", help="Where to train.")] = "cpu"
+    steps: Annotated[int, Option(min=2, help="Steps that are timed.")] = 20
+    warm_up: Annotated[int, Option(min=2, help="Steps before them.")] = 4
+    settle: Annotated[
+        float, Option(metavar="SECONDS", help="The most until deepytorch has compiled and chosen what runs.")
+    ] = 300.0
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for a value that is not accepted."""
+        check_choice(self, "models", _LINES)
+        check_choice(self, "scale", ("full", "small"))
+        check_choice(self, "sharding", ("as-published", "fsdp2", "ddp"))
+        check_choice(self, "precision", ("fp32", "mixed", "fp16"))
+        check_choice(self, "device", ("cpu", "cuda"))
+        check_at_least(self, 1, "hosts", "ranks")
+
+
+class Product(Benchmark[ProductOptions]):
+    """See this module."""
+
+    name = "deepytorch"
+    options = ProductOptions
+
+    def cells(self, options: ProductOptions) -> Sequence[Cell]:
+        """Return a cell for each line."""
+        return [self._cell(options, name) for name in options.models]
+
+    @staticmethod
+    def _cell(options: ProductOptions, name: str) -> Cell:
+        line, small = _LINES[name], options.scale == "small"
+        alone = name in _ONE_RANK or options.hosts * options.ranks == 1
+        way = replace(line.way, precision=options.precision)
+        if way.sharding.startswith("zero") and options.sharding != "as-published":
+            way = replace(way, sharding=options.sharding, offload=False)
+        if alone:
+            way = replace(way, sharding="none", offload=False)
+        job = TrainingJob(
+            model=line.model,
+            size="cpu" if small else "full",
+            rows=line.rows[small],
+            parallel=way,
+            optimizer="sgd" if line.model == "resnet50" else "adamw",
+            file=options.data,
+            device=options.device,
+            batches=8,
+            steps=options.steps,
+            warm_up=options.warm_up,
+            settle_s=options.settle,
+        )
+        several = options.hosts > 1 and not alone
+        place = Place(
+            hosts=options.hosts if several else 1,
+            ranks=1 if alone else options.ranks,
+            rate=options.rate if several else None,
+            threads=None if alone else 1,
+        )
+        configuration = ", ".join(
+            [
+                way.sharding,
+                f"micro-batch {job.rows}",
+                way.precision,
+                *(["recomputation"] if way.recompute else []),
+                *(["offload"] if way.offload else []),
+            ]
+        )
+        key = {"line": name, "hosts": place.hosts, "ranks": place.ranks, "rate": place.rate, "configuration": configuration}
+        setups = [Setup(name=NATIVE, job=job), Setup(name=OURS, job=job, imports=True)]
+        impossible = unavailable(way, line.model, options.device)
+        return Cell(key=key, place=place, setups=setups, impossible=impossible)
+
+    def rows(self, options: ProductOptions, cell: Cell, found: Mapping[str, list[dict[str, Any]]]) -> list[Row]:
+        """Return both rows of a line."""
+        return training_rows(cell, found, NATIVE)
+
+    def tables(self, results: Results) -> list[Table]:
+        """Return the table, with the published gain beside the measured one."""
+        rows = []
+        for ours in results.having(setup=OURS):
+            key = ours.key
+            native = results.having(**{**key, "setup": NATIVE})[0]
+            where = f"{key['hosts']} x {key['ranks']}" + (f" at {key['rate']}" if key["rate"] else "")
+            shown = [
+                row.failed or f"{row.figures.get('tokens_per_s', row.figures['examples_per_s']):,.1f}"
+                for row in (native, ours)
+            ]
+            gain = "" if native.failed or ours.failed else f"{100 * (ours.figures['speedup'] - 1):+.0f} %"
+            name = str(key["line"])
+            runs = ours.texts.get("runs", "")
+            rows.append((name, where, str(key["configuration"]), *shown, gain, _LINES[name].published, runs))
+        columns = ("model", "hosts x ranks", "configuration", "native /s", "deepytorch /s", "gain", "published", "runs")
+        notes = (
+            "Per second: real tokens of texts, or examples. Published: by Alibaba Cloud on 2 x 8 GPUs (Stable Diffusion: "
+            "1 x 1) of ecs.ebmgn7vx.32xlarge, at full size.",
+        )
+        scale = results.options["scale"]
+        return [Table(f"Gains over native PyTorch, scale {scale}", columns, tuple(rows), (*columns[:3], "runs"), notes)]

@@ -1,0 +1,195 @@
+"""Predictions from measured steps: buckets as DDP fills them, calibration, ready times, and the example profiles."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from deepytorch.bench.calibrated import (
+    Compute,
+    contention_of,
+    links_of_large,
+    median_of,
+    predicted,
+    profile_of,
+    shared_cores,
+)
+from deepytorch.bench.model_profile import ModelProfile, read_profile
+from deepytorch.bench.ready_times import measured_ready_times
+from deepytorch.bench.simulate import Contention, buckets, simulate
+from deepytorch.comm.topology.cost import Link, Links
+from deepytorch.comm.topology.host import Host
+from deepytorch.comm.topology.nominal import complete
+from deepytorch.comm.topology.topology import Topology, read_topology, regular_topology
+from deepytorch.errors import DataError
+
+PROFILES = Path(__file__).parents[2] / "examples/profiles"
+V100 = PROFILES / "v100_8x_100gbit.json"
+MIB = 1 << 20
+# The head's two gradients, two layers, an embedding that comes last; the third is measured as out of order.
+READY = ((0.01, 4_000), (0.02, 2 * MIB), (0.06, 20 * MIB), (0.04, 10 * MIB), (0.09, 30 * MIB))
+COMPUTE = Compute(forward_s=0.05, backward_s=0.10, optimizer_s=0.01, ready=READY)
+
+
+def hosts(num_hosts: int, per_host: int = 1) -> Topology:
+    return regular_topology((Host("h", 2),), num_hosts, per_host)
+
+
+def links(us_per_byte: float, streams: int = 1) -> Links:
+    return Links(engine=Link(0.0, us_per_byte), network={streams: Link(0.0, us_per_byte)}, memory=Link(0.0, 1e-5))
+
+
+def test_gradients_fill_buckets_whole_as_in_ddp():
+    found = [(bucket.ready_us, bucket.num_bytes) for bucket in buckets(profile_of("toy", COMPUTE))]
+    assert found == [
+        (pytest.approx(70e3), 2 * MIB + 4_000),
+        (pytest.approx(110e3), 30 * MIB),
+        (pytest.approx(140e3), 30 * MIB),
+    ]
+    one = profile_of("toy", COMPUTE, bucket_cap_bytes=1 << 30, first_bucket_bytes=1 << 30)
+    assert [bucket.num_bytes for bucket in buckets(one)] == [62 * MIB + 4_000]
+
+
+def test_ranks_are_merged_by_their_medians():
+    slow = Compute(forward_s=0.1, backward_s=0.2, optimizer_s=0.02, ready=((0.1, 4), (0.2, 8)))
+    quick = Compute(forward_s=0.04, backward_s=0.1, optimizer_s=0.01, ready=((0.02, 4), (0.1, 8)))
+    usual = Compute(forward_s=0.05, backward_s=0.1, optimizer_s=0.015, ready=((0.03, 4), (0.1, 8)))
+    found = median_of([slow, usual, quick])
+    assert (found.forward_s, found.backward_s, found.optimizer_s) == (0.05, 0.1, 0.015)
+    assert found.ready == [(pytest.approx(0.03), 4), (pytest.approx(0.1), 8)]
+    for wrong in ([], [slow, COMPUTE]):
+        with pytest.raises(DataError, match="expected steps of one model"):
+            median_of(wrong)
+
+
+def test_profile_has_the_compute_that_was_measured():
+    profile = profile_of("toy", COMPUTE)
+    assert profile.compute_us == pytest.approx(160e3)
+    assert profile.gradient_bytes == sum(size for _, size in READY)
+    late = profile_of("toy", replace(COMPUTE, ready=((0.2, 8),)))  # by a hook's noise, after the backward pass
+    assert late.compute_us == pytest.approx(160e3)
+    with pytest.raises(DataError, match="toy has no gradient"):
+        profile_of("toy", replace(COMPUTE, ready=()))
+
+
+def test_profile_can_be_written_and_read():
+    profile = profile_of("toy", COMPUTE, note="measured")
+    written = json.loads(json.dumps(asdict(profile)))
+    assert ModelProfile.from_json(written) == profile
+    with pytest.raises(DataError, match=r"pieces_are_buckets is 1, expected true or false"):
+        ModelProfile.from_json(written | {"pieces_are_buckets": 1})
+
+
+def test_step_is_compute_and_what_is_exposed():
+    small = replace(COMPUTE, ready=((0.02, 2 * MIB), (0.1, 10 * MIB)))
+    steps = predicted(profile_of("toy", small), hosts(2), links(1e-2), (1, 2), "engine")
+    assert steps[1].step_us == pytest.approx(160e3)
+    assert steps[2].step_us == pytest.approx(160e3 + 1e-2 * 10 * MIB)  # the first bucket is hidden
+    assert steps[2].efficiency == pytest.approx(160e3 / steps[2].step_us)
+
+
+def test_ranks_of_a_lab_share_cores():
+    scale = shared_cores(measured_ranks=4, cores=2)
+    assert [scale(ranks) for ranks in (1, 2, 4, 8)] == [0.5, 0.5, 1.0, 2.0]
+    assert shared_cores(measured_ranks=1, cores=2)(8) == 4.0
+    steps = predicted(profile_of("toy", COMPUTE), hosts(2, 2), links(1e-9), (8,), compute_scale=scale)
+    assert steps[8].step_us == pytest.approx(320e3, rel=1e-3)
+
+
+@pytest.mark.parametrize("algorithm", ["engine", "auto"])
+@pytest.mark.parametrize(
+    "truth", [Contention(), Contention(stretch=0.75), Contention(overlap=0.25), Contention(overlap=0.0, stretch=1.5)]
+)
+def test_contention_of_a_measured_step_is_found_again(algorithm, truth):
+    profile, topology, known = profile_of("toy", COMPUTE), hosts(2, 2), links(5e-3, streams=2)
+    measured_us = predicted(profile, topology, known, (4,), algorithm, contention=truth)[4].step_us
+    found = contention_of(profile, topology, known, measured_us / 1e6, algorithm)
+    assert (found.overlap, found.stretch) == pytest.approx((truth.overlap, truth.stretch), abs=1e-4)
+
+
+def test_collectives_without_overlap_follow_compute():
+    profile = profile_of("toy", COMPUTE)
+    lost = predicted(profile, hosts(2), links(1e-3), (2,), contention=Contention(0.0, 2.0))[2]
+    assert lost.step_us == pytest.approx(160e3 + 2.0 * 1e-3 * profile.gradient_bytes)
+    half = Contention(overlap=0.5)
+    assert half.end_us(10.0, 20.0, 100.0) == 50.0  # beside compute alone
+    assert half.end_us(90.0, 20.0, 100.0) == 115.0  # 5 of the 20 are done when compute ends
+    assert half.end_us(110.0, 20.0, 100.0) == 130.0
+
+
+def test_links_of_large_payloads_take_what_the_largest_took():
+    """A small payload that waits for busy cores would make a line that is faster than the wire."""
+    topology = hosts(4, 2)
+    times = {
+        "copy": {8 << 20: 700.0},
+        "engine": {1 << 14: 12e3, 1 << 20: 82e3},
+        "memory": {1 << 10: 340.0, 1 << 22: 11e3},
+        "network/1": {1 << 14: 5e3, 1 << 19: 72e3},
+        "network/8": {1 << 14: 42e3, 1 << 19: 72e3},
+    }
+    fitted = Links(Link(10e3, 0.06), None, Link(300, 2e-3), {2: Link(1e3, 0.04), 16: Link(7e3, 0.02)}, times_us=times)
+    large = links_of_large(fitted, topology)
+    assert large.link("engine") == Link(10e3, pytest.approx(82e3 / (1 << 20)))
+    assert large.link("memory") == Link(300, pytest.approx(11e3 / (1 << 22)))
+    for streams, latency_us in ((2, 1e3), (16, 7e3)):  # two local ranks send 2 (4 - 1) / 4 of half a megabyte each
+        assert large.network_link(streams) == Link(latency_us, pytest.approx(72e3 / (2 * 1.5 * (1 << 19))))
+    without = Links(Link(1, 2), None, Link(3, 4), {1: Link(5, 6)})
+    assert links_of_large(without, topology) == without
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.unused = nn.Linear(64, 256), nn.Linear(256, 8), nn.Linear(3, 3)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(batch).relu()).square().mean()
+
+
+def test_ready_times_are_in_the_order_of_the_backward_pass():
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    before, begun = model.last.weight.detach().clone(), []
+    found = measured_ready_times(
+        model, lambda: model(torch.ones(4, 64)), optimizer, steps=2, begin=lambda: begun.append(1)
+    )
+    assert len(begun) == 3
+    assert sorted(size for _, size in found.ready) == sorted(4 * size for size in (64 * 256, 256, 256 * 8, 8))
+    assert max(at for at, size in found.ready if size in (4 * 256 * 8, 32)) < max(at for at, _ in found.ready)
+    assert 0 < found.ready[0][0] <= found.ready[-1][0] <= found.backward_s * 1.5
+    assert min(found.forward_s, found.backward_s, found.optimizer_s) > 0
+    assert not torch.equal(before, model.last.weight)
+    assert not model.last.weight._post_accumulate_grad_hooks
+    assert profile_of("model", found).gradient_bytes == sum(size for _, size in found.ready)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"), [("resnet50", 25_557_032), ("bert_base", 110_106_428), ("gpt2", 125_950_464)]
+)
+def test_example_of_v100_is_read_and_simulated(name, parameters):
+    profile = read_profile(PROFILES / f"{name}_v100.json")
+    assert profile.gradient_bytes == 4 * parameters
+    assert "DLPerf" in profile.note
+    assert "Assumed" in profile.note
+    steps = simulate(profile, read_topology(V100), Links(), (8, 1000)).steps
+    assert {(step.num_ranks, step.num_hosts) for step in steps} == {(8, 1), (1000, 125)}
+    assert all(0 < step.efficiency < 1 for step in steps)
+
+
+def test_nccl_runs_through_a_mesh_of_nvlinks():
+    """Not every two of 8 V100 are joined, yet rings of NVLinks visit all of them."""
+    topology = read_topology(V100)
+    host = topology.hosts[0]
+    assert host.ring_nvlinked
+    assert not host.fully_nvlinked
+    one = regular_topology(topology.hosts, 1, 8)
+    known = complete(Links(), one, "cuda")
+    assert known.link("engine").us_per_byte == pytest.approx(2 * 7 / 8 * known.link("nvlink").us_per_byte)
+    pairs = replace(host, nvlinks=tuple(link for link in host.nvlinks if link[0] // 4 == link[1] // 4))
+    assert not pairs.ring_nvlinked  # two islands, joined by PCIe
+    assert complete(Links(), regular_topology((pairs,), 1, 8), "cuda").nvlink is None
