@@ -29,7 +29,7 @@ def report(
     from deepytorch.bench.report import ReportOptions, run_report
 
     output = Output(None)
-    found = run_report(ReportOptions(folder, against=against, html=html, markdown=markdown, tolerance=tolerance))
+    found = run_report(ReportOptions(folder=folder, against=against, html=html, markdown=markdown, tolerance=tolerance))
     output.line(f"{found.rows} rows of {found.files} files, {found.failed} of them failed: {found.html}, {found.markdown}")
     if against is not None:
         output.line(
