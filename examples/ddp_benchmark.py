@@ -1,80 +1,100 @@
-"""Data-parallel training in eager DDP and in deepytorch, one after the other, on a model of your own.
+"""PyTorch's data-parallel benchmark with deepytorch: one line more than native DDP.
 
-    torchrun --nproc-per-node 2 examples/ddp_benchmark.py
+    torchrun --nproc-per-node 2 examples/ddp_benchmark.py --model resnet50 --precision amp
+    DEEPYTORCH=off torchrun --nproc-per-node 2 examples/ddp_benchmark.py --model resnet50 --precision amp
 
-Put your model and batches in place of `build_model` and `batch_of`. On GPUs nothing changes but `DEVICE`. Prints the
-percentiles of a step in the format of PyTorch's DDP benchmark, and whether both arms ended with the same weights.
-`deepytorch bench ddp` measures more arms, on known models, in turns.
+The second line is native DDP. Trains on one rank, on the ranks of one host, and on all hosts that torchrun has, and
+prints the percentiles of a step as PyTorch's benchmark does: seconds, and examples a second of one rank.
+`deepytorch bench acspeed` runs the same for all of its models, native and not in turns, and makes the tables.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
 import time
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-import deepytorch
+import deepytorch  # the one line
+from deepytorch.bench.acspeed import ROWS
+from deepytorch.bench.zoo import SIZES, build_workload
 
-DEVICE = "cpu"
-BATCH_SIZE, WARM_UP, STEPS = 32, 5, 20
-
-
-def build_model() -> nn.Module:
-    """Return a network whose gradients take about as long to send as to compute."""
-    torch.manual_seed(0)
-    layers: list[nn.Module] = [nn.Flatten()]
-    for _ in range(6):
-        layers += [nn.Linear(1024, 1024), nn.GELU()]
-    return nn.Sequential(*layers, nn.Linear(1024, 10)).to(DEVICE)
+PERCENTILES = (50, 75, 90, 95)
 
 
-def batch_of(step: int) -> tuple[Tensor, Tensor]:
-    """Return inputs and labels, others on each rank."""
-    generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
-    images = torch.randn(BATCH_SIZE, 1024, generator=generator)
-    return images.to(DEVICE), torch.randint(0, 10, (BATCH_SIZE,), generator=generator).to(DEVICE)
+def arguments() -> argparse.Namespace:
+    """Return the command line's arguments."""
+    parser = argparse.ArgumentParser(description="PyTorch's data-parallel benchmark.")
+    parser.add_argument("--model", choices=sorted(ROWS), default="resnet50")
+    parser.add_argument("--size", choices=SIZES, default="full", help="full: as published; cpu: a quarter of the width")
+    parser.add_argument("--precision", choices=("fp32", "amp"), default="amp")
+    parser.add_argument("--batch-size", type=int, default=0, help="of each rank; default: that of the model's table")
+    parser.add_argument("--warm-up", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=20)
+    return parser.parse_args()
 
 
-def train(name: str, group: dist.ProcessGroup | None) -> list[Tensor]:
-    """Train for some steps, print their times, and return the weights."""
-    model = DistributedDataParallel(build_model(), process_group=group)
+def train(given: argparse.Namespace, device: torch.device, group: dist.ProcessGroup | None) -> list[float]:
+    """Train and return the seconds of each step on this rank. group: None trains without DDP."""
+    workload = build_workload(given.model, given.size)
+    rows = given.batch_size or ROWS[given.model][given.size != "full"]
+    batches = workload.batches(rows, dist.get_rank(), 4)
+    model: torch.nn.Module = workload.model.to(device)
+    if group is not None:
+        model = DistributedDataParallel(
+            model, process_group=group, broadcast_buffers=False, gradient_as_bucket_view=True, bucket_cap_mb=25
+        )
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, weight_decay=1e-4)
     seconds = []
-    for step in range(WARM_UP + STEPS):
-        inputs, labels = batch_of(step)
-        dist.barrier()
+    for step in range(given.warm_up + given.steps):
+        batch = {name: value.to(device) for name, value in batches[step % len(batches)].items()}
+        if group is not None:
+            dist.barrier(group)
         begin = time.perf_counter()
-        nn.functional.cross_entropy(model(inputs), labels).backward()
+        with torch.autocast(device.type, torch.bfloat16, enabled=given.precision == "amp"):
+            loss = model(**batch)
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - begin)
-    cuts = statistics.quantiles(seconds[WARM_UP:], n=100, method="inclusive")
-    parts = [f"p{part}: {cuts[part - 1]:7.4f}s {BATCH_SIZE / cuts[part - 1]:7.0f}/s" for part in (50, 75, 90, 95)]
-    if dist.get_rank() == 0:
-        print(f"{name:>10} {dist.get_world_size()} ranks:  " + "  ".join(parts), flush=True)
-    return [parameter.detach().clone() for parameter in model.parameters()]
+    return seconds[given.warm_up :]
 
 
 def main() -> None:
-    """Compare."""
+    """Measure on more and more ranks."""
+    given = arguments()
     if "RANK" not in os.environ:
         raise SystemExit("Start with: torchrun --nproc-per-node 2 examples/ddp_benchmark.py")
-    dist.init_process_group("gloo")
-    with deepytorch.paused():  # the import compiles whatever trains, but not in here
-        stock = train("ddp", None)
-    ours = train("deepytorch", dist.new_group(backend="deepytorch"))
-    worst = max(float((one - other).norm() / one.norm()) for one, other in zip(stock, ours, strict=True))
-    if dist.get_rank() == 0:
-        print(f"largest relative difference of a weight: {worst:.1e}")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    rank, per_host = dist.get_rank(), int(os.environ["LOCAL_WORLD_SIZE"])
+    hosts = dist.get_world_size() // per_host
+    rows = given.batch_size or ROWS[given.model][given.size != "full"]
+    for ranks in dict.fromkeys((0, 1, per_host, per_host * hosts)):
+        group = dist.new_group(range(max(ranks, 1)))  # every rank takes part in making a group
+        if rank < max(ranks, 1):
+            assert isinstance(group, dist.ProcessGroup)
+            seconds = train(given, device, group if ranks else None)
+            pooled: list[list[float]] = [[]] * max(ranks, 1)
+            dist.all_gather_object(pooled, seconds, group=group)
+            everyones = [each for found in pooled for each in found]
+            cuts = statistics.quantiles(everyones, n=100, method="inclusive")
+            parts = [f"p{part}: {cuts[part - 1]:7.3f}s {rows / cuts[part - 1]:6.1f}/s" for part in PERCENTILES]
+            shape = f"{-(-ranks // per_host)}M/{min(ranks, per_host)}R" if ranks else "no ddp"
+            if rank == 0:
+                print(f"{max(ranks, 1):4} ranks -- {shape:>9}:  " + "  ".join(parts), flush=True)
+        dist.barrier()
+    if rank == 0:
         print(deepytorch.report())
     dist.destroy_process_group()
-    if worst > 1e-5:
-        raise SystemExit("the weights differ")
 
 
 if __name__ == "__main__":

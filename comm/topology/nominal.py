@@ -61,6 +61,7 @@ def complete(links: Links, topology: Topology, device: str) -> Links:
         links = _assumed(links, "memory", Link(MEMORY_LATENCY_US * per_host, rate))
     if links.pcie is None:
         links = _assumed(links, "pcie", _slowest(_pcie(gpu) for host in hosts for gpu in host.gpus or (Gpu(0, ""),)))
+    # NCCL's rings use all NVLinks of a hybrid cube mesh; the algorithms of `nvlink` ask for a link between every two
     if links.nvlink is None and all(host.ring_nvlinked for host in hosts):
         links = _assumed(links, "nvlink", _slowest(map(_nvlink, hosts)))
     if not links.network and topology.num_hosts > 1:

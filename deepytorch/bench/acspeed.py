@@ -7,15 +7,14 @@ hosts / its throughput on one / hosts. The gain is largest where DDP scales wors
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Annotated, Any
 
 from typer import Option
 
-from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup
+from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup, places
 from deepytorch.bench.figures import loss_rel_diff
 from deepytorch.bench.jobs import TrainingJob
 from deepytorch.bench.measurement import quantiles
@@ -83,7 +82,7 @@ class AcspeedOptions:
         check_choice(self, "scale", SCALES)
         check_choice(self, "precision", ("fp32", "mixed"))
         check_choice(self, "device", ("cpu", "cuda"))
-        check_at_least(self, 1, "ranks", "steps")
+        check_at_least(self, 1, "hosts", "ranks", "steps")
 
 
 class Acspeed(Benchmark[AcspeedOptions]):
@@ -94,11 +93,6 @@ class Acspeed(Benchmark[AcspeedOptions]):
 
     def cells(self, options: AcspeedOptions) -> Sequence[Cell]:
         """Return a cell for each model on each number of hosts, at each rate."""
-        places = [
-            Place(hosts=hosts, ranks=options.ranks, rate=rate if hosts > 1 else None)
-            for hosts, rate in product(options.hosts, options.rates)
-            if hosts > 1 or rate == options.rates[0]
-        ]
         return [
             Cell(
                 key={
@@ -112,29 +106,26 @@ class Acspeed(Benchmark[AcspeedOptions]):
                 setups=self._setups(options, model, place),
                 keeps_processes=options.scale == "small",
             )
-            for place, model in product(places, options.models)
+            for place, model in product(places(options.hosts, options.ranks, options.rates), options.models)
         ]
 
     @staticmethod
     def _setups(options: AcspeedOptions, model: str, place: Place) -> list[Setup]:
         small = options.scale == "small"
-        common = {
-            "model": model,
-            "size": "cpu" if small else "full",
-            "rows": ROWS[model][small],
-            "parallel": Parallel(sharding="ddp" if place.all_ranks > 1 else "none", precision=options.precision),
-            "device": options.device,
-            "steps": options.steps,
-            "warm_up": options.warm_up,
-            "compiles": not small,
-            "settle_s": 600.0,
-        }
-        setups = [
-            Setup(name=DDP, job=TrainingJob(**common)),
-            Setup(name=OURS, job=TrainingJob(**common), imports=True),
-        ]
+        job = TrainingJob(
+            model=model,
+            size="cpu" if small else "full",
+            rows=ROWS[model][small],
+            parallel=Parallel(sharding="ddp" if place.all_ranks > 1 else "none", precision=options.precision),
+            device=options.device,
+            steps=options.steps,
+            warm_up=options.warm_up,
+            compiles=not small,
+            settle_s=600.0,
+        )
+        setups = [Setup(name=DDP, job=job), Setup(name=OURS, job=job, imports=True)]
         if options.compress and place.hosts > 1:
-            setups.append(Setup(name=HALF, job=TrainingJob(**common, compress="bf16"), imports=True))
+            setups.append(Setup(name=HALF, job=replace(job, compress="bf16"), imports=True))
         return setups
 
     def rows(self, options: AcspeedOptions, cell: Cell, found: Mapping[str, list[dict[str, Any]]]) -> list[Row]:
@@ -198,7 +189,9 @@ def line_of(row: Row) -> str:
         return f"{what}:  {row.failed}"
     rows = row.figures["examples_per_s"] * row.figures["p50_s"]
     seconds = {part: row.figures[f"p{part}_s"] for part in PERCENTILES}
-    return f"{what}:  " + "  ".join(f"p{part}: {each:7.3f}s {rows / each:6.{0 if rows / each > 10 else 1}f}/s" for part, each in seconds.items())
+    return f"{what}:  " + "  ".join(
+        f"p{part}: {each:7.3f}s {rows / each:6.{0 if rows / each > 10 else 1}f}/s" for part, each in seconds.items()
+    )
 
 
 def _places(results: Results) -> list[tuple[int, str | None]]:
@@ -234,5 +227,4 @@ def _table(results: Results, hosts: int, rate: str | None) -> Table:
 def _percentiles(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     seconds = [each for rank in ranks for each in rank["seconds"]]
     cuts = quantiles(seconds, 100)
-    return {f"p{part}_s": cuts[part - 1] for part in PERCENTILES} | {"mean_s": statistics.fmean(seconds)}
-
+    return {f"p{part}_s": cuts[part - 1] for part in PERCENTILES}

@@ -7,6 +7,7 @@ once. The file loads no torch, so that `--help` answers at once: torch is for th
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from deepytorch.bench.plots import Plot
 from deepytorch.bench.results import Results, Row
 from deepytorch.bench.table import Table
+from deepytorch.errors import ConfigError
 
 OptionsOf = TypeVar("OptionsOf")
 
@@ -37,6 +39,30 @@ class Place:
     def all_ranks(self) -> int:
         """Return the number of ranks of all hosts."""
         return self.hosts * self.ranks
+
+
+def places(hosts: Sequence[int], ranks: int, rates: Sequence[str]) -> list[Place]:
+    """Return the places of so many hosts: one without a network, several at each rate; torchrun's as they are."""
+    shape = torchrun_shape()
+    if shape is not None:
+        return [Place(hosts=number, ranks=shape[0]) for number in hosts]
+    pairs = [(number, rate) for number in hosts for rate in (rates if number > 1 else (None,))]
+    return [Place(hosts=number, ranks=ranks, rate=rate) for number, rate in pairs]
+
+
+def torchrun_shape() -> tuple[int, int] | None:
+    """Return (ranks of a host, hosts) when torchrun started this process, else None. Raises `ConfigError`."""
+    if "RANK" not in os.environ:
+        return None
+    try:
+        ranks = int(os.environ["WORLD_SIZE"])
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    except (KeyError, ValueError) as error:
+        raise ConfigError(
+            f"RANK is set, but WORLD_SIZE or LOCAL_WORLD_SIZE is not a number ({error}). Start with torchrun, or unset "
+            "RANK."
+        ) from error
+    return local, max(1, ranks // local)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +96,7 @@ class Cell:
             where compiled code of one would be in the way of the other.
     """
 
-    key: Mapping[str, str | int | float | None]
+    key: Mapping[str, Any]  # texts, numbers or None
     setups: Sequence[Setup]
     place: Place
     kind: str = "training"

@@ -1,18 +1,17 @@
 """The simulator's input from what was measured on ranks, and predictions for other numbers of ranks.
 
-The compute of a step is measured without communication, the links by the process group when it is made. Two things that
-neither tells are cores that ranks share (`shared_cores`), and what collectives lose to compute, which is calibrated by
-a measured step of a smaller job (`contention_of`).
+The compute of a step is measured without communication, the links by the process group when it is made. What ranks
+lose that share cores, as those of a lab do, is in `SharedCores`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
 from deepytorch.bench.model_profile import BackwardPiece, ModelProfile
-from deepytorch.bench.simulate import ALONE, AUTO, Contention, Step, simulate
+from deepytorch.bench.simulate import AUTO, Step, simulate
 from deepytorch.comm.algorithms.base import DeviceKind
 from deepytorch.comm.topology.cost import Link, Links, hop_link
 from deepytorch.comm.topology.topology import Topology
@@ -21,8 +20,6 @@ from deepytorch.errors import DataError
 FIRST_BUCKET_BYTES = 1 << 20  # stock DDP's, so that the first all-reduce starts early
 BUCKET_CAP_BYTES = 25 << 20  # stock DDP's
 _OVER_NETWORK = "network/"  # and the number of connections: names in `Links.times_us`
-_LOSSES = (-1.0, 32.0)  # of `_contention`: from half of the time to 32 times
-_HALVINGS = 24
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,22 +39,23 @@ class Compute:
     ready: Sequence[tuple[float, int]]
 
 
-def median_of(computes: Sequence[Compute]) -> Compute:
-    """Return the medians of what was measured on several ranks, or in several steps, of one model.
+def of_ranks(ranks: Sequence[Sequence[Compute]]) -> Compute:
+    """Return the compute of a step among ranks, of which each has measured the same steps: medians over the steps.
 
-    Gradients are ready at the same part of the backward pass as in the median of their order. Raises `DataError` if
-    the numbers of gradients differ, or there is nothing.
+    The slowest rank of each step counts, since an all-reduce waits for all. Its gradients are ready at the medians of
+    their parts of the backward pass. Raises `DataError` if numbers of steps or of gradients differ or are 0.
     """
-    if len({len(each.ready) for each in computes}) != 1:
-        raise DataError(f"{len(computes)} measured steps have not as many gradients each; expected steps of one model.")
-    backward_s = median(each.backward_s for each in computes)
-    gradients = zip(*(sorted(each.ready) for each in computes), strict=True)
-    parts = [[at_s / each.backward_s for each, (at_s, _) in zip(computes, found, strict=True)] for found in gradients]
-    sizes = [num_bytes for _, num_bytes in sorted(computes[0].ready)]
+    if len({len(steps) for steps in ranks}) != 1 or len({len(each.ready) for steps in ranks for each in steps}) != 1:
+        raise DataError(f"{len(ranks)} ranks measured no step, or steps of several models; expected one model's steps.")
+    slowest = [max(step, key=lambda each: each.forward_s + each.backward_s) for step in zip(*ranks, strict=True)]
+    backward_s = median(each.backward_s for each in slowest)
+    gradients = zip(*(sorted(each.ready) for each in slowest), strict=True)
+    parts = [[at_s / each.backward_s for each, (at_s, _) in zip(slowest, found, strict=True)] for found in gradients]
+    sizes = [num_bytes for _, num_bytes in sorted(slowest[0].ready)]
     return Compute(
-        forward_s=median(each.forward_s for each in computes),
+        forward_s=median(each.forward_s for each in slowest),
         backward_s=backward_s,
-        optimizer_s=median(each.optimizer_s for each in computes),
+        optimizer_s=median(each.optimizer_s for each in slowest),
         ready=[(backward_s * median(part), size) for part, size in zip(parts, sizes, strict=True)],
     )
 
@@ -104,13 +102,27 @@ def profile_of(
     )
 
 
-def shared_cores(measured_ranks: int, cores: int) -> Callable[[int], float]:
-    """Return how many times as long as measured a rank of a lab computes, by the number of ranks.
+@dataclass(frozen=True, slots=True)
+class SharedCores:
+    """The cores of the one machine on which all ranks of a lab are, of one thread each.
 
-    All ranks of a lab, of one thread each, share the cores of one machine: K of them on C cores take K / C times as
-    long as with a core of their own if K > C. `measured_ranks` computed at the same time when compute was measured.
+    `measured_ranks` computed on them at the same time when compute was measured.
     """
-    return lambda ranks: max(1.0, ranks / cores) / max(1.0, measured_ranks / cores)
+
+    cores: int
+    measured_ranks: int
+
+    def compute_scale(self, ranks: int) -> float:
+        """Return how many times as long as measured a rank computes: K ranks on C cores take K / C times as long."""
+        return max(1.0, ranks / self.cores) / max(1.0, self.measured_ranks / self.cores)
+
+    def overlap(self, ranks: int) -> float:
+        """Return the speed of collectives beside compute: none with more ranks than cores, full speed with fewer.
+
+        A collective's hops and sums need a core. Where each has a rank that computes, they wait for it, or compute
+        waits for them. Steps were measured to take as long as compute and all collectives one after the other.
+        """
+        return 0.0 if ranks > self.cores else 1.0
 
 
 def links_of_large(links: Links, topology: Topology) -> Links:
@@ -146,8 +158,7 @@ def predicted(
     links: Links,
     ranks: Sequence[int],
     algorithm: str = AUTO,
-    compute_scale: Callable[[int], float] = lambda ranks: 1.0,
-    contention: Contention = ALONE,
+    shared: SharedCores | None = None,
 ) -> Mapping[int, Step]:
     """Return the step on each number of ranks; `step_us` and `efficiency` are what is mostly looked at.
 
@@ -157,43 +168,15 @@ def predicted(
         links: Of that group; those of `links_of_large` are used.
         ranks: The numbers of ranks.
         algorithm: `simulate.AUTO` for deepytorch's choices, "engine" for the backend as stock DDP uses it.
-        compute_scale: How many times as long as in the profile a rank computes: see `shared_cores`. Each machine with
-            cores or GPUs of its own has 1. The efficiency compares the step with that compute, without communication.
-        contention: See `contention_of`.
+        shared: Of a lab; the efficiency then compares the step with compute at that number of ranks. None: each host
+            has cores or GPUs of its own, and its ranks compute as those of the measured hosts did.
     """
     found, links = {}, links_of_large(links, topology)
     for number in ranks:
-        slowed = profile.slowed(compute_scale(number))
-        steps = simulate(slowed, topology, links, (number,), contention=contention).steps
+        slowed = profile if shared is None else profile.slowed(shared.compute_scale(number))
+        overlap = 1.0 if shared is None else shared.overlap(number)
+        steps = simulate(slowed, topology, links, (number,), overlap=overlap).steps
         # an algorithm that cannot do any bucket here, such as those for several hosts on one, leaves it to the engine
         names = {step.algorithm: step for step in steps}
         found[number] = names.get(algorithm, names["engine"])
     return found
-
-
-def contention_of(
-    profile: ModelProfile, topology: Topology, links: Links, measured_s: float, algorithm: str = AUTO
-) -> Contention:
-    """Return what collectives lose to compute if the step takes `measured_s` on the ranks of this topology.
-
-    Links are timed while nothing computes. In a step, the ranks' cores (or GPUs) compute at the same time, and reduce,
-    copy and wake up later. A step that takes longer than predicted has lost overlap; one that takes longer than compute
-    and all collectives one after the other, speed as well. The result holds for sizes that load the cores alike: of a
-    lab, for more ranks than cores if it was measured on more. A size that is to be predicted must not be measured here.
-    """
-    ranks = topology.num_ranks
-
-    def step_us(loss: float) -> float:
-        contention = _contention(loss)
-        return predicted(profile, topology, links, (ranks,), algorithm, contention=contention)[ranks].step_us
-
-    least, most = _LOSSES
-    for _ in range(_HALVINGS):
-        middle = (least + most) / 2
-        least, most = (middle, most) if step_us(middle) < measured_s * 1e6 else (least, middle)
-    return _contention(least)
-
-
-def _contention(loss: float) -> Contention:
-    """Return the contention of a number: up to 0 collectives gain speed, up to 1 they lose overlap, then speed."""
-    return Contention(overlap=min(1.0, max(0.0, 1.0 - loss)), stretch=1.0 + loss / 2 if loss < 0 else max(1.0, loss))

@@ -1,7 +1,7 @@
 """Messages between a benchmark and the ranks that it has started: JSON lines over a socket, which is a rank's stdin.
 
-The benchmark gives jobs and turns. The load of a machine changes from minute to minute, so setups that are compared take
-turns, step by step: a rank says that it is ready for a step, sleeps until it may run it, and says that it is done.
+The benchmark gives jobs and turns. The load of a machine changes from minute to minute, so setups that are compared
+take turns, step by step: a rank says that it is ready for a step, sleeps until it may run it, and says that it is done.
 """
 
 from __future__ import annotations

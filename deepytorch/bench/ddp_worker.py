@@ -25,8 +25,8 @@ from deepytorch.bench.measurement import rotated
 from deepytorch.bench.options import check_arms, check_at_least, check_choice, check_rates
 from deepytorch.bench.rank_process import run_rank
 from deepytorch.bench.timeline import Span
-from deepytorch.bench.zoo import MODELS, build_workload
-from deepytorch.bench.zoo.workload import SIZES, Workload
+from deepytorch.bench.zoo import MODELS, SIZES, build_workload
+from deepytorch.bench.zoo.workload import Workload
 from deepytorch.comm.gradients.reducer import REDUCERS, GradientReducer
 from deepytorch.comm.group.options import Options
 from deepytorch.compiler.report import LEDGER

@@ -10,13 +10,11 @@ from typing import Any
 
 import psutil
 
-NAMES = ("cpu_percent", "memory_percent", "disk_mb_per_s", "network_mbit_per_s", "gpu_percent", "gpu_memory_percent")
-
 
 class Hardware:
     """Samples the use of this host, as long as the `with` block runs, in a thread of its own.
 
-    `series[name]`: a value for each sample; `seconds`: when it was taken. Network and disk are both directions added
+    `series[name]`: a value for each sample, by the names of `jobs.HARDWARE`; `seconds`: when it was taken. Network and disk are both directions added
     up, over all devices that this process sees but the loopback. GPUs are left out if nvidia-ml-py finds none.
     """
 

@@ -28,6 +28,7 @@ WORKER = (sys.executable, "-m", "deepytorch.bench.worker")
 _LAST_WORDS_S = 0.5  # for ranks that fail together to say why: the first is the cause
 _END_S = 10.0  # for a rank to end by itself after its last job
 _LOG_LINES = 15
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")  # of this process, not of its ranks
 
 Notify = Callable[[str], None]
 
@@ -49,7 +50,7 @@ class Ranks:
         folder: For their logs.
         timeout_s: After so many seconds without a sign of life from any rank all are ended.
         lab: The simulated hosts, if the place has a rate.
-        own: Of a process that torchrun has started: the variables of the one rank that is started beside it.
+        own: Of a process that torchrun has started: the variables of the one rank that is started beside it, if any.
     """
 
     def __init__(
@@ -67,13 +68,10 @@ class Ranks:
             "DEEPYTORCH": "on" if setup.imports else "off",
             "DEEPYTORCH_COMPILE": "background",  # as users run it; the command line's own default is to wait
             "TOKENIZERS_PARALLELISM": "false",
-            "DS_ACCELERATOR": "cpu",  # heeded by DeepSpeed alone, which else looks for a GPU's compiler
             **({} if place.threads is None else {"OMP_NUM_THREADS": str(place.threads)}),
             **setup.environment,
         }
-        if own is not None and own.get("LOCAL_ACCELERATOR") == "cuda":
-            del environment["DS_ACCELERATOR"]
-        count = 1 if own is not None else place.all_ranks
+        count = place.all_ranks if own is None else bool(own)
         self._channels = [Channel() for _ in range(count)]
         self._doing = "the start"
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -86,15 +84,17 @@ class Ranks:
                 self._logs.append(rank.log)
         else:
             logs.mkdir(exist_ok=True)
-            shared = {**process_environment(), **environment}
+            shared = {name: value for name, value in process_environment().items() if name not in _TORCHRUN}
+            shared |= environment
             if own is None and count > 1:
                 shared |= meeting_point()
                 if sys.platform == "linux":
                     shared.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no other interface has to be up
-            for rank in range(count):
-                variables = own if own is not None else rank_environment(rank, count) if count > 1 else {}
-                log = logs / f"rank{rank}.log"
-                self._processes.append(Program(command, log, env=shared | variables, stdin=ends[rank]).process)
+            for number in range(count):
+                variables = own if own is not None else rank_environment(number, count) if count > 1 else {}
+                log = logs / f"rank{number}.log"
+                program = Program(command, log, env={**shared, **variables}, stdin=ends[number])
+                self._processes.append(program.process)
                 self._logs.append(log)
         for channel in self._channels:
             channel.started()
@@ -135,7 +135,7 @@ class Ranks:
 
     def _are_ready(self, notify: Notify) -> bool:
         found = self._expect(READY, notify)
-        if FOUND not in found[0]:
+        if found and FOUND not in found[0]:
             return True
         self._found = [each[FOUND] for each in found]
         return False

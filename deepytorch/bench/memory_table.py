@@ -1,4 +1,4 @@
-"""`deepytorch bench memory`: PAI-Megatron-Patch's tables of throughput and memory, each row with the import and without.
+"""`deepytorch bench memory`: PAI-Megatron-Patch's tables of throughput and memory, with the import and without.
 
 BERT (110M, 512 positions) by precision and by graph optimisation, a GPT-like decoder of 1.3B parameters by how state is
 sharded, and by tensor x pipeline parallelism. Memory that does not suffice is a row that says so.
@@ -6,7 +6,7 @@ sharded, and by tensor x pipeline parallelism. Memory that does not suffice is a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -21,6 +21,7 @@ from deepytorch.bench.table import Table
 from deepytorch.bench.ways import Parallel, unavailable
 
 PLAIN, OURS = "without", "with the import"
+_BERT, _GPT = "bert_512", "gpt_1.3b"
 TABLES = ("precision", "sharding", "parallelism", "compile")
 # (tensor, pipeline) of the published table
 _DIVIDED = ((1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (2, 2), (4, 4))
@@ -38,13 +39,14 @@ class MemoryOptions:
     """
 
     tables: Annotated[tuple[str, ...], Option(help="With commas: precision, sharding, parallelism, compile.")] = TABLES
-    scale: Annotated[
-        str, Option(metavar="full|small", help="full: sizes as published. small: sizes for a CPU.")
-    ] = "full"
+    scale: Annotated[str, Option(metavar="full|small", help="full: sizes as published. small: sizes for a CPU.")] = (
+        "full"
+    )
     ranks: Annotated[int, Option(min=1, help="Ranks (processes) on this machine.")] = 4
-    precisions: Annotated[
-        tuple[str, ...], Option(help="With commas: fp32, mixed (autocast to bf16), fp16 (GPUs).")
-    ] = ("fp32", "mixed")
+    precisions: Annotated[tuple[str, ...], Option(help="With commas: fp32, mixed (autocast to bf16), fp16 (GPUs).")] = (
+        "fp32",
+        "mixed",
+    )
     device: Annotated[str, Option(metavar="cpu|cuda", help="Where to train.")] = "cpu"
     steps: Annotated[int, Option(min=2, help="Steps that are timed.")] = 20
     warm_up: Annotated[int, Option(min=2, help="Steps before them.")] = 4
@@ -69,43 +71,41 @@ class Memory(Benchmark[MemoryOptions]):
 
     def cells(self, options: MemoryOptions) -> Sequence[Cell]:
         """Return a cell for each row of the tables; both setups of it take turns."""
-        cells: list[Cell] = []
-        precisions = options.precisions
-        half = precisions[-1]
-        if "precision" in options.tables:
-            cells += [self._cell(options, "precision", "bert_512", Parallel(sharding="ddp", precision=p)) for p in precisions]
-        if "sharding" in options.tables:
-            cells += [self._cell(options, "sharding", "gpt_1.3b", Parallel(sharding="ddp"))]
-            cells += [self._cell(options, "sharding", "gpt_1.3b", Parallel(sharding=s, precision=half)) for s in _SHARDINGS]
-        if "parallelism" in options.tables:
-            for tensor, pipeline in _DIVIDED:
-                replicas, left = divmod(options.ranks, tensor * pipeline)
-                if replicas and not left:
-                    way = Parallel(
-                        sharding="ddp" if replicas > 1 else "none",
-                        tensor=tensor,
-                        pipeline=pipeline,
-                        precision=half,
-                        accumulate=max(1, options.ranks // replicas) if pipeline > 1 else 1,
-                    )
-                    cells.append(self._cell(options, "parallelism", "gpt_1.3b", way))
-        if "compile" in options.tables:
-            for precision in precisions:
-                for compiler in ("", "inductor"):
-                    way = Parallel(sharding="ddp", precision=precision, compile=compiler)
-                    cells.append(self._cell(options, "compile", "bert_512", way))
-        return cells
+        half = options.precisions[-1]
+        asked = [("precision", _BERT, Parallel(sharding="ddp", precision=each)) for each in options.precisions]
+        asked += [("sharding", _GPT, Parallel(sharding="ddp"))]
+        asked += [("sharding", _GPT, Parallel(sharding=each, precision=half)) for each in _SHARDINGS]
+        asked += [("parallelism", _GPT, way) for way in self._divided(options.ranks, half)]
+        asked += [
+            ("compile", _BERT, Parallel(sharding="ddp", precision=precision, compile=compiler))
+            for precision in options.precisions
+            for compiler in ("", "inductor")
+        ]
+        return [self._cell(options, *each) for each in asked if each[0] in options.tables]
+
+    @staticmethod
+    def _divided(ranks: int, precision: str) -> Iterator[Parallel]:
+        """Yield the ways of the published table that fit the ranks."""
+        for tensor, pipeline in _DIVIDED:
+            replicas, left = divmod(ranks, tensor * pipeline)
+            if replicas and not left:
+                yield Parallel(
+                    sharding="ddp" if replicas > 1 else "none",
+                    tensor=tensor,
+                    pipeline=pipeline,
+                    precision=precision,
+                    accumulate=ranks // replicas if pipeline > 1 else 1,
+                )
 
     @staticmethod
     def _cell(options: MemoryOptions, table: str, model: str, way: Parallel) -> Cell:
         if options.ranks == 1 and way.sharding == "ddp":
             way = Parallel(precision=way.precision, compile=way.compile)
         small = options.scale == "small"
-        family = "bert" if model.startswith("bert") else "llama"
         job = TrainingJob(
             model=model,
             size="cpu" if small else "full",
-            rows=(_BERT_ROWS if family == "bert" else _GPT_ROWS)[small],
+            rows=(_BERT_ROWS if model == _BERT else _GPT_ROWS)[small],
             parallel=way,
             optimizer="adamw",
             device=options.device,
@@ -127,7 +127,7 @@ class Memory(Benchmark[MemoryOptions]):
             key=key,
             place=Place(ranks=options.ranks),
             setups=[Setup(name=PLAIN, job=job), Setup(name=OURS, job=job, imports=True)],
-            impossible=unavailable(way, family, options.device),
+            impossible=unavailable(way, "bert" if model == _BERT else "llama", options.device),
         )
 
     def rows(self, options: MemoryOptions, cell: Cell, found: Mapping[str, list[dict[str, Any]]]) -> list[Row]:
@@ -136,9 +136,7 @@ class Memory(Benchmark[MemoryOptions]):
 
     def tables(self, results: Results) -> list[Table]:
         """Return a table for each of the published ones."""
-        return [
-            _table(results, table) for table in dict.fromkeys(str(row.key["table"]) for row in results.rows)
-        ]
+        return [_table(results, table) for table in dict.fromkeys(str(row.key["table"]) for row in results.rows)]
 
 
 def _table(results: Results, table: str) -> Table:
@@ -146,7 +144,7 @@ def _table(results: Results, table: str) -> Table:
     for row in results.having(table=table, setup=PLAIN):
         same = {name: value for name, value in row.key.items() if name != "setup"}
         ours = next(iter(results.having(**same, setup=OURS)), None)
-        what = (str(same["sharding"]), str(same["tensor x pipeline"]), str(same["precision"]), same["compile"] or "eager")
+        what = (same["sharding"], same["tensor x pipeline"], same["precision"], same["compile"] or "eager")
         gain = "" if ours is None or ours.failed or row.failed else f"{ours.figures['speedup']:.2f}x"
         rows.append((*map(str, what), *_shown(row), *_shown(ours), gain))
     model = results.having(table=table)[0].key["model"]

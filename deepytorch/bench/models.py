@@ -67,7 +67,11 @@ def build_model(
     if isinstance(size, str) and size not in SIZES:
         raise ConfigError(f'The model size is "{size}", expected one of {", ".join(SIZES)}.')
     transformers = _transformers()
-    settings = family.settings(SIZES[size] if isinstance(size, str) else size) | _special_ids(family) | {"vocab_size": vocab_size, "use_cache": False}
+    settings = (
+        family.settings(SIZES[size] if isinstance(size, str) else size)
+        | _special_ids(family)
+        | {"vocab_size": vocab_size, "use_cache": False}
+    )
     config = getattr(transformers, family.config_name)(**settings)
     if dropout is not None:
         for field in family.dropout_fields:

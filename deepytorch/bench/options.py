@@ -12,10 +12,12 @@ DTYPE_NAMES = ("fp32", "bf16", "fp16")
 
 
 def check_at_least(options: Any, least: int, *names: str) -> None:
-    """Refuse options of these names that are below `least`."""
+    """Refuse options of these names that are below `least`, or that have a value which is."""
     for name in names:
-        if getattr(options, name) < least:
-            raise ConfigError(f"{name} is {getattr(options, name)}; expected {least} or more.")
+        given = getattr(options, name)
+        for value in given if isinstance(given, tuple) else (given,):
+            if value < least:
+                raise ConfigError(f"{name} {'has' if value is not given else 'is'} {value}; expected {least} or more.")
 
 
 def check_choice(options: Any, name: str, accepted: Collection[str]) -> None:

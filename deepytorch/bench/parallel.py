@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -98,7 +98,7 @@ class DataParallel(Trainer):
 
     def _sync(self, last: bool) -> AbstractContextManager[Any]:
         """Return the context of a micro-batch: gradients are reduced with the last one's."""
-        if hasattr(self.model, "set_requires_gradient_sync"):
+        if isinstance(self.model, FSDPModule):
             self.model.set_requires_gradient_sync(last)
         elif isinstance(self.model, DistributedDataParallel) and not last:
             return self.model.no_sync()

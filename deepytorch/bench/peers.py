@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,13 +14,11 @@ from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup
 from deepytorch.bench.figures import training_rows
 from deepytorch.bench.jobs import TrainingJob
 from deepytorch.bench.options import check_at_least, check_choice
-from deepytorch.bench.plots import Plot
 from deepytorch.bench.results import Results, Row
 from deepytorch.bench.table import Table
 from deepytorch.bench.ways import Parallel, unavailable
 
 OURS = "deepytorch"
-_SHARED = ("DDP", "FSDP2", "DeepSpeed")  # what needs ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +40,16 @@ PEERS = {
     "batch_rebalance": _Peer({}, {"data": "balanced"}, ("transformers",)),
     "Liger": _Peer({}, {"kernels": "liger"}, (_LIGER,), gpu=True),
     "flattening + flash attention": _Peer({}, {"kernels": "flash"}, (_FLASH,), gpu=True),
-    "flattening + flash attention + Liger": _Peer({"compile": "inductor"}, {"kernels": "flattened"}, (_FLASH, _LIGER), gpu=True),
+    "flattening + flash attention + Liger": _Peer(
+        {"compile": "inductor"}, {"kernels": "flattened"}, (_FLASH, _LIGER), gpu=True
+    ),
     "FSDP2": _Peer({"sharding": "fsdp2"}, {}),
     "FSDP2 + torch.compile": _Peer({"sharding": "fsdp2", "compile": "inductor"}, {}),
     "DeepSpeed ZeRO-2": _Peer({"sharding": "zero2"}, {}, ("deepspeed",)),
     "DeepSpeed ZeRO-3": _Peer({"sharding": "zero3"}, {}, ("deepspeed",)),
-    "DeepSpeed ZeRO-3 + DeepCompile": _Peer({"sharding": "zero3", "compile": "deepcompile"}, {}, ("deepspeed",), gpu=True),
+    "DeepSpeed ZeRO-3 + DeepCompile": _Peer(
+        {"sharding": "zero3", "compile": "deepcompile"}, {}, ("deepspeed",), gpu=True
+    ),
     OURS: _Peer({}, {}),
     "deepytorch, FSDP2": _Peer({"sharding": "fsdp2"}, {}),
     "deepytorch + group_by_length": _Peer({}, {"data": "grouped"}, ("transformers",)),
@@ -140,7 +142,7 @@ class Peers(Benchmark[PeersOptions]):
             return "needs a GPU"
         if options.ranks == 1 and way.sharding not in ("none", "ddp"):
             return "needs several ranks: --ranks 2"
-        return unavailable(replace(way, compile="") if way.compile == "deepcompile" else way, options.model, options.device)
+        return unavailable(way, options.model, options.device)
 
     def rows(self, options: PeersOptions, cell: Cell, found: Mapping[str, list[dict[str, Any]]]) -> list[Row]:
         """Return a row for each way; `speedup` is over eager's time for the same rows."""
@@ -171,7 +173,3 @@ class Peers(Benchmark[PeersOptions]):
         title = f"{key['model']}, {key['ranks']} ranks, {key['precision']}, batch {results.options['batch_size']}"
         versions = ", ".join(f"{name} {version}" for name, version in results.versions.items())
         return [Table(title, columns, tuple(rows), ("", "runs"), (*missing, versions))]
-
-    def plots(self, results: Results) -> list[Plot]:
-        """Return no plot: it is one table."""
-        return []

@@ -1,7 +1,7 @@
 """`deepytorch bench deepytorch`: the table of gains that Deepytorch Training publishes, against native PyTorch.
 
-Llama2-13B and Qwen2-14B fine-tuned under ZeRO-2, LLaMA-65B under ZeRO-3 with recomputation and offload, Stable Diffusion
-2.1 (dreambooth), ResNet50 and BERT under DDP. The published runs had two hosts of eight GPUs.
+Llama2-13B and Qwen2-14B fine-tuned under ZeRO-2, LLaMA-65B under ZeRO-3 with recomputation and offload, Stable
+Diffusion 2.1 (dreambooth), ResNet50 and BERT under DDP. The published runs had two hosts of eight GPUs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NATIVE, OURS = "native PyTorch", "deepytorch"
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """A line of the table: the model, micro-batches as published and on a CPU, how it is sharded, the published gain."""
+    """A line: the model, its micro-batch as published and on a CPU, how it is sharded, the published gain."""
 
     model: str
     rows: tuple[int, int]
@@ -141,7 +141,13 @@ class Product(Benchmark[ProductOptions]):
                 *(["offload"] if way.offload else []),
             ]
         )
-        key = {"line": name, "hosts": place.hosts, "ranks": place.ranks, "rate": place.rate, "configuration": configuration}
+        key = {
+            "line": name,
+            "hosts": place.hosts,
+            "ranks": place.ranks,
+            "rate": place.rate,
+            "configuration": configuration,
+        }
         setups = [Setup(name=NATIVE, job=job), Setup(name=OURS, job=job, imports=True)]
         impossible = unavailable(way, line.model, options.device)
         return Cell(key=key, place=place, setups=setups, impossible=impossible)
@@ -167,8 +173,8 @@ class Product(Benchmark[ProductOptions]):
             rows.append((name, where, str(key["configuration"]), *shown, gain, _LINES[name].published, runs))
         columns = ("model", "hosts x ranks", "configuration", "native /s", "deepytorch /s", "gain", "published", "runs")
         notes = (
-            "Per second: real tokens of texts, or examples. Published: by Alibaba Cloud on 2 x 8 GPUs (Stable Diffusion: "
-            "1 x 1) of ecs.ebmgn7vx.32xlarge, at full size.",
+            "Per second: real tokens of texts, or examples. Published: by Alibaba Cloud on 2 x 8 GPUs (Stable "
+            "Diffusion: 1 x 1) of ecs.ebmgn7vx.32xlarge, at full size.",
         )
         scale = results.options["scale"]
         return [Table(f"Gains over native PyTorch, scale {scale}", columns, tuple(rows), (*columns[:3], "runs"), notes)]

@@ -20,13 +20,24 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from deepytorch.bench.benchmark import Benchmark, Cell, Place
+from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup, torchrun_shape
+from deepytorch.bench.beside import Beside
 from deepytorch.bench.lab import Lab
 from deepytorch.bench.launch import Notify, RankError, Ranks, lab_of, scratch
 from deepytorch.bench.results import Results, Row, machine, read_result, write_json
 from deepytorch.errors import ConfigError
 
-_PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "lightning", "peft", "trl", "diffusers", "liger-kernel")
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "deepspeed",
+    "lightning",
+    "peft",
+    "trl",
+    "diffusers",
+    "liger-kernel",
+)
 
 
 def run_benchmark(
@@ -52,13 +63,20 @@ def run_benchmark(
     Raises `ConfigError` if the file is of another benchmark or of other options. A setup that fails is a row that says
     why. `KeyboardInterrupt` leaves the file with what is done.
     """
+    shape = torchrun_shape()
+    beside = None if shape is None else Beside(*shape)
+    if beside is not None and beside.rank > 0:
+        out, notify, on_rows = None, lambda text: None, lambda rows: None
     results = _begin(benchmark, options, out, again)
-    cells = [cell for cell in benchmark.cells(options) if not _is_done(results, cell)]
+    cells = benchmark.cells(options)
+    left = [number for number, cell in enumerate(cells) if not _is_done(results, cell)]
+    cells = [cells[number] for number in (left if beside is None else beside.told(left))]
     taken: list[float] = []
-    with _Processes(timeout_s) as processes:
+    with _Processes(timeout_s, beside) as processes:
         for number, cell in enumerate(cells):
             began = time.monotonic()
             about = f"{number + 1} of {len(cells)}{_left(taken, len(cells) - number)}: {words_of(cell.key)}"
+            notify(about)
             rows = _measured(benchmark, options, cell, processes, partial(_tell, notify, about))
             results = _with(results, rows, out)
             on_rows(rows)
@@ -66,13 +84,11 @@ def run_benchmark(
     return _with(results, benchmark.derived(options, results), out)
 
 
-def _measured(
-    benchmark: Benchmark[Any], options: Any, cell: Cell, processes: _Processes, notify: Notify
-) -> list[Row]:
-    if cell.impossible is not None:
-        found, failed = {}, {setup.name: cell.impossible for setup in cell.setups}
-    else:
-        found, failed = processes.measure(cell, notify)
+def _measured(benchmark: Benchmark[Any], options: Any, cell: Cell, processes: _Processes, notify: Notify) -> list[Row]:
+    impossible = cell.impossible or processes.impossible(cell.place)
+    if impossible is not None:
+        return [Row(key={**cell.key, "setup": setup.name}, failed=impossible) for setup in cell.setups]
+    found, failed = processes.measure(cell, notify)
     rows = benchmark.rows(options, cell, found)
     return [*rows, *(Row(key={**cell.key, "setup": name}, failed=reason) for name, reason in failed.items())]
 
@@ -168,8 +184,8 @@ def _left(taken: Sequence[float], cells: int) -> str:
 class _Processes:
     """The processes of setups, which stay for the next cell where it is of the same kind."""
 
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
+    def __init__(self, timeout_s: float, beside: Beside | None = None) -> None:
+        self._timeout_s, self._beside = timeout_s, beside
         self._place: Place | None = None
         self._lab: Lab | None = None
         self._ranks: dict[str, Ranks] = {}
@@ -182,6 +198,12 @@ class _Processes:
     def __exit__(self, *_: object) -> None:
         self._leave(at_once=True)
         self._open.close()
+        if self._beside is not None:
+            self._beside.close()
+
+    def impossible(self, place: Place) -> str | None:
+        """Return why a place cannot be had here; None if it can."""
+        return None if self._beside is None else self._beside.impossible(place)
 
     def measure(self, cell: Cell, notify: Notify) -> tuple[dict[str, list[dict[str, Any]]], dict[str, str]]:
         """Return what the ranks of each setup have found, and why others have failed."""
@@ -195,10 +217,7 @@ class _Processes:
         left = []
         for setup in cell.setups:
             with self._failing(setup.name, failed):
-                if setup.name not in self._ranks:
-                    notify(f"{setup.name}: starting")
-                    self._ranks[setup.name] = Ranks(setup, cell.place, self._folder, self._timeout_s, self._lab)
-                if self._ranks[setup.name].give(cell.kind, asdict(setup.job), notify):
+                if self._start(setup, cell.place, notify).give(cell.kind, asdict(setup.job), notify):
                     left.append(setup.name)
         while left:
             for name in [*left]:
@@ -210,7 +229,19 @@ class _Processes:
                 found[name] = ranks.found()
         if not cell.keeps_processes:
             self._leave(at_once=False)
+        if self._beside is not None:
+            found, failed = self._beside.gathered(cell, found, failed)
+            for name in failed:  # of another process, too
+                if name in self._ranks:
+                    self._ranks.pop(name).end()
         return found, failed
+
+    def _start(self, setup: Setup, place: Place, notify: Notify) -> Ranks:
+        if setup.name not in self._ranks:
+            notify(f"{setup.name}: starting")
+            own = None if self._beside is None else self._beside.variables(place)
+            self._ranks[setup.name] = Ranks(setup, place, self._folder, self._timeout_s, self._lab, own)
+        return self._ranks[setup.name]
 
     @contextlib.contextmanager
     def _failing(self, name: str, failed: dict[str, str], left: list[str] | None = None) -> Iterator[None]:

@@ -10,5 +10,8 @@ from deepytorch.bench.compute import Compute
 from deepytorch.bench.memory_table import Memory
 from deepytorch.bench.peers import Peers
 from deepytorch.bench.product import Product
+from deepytorch.bench.scaling import Scaling
 
-BENCHMARKS: dict[str, Benchmark[Any]] = {each.name: each for each in (Acspeed(), Memory(), Product(), Peers(), Compute())}
+BENCHMARKS: dict[str, Benchmark[Any]] = {
+    each.name: each for each in (Acspeed(), Scaling(), Memory(), Product(), Peers(), Compute())
+}

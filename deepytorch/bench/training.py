@@ -35,8 +35,6 @@ from deepytorch.switch import SWITCH
 Job = TrainingJob
 Batch = dict[str, Tensor]
 _COMPARED = 5  # first steps whose losses are compared
-_SGD = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-4}  # of PyTorch's benchmarks
-_ADAMW = {"lr": 1e-5}
 
 
 def run(job: TrainingJob, turns: Turns) -> dict[str, Any]:
@@ -162,15 +160,20 @@ def _trainer(job: TrainingJob, device: torch.device, rank: int) -> tuple[Trainer
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         return with_kernels(model, job.kernels, job.model)
 
-    kind, settings = (torch.optim.SGD, _SGD) if job.optimizer == "sgd" else (torch.optim.AdamW, _ADAMW)
-    fused = {"fused": True} if job.fused else {}
-    made = trainer(make, job.parallel, optimizer=partial(kind, **settings, **fused), device=device)
+    made = trainer(make, job.parallel, optimizer=_optimizer_of(job), device=device)
     replica, count = job.parallel.replica(rank), job.batches * job.parallel.accumulate
     replicas = job.parallel.replicas(dist.get_world_size() if dist.is_initialized() else 1)
     batches = ordered(found[0], job, replica, replicas, count)
     if job.channels_last:
         batches = [{name: _last(value) for name, value in batch.items()} for batch in batches]
     return made, batches
+
+
+def _optimizer_of(job: TrainingJob) -> Any:
+    if job.optimizer == "adamw":
+        return partial(torch.optim.AdamW, lr=1e-5, fused=job.fused or None)
+    # as in PyTorch's benchmarks
+    return partial(torch.optim.SGD, lr=1e-3, momentum=0.9, weight_decay=1e-4, fused=job.fused or None)
 
 
 def _last(value: Tensor) -> Tensor:

@@ -30,7 +30,9 @@ def report(
 
     output = Output(None)
     found = run_report(ReportOptions(folder=folder, against=against, html=html, markdown=markdown, tolerance=tolerance))
-    output.line(f"{found.rows} rows of {found.files} files, {found.failed} of them failed: {found.html}, {found.markdown}")
+    output.line(
+        f"{found.rows} rows of {found.files} files, {found.failed} of them failed: {found.html}, {found.markdown}"
+    )
     if against is not None:
         output.line(
             f"Against {against}: {found.regressions} figures worse, {found.improvements} better, {found.missing} rows "

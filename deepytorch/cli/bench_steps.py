@@ -235,4 +235,3 @@ def loss(
     ]
     output.table(title, ("", "ms", "of eager's", "peak, MiB", "of eager's", "loss"), rows_of_arms, left=("",))
     output.json(result.to_json())
-

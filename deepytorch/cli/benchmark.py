@@ -12,6 +12,7 @@ import typer
 
 from deepytorch.bench.benchmark import Benchmark
 from deepytorch.cli.output import Output
+from deepytorch.config import process_environment
 from deepytorch.errors import ConfigError
 
 _Out = Annotated[
@@ -65,6 +66,8 @@ def run_and_show(benchmark: Benchmark[Any], options: Any, out: Path | None, *, a
         if not path.exists():
             raise
         results, stopped = read_result(Results, path), True
+    if process_environment().get("RANK", "0") != "0":  # of torchrun's processes the first has the results
+        return
     for table in benchmark.tables(results):
         output.table(table.title, table.columns, table.rows, table.left)
         for note in table.notes:
@@ -80,7 +83,13 @@ def _parameter(name: str, kind: Any, default: Any) -> inspect.Parameter:
     if get_origin(inner) is tuple:
         inner, default = str, ",".join(map(str, default))
         extras[0].metavar = extras[0].metavar or "LIST"
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[inner, *extras])
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=_annotated(inner, extras)
+    )
+
+
+def _annotated(kind: Any, extras: Sequence[Any]) -> Any:
+    return Annotated[(kind, *extras)]  # type: ignore[valid-type]
 
 
 def _value(kind: Any, value: Any, name: str) -> Any:
@@ -93,4 +102,6 @@ def _value(kind: Any, value: Any, name: str) -> Any:
     try:
         return tuple(of(part) for part in parts)
     except ValueError:
-        raise ConfigError(f"--{name.replace('_', '-')} is {value!r}; expected numbers with commas, as in 1,2.") from None
+        raise ConfigError(
+            f"--{name.replace('_', '-')} is {value!r}; expected numbers with commas, as in 1,2."
+        ) from None

@@ -10,18 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from deepytorch.bench.calibrated import (
-    Compute,
-    contention_of,
-    links_of_large,
-    median_of,
-    predicted,
-    profile_of,
-    shared_cores,
-)
+from deepytorch.bench.calibrated import Compute, SharedCores, links_of_large, of_ranks, predicted, profile_of
 from deepytorch.bench.model_profile import ModelProfile, read_profile
 from deepytorch.bench.ready_times import measured_ready_times
-from deepytorch.bench.simulate import Contention, buckets, simulate
+from deepytorch.bench.simulate import Step, buckets, simulate
 from deepytorch.comm.topology.cost import Link, Links
 from deepytorch.comm.topology.host import Host
 from deepytorch.comm.topology.nominal import complete
@@ -55,16 +47,16 @@ def test_gradients_fill_buckets_whole_as_in_ddp():
     assert [bucket.num_bytes for bucket in buckets(one)] == [62 * MIB + 4_000]
 
 
-def test_ranks_are_merged_by_their_medians():
+def test_slowest_rank_of_each_step_counts():
     slow = Compute(forward_s=0.1, backward_s=0.2, optimizer_s=0.02, ready=((0.1, 4), (0.2, 8)))
     quick = Compute(forward_s=0.04, backward_s=0.1, optimizer_s=0.01, ready=((0.02, 4), (0.1, 8)))
     usual = Compute(forward_s=0.05, backward_s=0.1, optimizer_s=0.015, ready=((0.03, 4), (0.1, 8)))
-    found = median_of([slow, usual, quick])
+    found = of_ranks([[slow, quick, quick], [usual, usual, quick]])  # the slowest: slow, usual, quick
     assert (found.forward_s, found.backward_s, found.optimizer_s) == (0.05, 0.1, 0.015)
     assert found.ready == [(pytest.approx(0.03), 4), (pytest.approx(0.1), 8)]
-    for wrong in ([], [slow, COMPUTE]):
-        with pytest.raises(DataError, match="expected steps of one model"):
-            median_of(wrong)
+    for wrong in ([], [[]], [[slow], [COMPUTE]], [[slow], [slow, slow]]):
+        with pytest.raises(DataError, match="expected one model's steps"):
+            of_ranks(wrong)
 
 
 def test_profile_has_the_compute_that_was_measured():
@@ -94,32 +86,35 @@ def test_step_is_compute_and_what_is_exposed():
 
 
 def test_ranks_of_a_lab_share_cores():
-    scale = shared_cores(measured_ranks=4, cores=2)
-    assert [scale(ranks) for ranks in (1, 2, 4, 8)] == [0.5, 0.5, 1.0, 2.0]
-    assert shared_cores(measured_ranks=1, cores=2)(8) == 4.0
-    steps = predicted(profile_of("toy", COMPUTE), hosts(2, 2), links(1e-9), (8,), compute_scale=scale)
-    assert steps[8].step_us == pytest.approx(320e3, rel=1e-3)
-
-
-@pytest.mark.parametrize("algorithm", ["engine", "auto"])
-@pytest.mark.parametrize(
-    "truth", [Contention(), Contention(stretch=0.75), Contention(overlap=0.25), Contention(overlap=0.0, stretch=1.5)]
-)
-def test_contention_of_a_measured_step_is_found_again(algorithm, truth):
-    profile, topology, known = profile_of("toy", COMPUTE), hosts(2, 2), links(5e-3, streams=2)
-    measured_us = predicted(profile, topology, known, (4,), algorithm, contention=truth)[4].step_us
-    found = contention_of(profile, topology, known, measured_us / 1e6, algorithm)
-    assert (found.overlap, found.stretch) == pytest.approx((truth.overlap, truth.stretch), abs=1e-4)
-
-
-def test_collectives_without_overlap_follow_compute():
+    shared = SharedCores(cores=2, measured_ranks=4)
+    assert [shared.compute_scale(ranks) for ranks in (1, 2, 4, 8)] == [0.5, 0.5, 1.0, 2.0]
+    assert SharedCores(cores=2, measured_ranks=1).compute_scale(8) == 4.0
     profile = profile_of("toy", COMPUTE)
-    lost = predicted(profile, hosts(2), links(1e-3), (2,), contention=Contention(0.0, 2.0))[2]
-    assert lost.step_us == pytest.approx(160e3 + 2.0 * 1e-3 * profile.gradient_bytes)
-    half = Contention(overlap=0.5)
-    assert half.end_us(10.0, 20.0, 100.0) == 50.0  # beside compute alone
-    assert half.end_us(90.0, 20.0, 100.0) == 115.0  # 5 of the 20 are done when compute ends
-    assert half.end_us(110.0, 20.0, 100.0) == 130.0
+    for ranks, compute_us in ((4, 160e3), (8, 320e3)):  # nothing overlaps
+        step = predicted(profile, hosts(2, 2), links(1e-3, 2), (ranks,), shared=shared)[ranks]
+        assert step.step_us == pytest.approx(compute_us + step_of_collectives(step))
+
+
+def step_of_collectives(step: Step) -> float:
+    """Return the time of the collectives when each begins as soon as the one before has ended."""
+    alone = predicted(profile_of("toy", COMPUTE), hosts(2, 2), links(1e-3, 2), (step.num_ranks,))[step.num_ranks]
+    return alone.communication_us
+
+
+def test_collective_beside_compute_has_its_part_of_the_speed():
+    small = replace(COMPUTE, ready=((0.02, 2 * MIB), (0.1, 2 * MIB)))
+    one_us = 1e-2 * 2 * MIB  # alone; from 70 ms on, when compute has 80 ms left
+    steps = {
+        overlap: simulate(profile_of("toy", small), hosts(2), links(1e-2), (2,), overlap=overlap).steps[1]
+        for overlap in (0.0, 0.1, 0.5, 1.0)
+    }
+    assert {step.algorithm for step in steps.values()} == {"engine"}
+    first = {overlap: step.transfers[0].end_us for overlap, step in steps.items()}
+    assert first[1.0] == pytest.approx(70e3 + one_us)
+    assert first[0.5] == pytest.approx(70e3 + 2 * one_us)
+    assert first[0.1] == pytest.approx(150e3 + one_us - 8e3)
+    assert first[0.0] == pytest.approx(150e3 + one_us)
+    assert steps[0.0].step_us == pytest.approx(160e3 + 2 * one_us)
 
 
 def test_links_of_large_payloads_take_what_the_largest_took():

@@ -1,0 +1,331 @@
+"""`deepytorch bench scaling`: throughput from one rank to all that there are, then predicted beyond.
+
+The methodology is that of OneFlow's DLPerf and of Tianshu's evaluation, which reached 125 hosts of 8 V100: per-device
+batches, the first 20 steps dropped, the next 100 averaged, the median of 5 repeats; throughput, speedup over one
+device, and how far hardware is used. What is predicted comes from the simulator, with the compute and the links that were
+measured, and is drawn apart.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Annotated, Any
+
+from typer import Option
+
+from deepytorch.bench.benchmark import Benchmark, Cell, Setup, places
+from deepytorch.bench.figures import step_seconds, training_rows
+from deepytorch.bench.jobs import HARDWARE, TrainingJob
+from deepytorch.bench.options import check_at_least, check_choice
+from deepytorch.bench.plots import Plot, Points
+from deepytorch.bench.results import Results, Row
+from deepytorch.bench.table import Table
+from deepytorch.bench.ways import Parallel
+
+DDP, COMPILED, OURS = "ddp", "ddp_compile", "deepytorch"
+SETUPS = (DDP, COMPILED, OURS)
+MODELS = ("resnet50", "hf_Bert", "gpt2")
+_PREDICTED = {DDP: "engine", OURS: "auto"}  # the algorithm of each setup in the simulator
+_SAME = ("model", "rows", "precision", "setup")  # what rows of one curve have in common
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScalingOptions:
+    """Measure throughput and use of hardware from one rank to many, by DLPerf's method; predict it for more.
+
+    ResNet-50, BERT-base and GPT-2 under DDP, compiled DDP and with the import. Predictions take the compute of one rank
+    and the links that were measured; what is predicted for the largest number that was measured, from a smaller one,
+    says how far they are to be believed.
+    """
+
+    models: Annotated[tuple[str, ...], Option(help="With commas: resnet50, hf_Bert, gpt2.")] = MODELS
+    setups: Annotated[tuple[str, ...], Option(help="With commas: ddp, ddp_compile, deepytorch.")] = SETUPS
+    scale: Annotated[
+        str, Option(metavar="full|small", help="full: models as published. small: a quarter of the widths.")
+    ] = "full"
+    batch_sizes: Annotated[
+        tuple[int, ...], Option(help="Examples of a batch of each rank, with commas; 0: those of each model.")
+    ] = (0,)
+    precisions: Annotated[tuple[str, ...], Option(help="With commas: fp32, mixed (autocast to bf16).")] = (
+        "fp32",
+        "mixed",
+    )
+    hosts: Annotated[tuple[int, ...], Option(help="Numbers of hosts, with commas; those after 1 are simulated.")] = (1,)
+    ranks: Annotated[int, Option(min=1, help="Ranks (processes) on each host; one rank alone is measured too.")] = 2
+    rate: Annotated[str, Option(help="Of simulated hosts: bits per second that each may send and receive.")] = "1gbit"
+    predict: Annotated[tuple[int, ...], Option(help="Numbers of ranks to predict.")] = (8, 64, 256, 1000)
+    device: Annotated[str, Option(metavar="cpu|cuda", help="Where to train.")] = "cpu"
+    skip: Annotated[int, Option(min=2, help="First steps, which are dropped.")] = 20
+    steps: Annotated[int, Option(min=1, help="Steps that are averaged.")] = 100
+    repeats: Annotated[int, Option(min=1, help="Such averages, of which the median counts.")] = 5
+    settle: Annotated[
+        float, Option(metavar="SECONDS", help="The most until deepytorch has compiled and chosen what runs.")
+    ] = 300.0
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for a value that is not accepted."""
+        check_choice(self, "models", MODELS)
+        check_choice(self, "setups", SETUPS)
+        check_choice(self, "scale", ("full", "small"))
+        check_choice(self, "precisions", ("fp32", "mixed"))
+        check_choice(self, "device", ("cpu", "cuda"))
+        check_at_least(self, 0, "batch_sizes")
+        check_at_least(self, 1, "hosts", "predict")
+
+
+class Scaling(Benchmark[ScalingOptions]):
+    """See this module."""
+
+    name = "scaling"
+    options = ScalingOptions
+
+    def cells(self, options: ScalingOptions) -> Sequence[Cell]:
+        """Return a cell for each model, batch, precision and number of ranks, one rank first."""
+        several = places(options.hosts, options.ranks, (options.rate,))
+        alone = [] if any(place.all_ranks == 1 for place in several) else places((1,), 1, ())
+        return [
+            Cell(
+                key={
+                    "model": model,
+                    "rows": rows or None,
+                    "precision": precision,
+                    "hosts": place.hosts,
+                    "ranks": place.ranks,
+                    "rate": place.rate,
+                    "kind": "measured",
+                },
+                setups=[
+                    self._setup(options, model, rows, precision, name, place.all_ranks)
+                    for name in options.setups
+                ],
+                place=place,
+            )
+            for model, rows, precision, place in product(
+                options.models, options.batch_sizes, options.precisions, (*alone, *several)
+            )
+        ]  # fmt: skip
+
+    @staticmethod
+    def _setup(options: ScalingOptions, model: str, rows: int, precision: str, name: str, ranks: int) -> Setup:
+        way = Parallel(
+            sharding="ddp" if ranks > 1 else "none",
+            precision=precision,
+            compile="inductor" if name == COMPILED else "",
+        )
+        job = TrainingJob(
+            model=model,
+            size="cpu" if options.scale == "small" else "full",
+            rows=rows,
+            parallel=way,
+            device=options.device,
+            steps=options.steps * options.repeats,
+            warm_up=options.skip,
+            settle_s=options.settle,
+            hardware=True,
+            ready=name != COMPILED,
+        )
+        return Setup(name=name, job=job, imports=name == OURS)
+
+    def rows(self, options: ScalingOptions, cell: Cell, found: Mapping[str, list[dict[str, Any]]]) -> list[Row]:
+        """Return a row for each setup, with the means of its hardware's use and what predictions start from."""
+        rows = []
+        for row in training_rows(cell, found, DDP):
+            ranks = found[str(row.key["setup"])]
+            seconds, part = step_seconds(ranks), options.steps
+            means = [statistics.fmean(seconds[at : at + part]) for at in range(0, len(seconds), part)]
+            row.figures["step_s"] = statistics.median(means)
+            row.figures["examples_per_s"] = sum(rank["rows"] for rank in ranks) / row.figures["step_s"]
+            hardware = ranks[0]["hardware"]
+            row.figures.update({name: statistics.fmean(hardware[name]) for name in HARDWARE if hardware.get(name)})
+            row.series.update({name: hardware[name] for name in ("seconds", *HARDWARE) if hardware.get(name)})
+            _keep_ready(row, ranks[0]["ready"])
+            rows.append(row)
+        return rows
+
+    def derived(self, options: ScalingOptions, results: Results) -> list[Row]:
+        """Return predicted steps: of the largest measured number of ranks from a smaller one, and of more."""
+        return [row for curve in _curves(results) for row in _predictions(options, curve)]
+
+    def tables(self, results: Results) -> list[Table]:
+        """Return a table for each model, and one of predictions."""
+        found = [_table(results, str(model)) for model in dict.fromkeys(row.key["model"] for row in results.rows)]
+        return [*found, *([_predicted_table(results)] if results.having(kind="predicted") else [])]
+
+    def plots(self, results: Results) -> list[Plot]:
+        """Return speedup and efficiency over ranks, and the use of hardware over time at the most ranks."""
+        return [
+            plot for model in dict.fromkeys(row.key["model"] for row in results.rows) for plot in _plots(results, model)
+        ]
+
+
+def all_ranks(row: Row) -> int:
+    """Return the number of ranks of all hosts."""
+    return int(row.key["hosts"] or 1) * int(row.key["ranks"] or 1)
+
+
+def _keep_ready(row: Row, ready: Mapping[str, Any]) -> None:
+    if ready:
+        row.figures.update({name: ready[name] for name in ("forward_s", "backward_s", "optimizer_s")})
+        row.series.update(
+            ready_s=[at for at, _ in ready["ready"]], ready_bytes=[float(size) for _, size in ready["ready"]]
+        )
+        row.texts.update({name: json.dumps(ready[name]) for name in ("topology", "links") if name in ready})
+
+
+def _curves(results: Results) -> Iterator[list[Row]]:
+    """Yield the measured rows of each curve, fewest ranks first."""
+    measured = [row for row in results.having(kind="measured") if not row.failed]
+    for same in dict.fromkeys(tuple(row.key[name] for name in _SAME) for row in measured):
+        rows = [row for row in measured if tuple(row.key[name] for name in _SAME) == same]
+        yield sorted(rows, key=all_ranks)
+
+
+def _predictions(options: ScalingOptions, curve: Sequence[Row]) -> Iterator[Row]:
+    from deepytorch.bench.calibrated import SharedCores, predicted, profile_of
+    from deepytorch.comm.topology.cost import Links
+    from deepytorch.comm.topology.topology import Topology
+
+    name = str(curve[0].key["setup"])
+    several = [row for row in curve if row.key["hosts"] != 1 and "links" in row.texts]
+    if name not in _PREDICTED or not several:
+        return
+
+    def steps(base: Row, compute: Row, ranks: Sequence[int], shared: SharedCores | None) -> Mapping[int, Any]:
+        profile = profile_of(
+            str(base.key["model"]), _compute(compute), device="cuda" if options.device == "cuda" else "cpu"
+        )
+        topology = Topology.from_json(json.loads(base.texts["topology"]))
+        links = Links.from_json(json.loads(base.texts["links"]))
+        return predicted(profile, topology, links, ranks, _PREDICTED[name], shared)
+
+    largest = curve[-1]
+    if len(several) > 1:
+        base, ranks = several[-2], all_ranks(largest)
+        shared = SharedCores(os.cpu_count() or 1, all_ranks(base)) if base.key["rate"] else None
+        found = steps(base, base, (ranks,), shared)[ranks]
+        row = _predicted_row(largest, int(largest.key["hosts"] or 1), int(largest.key["ranks"] or 1), found)
+        measured = largest.figures["step_s"]
+        row.figures["step_rel_diff"] = abs(row.figures["step_s"] - measured) / measured
+        yield row
+    per_host = int(several[-1].key["ranks"] or 1)
+    more = [ranks for ranks in options.predict if ranks > all_ranks(largest) and ranks % per_host == 0]
+    for ranks, found in steps(several[-1], curve[0], more, None).items():
+        yield _predicted_row(largest, ranks // per_host, per_host, found)
+
+
+def _compute(row: Row) -> Any:
+    from deepytorch.bench.calibrated import Compute
+
+    parts = {name: row.figures[name] for name in ("forward_s", "backward_s", "optimizer_s")}
+    ready = zip(row.series["ready_s"], map(int, row.series["ready_bytes"]), strict=True)
+    return Compute(**parts, ready=tuple(ready))
+
+
+def _predicted_row(like: Row, hosts: int, per_host: int, found: Any) -> Row:
+    rows = like.figures["examples_per_s"] * like.figures["step_s"] / all_ranks(like)
+    step_s = found.step_us / 1e6
+    return Row(
+        key={**like.key, "hosts": hosts, "ranks": per_host, "kind": "predicted"},
+        figures={
+            "step_s": step_s,
+            "examples_per_s": rows * hosts * per_host / step_s,
+            "scaling_efficiency": found.efficiency,
+        },
+    )
+
+
+def _alone(results: Results, row: Row) -> Row | None:
+    """Return the row of one rank on the same curve."""
+    same = {name: row.key[name] for name in _SAME}
+    return next(
+        (each for each in results.having(**same, kind="measured") if all_ranks(each) == 1 and not each.failed), None
+    )
+
+
+def _table(results: Results, model: str) -> Table:
+    rows = []
+    for row in results.having(model=model, kind="measured"):
+        key, figures = row.key, row.figures
+        where = f"{key['hosts']} x {key['ranks']}" + (f" at {key['rate']}" if key["rate"] else "")
+        what = (where, str(key["rows"] or "own"), str(key["precision"]), str(key["setup"]))
+        if row.failed:
+            rows.append((*what, row.failed, *[""] * 6))
+            continue
+        alone = _alone(results, row)
+        gain = figures["examples_per_s"] / alone.figures["examples_per_s"] if alone is not None else None
+        use = [f"{figures[name]:,.0f}" if name in figures else "" for name in HARDWARE[:4]]
+        shown = "" if gain is None else f"{gain:.2f}x"
+        gpu = f"{figures['gpu_percent']:.0f}" if "gpu_percent" in figures else ""
+        rows.append((*what, f"{figures['examples_per_s']:,.1f}", shown, *use, gpu))
+    columns = ("hosts x ranks", "batch", "precision", "setup", "examples/s", "of one rank")
+    use_names = ("CPU %", "memory %", "disk MB/s", "network Mbit/s", "GPU %")
+    return Table(f"{model}, scale {results.options['scale']}", (*columns, *use_names), tuple(rows), columns[:4])
+
+
+def _predicted_table(results: Results) -> Table:
+    rows = []
+    for row in results.having(kind="predicted"):
+        off = row.figures.get("step_rel_diff")
+        rows.append(
+            (
+                str(row.key["model"]),
+                str(row.key["precision"]),
+                str(row.key["setup"]),
+                f"{all_ranks(row):,}",
+                f"{1e3 * row.figures['step_s']:,.1f}",
+                f"{100 * row.figures['scaling_efficiency']:.0f} %",
+                "" if off is None else f"off by {100 * off:.0f} %",
+            )
+        )
+    columns = ("model", "precision", "setup", "ranks", "step ms", "efficiency", "measured")
+    notes = (
+        "Predicted from measured compute and links, with cores of their own for each rank; where the number was "
+        "measured as well, from the next smaller one, on shared cores.",
+    )
+    return Table("Predicted, not measured", columns, tuple(rows), columns[:3], notes)
+
+
+def _plots(results: Results, model: Any) -> Iterator[Plot]:
+    speedups, efficiencies = [], []
+    for curve in _curves(results):
+        alone = _alone(results, curve[0])
+        if curve[0].key["model"] != model or alone is None:
+            continue
+        key = curve[0].key
+        name = f"{key['setup']}, {key['precision']}" + (f", batch {key['rows']}" if key["rows"] else "")
+        beyond = [
+            row for row in results.having(**{each: key[each] for each in _SAME}, kind="predicted")
+            if "step_rel_diff" not in row.figures
+        ]  # fmt: skip
+        for rows, label, predicted in ((curve, name, False), (beyond, f"{name}, predicted", True)):
+            if rows:
+                ranks = tuple(float(all_ranks(row)) for row in rows)
+                gains = tuple(row.figures["examples_per_s"] / alone.figures["examples_per_s"] for row in rows)
+                speedups.append(Points(label, ranks, gains, predicted=predicted))
+                shares = tuple(gain / number for gain, number in zip(gains, ranks, strict=True))
+                efficiencies.append(Points(label, ranks, shares, predicted=predicted))
+    if speedups:
+        yield Plot(
+            f"{model}: throughput over that of one rank", "curves", "ranks", "times", tuple(speedups), True, True
+        )
+        yield Plot(f"{model}: scaling efficiency", "curves", "ranks", "speedup / ranks", tuple(efficiencies), True)
+    last = [curve[-1] for curve in _curves(results) if curve[-1].key["model"] == model]
+    for figure, unit in (
+        ("cpu_percent", "CPU use, %"),
+        ("network_mbit_per_s", "network, Mbit/s"),
+        ("gpu_percent", "GPU use, %"),
+    ):
+        series = tuple(
+            Points(
+                f"{row.key['setup']}, {row.key['precision']}", tuple(row.series["seconds"]), tuple(row.series[figure])
+            )
+            for row in last
+            if figure in row.series
+        )
+        if series:
+            yield Plot(f"{model} on {all_ranks(last[0])} ranks: {unit}", "curves", "seconds", unit, series)
