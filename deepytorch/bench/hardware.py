@@ -14,8 +14,9 @@ import psutil
 class Hardware:
     """Samples the use of this host, as long as the `with` block runs, in a thread of its own.
 
-    `series[name]`: a value for each sample, by the names of `jobs.HARDWARE`; `seconds`: when it was taken. Network and disk are both directions added
-    up, over all devices that this process sees but the loopback. GPUs are left out if nvidia-ml-py finds none.
+    `series[name]`: a value for each sample, by the names of `jobs.HARDWARE`; `seconds`: when it was taken. Network and
+    disk are both directions added up, over all devices that this process sees but the loopback. GPUs are left out if
+    nvidia-ml-py finds none.
     """
 
     def __init__(self, every_s: float = 0.2) -> None:

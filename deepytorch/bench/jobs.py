@@ -21,7 +21,6 @@ class TrainingJob:
         model, size: Of the zoo.
         rows: Examples of a micro-batch of this rank; 0: those that the model is known with.
         parallel: How it is divided between ranks, its precision and the compiler.
-        mode: Of torch.compile.
         channels_last: Whether convolutions have the channels of their images last.
         fused: Whether the optimizer is fused.
         optimizer: sgd, as in PyTorch's benchmarks; adamw.
@@ -46,7 +45,6 @@ class TrainingJob:
     size: str = "cpu"
     rows: int = 0
     parallel: Parallel = field(default_factory=Parallel)
-    mode: str | None = None
     channels_last: bool = False
     fused: bool = False
     optimizer: str = "sgd"

@@ -78,13 +78,13 @@ class DataParallel(Trainer):
         whole = parallel.tensor == 1 and parallel.sharding != "fsdp2"
         self.model = _replicated(model if whole else _compiled_blocks(model, parallel), parallel, device, mesh)
         compiled = whole and parallel.compile
-        self._call: Callable[..., Any] = torch.compile(self.model, backend=parallel.compile) if compiled else self.model
-        self._optimizer = _optimizer(self.model, parallel, make)
+        self._call: Callable[..., Any] = torch.compile(self.model, backend=parallel.compile, mode=parallel.mode) if compiled else self.model
+        self.optimizer = _optimizer(self.model, parallel, make)
         self._by_policy = parallel.sharding == "fsdp2"  # has a precision of its own
         self._scaler = torch.amp.GradScaler(device.type, enabled=parallel.precision == "fp16")
 
     def step(self, batches: Sequence[Batch]) -> Tensor:
-        self._optimizer.zero_grad()
+        self.optimizer.zero_grad()
         losses = []
         for number, batch in enumerate(batches, 1):
             with self._sync(number == len(batches)):
@@ -92,7 +92,7 @@ class DataParallel(Trainer):
                     loss = loss_of(self._call(**batch))
                 self._scaler.scale(loss / len(batches)).backward()
             losses.append(loss.detach())
-        self._scaler.step(self._optimizer)
+        self._scaler.step(self.optimizer)
         self._scaler.update()
         return torch.stack(losses).mean()
 
@@ -152,7 +152,7 @@ class Pipeline(Trainer):
         autocast = _nothing if parallel.sharding == "fsdp2" else self.autocast
         stage = _replicated(_compiled_blocks(Stage(model, autocast), parallel), parallel, device, mesh)
         self.model = stage
-        self._optimizer = _optimizer(stage, parallel, make)
+        self.optimizer = _optimizer(stage, parallel, make)
 
         def loss(logits: Tensor, labels: Tensor) -> Tensor:
             return cast(Any, model).loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1])
@@ -163,13 +163,13 @@ class Pipeline(Trainer):
 
     def step(self, batches: Sequence[Batch]) -> Tensor:
         """See `Trainer`. All batches have the shapes of the first ones: stages agree on them once."""
-        self._optimizer.zero_grad()
+        self.optimizer.zero_grad()
         rows = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
         ids, labels = rows.pop("input_ids"), rows.pop("labels")
         losses: list[Tensor] = []
         inputs, target = (ids,) if self._first else (), labels if self._last else None
         self._schedule.step(*inputs, target=target, losses=losses, return_outputs=False, **rows)
-        self._optimizer.step()
+        self.optimizer.step()
         loss = torch.stack(losses).mean().detach() if self._last else torch.zeros((), device=self.device)
         dist.broadcast(loss, group=self._group, group_src=self.parallel.pipeline - 1)
         return loss
@@ -291,7 +291,7 @@ def _recompute(model: nn.Module) -> None:
 def _compiled_blocks(model: nn.Module, parallel: Parallel) -> nn.Module:
     if parallel.compile:
         for block in blocks(model) or [model]:
-            block.compile(backend=parallel.compile)
+            block.compile(backend=parallel.compile, mode=parallel.mode)
     return model
 
 

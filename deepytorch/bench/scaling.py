@@ -2,8 +2,8 @@
 
 The methodology is that of OneFlow's DLPerf and of Tianshu's evaluation, which reached 125 hosts of 8 V100: per-device
 batches, the first 20 steps dropped, the next 100 averaged, the median of 5 repeats; throughput, speedup over one
-device, and how far hardware is used. What is predicted comes from the simulator, with the compute and the links that were
-measured, and is drawn apart.
+device, and how far hardware is used. What is predicted comes from the simulator, with the compute and the links that
+were measured, and is drawn apart.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from deepytorch.bench.figures import step_seconds, training_rows
 from deepytorch.bench.jobs import HARDWARE, TrainingJob
 from deepytorch.bench.options import check_at_least, check_choice
 from deepytorch.bench.plots import Plot, Points
-from deepytorch.bench.results import Results, Row
+from deepytorch.bench.results import Results, Row, decoded
 from deepytorch.bench.table import Table
 from deepytorch.bench.ways import Parallel
 
@@ -31,6 +31,7 @@ DDP, COMPILED, OURS = "ddp", "ddp_compile", "deepytorch"
 SETUPS = (DDP, COMPILED, OURS)
 MODELS = ("resnet50", "hf_Bert", "gpt2")
 _PREDICTED = {DDP: "engine", OURS: "auto"}  # the algorithm of each setup in the simulator
+_PARTS = ("forward_s", "backward_s", "optimizer_s")
 _SAME = ("model", "rows", "precision", "setup")  # what rows of one curve have in common
 
 
@@ -143,7 +144,7 @@ class Scaling(Benchmark[ScalingOptions]):
             hardware = ranks[0]["hardware"]
             row.figures.update({name: statistics.fmean(hardware[name]) for name in HARDWARE if hardware.get(name)})
             row.series.update({name: hardware[name] for name in ("seconds", *HARDWARE) if hardware.get(name)})
-            _keep_ready(row, ranks[0]["ready"])
+            _keep_compute(row, ranks)
             rows.append(row)
         return rows
 
@@ -168,13 +169,17 @@ def all_ranks(row: Row) -> int:
     return int(row.key["hosts"] or 1) * int(row.key["ranks"] or 1)
 
 
-def _keep_ready(row: Row, ready: Mapping[str, Any]) -> None:
-    if ready:
-        row.figures.update({name: ready[name] for name in ("forward_s", "backward_s", "optimizer_s")})
-        row.series.update(
-            ready_s=[at for at, _ in ready["ready"]], ready_bytes=[float(size) for _, size in ready["ready"]]
-        )
-        row.texts.update({name: json.dumps(ready[name]) for name in ("topology", "links") if name in ready})
+def _keep_compute(row: Row, ranks: Sequence[Mapping[str, Any]]) -> None:
+    """Keep what predictions start from: the compute of a rank, and the process group's topology and links."""
+    from deepytorch.bench.calibrated import Compute, of_ranks
+
+    if not ranks[0]["ready"]:
+        return
+    compute = of_ranks([[decoded(Compute, step) for step in rank["ready"]["steps"]] for rank in ranks])
+    row.figures.update({name: getattr(compute, name) for name in _PARTS})
+    times, sizes = zip(*compute.ready, strict=True)
+    row.series.update(ready_s=list(times), ready_bytes=[float(size) for size in sizes])
+    row.texts.update({name: json.dumps(value) for name, value in ranks[0]["ready"]["group"].items()})
 
 
 def _curves(results: Results) -> Iterator[list[Row]]:
@@ -186,51 +191,45 @@ def _curves(results: Results) -> Iterator[list[Row]]:
 
 
 def _predictions(options: ScalingOptions, curve: Sequence[Row]) -> Iterator[Row]:
-    from deepytorch.bench.calibrated import SharedCores, predicted, profile_of
-    from deepytorch.comm.topology.cost import Links
-    from deepytorch.comm.topology.topology import Topology
+    from deepytorch.bench.calibrated import SharedCores
 
-    name = str(curve[0].key["setup"])
     several = [row for row in curve if row.key["hosts"] != 1 and "links" in row.texts]
-    if name not in _PREDICTED or not several:
+    if curve[0].key["setup"] not in _PREDICTED or not several:
         return
-
-    def steps(base: Row, compute: Row, ranks: Sequence[int], shared: SharedCores | None) -> Mapping[int, Any]:
-        profile = profile_of(
-            str(base.key["model"]), _compute(compute), device="cuda" if options.device == "cuda" else "cpu"
-        )
-        topology = Topology.from_json(json.loads(base.texts["topology"]))
-        links = Links.from_json(json.loads(base.texts["links"]))
-        return predicted(profile, topology, links, ranks, _PREDICTED[name], shared)
-
-    largest = curve[-1]
-    if len(several) > 1:
-        base, ranks = several[-2], all_ranks(largest)
+    largest = several[-1]
+    ranks, per_host = all_ranks(largest), int(largest.key["ranks"] or 1)
+    for base in several[-2:]:  # a smaller number, and the largest one's own compute and links
         shared = SharedCores(os.cpu_count() or 1, all_ranks(base)) if base.key["rate"] else None
-        found = steps(base, base, (ranks,), shared)[ranks]
-        row = _predicted_row(largest, int(largest.key["hosts"] or 1), int(largest.key["ranks"] or 1), found)
+        found = _simulated(base, base, (ranks,), shared)[ranks]
+        row = _predicted_row(largest, ranks // per_host, per_host, found, base)
         measured = largest.figures["step_s"]
         row.figures["step_rel_diff"] = abs(row.figures["step_s"] - measured) / measured
         yield row
-    per_host = int(several[-1].key["ranks"] or 1)
-    more = [ranks for ranks in options.predict if ranks > all_ranks(largest) and ranks % per_host == 0]
-    for ranks, found in steps(several[-1], curve[0], more, None).items():
-        yield _predicted_row(largest, ranks // per_host, per_host, found)
+    more = [number for number in options.predict if number > ranks and number % per_host == 0]
+    for number, found in _simulated(largest, curve[0], more, None).items():
+        yield _predicted_row(largest, number // per_host, per_host, found, curve[0])
 
 
-def _compute(row: Row) -> Any:
-    from deepytorch.bench.calibrated import Compute
+def _simulated(base: Row, compute: Row, ranks: Sequence[int], shared: Any) -> Mapping[int, Any]:
+    """Return the steps on so many ranks, by the links of one row and the compute of another."""
+    from deepytorch.bench.calibrated import Compute, predicted, profile_of
+    from deepytorch.comm.topology.cost import Links
+    from deepytorch.comm.topology.topology import Topology
 
-    parts = {name: row.figures[name] for name in ("forward_s", "backward_s", "optimizer_s")}
-    ready = zip(row.series["ready_s"], map(int, row.series["ready_bytes"]), strict=True)
-    return Compute(**parts, ready=tuple(ready))
+    ready = tuple(zip(compute.series["ready_s"], map(int, compute.series["ready_bytes"]), strict=True))
+    parts = Compute(**{name: compute.figures[name] for name in _PARTS}, ready=ready)
+    topology = Topology.from_json(json.loads(base.texts["topology"]))
+    links = Links.from_json(json.loads(base.texts["links"]))
+    on_gpus = "gpu_percent" in base.figures
+    profile = profile_of(str(base.key["model"]), parts, device="cuda" if on_gpus else "cpu")
+    return predicted(profile, topology, links, ranks, _PREDICTED[str(base.key["setup"])], shared)
 
 
-def _predicted_row(like: Row, hosts: int, per_host: int, found: Any) -> Row:
+def _predicted_row(like: Row, hosts: int, per_host: int, found: Any, base: Row) -> Row:
     rows = like.figures["examples_per_s"] * like.figures["step_s"] / all_ranks(like)
     step_s = found.step_us / 1e6
     return Row(
-        key={**like.key, "hosts": hosts, "ranks": per_host, "kind": "predicted"},
+        key={**like.key, "hosts": hosts, "ranks": per_host, "kind": "predicted", "from": all_ranks(base)},
         figures={
             "step_s": step_s,
             "examples_per_s": rows * hosts * per_host / step_s,
@@ -277,15 +276,16 @@ def _predicted_table(results: Results) -> Table:
                 str(row.key["precision"]),
                 str(row.key["setup"]),
                 f"{all_ranks(row):,}",
+                str(row.key["from"]),
                 f"{1e3 * row.figures['step_s']:,.1f}",
                 f"{100 * row.figures['scaling_efficiency']:.0f} %",
                 "" if off is None else f"off by {100 * off:.0f} %",
             )
         )
-    columns = ("model", "precision", "setup", "ranks", "step ms", "efficiency", "measured")
+    columns = ("model", "precision", "setup", "ranks", "compute of", "step ms", "efficiency", "measured")
     notes = (
-        "Predicted from measured compute and links, with cores of their own for each rank; where the number was "
-        "measured as well, from the next smaller one, on shared cores.",
+        "Predicted from compute that was measured on the ranks of the fifth column, without communication, and from "
+        "measured links: with cores of its own for each rank; where the number was measured as well, on shared cores.",
     )
     return Table("Predicted, not measured", columns, tuple(rows), columns[:3], notes)
 

@@ -34,6 +34,7 @@ from deepytorch.switch import SWITCH
 
 Job = TrainingJob
 Batch = dict[str, Tensor]
+_READY_STEPS = 4
 _COMPARED = 5  # first steps whose losses are compared
 
 
@@ -132,22 +133,25 @@ class _Run:
 
 
 def _ready(run: _Run) -> dict[str, Any]:
-    """Return the compute of a step without communication, and the process group's topology and links."""
+    """Return the compute of steps without communication, between real ones, and the group's topology and links."""
     made: Any = run.trainer
-    batch = run.next_batches()[0]
+    begin = dist.barrier if dist.is_initialized() else lambda: None
 
     def forward() -> Tensor:
         with made.autocast():
-            return loss_of(made.model(**batch))
+            return loss_of(made.model(**run.next_batches()[0]))
 
-    with made.model.no_sync() if hasattr(made.model, "no_sync") else contextlib.nullcontext():
-        begin = dist.barrier if dist.is_initialized() else lambda: None
-        found: dict[str, Any] = asdict(measured_ready_times(made.model, forward, made.optimizer, begin=begin))
+    steps = []
+    for _ in range(_READY_STEPS):
+        run.train()
+        with made.model.no_sync() if hasattr(made.model, "no_sync") else contextlib.nullcontext():
+            found = measured_ready_times(made.model, forward, made.optimizer, steps=1, warm_up=0, begin=begin)
+        steps.append(asdict(found))
+    group: dict[str, Any] = {}
     with contextlib.suppress(ConfigError):  # stock groups tell nothing
-        group = group_of(dist.group.WORLD) if dist.is_initialized() else None
-        if group is not None:
-            found |= {"topology": group.topology.to_json(), "links": group.links.to_json()}
-    return found
+        known = group_of(dist.group.WORLD) if dist.is_initialized() else None
+        group = {} if known is None else {"topology": known.topology.to_json(), "links": known.links.to_json()}
+    return {"steps": steps, "group": group}
 
 
 def _trainer(job: TrainingJob, device: torch.device, rank: int) -> tuple[Trainer, list[Batch]]:

@@ -29,7 +29,7 @@ class Parallel:
             there are fewer of them than stages.
         precision: Of the step, over fp32 weights. mixed: bf16; fp16: with a gradient scaler. By autocast, or by the
             sharding's own setting where it has one (DeepSpeed, fully_shard).
-        compile: A backend of torch.compile; "" for eager.
+        compile: A backend of torch.compile; "" for eager. mode: Its mode.
         recompute: Whether activations of blocks are computed again in the backward.
         offload: Whether the optimizer's state, and weights where they are sharded, are in the host's memory.
         accumulate: Micro-batches of an optimizer step.
@@ -40,6 +40,7 @@ class Parallel:
     pipeline: int = 1
     precision: str = "fp32"
     compile: str = ""
+    mode: str | None = None
     recompute: bool = False
     offload: bool = False
     accumulate: int = 1
