@@ -7,7 +7,7 @@ by step, once each has compiled what it runs.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -32,9 +32,9 @@ class ComputeOptions:
     """Time training steps of networks for images, speech, text and diffusion, with the import and without.
 
     Each setup trains in a process of its own; they take turns, step by step, once each has compiled what it runs. The
-    table says how many times as long as deepytorch's a step takes (ratio), the most memory of the process (MB), how
-    long the first two steps take (start), after how many seconds of training more steps are done than in eager (ahead),
-    how far the first losses are from eager's, and which form of the model runs.
+    table says how many times as long as deepytorch's a step takes in eager and in Inductor, after how many seconds of
+    training more steps are done than in eager, the most memory of the process, how far the first losses are from
+    eager's, and which form of the model runs.
     """
 
     models: Annotated[tuple[str, ...], Option(help="Models of the zoo, with commas.")] = MODELS
@@ -117,34 +117,36 @@ class Compute(Benchmark[ComputeOptions]):
         return rows
 
     def tables(self, results: Results) -> list[Table]:
-        """Return a table for each model."""
-        return [_table(results, str(model)) for model in dict.fromkeys(row.key["model"] for row in results.rows)]
+        """Return one table, a line for each model."""
+        rows, notes = [], []
+        for model in dict.fromkeys(row.key["model"] for row in results.rows):
+            measured = {str(row.key["setup"]): row for row in results.having(model=model)}
+            rows.append((str(model), *_line(measured, results.options["setups"])))
+            for name, row in measured.items():
+                if row.failed or "disturbed" in row.texts:
+                    notes.append(f"{model}, {name}: {row.failed or row.texts['disturbed']}.")
+        times = [f"{name}, ms" for name in results.options["setups"]]
+        columns = ("model", *times, "of eager", "of Inductor", "ahead after, s", "memory of eager's", "losses", "runs")
+        title = f"A training step, size {results.options['size']}, {results.options['precision']}"
+        return [Table(title, columns, tuple(rows), ("model", "runs"), tuple(notes))]
 
 
-def _table(results: Results, model: str) -> Table:
-    rows = []
-    measured = results.having(model=model)
-    for row in measured:
-        figures = row.figures
-        shown = ("", "", "", "", "", "", row.failed)
-        if not row.failed:
-            shown = (
-                f"{1e3 * figures['step_s']:,.1f}",
-                f"{figures['ratio']:.2f}x" if "ratio" in figures else "",
-                f"{figures['process_mb']:,.0f}",
-                f"{figures['first_s']:,.1f}",
-                f"{figures['ahead_s']:,.1f}" if "ahead_s" in figures else "never",
-                f"{figures.get('loss_rel_diff', 0.0):.0e}",
-                row.texts.get("runs") or str(row.key["setup"]),
-            )
-        rows.append((str(row.key["setup"]), *shown))
-    rivals = [row.figures.get("ratio") for row in measured if row.key["setup"] in (EAGER, INDUCTOR)]
-    best = min((ratio for ratio in rivals if ratio is not None), default=0.0)
-    what = f"{model}, {results.options['size']}, {results.options['precision']}"
-    title = f"{what}: {best:.2f}x the better of eager and Inductor" if best else what
-    notes = tuple(f"{row.key['setup']}: {row.texts['disturbed']}." for row in measured if "disturbed" in row.texts)
-    columns = ("setup", "step ms", "ratio", "MB", "start s", "ahead s", "losses", "runs")
-    return Table(title, columns, tuple(rows), ("setup", "runs"), notes)
+def _line(measured: Mapping[str, Row], setups: Sequence[str]) -> Iterator[str]:
+    for name in setups:
+        row = measured.get(name)
+        yield "" if row is None or row.failed else f"{1e3 * row.figures['step_s']:,.1f}"
+    ours, eager = measured.get(OURS), measured.get(EAGER)
+    for name in (EAGER, INDUCTOR):
+        row = measured.get(name)
+        yield "" if row is None or "ratio" not in row.figures else f"{row.figures['ratio']:.2f}x"
+    if ours is None or ours.failed:
+        yield from ("", "", "", "" if ours is None else ours.failed)
+        return
+    yield f"{ours.figures['ahead_s']:,.0f}" if "ahead_s" in ours.figures else "never"
+    held = None if eager is None or eager.failed else ours.figures["process_mb"] / eager.figures["process_mb"]
+    yield "" if held is None else f"{held:.2f}"
+    yield f"{ours.figures['loss_rel_diff']:.0e}" if "loss_rel_diff" in ours.figures else ""
+    yield ours.texts.get("runs", "")
 
 
 def break_even(warm_up: Sequence[float], settled: Sequence[float], eager: Sequence[float]) -> float | None:
