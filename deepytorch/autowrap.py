@@ -48,7 +48,7 @@ from deepytorch.handles import (
 from deepytorch.kept_memory import MEMORY
 from deepytorch.log import logger, once
 from deepytorch.module_holders import holders_of, holds, is_layer, models_beside
-from deepytorch.parallel_modules import is_fsdp, is_partitioned, is_sharded, unwrapped
+from deepytorch.parallel_modules import is_divided, is_fsdp, is_partitioned, is_sharded, unwrapped
 from deepytorch.patches import apply_all, undo_all
 from deepytorch.switch import SWITCH
 from deepytorch.torch_internals import OptimizedModule
@@ -199,11 +199,23 @@ def _probe(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             holders = [each for each in _PROBED if each is not module and holds(each, module)]
             _leave_alone(module, *module.modules(), *([] if is_layer(module) else holders))
             if not (armed(module) or (holders and is_layer(module))):  # `optimize` may have been called on a part
-                _arm_all(module, _SETTINGS["mode"], _SETTINGS["options"])
-                _arm_models_beside(module)
+                _arm_in_training(module)
     # Not `module(...)`: a class may have a `__call__` of its own, which is running already.
     call = module._compiled_call_impl or module._call_impl
     return call(*args, **kwargs)
+
+
+def _arm_in_training(module: nn.Module) -> None:
+    """Arm a module, and models that are not trained; leave one alone whose weights stay DTensors in its forward."""
+    from deepytorch.compiler.report import LEDGER, RegionRecord
+
+    if is_divided(module):  # a trace of 2 layers takes a minute on two cores, and its graph cannot be compiled
+        reason = "its weights are divided between ranks, as under tensor parallelism: it runs in eager"
+        logger.info("%s: %s", type(module).__name__, reason)
+        LEDGER.open(RegionRecord(type(module).__name__, "eager", "", declined=[reason]))
+        return
+    _arm_all(module, _SETTINGS["mode"], _SETTINGS["options"])
+    _arm_models_beside(module)
 
 
 def _arm_models_beside(module: nn.Module) -> None:

@@ -32,6 +32,19 @@ def shares_weights(module: nn.Module) -> bool:
     return any(hasattr(each, "device_mesh") for each in module.parameters())
 
 
+def is_divided(module: nn.Module) -> bool:
+    """Return whether weights are DTensors within the module's forward too, as under tensor parallelism.
+
+    FSDP2 shards weights over one dimension of a mesh, and gathers them for the forward.
+    """
+    gathered = any(is_fsdp(each) for each in module.modules())
+    return any(
+        sum(placement.is_shard() for placement in each.placements) > gathered  # type: ignore[attr-defined]
+        for each in module.parameters()
+        if hasattr(each, "device_mesh")
+    )
+
+
 def is_sharded(module: nn.Module) -> bool:
     """Return whether weights are sharded over ranks (ZeRO-3, FSDP2), so that all ranks take part in every call."""
     return is_partitioned(module) or shares_weights(module)
