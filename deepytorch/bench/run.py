@@ -10,8 +10,10 @@ import contextlib
 import datetime
 import platform
 import shlex
+import shutil
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -26,7 +28,17 @@ from deepytorch.bench.launch import Notify, RankError, Ranks, lab_of, scratch
 from deepytorch.bench.results import Results, Row, machine, read_result, write_json
 from deepytorch.errors import ConfigError
 
-_PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "lightning", "peft", "trl", "diffusers", "liger-kernel")
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "deepspeed",
+    "lightning",
+    "peft",
+    "trl",
+    "diffusers",
+    "liger-kernel",
+)
 
 
 def run_benchmark(
@@ -59,7 +71,7 @@ def run_benchmark(
         for number, cell in enumerate(cells):
             began = time.monotonic()
             about = f"{number + 1} of {len(cells)}{_left(taken, len(cells) - number)}: {words_of(cell.key)}"
-            rows = _measured(benchmark, options, cell, processes, partial(_tell, notify, about))
+            rows = _measured(benchmark, options, cell, processes, timeout_s, partial(_tell, notify, about))
             results = _with(results, rows, out)
             on_rows(rows)
             taken.append(time.monotonic() - began)
@@ -67,10 +79,13 @@ def run_benchmark(
 
 
 def _measured(
-    benchmark: Benchmark[Any], options: Any, cell: Cell, processes: _Processes, notify: Notify
+    benchmark: Benchmark[Any], options: Any, cell: Cell, processes: _Processes, timeout_s: float, notify: Notify
 ) -> list[Row]:
+    failed: dict[str, str] = {}
     if cell.impossible is not None:
         found, failed = {}, {setup.name: cell.impossible for setup in cell.setups}
+    elif (own := benchmark.measure(options, cell, timeout_s, notify)) is not None:
+        found = own
     else:
         found, failed = processes.measure(cell, notify)
     rows = benchmark.rows(options, cell, found)
@@ -193,12 +208,15 @@ class _Processes:
         found: dict[str, list[dict[str, Any]]] = {}
         failed: dict[str, str] = {}
         left = []
+        shared = tempfile.mkdtemp(dir=self._folder)
         for setup in cell.setups:
             with self._failing(setup.name, failed):
                 if setup.name not in self._ranks:
                     notify(f"{setup.name}: starting")
                     self._ranks[setup.name] = Ranks(setup, cell.place, self._folder, self._timeout_s, self._lab)
-                if self._ranks[setup.name].give(cell.kind, asdict(setup.job), notify):
+                job = asdict(setup.job)
+                job |= {"scratch": shared} if "scratch" in job else {}
+                if self._ranks[setup.name].give(cell.kind, job, notify):
                     left.append(setup.name)
         while left:
             for name in [*left]:
@@ -210,6 +228,7 @@ class _Processes:
                 found[name] = ranks.found()
         if not cell.keeps_processes:
             self._leave(at_once=False)
+        shutil.rmtree(shared, ignore_errors=True)
         return found, failed
 
     @contextlib.contextmanager
