@@ -1,9 +1,9 @@
 """`deepytorch bench hosts`: every host of a training loop, with and without the import, on the same batches.
 
-Two scripts train from the same weights in turns, without the import and with it, and each leaves a checkpoint before its
-last two steps. Then each goes on from the other's, and the losses that follow are compared. With the import that is
-a second training in the same process where the host can do it. Without it, it is a new process, whose first turns pass
-by until the checkpoints are there. They lie in a folder that the processes share.
+Two scripts train from the same weights in turns, without the import and with it, and each leaves a checkpoint before
+its last two steps. Then each goes on from the other's, and the losses that follow are compared. With the import that is
+a second training in the same process where the host can do it. Without it, it is a new process, which lets its turns
+pass until the checkpoints are there. They lie in a folder that the processes share.
 """
 
 from __future__ import annotations
@@ -110,7 +110,8 @@ class HostsOptions:
         str,
         Option(
             metavar="tiny|quarter|demo|small|base|large",
-            help="Layers x hidden size: tiny 2x64, quarter 12x192, demo 4x256, small 4x512, base 12x768, large 16x2048.",
+            help="Layers x hidden size: tiny 2x64, quarter 12x192, demo 4x256, small 4x512, base 12x768, large "
+            "16x2048.",
         ),
     ] = "demo"
     data: Annotated[
@@ -261,7 +262,7 @@ class Hosts(Benchmark[HostsOptions]):
         differ = [f"{each.host}, {each.model}" for each in _by_cell(results) if not each.agrees and not each.named]
         if differ:
             raise ParityError(
-                f"Losses differ by more than {TOLERANCE:.0e}, and no reason is known: {'; '.join(differ)}."
+                f"Losses differ by more than {TOLERANCE:.0e}, for no known reason: {'; '.join(differ)}."
             )
 
 

@@ -29,16 +29,9 @@ from deepytorch.bench.results import Results, Row, machine, read_result, write_j
 from deepytorch.errors import ConfigError
 
 _PACKAGES = (
-    "torch",
-    "transformers",
-    "accelerate",
-    "deepspeed",
-    "lightning",
-    "peft",
-    "trl",
-    "diffusers",
-    "liger-kernel",
-)
+    "torch", "transformers", "accelerate", "deepspeed", "lightning", "peft", "trl", "diffusers", "liger-kernel",
+    "megatron-core",
+)  # fmt: skip
 
 
 def run_benchmark(

@@ -26,6 +26,7 @@ from deepytorch.bench.options import check_at_least
 from deepytorch.bench.plots import Plot, Points
 from deepytorch.bench.processes import Program, last_lines, meeting_point, rank_environment
 from deepytorch.bench.results import Results, Row
+from deepytorch.bench.run import words_of
 from deepytorch.bench.table import Table
 from deepytorch.config import process_environment
 from deepytorch.errors import ConfigError, ScriptError
@@ -124,19 +125,18 @@ class Start(Benchmark[StartOptions]):
 
     def tables(self, results: Results) -> list[Table]:
         """Return one table."""
-        options, rows = results.options, results.rows
-        last = f"step {len(rows[0].series['over_s'])}" if rows else "last step"
-        where = ", ".join(f"{rows[0].key[name]} {name}" for name in ("ranks", "threads") if rows and rows[0].key[name])
+        rows = results.rows
+        where = words_of({name: value for name, value in rows[0].key.items() if name != "setup"}) if rows else ""
+        rounds, steps = (results.options[name] for name in ("rounds", "steps"))
+        seconds = ("first step", "first packed", "compiled from", f"step {steps}")
         return [
             Table(
-                title=f"{rows[0].key['script'] if rows else ''}, {where}: seconds since the process began, medians of "
-                f"{options['rounds']}",
-                columns=("", "first step", "first packed", "compiled from", last, "at most behind", "ahead from step",
-                    "compiles"),
+                title=f"{where}: seconds since the process began, medians of {rounds}",
+                columns=("", *seconds, "at most behind", "ahead from step", "compiles"),
                 rows=tuple(_shown(row) for row in rows),
                 left=("",),
             )
-        ]  # fmt: skip
+        ]
 
     def plots(self, results: Results) -> list[Plot]:
         """Return how far each run has come over time."""
