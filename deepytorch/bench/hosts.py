@@ -261,9 +261,7 @@ class Hosts(Benchmark[HostsOptions]):
         """Raise `ParityError` if losses differ, or those behind a checkpoint, and nothing names why."""
         differ = [f"{each.host}, {each.model}" for each in _by_cell(results) if not each.agrees and not each.named]
         if differ:
-            raise ParityError(
-                f"Losses differ by more than {TOLERANCE:.0e}, for no known reason: {'; '.join(differ)}."
-            )
+            raise ParityError(f"Losses differ by more than {TOLERANCE:.0e}, for no known reason: {'; '.join(differ)}.")
 
 
 class _Found:
@@ -280,7 +278,7 @@ class _Found:
         continued = by_setup.get(WITHOUT_AGAIN, rows[0])
         self.losses = self._ours.figures.get("loss_rel_diff")
         self.checkpoints = continued.figures.get("checkpoint_rel_diff")
-        reasons = {row.failed: f"{name} {row.failed}" for name, row in by_setup.items() if row.failed}
+        reasons = {row.failed: f"{name}: {row.failed}" for name, row in by_setup.items() if row.failed}
         if len(reasons) == 1 and all(row.failed for row in rows):
             reasons = dict.fromkeys(reasons, next(iter(reasons)))  # the same for all: none was started
         self.named = next(iter(reasons.values()), self._ours.texts.get("fallbacks", ""))

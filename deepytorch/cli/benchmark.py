@@ -102,7 +102,7 @@ def _parameter(name: str, kind: Any, default: Any) -> inspect.Parameter:
         inner, default = str, ",".join(map(str, default))
         extras[0].metavar = extras[0].metavar or "LIST"
     return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[inner, *extras]
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[(inner, *extras)]
     )
 
 

@@ -141,7 +141,7 @@ def test_what_failed_is_named() -> None:
         Row(key={"host": "ddp", "model": "llama", "ranks": 2, "setup": WITHOUT_AGAIN}, failed="ended"),
     ]
     assert Hosts().lines(rows) == [
-        "ddp, llama, 2, equal (0e+00), 2.00x, , in the graph, 5 of 6 steps, without, continued ended"
+        "ddp, llama, 2, equal (0e+00), 2.00x, in the graph, 5 of 6 steps, without, continued: ended"
     ]
     Hosts().verdict(results_of(rows))
 

@@ -39,12 +39,13 @@ while (given := turns.next_job()) is not None:
         turns.say("found", {"process": os.getpid(), "steps": file.read()})
 """
 COMMAND = (sys.executable, "-c", RANK, channel.__file__)
+KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
 FAILS = 'turns.say("failed", {"at_s": time.monotonic(), "error": "ValueError: as it was told"})'
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """So many steps, each of which writes a letter. before, within: what the second rank does before and in its turn."""
+    """Steps that each write a letter. before, within: what the second rank does before its turn, and in it."""
 
     letter: str = "a"
     steps: int = 2
@@ -115,7 +116,7 @@ def test_processes_serve_the_next_cell_only_where_it_says_so(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("job", "reason"),
     [
-        (Job(within="os.kill(os.getpid(), signal.SIGKILL)"), "was ended by SIGKILL, as the system does when memory is short"),
+        (Job(within=KILLED), "was ended by SIGKILL, as the system does when memory is short"),
         (Job(before="os._exit(3)"), "ended with exit status 3, it left no error"),
         (Job(within=FAILS), "ValueError: as it was told"),
         (Job(within="time.sleep(600)"), "stood still for 1 s at: the beginning of a job"),
