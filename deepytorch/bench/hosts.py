@@ -186,9 +186,11 @@ class Hosts(Benchmark[HostsOptions]):
     @staticmethod
     def _cell(options: HostsOptions, name: str, model: str) -> Cell:
         host = ALL[name]
-        same = {each: getattr(options, each) for each in ("size", "data", "batch_size", "max_length", "steps")}
+        same: dict[str, Any] = {
+            each: getattr(options, each) for each in ("size", "data", "batch_size", "max_length", "steps")
+        }
 
-        def setup(called: str, **given: str) -> Setup:
+        def setup(called: str, **given: Any) -> Setup:
             job = HostJob(host=name, model=model, saves=called, **same, **given)
             waits = {"DEEPYTORCH_COMPILE": "wait"}  # compiled from the first step on
             return Setup(name=called, job=job, imports=called in (WITH, WITH_AGAIN), environment=waits)

@@ -79,7 +79,11 @@ class Start(Benchmark[StartOptions]):
 
     def cells(self, options: StartOptions) -> Sequence[Cell]:
         """Return the one cell."""
-        key = {"script": Path(options.script[0]).name, "ranks": options.ranks, "threads": options.threads}
+        key: dict[str, str | int | None] = {
+            "script": Path(options.script[0]).name,
+            "ranks": options.ranks,
+            "threads": options.threads,
+        }
         return [Cell(key=key, setups=[Setup(name=name, job=None) for name in _IMPORTS], place=Place())]
 
     def measure(

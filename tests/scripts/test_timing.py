@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,7 @@ def test_no_step_is_far_behind_eager(name: str) -> None:
     for setup, steps in found.items():
         ratios = [(mine - IMPORT_SECONDS) / theirs for mine, theirs in zip(steps, eager, strict=True)]
         step = max(range(len(ratios)), key=ratios.__getitem__)
-        pauses = [after - before for before, after in zip(steps, steps[1:], strict=False)]
+        pauses = [after - before for before, after in pairwise(steps)]
         said = (
             f"{setup}: step {step} was over after {steps[step]:.1f} s, in eager after {eager[step]:.1f} s; "
             f"longest pause {max(pauses):.1f} s, all of it {steps[-1]:.1f} s, in eager {eager[-1]:.1f} s"
