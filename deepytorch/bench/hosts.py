@@ -192,8 +192,11 @@ class Hosts(Benchmark[HostsOptions]):
 
         def setup(called: str, **given: Any) -> Setup:
             job = HostJob(host=name, model=model, saves=called, **same, **given)
-            waits = {"DEEPYTORCH_COMPILE": "wait"}  # compiled from the first step on
-            return Setup(name=called, job=job, imports=called in (WITH, WITH_AGAIN), environment=waits)
+            environment = {
+                "DEEPYTORCH_COMPILE": "wait",  # compiled from the first step on
+                "DS_ACCELERATOR": "cpu",  # heeded by DeepSpeed alone, which else looks for a GPU's compiler
+            }
+            return Setup(name=called, job=job, imports=called in (WITH, WITH_AGAIN), environment=environment)
 
         setups = [setup(WITHOUT), setup(WITH, then=WITHOUT if host.resumes_in_process else "")]
         setups.append(setup(WITHOUT_AGAIN, begins=WITH))

@@ -29,9 +29,17 @@ from deepytorch.bench.results import Results, Row, machine, read_result, write_j
 from deepytorch.errors import ConfigError
 
 _PACKAGES = (
-    "torch", "transformers", "accelerate", "deepspeed", "lightning", "peft", "trl", "diffusers", "liger-kernel",
+    "torch",
+    "transformers",
+    "accelerate",
+    "deepspeed",
+    "lightning",
+    "peft",
+    "trl",
+    "diffusers",
+    "liger-kernel",
     "megatron-core",
-)  # fmt: skip
+)
 
 
 def run_benchmark(
@@ -64,23 +72,18 @@ def run_benchmark(
         for number, cell in enumerate(cells):
             began = time.monotonic()
             about = f"{number + 1} of {len(cells)}{_left(taken, len(cells) - number)}: {words_of(cell.key)}"
-            rows = _measured(benchmark, options, cell, processes, timeout_s, partial(_tell, notify, about))
+            rows = _measured(benchmark, options, cell, processes, partial(_tell, notify, about))
             results = _with(results, rows, out)
             on_rows(rows)
             taken.append(time.monotonic() - began)
     return _with(results, benchmark.derived(options, results), out)
 
 
-def _measured(
-    benchmark: Benchmark[Any], options: Any, cell: Cell, processes: _Processes, timeout_s: float, notify: Notify
-) -> list[Row]:
-    failed: dict[str, str] = {}
+def _measured(benchmark: Benchmark[Any], options: Any, cell: Cell, processes: _Processes, notify: Notify) -> list[Row]:
     if cell.impossible is not None:
-        found, failed = {}, {setup.name: cell.impossible for setup in cell.setups}
-    elif (own := benchmark.measure(options, cell, timeout_s, notify)) is not None:
-        found = own
-    else:
-        found, failed = processes.measure(cell, notify)
+        return [Row(key={**cell.key, "setup": setup.name}, failed=cell.impossible) for setup in cell.setups]
+    own = benchmark.measure(options, cell, processes.timeout_s, notify)
+    found, failed = processes.measure(cell, notify) if own is None else (own, {})
     rows = benchmark.rows(options, cell, found)
     return [*rows, *(Row(key={**cell.key, "setup": name}, failed=reason) for name, reason in failed.items())]
 
@@ -177,7 +180,7 @@ class _Processes:
     """The processes of setups, which stay for the next cell where it is of the same kind."""
 
     def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._place: Place | None = None
         self._lab: Lab | None = None
         self._ranks: dict[str, Ranks] = {}
@@ -206,7 +209,7 @@ class _Processes:
             with self._failing(setup.name, failed):
                 if setup.name not in self._ranks:
                     notify(f"{setup.name}: starting")
-                    self._ranks[setup.name] = Ranks(setup, cell.place, self._folder, self._timeout_s, self._lab)
+                    self._ranks[setup.name] = Ranks(setup, cell.place, self._folder, self.timeout_s, self._lab)
                 job = asdict(setup.job)
                 job |= {"scratch": shared} if "scratch" in job else {}
                 if self._ranks[setup.name].give(cell.kind, job, notify):

@@ -102,8 +102,12 @@ def _parameter(name: str, kind: Any, default: Any) -> inspect.Parameter:
         inner, default = str, ",".join(map(str, default))
         extras[0].metavar = extras[0].metavar or "LIST"
     return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[(inner, *extras)]
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=_annotated(inner, extras)
     )
+
+
+def _annotated(kind: Any, extras: Sequence[Any]) -> Any:
+    return Annotated[(kind, *extras)]  # type: ignore[valid-type]
 
 
 def _value(kind: Any, value: Any, name: str) -> Any:
