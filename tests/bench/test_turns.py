@@ -6,178 +6,123 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from deepytorch.bench import channel, run
-from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup
-from deepytorch.bench.channel import DONE, GO, READY, Channel
-from deepytorch.bench.launch import WORKER, Ranks
-from deepytorch.bench.results import Results, Row
-from deepytorch.bench.table import Table
+from deepytorch.bench import channel
+from deepytorch.bench.benchmark import Place, Setup
+from deepytorch.bench.channel import GO, READY, Channel
+from deepytorch.bench.launch import WORKER, RankError, Ranks
 
 RANK = """
 import os, runpy, signal, sys, time
-turns, is_second = runpy.run_path(sys.argv[1])["Turns"](), os.environ.get("RANK", "0") == "1"
+turns, is_second = runpy.run_path(sys.argv[1])["Turns"](), os.environ.get("RANK") == "1"
 while (given := turns.next_job()) is not None:
-    job = given["job"]
-    for step in range(job["steps"]):
+    for step in range(given["job"].get("steps", 2)):
         if is_second:
-            exec(job["before"])
+            exec(given["job"].get("before", ""))
         turns.take()
-        with open(job["scratch"] + "/steps", "a") as file:
-            file.write(job["letter"])
+        with open(given["job"]["file"], "a") as file:
+            file.write(given["kind"])
         if is_second:
-            exec(job["within"])
+            exec(given["job"].get("within", ""))
         turns.hand_on()
-    with open(job["scratch"] + "/steps") as file:
-        turns.say("found", {"process": os.getpid(), "steps": file.read()})
+    turns.say("found", {"process": os.getpid()})
 """
 COMMAND = (sys.executable, "-c", RANK, channel.__file__)
 KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
 FAILS = 'turns.say("failed", {"at_s": time.monotonic(), "error": "ValueError: as it was told"})'
+STANDS = "time.sleep(600)"
+Start = Callable[..., Ranks]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """Steps that each write a letter. before, within: what the second rank does before its turn, and in it."""
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Return what starts a setup of two ranks."""
+    started = []
 
-    letter: str = "a"
-    steps: int = 2
-    before: str = ""
-    within: str = ""
-    scratch: Path | None = None
+    def begin(name: str, timeout_s: float = 20.0, command: Sequence[str] = COMMAND) -> Ranks:
+        started.append(Ranks(Setup(name=name, job=None), Place(ranks=2), tmp_path, timeout_s, command=command))
+        return started[-1]
 
-
-@dataclass(frozen=True)
-class Options:
-    """None: tests give the jobs themselves."""
+    yield begin
+    for each in started:
+        each.end()
 
 
-class Given(Benchmark[Options]):
-    """A benchmark of the jobs that a test gives: a cell for each dictionary, and a setup of two ranks for each name."""
-
-    name, options = "given", Options
-
-    def __init__(self, *cells: Mapping[str, Job], keeps_processes: bool = False) -> None:
-        self._cells, self._keeps = cells, keeps_processes
-
-    def cells(self, options: Options) -> Sequence[Cell]:
-        return [
-            Cell(
-                key={"number": number},
-                setups=[Setup(name=name, job=job) for name, job in jobs.items()],
-                place=Place(ranks=2),
-                keeps_processes=self._keeps,
-            )
-            for number, jobs in enumerate(self._cells)
-        ]
-
-    def rows(self, options: Options, cell: Cell, found: Mapping[str, list[dict[str, Any]]]) -> list[Row]:
-        return [
-            Row(
-                key={**cell.key, "setup": name},
-                figures={"process": ranks[0]["process"]},
-                texts={"steps": max((rank["steps"] for rank in ranks), key=len)},  # of the one that was last
-            )
-            for name, ranks in found.items()
-        ]
-
-    def tables(self, results: Results) -> list[Table]:
-        return []
+def ignore(text: str) -> None:
+    """Hear what ranks do, and say nothing."""
 
 
-def measured(
-    monkeypatch: pytest.MonkeyPatch, benchmark: Given, timeout_s: float = 20.0, command: Sequence[str] = COMMAND
-) -> list[Row]:
-    monkeypatch.setattr(run, "Ranks", partial(Ranks, command=command))
-    return run.run_benchmark(benchmark, Options(), timeout_s=timeout_s).rows
+def test_steps_alternate_and_ranks_of_a_setup_run_theirs_together(start: Start, tmp_path: Path) -> None:
+    file = tmp_path / "steps"
+    left = [start("one"), start("other")]
+    for ranks, kind, steps in zip(left, "ab", (2, 4), strict=True):
+        assert ranks.give(kind, {"steps": steps, "file": file}, ignore)
+    while left:
+        left = [ranks for ranks in left if ranks.step(ignore)]
+    assert file.read_text() == "aabbaabbbbbb"
 
 
-def test_steps_alternate_and_ranks_of_a_setup_run_theirs_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    jobs = {"one": Job(letter="a"), "other": Job(letter="b", steps=4)}
-    one, other = measured(monkeypatch, Given(jobs))
-    assert one.texts["steps"] == "aabbaa"  # when its own end has come
-    assert other.texts["steps"] == "aabbaabbbbbb"
-
-
-@pytest.mark.parametrize("keeps", [False, True])
-def test_processes_serve_the_next_cell_only_where_it_says_so(monkeypatch: pytest.MonkeyPatch, keeps: bool) -> None:
-    first, second = measured(monkeypatch, Given({"one": Job()}, {"one": Job(letter="b")}, keeps_processes=keeps))
-    assert (first.figures["process"] == second.figures["process"]) == keeps
-    assert second.texts["steps"] == "bbbb"  # the folder that a cell's setups share is its own
+def test_processes_serve_several_jobs_and_end_by_themselves(start: Start, tmp_path: Path) -> None:
+    ranks, found = start("one"), []
+    for _ in range(2):
+        assert ranks.give("a", {"steps": 1, "file": tmp_path / "steps"}, ignore)
+        assert not ranks.step(ignore)
+        found.append([each["process"] for each in ranks.found()])
+    assert found[0] == found[1]
+    assert len(set(found[0])) == 2
+    ranks.end(at_once=False)
+    assert not [pid for pid in found[0] if Path(f"/proc/{pid}").exists()]
 
 
 @pytest.mark.parametrize(
     ("job", "reason"),
     [
-        (Job(within=KILLED), "was ended by SIGKILL, as the system does when memory is short"),
-        (Job(before="os._exit(3)"), "ended with exit status 3, it left no error"),
-        (Job(within=FAILS), "ValueError: as it was told"),
-        (Job(within="time.sleep(600)"), "stood still for 1 s at: the beginning of a job"),
-        (Job(before="time.sleep(600)"), "stood still for 1 s at: the beginning of a job"),
-        (Job(before="turns.say('doing', 'much'); time.sleep(600)"), "stood still for 1 s at: much"),
+        ({"within": KILLED}, "was ended by SIGKILL, as the system does when memory is short"),
+        ({"before": "os._exit(3)"}, "ended with exit status 3, it left no error"),
+        ({"within": FAILS}, "ValueError: as it was told"),
+        ({"within": STANDS}, "stood still for 1 s at: the beginning of a job"),
+        ({"before": STANDS}, "stood still for 1 s at: the beginning of a job"),
+        ({"before": f"turns.say('doing', 'much'); {STANDS}"}, "stood still for 1 s at: much"),
     ],
     ids=["killed", "ended", "failed", "stuck in its turn", "never ready", "stuck at what it said"],
-)  # fmt: skip
-def test_a_setup_of_which_a_rank_fails_says_why_and_others_go_on(
-    monkeypatch: pytest.MonkeyPatch, job: Job, reason: str
-) -> None:
-    timeout_s = 1.0 if "sleep" in job.before + job.within else 20.0
-    whole, failed = measured(monkeypatch, Given({"fails": job, "goes on": Job(letter="b")}), timeout_s)
-    assert (failed.key["setup"], failed.failed) == ("fails", reason)
-    assert whole.texts["steps"].replace("a", "") == "bbbb"
+)
+def test_a_rank_that_fails_says_why(start: Start, job: dict[str, str], reason: str, tmp_path: Path) -> None:
+    ranks = start("fails", 1.0 if STANDS in "".join(job.values()) else 20.0)
+
+    def measure() -> bool:
+        return ranks.give("a", job | {"file": tmp_path / "steps"}, ignore) and ranks.step(ignore)
+
+    with pytest.raises(RankError, match=r"ank(s| 1 of 2) of fails .*All ranks were ended") as raised:
+        measure()
+    assert raised.value.reason == reason
 
 
 @pytest.mark.slow
-def test_the_words_of_an_error_in_a_worker_reach_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    [row] = measured(monkeypatch, Given({"fails": Job()}), 120.0, WORKER)  # its job is none of `training`
-    assert row.failed.startswith("DataError: The TrainingJob lacks ['model']"), row
-
-
-@pytest.fixture
-def rank(tmp_path: Path) -> Iterator[tuple[Channel, subprocess.Popen[bytes]]]:
-    """A rank that has been given a job whose first step takes long."""
-    ours = Channel()
-    process = subprocess.Popen(COMMAND, stdin=ours.rank_end.fileno(), env={**os.environ, "RANK": "1"})
-    ours.started()
-    job = {"letter": "a", "steps": 1, "before": "", "within": "time.sleep(600)", "scratch": str(tmp_path)}
-    ours.send({"kind": "", "job": job})
-    assert ours.receive(time.monotonic() + 20) == {READY: True}
-    yield ours, process
-    process.kill()
-    process.wait()
-    ours.close()
+def test_the_words_of_an_error_in_a_worker_are_the_reason(start: Start) -> None:
+    with pytest.raises(RankError) as raised:
+        start("fails", 120.0, WORKER).give("training", {"size": "huge"}, ignore)
+    assert raised.value.reason.startswith("DataError: The TrainingJob lacks ['model']")
 
 
 @pytest.mark.parametrize("in_step", [False, True], ids=["as it waits for its turn", "in its step"])
-def test_a_rank_ends_when_its_benchmark_is_gone(
-    rank: tuple[Channel, subprocess.Popen[bytes]], in_step: bool, tmp_path: Path
-) -> None:
-    ours, process = rank
-    if in_step:
-        ours.send({GO: True})
-        deadline = time.monotonic() + 20
-        while not (tmp_path / "steps").exists():
-            assert time.monotonic() < deadline, "the step has not begun"
-            time.sleep(0.02)
-    assert process.poll() is None
-    ours.close()
-    assert process.wait(timeout=20) == 1
-
-
-def test_a_step_that_is_not_over_by_the_deadline_is_not_waited_for(
-    rank: tuple[Channel, subprocess.Popen[bytes]],
-) -> None:
-    ours, process = rank
-    ours.send({GO: True})
-    with pytest.raises(TimeoutError):
-        ours.receive(time.monotonic() + 0.3)
-    process.kill()
-    assert ours.receive(time.monotonic() + 20) is None
-    assert DONE not in (ours.receive(time.monotonic() + 20) or {})
+def test_a_rank_ends_when_its_benchmark_is_gone(in_step: bool, tmp_path: Path) -> None:
+    ours = Channel()
+    process = subprocess.Popen(COMMAND, stdin=ours.rank_end.fileno(), env={**os.environ, "RANK": "1"})
+    try:
+        ours.started()
+        ours.send({"kind": "a", "job": {"within": STANDS, "file": str(tmp_path / "steps")}})
+        assert ours.receive(time.monotonic() + 20) == {READY: True}
+        if in_step:
+            ours.send({GO: True})
+            with pytest.raises(TimeoutError):  # the step is not over by then
+                ours.receive(time.monotonic() + 0.5)
+        assert process.poll() is None
+        ours.close()
+        assert process.wait(timeout=20) == 1
+    finally:
+        process.kill()
+        process.wait()
