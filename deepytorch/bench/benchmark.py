@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -71,7 +71,8 @@ class Setup:
 
     Attributes:
         name: The way, as tables name it.
-        job: What each rank does: a dataclass that `kind` takes, as JSON in the end.
+        job: What each rank does: a dataclass that `kind` takes, as JSON in the end. If it has a field `scratch`, that
+            becomes a folder which the setups of the cell share while it is measured.
         imports: Whether the processes have `import deepytorch`; without it DEEPYTORCH is off there.
         environment: Further variables.
     """
@@ -114,6 +115,12 @@ class Benchmark(ABC, Generic[OptionsOf]):
     def cells(self, options: OptionsOf) -> Sequence[Cell]:
         """Return what is to be measured, in order. Raises `ConfigError`."""
 
+    def measure(
+        self, options: OptionsOf, cell: Cell, timeout_s: float, notify: Callable[[str], None]
+    ) -> dict[str, list[dict[str, Any]]] | None:
+        """Return what `rows` takes, for processes that are no ranks which serve jobs; None: `run` starts such ranks."""
+        return None
+
     @abstractmethod
     def rows(self, options: OptionsOf, cell: Cell, found: Mapping[str, list[dict[str, Any]]]) -> list[Row]:
         """Return the rows of a cell. found: by setup, what each rank has returned; setups that failed are left out."""
@@ -141,3 +148,7 @@ class Benchmark(ABC, Generic[OptionsOf]):
     def plots(self, results: Results) -> list[Plot]:
         """Return the plots of a result file."""
         return []
+
+    def verdict(self, results: Results) -> None:
+        """Raise `ParityError`, for which the command ends with status 1, if results are wrong; they are in the file."""
+        return

@@ -26,7 +26,8 @@ def loss_rel_diff(expected: Sequence[Rank], found: Sequence[Rank]) -> float:
     largest = 0.0
     for one, other in zip(expected, found, strict=True):
         for a, b in zip(one["losses"], other["losses"], strict=True):
-            largest = max(largest, abs(a - b) / max(abs(a), 1e-12) if math.isfinite(b) else math.inf)
+            difference = abs(a - b) / max(abs(a), 1e-12)
+            largest = max(largest, difference if math.isfinite(difference) else math.inf)
     return largest if math.isfinite(largest) else 1e9
 
 

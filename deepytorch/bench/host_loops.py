@@ -8,9 +8,8 @@ from __future__ import annotations
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from deepytorch.bench.alternation import Turn
+from deepytorch.bench.channel import Turns
 
 Batch = dict[str, Tensor]
 LEARNING_RATE = 1e-3
@@ -34,9 +33,9 @@ class Step:
 
 
 class Loop(ABC):
-    """One host, with a model and this rank's batches. turn: taken for every step, if another script runs in turns."""
+    """One host, with a model and this rank's batches. turns: each step takes one, if another script runs in turns."""
 
-    turn: Turn | None = None
+    turns: Turns | None = None
 
     def __init__(self, model: Any, batches: Sequence[Batch], folder: Path) -> None:
         self.model: Any = model
@@ -48,15 +47,15 @@ class Loop(ABC):
 
     def begin(self) -> float:
         """Return the clock's time at the beginning of a step."""
-        if self.turn is not None:
-            self.turn.take()
+        if self.turns is not None:
+            self.turns.take()
         return time.perf_counter()
 
     def end(self, began: float) -> float:
         """Return the seconds that a step took."""
         seconds = time.perf_counter() - began
-        if self.turn is not None:
-            self.turn.hand_on()
+        if self.turns is not None:
+            self.turns.hand_on()
         return seconds
 
 
@@ -320,51 +319,6 @@ class Lightning(Loop):
         path = None if resume is None else str(resume / "state.ckpt")
         trainer.fit(_lightning_module(self.model), loader, ckpt_path=path, weights_only=False)
         return steps[-(len(self.batches) - first) :]
-
-
-@dataclass(frozen=True, slots=True)
-class Host:
-    """A host of a training loop.
-
-    loop: makes one of a model, this rank's batches and a folder. packages: needed for it. resumes_in_process: whether,
-    without deepytorch, a second training in one process continues from a checkpoint exactly as one in a new process.
-    models: the models that it is for.
-    """
-
-    loop: Callable[[Any, Sequence[Batch], Path], Loop]
-    ranks: int = 2
-    packages: tuple[str, ...] = ()
-    resumes_in_process: bool = True
-    models: tuple[str, ...] = ("llama", "bert", "t5")
-
-
-def _zero(stage: int, *offload: str) -> Host:
-    return Host(partial(Zero, stage=stage, offload=offload), packages=("deepspeed",))
-
-
-def _megatron(model: Any, batches: Sequence[Batch], folder: Path) -> Loop:
-    from deepytorch.bench.megatron_loop import Megatron
-
-    return Megatron(model, batches, folder)
-
-
-HOSTS = {
-    "plain": Host(OwnLoop, ranks=1),
-    "ddp": Host(DataParallel),
-    "fsdp2": Host(FullyShard),
-    "trainer": Host(Trainer, packages=("transformers", "accelerate")),
-    "accelerate": Host(Accelerated, packages=("accelerate",)),
-    "zero1": _zero(1),
-    "zero2": _zero(2),
-    "zero2-offload": _zero(2, "offload_optimizer"),
-    "zero3": _zero(3),
-    "zero3-offload": _zero(3, "offload_optimizer", "offload_param"),
-    # Without the import, too, the second step of a training that is resumed in the same process is 1e-4 off.
-    "lightning": Host(Lightning, packages=("lightning",), resumes_in_process=False),
-    "peft": Host(LowRank, ranks=1, packages=("peft",)),
-    "trl": Host(SupervisedTrainer, packages=("trl", "datasets"), models=("llama",)),
-    "megatron": Host(_megatron, packages=("megatron",), models=("llama",)),
-}
 
 
 class _Listed(torch.utils.data.Dataset[Batch]):

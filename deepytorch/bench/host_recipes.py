@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deepytorch.bench.host_loops import HOSTS, Batch, Host, OwnLoop, Step, Trainer
+from deepytorch.bench.host_loops import Batch, OwnLoop, Step, Trainer
 
 _BETA = 0.1  # of DPO and ORPO
 _CLIPPED = 0.2  # of GRPO's ratio
@@ -154,15 +154,3 @@ def _log_probs(model: Any, batch: Batch) -> Tensor:
     """Return the log-probabilities of a batch's labels, (rows, positions - 1)."""
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
     return _of_labels(logits, batch["labels"])[0]
-
-
-_CAUSAL = ("llama",)
-RECIPES = {
-    "lora-checkpoint": Host(CheckpointedLowRank, ranks=1, packages=("peft", "accelerate"), models=_CAUSAL),
-    "dpo": Host(Preferences, ranks=1, models=_CAUSAL),
-    "grpo": Host(PolicyRatios, ranks=1, models=_CAUSAL),
-    "orpo": Host(OddsRatios, ranks=1, models=_CAUSAL),
-    "evaluate": Host(Evaluation, ranks=1, models=("llama", "bert")),
-    "sentence-transformers": Host(SentenceEmbeddings, ranks=1, packages=("sentence_transformers",), models=("bert",)),
-}
-ARMS = HOSTS | RECIPES

@@ -1,203 +1,311 @@
-"""`deepytorch bench hosts`: every host of a training loop, with and without the import, on the same batches."""
+"""`deepytorch bench hosts`: every host of a training loop, with and without the import, on the same batches.
+
+Two scripts train from the same weights in turns, without the import and with it, and each leaves a checkpoint before
+its last two steps. Then each goes on from the other's, and the losses that follow are compared. With the import that is
+a second training in the same process where the host can do it. Without it, it is a new process, which lets its turns
+pass until the checkpoints are there. They lie in a folder that the processes share.
+"""
 
 from __future__ import annotations
 
-import math
 import statistics
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from deepytorch.bench.host_recipes import ARMS
-from deepytorch.bench.host_scripts import Script, ScriptFailed, results
-from deepytorch.bench.hosts_worker import HostJob, HostsOptions
-from deepytorch.bench.results import machine
+from typer import Option
 
-COLUMNS = ("host", "model", "ranks", "losses", "speedup", "checkpoints", "padding")
-LOSS_TOLERANCE = 1e-3  # relative, after some steps of AdamW, which amplifies rounding
-RESUMED_TOLERANCE = 1e-3
+from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup
+from deepytorch.bench.figures import loss_rel_diff
+from deepytorch.bench.options import check_at_least, check_choice
+from deepytorch.bench.results import Results, Row
+from deepytorch.bench.table import Table
+from deepytorch.errors import ConfigError, DataError, ParityError
+
+MODELS = ("llama", "bert", "t5")
+WITHOUT, WITH = "without", "with the import"
+WITHOUT_AGAIN, WITH_AGAIN = f"{WITHOUT}, continued", f"{WITH}, continued"
+TOLERANCE = 1e-3  # of losses, relative, after some steps of AdamW, which amplifies rounding
+CONTINUED = 2  # last steps, which are trained once more from the other's checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A host of a training loop.
+
+    loop: its class, behind its module in this package, made of a model, a rank's batches, a folder and `given`.
+    packages: needed for it. resumes_in_process: whether, without deepytorch, a second training in one process continues
+    from a checkpoint exactly as one in a new process. models: the models that it is for.
+    """
+
+    loop: str
+    ranks: int = 2
+    packages: tuple[str, ...] = ()
+    resumes_in_process: bool = True
+    models: tuple[str, ...] = MODELS
+    given: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _zero(stage: int, *offload: str) -> Host:
+    return Host("host_loops.Zero", packages=("deepspeed",), given={"stage": stage, "offload": offload})
+
+
+_CAUSAL = ("llama",)
+HOSTS = {
+    "plain": Host("host_loops.OwnLoop", ranks=1),
+    "ddp": Host("host_loops.DataParallel"),
+    "fsdp2": Host("host_loops.FullyShard"),
+    "trainer": Host("host_loops.Trainer", packages=("transformers", "accelerate")),
+    "accelerate": Host("host_loops.Accelerated", packages=("accelerate",)),
+    "zero1": _zero(1),
+    "zero2": _zero(2),
+    "zero2-offload": _zero(2, "offload_optimizer"),
+    "zero3": _zero(3),
+    "zero3-offload": _zero(3, "offload_optimizer", "offload_param"),
+    # Without the import, too, the second step of a training that is resumed in the same process is 1e-4 off.
+    "lightning": Host("host_loops.Lightning", packages=("lightning",), resumes_in_process=False),
+    "peft": Host("host_loops.LowRank", ranks=1, packages=("peft",)),
+    "trl": Host("host_loops.SupervisedTrainer", packages=("trl", "datasets"), models=_CAUSAL),
+    "megatron": Host("megatron_loop.Megatron", packages=("megatron",), models=_CAUSAL),
+}
+_RECIPES = {
+    "lora-checkpoint": ("CheckpointedLowRank", ("peft", "accelerate"), _CAUSAL),
+    "dpo": ("Preferences", (), _CAUSAL),
+    "grpo": ("PolicyRatios", (), _CAUSAL),
+    "orpo": ("OddsRatios", (), _CAUSAL),
+    "evaluate": ("Evaluation", (), ("llama", "bert")),
+    "sentence-transformers": ("SentenceEmbeddings", ("sentence_transformers",), ("bert",)),
+}
+RECIPES = {
+    name: Host(f"host_recipes.{loop}", ranks=1, packages=packages, models=models)
+    for name, (loop, packages, models) in _RECIPES.items()
+}
+ALL = HOSTS | RECIPES
+_GROUPS = {"all": tuple(HOSTS), "recipes": tuple(RECIPES)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cell:
-    """One host with one model.
+class HostsOptions:
+    """Run one training script in each framework (Trainer, Lightning, DeepSpeed, ...) with the import and without it.
 
-    seconds: median step without the import and with it, over the second half of the steps, rank 0. speedup: the ratio
-    of the two. checkpoint_rel_diff: of the losses after each has continued from the other's checkpoint. named: why a
-    cell is empty or not green.
+    Compares the losses of every step, lets each run go on from the other's checkpoint, and times the median step. On
+    CPU, with two ranks where the framework has ranks. Exits with 1 if anything differs that is not known and explained.
+    """
+
+    hosts: Annotated[
+        tuple[str, ...],
+        Option(
+            help="Frameworks, with commas: plain (a loop of its own), ddp, fsdp2, trainer, accelerate, zero1, zero2, "
+            "zero2-offload, zero3, zero3-offload (DeepSpeed's ZeRO stages), lightning, peft, trl, megatron; or all. "
+            "Recipes: lora-checkpoint, dpo, grpo (a step without generation), orpo, evaluate, sentence-transformers; "
+            "or recipes.",
+        ),
+    ] = ("all",)
+    models: Annotated[
+        tuple[str, ...], Option(help="Model architectures, with commas: llama, bert, t5; weights are random.")
+    ] = MODELS
+    size: Annotated[
+        str,
+        Option(
+            metavar="tiny|quarter|demo|small|base|large",
+            help="Layers x hidden size: tiny 2x64, quarter 12x192, demo 4x256, small 4x512, base 12x768, large "
+            "16x2048.",
+        ),
+    ] = "demo"
+    data: Annotated[
+        Path | None,
+        Option(
+            metavar="FILE",
+            help="JSON file of instruction, input and output texts, laid out as Stanford Alpaca's. Default: the "
+            "docstrings of Python's standard library and of torch.",
+        ),
+    ] = None
+    batch_size: Annotated[int, Option(min=1, help="Rows in a batch.")] = 8
+    max_length: Annotated[int, Option(min=8, help="Tokens that longer rows are cut to.")] = 384
+    steps: Annotated[int, Option(min=4, help="Training steps of each run.")] = 20
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for a value that is not accepted, `DataError` for a file that is not there."""
+        from deepytorch.bench.models import SIZES  # loads torch
+
+        check_choice(self, "hosts", (*ALL, *_GROUPS))
+        check_choice(self, "models", MODELS)
+        check_choice(self, "size", tuple(SIZES))
+        check_at_least(self, 1, "batch_size")
+        if self.steps < 4:
+            raise ConfigError(f"steps is {self.steps}; expected 4 or more: the last two are repeated from checkpoints.")
+        if self.data is not None and not self.data.is_file():
+            raise DataError(f"The data file {self.data} is not there; expected a JSON file in Alpaca layout.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostJob:
+    """The work of one process: train, and leave a checkpoint on the way.
+
+    Attributes:
+        host, model, size, data, batch_size, max_length, steps: See the options.
+        saves: Below `scratch`, the folder of this process's checkpoint.
+        begins: The folder of the checkpoint that the training begins with, at the last two steps; empty: from new.
+        then: The folder of the one with which these steps are trained once more behind it, without turns.
+        scratch: Of all processes.
+        lowering: Of deepytorch's graphs.
     """
 
     host: str
     model: str
-    ranks: int
-    max_loss_rel_diff: float | None = None
-    speedup: float | None = None
-    seconds: tuple[float, float] | None = None
-    checkpoint_rel_diff: float | None = None
-    steps_packed: int = 0
-    steps_padded: int = 0
-    how: str = ""
-    named: str = ""
+    size: str
+    data: Path | None
+    batch_size: int
+    max_length: int
+    steps: int
+    saves: str
+    begins: str = ""
+    then: str = ""
+    scratch: Path | None = None
+    lowering: str = "inductor"
 
     @property
-    def green(self) -> bool:
-        """Return whether losses agree and checkpoints are interchangeable."""
-        differences = (self.max_loss_rel_diff, self.checkpoint_rel_diff)
-        bounds = (LOSS_TOLERANCE, RESUMED_TOLERANCE)
-        return all(each is not None and each <= bound for each, bound in zip(differences, bounds, strict=True))
+    def save_at(self) -> int:
+        """Return the step before which the checkpoint is written."""
+        return self.steps - CONTINUED
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HostsResult:
-    """The result of `deepytorch bench hosts`."""
+class Hosts(Benchmark[HostsOptions]):
+    """See this module."""
 
-    options: HostsOptions
-    machine: str
-    versions: dict[str, str]
-    cells: tuple[Cell, ...]
+    name = "hosts"
+    options = HostsOptions
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        options = asdict(self.options) | {"data": None if self.options.data is None else self.options.data.name}
-        cells = [asdict(cell) | {"green": cell.green} for cell in self.cells]
-        return {"options": options, "machine": self.machine, "versions": self.versions, "cells": cells}
+    def cells(self, options: HostsOptions) -> Sequence[Cell]:
+        """Return a cell for each host with each model."""
+        names = dict.fromkeys(name for given in options.hosts for name in _GROUPS.get(given, (given,)))
+        return [self._cell(options, name, model) for name in names for model in options.models]
 
+    @staticmethod
+    def _cell(options: HostsOptions, name: str, model: str) -> Cell:
+        host = ALL[name]
+        same: dict[str, Any] = {
+            each: getattr(options, each) for each in ("size", "data", "batch_size", "max_length", "steps")
+        }
 
-def run_hosts(options: HostsOptions, notify: Callable[[str], None]) -> Iterator[HostsResult]:
-    """Run every cell, one after the other, and yield the results so far after each.
+        def setup(called: str, **given: Any) -> Setup:
+            job = HostJob(host=name, model=model, saves=called, **same, **given)
+            environment = {
+                "DEEPYTORCH_COMPILE": "wait",  # compiled from the first step on
+                "DS_ACCELERATOR": "cpu",  # heeded by DeepSpeed alone, which else looks for a GPU's compiler
+            }
+            return Setup(name=called, job=job, imports=called in (WITH, WITH_AGAIN), environment=environment)
 
-    A host that fails or is not installed leaves a cell with its name.
-    """
-    cells: list[Cell] = []
-    for host in options.hosts:
-        for model in options.models:
-            notify(f"{host}, {model}")
-            cells.append(_cell(host, model, options))
-            yield HostsResult(options=options, machine=machine(), versions=_versions(), cells=tuple(cells))
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in ("torch", "transformers", "accelerate", "deepspeed", "lightning", "peft", "trl", "megatron-core"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-def _cell(host: str, model: str, options: HostsOptions) -> Cell:
-    loop = ARMS[host]
-    if model not in loop.models:
-        return Cell(host=host, model=model, ranks=loop.ranks, named=f"it is for {', '.join(loop.models)}")
-    missing = [name for name in loop.packages if find_spec(name) is None]
-    if missing:
-        return Cell(host=host, model=model, ranks=loop.ranks, named=f"not installed: {', '.join(missing)}")
-    with tempfile.TemporaryDirectory(prefix="deepytorch-bench-") as scratch:
-        saves = {name: Path(scratch, name, "save") for name in ("plain", "ours", "crossed", "again")}
-
-        def script(name: str, *, on: bool, in_turns: bool = False, **given: Any) -> Script:
-            folder = saves[name].parent
-            folder.mkdir()
-            job = HostJob(options=options, host=host, model=model, save=saves[name], **given)
-            timeout_s = options.timeout_s * (2 if in_turns else 1)  # the other script's steps take part of the time
-            return Script(job, folder, loop.ranks, timeout_s, on=on, in_turns=in_turns)
-
-        other = saves["plain"] if loop.resumes_in_process else None
-        try:
-            plain, ours = results(
-                script("plain", on=False, in_turns=True),
-                script("ours", on=True, in_turns=True, other=other),  # its last step comes after the other's
-            )
-            if other is None:
-                [resumed] = results(script("again", on=True, first=options.save_at, resume=saves["plain"]))
-                for found, each in zip(ours, resumed, strict=True):
-                    found["resumed"] = each["steps"]
-            [back] = results(script("crossed", on=False, first=options.save_at, resume=saves["ours"]))
-        except ScriptFailed as failure:
-            return Cell(host=host, model=model, ranks=loop.ranks, named=str(failure))
-    half = options.steps // 2
-    without, with_import = (
-        statistics.median(each["seconds"] for each in found[0]["steps"][half:]) for found in (plain, ours)
-    )
-    report = ours[0]["report"]
-    return Cell(
-        host=host,
-        model=model,
-        ranks=loop.ranks,
-        max_loss_rel_diff=_difference(plain, ours, "steps", "steps"),
-        speedup=without / with_import,
-        seconds=(without, with_import),
-        checkpoint_rel_diff=_difference(back, ours, "steps", "resumed"),
-        steps_packed=report["steps_packed"],
-        steps_padded=report["steps_padded"],
-        how=_how(ours[0]["regions"]),
-        named="; ".join(fallback for region in ours[0]["regions"] for fallback in region["fallbacks"]),
-    )
-
-
-def _how(regions: Sequence[dict[str, Any]]) -> str:
-    packed = [region["name"] for region in regions if region["outcome"] == "packed"]
-    if any(name.startswith("model entry") for name in packed):
-        return "at model entry"
-    return "in the graph" if packed else "compiled, padded" if regions else "left alone"
-
-
-def _difference(one: list[Any], other: list[Any], mine: str, others: str) -> float:
-    """Return the largest relative difference of losses, over ranks and steps; infinite if a step is missing."""
-    largest = 0.0
-    for expected, found in zip(one, other, strict=True):
-        losses = [[each["loss"] for each in run] for run in (expected[mine], found[others])]
-        if len(losses[0]) != len(losses[1]) or not losses[0]:
-            return math.inf
-        for a, b in zip(*losses, strict=True):
-            difference = abs(a - b) / max(abs(a), 1e-12)
-            largest = max(largest, difference if math.isfinite(difference) else math.inf)
-    return largest
-
-
-def row_of(cell: Cell) -> tuple[str, ...]:
-    """Return a row of the matrix: a text for each of `COLUMNS`, and the reason why the cell is empty or not green."""
-    if cell.speedup is None:
-        return cell.host, cell.model, str(cell.ranks), "", "", "", "", cell.named
-    losses, checkpoints = (
-        f"{'equal' if each <= bound else 'DIFFER'} ({each:.0e})"
-        for each, bound in (
-            (cell.max_loss_rel_diff or 0.0, LOSS_TOLERANCE),
-            (cell.checkpoint_rel_diff or 0.0, RESUMED_TOLERANCE),
+        setups = [setup(WITHOUT), setup(WITH, then=WITHOUT if host.resumes_in_process else "")]
+        setups.append(setup(WITHOUT_AGAIN, begins=WITH))
+        if not host.resumes_in_process:
+            setups.append(setup(WITH_AGAIN, begins=WITHOUT))
+        missing = [package for package in host.packages if find_spec(package) is None]
+        impossible = f"not installed: {', '.join(missing)}" if missing else None
+        return Cell(
+            key={"host": name, "model": model, "ranks": host.ranks},
+            setups=setups,
+            place=Place(ranks=host.ranks),
+            kind="hosts",
+            impossible=impossible if model in host.models else f"it is for {', '.join(host.models)}",
         )
-    )
-    padding = f"{cell.how}, {cell.steps_packed} of {cell.steps_packed + cell.steps_padded} steps"
-    return cell.host, cell.model, str(cell.ranks), losses, f"{cell.speedup:.2f}x", checkpoints, padding, cell.named
+
+    def rows(self, options: HostsOptions, cell: Cell, found: Mapping[str, list[dict[str, Any]]]) -> list[Row]:
+        """Return a row for each setup.
+
+        Figures: `step_s`, the median of the second half of the steps, of rank 0; with the import `speedup`, without /
+        with it, `loss_rel_diff` over ranks and steps, and how many steps were packed and padded. Without, continued:
+        `checkpoint_rel_diff`, of the losses after each has gone on from the other's checkpoint.
+        """
+        rows = {name: Row(key={**cell.key, "setup": name}) for name in found}
+        for name in (each for each in (WITHOUT, WITH) if each in found):
+            rows[name].figures["step_s"] = statistics.median(found[name][0]["seconds"][options.steps // 2 :])
+        if WITH in found:
+            rows[WITH].figures.update(found[WITH][0]["figures"])
+            rows[WITH].texts.update(found[WITH][0]["texts"])
+        if WITHOUT in found and WITH in found:
+            rows[WITH].figures["speedup"] = rows[WITHOUT].figures["step_s"] / rows[WITH].figures["step_s"]
+            rows[WITH].figures["loss_rel_diff"] = loss_rel_diff(found[WITHOUT], found[WITH])
+        again = found.get(WITH_AGAIN) or [{"losses": rank["again"]} for rank in found.get(WITH, []) if rank["again"]]
+        if WITHOUT_AGAIN in found and again:
+            rows[WITHOUT_AGAIN].figures["checkpoint_rel_diff"] = loss_rel_diff(found[WITHOUT_AGAIN], again)
+        return list(rows.values())
+
+    def lines(self, rows: Sequence[Row]) -> list[str]:
+        """Return one line of a cell's rows."""
+        found = _Found(rows)
+        return [", ".join(filter(None, (*found.shown(), found.named)))]
+
+    def tables(self, results: Results) -> list[Table]:
+        """Return the matrix: a line for each host with each model, and what the columns say."""
+        options = results.options
+        found = _by_cell(results)
+        named = tuple(f"{each.host}, {each.model}: {each.named}." for each in found if each.named)
+        data = options["data"] or "docstrings"
+        return [
+            Table(
+                title=f"Size {options['size']}, batch {options['batch_size']}, up to {options['max_length']} tokens, "
+                f"fp32, {data}; one thread a rank",
+                columns=("host", "model", "ranks", "losses", "speedup", "checkpoints", "padding"),
+                rows=tuple(each.shown() for each in found),
+                left=("host", "model", "losses", "checkpoints", "padding"),
+                notes=(
+                    *named,
+                    f"losses: equal in each of {options['steps']} steps, on every rank (largest relative difference; "
+                    f"{TOLERANCE:.0e} is allowed).",
+                    "speedup: median step of the second half, without the import / with it, on rank 0.",
+                    "checkpoints: each script goes on from the other's, and the losses that follow agree.",
+                    "padding: where it was stripped, and in how many steps.",
+                ),
+            )
+        ]
+
+    def verdict(self, results: Results) -> None:
+        """Raise `ParityError` if losses differ, or those behind a checkpoint, and nothing names why."""
+        differ = [f"{each.host}, {each.model}" for each in _by_cell(results) if not each.agrees and not each.named]
+        if differ:
+            raise ParityError(f"Losses differ by more than {TOLERANCE:.0e}, for no known reason: {'; '.join(differ)}.")
 
 
-def markdown(result: HostsResult) -> str:
-    """Return the matrix as a page of the documentation."""
-    options = result.options
-    versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
-    data = "the embedded text" if options.data is None else f"`{options.data.name}`"
-    lines = [
-        "# Compatibility",
-        "",
-        "Made by `deepytorch bench hosts`: the same script twice, with the import and without, on the same batches.",
-        "The two take turns, step by step.",
-        "",
-        f"- **losses**: equal in each of {options.steps} steps, on every rank (largest relative difference; "
-        f"{LOSS_TOLERANCE:.0e} is allowed).",
-        "- **speedup**: median step of the second half, without the import / with it, on rank 0.",
-        "- **checkpoints**: each script goes on from the other's, and the losses that follow agree.",
-        "- **padding**: where it was stripped ([how it works](how-it-works.md)), and in how many steps.",
-        "",
-        f"Size `{options.size}`, batch {options.batch_size}, up to {options.max_length} tokens, fp32, {data}; "
-        f"one thread a rank on {result.machine}; {versions}.",
-        "",
-        f"| {' | '.join(COLUMNS)} | |",
-        "| --- " * (len(COLUMNS) + 1) + "|",
-        *("| " + " | ".join(row_of(cell)) + " |" for cell in result.cells),
-        "",
-    ]
-    return "\n".join(lines)
+class _Found:
+    """The rows of one host with one model.
+
+    losses, checkpoints: the largest relative differences; None where nothing was measured. named: why that is so, or
+    what deepytorch said of steps that it left as they were.
+    """
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        by_setup = {row.key["setup"]: row for row in rows}
+        self.host, self.model, self._ranks = (str(rows[0].key[name]) for name in ("host", "model", "ranks"))
+        self._ours = by_setup.get(WITH, rows[0])
+        continued = by_setup.get(WITHOUT_AGAIN, rows[0])
+        self.losses = self._ours.figures.get("loss_rel_diff")
+        self.checkpoints = continued.figures.get("checkpoint_rel_diff")
+        reasons = {row.failed: f"{name}: {row.failed}" for name, row in by_setup.items() if row.failed}
+        if len(reasons) == 1 and all(row.failed for row in rows):
+            reasons = dict.fromkeys(reasons, next(iter(reasons)))  # the same for all: none was started
+        self.named = next(iter(reasons.values()), self._ours.texts.get("fallbacks", ""))
+
+    @property
+    def agrees(self) -> bool:
+        return all(each is not None and each <= TOLERANCE for each in (self.losses, self.checkpoints))
+
+    def shown(self) -> tuple[str, ...]:
+        """Return the texts of the matrix's columns."""
+        losses, checkpoints = (
+            "" if each is None else f"{'equal' if each <= TOLERANCE else 'DIFFER'} ({each:.0e})"
+            for each in (self.losses, self.checkpoints)
+        )
+        figures, padding = self._ours.figures, self._ours.texts.get("padding", "")
+        if padding:
+            packed = figures["steps_packed"]
+            padding = f"{padding}, {packed:.0f} of {packed + figures['steps_padded']:.0f} steps"
+        speedup = f"{figures['speedup']:.2f}x" if "speedup" in figures else ""
+        return self.host, self.model, self._ranks, losses, speedup, checkpoints, padding
+
+
+def _by_cell(results: Results) -> list[_Found]:
+    keys = dict.fromkeys((row.key["host"], row.key["model"]) for row in results.rows)
+    return [_Found(results.having(host=host, model=model)) for host, model in keys]

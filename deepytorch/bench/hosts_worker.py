@@ -1,127 +1,95 @@
-"""The program of each rank of `deepytorch bench hosts`: `python -m deepytorch.bench.hosts_worker JOB.json [PIPE PIPE]`.
-
-The same script runs with and without the import: DEEPYTORCH=off in the environment makes the import do nothing. The
-pipes tell it when to run a step (`turns`).
-"""
+"""What each rank of `deepytorch bench hosts` does: one script, which nothing but DEEPYTORCH tells whether to import."""
 
 from __future__ import annotations
 
-import json
 import os
-import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import deepytorch
-from deepytorch.bench.alternation import Turn
-from deepytorch.bench.host_loops import HOSTS
-from deepytorch.bench.host_recipes import ARMS
-from deepytorch.bench.models import SIZES, batch_kind, build_model
-from deepytorch.bench.options import check_choice
-from deepytorch.bench.results import decoded
+from deepytorch.bench.channel import DOING, Turns
+from deepytorch.bench.host_loops import Loop, Step
+from deepytorch.bench.hosts import ALL, HostJob
+from deepytorch.bench.models import batch_kind, build_model
+from deepytorch.compiler.report import LEDGER
 from deepytorch.data import batches, load_rows, train_tokenizer
-from deepytorch.errors import ConfigError, DataError
+from deepytorch.errors import ParityError
 
-MODELS = ("llama", "bert", "t5")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HostsOptions:
-    """The options of `deepytorch bench hosts`."""
-
-    hosts: tuple[str, ...] = tuple(HOSTS)
-    models: tuple[str, ...] = MODELS
-    size: str = "demo"
-    batch_size: int = 8
-    max_length: int = 384
-    steps: int = 20
-    data: Path | None = None
-    timeout_s: float = 900.0
-    lowering: str = "inductor"
-
-    def __post_init__(self) -> None:
-        """Raise `ConfigError` for a value that is not accepted, `DataError` for a file that is not there."""
-        check_choice(self, "hosts", ARMS)
-        check_choice(self, "models", MODELS)
-        check_choice(self, "size", SIZES)
-        if self.steps < 4:
-            raise ConfigError(f"steps is {self.steps}; expected 4 or more: the last two are repeated from checkpoints.")
-        if self.data is not None and not self.data.is_file():
-            raise DataError(f"The data file {self.data} is not there; expected a JSON file in Alpaca layout.")
-
-    @property
-    def save_at(self) -> int:
-        """Return the step before which a checkpoint is written."""
-        return self.steps - 2
+Job = HostJob
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HostJob:
-    """The work of one process: train from step `first`, save on the way; then continue from `other`, if given."""
+def run(job: HostJob, turns: Turns) -> dict[str, Any]:
+    """Train in turns, and then from the other checkpoint if there is one; return losses, seconds and the report."""
+    assert job.scratch is not None
+    first = job.save_at if job.begins else 0
+    for _ in range(first):  # meanwhile the others write the checkpoint
+        turns.take()
+        turns.hand_on()
+    turns.say(DOING, f"{job.model} in {job.host}")
+    if job.lowering != "inductor":
+        deepytorch.configure(options={"lowering": job.lowering})
+    folder = job.scratch / job.saves
+    folder.mkdir(exist_ok=True)  # by the first of the ranks
+    loop = _loop(job, folder)
+    loop.turns = turns
+    begins = _checkpoint(job.scratch, job.begins) if job.begins else None
+    trained = _whole(job, loop.train(first, job.save_at, _checkpoint(job.scratch, job.saves), begins), first)
+    loop.turns = None
+    again: Sequence[Step] = ()
+    if job.then:
+        turns.say(DOING, f"{job.model} in {job.host}, from the checkpoint of {job.then}")
+        more = loop.train(job.save_at, None, folder / "again", _checkpoint(job.scratch, job.then))
+        again = _whole(job, more, job.save_at)
+    report = LEDGER.report()
+    return {
+        "losses": [each.loss for each in trained],
+        "seconds": [each.seconds for each in trained],
+        "again": [each.loss for each in again],
+        "figures": {name: report.total(name) for name in ("steps_packed", "steps_padded")},
+        "texts": {
+            "padding": _where([each.name for each in report.regions if each.outcome == "packed"], bool(report.regions)),
+            "fallbacks": "; ".join(said for each in report.regions for said in each.fallbacks),
+        },
+    }
 
-    options: HostsOptions
-    host: str
-    model: str
-    save: Path
-    first: int = 0
-    resume: Path | None = None
-    other: Path | None = None
 
-
-def work(job: HostJob, folder: Path, turn: Turn | None = None) -> dict[str, Any]:
-    """Run the job as this rank, its first training in turns; return its steps, and deepytorch's report."""
+def _loop(job: HostJob, folder: Path) -> Loop:
     torch.manual_seed(0)
-    torch.set_num_threads(1)
-    options = job.options
-    if options.lowering != "inductor":
-        deepytorch.configure(options={"lowering": options.lowering})
-    rows = load_rows(options.data)
-    tokenizer = train_tokenizer(rows, 512 if options.size == "tiny" else 2048)
-    model = build_model(job.model, options.size, vocab_size=tokenizer.get_vocab_size())
-    own = list(
-        batches(
-            rows,
-            tokenizer,
-            batch_size=options.batch_size,
-            max_length=options.max_length,
-            kind=batch_kind(job.model),
-            seed=int(os.environ.get("RANK", "0")),
-            steps=options.steps,
-        )
+    rows = load_rows(job.data)
+    tokenizer = train_tokenizer(rows, 512 if job.size == "tiny" else 2048)
+    model = build_model(job.model, job.size, vocab_size=tokenizer.get_vocab_size())
+    own = batches(
+        rows,
+        tokenizer,
+        batch_size=job.batch_size,
+        max_length=job.max_length,
+        kind=batch_kind(job.model),
+        seed=int(os.environ.get("RANK", "0")),
+        steps=job.steps,
     )
-    loop = ARMS[job.host].loop(model, own, folder)
-    loop.turn = turn
-    found: dict[str, Any] = {}
-    found["steps"] = [asdict(each) for each in loop.train(job.first, options.save_at, job.save, job.resume)]
-    if turn is not None:
-        turn.close()
-        loop.turn = None
-    if job.other is not None:
-        found["resumed"] = [asdict(each) for each in loop.train(options.save_at, None, folder / "again", job.other)]
-    report = deepytorch.report().to_json()
-    found["report"] = {name: report[name] for name in ("steps_packed", "steps_padded", "recompiles")}
-    found["regions"] = [
-        {name: each[name] for name in ("name", "outcome", "fallbacks", "declined", "padded_because")}
-        for each in report["regions"]
-    ]
-    return found
+    host = ALL[job.host]
+    module, _, name = host.loop.rpartition(".")
+    loop: Loop = getattr(import_module(f"deepytorch.bench.{module}"), name)(model, list(own), folder, **host.given)
+    return loop
 
 
-def main() -> None:
-    """Run the job in the file `sys.argv[1]`; rank r writes `rankR.json` next to it."""
-    path, pipes = Path(sys.argv[1]), [int(each) for each in sys.argv[2:4]]
-    job = decoded(HostJob, json.loads(path.read_text(encoding="utf-8")))
-    found = work(job, path.parent, Turn(*pipes) if pipes else None)
-    rank = os.environ.get("RANK", "0")
-    (path.parent / f"rank{rank}.json").write_text(json.dumps(found), encoding="utf-8")
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
+def _checkpoint(scratch: Path, name: str) -> Path:
+    return scratch / name / "save"
 
 
-if __name__ == "__main__":
-    main()
+def _whole(job: HostJob, steps: Sequence[Step], first: int) -> Sequence[Step]:
+    """Return the steps if none is missing."""
+    if len(steps) != job.steps - first:
+        raise ParityError(f"{job.host} recorded {len(steps)} steps, expected {job.steps - first}")
+    return steps
+
+
+def _where(packed: Sequence[str], compiled: bool) -> str:
+    """Return where padding was stripped. packed: the names of regions that run packed."""
+    if any(name.startswith("model entry") for name in packed):
+        return "at model entry"
+    return "in the graph" if packed else "compiled, padded" if compiled else "left alone"

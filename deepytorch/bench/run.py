@@ -10,8 +10,10 @@ import contextlib
 import datetime
 import platform
 import shlex
+import shutil
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -37,6 +39,7 @@ _PACKAGES = (
     "trl",
     "diffusers",
     "liger-kernel",
+    "megatron-core",
 )
 
 
@@ -88,7 +91,8 @@ def _measured(benchmark: Benchmark[Any], options: Any, cell: Cell, processes: _P
     impossible = cell.impossible or processes.impossible(cell.place)
     if impossible is not None:
         return [Row(key={**cell.key, "setup": setup.name}, failed=impossible) for setup in cell.setups]
-    found, failed = processes.measure(cell, notify)
+    own = benchmark.measure(options, cell, processes.timeout_s, notify)
+    found, failed = processes.measure(cell, notify) if own is None else (own, {})
     rows = benchmark.rows(options, cell, found)
     return [*rows, *(Row(key={**cell.key, "setup": name}, failed=reason) for name, reason in failed.items())]
 
@@ -185,7 +189,7 @@ class _Processes:
     """The processes of setups, which stay for the next cell where it is of the same kind."""
 
     def __init__(self, timeout_s: float, beside: Beside | None = None) -> None:
-        self._timeout_s, self._beside = timeout_s, beside
+        self.timeout_s, self._beside = timeout_s, beside
         self._place: Place | None = None
         self._lab: Lab | None = None
         self._ranks: dict[str, Ranks] = {}
@@ -215,9 +219,12 @@ class _Processes:
         found: dict[str, list[dict[str, Any]]] = {}
         failed: dict[str, str] = {}
         left = []
+        shared = tempfile.mkdtemp(dir=self._folder)
         for setup in cell.setups:
             with self._failing(setup.name, failed):
-                if self._start(setup, cell.place, notify).give(cell.kind, asdict(setup.job), notify):
+                job = asdict(setup.job)
+                job |= {"scratch": shared} if "scratch" in job else {}
+                if self._start(setup, cell.place, notify).give(cell.kind, job, notify):
                     left.append(setup.name)
         while left:
             for name in [*left]:
@@ -229,6 +236,7 @@ class _Processes:
                 found[name] = ranks.found()
         if not cell.keeps_processes:
             self._leave(at_once=False)
+        shutil.rmtree(shared, ignore_errors=True)
         if self._beside is not None:
             found, failed = self._beside.gathered(cell, found, failed)
             for name in failed:  # of another process, too
@@ -240,7 +248,7 @@ class _Processes:
         if setup.name not in self._ranks:
             notify(f"{setup.name}: starting")
             own = None if self._beside is None else self._beside.variables(place)
-            self._ranks[setup.name] = Ranks(setup, place, self._folder, self._timeout_s, self._lab, own)
+            self._ranks[setup.name] = Ranks(setup, place, self._folder, self.timeout_s, self._lab, own)
         return self._ranks[setup.name]
 
     @contextlib.contextmanager

@@ -2,7 +2,8 @@
 
 One script runs in its own processes: in eager, with the import from empty caches ("cold"), and once more from the
 caches that the previous run has filled ("warm"). The result is the time since the process began at which each step was
-over. Cold runs wait after the last of these steps until everything that is compiled in the background is stored.
+over. Cold runs wait after the last of these steps until everything that is compiled in the background is stored. Runs
+take turns as a whole, since what is measured is how they begin.
 """
 
 from __future__ import annotations
@@ -11,23 +12,26 @@ import json
 import os
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-import torch
+from typer import Argument, Option
 
+from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup
+from deepytorch.bench.launch import scratch
 from deepytorch.bench.options import check_at_least
+from deepytorch.bench.plots import Plot, Points
 from deepytorch.bench.processes import Program, last_lines, meeting_point, rank_environment
-from deepytorch.bench.results import machine
+from deepytorch.bench.results import Results, Row
+from deepytorch.bench.run import words_of
+from deepytorch.bench.table import Table
 from deepytorch.config import process_environment
 from deepytorch.errors import ConfigError, ScriptError
 
 EAGER, COLD, WARM = "eager", "cold", "warm"
-ARMS = (EAGER, COLD, WARM)
 _IMPORTS = {EAGER: "", COLD: "fill", WARM: "import"}  # see start_worker
 _REST_SECONDS = 2.0  # after a run: its child processes end within a second, and must not disturb the next run
 _CACHES = ("XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
@@ -37,18 +41,23 @@ _LAST_LINES = 12
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartOptions:
-    """The options of `deepytorch bench start`.
+    """Time a script from its process's first moment on: in eager, with the import, and with it a second time.
 
-    command: a script and its arguments; empty: a built-in model. ranks: processes of the script, on this host. threads:
-    of each; None leaves them unchanged.
+    Says how much later the first step is over, by how much the run was behind eager at most, and from which step on it
+    is ahead. Cold runs begin with empty caches, and wait at their end until these are filled; warm ones begin with what
+    they have left. --timeout is the time limit of one run.
     """
 
-    command: tuple[str, ...] = ()
-    steps: int = 120
-    rounds: int = 3
-    ranks: int = 1
-    threads: int | None = None
-    timeout_s: float = 900.0
+    command: Annotated[
+        tuple[str, ...],
+        Argument(metavar="[SCRIPT [ARGS]]", help="Your training script. Default: a small Llama on random rows."),
+    ] = ()
+    steps: Annotated[int, Option(min=1, help="Optimizer steps of each run.")] = 120
+    rounds: Annotated[int, Option(min=1, help="How often each is run.")] = 3
+    ranks: Annotated[int, Option(min=1, help="Processes of the script, which finds RANK and the like set.")] = 1
+    threads: Annotated[
+        int | None, Option(min=1, help="Threads of each process (OMP_NUM_THREADS). Default: as they are.")
+    ] = None
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for a value that is not accepted."""
@@ -62,94 +71,113 @@ class StartOptions:
         return self.command or (str(Path(__file__).with_name("start_script.py")),)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Arm:
-    """One way of running the script. Seconds are since the process began, medians over the rounds.
+class Start(Benchmark[StartOptions]):
+    """See this module."""
 
-    steps: when each step was over. first_packed: when the first step without padding was over. compiles: of the last
-    round. change_over: when compiled code began to run; None: never, or at the first call.
-    """
+    name = "start"
+    options = StartOptions
 
-    name: str
-    steps: tuple[float, ...]
-    first_packed: float | None = None
-    compiles: int = 0
-    change_over: float | None = None
+    def cells(self, options: StartOptions) -> Sequence[Cell]:
+        """Return the one cell."""
+        key: dict[str, str | int | None] = {
+            "script": Path(options.script[0]).name,
+            "ranks": options.ranks,
+            "threads": options.threads,
+        }
+        return [Cell(key=key, setups=[Setup(name=name, job=None) for name in _IMPORTS], place=Place())]
 
-    def ratios(self, eager: Arm) -> list[float]:
-        """Return, for each step, the time until its end divided by eager's time."""
-        return [mine / theirs for mine, theirs in zip(self.steps, eager.steps, strict=False)]
+    def measure(
+        self, options: StartOptions, cell: Cell, timeout_s: float, notify: Callable[[str], None]
+    ) -> dict[str, list[dict[str, Any]]]:
+        """Run the script `rounds` times in each way, and return the records of rank 0 by round.
 
-    def ahead_from(self, eager: Arm) -> int | None:
-        """Return the step (from 1) from which on the arm is never behind eager; None if it is behind at the end."""
-        behind = [number for number, ratio in enumerate(self.ratios(eager), 1) if ratio > 1.0]
-        last = max(behind, default=0)
-        return None if last == len(self.steps) else last + 1
+        Raises `ScriptError` if the script fails or is not over in time.
+        """
+        found: dict[str, list[dict[str, Any]]] = {name: [] for name in _IMPORTS}
+        notify("once in eager, which is not counted: files are read from the disk")
+        with scratch() as folder:
+            _run(options, EAGER, folder, 2, timeout_s)
+        for number in range(options.rounds):
+            with scratch() as folder:  # the warm run reads the caches that the cold one has filled
+                for name, records in found.items():
+                    notify(f"round {number + 1} of {options.rounds}: {name}")
+                    records.append(_run(options, name, folder, options.steps, timeout_s))
+        return found
 
+    def rows(self, options: StartOptions, cell: Cell, found: Mapping[str, list[dict[str, Any]]]) -> list[Row]:
+        """Return a row for each setup. Seconds are since the process began, medians over the rounds.
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StartResult:
-    """The result of `deepytorch bench start`."""
+        Series: `over_s`, when each step was over. Figures: `first_s`, `last_s`, of the first and the last step;
+        `first_packed_s`, of the first without padding; `compiled_from_s`, when compiled code began to run, and
+        `compiles`, both of the last round; and as `compared` gives them.
+        """
+        over = {
+            name: [statistics.median(each) for each in zip(*(run["seconds"] for run in runs), strict=False)]
+            for name, runs in found.items()
+        }
+        rows = []
+        for name, runs in found.items():
+            packed = [run["first_packed"] for run in runs if run["first_packed"] is not None]
+            report = runs[-1]["report"]
+            figures = {"first_s": over[name][0], "last_s": over[name][-1], "compiles": report.get("compiles", 0)}
+            figures |= {"first_packed_s": statistics.median(packed)} if packed else {}
+            change_over = report.get("change_over_seconds")
+            figures |= {} if change_over is None else {"compiled_from_s": change_over}
+            figures |= {} if name == EAGER else compared(over[name], over[EAGER])
+            rows.append(Row(key={**cell.key, "setup": name}, figures=figures, series={"over_s": over[name]}))
+        return rows
 
-    options: StartOptions
-    machine: str
-    torch: str
-    arms: tuple[Arm, ...]
-
-    @property
-    def eager(self) -> Arm:
-        """Return the arm that the others are compared with."""
-        return self.arms[0]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data. worst: the largest of `Arm.ratios`."""
-        options = asdict(self.options) | {"command": [Path(self.options.script[0]).name, *self.options.command[1:]]}
-        arms = [
-            asdict(arm)
-            | {
-                "worst": max(arm.ratios(self.eager)),
-                "ahead_from": arm.ahead_from(self.eager),
-                "first_step_later": arm.steps[0] - self.eager.steps[0],
-            }
-            for arm in self.arms
+    def tables(self, results: Results) -> list[Table]:
+        """Return one table."""
+        rows = results.rows
+        where = words_of({name: value for name, value in rows[0].key.items() if name != "setup"}) if rows else ""
+        rounds, steps = (results.options[name] for name in ("rounds", "steps"))
+        seconds = ("first step", "first packed", "compiled from", f"step {steps}")
+        return [
+            Table(
+                title=f"{where}: seconds since the process began, medians of {rounds}",
+                columns=("", *seconds, "at most behind", "ahead from step", "compiles"),
+                rows=tuple(_shown(row) for row in rows),
+                left=("",),
+            )
         ]
-        return {"options": options, "machine": self.machine, "torch": self.torch, "arms": arms}
+
+    def plots(self, results: Results) -> list[Plot]:
+        """Return how far each run has come over time."""
+        curves = [
+            Points(str(row.key["setup"]), tuple(seconds), tuple(range(1, len(seconds) + 1)))
+            for row in results.rows
+            if (seconds := row.series.get("over_s"))
+        ]
+        title = "Steps that are over"
+        return [Plot(title, "curves", "seconds since the process began", "steps", tuple(curves))] if curves else []
 
 
-def run_start(options: StartOptions, notify: Callable[[str], None] = lambda _: None) -> StartResult:
-    """Run every arm `rounds` times, in turns. Raises `ScriptError` if the script fails or is not over in time."""
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in ARMS}
-    notify("Once in eager, which is not counted: files are read from the disk")
-    with tempfile.TemporaryDirectory(prefix="deepytorch-bench-") as scratch:
-        _run(options, EAGER, Path(scratch), steps=2)
-    for number in range(options.rounds):
-        # The warm run reads the caches that the cold one has filled.
-        with tempfile.TemporaryDirectory(prefix="deepytorch-bench-") as scratch:
-            for name in ARMS:
-                notify(f"Round {number + 1} of {options.rounds}: {name}")
-                found[name].append(_run(options, name, Path(scratch), options.steps))
-    return StartResult(
-        options=options,
-        machine=machine(),
-        torch=torch.__version__,
-        arms=tuple(_arm(name, runs) for name, runs in found.items()),
-    )
+def compared(over: Sequence[float], eager: Sequence[float]) -> dict[str, float]:
+    """Return figures of a run beside eager's, from the seconds after which each step was over.
+
+    `least_ratio`: eager's seconds over this run's, at the step where that is least: under 1 it was behind there.
+    `ahead_from_step`: the step (from 1) from which on it is never behind; missing if it is behind at the end.
+    """
+    ratios = [theirs / own for own, theirs in zip(over, eager, strict=False)]
+    last = max((number for number, ratio in enumerate(ratios, 1) if ratio < 1.0), default=0)
+    return {"least_ratio": min(ratios)} | ({} if last == len(ratios) else {"ahead_from_step": last + 1})
 
 
-def _arm(name: str, runs: list[dict[str, Any]]) -> Arm:
-    steps = [statistics.median(each) for each in zip(*(run["seconds"] for run in runs), strict=False)]
-    packed = [run["first_packed"] for run in runs if run["first_packed"] is not None]
-    report = runs[-1]["report"]
-    return Arm(
-        name=name,
-        steps=tuple(steps),
-        first_packed=statistics.median(packed) if packed else None,
-        compiles=report.get("compiles", 0),
-        change_over=report.get("change_over_seconds"),
-    )
+def _shown(row: Row) -> tuple[str, ...]:
+    figures, name = row.figures, str(row.key["setup"])
+
+    def shown(figure: str, form: str = ".1f") -> str:
+        return format(figures[figure], form) if figure in figures else "-"
+
+    seconds = [shown(each) for each in ("first_s", "first_packed_s", "compiled_from_s", "last_s")]
+    if name == EAGER:
+        return (name, *seconds, "", "", "")
+    behind = f"{1 / figures['least_ratio']:.2f}x" if "least_ratio" in figures else row.failed
+    return (name, *seconds, behind, shown("ahead_from_step", ".0f"), shown("compiles", ".0f"))
 
 
-def _run(options: StartOptions, name: str, scratch: Path, steps: int) -> dict[str, Any]:
+def _run(options: StartOptions, name: str, folder: Path, steps: int, timeout_s: float) -> dict[str, Any]:
     """Run the script once; return the record of its rank 0."""
     environment = dict(process_environment())
     environment["DEEPYTORCH"] = "off" if name == EAGER else "on"
@@ -157,23 +185,22 @@ def _run(options: StartOptions, name: str, scratch: Path, steps: int) -> dict[st
     paths = [str(Path(__file__).parents[2]), environment.get("PYTHONPATH")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     for variable in _CACHES:
-        folder = scratch / variable.lower()
-        folder.mkdir(mode=0o700, exist_ok=True)
-        environment[variable] = str(folder)
+        (folder / variable.lower()).mkdir(mode=0o700, exist_ok=True)
+        environment[variable] = str(folder / variable.lower())
     if options.threads is not None:
         environment["OMP_NUM_THREADS"] = str(options.threads)
     if options.ranks > 1:
         environment |= meeting_point()
         environment.setdefault("OMP_NUM_THREADS", "1")
-    record = scratch / f"{name}.json"
+    record = folder / f"{name}.json"
     programs: list[Program] = []
     try:
         for rank in range(options.ranks):
             own = rank_environment(rank, options.ranks) if options.ranks > 1 else {}
             file = record if rank == 0 else f"{record}.{rank}"
             command = [sys.executable, str(_WORKER), str(file), str(steps), _IMPORTS[name], *options.script]
-            programs.append(Program(command, scratch / f"rank{rank}.log", env=environment | own))
-        _wait(programs, options, name)
+            programs.append(Program(command, folder / f"rank{rank}.log", env=environment | own))
+        _wait(programs, f"{options.script[0]} ({name})", timeout_s)
     finally:
         for program in programs:
             program.end()
@@ -184,16 +211,13 @@ def _run(options: StartOptions, name: str, scratch: Path, steps: int) -> dict[st
     return found
 
 
-def _wait(programs: list[Program], options: StartOptions, name: str) -> None:
-    deadline = time.monotonic() + options.timeout_s
-    what = f"{options.script[0]} ({name})"
-    while True:
-        if programs[0].process.poll() == 0:
-            return  # rank 0 has written its record; other ranks, still in their last step, fail without it
+def _wait(programs: list[Program], what: str, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while programs[0].process.poll() != 0:  # then rank 0 has written its record; others, in their last step, fail
         for program in programs:
             if program.process.poll():
                 said = "\n".join(last_lines(program.log, _LAST_LINES))
                 raise ScriptError(f"{what} ended with {program.process.returncode}. Its last lines:\n{said}")
         if time.monotonic() > deadline:
-            raise ScriptError(f"{what} was not over in {options.timeout_s:g} seconds; --timeout gives it more.")
+            raise ScriptError(f"{what} was not over in {timeout_s:g} seconds; --timeout gives it more.")
         time.sleep(0.05)

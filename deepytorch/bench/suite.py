@@ -7,11 +7,14 @@ from typing import Any
 from deepytorch.bench.acspeed import Acspeed
 from deepytorch.bench.benchmark import Benchmark
 from deepytorch.bench.compute import Compute
+from deepytorch.bench.hosts import Hosts
 from deepytorch.bench.memory_table import Memory
 from deepytorch.bench.peers import Peers
 from deepytorch.bench.product import Product
 from deepytorch.bench.scaling import Scaling
+from deepytorch.bench.start import Start
 
-BENCHMARKS: dict[str, Benchmark[Any]] = {
-    each.name: each for each in (Acspeed(), Scaling(), Memory(), Product(), Peers(), Compute())
-}
+_ALL: tuple[Benchmark[Any], ...] = (
+    Hosts(), Start(), Compute(), Acspeed(), Scaling(), Memory(), Product(), Peers(),
+)  # fmt: skip
+BENCHMARKS = {each.name: each for each in _ALL}

@@ -19,7 +19,6 @@ from deepytorch.cli import (
     bench_models,
     bench_ranks,
     bench_report,
-    bench_scripts,
     bench_steps,
     cache,
     demo,
@@ -30,7 +29,7 @@ from deepytorch.cli import (
     simulate,
     verify,
 )
-from deepytorch.cli.benchmark import command_of
+from deepytorch.cli.benchmark import add_command
 from deepytorch.config import process_environment
 from deepytorch.errors import DeepytorchError
 from deepytorch.switch import SWITCH
@@ -59,19 +58,17 @@ app.command("build")(machine.build)
 app.add_typer(cache.cache, name="cache")
 app.add_typer(bench, name="bench")
 bench.command("unpad")(bench_steps.unpad)
-bench.command("hosts")(bench_scripts.hosts)
 bench.command("models")(bench_models.models)
 bench.command("ddp")(bench_ranks.ddp)
 bench.command("sharded")(bench_ranks.sharded)
 bench.command("comm")(bench_ranks.comm)
-bench.command("start", context_settings=_BEFORE_A_COMMAND)(bench_scripts.start)
 bench.command("epoch")(bench_steps.epoch)
 bench.command("loss")(bench_steps.loss)
 bench.command("kernels")(bench_kernels.kernels)
 bench.command("roofline")(bench_kernels.roofline)
 bench.command("report")(bench_report.report)
 for _benchmark in BENCHMARKS.values():
-    bench.command(_benchmark.name)(command_of(_benchmark))
+    add_command(bench, _benchmark)
 app.command("lab", context_settings=_BEFORE_A_COMMAND)(lab.lab)
 app.command("simulate")(simulate.simulate)
 

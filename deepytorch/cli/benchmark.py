@@ -13,7 +13,7 @@ import typer
 from deepytorch.bench.benchmark import Benchmark
 from deepytorch.cli.output import Output
 from deepytorch.config import process_environment
-from deepytorch.errors import ConfigError
+from deepytorch.errors import ConfigError, ParityError
 
 _Out = Annotated[
     Path | None,
@@ -29,8 +29,18 @@ _Timeout = Annotated[
 ]
 
 
+def add_command(app: typer.Typer, benchmark: Benchmark[Any]) -> None:
+    """Add the command of a benchmark. What follows its first argument, if it takes any, is no option of it."""
+    kinds = get_type_hints(benchmark.options, include_extras=True).values()
+    settings = {"allow_interspersed_args": False} if any(map(_is_argument, kinds)) else None
+    app.command(benchmark.name, context_settings=settings)(command_of(benchmark))
+
+
 def command_of(benchmark: Benchmark[Any]) -> Callable[..., None]:
-    """Return the command of a benchmark: an option for each field of its options, of that name and default."""
+    """Return the command of a benchmark: an option for each field of its options, of that name and default.
+
+    A field whose type has a `typer.Argument` takes all arguments behind the options.
+    """
     kinds = get_type_hints(benchmark.options, include_extras=True)
     own = [_parameter(each.name, kinds[each.name], each.default) for each in fields(benchmark.options)]
     common = [("out", _Out, None), ("again", _Again, False), ("timeout", _Timeout, 600.0)]
@@ -76,11 +86,22 @@ def run_and_show(benchmark: Benchmark[Any], options: Any, out: Path | None, *, a
     if stopped:
         output.line("Stopped: the same command goes on from here.")
         raise typer.Exit(130)
+    try:
+        benchmark.verdict(results)
+    except ParityError as error:
+        output.line(str(error))
+        raise typer.Exit(1) from None
+
+
+def _is_argument(kind: Any) -> bool:
+    return any(isinstance(extra, typer.models.ArgumentInfo) for extra in get_args(kind))
 
 
 def _parameter(name: str, kind: Any, default: Any) -> inspect.Parameter:
     inner, *extras = get_args(kind)
-    if get_origin(inner) is tuple:
+    if _is_argument(kind):
+        inner, default = list[str] | None, None
+    elif get_origin(inner) is tuple:
         inner, default = str, ",".join(map(str, default))
         extras[0].metavar = extras[0].metavar or "LIST"
     return inspect.Parameter(
@@ -95,6 +116,8 @@ def _annotated(kind: Any, extras: Sequence[Any]) -> Any:
 def _value(kind: Any, value: Any, name: str) -> Any:
     """Return the parts of a list where an option has several values."""
     inner = get_args(kind)[0]
+    if _is_argument(kind):
+        return tuple(value or ())
     if get_origin(inner) is not tuple:
         return value
     of = get_args(inner)[0]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from deepytorch.bench.start import COLD, EAGER, WARM, Arm, StartOptions, run_start
+from deepytorch.bench.results import Results, read_result
+from deepytorch.bench.run import run_benchmark
+from deepytorch.bench.start import COLD, EAGER, WARM, Start, StartOptions, compared
 from deepytorch.cli import app
 from deepytorch.errors import ConfigError, ScriptError
 
@@ -35,13 +38,41 @@ def script(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_an_arm_is_compared_at_every_step() -> None:
-    eager = Arm(name=EAGER, steps=(4.0, 5.0, 6.0, 7.0))
-    cold = Arm(name=COLD, steps=(4.0, 6.0, 6.0, 6.5))
-    assert cold.ratios(eager) == [1.0, 1.2, 1.0, 6.5 / 7.0]
-    assert cold.ahead_from(eager) == 3
-    assert Arm(name=COLD, steps=(3.0, 4.0, 5.0, 8.0)).ahead_from(eager) is None
-    assert Arm(name=COLD, steps=(3.0, 4.0, 5.0, 6.0)).ahead_from(eager) == 1
+def test_a_run_is_compared_at_every_step() -> None:
+    eager = [4.0, 5.0, 6.0, 7.0]
+    assert compared([4.0, 6.0, 6.0, 6.5], eager) == {"least_ratio": 5 / 6, "ahead_from_step": 3}
+    assert compared([3.0, 4.0, 5.0, 8.0], eager) == {"least_ratio": 7 / 8}  # behind at the end
+    assert compared([3.0, 4.0, 5.0, 6.0], eager) == {"least_ratio": 7 / 6, "ahead_from_step": 1}
+
+
+def test_rows_and_the_table_are_of_medians() -> None:
+    def runs(*ends: float, first_packed: float | None = None, **report: float) -> list[dict[str, Any]]:
+        return [
+            {"seconds": [4.0 * swing, *ends], "first_packed": first_packed, "report": report} for swing in (1, 2, 0.5)
+        ]
+
+    options = StartOptions(steps=3, rounds=3, ranks=2)
+    [cell] = Start().cells(options)
+    warm = runs(4.5, 5.0, first_packed=4.5, compiles=1, change_over_seconds=4.8)
+    rows = Start().rows(options, cell, {EAGER: runs(6.0, 8.0), COLD: runs(7.0, 8.0), WARM: warm})
+    assert [row.series["over_s"] for row in rows] == [[4.0, 6.0, 8.0], [4.0, 7.0, 8.0], [4.0, 4.5, 5.0]]
+    results = Results(
+        benchmark="start", command="", options=asdict(options), machine="", versions={}, date="", rows=rows
+    )
+    [table] = Start().tables(results)
+    assert table.title == "script start_script.py, ranks 2: seconds since the process began, medians of 3"
+    assert table.columns[4] == "step 3"
+    assert table.rows == (
+        (EAGER, "4.0", "-", "-", "8.0", "", "", ""),
+        (COLD, "4.0", "-", "-", "8.0", "1.17x", "3", "0"),
+        (WARM, "4.0", "4.5", "4.8", "5.0", "1.00x", "1", "1"),
+    )
+    [plot] = Start().plots(results)
+    assert [(each.name, each.x[-1], each.y[-1]) for each in plot.series] == [
+        (EAGER, 8.0, 3),
+        (COLD, 8.0, 3),
+        (WARM, 5.0, 3),
+    ]
 
 
 def test_what_cannot_be_run_is_refused(tmp_path: Path) -> None:
@@ -54,26 +85,27 @@ def test_what_cannot_be_run_is_refused(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_script_is_timed_in_every_way(script: str, tmp_path: Path) -> None:
     file = tmp_path / "found.json"
-    command = ["bench", "start", "--steps", "5", "--rounds", "1", "--json", str(file), script, "train"]
+    command = ["bench", "start", "--steps", "5", "--rounds", "1", "--out", str(file), script, "train", "--steps"]
     shown = CliRunner().invoke(app, command, catch_exceptions=False)
     assert shown.exit_code == 0, shown.output
-    assert "train.py: seconds since the process began" in shown.output
-    found = json.loads(file.read_text())
-    assert found["options"]["command"] == ["train.py", "train"]
-    assert [arm["name"] for arm in found["arms"]] == [EAGER, COLD, WARM]
-    for arm in found["arms"]:
-        assert len(arm["steps"]) == 5
-        assert 0.3 < arm["steps"][0] < 120  # torch was imported before
-        assert arm["steps"] == sorted(arm["steps"])
-        assert arm["worst"] >= arm["steps"][4] / found["arms"][0]["steps"][4]
+    assert "train.py, ranks 1: seconds since the process began" in shown.output
+    found = read_result(Results, file)
+    assert found.options["command"] == [script, "train", "--steps"]  # behind the script, options are the script's
+    assert [row.key["setup"] for row in found.rows] == [EAGER, COLD, WARM]
+    for row in found.rows:
+        steps = row.series["over_s"]
+        assert len(steps) == 5
+        assert 0.3 < steps[0] < 120  # torch was imported before
+        assert steps == sorted(steps)
+    assert "least_ratio" in found.rows[1].figures
 
 
 @pytest.mark.slow
 def test_a_script_that_fails_is_quoted_and_one_that_does_not_train_is_refused(script: str) -> None:
     with pytest.raises(ScriptError, match=r"(?s)train\.py \(eager\) ended with 1.*ValueError: as it was told"):
-        run_start(StartOptions(command=(script, "fail"), steps=5, rounds=1))
+        run_benchmark(Start(), StartOptions(command=(script, "fail"), steps=5, rounds=1))
     with pytest.raises(ScriptError, match="made no step of an optimizer"):
-        run_start(StartOptions(command=(script,), steps=5, rounds=1))
+        run_benchmark(Start(), StartOptions(command=(script,), steps=5, rounds=1))
 
 
 BUILDS = """
@@ -100,5 +132,5 @@ for _ in range(int(sys.argv[2])):
 def test_a_warm_run_finds_what_the_cold_one_was_still_making(tmp_path: Path, steps: int) -> None:
     script, found = tmp_path / "builds.py", tmp_path / "found"
     script.write_text(BUILDS)
-    run_start(StartOptions(command=(str(script), str(found), str(steps)), steps=5, rounds=1))
+    run_benchmark(Start(), StartOptions(command=(str(script), str(found), str(steps)), steps=5, rounds=1))
     assert found.read_text().split() == ["False", "False", "False", "True"]  # uncounted, eager, cold, warm

@@ -1,130 +1,128 @@
-"""Scripts in alternation: whose turn it is, and what becomes of ranks whose peers are gone."""
+"""Ranks that serve jobs in turns: whose turn it is, and what becomes of a setup one of whose ranks fails."""
 
 from __future__ import annotations
 
 import os
-import threading
+import subprocess
+import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from deepytorch.bench.alternation import Turn, TurnGiver, alternate
-from deepytorch.bench.host_scripts import Script, ScriptFailed, results
-from deepytorch.bench.hosts_worker import HostJob, HostsOptions
+from deepytorch.bench import channel
+from deepytorch.bench.benchmark import Place, Setup
+from deepytorch.bench.channel import GO, READY, Channel
+from deepytorch.bench.launch import WORKER, RankError, Ranks
+
+RANK = """
+import os, runpy, signal, sys, time
+turns, is_second = runpy.run_path(sys.argv[1])["Turns"](), os.environ.get("RANK") == "1"
+while (given := turns.next_job()) is not None:
+    for step in range(given["job"].get("steps", 2)):
+        if is_second:
+            exec(given["job"].get("before", ""))
+        turns.take()
+        with open(given["job"]["file"], "a") as file:
+            file.write(given["kind"])
+        if is_second:
+            exec(given["job"].get("within", ""))
+        turns.hand_on()
+    turns.say("found", {"process": os.getpid()})
+"""
+COMMAND = (sys.executable, "-c", RANK, channel.__file__)
+KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
+FAILS = 'turns.say("failed", {"at_s": time.monotonic(), "error": "ValueError: as it was told"})'
+STANDS = "time.sleep(600)"
+Start = Callable[..., Ranks]
 
 
-def soon(seconds: float = 20.0) -> float:
-    return time.monotonic() + seconds
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Return what starts a setup of two ranks."""
+    started = []
+
+    def begin(name: str, timeout_s: float = 20.0, command: Sequence[str] = COMMAND) -> Ranks:
+        started.append(Ranks(Setup(name=name, job=None), Place(ranks=2), tmp_path, timeout_s, command=command))
+        return started[-1]
+
+    yield begin
+    for each in started:
+        each.end()
 
 
-class Ranks:
-    """The ranks of a script as threads, each with the pipes that its process would inherit."""
-
-    def __init__(self, count: int) -> None:
-        self.giver = TurnGiver(count)
-        self.turns = [Turn(os.dup(listen), os.dup(speak)) for listen, speak in self.giver.handed_over]
-        self.giver.started()
-        self._threads: list[threading.Thread] = []
-
-    def start(self, work: object) -> None:
-        for rank, turn in enumerate(self.turns):
-            thread = threading.Thread(target=work, args=(rank, turn), daemon=True)  # type: ignore[arg-type]
-            thread.start()
-            self._threads.append(thread)
-
-    def ended(self) -> bool:
-        for thread in self._threads:
-            thread.join(20)
-        return not any(thread.is_alive() for thread in self._threads)
+def ignore(text: str) -> None:
+    """Hear what ranks do, and say nothing."""
 
 
-def test_steps_alternate_and_ranks_of_a_script_run_theirs_together():
-    done: list[str] = []
-
-    def steps(name: str, count: int):
-        def work(rank: int, turn: Turn) -> None:
-            for _ in range(count):
-                turn.take()
-                done.append(name)
-                turn.hand_on()
-            turn.close()
-
-        return work
-
-    one, other = Ranks(2), Ranks(2)
-    one.start(steps("a", 2))
-    other.start(steps("b", 4))
-    alternate([lambda: one.giver.give(soon()), lambda: other.giver.give(soon())])
-    assert one.ended()
-    assert other.ended()
-    assert "".join(done) == "aabbaabbbbbb"
+def test_steps_alternate_and_ranks_of_a_setup_run_theirs_together(start: Start, tmp_path: Path) -> None:
+    file = tmp_path / "steps"
+    left = [start("one"), start("other")]
+    for ranks, kind, steps in zip(left, "ab", (2, 4), strict=True):
+        assert ranks.give(kind, {"steps": steps, "file": file}, ignore)
+    while left:
+        left = [ranks for ranks in left if ranks.step(ignore)]
+    assert file.read_text() == "aabbaabbbbbb"
 
 
-def test_a_rank_whose_peer_has_ended_is_not_kept_waiting():
-    ran = []
-
-    def work(rank: int, turn: Turn) -> None:
-        if rank == 0:
-            turn.take()
-            ran.append(rank)
-            turn.hand_on()
-        turn.close()
-
-    ranks = Ranks(2)
-    ranks.start(work)
-    assert not ranks.giver.give(soon())
-    assert ranks.ended()
-    assert ran == [0]
+def test_processes_serve_several_jobs_and_end_by_themselves(start: Start, tmp_path: Path) -> None:
+    ranks, found = start("one"), []
+    for _ in range(2):
+        assert ranks.give("a", {"steps": 1, "file": tmp_path / "steps"}, ignore)
+        assert not ranks.step(ignore)
+        found.append([each["process"] for each in ranks.found()])
+    assert found[0] == found[1]
+    assert len(set(found[0])) == 2
+    ranks.end(at_once=False)
+    assert not [pid for pid in found[0] if Path(f"/proc/{pid}").exists()]
 
 
-def test_a_rank_that_ends_in_its_step_ends_the_turns():
-    def work(rank: int, turn: Turn) -> None:
-        turn.take()
-        if rank == 0:
-            turn.hand_on()
-        turn.close()
+@pytest.mark.parametrize(
+    ("job", "reason"),
+    [
+        ({"within": KILLED}, "was ended by SIGKILL, as the system does when memory is short"),
+        ({"before": "os._exit(3)"}, "ended with exit status 3, it left no error"),
+        ({"within": FAILS}, "ValueError: as it was told"),
+        ({"within": STANDS}, "stood still for 1 s at: the beginning of a job"),
+        ({"before": STANDS}, "stood still for 1 s at: the beginning of a job"),
+        ({"before": f"turns.say('doing', 'much'); {STANDS}"}, "stood still for 1 s at: much"),
+    ],
+    ids=["killed", "ended", "failed", "stuck in its turn", "never ready", "stuck at what it said"],
+)
+def test_a_rank_that_fails_says_why(start: Start, job: dict[str, str], reason: str, tmp_path: Path) -> None:
+    ranks = start("fails", 1.0 if STANDS in "".join(job.values()) else 20.0)
 
-    ranks = Ranks(2)
-    ranks.start(work)
-    assert not ranks.giver.give(soon())
-    assert not ranks.giver.give(soon())
-    assert ranks.ended()
+    def measure() -> bool:
+        return ranks.give("a", job | {"file": tmp_path / "steps"}, ignore) and ranks.step(ignore)
 
-
-def test_a_step_that_does_not_end_is_given_up_at_the_deadline():
-    ranks = Ranks(1)
-    ranks.start(lambda rank, turn: turn.take())
-    started = time.monotonic()
-    with pytest.raises(TimeoutError):
-        ranks.giver.give(soon(0.3))
-    assert time.monotonic() - started < 10
-    assert ranks.ended()
-
-
-def job(folder: Path, **given: Any) -> HostJob:
-    options = HostsOptions(**{"size": "tiny", "batch_size": 2, "max_length": 32, "lowering": "aot_eager"} | given)
-    return HostJob(options=options, host="plain", model="llama", save=folder / "save")
+    with pytest.raises(RankError, match=r"ank(s| 1 of 2) of fails .*All ranks were ended") as raised:
+        measure()
+    assert raised.value.reason == reason
 
 
 @pytest.mark.slow
-def test_a_script_that_fails_says_how_and_the_other_is_ended(tmp_path: Path):
-    folders = [tmp_path / name for name in ("fails", "trains")]
-    for folder in folders:
-        folder.mkdir()
-    (tmp_path / "wrong.json").write_text("[]")
-    scripts = [
-        Script(job(tmp_path, data=tmp_path / "wrong.json"), folders[0], 1, 120.0, on=False, in_turns=True),
-        Script(job(tmp_path, steps=4), folders[1], 1, 120.0, on=False, in_turns=True),
-    ]
-    with pytest.raises(ScriptFailed, match=r"^failed without the import: .*wrong\.json"):
-        results(*scripts)
-    assert all(each.process.poll() is not None for script in scripts for each in script.programs)
+def test_the_words_of_an_error_in_a_worker_are_the_reason(start: Start) -> None:
+    with pytest.raises(RankError) as raised:
+        start("fails", 120.0, WORKER).give("training", {"size": "huge"}, ignore)
+    assert raised.value.reason.startswith("DataError: The TrainingJob lacks ['model']")
 
 
-def test_a_script_without_end_is_ended(tmp_path: Path):
-    script = Script(job(tmp_path, steps=100_000), tmp_path, 1, 0.5, on=False)
-    with pytest.raises(ScriptFailed, match=r"^no end after 0\.5 s without the import$"):
-        results(script)
-    assert all(each.process.poll() is not None for each in script.programs)
+@pytest.mark.parametrize("in_step", [False, True], ids=["as it waits for its turn", "in its step"])
+def test_a_rank_ends_when_its_benchmark_is_gone(in_step: bool, tmp_path: Path) -> None:
+    ours = Channel()
+    process = subprocess.Popen(COMMAND, stdin=ours.rank_end.fileno(), env={**os.environ, "RANK": "1"})
+    try:
+        ours.started()
+        ours.send({"kind": "a", "job": {"within": STANDS, "file": str(tmp_path / "steps")}})
+        assert ours.receive(time.monotonic() + 20) == {READY: True}
+        if in_step:
+            ours.send({GO: True})
+            with pytest.raises(TimeoutError):  # the step is not over by then
+                ours.receive(time.monotonic() + 0.5)
+        assert process.poll() is None
+        ours.close()
+        assert process.wait(timeout=20) == 1
+    finally:
+        process.kill()
+        process.wait()

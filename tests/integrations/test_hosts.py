@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from deepytorch.bench.host_recipes import ARMS
-from deepytorch.bench.hosts import run_hosts
-from deepytorch.bench.hosts_worker import HostsOptions
+from deepytorch.bench.benchmark import Cell
+from deepytorch.bench.hosts import ALL, WITH, Hosts, HostsOptions
+from deepytorch.bench.run import run_benchmark
 
 GRAPH, ENTRY = "in the graph", "at model entry"
 CELLS = [
@@ -39,6 +41,16 @@ RARE = {
 }
 
 
+class NotCompiled(Hosts):
+    """The benchmark with graphs that run operator by operator."""
+
+    def cells(self, options: HostsOptions) -> list[Cell]:
+        return [
+            replace(cell, setups=[replace(each, job=replace(each.job, lowering="aot_eager")) for each in cell.setups])
+            for cell in super().cells(options)
+        ]
+
+
 @pytest.mark.parametrize(
     ("host", "model", "how"),
     [
@@ -47,17 +59,15 @@ RARE = {
     ],
 )
 def test_losses_agree_and_checkpoints_are_interchangeable(host: str, model: str, how: str) -> None:
-    for package in ARMS[host].packages:
+    for package in ALL[host].packages:
         pytest.importorskip(package)
     # Rows are cut so late that no batch has hardly any padding, whichever of them a rank is dealt.
-    options = HostsOptions(
-        hosts=(host,), models=(model,), size="tiny", batch_size=4, max_length=400, steps=6, lowering="aot_eager"
-    )
-    [found] = run_hosts(options, notify=lambda _: None)
-    [cell] = found.cells
-    assert cell.named == ""
-    assert cell.green, cell
-    assert cell.how == how
+    options = HostsOptions(hosts=(host,), models=(model,), size="tiny", batch_size=4, max_length=400, steps=6)
+    results = run_benchmark(NotCompiled(), options)
+    assert [row.failed for row in results.rows if row.failed] == []
+    Hosts().verdict(results)
+    [row] = results.having(setup=WITH)
+    assert row.texts == {"padding": how, "fallbacks": ""}
     # Of 6 steps, and 2 more where a second training runs in the same process, the first is watched.
-    assert cell.steps_packed >= 5, cell
-    assert cell.steps_padded <= 1, cell
+    assert row.figures["steps_packed"] >= 5, row
+    assert row.figures["steps_padded"] <= 1, row

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from deepytorch.bench.start import StartOptions, run_start
+from deepytorch.bench.run import run_benchmark
+from deepytorch.bench.start import EAGER, Start, StartOptions
 
 FOLDER = Path(__file__).with_name("timing")
 STEPS = {"custom_function": 3000, "lora_with_checkpoints": 400, "loop_over_positions": 2500, "trl_sft": 1000}
@@ -23,18 +25,18 @@ def test_every_script_is_timed() -> None:
 @pytest.mark.parametrize("name", STEPS)
 def test_no_step_is_far_behind_eager(name: str) -> None:
     # one thread, so that eager's own time does not swing, and medians of three
-    options = StartOptions(
-        command=(str(FOLDER / f"{name}.py"),), steps=STEPS[name], rounds=ROUNDS, threads=1, timeout_s=600.0
-    )
-    found = run_start(options)
-    eager = found.eager.steps
-    for arm in found.arms[1:]:
-        ratios = [(mine - IMPORT_SECONDS) / theirs for mine, theirs in zip(arm.steps, eager, strict=True)]
+    options = StartOptions(command=(str(FOLDER / f"{name}.py"),), steps=STEPS[name], rounds=ROUNDS, threads=1)
+    found = {
+        str(row.key["setup"]): row.series["over_s"] for row in run_benchmark(Start(), options, timeout_s=600.0).rows
+    }
+    eager = found.pop(EAGER)
+    for setup, steps in found.items():
+        ratios = [(mine - IMPORT_SECONDS) / theirs for mine, theirs in zip(steps, eager, strict=True)]
         step = max(range(len(ratios)), key=ratios.__getitem__)
-        pauses = [after - before for before, after in zip(arm.steps, arm.steps[1:], strict=False)]
+        pauses = [after - before for before, after in pairwise(steps)]
         said = (
-            f"{arm.name}: step {step} was over after {arm.steps[step]:.1f} s, in eager after {eager[step]:.1f} s; "
-            f"longest pause {max(pauses):.1f} s, all of it {arm.steps[-1]:.1f} s, in eager {eager[-1]:.1f} s"
+            f"{setup}: step {step} was over after {steps[step]:.1f} s, in eager after {eager[step]:.1f} s; "
+            f"longest pause {max(pauses):.1f} s, all of it {steps[-1]:.1f} s, in eager {eager[-1]:.1f} s"
         )
         print(said)  # noqa: T201, the figures
         assert ratios[step] <= MOST_BEHIND, said
