@@ -7,8 +7,12 @@ from typing import Any
 from deepytorch.bench.acspeed import Acspeed
 from deepytorch.bench.benchmark import Benchmark
 from deepytorch.bench.compute import Compute
+from deepytorch.bench.ddp import Ddp
 from deepytorch.bench.memory_table import Memory
 from deepytorch.bench.peers import Peers
 from deepytorch.bench.product import Product
+from deepytorch.bench.sharded import Sharded
 
-BENCHMARKS: dict[str, Benchmark[Any]] = {each.name: each for each in (Acspeed(), Memory(), Product(), Peers(), Compute())}
+BENCHMARKS: dict[str, Benchmark[Any]] = {
+    each.name: each for each in (Ddp(), Sharded(), Acspeed(), Memory(), Product(), Peers(), Compute())
+}

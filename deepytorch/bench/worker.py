@@ -20,6 +20,7 @@ from deepytorch.bench.results import decoded
 
 KINDS = {  # each module has a dataclass `Job` and `run(job, turns)`, which returns plain JSON values
     "training": "deepytorch.bench.training",
+    "overlap": "deepytorch.bench.overlap",
 }
 
 
