@@ -78,7 +78,8 @@ class _Steps:
 
     def __init__(self, every: Run) -> None:
         self._every = every
-        self._trainer: Any = every.trainer
+        made: Any = every.trainer
+        self._autocast, self._call, self._optimizer = made.autocast, made._call, made._optimizer
         self.model: nn.Module = every.trainer.model
         self._last = 0.0, Parts(0.0, 0.0, 0.0)  # the start and the parts of the last step
 
@@ -88,15 +89,15 @@ class _Steps:
         model: Any = self.model
         dist.barrier()
         with contextlib.nullcontext() if sync else model.no_sync():
-            self._trainer._optimizer.zero_grad()
+            self._optimizer.zero_grad()
             began = self._now()
-            with self._trainer.autocast():
-                loss = loss_of(self._trainer._call(**batch))
+            with self._autocast():
+                loss = loss_of(self._call(**batch))
             forward = self._now()
             loss.backward()  # type: ignore[no-untyped-call]
             backward = self._now()
             if sync:
-                self._trainer._optimizer.step()
+                self._optimizer.step()
                 self._every.keep(loss.detach())
             parts = Parts(forward - began, backward - forward, self._now() - backward)
         self._last = began, parts

@@ -135,7 +135,7 @@ class Run:
 
     def train(self) -> None:
         """Run one step, without waiting for a GPU."""
-        self.keep(self.trainer.step(self.batches(self.count)))
+        self.keep(self.trainer.step(self.next_batches()))
 
     def keep(self, loss: Tensor) -> None:
         """Count a step that had this loss."""
@@ -144,8 +144,12 @@ class Run:
         if len(self.losses) < self.job.losses:
             self.losses.append(loss)
 
+    def next_batches(self) -> list[Batch]:
+        """Return the micro-batches of the next step."""
+        return self.batches(self.count)
+
     def batches(self, step: int) -> list[Batch]:
-        """Return the micro-batches of a step."""
+        """Return the micro-batches of the step of a number."""
         begin = step * self.job.parallel.accumulate
         return [self._batches[(begin + at) % len(self._batches)] for at in range(self.job.parallel.accumulate)]
 
@@ -153,7 +157,7 @@ class Run:
 def _ready(run: Run) -> dict[str, Any]:
     """Return the compute of a step without communication, and the process group's topology and links."""
     made: Any = run.trainer
-    batch = run.batches(run.count)[0]
+    batch = run.next_batches()[0]
 
     def forward() -> Tensor:
         with made.autocast():
