@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from torch import nn
 
 from deepytorch.bench.ddp import Ddp, DdpOptions, grad_rel_diff
 from deepytorch.bench.overlap import projected
+from deepytorch.bench.parallel import trainer
 from deepytorch.bench.results import Results
 from deepytorch.bench.run import run_benchmark
 from deepytorch.bench.zoo import build_workload
 from deepytorch.errors import ConfigError
+from deepytorch.torch_internals import inductor_config
 
 
 @pytest.mark.parametrize(
@@ -56,6 +59,18 @@ def test_setups_are_what_their_names_say() -> None:
     assert alone.impossible == "one rank has nothing to reduce"
     [stock] = Ddp().cells(DdpOptions(backend="gloo"))
     assert stock.setups[-1].job.group == "stock"
+
+
+@pytest.mark.parametrize(("name", "overlaps"), [("ddp", False), ("ddp_compile", True), ("deepytorch", False)])
+def test_stock_is_compiled_with_torchs_own_overlap(name: str, overlaps: bool) -> None:
+    [cell] = Ddp().cells(DdpOptions(setups=(name,)))
+    parallel = replace(cell.setups[0].job.parallel, sharding="none")
+    before = inductor_config.get_config_copy()
+    try:
+        trainer(nn.Linear(2, 2), parallel, optimizer=partial(torch.optim.SGD, lr=0.1), device=torch.device("cpu"))
+        assert inductor_config.aten_distributed_optimizations.enable_overlap_scheduling is overlaps
+    finally:
+        inductor_config.load_config(before)
 
 
 def rank(steps: list[float], gradient: float = 3.0) -> dict[str, Any]:
