@@ -15,9 +15,8 @@ from typing import Annotated, Any
 from typer import Option
 
 from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup, places
-from deepytorch.bench.figures import loss_rel_diff
+from deepytorch.bench.figures import line_of, loss_rel_diff, percentiles
 from deepytorch.bench.jobs import TrainingJob
-from deepytorch.bench.measurement import quantiles
 from deepytorch.bench.options import check_at_least, check_choice
 from deepytorch.bench.plots import Plot, Points
 from deepytorch.bench.results import Results, Row
@@ -39,7 +38,6 @@ ROWS = {
     "tts_angular": (64, 8),
 }
 SCALES = ("full", "small")
-PERCENTILES = (50, 75, 90, 95)
 DDP, OURS, HALF = "ddp", "deepytorch", "deepytorch, bf16 between hosts"
 
 
@@ -130,10 +128,10 @@ class Acspeed(Benchmark[AcspeedOptions]):
 
     def rows(self, options: AcspeedOptions, cell: Cell, found: Mapping[str, list[dict[str, Any]]]) -> list[Row]:
         """Return a row for each setup: percentiles over all ranks and steps, and how far losses are from DDP's."""
-        medians = {name: _percentiles(ranks)["p50_s"] for name, ranks in found.items()}
+        medians = {name: percentiles(ranks)["p50_s"] for name, ranks in found.items()}
         rows = []
         for name, ranks in found.items():
-            figures = _percentiles(ranks)
+            figures = percentiles(ranks)
             figures["examples_per_s"] = ranks[0]["rows"] / figures["p50_s"]
             figures["process_mb"] = max(rank["process_mb"] for rank in ranks)
             if name != DDP and DDP in found:
@@ -181,19 +179,6 @@ def linearity(results: Results, row: Row, setup: str) -> float | None:
     return there[0].figures["examples_per_s"] / alone[0].figures["examples_per_s"]
 
 
-def line_of(row: Row) -> str:
-    """Return a row in the line format of PyTorch's DDP benchmark."""
-    hosts, per_host = int(row.key["hosts"] or 1), int(row.key["ranks"] or 1)
-    what = f"{row.key['model']:>24} {row.key['setup']:<31} {hosts * per_host} ranks -- {hosts}M/{per_host}R"
-    if row.failed:
-        return f"{what}:  {row.failed}"
-    rows = row.figures["examples_per_s"] * row.figures["p50_s"]
-    seconds = {part: row.figures[f"p{part}_s"] for part in PERCENTILES}
-    return f"{what}:  " + "  ".join(
-        f"p{part}: {each:7.3f}s {rows / each:6.{0 if rows / each > 10 else 1}f}/s" for part, each in seconds.items()
-    )
-
-
 def _places(results: Results) -> list[tuple[int, str | None]]:
     return list(dict.fromkeys((row.key["hosts"], row.key["rate"]) for row in results.rows))  # type: ignore[misc]
 
@@ -222,9 +207,3 @@ def _table(results: Results, hosts: int, rate: str | None) -> Table:
         rows=tuple(tuple(row[at] for at in used) for row in rows),
         left=("model",),
     )
-
-
-def _percentiles(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    seconds = [each for rank in ranks for each in rank["seconds"]]
-    cuts = quantiles(seconds, 100)
-    return {f"p{part}_s": cuts[part - 1] for part in PERCENTILES}

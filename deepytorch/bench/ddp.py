@@ -2,142 +2,278 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from pathlib import Path
+from typing import Annotated, Any
 
-import torch
+from typer import Option
 
-from deepytorch.bench.comm_launch import found_by_ranks
-from deepytorch.bench.ddp_worker import DdpOptions, measure
-from deepytorch.bench.measurement import quantiles
-from deepytorch.bench.options import simulated_hosts
-from deepytorch.bench.rank_process import torchrun_rank
-from deepytorch.bench.results import Record, machine
+from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup
+from deepytorch.bench.figures import line_of, loss_rel_diff, percentiles
+from deepytorch.bench.jobs import OverlapJob
+from deepytorch.bench.options import check_at_least, check_choice, check_rates, simulated_hosts
+from deepytorch.bench.results import Results, Row
+from deepytorch.bench.table import Table
 from deepytorch.bench.timeline import Span, plot_steps, write_trace
-from deepytorch.config import process_environment
+from deepytorch.bench.ways import Parallel
+from deepytorch.bench.zoo import MODELS, SIZES
+from deepytorch.errors import ConfigError
 
-PERCENTILES = (50, 75, 90, 95)
-WORKER = (sys.executable, "-m", "deepytorch.bench.ddp_worker")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DdpArm(Record):
-    """The times of one arm: medians over all ranks and steps, in seconds, unless named otherwise."""
-
-    what = "arm"
-
-    name: str
-    percentile_seconds: dict[str, float]  # of forward and backward, pooled over the ranks
-    examples_per_second: dict[str, float]  # of one rank
-    forward_seconds: float  # alone, without communication
-    backward_seconds: float  # likewise
-    optimizer_seconds: float
-    comm_seconds: float  # its buckets alone
-    exposed_comm_seconds: float  # the time of a step beyond that of compute alone
-    overlap_efficiency: float  # (forward + max(backward, communication)) / step: 1 is the best that overlap can reach
-    max_grad_rel_diff: float  # to the first arm
-    bucket_bytes: list[int]
+OURS = "deepytorch"
+SETUPS = ("ddp", "ddp_compile", "ddp_python_reducer", OURS)
+_DATA = ("llama",)  # models that learn from texts of a file
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DdpResult(Record):
-    """The result of `deepytorch bench ddp`. Ratios are the other arm's step / deepytorch's: above 1 is faster."""
+class DdpOptions:
+    """Time data-parallel training steps in stock DDP and with deepytorch, and the communication that stays visible.
 
-    model: str
-    size: str
-    batch_size: int
-    precision: str
-    backend: str
-    compress: str | None
-    device: str
-    data: str | None  # the name of the file
-    ranks: int
-    hosts: int
-    rate: str | None
-    flow_rate: str | None
-    rounds: int
-    steps: int
-    arms: list[DdpArm]
-    ratio_vs_ddp: float | None
-    ratio_vs_ddp_compile: float | None
-    ratio_vs_python_reducer: float | None
-    max_grad_rel_diff: float
-    machine: str
-    torch_version: str
+    Each setup trains in processes of its own; they take turns, step by step, once each has compiled what it runs.
+    Seconds are of forward and backward, over all ranks, printed as PyTorch's own DDP benchmark prints them. Then, for
+    each, the parts that were timed alone, what of the communication is exposed, and overlap_efficiency: (forward +
+    the longer of backward and communication) / step.
 
-
-def run_ddp(options: DdpOptions, notify: Callable[[str], None] = lambda text: None) -> DdpResult:
-    """Start the ranks, measure, and end the ranks however the measurement ends.
-
-    Raises `RankError` when a rank fails or all stand still.
+    Under torchrun it runs on the ranks that are there; else it starts
+    ranks on this machine, and several hosts are simulated, which needs root.
     """
-    return _result(options, found_by_ranks(options, options.ranks, simulated_hosts(options), WORKER, notify))
+
+    models: Annotated[tuple[str, ...], Option(help="Models of the zoo, with commas; weights are random.")] = ("vgg16",)
+    size: Annotated[str, Option(metavar="cpu|full", help="full: as published; cpu: a quarter of that width.")] = "cpu"
+    batch_size: Annotated[int, Option(min=1, help="Rows in a batch of each rank.")] = 8
+    precision: Annotated[str, Option(metavar="fp32|mixed", help="mixed: autocast to bf16.")] = "fp32"
+    setups: Annotated[
+        tuple[str, ...],
+        Option(
+            help="What to compare, with commas. ddp: eager DDP. ddp_compile: DDP under torch.compile. "
+            "ddp_python_reducer: the same, with the gradient reduction traced too. deepytorch: DDP with the import."
+        ),
+    ] = SETUPS
+    backend: Annotated[
+        str,
+        Option(
+            metavar="deepytorch|gloo",
+            help="Process group that deepytorch runs on; stock DDP has gloo, or nccl on GPUs.",
+        ),
+    ] = "deepytorch"
+    compress: Annotated[
+        str | None,
+        Option(
+            metavar="bf16|fp16", help="Cast gradients to this type between hosts, with deepytorch only. Default: none."
+        ),
+    ] = None
+    device: Annotated[str, Option(metavar="cpu|cuda", help="Where to train; cuda needs torchrun.")] = "cpu"
+    data: Annotated[
+        Path | None,
+        Option(
+            metavar="FILE",
+            help="With --models llama: JSON file of texts, laid out as Stanford Alpaca's. Default: the docstrings of "
+            "Python's standard library and of torch. Other models have random batches.",
+        ),
+    ] = None
+    ranks: Annotated[int, Option(min=1, help="Ranks (processes) on each host.")] = 2
+    hosts: Annotated[
+        int, Option(min=1, help="Hosts; above 1 they are simulated on this machine: see deepytorch lab.")
+    ] = 1
+    rate: Annotated[
+        str | None,
+        Option(help="With --hosts: bits per second that each host may send, and receive: 200mbit. Default: 1gbit."),
+    ] = None
+    flow_rate: Annotated[
+        str | None, Option(metavar="RATE", help="With --hosts: the rate of one connection. Default: no limit.")
+    ] = None
+    steps: Annotated[int, Option(min=1, help="Steps that are timed, in turns.")] = 10
+    settle: Annotated[
+        float, Option(metavar="SECONDS", help="The most until deepytorch has compiled and chosen what runs.")
+    ] = 300.0
+    timeline: Annotated[
+        Path | None,
+        Option(metavar="PNG", help="Draw one step of each as a picture; a Chrome trace (.json) goes beside it."),
+    ] = None
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for a value that is not accepted."""
+        check_choice(self, "models", MODELS)
+        check_choice(self, "size", SIZES)
+        check_choice(self, "precision", ("fp32", "mixed"))
+        check_choice(self, "setups", SETUPS)
+        check_choice(self, "backend", ("deepytorch", "gloo"))
+        check_choice(self, "device", ("cpu", "cuda"))
+        check_at_least(self, 1, "batch_size", "ranks", "hosts", "steps")
+        check_rates(self)
+        simulated_hosts(self)  # reads the rates
+        if self.compress is not None:
+            check_choice(self, "compress", ("bf16", "fp16"))
+            if self.backend == "gloo":
+                raise ConfigError("compress is of deepytorch's process group, found backend gloo; expected deepytorch.")
+        if self.data is not None and set(self.models) - set(_DATA):
+            raise ConfigError(f"Data was given for {', '.join(self.models)}; expected llama, which learns from texts.")
+        if self.timeline is not None and len(self.models) > 1:
+            raise ConfigError(f"A timeline is of one model, found {', '.join(self.models)}; expected one.")
 
 
-def run_ddp_in_place(options: DdpOptions, notify: Callable[[str], None] = lambda text: None) -> DdpResult | None:
-    """Measure as the rank that torchrun's environment names; return the result on rank 0, None on the others."""
-    if options.device == "cuda":
-        torch.cuda.set_device(int(process_environment().get("LOCAL_RANK", "0")))
-    with torchrun_rank(options.timeout_s) as rank:
-        found = measure(options, notify if rank == 0 else lambda text: None)
-    return _result(options, found) if rank == 0 else None
+class Ddp(Benchmark[DdpOptions]):
+    """See this module."""
+
+    name = "ddp"
+    options = DdpOptions
+
+    def cells(self, options: DdpOptions) -> Sequence[Cell]:
+        """Return a cell for each model."""
+        lab = simulated_hosts(options)
+        place = Place(
+            hosts=options.hosts,
+            ranks=options.ranks,
+            rate=None if lab is None else lab.rate,
+            flow_rate=options.flow_rate,
+        )
+        return [
+            Cell(
+                key={
+                    "model": model,
+                    "size": options.size,
+                    "batch size": options.batch_size,
+                    "hosts": place.hosts,
+                    "ranks": place.ranks,
+                    "rate": place.rate,
+                    "flow rate": place.flow_rate,
+                    "precision": options.precision,
+                    "group": options.compress or options.backend,
+                },
+                setups=[_setup(options, model, name) for name in options.setups],
+                place=place,
+                kind="overlap",
+                impossible="one rank has nothing to reduce" if place.all_ranks == 1 else None,
+            )
+            for model in options.models
+        ]
+
+    def rows(self, options: DdpOptions, cell: Cell, found: Mapping[str, list[dict[str, Any]]]) -> list[Row]:
+        """Return a row for each setup, and draw the timeline.
+
+        Seconds of parts are medians over all ranks and steps: `forward_s` and `backward_s` without communication,
+        `optimizer_s`, `communication_s` of the setup's buckets alone. `exposed_s` is the time of forward and backward
+        beyond that of compute alone; an `overlap_efficiency` of 1 is the best that overlap can reach. `ratio`: the time
+        of forward and backward over deepytorch's. `max_grad_rel_diff`, `loss_rel_diff`: from the first setup's.
+        """
+        if options.timeline is not None and found:
+            spans = {name: [Span(**each) for each in ranks[0]["spans"]] for name, ranks in found.items()}
+            plot_steps(options.timeline, f"{options.models[0]}, batch {options.batch_size}: one step of rank 0", spans)
+            write_trace(options.timeline.with_suffix(".json"), spans)
+        return [Row(key={**cell.key, "setup": name}, **_findings(name, found)) for name in found]
+
+    def lines(self, rows: Sequence[Row]) -> list[str]:
+        """Return rows in the line format of PyTorch's DDP benchmark: seconds, and examples of a rank per second."""
+        return [line_of(row) for row in rows]
+
+    def tables(self, results: Results) -> list[Table]:
+        """Return a table for each model."""
+        return [_table(rows) for rows in results.together()]
 
 
-def _result(options: DdpOptions, found: Mapping[str, Any]) -> DdpResult:
-    if options.timeline is not None:
-        drawn = {name: [Span(**span) for span in found["spans"][name]] for name in options.arms}
-        plot_steps(options.timeline, f"{options.model}, batch {options.batch_size}: one step of rank 0", drawn)
-        write_trace(options.timeline.with_suffix(".json"), drawn)
-    arms = [_arm(name, found, options.batch_size) for name in options.arms]
-    steps = {arm.name: arm.percentile_seconds["p50"] for arm in arms}
+def _setup(options: DdpOptions, model: str, name: str) -> Setup:
+    ours = name == OURS
+    job = OverlapJob(
+        model=model,
+        size=options.size,
+        rows=options.batch_size,
+        parallel=Parallel(
+            sharding="ddp", precision=options.precision, compile="" if name in ("ddp", OURS) else "inductor"
+        ),
+        file=options.data,
+        device=options.device,
+        steps=options.steps,
+        settle_s=options.settle,
+        group="stock" if options.backend == "gloo" else "",
+        compress=options.compress if ours else None,
+        python_reducer=name == "ddp_python_reducer",
+    )
+    return Setup(name=name, job=job, imports=ours)
 
-    def ratio(name: str) -> float | None:
-        return steps[name] / steps["deepytorch"] if name in steps and "deepytorch" in steps else None
 
-    return DdpResult.of(
-        options,
-        data=None if options.data is None else options.data.name,
-        ranks=options.ranks * options.hosts,
-        arms=arms,
-        ratio_vs_ddp=ratio("ddp"),
-        ratio_vs_ddp_compile=ratio("ddp_compile"),
-        ratio_vs_python_reducer=ratio("ddp_python_reducer"),
-        max_grad_rel_diff=max(arm.max_grad_rel_diff for arm in arms),
-        machine=machine(),
-        torch_version=torch.__version__,
+def _findings(name: str, found: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    ranks, first = found[name], next(iter(found.values()))
+
+    def median(what: str, part: str) -> float:
+        return statistics.median(step[part] for rank in ranks for step in rank[what])
+
+    figures = percentiles(ranks)
+    step, forward, backward = figures["p50_s"], median("alone", "forward"), median("alone", "backward")
+    communication = statistics.median(chain.from_iterable(rank["communication"] for rank in ranks))
+    figures |= {
+        "examples_per_s": ranks[0]["rows"] / step,
+        "forward_s": forward,
+        "backward_s": backward,
+        "optimizer_s": median("parts", "optimizer"),
+        "communication_s": communication,
+        "exposed_s": max(0.0, step - forward - backward),
+        "overlap_efficiency": (forward + max(backward, communication)) / step,
+        "max_grad_rel_diff": grad_rel_diff(first[0]["gradients"], ranks[0]["gradients"]),
+        "loss_rel_diff": loss_rel_diff(first, ranks),
+        "process_mb": max(rank["process_mb"] for rank in ranks),
+    }
+    if OURS in found and name != OURS:
+        figures["ratio"] = step / percentiles(found[OURS])["p50_s"]
+    texts = {"runs": "; ".join(filter(None, [ranks[0]["plan"], *ranks[0]["fallbacks"]]))} if name == OURS else {}
+    return {"figures": figures, "series": {"bucket_bytes": ranks[0]["bucket_bytes"]}, "texts": texts}
+
+
+def grad_rel_diff(expected: Mapping[str, list[float]], found: Mapping[str, list[float]]) -> float:
+    """Return an estimate of the largest relative difference of a parameter's gradient; 1e9 if one is not finite.
+
+    Both are of `overlap.projected`. A difference's norm is estimated by that of the projections' difference, which is
+    off by about a quarter with 8 of them (one standard deviation: 1 / sqrt(2 x 8)). It is divided by the expected norm.
+    A gradient that is zero except for rounding has no meaningful difference: 0.001 of the largest norm is the least
+    that is divided by. A gradient that is there in one of the two only differs by 1.
+    """
+    floor = 1e-3 * max(norm for norm, *_ in expected.values())
+    largest = 0.0
+    for name, (norm, *projections) in expected.items():
+        other, *others = found[name]
+        difference = math.dist(projections, others) / max(norm, floor) if bool(norm) == bool(other) else 1.0
+        largest = max(largest, difference if math.isfinite(difference) else 1e9)
+    return largest
+
+
+_COLUMNS = (
+    *("setup", "step ms", "forward", "backward", "communication", "exposed", "efficiency", "ratio"),
+    *("gradients off by", "losses off by", "runs"),
+)
+_MS = ("p50_s", "forward_s", "backward_s", "communication_s", "exposed_s")
+_NOTE = (
+    "A step is forward and backward, the median. Its parts and communication were timed alone. Ratio: to deepytorch's."
+)
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    shown = [_shown(row) for row in rows]
+    used = [at for at, _ in enumerate(_COLUMNS) if any(row[at] for row in shown)]
+    key = rows[0].key
+    rates = [f"{name} {key[name]}" for name in ("rate", "flow rate") if key[name]]
+    group = [] if key["group"] == OURS else [f"deepytorch on {key['group']}"]
+    where = ", ".join([f"{key['hosts']} x {key['ranks']} ranks", *rates, *group])
+    return Table(
+        title=f"{key['model']} ({key['size']}), batch {key['batch size']}, {key['precision']}, {where}",
+        columns=tuple(_COLUMNS[at] for at in used),
+        rows=tuple(tuple(row[at] for at in used) for row in shown),
+        left=("setup", "runs"),
+        notes=(_NOTE,),
     )
 
 
-def _arm(name: str, found: Mapping[str, Any], batch_size: int) -> DdpArm:
-    ranks = [rank[name] for rank in found["ranks"]]
-    steps = [step["forward"] + step["backward"] for rank in ranks for step in rank["steps"]]
-    alone = [step for rank in ranks for step in rank["alone"]]
-    forward = statistics.median(step["forward"] for step in alone)
-    backward = statistics.median(step["backward"] for step in alone)
-    communication = statistics.median(seconds for rank in ranks for seconds in rank["communication"])
-    cuts = quantiles(steps, 100)
-    percentiles = {f"p{part}": cuts[part - 1] for part in PERCENTILES}
-    step = percentiles["p50"]
-    return DdpArm(
-        name=name,
-        percentile_seconds=percentiles,
-        examples_per_second={key: batch_size / seconds for key, seconds in percentiles.items()},
-        forward_seconds=forward,
-        backward_seconds=backward,
-        optimizer_seconds=statistics.median(step["optimizer"] for rank in ranks for step in rank["steps"]),
-        comm_seconds=communication,
-        exposed_comm_seconds=max(0.0, step - forward - backward),
-        overlap_efficiency=(forward + max(backward, communication)) / step,
-        max_grad_rel_diff=found["max_grad_rel_diff"][name],
-        bucket_bytes=found["bucket_bytes"][name],
+def _shown(row: Row) -> tuple[str, ...]:
+    figures = row.figures
+    if row.failed:
+        return (str(row.key["setup"]), *[""] * (len(_COLUMNS) - 2), row.failed)
+    return (
+        str(row.key["setup"]),
+        *(f"{1e3 * figures[part]:,.1f}" for part in _MS),
+        f"{figures['overlap_efficiency']:.2f}",
+        f"{figures['ratio']:.2f}x" if "ratio" in figures else "",
+        f"{figures['max_grad_rel_diff']:.1e}",
+        f"{figures['loss_rel_diff']:.1e}" if "loss_rel_diff" in figures else "",
+        row.texts.get("runs", ""),
     )
-
-
-def line_of(arm: DdpArm, ranks: int, per_host: int) -> str:
-    """Return an arm in the line format of PyTorch's DDP benchmark: seconds, and examples of a rank per second."""
-    rates = arm.examples_per_second
-    parts = [f"{name}: {seconds:7.3f}s {rates[name]:7.0f}/s" for name, seconds in arm.percentile_seconds.items()]
-    return f"{arm.name:>18} {ranks} ranks -- {ranks // per_host}M/{per_host}R:  " + "  ".join(parts)

@@ -8,11 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from deepytorch.bench.benchmark import Cell
+from deepytorch.bench.measurement import quantiles
 from deepytorch.bench.results import Row
 
 Rank = Mapping[str, Any]
 """What `training.run` returns."""
 _LAST = 5  # steps of the warm-up that timed steps are compared with
+PERCENTILES = (50, 75, 90, 95)
 DISTURBED = 1.7  # times as long in turns as alone before: something else has taken the machine or its memory
 
 
@@ -67,6 +69,26 @@ def training_rows(cell: Cell, found: Mapping[str, Sequence[Rank]], baseline: str
             )
         rows.append(Row(key={**cell.key, "setup": name}, figures=figures, texts=texts))
     return rows
+
+
+def percentiles(ranks: Sequence[Rank]) -> dict[str, float]:
+    """Return those of PyTorch's DDP benchmark over the steps of all ranks: `p50_s`, `p75_s`, `p90_s`, `p95_s`."""
+    cuts = quantiles([each for rank in ranks for each in rank["seconds"]], 100)
+    return {f"p{part}_s": cuts[part - 1] for part in PERCENTILES}
+
+
+def line_of(row: Row) -> str:
+    """Return a row in the line format of PyTorch's DDP benchmark: seconds, and examples of a rank per second."""
+    hosts, per_host = int(row.key["hosts"] or 1), int(row.key["ranks"] or 1)
+    what = f"{row.key['model']:>24} {row.key['setup']:<31} {hosts * per_host} ranks -- {hosts}M/{per_host}R"
+    if row.failed:
+        return f"{what}:  {row.failed}"
+    rows = row.figures["examples_per_s"] * row.figures["p50_s"]
+    parts = []
+    for part in PERCENTILES:
+        seconds = row.figures[f"p{part}_s"]
+        parts.append(f"p{part}: {seconds:7.3f}s {rows / seconds:6.{0 if rows / seconds > 10 else 1}f}/s")
+    return f"{what}:  {'  '.join(parts)}"
 
 
 def _replicas(cell: Cell, name: str) -> int:

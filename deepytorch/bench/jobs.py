@@ -24,6 +24,7 @@ class TrainingJob:
         channels_last: Whether convolutions have the channels of their images last.
         fused: Whether the optimizer is fused.
         optimizer: sgd, as in PyTorch's benchmarks; adamw.
+        lr: Its learning rate; 0: a usual one.
         data: The order of rows of text: random; grouped, rows of like lengths in a batch, as Trainer's group_by_length;
             balanced, rows dealt among ranks so that their costs are alike, as its batch_rebalance.
         kernels: liger, Liger's; flash, flash attention over rows laid end to end; flattened, both.
@@ -34,7 +35,10 @@ class TrainingJob:
         warm_up: Steps before them.
         settle_s: The most seconds until deepytorch has compiled and chosen what it runs, where it is imported.
         compiles: Whether deepytorch compiles at all.
+        group: The process group: "", gloo's or nccl's, in whose place the import gives its own; "deepytorch"; "stock".
         compress: The type that deepytorch's process group casts sums to between hosts.
+        quantize: int8 or fp8: values of fully_shard are rounded to it between hosts, in deepytorch's process group.
+        losses: Of so many first steps the losses are kept.
         hardware: Whether the use of the host's hardware is sampled while steps are timed.
         memory: Whether one more step is run for the most memory that it holds.
         ready: Whether a few more steps are run for the times at which gradients become ready, which a simulation takes.
@@ -48,6 +52,7 @@ class TrainingJob:
     channels_last: bool = False
     fused: bool = False
     optimizer: str = "sgd"
+    lr: float = 0.0
     data: str = "random"
     kernels: str = ""
     file: Path | None = None
@@ -58,8 +63,18 @@ class TrainingJob:
     warm_up: int = 3
     settle_s: float = 0.0
     compiles: bool = True
+    group: str = ""
     compress: str | None = None
+    quantize: str | None = None
+    losses: int = 5
     hardware: bool = False
     memory: bool = False
     ready: bool = False
     timeout_s: float = 600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlapJob(TrainingJob):
+    """What one rank trains under DDP, in parts. python_reducer: torch.compile traces the reduction of gradients too."""
+
+    python_reducer: bool = False

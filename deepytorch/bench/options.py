@@ -21,7 +21,7 @@ def check_at_least(options: Any, least: int, *names: str) -> None:
 
 
 def check_choice(options: Any, name: str, accepted: Collection[str]) -> None:
-    """Refuse an option that is none of `accepted`; of an option with several values, each has to be one of them."""
+    """Refuse an option that is none of `accepted`; of an option with several values, each has to be one, given once."""
     given = getattr(options, name)
     if not given:
         raise ConfigError(f"{name} is empty, expected one or more of {', '.join(accepted)}.")
@@ -29,6 +29,8 @@ def check_choice(options: Any, name: str, accepted: Collection[str]) -> None:
     for value in values:
         if value not in accepted:
             raise ConfigError(f'{name} {verb} "{value}", expected one of {", ".join(accepted)}.')
+    if len(set(values)) != len(values):
+        raise ConfigError(f"{name} is {', '.join(values)}; expected each once.")
 
 
 def check_arms(options: Any, accepted: Collection[str]) -> None:

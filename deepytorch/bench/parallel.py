@@ -78,7 +78,9 @@ class DataParallel(Trainer):
         whole = parallel.tensor == 1 and parallel.sharding != "fsdp2"
         self.model = _replicated(model if whole else _compiled_blocks(model, parallel), parallel, device, mesh)
         compiled = whole and parallel.compile
-        self._call: Callable[..., Any] = torch.compile(self.model, backend=parallel.compile, mode=parallel.mode) if compiled else self.model
+        self._call: Callable[..., Any] = (
+            torch.compile(self.model, backend=parallel.compile, mode=parallel.mode) if compiled else self.model
+        )
         self.optimizer = _optimizer(self.model, parallel, make)
         self._by_policy = parallel.sharding == "fsdp2"  # has a precision of its own
         self._scaler = torch.amp.GradScaler(device.type, enabled=parallel.precision == "fp16")

@@ -113,6 +113,13 @@ class Results(Record):
         """Return the rows whose keys have these values."""
         return [row for row in self.rows if all(row.key.get(name) == value for name, value in key.items())]
 
+    def together(self) -> list[list[Row]]:
+        """Return the rows in groups: those that were measured in turns, whose keys differ by the setup."""
+        found: dict[tuple[Any, ...], list[Row]] = {}
+        for row in self.rows:
+            found.setdefault(tuple(pair for pair in row.key.items() if pair[0] != "setup"), []).append(row)
+        return list(found.values())
+
 
 _MORE_IS_BETTER = ("_per_s", "ratio", "linearity", "ddp_acc", "efficiency", "speedup", "gbps")
 _LESS_IS_BETTER = ("_s", "_ms", "_us", "_mb", "_bytes", "_diff")

@@ -3,83 +3,168 @@
 from __future__ import annotations
 
 import statistics
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
 
-import torch
+from typer import Option
 
-from deepytorch.bench.comm_launch import found_by_ranks
+from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup
+from deepytorch.bench.figures import training_rows
+from deepytorch.bench.jobs import TrainingJob
 from deepytorch.bench.lab import LabOptions
-from deepytorch.bench.results import Record, machine
-from deepytorch.bench.sharded_worker import UNTIMED, ShardedOptions
+from deepytorch.bench.options import check_at_least, check_choice
+from deepytorch.bench.plots import Plot, Points
+from deepytorch.bench.results import Results, Row
+from deepytorch.bench.table import Table
+from deepytorch.bench.ways import Parallel
+from deepytorch.bench.zoo import TEXT_SIZES
 
-WORKER = (sys.executable, "-m", "deepytorch.bench.sharded_worker")
+UNTIMED = 2  # first steps, which allocate buffers
 LAST_LOSSES = 10  # steps over which the loss at the end is averaged
+STOCK = "gloo"
+WIRES = ("int8", "fp8")
+SETUPS = (STOCK, "exact", *WIRES)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ShardedArm(Record):
-    """The times and losses of one arm.
+class ShardedOptions:
+    """Train a sharded Llama (FSDP2) with weights and gradients rounded between hosts; compare step time and losses.
 
-    Ratios are to the first arm: its step / this one's, this one's loss / its loss.
+    Each setup trains in processes of its own; they take turns, step by step, on the same batches. Hosts are simulated
+    on this machine, which needs root: see deepytorch lab.
     """
 
-    what = "arm"
+    size: Annotated[
+        str,
+        Option(
+            metavar="|".join(TEXT_SIZES),
+            help="Layers x hidden size: tiny 2x64, quarter 12x192, demo 4x256, small 4x512, base 12x768, large "
+            "16x2048.",
+        ),
+    ] = "demo"
+    batch_size: Annotated[int, Option(min=1, help="Rows in a batch of each rank.")] = 2
+    setups: Annotated[
+        tuple[str, ...],
+        Option(
+            help="What to compare, with commas. gloo: the stock process group. exact: deepytorch's, values as they "
+            "are. int8, fp8: deepytorch's, values rounded to 8 bits between hosts. The first is what the others are "
+            "compared with.",
+        ),
+    ] = ("exact", "int8")
+    data: Annotated[
+        Path | None,
+        Option(
+            metavar="FILE",
+            help="JSON file of texts, laid out as Stanford Alpaca's. Default: the docstrings of Python's standard "
+            "library and of torch.",
+        ),
+    ] = None
+    ranks: Annotated[int, Option(min=1, help="Ranks (processes) on each host.")] = 2
+    hosts: Annotated[int, Option(min=2, help="Hosts (machines).")] = 2
+    rate: Annotated[
+        str, Option(metavar="RATE", help="Bits per second that each host may send, and receive: 200mbit, 1gbit.")
+    ] = "200mbit"
+    steps: Annotated[int, Option(min=UNTIMED + 1, help="Training steps of each.")] = 100
 
-    name: str
-    step_seconds: float  # the median over steps of the slowest rank's forward, backward and optimizer
-    speedup: float
-    last_loss: float  # the mean over the last steps and all ranks
-    loss_ratio: float
-    losses: list[float]  # of every step, the mean over ranks
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for a value that is not accepted."""
+        check_choice(self, "size", TEXT_SIZES)
+        check_choice(self, "setups", SETUPS)
+        check_at_least(self, 1, "batch_size", "ranks")
+        check_at_least(self, 2, "hosts")
+        check_at_least(self, UNTIMED + 1, "steps")
+        LabOptions(hosts=self.hosts, ranks=self.ranks, rate=self.rate)  # reads the rate
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ShardedResult(Record):
-    """The result of `deepytorch bench sharded`."""
+class Sharded(Benchmark[ShardedOptions]):
+    """See this module."""
 
-    size: str
-    batch_size: int
-    data: str | None  # the name of the file
-    ranks: int
-    hosts: int
-    rate: str
-    steps: int
-    arms: list[ShardedArm]
-    machine: str
-    torch_version: str
+    name = "sharded"
+    options = ShardedOptions
 
-
-def run_sharded(options: ShardedOptions, notify: Callable[[str], None] = lambda text: None) -> ShardedResult:
-    """Start the ranks in the lab, train, and end the ranks however the training ends.
-
-    Raises `RankError` when a rank fails or all stand still, `ConfigError` if the machine cannot have a lab.
-    """
-    lab = LabOptions(hosts=options.hosts, ranks=options.ranks, rate=options.rate)
-    return _result(options, found_by_ranks(options, options.ranks, lab, WORKER, notify))
-
-
-def _result(options: ShardedOptions, found: dict[str, Any]) -> ShardedResult:
-    seconds = {name: statistics.median(found[name]["seconds"][UNTIMED:]) for name in options.arms}
-    losses = {name: statistics.mean(found[name]["losses"][-LAST_LOSSES:]) for name in options.arms}
-    first = options.arms[0]
-    return ShardedResult.of(
-        options,
-        data=None if options.data is None else options.data.name,
-        ranks=options.ranks * options.hosts,
-        arms=[
-            ShardedArm(
-                name=name,
-                step_seconds=seconds[name],
-                speedup=seconds[first] / seconds[name],
-                last_loss=losses[name],
-                loss_ratio=losses[name] / losses[first],
-                losses=found[name]["losses"],
+    def cells(self, options: ShardedOptions) -> Sequence[Cell]:
+        """Return one cell."""
+        place = Place(hosts=options.hosts, ranks=options.ranks, rate=options.rate)
+        job = TrainingJob(
+            model="llama",
+            size=options.size,
+            rows=options.batch_size,
+            parallel=Parallel(sharding="fsdp2"),
+            optimizer="adamw",
+            lr=1e-3,
+            file=options.data,
+            batches=options.steps,
+            steps=options.steps - UNTIMED,
+            warm_up=UNTIMED,
+            losses=options.steps,
+            group="deepytorch",
+        )
+        changes: dict[str, dict[str, str]] = {STOCK: {"group": "stock"}, **{wire: {"quantize": wire} for wire in WIRES}}
+        return [
+            Cell(
+                key={
+                    "model": "llama",
+                    "size": options.size,
+                    "batch size": options.batch_size,
+                    "hosts": place.hosts,
+                    "ranks": place.ranks,
+                    "rate": place.rate,
+                },
+                setups=[Setup(name=name, job=replace(job, **changes.get(name, {}))) for name in options.setups],  # type: ignore[arg-type]
+                place=place,
             )
-            for name in options.arms
-        ],
-        machine=machine(),
-        torch_version=torch.__version__,
+        ]
+
+    def rows(self, options: ShardedOptions, cell: Cell, found: Mapping[str, list[dict[str, Any]]]) -> list[Row]:
+        """Return a row for each setup, with the losses of all steps, means over the ranks, and `last_loss`."""
+        rows = []
+        for row in training_rows(cell, found, options.setups[0]):
+            ranks = found[str(row.key["setup"])]
+            losses = [statistics.fmean(each) for each in zip(*(rank["losses"] for rank in ranks), strict=True)]
+            figures = {**row.figures, "last_loss": statistics.fmean(losses[-LAST_LOSSES:])}
+            rows.append(replace(row, figures=figures, series={"losses": losses}))
+        return rows
+
+    def tables(self, results: Results) -> list[Table]:
+        """Return a table of step times and losses."""
+        return [_table(rows, results.options) for rows in results.together()]
+
+    def plots(self, results: Results) -> list[Plot]:
+        """Return the losses over the steps."""
+        curves = [
+            Points(str(row.key["setup"]), tuple(map(float, range(1, len(losses) + 1))), tuple(losses))
+            for row in results.rows
+            if (losses := row.series.get("losses"))
+        ]
+        return [Plot("FSDP2, values rounded between hosts", "curves", "step", "loss", tuple(curves))] if curves else []
+
+
+def _table(measured: Sequence[Row], options: Mapping[str, Any]) -> Table:
+    baseline = options["setups"][0]
+    expected = [row.figures["last_loss"] for row in measured if row.key["setup"] == baseline and not row.failed]
+    rows = []
+    for row in measured:
+        figures = row.figures
+        if row.failed:
+            rows.append((str(row.key["setup"]), row.failed, "", "", ""))
+            continue
+        rows.append(
+            (
+                str(row.key["setup"]),
+                f"{1e3 * figures['step_s']:,.0f} ms",
+                f"{figures['speedup']:.2f}x" if "speedup" in figures else "",
+                f"{figures['last_loss']:.4f}",
+                f"{figures['last_loss'] / expected[0]:.4f}" if expected else "",
+            )
+        )
+    key = measured[0].key
+    where = f"{key['hosts']} hosts of {key['ranks']} ranks at {key['rate']}, {options['steps']} steps"
+    return Table(
+        title=f"FSDP2, Llama ({key['size']}), {where}",
+        columns=("setup", "step", f"against {baseline}", "loss at the end", "of it"),
+        rows=tuple(rows),
+        left=("setup",),
+        notes=(f"The loss at the end is the mean over the last {LAST_LOSSES} steps and all ranks.",),
     )

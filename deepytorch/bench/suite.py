@@ -7,14 +7,16 @@ from typing import Any
 from deepytorch.bench.acspeed import Acspeed
 from deepytorch.bench.benchmark import Benchmark
 from deepytorch.bench.compute import Compute
+from deepytorch.bench.ddp import Ddp
 from deepytorch.bench.hosts import Hosts
 from deepytorch.bench.memory_table import Memory
 from deepytorch.bench.peers import Peers
 from deepytorch.bench.product import Product
 from deepytorch.bench.scaling import Scaling
+from deepytorch.bench.sharded import Sharded
 from deepytorch.bench.start import Start
 
 _ALL: tuple[Benchmark[Any], ...] = (
-    Hosts(), Start(), Compute(), Acspeed(), Scaling(), Memory(), Product(), Peers(),
+    Hosts(), Ddp(), Sharded(), Start(), Compute(), Acspeed(), Scaling(), Memory(), Product(), Peers(),
 )  # fmt: skip
 BENCHMARKS = {each.name: each for each in _ALL}

@@ -26,6 +26,7 @@ from deepytorch.bench.settling import plan_of, settle, wait_for_code
 from deepytorch.bench.zoo import build_workload
 from deepytorch.comm.group.groups import group_of
 from deepytorch.comm.group.options import Options
+from deepytorch.comm.group.quantized import quantize
 from deepytorch.compiler.budget import BUDGET
 from deepytorch.compiler.report import LEDGER
 from deepytorch.errors import ConfigError, ParityError
@@ -35,7 +36,6 @@ from deepytorch.switch import SWITCH
 Job = TrainingJob
 Batch = dict[str, Tensor]
 _READY_STEPS = 4
-_COMPARED = 5  # first steps whose losses are compared
 
 
 def run(job: TrainingJob, turns: Turns) -> dict[str, Any]:
@@ -43,57 +43,40 @@ def run(job: TrainingJob, turns: Turns) -> dict[str, Any]:
 
     Raises `ParityError` if the loss is not finite in the end.
     """
-    imports = SWITCH.enabled and os.environ.get("DEEPYTORCH") != "off"
-    BUDGET.account(1e9 if job.compiles else -1e9)  # at once, or never: `bench start` measures when it is afforded
-    device = _device(job)
-    rank = _join(job, device)
-    LEDGER.forget()  # of an earlier job's model
-    run = _Run(job, device, rank)
-    began = time.perf_counter()
-    for number in range(job.warm_up):
-        turns.say(DOING, f"{job.model}, step {number + 1} of the warm-up")
-        run.step()
-        if number == 1:
-            first_s = time.perf_counter() - began
-    if imports and job.compiles and job.settle_s:
-        turns.say(DOING, f"{job.model}, until what runs is chosen")
-        settle(lambda: run.step(turns), job.settle_s)
-    warm_up = run.seconds
-    run.seconds = []
+    run = opened(job)
+    run.warm_up(turns)
     with _sampled(job) as hardware:
         for _ in range(job.steps):
             turns.take()
             run.step()
-            if imports and job.compiles:
-                wait_for_code(job.settle_s)
+            run.wait_for_code()
             turns.hand_on()
-    regions = LEDGER.report().regions if imports else []
-    if not math.isfinite(run.last_loss()):
-        raise ParityError(f"the loss of {job.model} is {run.last_loss()} after {run.count} steps")
-    return {
-        "seconds": run.seconds,
-        "warm_up": warm_up,
-        "first_s": first_s,
-        "losses": [float(loss) for loss in run.losses],
-        "rows": run.rows,
-        "tokens": run.tokens,
-        "process_mb": peak_memory() / 2**20,
-        "peak_mb": peak_bytes(run.train, device) / 2**20 if job.memory else 0.0,
-        "plan": plan_of(regions) if imports else "",
-        "fallbacks": [message for each in regions for message in each.fallbacks],
+    return run.found() | {
+        "peak_mb": peak_bytes(run.train, run.device) / 2**20 if job.memory else 0.0,
         "hardware": hardware,
         "ready": _ready(run) if job.ready else {},
     }
 
 
-class _Run:
+def opened(job: TrainingJob) -> Run:
+    """Join the process group, unless an earlier job has, and return the model that is to be trained."""
+    BUDGET.account(1e9 if job.compiles else -1e9)  # at once, or never: `bench start` measures when it is afforded
+    device = _device(job)
+    rank = _join(job, device)
+    LEDGER.forget()  # of an earlier job's model
+    return Run(job, device, rank)
+
+
+class Run:
     """A model, its batches, and steps on one batch after the other.
 
     rows: examples of an optimizer step of this rank. tokens: of such a step, without pads, the mean of the batches.
+    seconds: of each step since the warm-up.
     """
 
     def __init__(self, job: TrainingJob, device: torch.device, rank: int) -> None:
-        self.job, self.device = job, device
+        self.job, self.device, self.rank = job, device, rank
+        self._imports = SWITCH.enabled and os.environ.get("DEEPYTORCH") != "off"
         self.trainer, batches = _trainer(job, device, rank)
         self._batches = [{name: value.to(device) for name, value in batch.items()} for batch in batches]
         steps = len(batches) // job.parallel.accumulate
@@ -102,7 +85,43 @@ class _Run:
         self.seconds: list[float] = []
         self.losses: list[Tensor] = []
         self.count = 0
+        self._warm_up: list[float] = []
         self._last = torch.zeros(())
+
+    def warm_up(self, turns: Turns) -> None:
+        """Train until steps may be timed: those of the job, and until deepytorch has chosen what runs."""
+        began = time.perf_counter()
+        for number in range(self.job.warm_up):
+            turns.say(DOING, f"{self.job.model}, step {number + 1} of the warm-up")
+            self.step()
+            if number == 1:
+                self._first_s = time.perf_counter() - began
+        if self._imports and self.job.compiles and self.job.settle_s:
+            turns.say(DOING, f"{self.job.model}, until what runs is chosen")
+            settle(lambda: self.step(turns), self.job.settle_s)
+        self._warm_up, self.seconds = self.seconds, []
+
+    def wait_for_code(self) -> None:
+        """Wait while code is compiled, in the turn of the step that asked for it."""
+        if self._imports and self.job.compiles:
+            wait_for_code(self.job.settle_s)
+
+    def found(self) -> dict[str, Any]:
+        """Return what is said of any run. Raises `ParityError` if the loss is not finite."""
+        if not math.isfinite(float(self._last)):
+            raise ParityError(f"the loss of {self.job.model} is {float(self._last)} after {self.count} steps")
+        regions = LEDGER.report().regions if self._imports else []
+        return {
+            "seconds": self.seconds,
+            "warm_up": self._warm_up,
+            "first_s": self._first_s,
+            "losses": [float(loss) for loss in self.losses],
+            "rows": self.rows,
+            "tokens": self.tokens,
+            "process_mb": peak_memory() / 2**20,
+            "plan": plan_of(regions) if self._imports else "",
+            "fallbacks": [message for each in regions for message in each.fallbacks],
+        }
 
     def step(self, turns: Turns | None = None) -> None:
         """Run as many steps as are timed together."""
@@ -117,22 +136,26 @@ class _Run:
 
     def train(self) -> None:
         """Run one step, without waiting for a GPU."""
-        self._last = self.trainer.step(self.next_batches())
+        self.keep(self.trainer.step(self.next_batches()))
+
+    def keep(self, loss: Tensor) -> None:
+        """Count a step that had this loss."""
+        self._last = loss
         self.count += 1
-        if len(self.losses) < _COMPARED:
-            self.losses.append(self._last)
+        if len(self.losses) < self.job.losses:
+            self.losses.append(loss)
 
     def next_batches(self) -> list[Batch]:
-        """Return the micro-batches of a step."""
-        begin = self.count * self.job.parallel.accumulate
+        """Return the micro-batches of the next step."""
+        return self.batches(self.count)
+
+    def batches(self, step: int) -> list[Batch]:
+        """Return the micro-batches of the step of a number."""
+        begin = step * self.job.parallel.accumulate
         return [self._batches[(begin + at) % len(self._batches)] for at in range(self.job.parallel.accumulate)]
 
-    def last_loss(self) -> float:
-        """Return the loss of the last step."""
-        return float(self._last)
 
-
-def _ready(run: _Run) -> dict[str, Any]:
+def _ready(run: Run) -> dict[str, Any]:
     """Return the compute of steps without communication, between real ones, and the group's topology and links."""
     made: Any = run.trainer
     begin = dist.barrier if dist.is_initialized() else lambda: None
@@ -165,6 +188,8 @@ def _trainer(job: TrainingJob, device: torch.device, rank: int) -> tuple[Trainer
         return with_kernels(model, job.kernels, job.model)
 
     made = trainer(make, job.parallel, optimizer=_optimizer_of(job), device=device)
+    if job.quantize is not None:
+        quantize(made.model, job.quantize)  # type: ignore[arg-type]
     replica, count = job.parallel.replica(rank), job.batches * job.parallel.accumulate
     replicas = job.parallel.replicas(dist.get_world_size() if dist.is_initialized() else 1)
     batches = ordered(found[0], job, replica, replicas, count)
@@ -175,9 +200,9 @@ def _trainer(job: TrainingJob, device: torch.device, rank: int) -> tuple[Trainer
 
 def _optimizer_of(job: TrainingJob) -> Any:
     if job.optimizer == "adamw":
-        return partial(torch.optim.AdamW, lr=1e-5, fused=job.fused or None)
+        return partial(torch.optim.AdamW, lr=job.lr or 1e-5, fused=job.fused or None)
     # as in PyTorch's benchmarks
-    return partial(torch.optim.SGD, lr=1e-3, momentum=0.9, weight_decay=1e-4, fused=job.fused or None)
+    return partial(torch.optim.SGD, lr=job.lr or 1e-3, momentum=0.9, weight_decay=1e-4, fused=job.fused or None)
 
 
 def _last(value: Tensor) -> Tensor:
@@ -190,7 +215,8 @@ def _join(job: TrainingJob, device: torch.device) -> int:
         return 0
     if not dist.is_initialized():
         timeout = timedelta(seconds=job.timeout_s)
-        if job.compress is not None:
+        SWITCH.process_groups = job.group != "stock"
+        if job.group == "deepytorch" or job.compress is not None:
             options = Options(compress=job.compress)  # type: ignore[arg-type]
             dist.init_process_group("deepytorch", timeout=timeout, pg_options=options)
         else:

@@ -21,6 +21,7 @@ from deepytorch.bench.results import decoded
 KINDS = {  # each module has a dataclass `Job` and `run(job, turns)`, which returns plain JSON values
     "training": "deepytorch.bench.training",
     "hosts": "deepytorch.bench.hosts_worker",
+    "overlap": "deepytorch.bench.overlap",
 }
 
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from deepytorch.bench import comm_launch
-from deepytorch.bench.ddp import DdpResult, line_of, run_ddp
-from deepytorch.bench.ddp_worker import Arm, DdpOptions
-from deepytorch.bench.results import decoded
+from deepytorch.bench.ddp import Ddp, DdpOptions, grad_rel_diff
+from deepytorch.bench.overlap import projected
+from deepytorch.bench.parallel import trainer
+from deepytorch.bench.results import Results
+from deepytorch.bench.run import run_benchmark
 from deepytorch.bench.zoo import build_workload
 from deepytorch.errors import ConfigError
 from deepytorch.torch_internals import inductor_config
@@ -21,17 +25,20 @@ from deepytorch.torch_internals import inductor_config
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model": "vgg17"}, "expected one of alexnet, resnet18"),
+        ({"models": ("vgg17",)}, "expected one of alexnet, resnet18"),
         ({"size": "huge"}, "expected one of cpu, full"),
-        ({"precision": "fp8"}, "expected one of fp32, amp, bf16"),
-        ({"arms": ("ddp", "horovod")}, "horovod"),
-        ({"arms": ()}, "expected one or more of"),
-        ({"arms": ("ddp", "ddp")}, "each once"),
+        ({"precision": "fp8"}, "expected one of fp32, mixed"),
+        ({"setups": ("ddp", "horovod")}, "horovod"),
+        ({"setups": ()}, "expected one or more of"),
+        ({"setups": ("ddp", "ddp")}, "each once"),
         ({"batch_size": 0}, "expected 1 or more"),
         ({"rate": "200mbit"}, "expected --hosts 2 or more"),
+        ({"hosts": 2, "rate": "fast"}, "fast"),
         ({"compress": "fp8"}, "expected one of bf16, fp16"),
+        ({"compress": "bf16", "backend": "gloo"}, "found backend gloo"),
         ({"device": "tpu"}, "expected one of cpu, cuda"),
         ({"data": Path("rows.json")}, "expected llama"),
+        ({"models": ("vgg16", "alexnet"), "timeline": Path("step.png")}, "expected one"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(changes: dict[str, Any], words: str) -> None:
@@ -39,84 +46,113 @@ def test_options_that_make_no_sense_are_refused(changes: dict[str, Any], words: 
         DdpOptions(**changes)
 
 
-def _records(steps: list[float], alone: float, communication: float) -> dict[str, Any]:
+def test_setups_are_what_their_names_say() -> None:
+    [cell] = Ddp().cells(DdpOptions(compress="bf16", hosts=2, rate="200mbit"))
+    assert (cell.place.hosts, cell.place.rate, cell.impossible) == (2, "200mbit", None)
+    eager, compiled, traced, ours = cell.setups
+    assert [setup.job.parallel.compile for setup in cell.setups] == ["", "inductor", "inductor", ""]
+    assert [setup.imports for setup in cell.setups] == [False, False, False, True]
+    assert [setup.job.compress for setup in cell.setups] == [None, None, None, "bf16"]
+    assert (compiled.job.python_reducer, traced.job.python_reducer) == (False, True)
+    assert replace(eager.job, compress="bf16") == ours.job
+    [alone] = Ddp().cells(DdpOptions(ranks=1))
+    assert alone.impossible == "one rank has nothing to reduce"
+    [stock] = Ddp().cells(DdpOptions(backend="gloo"))
+    assert stock.setups[-1].job.group == "stock"
+
+
+@pytest.mark.parametrize(("name", "overlaps"), [("ddp", False), ("ddp_compile", True), ("deepytorch", False)])
+def test_stock_is_compiled_with_torchs_own_overlap(name: str, overlaps: bool) -> None:
+    [cell] = Ddp().cells(DdpOptions(setups=(name,)))
+    parallel = replace(cell.setups[0].job.parallel, sharding="none")
+    before = inductor_config.get_config_copy()
+    try:
+        trainer(nn.Linear(2, 2), parallel, optimizer=partial(torch.optim.SGD, lr=0.1), device=torch.device("cpu"))
+        assert inductor_config.aten_distributed_optimizations.enable_overlap_scheduling is overlaps
+    finally:
+        inductor_config.load_config(before)
+
+
+def rank(steps: list[float], gradient: float = 3.0) -> dict[str, Any]:
+    """What a rank finds whose compute alone takes 0.4 s, a quarter of it forward, and communication alone 0.5 s."""
     return {
-        "steps": [{"forward": 0.1, "backward": step - 0.1, "optimizer": 0.01} for step in steps],
-        "alone": [{"forward": 0.1, "backward": alone - 0.1, "optimizer": 0.0}],
-        "communication": [communication],
+        "seconds": steps,
+        "parts": [{"forward": 0.1, "backward": step - 0.1, "optimizer": 0.01} for step in steps],
+        "alone": [{"forward": 0.1, "backward": 0.3, "optimizer": 0.0}],
+        "communication": [0.5],
+        "rows": 8,
+        "losses": [2.0, gradient],
+        "process_mb": 100.0,
+        "bucket_bytes": [40, 60],
+        "gradients": {"weight": [3.0, gradient, 0.0], "tiny": [0.0, 0.0, 0.0]},
+        "plan": "compiled",
+        "fallbacks": [],
+        "spans": [],
     }
 
 
-def test_figures_are_those_of_the_measured_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {
-        "ranks": [
-            {"ddp": _records([0.8, 0.8, 0.8], 0.4, 0.5), "deepytorch": _records([0.6, 0.64, 0.68], 0.4, 0.5)},
-            {"ddp": _records([0.8, 0.8, 0.8], 0.4, 0.5), "deepytorch": _records([0.6, 0.64, 0.68], 0.4, 0.5)},
-        ],
-        "max_grad_rel_diff": {"ddp": 0.0, "deepytorch": 1e-7},
-        "bucket_bytes": {"ddp": [100], "deepytorch": [40, 60]},
-    }
+def test_figures_are_those_of_the_measured_times() -> None:
+    options = DdpOptions(setups=("ddp", "deepytorch"))
+    [cell] = Ddp().cells(options)
+    ours = [0.6, 0.64, 0.68]
+    found = {"ddp": [rank([0.8] * 3), rank([0.8] * 3)], "deepytorch": [rank(ours, 3.03), rank(ours, 3.03)]}
+    rows = Ddp().rows(options, cell, found)
+    stock, fast = rows
+    assert stock.figures["ratio"] == pytest.approx(0.8 / 0.64)
+    assert "ratio" not in fast.figures
+    assert stock.figures["overlap_efficiency"] == pytest.approx((0.1 + max(0.3, 0.5)) / 0.8)
+    assert fast.figures["exposed_s"] == pytest.approx(0.64 - 0.4)
+    assert fast.figures["p50_s"] == pytest.approx(0.64)
+    assert fast.figures["examples_per_s"] == pytest.approx(8 / 0.64)
+    assert fast.figures["max_grad_rel_diff"] == pytest.approx(0.01)
+    assert fast.figures["loss_rel_diff"] == pytest.approx(0.01)
+    assert fast.series["bucket_bytes"] == [40, 60]
+    [_, line] = Ddp().lines(rows)
+    assert "p50:   0.640s     12/s" in line
+    assert "2 ranks -- 1M/2R" in line
+    one = {"benchmark": "ddp", "command": "", "options": {}, "machine": "", "versions": {}, "date": ""}
+    [table] = Ddp().tables(Results(**one, rows=rows))
+    assert [dict(zip(table.columns, row, strict=True))["ratio"] for row in table.rows] == ["1.25x", ""]
 
-    def records(*_: Any) -> Any:
-        yield {"doing": "something"}
-        yield {"done": found}
 
-    monkeypatch.setattr(comm_launch, "run_ranks", records)
-    said: list[str] = []
-    result = run_ddp(DdpOptions(arms=("ddp", "deepytorch")), said.append)
-    assert said == ["something"]
-    assert result.ratio_vs_ddp == pytest.approx(0.8 / 0.64)
-    assert result.ratio_vs_ddp_compile is None
-    assert result.ratio_vs_python_reducer is None
-    stock, ours = result.arms
-    assert stock.overlap_efficiency == pytest.approx((0.1 + max(0.3, 0.5)) / 0.8)
-    assert ours.exposed_comm_seconds == pytest.approx(0.64 - 0.4)
-    assert ours.percentile_seconds["p50"] == pytest.approx(0.64)
-    assert ours.examples_per_second["p50"] == pytest.approx(8 / 0.64)
-    assert "p50:   0.640s" in line_of(ours, 2, 2)
-    assert "2 ranks -- 1M/2R" in line_of(ours, 2, 2)
-    assert decoded(DdpResult, json.loads(json.dumps(result.to_json()))) == result
+def gradients(scale: float, **changes: float) -> dict[str, list[float]]:
+    model = nn.Linear(300, 40)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        parameter.grad = scale * torch.randn(parameter.shape, generator=generator)
+    model.weight.grad[0] += changes.get("weight", 0.0)  # type: ignore[index]
+    if changes.get("bias") == 0.0:
+        model.bias.grad = None
+    return projected(model)
+
+
+def test_differences_of_gradients_are_estimated_from_projections() -> None:
+    expected = gradients(1.0)
+    assert grad_rel_diff(expected, gradients(1.0)) == 0.0
+    assert grad_rel_diff(expected, gradients(1.01)) == pytest.approx(0.01, rel=0.7)
+    assert grad_rel_diff(expected, gradients(1.0, weight=0.1)) == pytest.approx((0.01 / 40) ** 0.5, rel=0.7)
+    assert grad_rel_diff(expected, gradients(1.0, bias=0.0)) == 1.0
+    assert grad_rel_diff(expected, gradients(float("nan"))) == 1e9
 
 
 @pytest.mark.matrix
 @pytest.mark.slow
 def test_a_small_run_finds_equal_gradients(tmp_path: Path) -> None:
-    options = DdpOptions(
-        model="alexnet",
-        batch_size=2,
-        arms=("ddp", "deepytorch"),
-        rounds=1,
-        steps=1,
-        lowering="aot_eager",
-        timeout_s=120,
-        timeline=tmp_path / "step.png",
-    )
-    result = run_ddp(options)
+    setups = ("ddp", "ddp_compile", "ddp_python_reducer", "deepytorch")
+    options = DdpOptions(models=("alexnet",), batch_size=2, steps=2, setups=setups, timeline=tmp_path / "step.png")
+    results = run_benchmark(Ddp(), options, tmp_path / "ddp.json")
+    assert [(row.key["setup"], row.failed) for row in results.rows] == [(name, "") for name in setups]
+    assert max(row.figures["max_grad_rel_diff"] for row in results.rows) < 1e-5
+    assert max(row.figures["loss_rel_diff"] for row in results.rows) < 1e-5
+    assert min(row.figures["overlap_efficiency"] for row in results.rows) > 0
+    weights = sum(parameter.numel() for parameter in build_workload("alexnet").model.parameters())
+    ours = results.rows[-1].series["bucket_bytes"]
+    assert sum(ours) == pytest.approx(4 * weights, rel=0.01)
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
     events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
-    assert {event["pid"] for event in spans} == {0, 1}
+    assert {event["pid"] for event in spans} == {0, 1, 2, 3}
     assert {event["name"] for event in spans if event["cat"] == "compute"} == {"forward", "backward", "optimizer"}
     sent = [event for event in spans if event["cat"] == "communication"]
-    assert len(sent) == len(result.arms[1].bucket_bytes)
-    assert all(event["pid"] == 1 and event["dur"] > 0 and event["ts"] > 0 for event in sent)
-    assert result.max_grad_rel_diff < 1e-5
-    assert result.ranks == 2
-    assert [arm.name for arm in result.arms] == ["ddp", "deepytorch"]
-    ours = result.arms[1]
-    weights = sum(parameter.numel() for parameter in build_workload("alexnet").model.parameters())
-    assert sum(ours.bucket_bytes) == pytest.approx(4 * weights, rel=0.01)
-    assert ours.overlap_efficiency > 0
-    json.dumps(result.to_json())
-
-
-@pytest.mark.parametrize(
-    ("name", "overlaps"), [("ddp_compile", True), ("ddp_python_reducer", True), ("deepytorch", False)]
-)
-def test_stock_arms_are_compiled_with_torchs_own_overlap(name: str, overlaps: bool) -> None:
-    arm = Arm.__new__(Arm)
-    arm.name, arm._mode, arm.device = name, False, torch.device("cpu")
-    before = inductor_config.aten_distributed_optimizations.enable_overlap_scheduling
-    with arm._dynamo():
-        assert inductor_config.aten_distributed_optimizations.enable_overlap_scheduling is overlaps
-    assert inductor_config.aten_distributed_optimizations.enable_overlap_scheduling is before
+    assert all(event["pid"] == 3 and event["dur"] > 0 and event["ts"] > 0 for event in sent)
+    assert len(sent) in (0, len(ours))  # where eager was the fastest, DDP's own reducer sends

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
-from deepytorch.bench import comm_launch
-from deepytorch.bench.results import decoded
-from deepytorch.bench.sharded import ShardedResult, run_sharded
-from deepytorch.bench.sharded_worker import ShardedOptions
+from deepytorch.bench.results import Results
+from deepytorch.bench.run import run_benchmark
+from deepytorch.bench.sharded import Sharded, ShardedOptions
 from deepytorch.errors import ConfigError
 
 
@@ -18,10 +16,11 @@ from deepytorch.errors import ConfigError
     ("changes", "words"),
     [
         ({"size": "huge"}, "expected one of tiny, quarter"),
-        ({"arms": ("exact", "int4")}, 'arms has "int4", expected one of gloo, exact, int8, fp8'),
-        ({"arms": ()}, "expected one or more of"),
-        ({"arms": ("int8", "int8")}, "each once"),
+        ({"setups": ("exact", "int4")}, 'setups has "int4", expected one of gloo, exact, int8, fp8'),
+        ({"setups": ()}, "expected one or more of"),
+        ({"setups": ("int8", "int8")}, "each once"),
         ({"hosts": 1}, "hosts is 1; expected 2 or more"),
+        ({"rate": "fast"}, "fast"),
         ({"steps": 2}, "steps is 2; expected 3 or more"),
         ({"batch_size": 0}, "expected 1 or more"),
     ],
@@ -31,35 +30,47 @@ def test_options_that_make_no_sense_are_refused(changes: dict[str, Any], words: 
         ShardedOptions(**changes)
 
 
-def test_figures_are_those_of_the_measured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def rank(seconds: list[float], losses: list[float]) -> dict[str, Any]:
+    plain = {"rows": 2, "tokens": 9.0, "process_mb": 1.0, "peak_mb": 0.0, "first_s": 1.0, "plan": "", "fallbacks": []}
+    return {"seconds": seconds, "losses": losses, "warm_up": [9.0, 9.0], **plain}
+
+
+def test_figures_are_those_of_the_measured_steps() -> None:
+    options = ShardedOptions(steps=5)
+    [cell] = Sharded().cells(options)
     found = {
-        "exact": {"seconds": [9.0, 9.0, 2.0, 1.0, 3.0], "losses": [5.0, 4.0, 3.0, 2.0, 1.0]},
-        "int8": {"seconds": [9.0, 9.0, 1.0, 1.0, 4.0], "losses": [5.0, 4.0, 3.0, 2.0, 1.3]},
+        "exact": [rank([2.0, 1.0, 3.0], [5.0, 4.0, 3.0, 2.0, 1.0]), rank([1.0, 1.0, 1.0], [5.0, 4.0, 3.0, 2.0, 1.0])],
+        "int8": [rank([1.0, 1.0, 4.0], [5.0, 4.0, 3.0, 2.0, 1.3]), rank([1.0, 0.5, 1.0], [5.0, 4.0, 3.0, 2.0, 1.1])],
     }
+    exact, rounded = Sharded().rows(options, cell, found)
+    assert exact.figures["step_s"] == 2.0
+    assert rounded.figures["speedup"] == 1.0  # the median over pairs of steps
+    assert rounded.series["losses"] == pytest.approx([5.0, 4.0, 3.0, 2.0, 1.2])
+    assert rounded.figures["last_loss"] == pytest.approx(15.2 / 5)
+    one = {"benchmark": "sharded", "command": "", "machine": "", "versions": {}, "date": ""}
+    results = Results(**one, options={"setups": ["exact", "int8"], "steps": 5}, rows=[exact, rounded])
+    [table] = Sharded().tables(results)
+    assert table.columns[2] == "against exact"
+    assert table.rows[1] == ("int8", "1,000 ms", "1.00x", "3.0400", f"{15.2 / 15:.4f}")
+    assert [points.name for points in Sharded().plots(results)[0].series] == ["exact", "int8"]
 
-    def records(*_: Any) -> Any:
-        yield {"doing": "something"}
-        yield {"done": found}
 
-    monkeypatch.setattr(comm_launch, "run_ranks", records)
-    said: list[str] = []
-    result = run_sharded(ShardedOptions(steps=5), said.append)
-    assert said == ["something"]
-    exact, rounded = result.arms
-    assert exact.step_seconds == 2.0  # the first two are not timed
-    assert rounded.speedup == 2.0
-    assert rounded.last_loss == pytest.approx(15.3 / 5)
-    assert rounded.loss_ratio == pytest.approx(15.3 / 15)
-    assert decoded(ShardedResult, json.loads(json.dumps(result.to_json()))) == result
+def test_setups_differ_by_the_process_group_alone() -> None:
+    [cell] = Sharded().cells(ShardedOptions(setups=("gloo", "exact", "int8", "fp8")))
+    assert [setup.job.group for setup in cell.setups] == ["stock", "deepytorch", "deepytorch", "deepytorch"]
+    assert [setup.job.quantize for setup in cell.setups] == [None, None, "int8", "fp8"]
+    assert not any(setup.imports for setup in cell.setups)
 
 
 @pytest.mark.matrix
 @pytest.mark.lab
 @pytest.mark.slow
 def test_a_small_run_trains_alike() -> None:
-    options = ShardedOptions(size="tiny", arms=("gloo", "exact", "int8"), steps=4, rate="1gbit", timeout_s=120)
-    gloo, exact, rounded = run_sharded(options).arms
-    assert exact.losses == pytest.approx(gloo.losses, rel=1e-5)
-    assert rounded.losses != exact.losses
-    assert rounded.losses == pytest.approx(exact.losses, rel=0.02)
-    assert min(arm.step_seconds for arm in (gloo, exact, rounded)) > 0
+    options = ShardedOptions(size="tiny", setups=("gloo", "exact", "int8"), steps=4, rate="1gbit")
+    rows = run_benchmark(Sharded(), options).rows
+    assert [row.failed for row in rows] == ["", "", ""]
+    gloo, exact, rounded = (row.series["losses"] for row in rows)
+    assert exact == pytest.approx(gloo, rel=1e-5)
+    assert rounded != exact
+    assert rounded == pytest.approx(exact, rel=0.02)
+    assert min(row.figures["step_s"] for row in rows) > 0

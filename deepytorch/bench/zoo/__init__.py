@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from deepytorch.bench.zoo.workload import Workload
 
 SIZES = ("cpu", "full")
+TEXT_SIZES = ("tiny", "quarter", "demo", "small", "base", "large")  # of `bench.models`, for language models
 VISION = ("alexnet", "resnet18", "resnet50", "vgg16", "timm_vovnet", "timm_vision_transformer", "pytorch_unet")
 TEXT = ("hf_Bart", "hf_Bert", "llama")
 SPEECH = ("speech_transformer", "tts_angular")
@@ -29,7 +30,7 @@ def build_workload(name: str, size: str = "cpu", seed: int = 0, data: Path | Non
 
     Args:
         name: The model, one of `MODELS` or of `LANGUAGE`.
-        size: "full" as published, "cpu" with a quarter of the width.
+        size: "full" as published, "cpu" with a quarter of the width; for language models one of `TEXT_SIZES`, too.
         seed: Of the weights.
         data: A file in Alpaca layout for the text of models that learn from text; None: the documentation of installed
             libraries.
@@ -38,8 +39,9 @@ def build_workload(name: str, size: str = "cpu", seed: int = 0, data: Path | Non
     """
     if name not in (*MODELS, *LANGUAGE):
         raise ConfigError(f'The model is "{name}", expected one of {", ".join((*MODELS, *LANGUAGE))}.')
-    if size not in SIZES:
-        raise ConfigError(f'The model size is "{size}", expected one of {", ".join(SIZES)}.')
+    sizes = SIZES + TEXT_SIZES if name in TEXT + LANGUAGE else SIZES
+    if size not in sizes:
+        raise ConfigError(f'The model size is "{size}", expected one of {", ".join(sizes)}.')
     from deepytorch.bench.zoo.workload import seeded  # loads torch, which names of models need not
 
     with seeded(seed):

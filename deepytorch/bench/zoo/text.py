@@ -56,7 +56,8 @@ def workload(name: str, size: str, seed: int, data: Path | None) -> Workload:
     """Return one of these models. size: as for `build_workload`."""
     text, small = _MODELS[name], size != "full"
     vocab, positions = text.vocab[small], text.positions[small]
-    model = build_model(text.family, text.cpu if small else text.full, vocab_size=vocab, seed=seed)
+    chosen = {"full": text.full, "cpu": text.cpu}.get(size, size)
+    model = build_model(text.family, chosen, vocab_size=vocab, seed=seed)
 
     def tokens(rows: int, seed: int, count: int) -> list[dict[str, Tensor]]:
         return _tokens(rows, positions, vocab, seed, count)
