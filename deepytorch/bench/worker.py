@@ -20,6 +20,9 @@ from deepytorch.bench.results import decoded
 
 KINDS = {  # each module has a dataclass `Job` and `run(job, turns)`, which returns plain JSON values
     "training": "deepytorch.bench.training",
+    "collectives": "deepytorch.bench.collectives",
+    "choices": "deepytorch.bench.choices",
+    "one_gpu": "deepytorch.bench.ranks_of_one_gpu",
 }
 
 
