@@ -6,6 +6,7 @@ of them alike. Messages between ranks (times, counts) go through the default gro
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from collections.abc import Callable
@@ -184,24 +185,31 @@ class _Bench:
 
     def _about(self, setup: GroupSetup, group: ProcessGroup) -> dict[str, Any]:
         """Return the algorithm that ran, and what the cost model predicts of it from the links that were measured."""
-        op = self.job.op
-        if setup.backend != "deepytorch":
-            return {"algorithm": "default"}
-        try:
-            known = group_of(group)
-            if op not in PREDICTED_OPS:  # through memory if all ranks share some, else by gloo
-                shares = known.topology.num_hosts == 1 and known.backend.segment is not None
-                return {"algorithm": "shared_memory" if shares and setup.algorithm in _IN_MEMORY else "engine"}
-            algorithm = comm.chosen(group, op, self.num_bytes).algorithm
-        except ConfigError:
-            return {"algorithm": "delegated"}  # the native code cannot be built here: stock backends are used
-        if setup.allocated:
+        algorithm = self._algorithm(setup, group)
+        if setup.allocated or algorithm == "delegated" or self.job.op not in PREDICTED_OPS:
             return {"algorithm": algorithm}
-        hosts = known.topology.num_hosts
-        measured = {"op": op, "algorithm": algorithm, "bytes": self.num_bytes, "ranks": self.ranks, "hosts": hosts}
-        measured |= {"dtype": self.job.dtype, "redop": self.job.redop, "compress": setup.compress, "time_us": 1.0}
-        (found,) = prediction_errors([measured], known.topology, known.links)
-        return {"algorithm": algorithm, "predicted_us": found.predicted_us}
+        cell = {"op": self.job.op, "algorithm": algorithm, "bytes": self.num_bytes, "ranks": self.ranks}
+        cell |= {"dtype": self.job.dtype, "redop": self.job.redop, "compress": setup.compress, "time_us": 1.0}
+        for one, opened in zip(self.job.groups, self.groups, strict=True):
+            with contextlib.suppress(ConfigError):
+                known = group_of(opened)
+                if one.algorithm is None:
+                    cell["hosts"] = known.topology.num_hosts
+                    (found,) = prediction_errors([cell], known.topology, known.links)
+                    return {"algorithm": algorithm, "predicted_us": found.predicted_us}
+        return {"algorithm": algorithm}
+
+    def _algorithm(self, setup: GroupSetup, group: ProcessGroup) -> str:
+        if setup.backend != "deepytorch":
+            return "default"
+        try:
+            if self.job.op in PREDICTED_OPS:
+                return comm.chosen(group, self.job.op, self.num_bytes).algorithm
+            known = group_of(group)  # such an op goes through memory if all ranks share some, else by gloo
+            shares = known.topology.num_hosts == 1 and known.backend.segment is not None
+            return "shared_memory" if shares and setup.algorithm in _IN_MEMORY else "engine"
+        except ConfigError:
+            return "delegated"  # the native code cannot be built here: stock backends are used
 
 
 _IN_MEMORY = (None, "shared_memory")

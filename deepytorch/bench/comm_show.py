@@ -118,8 +118,8 @@ def table(rows: Sequence[Row]) -> Table:
         first = by_setup.get(compared[0]) if compared else None
         shown.append((*cells, "" if first is None else first.texts.get("algorithm", "")))
     title = f"{_what(rows[0])}, {rows[0].key['dtype']}, us"
-    runs = f"{compared[0]} runs" if compared else ""
-    return Table(title, ("size (B)", *columns, runs), tuple(shown), (runs,), tuple(_notes(rows)))
+    notes = [*([f"runs: the algorithm of {compared[0]}."] if compared else []), *_notes(rows)]
+    return Table(title, ("size (B)", *columns, "runs"), tuple(shown), (), tuple(notes))
 
 
 def _notes(rows: Sequence[Row]) -> list[str]:
