@@ -237,7 +237,7 @@ class Comm(Benchmark[CommOptions]):
             if options.explain:
                 for compress in options.compress:
                     job = ChoicesJob(**given, sizes=sizes, group=_ours(AUTO, compress))
-                    cells.append(_cell(key, place, "choices", job, ()))
+                    cells.append(_cell(key, place, "choices", job, [job.group.name]))
                 continue
             given |= {"rounds": options.rounds, "min_time_ms": options.min_time_ms, "groups": options.groups()}
             for size in sizes:

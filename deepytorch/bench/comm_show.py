@@ -100,15 +100,19 @@ def _shown(row: Row) -> tuple[str, ...]:
     )
 
 
+def _size(row: Row) -> str:
+    return f"{row.key['bytes']:,}" if row.key.get("bytes") else ""
+
+
 def table(rows: Sequence[Row]) -> Table:
     """Return the times of an op: a line for each size, columns for each setup, and findings in sentences."""
     names = list(dict.fromkeys(str(row.key["setup"]) for row in rows))
     compared = [name for name in names if not name.startswith("gloo")]
     columns = [column for name in names for column in ([name, "vs gloo"] if name in compared else [name])]
     shown = []
-    for size, each in groupby(rows, key=lambda row: row.key["bytes"]):
+    for size, each in groupby(rows, key=_size):
         by_setup = {row.key["setup"]: row for row in each}
-        cells = [f"{size:,}"]
+        cells = [size]
         for name in names:
             row = by_setup.get(name)
             figures = {} if row is None else row.figures
@@ -183,13 +187,14 @@ def choices_table(rows: Sequence[Row]) -> Table:
     several = len({row.key["setup"] for row in rows}) > 1
     shown = [
         (
-            f"{row.key['bytes']:,}",
+            _size(row),
             *([str(row.key["setup"])] if several else []),
             *(f"{row.figures[f'{name}_us']:,.0f}" if f"{name}_us" in row.figures else "-" for name in able),
             row.failed or row.texts["chosen"],
         )
         for row in rows
     ]
+    links = next(row.texts["links"] for row in rows if "links" in row.texts)
     reasons = {name: text for name, text in rows[-1].texts.items() if name.removesuffix(" cannot") not in able}
     return Table(
         title=f"{_what(rows[0])}, {rows[0].key['dtype']}: predicted us",
@@ -198,6 +203,6 @@ def choices_table(rows: Sequence[Row]) -> Table:
         left=("setup", "chosen"),
         notes=(
             *(f"{name.removesuffix(' cannot')}: {text}" for name, text in reasons.items() if name.endswith(" cannot")),
-            f"Predicted from links {rows[0].texts['links']}.",
+            f"Predicted from links {links}.",
         ),
     )

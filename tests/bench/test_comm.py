@@ -360,6 +360,9 @@ def test_choices_are_rows_with_every_algorithm_or_its_reason() -> None:
     assert [row[1] for row in table.rows[2:]] == ["deepytorch+bf16"] * 2
     assert table.notes[0] == "hierarchical: needs several hosts"
     assert table.notes[-1] == "Predicted from links nominal: the native code is not built."
+    failed = Row(key={**exact.key, "setup": "deepytorch"}, failed="it was killed")
+    assert "it was killed" in Comm().tables(result(failed, *rows))[0].rows[0]
+    assert Comm().tables(result(failed))[0].rows == (("", "it was killed", "", ""),)
     assert settings(Choice("hierarchical", 1 << 18, 2, "bf16"), 1 << 20) == "hierarchical, 4 chunks, 2 streams, bf16"
 
 
