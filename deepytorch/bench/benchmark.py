@@ -95,6 +95,7 @@ class Cell:
         impossible: Why nothing of it can run here, which all its rows say; None if it can.
         keeps_processes: Whether the processes of a setup may serve the next cell as well, which saves their start; not
             where compiled code of one would be in the way of the other.
+        rows: The setups of its rows, where processes of one setup compare several ways by themselves; else the setups.
     """
 
     key: Mapping[str, Any]  # texts, numbers or None
@@ -103,6 +104,12 @@ class Cell:
     kind: str = "training"
     impossible: str | None = None
     keeps_processes: bool = False
+    rows: Sequence[str] = ()
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Return the setups of its rows."""
+        return self.rows or [setup.name for setup in self.setups]
 
 
 class Benchmark(ABC, Generic[OptionsOf]):
@@ -124,6 +131,10 @@ class Benchmark(ABC, Generic[OptionsOf]):
     @abstractmethod
     def rows(self, options: OptionsOf, cell: Cell, found: Mapping[str, list[dict[str, Any]]]) -> list[Row]:
         """Return the rows of a cell. found: by setup, what each rank has returned; setups that failed are left out."""
+
+    def head(self, rows: Sequence[Row]) -> list[str]:
+        """Return what is printed above a cell's lines, unless it stands above those before already."""
+        return []
 
     def lines(self, rows: Sequence[Row]) -> list[str]:
         """Return what is printed of a cell's rows as soon as they are there."""
@@ -149,6 +160,10 @@ class Benchmark(ABC, Generic[OptionsOf]):
         """Return the plots of a result file."""
         return []
 
+    def keeps(self, options: OptionsOf) -> bool:
+        """Return whether there is a result file where none is asked for: not where nothing is measured."""
+        return True
+
     def verdict(self, results: Results) -> None:
-        """Raise `ParityError`, for which the command ends with status 1, if results are wrong; they are in the file."""
+        """Raise an error, once all is written and shown, if results are wrong; the command ends with status 2."""
         return

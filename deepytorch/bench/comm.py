@@ -1,178 +1,352 @@
-"""`deepytorch bench comm`: the time of collectives over size, in the columns of nccl-tests, relative to gloo."""
+"""`deepytorch bench comm`: the time of collectives over size, in the columns of nccl-tests, relative to gloo.
+
+The groups of all setups are in the same processes, one for each rank, and take turns there: `collectives`.
+"""
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+import math
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Annotated, Any
 
-import torch
+from typer import Option
 
-from deepytorch.bench.comm_launch import found_by_ranks
-from deepytorch.bench.comm_options import CommOptions
-from deepytorch.bench.comm_schema import PREDICTED_OPS, CommCell, CommRatio, CommResult, CommSummary
-from deepytorch.bench.comm_worker import CopyBandwidth, describe, measure
-from deepytorch.bench.options import simulated_hosts
-from deepytorch.bench.prediction import median_error, prediction_errors
-from deepytorch.bench.rank_process import torchrun_rank
-from deepytorch.bench.results import machine
-from deepytorch.bench.shaping import parse_rate
-from deepytorch.comm.algorithms.base import Choice
-from deepytorch.comm.topology.cost import Links
-from deepytorch.comm.topology.discover import discover_host
-from deepytorch.comm.topology.topology import Topology, scaled_topology
-from deepytorch.errors import ConfigError
+from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup
+from deepytorch.bench.comm_show import are_choices, by_op, choices_table, head_of, itemsize_of, lines_of, plot, table
+from deepytorch.bench.figures import step_seconds
+from deepytorch.bench.jobs import DTYPES, OPS, PREDICTED_OPS, REDUCING_OPS, ChoicesJob, CollectiveJob, GroupSetup
+from deepytorch.bench.measurement import quantiles
+from deepytorch.bench.options import check_at_least, check_choice, check_rates
+from deepytorch.bench.plots import Plot
+from deepytorch.bench.results import Results, Row
+from deepytorch.bench.table import Table
+from deepytorch.errors import ConfigError, DeepytorchError, ParityError
 
-WORKER = (sys.executable, "-m", "deepytorch.bench.comm_worker")
+AUTO, OURS = "auto", "deepytorch"
+BACKENDS = (OURS, "gloo")
+COMPRESS = ("none", "bf16", "fp16")
+REDOPS = ("sum", "avg", "min", "max")
+MAX_SIZE_BYTES = 4 << 30
+RANKS = "comm"  # the one setup of a cell: processes that hold the groups of all
 
-
-def run_comm(
-    options: CommOptions,
-    on_cells: Callable[[list[CommCell]], None] = lambda cells: None,
-    notify: Callable[[str], None] = lambda text: None,
-    worker: Sequence[str] = WORKER,
-) -> CommResult:
-    """Start the ranks of `options` on this machine, measure, and end every rank however the measurement ends.
-
-    `on_cells` gets the cells of one op and size, all arms, as soon as they are measured; `worker` is the command that
-    each rank runs. Raises `RankError` when a rank fails or nothing happens for `timeout_s`.
-    """
-    cells: list[CommCell] = []
-
-    def keep(record: dict[str, Any]) -> None:
-        if "cells" in record:
-            found = [CommCell(**cell) for cell in record["cells"]]
-            cells.extend(found)
-            on_cells(found)
-
-    lab = simulated_hosts(options)
-    copied = CopyBandwidth(**found_by_ranks(options, options.ranks, lab, worker, notify, keep))
-    return _result(options, cells, copied, lab.rate_bits_per_s if lab else None, lab.flow_bits_per_s if lab else None)
+_BUILT = {"DEEPYTORCH_COMPILE": "wait"}  # native code is built before the first group is opened
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
-@dataclass(frozen=True, slots=True)
-class Described:
-    """The choices of groups of the deepytorch backend, and the topology and links behind them.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommOptions:
+    """Time all_reduce and other collectives of the deepytorch process group against gloo, over buffer sizes.
 
-    `chosen[compress][op]` has a choice for each size. Links and choices are None if the native code cannot be built.
+    Rows have the columns of nccl-tests, and show as they are measured. Starts its ranks and ends them; under torchrun
+    it runs on the ranks that are there. Exits with 2 if an element of a result is wrong, or ranks fail.
     """
 
-    topology: Topology
-    links: Links | None
-    chosen: Mapping[str, Mapping[str, Sequence[Choice]]] | None
+    ops: Annotated[
+        tuple[str, ...],
+        Option(
+            help="Collectives, with commas: all_reduce, reduce_scatter, all_gather, broadcast, all_to_all, barrier."
+        ),
+    ] = ("all_reduce",)
+    sizes: Annotated[
+        str,
+        Option(
+            metavar="FIRST:LAST[:FACTOR]|LIST",
+            help="Buffer sizes in bytes, with K, M or G (powers of 1024). 1K:256M doubles from the first to the last; "
+            "a third number is another factor.",
+        ),
+    ] = "1K:256M"
+    backends: Annotated[tuple[str, ...], Option(help="Process groups to compare, with commas.")] = BACKENDS
+    algorithms: Annotated[
+        tuple[str, ...],
+        Option(
+            help="Algorithms of the deepytorch group (docs/algorithms.md), with commas, each timed by itself; auto: "
+            "the one that it chooses.",
+        ),
+    ] = (AUTO,)
+    compress: Annotated[
+        tuple[str, ...],
+        Option(
+            help="Types that the deepytorch group casts values to between hosts, with commas, each timed by itself: "
+            "none, bf16, fp16.",
+        ),
+    ] = ("none",)
+    allocated: Annotated[
+        bool,
+        Option("--allocated", help="Time each once more with buffers in shared memory, from deepytorch.comm.allocate."),
+    ] = False
+    dtype: Annotated[
+        str,
+        Option(metavar="NAME", help="Element type: float32, bfloat16, float16, float64, int32, int64, int8 or uint8."),
+    ] = "float32"
+    redop: Annotated[
+        str, Option(metavar="sum|avg|min|max", help="How all_reduce and reduce_scatter combine values.")
+    ] = "sum"
+    ranks: Annotated[int, Option(min=1, help="Ranks (processes) on each host.")] = 2
+    hosts: Annotated[
+        int,
+        Option(min=1, help="Hosts. More than one are simulated on this one, which needs root: see deepytorch lab."),
+    ] = 1
+    rate: Annotated[
+        str | None,
+        Option(
+            metavar="RATE",
+            help="Of simulated hosts: bits per second that each may send and receive, such as 200mbit. Default: 1gbit.",
+        ),
+    ] = None
+    flow_rate: Annotated[
+        str | None,
+        Option(
+            metavar="RATE",
+            help="Of simulated hosts: bits per second that one TCP connection may carry, such as 100mbit. Default: no "
+            "limit of its own.",
+        ),
+    ] = None
+    rounds: Annotated[int, Option(min=1, help="How often each size of each is timed, in turn with the others.")] = 5
+    min_time_ms: Annotated[
+        float, Option(metavar="MS", help="Milliseconds for which each size is timed at least, all rounds together.")
+    ] = 100.0
+    explain: Annotated[
+        bool, Option("--explain", help="Show which algorithm would be chosen for each size, and why; time nothing.")
+    ] = False
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for options that cannot be run."""
+        check_at_least(self, 1, "ranks", "hosts", "rounds")
+        if not 0 < self.min_time_ms < math.inf:
+            raise ConfigError(f"min_time_ms is {self.min_time_ms}, expected a number above 0.")
+        if self.ranks * self.hosts < 2:
+            raise ConfigError("There is one rank in all, expected at least 2: give --ranks 2.")
+        check_rates(self)
+        check_choice(self, "ops", OPS)
+        check_choice(self, "backends", BACKENDS)
+        if self.algorithms != (AUTO,):
+            from deepytorch.comm.algorithms.select import COLLECTIVES
+
+            check_choice(self, "algorithms", (AUTO, *(collective.name for collective in COLLECTIVES)))
+        check_choice(self, "compress", COMPRESS)
+        check_choice(self, "dtype", DTYPES)
+        check_choice(self, "redop", REDOPS)
+        parse_sizes(self.sizes)
+        settled = [op for op in self.ops if op not in PREDICTED_OPS]
+        if self.explain and settled:
+            raise ConfigError(
+                f"There is nothing to choose for {', '.join(settled)}, which goes through shared memory on one host, "
+                "else by gloo or nccl: leave it out."
+            )
+        if self.redop == "avg" and "float" not in self.dtype:
+            raise ConfigError(f"The average of {self.dtype} has no exact result: take --redop sum or a float dtype.")
+        of_ours = self.allocated or self.explain or self.algorithms != (AUTO,) or self.compress != ("none",)
+        if of_ours and OURS not in self.backends:
+            raise ConfigError(
+                f"backends has {', '.join(self.backends)} only, and algorithms, compress, allocated and explain are of "
+                "deepytorch: add it, or leave them out."
+            )
+        if self.backends.count(OURS) > 1:
+            raise ConfigError("backends has deepytorch more than once: its setups differ by algorithms and compress.")
+
+    def groups(self) -> tuple[GroupSetup, ...]:
+        """Return the setups in the order of the backends, each with its own name."""
+        found: list[GroupSetup] = []
+        for backend in self.backends:
+            if backend == OURS:
+                settings = product(self.algorithms, self.compress, (False, True) if self.allocated else (False,))
+                found += [_ours(*each) for each in settings]
+            else:
+                before = sum(each.backend == backend for each in found)
+                found.append(GroupSetup(name=f"{backend}#{before + 1}" if before else backend, backend=backend))
+        return tuple(found)
 
 
-def describe_ranks(
-    options: CommOptions, notify: Callable[[str], None] = lambda text: None, *, in_place: bool = False
-) -> Described:
-    """Start the ranks, or be one of torchrun's, and return the deepytorch backend's choices and their basis."""
-    if "deepytorch" not in options.backends:
-        raise ConfigError(f"backends has {', '.join(options.backends)} only, and deepytorch is what chooses: add it.")
-    if in_place:
-        with torchrun_rank(options.timeout_s):
-            found = describe(options)
-    else:
-        asked = replace(options, explain=True)
-        found = found_by_ranks(asked, options.ranks, simulated_hosts(options), WORKER, notify)
-    if found is None:
-        here = Topology((discover_host(),), (0,) * options.ranks)
-        return Described(scaled_topology(here, options.ranks * options.hosts), None, None)
-    chosen = {
-        compress: {op: [Choice(**choice) for choice in choices] for op, choices in by_op.items()}
-        for compress, by_op in found["chosen"].items()
-    }
-    return Described(Topology.from_json(found["topology"]), Links.from_json(found["links"]), chosen)
-
-
-def run_in_place(
-    options: CommOptions,
-    on_cells: Callable[[list[CommCell]], None] = lambda cells: None,
-    notify: Callable[[str], None] = lambda text: None,
-) -> CommResult | None:
-    """Measure as the rank that torchrun's environment names; return the result on rank 0, None on the others."""
-    cells: list[CommCell] = []
-
-    def keep(found: list[CommCell]) -> None:
-        cells.extend(found)
-        on_cells(found)
-
-    with torchrun_rank(options.timeout_s) as rank:
-        copied = measure(options, keep, notify if rank == 0 else lambda text: None)
-    if rank != 0:
-        return None
-    given = [None if text is None else parse_rate(text) for text in (options.rate, options.flow_rate)]
-    return _result(options, cells, copied, *given)
-
-
-def ranks_of_host(ranks: int | None, hosts: int, shape: tuple[int, int] | None) -> int:
-    """Return the number of ranks of a host: `ranks`, or that of torchrun's `shape`. Raises `ConfigError` for both."""
-    if shape is None:
-        return 2 if ranks is None else ranks
-    if ranks is not None or hosts > 1:
-        raise ConfigError("torchrun has started the ranks (RANK is set): leave --ranks and --hosts out, or unset RANK.")
-    return shape[0]
-
-
-def torchrun_shape() -> tuple[int, int] | None:
-    """Return (ranks of a host, hosts) when torchrun started this process, else None. Raises `ConfigError`."""
-    if "RANK" not in os.environ:
-        return None
-    try:
-        ranks = int(os.environ["WORLD_SIZE"])
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    except (KeyError, ValueError) as error:
-        raise ConfigError(
-            f"RANK is set, but WORLD_SIZE or LOCAL_WORLD_SIZE is not a number ({error}). Start with torchrun, or unset "
-            "RANK."
-        ) from error
-    return local, max(1, ranks // local)
-
-
-def ratios(cells: Sequence[CommCell], copied: CopyBandwidth) -> list[CommRatio]:
-    """Return the ratios of every cell to the first gloo arm's of the same op and size, and to a plain copy."""
-    gloo = {(cell.op, cell.bytes): cell.time_us for cell in reversed(cells) if cell.backend == "gloo"}
-    return [
-        CommRatio(
-            op=cell.op,
-            arm=cell.arm,
-            bytes=cell.bytes,
-            ratio_vs_gloo=gloo[cell.op, cell.bytes] / cell.time_us if (cell.op, cell.bytes) in gloo else None,
-            copy_efficiency=2 * cell.algbw / copied.rank if cell.op == "all_reduce" and cell.hosts == 1 else None,
-        )
-        for cell in cells
-    ]
-
-
-def _result(
-    options: CommOptions, cells: list[CommCell], copied: CopyBandwidth, link: int | None, flow: int | None
-) -> CommResult:
-    summary = CommSummary(
-        ratios=ratios(cells, copied),
-        machine=machine(),
-        torch_version=torch.__version__,
-        copy_gb_per_s_rank=copied.rank,
-        copy_gb_per_s_total=copied.total,
-        link_bit_per_s=None if link is None else float(link),
-        flow_bit_per_s=None if flow is None else float(flow),
-        rounds=options.rounds,
-        min_time_ms=options.min_time_ms,
-        median_prediction_error=_prediction_error(cells, copied),
-        topology=(copied.measured_by or {}).get("topology"),
-        links=(copied.measured_by or {}).get("links"),
+def _ours(algorithm: str, compress: str, allocated: bool = False) -> GroupSetup:
+    parts = [OURS if algorithm == AUTO else f"{OURS}:{algorithm}"]
+    parts += [compress] if compress != "none" else []
+    parts += ["allocated"] if allocated else []
+    return GroupSetup(
+        name="+".join(parts),
+        backend=OURS,
+        algorithm=None if algorithm == AUTO else algorithm,
+        compress=None if compress == "none" else compress,
+        allocated=allocated,
     )
-    return CommResult(cells=cells, summary=summary)
 
 
-def _prediction_error(cells: Sequence[CommCell], copied: CopyBandwidth) -> float | None:
-    if copied.measured_by is None:
-        return None
-    topology = Topology.from_json(copied.measured_by["topology"])
-    known = [
-        asdict(replace(cell, algorithm="engine" if cell.algorithm == "default" else cell.algorithm))
-        for cell in cells
-        if not cell.allocated and cell.algorithm != "delegated" and cell.op in PREDICTED_OPS
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """Return the sizes in bytes that `text` names: `1K:256M` (powers of two), `1K:256M:4` (a factor), `1K,3M`.
+
+    K, M and G are 2**10, 2**20 and 2**30. Raises `ConfigError`.
+    """
+    sizes: list[int] = []
+    for part in text.split(","):
+        first, *rest = part.split(":")
+        if len(rest) > 2:
+            raise ConfigError(
+                f'The sizes "{part}" have {len(rest) + 1} parts, expected FIRST:LAST or FIRST:LAST:FACTOR.'
+            )
+        size = _parse_size(first)
+        last = _parse_size(rest[0]) if rest else size
+        factor = _parse_factor(rest[1]) if len(rest) == 2 else 2
+        if last < size:
+            raise ConfigError(f'The sizes "{part}" end below their beginning.')
+        while size <= last:
+            sizes.append(size)
+            size *= factor
+    return tuple(dict.fromkeys(sizes))
+
+
+def _parse_size(text: str) -> int:
+    match = re.fullmatch(r"(\d+)([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    size = int(match[1]) * _UNITS[match[2].upper()] if match else 0
+    if not 0 < size <= MAX_SIZE_BYTES:
+        raise ConfigError(f'The size is "{text}", expected bytes such as 512, 64K, 16M or 1G, at most 4G.')
+    return size
+
+
+def _parse_factor(text: str) -> int:
+    if not text.strip().isdecimal() or int(text) < 2:
+        raise ConfigError(f'The factor between sizes is "{text}", expected a whole number, 2 or more.')
+    return int(text)
+
+
+class Comm(Benchmark[CommOptions]):
+    """See this module."""
+
+    name = "comm"
+    options = CommOptions
+
+    def cells(self, options: CommOptions) -> Sequence[Cell]:
+        """Return a cell for each op and size: all groups are in the same processes."""
+        place = Place(
+            hosts=options.hosts,
+            ranks=options.ranks,
+            rate=(options.rate or "1gbit") if options.hosts > 1 else None,
+            flow_rate=options.flow_rate,
+        )
+        itemsize = itemsize_of(options.dtype)
+        # at least one element for each rank, and the same number for each
+        least = itemsize * place.all_ranks
+        sizes = tuple(dict.fromkeys(max(1, size // least) * least for size in parse_sizes(options.sizes)))
+        cells = []
+        for op in options.ops:
+            given: dict[str, Any] = {"op": op, "dtype": options.dtype, "redop": options.redop}
+            where = {"ranks": place.ranks, "hosts": place.hosts, "rate": place.rate, "flow_rate": place.flow_rate}
+            key = given | where | {"redop": options.redop if op in REDUCING_OPS else "none"}  # as nccl-tests shows it
+            if options.explain:
+                for compress in options.compress:
+                    job = ChoicesJob(**given, sizes=sizes, group=_ours(AUTO, compress))
+                    cells.append(_cell(key, place, "choices", job, [job.group.name]))
+                continue
+            given |= {"rounds": options.rounds, "min_time_ms": options.min_time_ms, "groups": options.groups()}
+            for size in sizes:
+                collective = CollectiveJob(**given, count=size // itemsize)
+                names = [group.name for group in collective.groups]
+                cells.append(_cell({**key, "bytes": size}, place, "collectives", collective, names))
+        return cells
+
+    def rows(self, options: CommOptions, cell: Cell, found: Mapping[str, list[dict[str, Any]]]) -> list[Row]:
+        """Return a row for each setup; where choices are explained, for each size."""
+        job = cell.setups[0].job
+        if RANKS not in found:
+            return []
+        if cell.kind == "choices":
+            return _explained(cell, job, found[RANKS][0])
+        ranks = found[RANKS]
+        copied = statistics.fmean(rank["copy_gb_per_s"] for rank in ranks)
+        times = {name: [1e6 * each for each in step_seconds(_of(ranks, name))] for name in ranks[0]["groups"]}
+        gloo = next((statistics.median(times[each.name]) for each in job.groups if each.backend == "gloo"), None)
+        rows = []
+        for setup in job.groups:
+            about = ranks[0]["groups"][setup.name]
+            time_us, quartiles = statistics.median(times[setup.name]), quantiles(times[setup.name], 4)
+            algbw = float(cell.key["bytes"] or 0) / time_us / 1e3
+            figures = {
+                "time_us": time_us,
+                "first_quartile_us": quartiles[0],
+                "third_quartile_us": quartiles[2],
+                "algbw_gb_per_s": algbw,
+                "busbw_gb_per_s": algbw * bus_factor(job.op, cell.place.all_ranks),
+                "wrong": sum(rank["wrong"] for rank in _of(ranks, setup.name)),
+                "iterations": ranks[0]["iterations"],
+                "copy_gb_per_s": copied,
+            }
+            figures |= {} if gloo is None else {"gloo_ratio": gloo / time_us}
+            if job.op == "all_reduce" and cell.place.hosts == 1:
+                figures["copy_efficiency"] = 2 * algbw / copied
+            if "predicted_us" in about:
+                figures["predicted_us"] = about["predicted_us"]
+            key = {**cell.key, "setup": setup.name}
+            rows.append(Row(key=key, figures=figures, texts={"algorithm": about["algorithm"]}))
+        return rows
+
+    def head(self, rows: Sequence[Row]) -> list[str]:
+        """Return the op and its settings, the columns of nccl-tests, and their units."""
+        return [] if are_choices(rows) else head_of(rows)
+
+    def lines(self, rows: Sequence[Row]) -> list[str]:
+        """Return rows in the columns of nccl-tests."""
+        return [] if are_choices(rows) else lines_of(rows)
+
+    def tables(self, results: Results) -> list[Table]:
+        """Return a table for each op: the time of each setup over size; or what is chosen, and what is predicted."""
+        return [choices_table(rows) if are_choices(rows) else table(rows) for rows in by_op(results)]
+
+    def plots(self, results: Results) -> list[Plot]:
+        """Return a plot for each op: algorithm bandwidth over size, with what the hardware allows."""
+        return [plot(rows) for rows in by_op(results) if not are_choices(rows) and rows[0].key["op"] != "barrier"]
+
+    def keeps(self, options: CommOptions) -> bool:
+        """Return whether something is measured."""
+        return not options.explain
+
+    def verdict(self, results: Results) -> None:
+        """Raise `ParityError` when an element was wrong, since times mean nothing then, and another if ranks failed."""
+        wrong = [row for row in results.rows if row.figures.get("wrong")]
+        if wrong:
+            first = wrong[0]
+            raise ParityError(
+                f"{first.figures['wrong']} elements of {first.key['op']} with {first.key['bytes']} bytes in "
+                f"{first.key['setup']} are wrong, expected none"
+                + (f"; {len(wrong) - 1} other rows have wrong elements too. " if len(wrong) > 1 else ". ")
+                + "The times of these rows mean nothing."
+            )
+        failed = [row for row in results.rows if row.failed]
+        if failed:
+            raise DeepytorchError(f"{len(failed)} rows were not measured. The first: {failed[0].failed}.")
+
+
+def _cell(key: dict[str, Any], place: Place, kind: str, job: Any, rows: Sequence[str]) -> Cell:
+    setup = Setup(name=RANKS, job=job, imports=True, environment=_BUILT)
+    return Cell(key=key, setups=[setup], place=place, kind=kind, keeps_processes=True, rows=rows)
+
+
+def _of(ranks: Sequence[Mapping[str, Any]], name: str) -> list[Mapping[str, Any]]:
+    """Return what each rank has found of a group."""
+    return [rank["groups"][name] for rank in ranks]
+
+
+def bus_factor(op: str, ranks: int) -> float:
+    """Return bus bandwidth / algorithm bandwidth: the share of a buffer that one rank's link has to carry.
+
+    The definition is that of nccl-tests, so that figures of different numbers of ranks compare with the hardware's.
+    """
+    if op in ("broadcast", "barrier"):
+        return float(op == "broadcast")
+    return (2 if op == "all_reduce" else 1) * (ranks - 1) / ranks
+
+
+def _explained(cell: Cell, job: ChoicesJob, found: Mapping[str, Any]) -> list[Row]:
+    return [
+        Row(
+            key={**cell.key, "bytes": num_bytes, "setup": job.group.name},
+            figures={f"{name}_us": value for name, value in size["predicted_us"].items()},
+            texts={
+                **{f"{name} cannot": reason for name, reason in size["reasons"].items()},
+                "chosen": size["chosen"],
+                "links": "as measured, now or before" if found["measured"] else "nominal: the native code is not built",
+            },
+        )
+        for num_bytes, size in zip(job.sizes, found["sizes"], strict=True)
     ]
-    links = Links.from_json(copied.measured_by["links"])
-    return median_error(prediction_errors(known, topology, links)) if known else None

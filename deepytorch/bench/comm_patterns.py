@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deepytorch.bench.comm_schema import REDUCING_OPS
+from deepytorch.bench.jobs import REDUCING_OPS
 from deepytorch.errors import ConfigError
 
 TILE = 65_521

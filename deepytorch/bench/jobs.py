@@ -78,3 +78,63 @@ class OverlapJob(TrainingJob):
     """What one rank trains under DDP, in parts. python_reducer: torch.compile traces the reduction of gradients too."""
 
     python_reducer: bool = False
+
+
+PREDICTED_OPS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")  # those that the cost model knows
+OPS = (*PREDICTED_OPS, "all_to_all", "barrier")
+REDUCING_OPS = ("all_reduce", "reduce_scatter")
+DTYPES = ("float32", "bfloat16", "float16", "float64", "int32", "int64", "int8", "uint8")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupSetup:
+    """One process group among those that are compared.
+
+    Attributes:
+        name: As tables name it.
+        backend: deepytorch or gloo.
+        algorithm, compress: Of deepytorch's; None: it chooses, and values are sent as they are.
+        allocated: Whether buffers are from `comm.allocate`.
+    """
+
+    name: str
+    backend: str
+    algorithm: str | None = None
+    compress: str | None = None
+    allocated: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveJob:
+    """A collective of one size, in several groups of the same ranks.
+
+    Attributes:
+        op, dtype: Of `OPS` and `DTYPES`.
+        count: Elements of the larger side: the output of all_gather, the input of reduce_scatter.
+        redop: sum, avg, min or max.
+        groups: What takes turns.
+        rounds: How often each is timed.
+        min_time_ms: Milliseconds for which each is timed at least, over all rounds.
+        timeout_s: Of a collective.
+    """
+
+    op: str
+    count: int
+    groups: tuple[GroupSetup, ...]
+    dtype: str = "float32"
+    redop: str = "sum"
+    rounds: int = 5
+    min_time_ms: float = 100.0
+    timeout_s: float = 600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChoicesJob:
+    """What a group of deepytorch's chooses for a collective of several sizes, in bytes; else as `CollectiveJob`."""
+
+    op: str
+    sizes: tuple[int, ...]
+    group: GroupSetup
+    dtype: str = "float32"
+    redop: str = "sum"
+    timeout_s: float = 600.0

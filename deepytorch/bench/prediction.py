@@ -36,7 +36,7 @@ class PredictionError:
 def prediction_errors(
     cells: Iterable[Mapping[str, Any]], topology: Topology, links: Links
 ) -> tuple[PredictionError, ...]:
-    """Predict each measured cell: `{op, algorithm, bytes, ranks, hosts, time_us}`, as `bench comm` writes them.
+    """Predict each measured cell: `{op, algorithm, bytes, ranks, hosts, time_us}`; the ranks are those of all hosts.
 
     `dtype`, `redop` and `compress` are used if a cell has them. An algorithm is predicted with its best settings; a
     name that is none of deepytorch's algorithms stands for the inner backend's own. `links` are those of `topology`,

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from deepytorch.bench.results import decoded
+from deepytorch.errors import ConfigError
 from deepytorch.switch import SWITCH
 
 Plan = TypeVar("Plan")
@@ -79,3 +80,27 @@ def end_with_stdin() -> None:
 def _join(timeout_s: float, **given: Any) -> None:
     """Open the gloo group over which ranks exchange measurements."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s), **given)
+
+
+def ranks_of_host(ranks: int | None, hosts: int, shape: tuple[int, int] | None) -> int:
+    """Return the number of ranks of a host: `ranks`, or that of torchrun's `shape`. Raises `ConfigError` for both."""
+    if shape is None:
+        return 2 if ranks is None else ranks
+    if ranks is not None or hosts > 1:
+        raise ConfigError("torchrun has started the ranks (RANK is set): leave --ranks and --hosts out, or unset RANK.")
+    return shape[0]
+
+
+def torchrun_shape() -> tuple[int, int] | None:
+    """Return (ranks of a host, hosts) when torchrun started this process, else None. Raises `ConfigError`."""
+    if "RANK" not in os.environ:
+        return None
+    try:
+        ranks = int(os.environ["WORLD_SIZE"])
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    except (KeyError, ValueError) as error:
+        raise ConfigError(
+            f"RANK is set, but WORLD_SIZE or LOCAL_WORLD_SIZE is not a number ({error}). Start with torchrun, or unset "
+            "RANK."
+        ) from error
+    return local, max(1, ranks // local)

@@ -8,23 +8,23 @@ GPUs with NVLink.
 from __future__ import annotations
 
 import random
-import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import product
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepytorch.bench.comm_launch import found_by_ranks
-from deepytorch.bench.rank_process import Tell, run_rank
+from deepytorch.bench.benchmark import Place, Setup
+from deepytorch.bench.channel import DOING, Turns
+from deepytorch.bench.collectives import join
+from deepytorch.bench.launch import WORKER, Ranks, scratch
 from deepytorch.comm.algorithms.nvlink import CopyEngines, OneShot, TwoShot
-from deepytorch.config import process_environment
 
 NAMES = (OneShot.name, TwoShot.name, CopyEngines.name)
-WORKER = (sys.executable, "-m", "deepytorch.bench.ranks_of_one_gpu")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SIZES = (8, 40, 4096, 1 << 18, (1 << 20) + 8)  # in elements: one vector, a few, one tile per program, more
 _COUNTS = (4, 28, 4000, 80_000)  # sizes of the many calls: whole vectors of float32
@@ -52,6 +52,9 @@ class OneGpuPlan:
     timeout_s: float = 120.0
 
 
+Job = OneGpuPlan
+
+
 @dataclass(frozen=True, slots=True)
 class OneGpuFound:
     """The counts of a successful run: comparisons of every dtype, then `calls`, in seconds."""
@@ -72,8 +75,39 @@ def run_one_gpu(
 
     Raises `RankError` if a rank finds a wrong sum, fails otherwise, or hangs; no process is left.
     """
-    found = found_by_ranks(plan, ranks, None, worker, notify)
+    shared = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "DEEPYTORCH_COMPILE": "wait"}
+    setup = Setup(name=f"{ranks} ranks on one device", job=plan, imports=True, environment=shared)
+    with scratch() as folder:
+        processes = Ranks(setup, Place(ranks=ranks), folder, plan.timeout_s, command=worker)
+        try:
+            processes.give("one_gpu", asdict(plan), notify)
+            found = processes.found()[0]
+        finally:
+            processes.end()
     return OneGpuFound(ranks, int(found["compared"]), int(found["calls"]), float(found["seconds"]))
+
+
+def run(plan: OneGpuPlan, turns: Turns) -> dict[str, Any]:
+    """Compare, then call until there is no time left, as one rank. Raises `WrongSum`."""
+    join(plan.timeout_s)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    device = torch.device(plan.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)
+    all_reduce = stand_in if device.type == "cpu" else _on_gpu(device)
+    turns.say(DOING, "every dtype")
+    compared = compare_sums(all_reduce, rank, ranks, device)
+    begin = time.monotonic()
+
+    def go_on(number: int) -> bool:
+        turns.say(DOING, f"{number} calls")
+        more = torch.tensor(int(time.monotonic() - begin < plan.seconds))
+        dist.broadcast(more, 0)
+        return bool(more)
+
+    calls = many_calls(all_reduce, rank, ranks, device, plan.calls, go_on)
+    dist.barrier()  # no rank frees its memory while another one reads it
+    return {"compared": compared, "calls": calls, "seconds": time.monotonic() - begin}
 
 
 def compare_sums(all_reduce: AllReduce, rank: int, ranks: int, device: torch.device) -> int:
@@ -155,29 +189,3 @@ def _reduced(tensors: Sequence[Tensor], average: bool) -> Tensor:
     for other in tensors[1:]:
         total = total + other.float()
     return total / len(tensors) if average else total
-
-
-def _work(plan: OneGpuPlan, tell: Tell) -> dict[str, float]:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    process_environment()["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-    device = torch.device(plan.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device.index or 0)
-    all_reduce = stand_in if device.type == "cpu" else _on_gpu(device)
-    tell(doing=f"{ranks} ranks on one device: every dtype")
-    compared = compare_sums(all_reduce, rank, ranks, device)
-    begin = time.monotonic()
-
-    def go_on(number: int) -> bool:
-        tell(doing=f"{ranks} ranks on one device: {number} calls")
-        more = torch.tensor(int(time.monotonic() - begin < plan.seconds))
-        dist.broadcast(more, 0)
-        return bool(more)
-
-    calls = many_calls(all_reduce, rank, ranks, device, plan.calls, go_on)
-    dist.barrier()  # no rank frees its memory while another one reads it
-    return {"compared": compared, "calls": calls, "seconds": time.monotonic() - begin}
-
-
-if __name__ == "__main__":
-    run_rank(OneGpuPlan, _work)

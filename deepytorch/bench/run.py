@@ -94,6 +94,8 @@ def _measured(benchmark: Benchmark[Any], options: Any, cell: Cell, processes: _P
     own = benchmark.measure(options, cell, processes.timeout_s, notify)
     found, failed = processes.measure(cell, notify) if own is None else (own, {})
     rows = benchmark.rows(options, cell, found)
+    if cell.rows:
+        failed = {name: reason for reason in failed.values() for name in cell.names}
     return [*rows, *(Row(key={**cell.key, "setup": name}, failed=reason) for name, reason in failed.items())]
 
 
@@ -151,7 +153,7 @@ def _begin(benchmark: Benchmark[Any], options: Any, out: Path | None, again: boo
 
 
 def _is_done(results: Results, cell: Cell) -> bool:
-    return bool(cell.setups) and all(results.having(**cell.key, setup=setup.name) for setup in cell.setups)
+    return bool(cell.setups) and all(results.having(**cell.key, setup=name) for name in cell.names)
 
 
 def _plain(value: Any) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 
 from deepytorch.bench.acspeed import Acspeed
 from deepytorch.bench.benchmark import Benchmark
+from deepytorch.bench.comm import Comm
 from deepytorch.bench.compute import Compute
 from deepytorch.bench.ddp import Ddp
 from deepytorch.bench.hosts import Hosts
@@ -17,6 +18,6 @@ from deepytorch.bench.sharded import Sharded
 from deepytorch.bench.start import Start
 
 _ALL: tuple[Benchmark[Any], ...] = (
-    Hosts(), Ddp(), Sharded(), Start(), Compute(), Acspeed(), Scaling(), Memory(), Product(), Peers(),
+    Hosts(), Ddp(), Sharded(), Comm(), Start(), Compute(), Acspeed(), Scaling(), Memory(), Product(), Peers(),
 )  # fmt: skip
 BENCHMARKS = {each.name: each for each in _ALL}

@@ -22,6 +22,9 @@ KINDS = {  # each module has a dataclass `Job` and `run(job, turns)`, which retu
     "training": "deepytorch.bench.training",
     "hosts": "deepytorch.bench.hosts_worker",
     "overlap": "deepytorch.bench.overlap",
+    "collectives": "deepytorch.bench.collectives",
+    "choices": "deepytorch.bench.choices",
+    "one_gpu": "deepytorch.bench.ranks_of_one_gpu",
 }
 
 

@@ -17,7 +17,6 @@ from deepytorch.bench.suite import BENCHMARKS
 from deepytorch.cli import (
     bench_kernels,
     bench_models,
-    bench_ranks,
     bench_report,
     bench_steps,
     cache,
@@ -59,7 +58,6 @@ app.add_typer(cache.cache, name="cache")
 app.add_typer(bench, name="bench")
 bench.command("unpad")(bench_steps.unpad)
 bench.command("models")(bench_models.models)
-bench.command("comm")(bench_ranks.comm)
 bench.command("epoch")(bench_steps.epoch)
 bench.command("loss")(bench_steps.loss)
 bench.command("kernels")(bench_kernels.kernels)

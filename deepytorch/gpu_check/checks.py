@@ -278,7 +278,7 @@ def _synchronisations(device: torch.device) -> str:
 
 def _ranks_of_one_gpu(device: torch.device) -> str:
     """Check all-reduces of ranks that share this GPU and map each other's memory: every dtype, then back to back."""
-    from deepytorch.bench.comm_launch import RankError
+    from deepytorch.bench.launch import RankError
     from deepytorch.bench.ranks_of_one_gpu import OneGpuPlan, run_one_gpu
 
     if device.type != "cuda":

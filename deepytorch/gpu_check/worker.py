@@ -7,13 +7,13 @@ do not share a process.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from deepytorch.bench.rank_process import end_with_stdin
 from deepytorch.gpu_check.outcome import Check
 from deepytorch.switch import SWITCH
 
@@ -27,7 +27,7 @@ def serve(checks: Sequence[Check], records: Path, group: str, first: int) -> Non
     This ends early after an error that leaves the device unusable to this process.
     """
     SWITCH.enabled = False  # checks say themselves what is compiled
-    threading.Thread(target=end_with_stdin, daemon=True).start()
+    threading.Thread(target=_end_with_stdin, daemon=True).start()
     with records.open("a", encoding="utf-8") as file:
         for number, check in enumerate(each for each in checks if each.group == group):
             if number < first:
@@ -39,6 +39,13 @@ def serve(checks: Sequence[Check], records: Path, group: str, first: int) -> Non
             file.flush()
             if outcome.passed is False and any(words in outcome.said for words in _BROKEN):
                 return
+
+
+def _end_with_stdin() -> None:
+    """End this process when the process at the other end of its stdin is gone."""
+    while os.read(0, 1):  # not sys.stdin, whose lock a thread must not hold when the interpreter ends
+        pass
+    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from deepytorch.bench import ranks_of_one_gpu
-from deepytorch.bench.comm_launch import RankError
+from deepytorch.bench.launch import RankError
 from deepytorch.bench.ranks_of_one_gpu import OneGpuFound, OneGpuPlan, WrongSum, compare_sums, many_calls, run_one_gpu
 from deepytorch.gpu_check import checks
 from deepytorch.gpu_check.outcome import Failed, Skipped
@@ -63,7 +63,7 @@ def test_one_wrong_value_among_many_calls_is_found():
 
 @pytest.mark.parametrize(
     ("script", "words"),
-    [("import time; time.sleep(60)", "stood still for 1 s"), ("raise SystemExit(3)", "failed with exit status 3")],
+    [("import time; time.sleep(60)", "stood still for 1 s"), ("raise SystemExit(3)", "ended with exit status 3")],
     ids=["a rank that hangs", "a rank that fails"],
 )
 def test_a_deadline_ends_ranks_and_failures_are_told(script, words):
