@@ -78,6 +78,7 @@ def run(job: TrainingJob, turns: Turns) -> dict[str, Any]:
         "losses": [float(loss) for loss in run.losses],
         "rows": run.rows,
         "tokens": run.tokens,
+        "positions": run.positions,
         "process_mb": peak_memory() / 2**20,
         "peak_mb": peak_bytes(run.train, device) / 2**20 if job.memory else 0.0,
         "plan": plan_of(regions) if imports else "",
@@ -90,7 +91,8 @@ def run(job: TrainingJob, turns: Turns) -> dict[str, Any]:
 class _Run:
     """A model, its batches, and steps on one batch after the other.
 
-    rows: examples of an optimizer step of this rank. tokens: of such a step, without pads, the mean of the batches.
+    rows: examples of an optimizer step of this rank. tokens, positions: of such a step, without pads and with them, the
+    mean of the batches.
     """
 
     def __init__(self, job: TrainingJob, device: torch.device, rank: int) -> None:
@@ -99,7 +101,11 @@ class _Run:
         self._batches = [{name: value.to(device) for name, value in batch.items()} for batch in batches]
         steps = len(batches) // job.parallel.accumulate
         self.rows = sum(len(next(iter(batch.values()))) for batch in batches) / steps
-        self.tokens = sum(int(batch["attention_mask"].sum()) for batch in batches if "attention_mask" in batch) / steps
+        masks = [batch["attention_mask"] for batch in batches if "attention_mask" in batch]
+        self.tokens, self.positions = (
+            sum(int(mask.sum()) for mask in masks) / steps,
+            sum(map(torch.numel, masks)) / steps,
+        )
         self.seconds: list[float] = []
         self.losses: list[Tensor] = []
         self.count = 0

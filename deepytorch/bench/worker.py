@@ -20,6 +20,8 @@ from deepytorch.bench.results import decoded
 
 KINDS = {  # each module has a dataclass `Job` and `run(job, turns)`, which returns plain JSON values
     "training": "deepytorch.bench.training",
+    "unpad": "deepytorch.bench.unpad_steps",
+    "loss": "deepytorch.bench.linear_loss",
 }
 
 

@@ -20,7 +20,6 @@ from deepytorch.cli import (
     bench_ranks,
     bench_report,
     bench_scripts,
-    bench_steps,
     cache,
     demo,
     lab,
@@ -58,15 +57,12 @@ app.command("config")(machine.config)
 app.command("build")(machine.build)
 app.add_typer(cache.cache, name="cache")
 app.add_typer(bench, name="bench")
-bench.command("unpad")(bench_steps.unpad)
 bench.command("hosts")(bench_scripts.hosts)
 bench.command("models")(bench_models.models)
 bench.command("ddp")(bench_ranks.ddp)
 bench.command("sharded")(bench_ranks.sharded)
 bench.command("comm")(bench_ranks.comm)
 bench.command("start", context_settings=_BEFORE_A_COMMAND)(bench_scripts.start)
-bench.command("epoch")(bench_steps.epoch)
-bench.command("loss")(bench_steps.loss)
 bench.command("kernels")(bench_kernels.kernels)
 bench.command("roofline")(bench_kernels.roofline)
 bench.command("report")(bench_report.report)
