@@ -102,10 +102,8 @@ class _Run:
         steps = len(batches) // job.parallel.accumulate
         self.rows = sum(len(next(iter(batch.values()))) for batch in batches) / steps
         masks = [batch["attention_mask"] for batch in batches if "attention_mask" in batch]
-        self.tokens, self.positions = (
-            sum(int(mask.sum()) for mask in masks) / steps,
-            sum(map(torch.numel, masks)) / steps,
-        )
+        self.tokens = sum(int(mask.sum()) for mask in masks) / steps
+        self.positions = sum(mask.numel() for mask in masks) / steps
         self.seconds: list[float] = []
         self.losses: list[Tensor] = []
         self.count = 0

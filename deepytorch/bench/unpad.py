@@ -47,8 +47,8 @@ class UnpadOptions:
         str,
         Option(
             metavar="|".join(SIZES),
-            help="Layers x hidden size: tiny 2x64, quarter 12x192, demo 4x256, small 4x512, base 12x768, large 16x2048. "
-            "base and large are for GPUs.",
+            help="Layers x hidden size: tiny 2x64, quarter 12x192, demo 4x256, small 4x512, base 12x768, large "
+            "16x2048. base and large are for GPUs.",
         ),
     ] = "small"
     labels: Annotated[
@@ -173,7 +173,7 @@ def rows_of(run: Mapping[str, Any], key: Mapping[str, Any] | None = None) -> lis
     Its figures: `step_s`, the mean over the batches of the median over the rounds; `tokens_per_s`, without pads;
     `ratio`, its time over deepytorch's, of all batches; `loss_rel_diff` and `grad_rel_diff` from eager's, the largest
     of all batches and parameters; `peak_mb`, the most memory of tensors that a step held beyond the weights;
-    `compile_s`, of the first pass from empty caches, beyond the steady time. Series: `ratio_quartiles` over the batches.
+    `compile_s`, of the first pass from empty caches, beyond the steady time. Series: `ratio_quartiles` of batches.
 
     deepytorch's row has what all setups share: `real_token_fraction` and its inverse, `token_ceiling`, the gain that
     dropping pads alone could give, without attention; `labelled_fraction` of the tokens; `no_padding_ratio`, stock
