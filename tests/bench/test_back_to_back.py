@@ -189,7 +189,7 @@ def test_weights_in_another_dtype_than_the_steps_are_refused():
 # ---------------------------------------------------------------- rivals
 
 
-def rows_of(batch):
+def texts_of(batch):
     keep = [row[row != IGNORE_INDEX].tolist() for row in batch["labels"]]
     ids = [row[on.bool()].tolist() for row, on in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
     return list(zip(ids, keep, strict=True))
@@ -201,8 +201,8 @@ def test_grouped_batches_hold_the_same_rows_with_fewer_pads(job, model):
     data = unpad_steps.draw_batches(job(model, steps=4), CPU.device)
     made = grouped(data, kind)
     assert [len(batch["input_ids"]) for batch in made] == [4] * 4
-    assert sorted(row for batch in made for row in rows_of(batch)) == sorted(
-        row for batch in data for row in rows_of(batch)
+    assert sorted(row for batch in made for row in texts_of(batch)) == sorted(
+        row for batch in data for row in texts_of(batch)
     )
     for count in (num_positions, num_tokens):
         one, other = (sum(count(batch, kind) for batch in each) for each in (made, data))

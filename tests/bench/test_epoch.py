@@ -1,4 +1,4 @@
-"""`deepytorch bench epoch`: the same rows in both orders, what counts is all tokens over all time, and who is compared."""
+"""`deepytorch bench epoch`: the same rows in both orders; what counts is all tokens over all time."""
 
 from __future__ import annotations
 

@@ -169,8 +169,14 @@ RUN = {
     "compile_s": {"deepytorch": 20.0},
     "peak_mb": {"eager": 10.0, "deepytorch": 4.0},
     "shared": {
-        **{"real_token_fraction": 0.5, "token_ceiling": 2.0, "labelled_fraction": 0.7, "no_padding_ratio": 1.03},
-        **{"host_ms": 0.4, "recompiles": 1, "steps_packed": 24, "steps_padded": 0},
+        "real_token_fraction": 0.5,
+        "token_ceiling": 2.0,
+        "labelled_fraction": 0.7,
+        "no_padding_ratio": 1.03,
+        "host_ms": 0.4,
+        "recompiles": 1,
+        "steps_packed": 24,
+        "steps_padded": 0,
     },
     "texts": {"device": "cpu", "timing": "one by one", "not measured": "flattened, flash-attn not installed"},
 }
@@ -179,9 +185,7 @@ RUN = {
 def test_a_row_for_each_setup_and_what_they_share_in_one():
     eager, ours, grouped = rows_of(RUN, {"model": "llama"})
     assert eager.key == {"model": "llama", "setup": "eager"}
-    assert eager.figures == pytest.approx(
-        {"step_s": 0.3, "tokens_per_s": 100 / 0.6, "ratio": 3.0, "peak_mb": 10.0}
-    )
+    assert eager.figures == pytest.approx({"step_s": 0.3, "tokens_per_s": 100 / 0.6, "ratio": 3.0, "peak_mb": 10.0})
     assert eager.series == {"ratio_quartiles": pytest.approx([2.5, 3.0, 3.5])}
     assert grouped.series == {}
     assert "ratio" not in ours.figures
@@ -193,13 +197,13 @@ def test_the_table_has_the_gains_and_the_remarks():
     llama, gpt2 = bench.cells(options)
     rows = bench.rows(options, llama, {OURS: [RUN]})
     failed = Row(key={**gpt2.key, "setup": OURS}, failed="out of memory")
-    results = Results(
-        benchmark="unpad", command="", options={}, machine="", versions={}, date="", rows=[*rows, failed]
-    )
+    results = Results(benchmark="unpad", command="", options={}, machine="", versions={}, date="", rows=[*rows, failed])
     one, other = bench.tables(results)
     assert one.title == "llama, small, batch 8, labels response, loss model, fp32, cpu, one by one"
     assert one.rows[0] == ("eager", "300.0", "167", "3.00x", "2.50 - 3.50", "", "10")
-    assert one.notes[1] == "Against eager: loss within 1.0e-07, gradients within 1.0e-06 (relative), peak memory x 0.40."
+    assert (
+        one.notes[1] == "Against eager: loss within 1.0e-07, gradients within 1.0e-06 (relative), peak memory x 0.40."
+    )
     assert one.notes[4] == "Not measured: flattened, flash-attn not installed."
     assert other.rows == ()
     assert other.notes == ("gpt2: out of memory.",)
