@@ -72,8 +72,8 @@ class Trainee:
         self.compiled_steps += num_compilations() > before
         return loss.detach()
 
-    def train(self, precision: Precision, part: slice = slice(None)) -> list[float]:
-        """Return the seconds of each step of a pass over a part of the batches; repeat it if something compiled in it.
+    def train(self, precision: Precision) -> list[float]:
+        """Return the seconds of each step of a pass over the batches; repeat it if something compiled in it.
 
         Raises `ParityError` if the loss of the last step is not finite.
         """
@@ -82,7 +82,7 @@ class Trainee:
             compiled_steps = self.compiled_steps
             precision.synchronize()
             clock, loss = Clock(precision.device), torch.zeros(())
-            for batch in prefetch(self.batches[part], precision.device):
+            for batch in prefetch(self.batches, precision.device):
                 clock.mark()
                 loss = self.step(batch, precision)
             clock.mark()

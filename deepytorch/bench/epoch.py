@@ -7,161 +7,153 @@ training; it is the baseline that a user would name.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from typing import Annotated, Any
 
-import torch
+from typer import Option
 
-from deepytorch.bench.back_to_back import Trainee
-from deepytorch.bench.measurement import Measurement
-from deepytorch.bench.models import MAX_POSITIONS, batch_kind, build_model
-from deepytorch.bench.options import check_at_least
-from deepytorch.bench.results import Record
-from deepytorch.bench.training_step import Batch, Precision, compiled_arm, machine_and_threads, to_device
-from deepytorch.data import batches, load_rows, num_positions, num_tokens, train_tokenizer
-from deepytorch.data.batching import Labels, Order
-from deepytorch.errors import ConfigError
+from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup
+from deepytorch.bench.figures import loss_rel_diff
+from deepytorch.bench.jobs import TrainingJob
+from deepytorch.bench.options import check_at_least, check_choice
+from deepytorch.bench.results import Results, Row
+from deepytorch.bench.table import Table
+from deepytorch.bench.ways import Parallel
+from deepytorch.bench.zoo import SIZES
 
-# (backend, order) of each arm. The first is the baseline.
-ARMS: tuple[tuple[str, Order], ...] = (
-    ("inductor", "length"),
-    ("inductor", "random"),
-    ("deepytorch", "random"),
-    ("deepytorch", "length"),
-)
-_WARM_UP = 4  # steps of each arm that may compile, including its longest and its shortest batch
-_BLOCK = 4  # steps between two looks at the clock
+MODELS = ("llama", "llama2_13b", "qwen2_14b", "llama_65b")  # those of the zoo that learn from rows of uneven lengths
+BASELINE = "inductor+grouped"
+SETUPS = (BASELINE, "inductor+random", "deepytorch+random", "deepytorch+grouped")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EpochOptions:
-    """The options of the measurement: an epoch over `rows` rows, `steps` of its batches, spread evenly over it."""
+    """Time training over an epoch, rows in random order and grouped by length as Trainer's group_by_length does.
 
-    model: str = "llama"
-    size: str = "small"
-    labels: Labels = "response"
-    data: Path | None = None
-    rows: int = 3200
-    batch_size: int = 8
-    steps: int = 32
-    rounds: int = 3
-    dtype: str = "fp32"
-    device: str = "cpu"
-    vocab_size: int = 8192
-    seed: int = 0
+    Each setup trains its own model with AdamW, in a process of its own, on the same rows; what counts is real tokens a
+    second, without padding. Trainer sorts the rows of 50 batches at a time; fewer batches are sorted as a whole.
+    """
+
+    models: Annotated[tuple[str, ...], Option(help=f"Of {', '.join(MODELS)}, with commas.")] = ("llama",)
+    setups: Annotated[tuple[str, ...], Option(help="Compiler and order of rows, with commas.")] = SETUPS
+    size: Annotated[str, Option(metavar="cpu|full", help="full: as published. cpu: small ones.")] = "cpu"
+    data: Annotated[
+        Path | None, Option(metavar="FILE", help="Texts in Alpaca's layout. Default: the documentation of libraries.")
+    ] = None
+    batch_size: Annotated[int, Option(min=0, help="Rows in a batch; 0: those of each model.")] = 0
+    batches: Annotated[int, Option(min=2, help="Batches of the epoch.")] = 32
+    rounds: Annotated[int, Option(min=1, help="How often each batch is timed in each setup.")] = 3
+    precision: Annotated[str, Option(metavar="fp32|mixed", help="mixed: autocast to bf16.")] = "fp32"
+    device: Annotated[str, Option(metavar="cpu|cuda", help="Where to train.")] = "cpu"
+    settle: Annotated[
+        float, Option(metavar="SECONDS", help="The most until deepytorch has compiled and chosen what runs.")
+    ] = 300.0
 
     def __post_init__(self) -> None:
-        """Raise `ConfigError` for numbers that cannot be run with."""
-        check_at_least(self, 1, "batch_size", "steps", "rounds")
-        if self.rows < self.batch_size * self.steps:
-            raise ConfigError(
-                f"rows is {self.rows}, expected at least {self.batch_size * self.steps}: {self.steps} batches of "
-                f"{self.batch_size}."
+        """Raise `ConfigError` for options that cannot be run with."""
+        check_choice(self, "models", MODELS)
+        check_choice(self, "setups", SETUPS)
+        check_choice(self, "size", SIZES)
+        check_choice(self, "precision", ("fp32", "mixed"))
+        check_choice(self, "device", ("cpu", "cuda"))
+        check_at_least(self, 1, "rounds")
+        check_at_least(self, 2, "batches")
+
+
+class Epoch(Benchmark[EpochOptions]):
+    """See this module."""
+
+    name = "epoch"
+    options = EpochOptions
+
+    def cells(self, options: EpochOptions) -> Sequence[Cell]:
+        """Return a cell for each model."""
+        key = {name: getattr(options, name) for name in ("size", "batch_size", "precision")}
+        return [
+            Cell(
+                key={"model": model, **key},
+                setups=[_setup(options, model, name) for name in options.setups],
+                place=Place(threads=None),
             )
+            for model in options.models
+        ]
+
+    def rows(self, options: EpochOptions, cell: Cell, found: Mapping[str, list[dict[str, Any]]]) -> list[Row]:
+        """Return a row for each setup.
+
+        `tokens_per_s`, without pads: of all batches, each at the median of the rounds. `speedup`: over the baseline's.
+        `real_token_fraction` of the positions. `loss_rel_diff`: of the first losses, from Inductor's on the same
+        batches. `first_s`: of the first two steps.
+        """
+        rates = {name: _tokens_per_s(run, options.batches) for name, [run] in found.items()}
+        rows = []
+        for name, [run] in found.items():
+            figures = {
+                "tokens_per_s": rates[name],
+                "real_token_fraction": run["tokens"] / run["positions"],
+                "first_s": run["first_s"],
+                "process_mb": run["process_mb"],
+            }
+            if BASELINE in rates:
+                figures["speedup"] = rates[name] / rates[BASELINE]
+            stock = name.replace("deepytorch", "inductor")
+            if stock in found and stock != name:
+                figures["loss_rel_diff"] = loss_rel_diff(found[stock], [run])
+            texts = {"runs": run["plan"]} if run["plan"] else {}
+            rows.append(Row(key={**cell.key, "setup": name}, figures=figures, texts=texts))
+        return rows
+
+    def tables(self, results: Results) -> list[Table]:
+        """Return a table for each model."""
+        return [_table(results, str(model)) for model in dict.fromkeys(row.key["model"] for row in results.rows)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class EpochArm(Record):
-    """One way to train. tokens_per_s: real tokens (no pads). ratio: to the first arm, above 1 is faster."""
-
-    backend: str
-    order: str
-    tokens_per_s: float
-    ratio: float
-    real_token_fraction: float
-    compiled_steps: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class EpochResult(Record):
-    """The result of the measurement, and its options."""
-
-    model: str
-    model_size: str
-    batch_size: int
-    rows: int
-    steps: int
-    rounds: int
-    dtype: str
-    device: str
-    labels: str
-    arms: list[EpochArm]
-    torch_version: str
-    machine: str
+def _setup(options: EpochOptions, model: str, name: str) -> Setup:
+    compiler, _, order = name.partition("+")
+    stock = compiler == "inductor"
+    job = TrainingJob(
+        model=model,
+        size=options.size,
+        rows=options.batch_size,
+        parallel=Parallel(precision=options.precision, compile=compiler if stock else ""),
+        optimizer="adamw",
+        data=order,
+        file=options.data,
+        device=options.device,
+        batches=options.batches,
+        steps=options.batches * options.rounds,
+        warm_up=options.batches,  # every shape: what compiles comes first and is not timed
+        settle_s=options.settle,
+    )
+    return Setup(name=name, job=job, imports=not stock)
 
 
-def run_epoch(options: EpochOptions, notify: Callable[[str], None] = lambda text: None) -> EpochResult:
-    """Train every arm on its own batches of one epoch, in turns of a few steps, with AdamW; the clock times blocks.
+def _tokens_per_s(run: Mapping[str, Any], batches: int) -> float:
+    seconds = [statistics.median(run["seconds"][batch::batches]) for batch in range(batches)]
+    return float(run["tokens"]) * batches / sum(seconds)
 
-    All arms begin with the same weights. Steps that compile come first and are not timed.
-    """
-    precision = Precision.parse(options.device, options.dtype)
-    kind = batch_kind(options.model)
-    notify("Preparing data and models")
-    data: dict[Order, list[Batch]] = {order: epoch_batches(options, order) for order in ("length", "random")}
-    names = [f"{backend}, {order}" for backend, order in ARMS]
-    training = {name: _trainee(options, *arm, data, precision) for name, arm in zip(names, ARMS, strict=True)}
-    for name, trainee in training.items():
-        notify(f"Compiling: {name}")
-        by_length = sorted(trainee.batches, key=lambda batch: num_positions(batch, kind))
-        for batch in (*by_length[:1], *by_length[-1:], *trainee.batches[: _WARM_UP - 2]):
-            trainee.step(to_device(batch, precision.device), precision)
 
-    def timed(trainee: Trainee, block: int) -> float:
-        return sum(trainee.train(precision, slice(block * _BLOCK, (block + 1) * _BLOCK)))
-
-    arms = {name: partial(timed, trainee) for name, trainee in training.items()}
-    num_blocks = math.ceil(len(data["length"]) / _BLOCK)
-    measured = Measurement.in_turns(arms, num_blocks, options.rounds, notify)
-    tokens = {order: sum(num_tokens(batch, kind) for batch in data[order]) for order in data}
-    positions = {order: sum(num_positions(batch, kind) for batch in data[order]) for order in data}
-    rates = [tokens[order] / sum(measured.steady(name)) for name, (_, order) in zip(names, ARMS, strict=True)]
-    return EpochResult.of(
-        options,
-        model_size=options.size,
-        device=precision.device_name(),
-        arms=[
-            EpochArm(
-                backend=backend,
-                order=order,
-                tokens_per_s=rate,
-                ratio=rate / rates[0],
-                real_token_fraction=tokens[order] / positions[order],
-                compiled_steps=training[name].compiled_steps,
+def _table(results: Results, model: str) -> Table:
+    rows = []
+    for row in results.having(model=model):
+        compiler, _, order = str(row.key["setup"]).partition("+")
+        figures = row.figures
+        shown = ("", "", "", row.failed)
+        if not row.failed:
+            shown = (
+                f"{figures['tokens_per_s']:,.0f}",
+                f"{figures['speedup']:.2f}x" if "speedup" in figures else "",
+                f"{100 * figures['real_token_fraction']:.0f} %",
+                row.texts.get("runs", ""),
             )
-            for name, (backend, order), rate in zip(names, ARMS, rates, strict=True)
-        ],
-        torch_version=torch.__version__,
-        machine=machine_and_threads(),
+        rows.append((compiler, order, *shown))
+    options, key = results.options, results.rows[0].key
+    title = (
+        f"{model}, {key['size']}, {key['precision']}, {options['device']}: an epoch of {options['batches']} batches, "
+        f"each timed {options['rounds']} times"
     )
-
-
-def _trainee(
-    options: EpochOptions, backend: str, order: Order, data: Mapping[Order, list[Batch]], precision: Precision
-) -> Trainee:
-    model: torch.nn.Module = build_model(options.model, options.size, vocab_size=options.vocab_size, seed=options.seed)
-    arm = compiled_arm(f"{backend}, {order}", model.to(precision.device), backend)
-    return Trainee(arm, torch.optim.AdamW(model.parameters(), lr=1e-4), data[order])
-
-
-def epoch_batches(options: EpochOptions, order: Order) -> list[Batch]:
-    """Return `steps` batches of one epoch over `rows` rows in that order, evenly spread over it."""
-    rows = load_rows(options.data)
-    every = list(
-        batches(
-            rows[: options.rows],
-            train_tokenizer(rows, options.vocab_size),
-            batch_size=options.batch_size,
-            max_length=MAX_POSITIONS,
-            labels=options.labels,
-            seed=options.seed,
-            kind=batch_kind(options.model),
-            order=order,
-            steps=min(options.rows, len(rows)) // options.batch_size - 1,
-        )
-    )
-    steps = min(options.steps, len(every))
-    return [every[at * len(every) // steps] for at in range(steps)]
+    words = ("compiled by", "rows", "runs")
+    return Table(title, (*words[:2], "real tokens/s", "ratio", "real tokens", "runs"), tuple(rows), words)

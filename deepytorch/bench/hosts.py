@@ -91,7 +91,7 @@ class HostsOptions:
     """Run one training script in each framework (Trainer, Lightning, DeepSpeed, ...) with the import and without it.
 
     Compares the losses of every step, lets each run go on from the other's checkpoint, and times the median step. On
-    CPU, with two ranks where the framework has ranks. Ends with status 2 if anything differs that is not known and explained.
+    CPU, with two ranks where the framework has ranks. Ends with status 2 if anything differs for no known reason.
     """
 
     hosts: Annotated[

@@ -6,14 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from deepytorch.data import BOS_ID, EOS_ID, PAD_ID
-from deepytorch.data.batching import Kind
 from deepytorch.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from deepytorch.data.batching import Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +61,8 @@ def build_model(
     losses cannot be compared. `use_cache` is off, as Trainer sets it. The special ids are those of `deepytorch.data`.
     Raises `ConfigError` for an unknown name or size.
     """
+    import torch  # names of models, which options need, load no torch
+
     family = _family(name)
     if isinstance(size, str) and size not in SIZES:
         raise ConfigError(f'The model size is "{size}", expected one of {", ".join(SIZES)}.')
@@ -188,6 +188,8 @@ def _family(name: str) -> _Family:
 
 
 def _special_ids(family: _Family) -> dict[str, int]:
+    from deepytorch.data import BOS_ID, EOS_ID, PAD_ID
+
     ids = {"pad_token_id": PAD_ID, "bos_token_id": BOS_ID, "eos_token_id": EOS_ID}
     return ids | {"decoder_start_token_id": BOS_ID} if family.kind == "seq2seq" else ids
 

@@ -21,7 +21,6 @@ from deepytorch.data import IGNORE_INDEX, PAD_ID
 from deepytorch.data.batching import Kind
 from deepytorch.errors import ConfigError
 
-GROUPED, FLATTENED = "grouped", "flattened"
 FLASH = "flash_attention_2"  # as transformers names it
 
 _PACKAGES = {"flash_attn": "flash-attn", "liger_kernel": "liger-kernel"}
@@ -85,7 +84,7 @@ def flatten(batch: Batch) -> Batch:
     return made
 
 
-def flattened_arm(model: nn.Module, family: str, backend: str) -> Arm:
+def flattened_arm(name: str, model: nn.Module, family: str, backend: str) -> Arm:
     """Return an arm of `model`, built with `FLASH`, with Liger's kernels, under torch.compile.
 
     The arm takes batches of `flatten`. Liger's rotary embedding is left out: it would replace that of every model in
@@ -94,7 +93,7 @@ def flattened_arm(model: nn.Module, family: str, backend: str) -> Arm:
     patch = _liger(family)
     assert patch is not None, "asked for where it is not available"
     patch(model=model, rope=False)
-    return compiled_arm(FLATTENED, model, backend)
+    return compiled_arm(name, model, backend)
 
 
 def with_kernels(model: nn.Module, kernels: str, name: str) -> nn.Module:

@@ -9,15 +9,19 @@ from deepytorch.bench.benchmark import Benchmark
 from deepytorch.bench.comm import Comm
 from deepytorch.bench.compute import Compute
 from deepytorch.bench.ddp import Ddp
+from deepytorch.bench.epoch import Epoch
 from deepytorch.bench.hosts import Hosts
+from deepytorch.bench.loss import Loss
 from deepytorch.bench.memory_table import Memory
 from deepytorch.bench.peers import Peers
 from deepytorch.bench.product import Product
 from deepytorch.bench.scaling import Scaling
 from deepytorch.bench.sharded import Sharded
 from deepytorch.bench.start import Start
+from deepytorch.bench.unpad import Unpad
 
 _ALL: tuple[Benchmark[Any], ...] = (
-    Hosts(), Ddp(), Sharded(), Comm(), Start(), Compute(), Acspeed(), Scaling(), Memory(), Product(), Peers(),
+    Unpad(), Hosts(), Ddp(), Sharded(), Comm(), Start(), Epoch(), Loss(), Compute(),
+    Acspeed(), Scaling(), Memory(), Product(), Peers(),
 )  # fmt: skip
 BENCHMARKS = {each.name: each for each in _ALL}

@@ -70,8 +70,8 @@ def opened(job: TrainingJob) -> Run:
 class Run:
     """A model, its batches, and steps on one batch after the other.
 
-    rows: examples of an optimizer step of this rank. tokens: of such a step, without pads, the mean of the batches.
-    seconds: of each step since the warm-up.
+    rows: examples of an optimizer step of this rank. tokens, positions: of such a step, without pads and with them, the
+    mean of the batches. seconds: of each step since the warm-up.
     """
 
     def __init__(self, job: TrainingJob, device: torch.device, rank: int) -> None:
@@ -81,7 +81,9 @@ class Run:
         self._batches = [{name: value.to(device) for name, value in batch.items()} for batch in batches]
         steps = len(batches) // job.parallel.accumulate
         self.rows = sum(len(next(iter(batch.values()))) for batch in batches) / steps
-        self.tokens = sum(int(batch["attention_mask"].sum()) for batch in batches if "attention_mask" in batch) / steps
+        masks = [batch["attention_mask"] for batch in batches if "attention_mask" in batch]
+        self.tokens = sum(int(mask.sum()) for mask in masks) / steps
+        self.positions = sum(mask.numel() for mask in masks) / steps
         self.seconds: list[float] = []
         self.losses: list[Tensor] = []
         self.count = 0
@@ -118,6 +120,7 @@ class Run:
             "losses": [float(loss) for loss in self.losses],
             "rows": self.rows,
             "tokens": self.tokens,
+            "positions": self.positions,
             "process_mb": peak_memory() / 2**20,
             "plan": plan_of(regions) if self._imports else "",
             "fallbacks": [message for each in regions for message in each.fallbacks],

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from deepytorch.bench.options import dtype_name
-from deepytorch.bench.results import machine
 from deepytorch.errors import ConfigError
 from deepytorch.torch_internals import lookup_backend, reset_dynamo
 
@@ -88,7 +87,7 @@ class Step:
 def compiled_arm(name: str, model: nn.Module, backend: str | None, loss: str = "model") -> Arm:
     """Return an arm that runs `model` through `torch.compile(backend=...)`, or unchanged when `backend` is None.
 
-    loss: the loss that is trained on, one of `LOSSES`.
+    loss: the loss that is trained on, one of `unpad.LOSSES`.
     """
     callable_model = model if backend is None else torch.compile(model, backend=backend)
     if loss == "model":
@@ -100,10 +99,6 @@ def compiled_arm(name: str, model: nn.Module, backend: str | None, loss: str = "
         return cross_entropy(logits[:, :-1].float().reshape(-1, logits.shape[-1]), targets[:, 1:].reshape(-1))
 
     return Arm(name, model, outside)
-
-
-# The model's own loss; or that of a plain loop, over next tokens: with the batch's labels, or with labels at pads too.
-LOSSES = ("model", "outside", "everywhere")
 
 
 def forward_backward(arm: Arm, batch: Batch, precision: Precision) -> Step:
@@ -133,11 +128,6 @@ def num_compilations() -> int:
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """Return `batch` with its tensors on `device`."""
     return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
-
-
-def machine_and_threads() -> str:
-    """Return this machine and torch's threads in words."""
-    return f"{machine()}, {torch.get_num_threads()} threads"
 
 
 @contextlib.contextmanager

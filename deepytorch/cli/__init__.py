@@ -18,7 +18,6 @@ from deepytorch.cli import (
     bench_kernels,
     bench_models,
     bench_report,
-    bench_steps,
     cache,
     demo,
     lab,
@@ -56,15 +55,12 @@ app.command("config")(machine.config)
 app.command("build")(machine.build)
 app.add_typer(cache.cache, name="cache")
 app.add_typer(bench, name="bench")
-bench.command("unpad")(bench_steps.unpad)
+for _benchmark in BENCHMARKS.values():
+    add_command(bench, _benchmark)
 bench.command("models")(bench_models.models)
-bench.command("epoch")(bench_steps.epoch)
-bench.command("loss")(bench_steps.loss)
 bench.command("kernels")(bench_kernels.kernels)
 bench.command("roofline")(bench_kernels.roofline)
 bench.command("report")(bench_report.report)
-for _benchmark in BENCHMARKS.values():
-    add_command(bench, _benchmark)
 app.command("lab", context_settings=_BEFORE_A_COMMAND)(lab.lab)
 app.command("simulate")(simulate.simulate)
 

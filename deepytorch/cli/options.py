@@ -52,13 +52,6 @@ class Lowering(str, Enum):
     eager = "eager"
 
 
-class LabelsOf(str, Enum):
-    """The tokens that are learned: those of the response, as in instruction tuning, or of the prompt too."""
-
-    response = "response"
-    all = "all"
-
-
 Data = Annotated[
     Path | None,
     typer.Option(
@@ -76,10 +69,6 @@ SizeOf = Annotated[
         "base and large are for GPUs.",
     ),
 ]
-Labels = Annotated[
-    LabelsOf, typer.Option(help="Which tokens have labels: those of the response, or of the instruction too.")
-]
-RoundsOfBatch = Annotated[int, typer.Option(min=1, help="How often each batch is timed in each setup.")]
 BatchSize = Annotated[int, typer.Option(min=1, help="Rows in a batch.")]
 BatchSizeOfRank = Annotated[int, typer.Option(min=1, help="Rows in a batch of each rank.")]
 Device = Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...")]

@@ -379,20 +379,16 @@ def _attention_speed(device: torch.device) -> str:
 
 
 def _unpad_speed(device: torch.device) -> str:
-    from deepytorch.bench.unpad import UnpadOptions, run_unpad
+    from deepytorch.bench.unpad import OURS, UnpadJob, UnpadOptions, rows_of
+    from deepytorch.bench.unpad_steps import measure
 
     if device.type != "cuda":
         raise Skipped("no CUDA device")
-    found = run_unpad(UnpadOptions(size="base", dtype="bf16", device=str(device), steps=4, rounds=2))
-    rivals = {
-        "eager": found.ratio_vs_eager,
-        "Inductor": found.ratio_vs_inductor,
-        "Inductor with rows grouped": found.ratio_vs_grouped,
-        "packed by hand": found.ratio_vs_handpacked,
-        "flattened": found.ratio_vs_flattened,
-    }
-    said = ", ".join(f"{ratio:.2f}x {name}" for name, ratio in rivals.items() if ratio is not None)
+    options = UnpadOptions(size="base", precision="mixed", device=str(device), steps=4, rounds=2)
+    found = {str(row.key["setup"]): row.figures for row in rows_of(measure(UnpadJob(options=options)))}
+    ours = found.pop(OURS)
+    said = ", ".join(f"{figures['ratio']:.2f}x {name}" for name, figures in found.items())
     return (
-        f"{said}, of {found.token_ceiling:.2f}x that pads take; {found.steps_packed} steps packed, "
-        f"{found.steps_padded} padded"
+        f"{said}, of {ours['token_ceiling']:.2f}x that pads take; {ours['steps_packed']:.0f} steps packed, "
+        f"{ours['steps_padded']:.0f} padded"
     )

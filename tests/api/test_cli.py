@@ -14,11 +14,14 @@ import typer
 
 import deepytorch
 from deepytorch import cli
+from deepytorch.bench import run as run_module
 from deepytorch.bench.models import MODELS, SIZES
 from deepytorch.bench.options import DTYPE_NAMES
+from deepytorch.bench.results import Results, read_result
+from deepytorch.bench.unpad import OURS
 from deepytorch.cli.options import Model, ModelSize
 from deepytorch.errors import DataError, ParityError
-from tests.bench.test_schema import VALUES
+from tests.bench.test_unpad import RUN
 from tests.command_line import run
 
 ROOT = Path(__file__).parents[2]
@@ -67,13 +70,12 @@ def test_models_and_dtypes_of_the_options_are_those_that_exist():
     assert tuple(DTYPES) == DTYPE_NAMES
 
 
-def test_an_error_of_ours_is_one_message_and_status_2(monkeypatch, capsys, tmp_path):
-    (tmp_path / "rows.json").write_text("{")
-    status = run(monkeypatch, "bench", "unpad", "--data", str(tmp_path / "rows.json"), "--json", "-")
+def test_an_error_of_ours_is_one_message_and_status_2(monkeypatch, capsys):
+    status = run(monkeypatch, "bench", "unpad", "--models", "lama")
     shown = capsys.readouterr()
     assert status == 2
     assert shown.out == ""
-    assert shown.err.splitlines()[-1].startswith("Error: The data file")
+    assert shown.err.splitlines()[-1].startswith('Error: models has "lama", expected one of llama, qwen2')
     assert "Traceback" not in shown.err
 
 
@@ -109,32 +111,51 @@ def test_demo_passes_its_options_on_and_fails_when_the_demo_does(monkeypatch, ca
 
 @pytest.fixture
 def measured(monkeypatch):
-    """Replace the measurement by its result; return the options that it was asked with."""
-    from deepytorch.bench.schema import UnpadResult
+    """Replace the processes of a benchmark by their findings; return the jobs that they were given."""
+    given = []
 
-    asked = []
-    monkeypatch.setattr(
-        "deepytorch.bench.unpad.run_unpad", lambda options, notify: asked.append(options) or UnpadResult(**VALUES)
-    )
-    return asked
+    def measure(_, cell, notify):
+        given.append(cell.setups[0].job)
+        return {OURS: [RUN]}, {}
+
+    monkeypatch.setattr("deepytorch.bench.run._Processes.measure", measure)
+    return given
 
 
-def test_bench_json_on_stdout_is_one_object_and_the_table_is_on_stderr(monkeypatch, capsys, measured):
-    arguments = ["--labels", "all", "--batch-size", "2", "--steps", "5", "--rounds", "1", "--model", "gpt2"]
-    assert run(monkeypatch, "bench", "unpad", "--json", "-", *arguments) == 0
-    shown = capsys.readouterr()
-    assert json.loads(shown.out) == VALUES
-    assert "2.10x" in shown.err
-    (options,) = measured
+def test_bench_writes_the_result_file_and_shows_its_table(monkeypatch, capsys, measured, tmp_path):
+    path = tmp_path / "result.json"
+    arguments = ["--labels", "all", "--batch-size", "2", "--steps", "5", "--rounds", "1", "--models", "gpt2,llama"]
+    assert run(monkeypatch, "bench", "unpad", "--out", str(path), *arguments) == 0
+    shown = capsys.readouterr().out
+    assert "3.00x" in shown
+    assert "gpt2, small, batch 2, labels all" in shown
+    options = measured[0].options
     assert (options.labels, options.batch_size, options.steps, options.rounds) == ("all", 2, 5, 1)
-    assert options.model == "gpt2"
+    assert [job.model for job in measured] == ["gpt2", "llama"]
+    found = read_result(Results, path)
+    assert {row.key["setup"] for row in found.having(model="llama")} == set(RUN["seconds"])
 
 
-def test_bench_json_into_a_file_leaves_the_table_on_stdout(monkeypatch, capsys, measured, tmp_path):
-    assert run(monkeypatch, "bench", "unpad", "--json", str(tmp_path / "result.json")) == 0
-    assert json.loads((tmp_path / "result.json").read_text()) == VALUES
-    assert "2.10x" in capsys.readouterr().out
-    assert measured[0].labels == "response"
+def test_bench_that_is_stopped_keeps_what_is_done_and_goes_on(monkeypatch, capsys, measured, tmp_path):
+    path, arguments = tmp_path / "result.json", ("--models", "gpt2,llama", "--steps", "5")
+    measure = run_module._Processes.measure
+
+    def stops(_, cell, notify):
+        if cell.key["model"] == "llama":
+            raise KeyboardInterrupt
+        return measure(_, cell, notify)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module._Processes, "measure", stops)
+        assert run(patch, "bench", "unpad", "--out", str(path), *arguments) == 130
+    shown = capsys.readouterr().out
+    assert "Stopped: the same command goes on from here." in shown
+    assert "3.00x" in shown
+    assert {row.key["model"] for row in read_result(Results, path).rows} == {"gpt2"}
+    assert run(monkeypatch, "bench", "unpad", "--out", str(path), *arguments) == 0
+    assert [job.model for job in measured] == ["gpt2", "llama"]
+    assert run(monkeypatch, "bench", "unpad", "--out", str(path), "--steps", "6") == 2
+    assert "give another --out" in capsys.readouterr().err
 
 
 def test_doctor_prints_a_table_or_json(monkeypatch, capsys):
@@ -171,7 +192,8 @@ def test_commands_are_spelled_in_the_help_as_they_are_typed():
         ("demo",), ("run",), ("verify",), ("profile",), ("doctor",), ("gpu-check",), ("config",), ("build",), ("lab",),
         ("simulate",),
         ("cache",), ("cache", "list"), ("cache", "export"), ("cache", "import"), ("cache", "clear"),
-        ("bench",), ("bench", "unpad"), ("bench", "hosts"), ("bench", "models"), ("bench", "ddp"), ("bench", "sharded"),
-        ("bench", "comm"), ("bench", "start"),
-        ("bench", "epoch"), ("bench", "loss"), ("bench", "compute"), ("bench", "kernels"), ("bench", "roofline"),
+        ("bench",), ("bench", "hosts"), ("bench", "models"), ("bench", "ddp"), ("bench", "sharded"), ("bench", "comm"),
+        ("bench", "start"), ("bench", "kernels"), ("bench", "roofline"), ("bench", "report"), ("bench", "unpad"),
+        ("bench", "epoch"), ("bench", "loss"), ("bench", "compute"), ("bench", "acspeed"), ("bench", "memory"),
+        ("bench", "deepytorch"), ("bench", "peers"),
     ]  # fmt: skip

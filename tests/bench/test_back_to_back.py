@@ -10,14 +10,15 @@ import torch
 from torch import nn
 
 import deepytorch
-from deepytorch.bench import back_to_back, rivals, unpad
+from deepytorch.bench import back_to_back, rivals, unpad_steps
 from deepytorch.bench.back_to_back import Clock, Trainee, train_in_turns, trainees
 from deepytorch.bench.gradients import max_relative_difference
 from deepytorch.bench.hand_packed import pack
 from deepytorch.bench.models import build_model
 from deepytorch.bench.rivals import flatten, flattened_unavailable, grouped
 from deepytorch.bench.training_step import Arm, Precision, compiled_arm, forward_backward
-from deepytorch.bench.unpad import UnpadOptions, run_unpad
+from deepytorch.bench.unpad import PRECISIONS, UnpadJob, UnpadOptions, rows_of
+from deepytorch.bench.unpad_steps import measure
 from deepytorch.compiler.report import LEDGER
 from deepytorch.data import IGNORE_INDEX, num_labels, num_positions, num_tokens
 from deepytorch.errors import ConfigError, ParityError
@@ -27,12 +28,17 @@ GPU_BF16 = Precision(torch.device("cuda"), torch.bfloat16)
 
 
 @pytest.fixture
-def options(rows_file, monkeypatch):
+def job(rows_file, monkeypatch):
     counts = {"recompiles": 0, "steps_packed": 0, "steps_padded": 0, "host_ms_per_step": 0.0}
     report = SimpleNamespace(to_json=lambda: counts)
     monkeypatch.setitem(vars(deepytorch), "report", lambda reset=False: report)
-    smallest = {"size": "tiny", "steps": 2, "rounds": 1, "batch_size": 4, "max_length": 256, "vocab_size": 400}
-    return partial(UnpadOptions, **smallest, backend="eager", stock_backend="eager", data=rows_file)
+    smallest = {"size": "tiny", "steps": 2, "rounds": 1, "batch_size": 4, "vocab_size": 400, "data": rows_file}
+    return partial(_job, smallest)
+
+
+def _job(smallest, model="llama", backend="eager", **changes):
+    options = UnpadOptions(models=(model,), **smallest | changes)
+    return UnpadJob(model=model, options=options, max_length=256, backend=backend, stock_backend="eager")
 
 
 def regression(value: float = 1.0) -> tuple[Trainee, list[str]]:
@@ -121,30 +127,25 @@ def test_arms_with_the_same_model_share_its_optimizer():
 
 
 @pytest.mark.slow
-def test_back_to_back_measures_grouped_rows_too_and_says_what_it_does_not(options, monkeypatch):
+def test_back_to_back_measures_grouped_rows_too_and_says_what_it_does_not(job, monkeypatch):
     monkeypatch.setattr(rivals, "find_spec", lambda name: None)
-    result = run_unpad(options(back_to_back=True))
-    assert result.timing == "back to back"
-    assert (
-        set(result.step_ms)
-        == set(result.tokens_per_s)
-        == {
-            *("eager", "inductor", "deepytorch", "handpacked", "grouped"),
-        }
-    )
-    assert result.ratio_vs_grouped is not None
-    assert set(result.ratio_quartiles) == {"eager", "inductor", "handpacked"}
-    assert result.not_run == {"flattened": "flash-attn and liger-kernel not installed"}
-    assert result.max_loss_rel_diff < 1e-6  # compared before any weight has moved
-    tokens = [result.tokens_per_s[name] * result.step_ms[name] for name in result.step_ms]
+    found = {row.key["setup"]: row for row in rows_of(measure(job(back_to_back=True)))}
+    assert set(found) == {"eager", "inductor", "deepytorch", "handpacked", "grouped"}
+    assert {name for name, row in found.items() if row.series} == {"eager", "inductor", "handpacked"}
+    assert "ratio" in found["grouped"].figures
+    texts = found["deepytorch"].texts
+    assert texts["timing"] == "back to back"
+    assert texts["not measured"] == "flattened, flash-attn and liger-kernel not installed"
+    assert found["deepytorch"].figures["loss_rel_diff"] < 1e-6  # compared before any weight has moved
+    tokens = [row.figures["tokens_per_s"] * row.figures["step_s"] for row in found.values()]
     assert tokens == pytest.approx(tokens[:1] * 5)  # every arm has trained on as many
 
 
 @pytest.mark.slow
-def test_packed_steps_train_without_a_recompile(options, monkeypatch):
+def test_packed_steps_train_without_a_recompile(job, monkeypatch):
     monkeypatch.delitem(vars(deepytorch), "report")  # its own counters
     LEDGER.forget()
-    made = unpad.compiled_arm
+    made = unpad_steps.compiled_arm
 
     def operator_by_operator(name, model, backend, loss="model"):
         if backend != "deepytorch":
@@ -152,58 +153,56 @@ def test_packed_steps_train_without_a_recompile(options, monkeypatch):
         compiled = torch.compile(model, backend=backend, options={"lowering": "aot_eager"})
         return Arm(name, model, lambda batch: compiled(**batch).loss)
 
-    monkeypatch.setattr(unpad, "compiled_arm", operator_by_operator)
-    monkeypatch.setattr(unpad, "start_compiler", lambda *_: None)
-    result = run_unpad(options(backend="deepytorch", back_to_back=True))
+    monkeypatch.setattr(unpad_steps, "compiled_arm", operator_by_operator)
+    monkeypatch.setattr(unpad_steps, "start_compiler", lambda *_: None)
+    found = {row.key["setup"]: row.figures for row in rows_of(measure(job(backend="deepytorch", back_to_back=True)))}
+    ours = found["deepytorch"]
     passes = 4  # the first, the compared one, one that is not timed, one that is
-    assert (result.steps_packed, result.steps_padded, result.recompiles) == (passes * 2 - 1, 0, 0)  # one was watched
-    assert result.max_loss_rel_diff < 1e-5
-    assert result.max_grad_rel_diff < 1e-4
+    # one was watched
+    assert (ours["steps_packed"], ours["steps_padded"], ours["recompiles"]) == (passes * 2 - 1, 0, 0)
+    assert ours["loss_rel_diff"] < 1e-5
+    assert ours["grad_rel_diff"] < 1e-4
 
 
-def test_one_by_one_names_what_it_leaves_out(options):
-    found = unpad.rivals_not_run(options(model="bert"), CPU)
+def test_one_by_one_names_what_it_leaves_out(job):
+    found = unpad_steps.rivals_not_run(job("bert"), CPU)
     assert set(found) == {"handpacked", "flattened", "grouped"}
-    assert options(device="cuda:1").trains
-    assert not options().trains
+    assert UnpadOptions(device="cuda:1").trains
+    assert not UnpadOptions().trains
 
 
-def test_weights_in_bf16_run_without_autocast(options):
-    precision = Precision.parse("cpu", "bfloat16", "bf16")
-    arms = unpad.build_arms(options(dtype="bf16", weights="bfloat16"), precision.device)
+def test_weights_in_bf16_run_without_autocast(job):
+    precision = Precision.parse("cpu", *PRECISIONS["bf16"])
+    arms = unpad_steps.build_arms(job(precision="bf16"), precision)
     assert {each.dtype for arm in arms.values() for each in arm.model.parameters()} == {torch.bfloat16}
     with precision.autocast():
         assert not torch.is_autocast_enabled("cpu")
-    with Precision.parse("cpu", "bf16").autocast():
+    with Precision.parse("cpu", *PRECISIONS["mixed"]).autocast():
         assert torch.is_autocast_enabled("cpu")
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [({"dtype": "float16"}, "gradient scaler"), ({"weights": "bf16"}, "weights is bf16 and dtype fp32")],
-)
-def test_precisions_that_cannot_train_are_refused(options, wrong, message):
-    with pytest.raises(ConfigError, match=message):
-        run_unpad(options(back_to_back=True, **wrong))
+def test_weights_in_another_dtype_than_the_steps_are_refused():
+    with pytest.raises(ConfigError, match="weights is bf16 and dtype fp32"):
+        Precision.parse("cpu", "float32", "bfloat16")
 
 
 # ---------------------------------------------------------------- rivals
 
 
-def rows_of(batch):
+def texts_of(batch):
     keep = [row[row != IGNORE_INDEX].tolist() for row in batch["labels"]]
     ids = [row[on.bool()].tolist() for row, on in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
     return list(zip(ids, keep, strict=True))
 
 
 @pytest.mark.parametrize("model", ["llama", "bart"])
-def test_grouped_batches_hold_the_same_rows_with_fewer_pads(options, model):
-    kind = unpad.batch_kind(model)
-    data = unpad.draw_batches(options(model=model, steps=4), CPU.device)
+def test_grouped_batches_hold_the_same_rows_with_fewer_pads(job, model):
+    kind = unpad_steps.batch_kind(model)
+    data = unpad_steps.draw_batches(job(model, steps=4), CPU.device)
     made = grouped(data, kind)
     assert [len(batch["input_ids"]) for batch in made] == [4] * 4
-    assert sorted(row for batch in made for row in rows_of(batch)) == sorted(
-        row for batch in data for row in rows_of(batch)
+    assert sorted(row for batch in made for row in texts_of(batch)) == sorted(
+        row for batch in data for row in texts_of(batch)
     )
     for count in (num_positions, num_tokens):
         one, other = (sum(count(batch, kind) for batch in each) for each in (made, data))
@@ -211,8 +210,8 @@ def test_grouped_batches_hold_the_same_rows_with_fewer_pads(options, model):
     assert sum(map(num_labels, made)) == sum(map(num_labels, data))
 
 
-def test_flattened_rows_are_those_packed_by_hand(options):
-    batch = unpad.draw_batches(options(), CPU.device)[0]
+def test_flattened_rows_are_those_packed_by_hand(job):
+    batch = unpad_steps.draw_batches(job(), CPU.device)[0]
     made, packed = flatten(batch), pack(batch)
     for name in ("input_ids", "position_ids"):
         assert torch.equal(made[name], packed[name])
@@ -221,8 +220,8 @@ def test_flattened_rows_are_those_packed_by_hand(options):
     assert made["max_length_q"] == made["max_length_k"] == packed["max_length"]
 
 
-def test_a_flattened_batch_has_the_loss_and_the_gradients_of_the_padded_one(options):
-    batch = unpad.draw_batches(options(), CPU.device)[0]
+def test_a_flattened_batch_has_the_loss_and_the_gradients_of_the_padded_one(job):
+    batch = unpad_steps.draw_batches(job(), CPU.device)[0]
     arms = [compiled_arm("x", build_model("llama", "tiny", vocab_size=400), None) for _ in range(2)]
     losses = [forward_backward(arm, x, CPU).loss for arm, x in zip(arms, (batch, flatten(batch)), strict=True)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
@@ -245,6 +244,6 @@ def test_ligers_kernels_leave_other_models_alone(monkeypatch):
     asked = []
     monkeypatch.setattr(rivals, "_liger", lambda family: lambda **given: asked.append((family, given)))
     model = nn.Linear(1, 1)
-    arm = rivals.flattened_arm(model, "llama", "eager")
+    arm = rivals.flattened_arm("flattened", model, "llama", "eager")
     assert arm.model is model
     assert asked == [("llama", {"model": model, "rope": False})]

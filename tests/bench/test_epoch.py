@@ -1,41 +1,75 @@
-"""`deepytorch bench epoch`: the same rows in both orders, fewer pads where they are grouped, every arm measured."""
+"""`deepytorch bench epoch`: the same rows in both orders; what counts is all tokens over all time."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from deepytorch.bench import epoch
-from deepytorch.data import num_positions, num_tokens
+from deepytorch.bench.epoch import SETUPS, Epoch, EpochOptions
+from deepytorch.bench.results import Results
+from deepytorch.bench.run import run_benchmark
 from deepytorch.errors import ConfigError
 
 
-@pytest.mark.slow
-def test_grouped_batches_hold_the_same_rows_with_fewer_pads():
-    options = epoch.EpochOptions(size="tiny", rows=640, batch_size=4, steps=150)
-    found = {order: epoch.epoch_batches(options, order) for order in ("random", "length")}
-    assert all(len(batches) == 150 for batches in found.values())
-    real = {
-        order: sum(num_tokens(each, "causal") for each in batches)
-        / sum(num_positions(each, "causal") for each in batches)
-        for order, batches in found.items()
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"models": ("hf_Bert",)}, 'models has "hf_Bert"'),
+        ({"setups": ("eager+random",)}, 'setups has "eager'),
+        ({"precision": "fp16"}, 'precision is "fp16"'),
+        ({"batches": 1}, "batches is 1"),
+        ({"rounds": 0}, "rounds is 0"),
+    ],
+)
+def test_options_that_cannot_be_run_are_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EpochOptions(**wrong)
+
+
+def test_each_setup_has_its_compiler_and_its_order() -> None:
+    [cell] = Epoch().cells(EpochOptions(batches=5, rounds=2))
+    jobs = {setup.name: (setup.imports, setup.job.parallel.compile, setup.job.data) for setup in cell.setups}
+    assert jobs == {
+        "inductor+grouped": (False, "inductor", "grouped"),
+        "inductor+random": (False, "inductor", "random"),
+        "deepytorch+random": (True, "", "random"),
+        "deepytorch+grouped": (True, "", "grouped"),
     }
-    assert real["length"] > 1.2 * real["random"]
-    tokens = {order: sum(num_tokens(each, "causal") for each in batches) for order, batches in found.items()}
-    assert tokens["length"] == pytest.approx(tokens["random"], rel=0.15)
+    assert {(setup.job.warm_up, setup.job.steps, setup.job.optimizer) for setup in cell.setups} == {(5, 10, "adamw")}
 
 
-def test_too_few_rows_are_refused():
-    with pytest.raises(ConfigError, match="rows is 10, expected at least 256: 32 batches of 8"):
-        epoch.EpochOptions(rows=10)
+def trained(*seconds: float, positions: float = 200.0, losses: tuple[float, ...] = (2.0,)) -> list[dict[str, Any]]:
+    common = {"tokens": 100.0, "first_s": 3.0, "process_mb": 50.0, "plan": "packed"}
+    return [{"seconds": list(seconds), "losses": list(losses), "positions": positions, **common}]
+
+
+def test_rates_are_of_whole_passes_and_losses_of_the_same_batches() -> None:
+    options, bench = EpochOptions(batches=2, rounds=3), Epoch()
+    [cell] = bench.cells(options)
+    found = {
+        "inductor+grouped": trained(1.0, 3.0, 1.0, 3.0, 50.0, 3.0, positions=125.0),
+        "inductor+random": trained(4.0, 4.0, 4.0, 4.0, 4.0, 4.0, losses=(4.0,)),
+        "deepytorch+random": trained(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, losses=(4.4,)),
+    }
+    rows = bench.rows(options, cell, found)
+    figures = {str(row.key["setup"]): row.figures for row in rows}
+    assert [figures[name]["tokens_per_s"] for name in found] == [50.0, 25.0, 100.0]
+    assert [figures[name]["speedup"] for name in found] == [1.0, 0.5, 2.0]
+    assert figures["inductor+grouped"]["real_token_fraction"] == 0.8
+    assert figures["deepytorch+random"]["loss_rel_diff"] == pytest.approx(0.1)
+    assert "loss_rel_diff" not in figures["inductor+random"]
+    asked = {"device": "cpu", "batches": 2, "rounds": 3}
+    results = Results(benchmark="epoch", command="", options=asked, machine="", versions={}, date="", rows=rows)
+    [table] = bench.tables(results)
+    assert table.rows[2] == ("deepytorch", "random", "100", "2.00x", "50 %", "packed")
 
 
 @pytest.mark.slow
-def test_every_arm_is_measured_against_the_first(monkeypatch):
-    arms = tuple(("eager" if backend == "inductor" else "aot_eager", order) for backend, order in epoch.ARMS)
-    monkeypatch.setattr(epoch, "ARMS", arms)
-    result = epoch.run_epoch(epoch.EpochOptions(size="tiny", rows=200, batch_size=4, steps=8, rounds=1, vocab_size=512))
-    assert [(arm.backend, arm.order) for arm in result.arms] == list(arms)
-    assert result.arms[0].ratio == 1.0
-    assert all(arm.tokens_per_s > 0 for arm in result.arms)
-    by_order = {arm.order: arm.real_token_fraction for arm in result.arms}
-    assert by_order["random"] < by_order["length"] <= 1.0
+@pytest.mark.matrix
+def test_a_small_run_has_the_same_tokens_with_fewer_pads_where_rows_are_grouped() -> None:
+    options = EpochOptions(setups=SETUPS[2:], batch_size=2, batches=4, rounds=1, settle=60.0)
+    shuffled, grouped = run_benchmark(Epoch(), options).rows
+    assert not shuffled.failed + grouped.failed
+    assert shuffled.figures["tokens_per_s"] > 0
+    assert shuffled.figures["real_token_fraction"] < grouped.figures["real_token_fraction"] <= 1.0

@@ -1,0 +1,97 @@
+"""`deepytorch bench loss`: time and memory of a linear layer and its cross-entropy, forward and backward.
+
+The loss runs in eager, compiled by Inductor, and in one operator that never holds all logits, in one process
+(`linear_loss`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from typer import Option
+
+from deepytorch.bench.benchmark import Benchmark, Cell, Place
+from deepytorch.bench.options import DTYPE_NAMES, check_at_least, check_choice
+from deepytorch.bench.results import Results, Row
+from deepytorch.bench.table import Table
+from deepytorch.bench.unpad import EAGER, in_one_process
+from deepytorch.errors import ConfigError
+
+_KEY = ("rows", "hidden_size", "vocab_size", "ignored", "dtype")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossOptions:
+    """Time a language model's head and its loss, forward and backward, and what memory they take.
+
+    In eager, compiled by Inductor, and in deepytorch's operator, which holds the logits in pieces.
+    """
+
+    rows: Annotated[int, Option(min=1, help="Tokens.")] = 4096
+    hidden_size: Annotated[int, Option(min=1, help="Width of the hidden states.")] = 256
+    vocab_size: Annotated[int, Option(min=2, help="Classes; 128256 are those of Llama 3.")] = 128_256
+    ignored: Annotated[float, Option(min=0.0, max=0.99, help="Fraction of the tokens that have no label.")] = 0.0
+    dtype: Annotated[str, Option(metavar="fp32|bf16|fp16", help="Of hidden states and weight.")] = "fp32"
+    device: Annotated[str, Option(help="Where to run: cpu, cuda, cuda:1, ...")] = "cpu"
+    rounds: Annotated[int, Option(min=1, help="How often each setup is timed.")] = 3
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for options that cannot be run with."""
+        check_at_least(self, 1, "rows", "hidden_size", "vocab_size", "rounds")
+        check_choice(self, "dtype", DTYPE_NAMES)
+        if not 0.0 <= self.ignored < 1.0:
+            raise ConfigError(f"ignored is {self.ignored:g}, expected a fraction from 0 to below 1.")
+
+
+class Loss(Benchmark[LossOptions]):
+    """See this module."""
+
+    name = "loss"
+    options = LossOptions
+
+    def cells(self, options: LossOptions) -> Sequence[Cell]:
+        """Return one cell: one process, which has all setups."""
+        key = {name: getattr(options, name) for name in _KEY}
+        return [Cell(key=key, setups=[in_one_process(options)], place=Place(threads=None), kind="loss")]
+
+    def rows(self, options: LossOptions, cell: Cell, found: Mapping[str, list[dict[str, Any]]]) -> list[Row]:
+        """Return a row for each setup. speedup: eager's time over its own. peak_mb: beyond the inputs."""
+        return [
+            Row(
+                key={**cell.key, "setup": name},
+                figures={**figures, "speedup": run[EAGER]["step_s"] / figures["step_s"]},
+            )
+            for [run] in found.values()
+            for name, figures in run.items()
+        ]
+
+    def tables(self, results: Results) -> list[Table]:
+        """Return the one table."""
+        rows = []
+        eager = {name: value for row in results.having(setup=EAGER) for name, value in row.figures.items()}
+        for row in results.rows:
+            if row.failed:
+                rows.append((str(row.key["setup"]), "", "", "", "", row.failed))
+                continue
+            figures = row.figures
+            rows.append(
+                (
+                    str(row.key["setup"]),
+                    f"{1e3 * figures['step_s']:,.1f}",
+                    f"{1 / figures['speedup']:.2f}",
+                    f"{figures['peak_mb']:,.0f}",
+                    f"{figures['peak_mb'] / eager['peak_mb']:.2f}" if eager["peak_mb"] else "-",
+                    f"{figures['loss']:.5f}",
+                )
+            )
+        asked = results.options
+        title = (
+            f"Linear and cross-entropy, {asked['rows']} x {asked['hidden_size']} x {asked['vocab_size']}, "
+            f"{100 * asked['ignored']:.0f} % ignored, {asked['dtype']}, {asked['device']}"
+        )
+        if eager:
+            title += f"; gradients {eager['gradients_mb']:,.0f} MiB"
+        columns = ("setup", "ms", "of eager's", "peak, MiB", "of eager's", "loss")
+        return [Table(title, columns, tuple(rows), ("setup", "loss"))] if rows else []
