@@ -1,4 +1,4 @@
-"""`deepytorch bench compute`: what it refuses, what it makes of measured steps, and one small run of it."""
+"""`deepytorch bench compute`: its rows and table, the point from which it is ahead, and one small run of it."""
 
 from __future__ import annotations
 
@@ -6,53 +6,61 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from deepytorch.bench.compute import ComputeOptions, ComputeResult, break_even, judged, run_compute
-from deepytorch.bench.compute_worker import ComputeRun, plan_of
-from deepytorch.bench.results import decoded
+from deepytorch.bench.compute import Compute, ComputeOptions, break_even
+from deepytorch.bench.results import Results, Row
+from deepytorch.bench.run import run_benchmark
+from deepytorch.bench.settling import plan_of
 from deepytorch.compiler.report import RegionRecord
-from deepytorch.errors import ConfigError
+from tests.bench.trained import rank
 from tests.processes import children_of, is_running
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"models": ("vgg17",)}, "expected one of alexnet"),
-        ({"models": ()}, "models is empty"),
-        ({"arms": ("eager", "jax")}, "expected one of eager, inductor"),
-        ({"arms": ("eager", "eager")}, "each once"),
-        ({"precision": "fp8"}, "expected one of fp32, amp"),
-        ({"size": "huge"}, "expected one of cpu, full"),
-        ({"steps": 0}, "expected 1 or more"),
-        ({"batch_size": -1}, "expected 0 or more"),
-    ],
-)
-def test_options_that_make_no_sense_are_refused(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        ComputeOptions(**changes)
+def rows_of(found: dict[str, Any], **options: Any) -> Results:
+    """Return the results of VGG-16 in these setups."""
+    asked = ComputeOptions(models=("vgg16",), setups=("eager", "inductor", "recipe", "deepytorch"), **options)
+    [cell] = Compute().cells(asked)
+    rows = Compute().rows(asked, cell, found)
+    given = asdict(asked)
+    return Results(benchmark="compute", command="", options=given, machine="", versions={}, date="", rows=rows)
 
 
-def measured(*seconds: float, losses: tuple[float, ...] = (2.0, 1.0)) -> ComputeRun:
-    return ComputeRun(
-        seconds=list(seconds), losses=list(losses), first_s=3.0, warm_up=[2.0, 1.0], peak_mb=100.0, plan="compiled"
+def test_ratios_are_medians_over_pairs_of_steps() -> None:
+    results = rows_of(
+        {
+            "eager": [rank([2.0, 2.0, 9.0], process_mb=100.0)],
+            "inductor": [rank([1.5, 1.5, 1.5], losses=[2.0, 1.1])],
+            "recipe": [rank([0.5, 0.5, 0.5])],
+            "deepytorch": [rank([1.0, 1.0, 1.0], process_mb=150.0, plan="channels last")],
+        }
+    )
+    assert [row.figures["ratio"] for row in results.rows] == [2.0, 1.5, 0.5, 1.0]
+    assert results.rows[1].figures["loss_rel_diff"] == pytest.approx(0.1)
+    [table] = Compute().tables(results)
+    # ahead of eager: a first step of 3 s is a second late, made up in the first of the next steps
+    assert table.rows == (
+        ("vgg16", "2,000.0", "1,500.0", "500.0", "1,000.0", "2.00x", "1.50x", "4", "1.50", "0e+00", "channels last"),
     )
 
 
-def test_the_better_of_eager_and_inductor_is_what_counts() -> None:
-    runs = {
-        "eager": measured(2.0, 2.0, 9.0),
-        "inductor": measured(1.5, 1.5, 1.5, losses=(2.0, 1.1)),
-        "recipe": measured(0.5, 0.5, 0.5),
-        "deepytorch": measured(1.0, 1.0, 1.0),
-    }
-    found = judged("vgg16", tuple(runs), runs, {})
-    assert [arm.ratio for arm in found.arms] == [2.0, 1.5, 0.5, 1.0]
-    assert found.best_ratio == 1.5
-    assert found.arms[1].loss_rel_diff == pytest.approx(0.1)
+def test_a_setup_that_was_faster_alone_is_named() -> None:
+    results = rows_of({"eager": [rank([9.0, 3.0, 3.0], warm_up=[1.5] * 6)], "deepytorch": [rank([1.0] * 3)]})
+    [table] = Compute().tables(results)
+    [note] = table.notes
+    assert note.startswith("vgg16, eager: 2.0 times as long in turns as alone before")
+
+
+def test_a_setup_that_failed_is_named() -> None:
+    results = rows_of({"eager": [rank([2.0])], "deepytorch": [rank([1.0])]})
+    failed = Row(key={**results.rows[0].key, "setup": "inductor"}, failed="out of memory")
+    [table] = Compute().tables(Results(**{**asdict(results), "rows": [*results.rows, failed]}))
+    assert table.rows[0][1:7] == ("2,000.0", "", "", "1,000.0", "2.00x", "")
+    assert table.notes == ("vgg16, inductor: out of memory.",)
 
 
 @pytest.mark.parametrize(
@@ -68,20 +76,6 @@ def test_the_seconds_until_more_steps_are_done_than_in_eager(
     warm_up: list[float], settled: float, seconds: float | None
 ) -> None:
     assert break_even(warm_up, [settled] * 3, [1.0, 1.0, 9.0]) == seconds
-
-
-def test_an_arm_that_was_faster_alone_is_disturbed() -> None:
-    runs = {"eager": measured(9.0, 3.0, 3.0), "deepytorch": measured(1.0, 1.0, 1.0)}
-    eager, ours = judged("vgg16", tuple(runs), runs, {}).arms
-    assert (eager.slowed, eager.is_disturbed) == (2.0, True)  # a step took 1.5 s in the median before
-    assert not ours.is_disturbed
-
-
-def test_an_arm_that_fails_has_its_reason() -> None:
-    runs = {"eager": measured(2.0), "deepytorch": measured(1.0)}
-    found = judged("sd_unet", ("eager", "inductor", "deepytorch"), runs, {"inductor": "no end after 3 s"})
-    assert [arm.failed for arm in found.arms] == ["", "no end after 3 s", ""]
-    assert found.best_ratio == 2.0
 
 
 def record(**fields: Any) -> RegionRecord:
@@ -102,20 +96,27 @@ def test_the_plan_says_which_forms_run(regions: list[RegionRecord], plan: str) -
 
 
 @pytest.mark.slow
-def test_a_small_run() -> None:
-    options = ComputeOptions(models=("alexnet",), arms=("eager", "deepytorch"), batch_size=2, steps=4, warm_up_s=8.0)
-    [result] = run_compute(options, lambda text: None)
-    assert decoded(ComputeResult, result.to_json()) == result
-    [model] = result.models
-    assert [arm.failed for arm in model.arms] == ["", ""]
-    assert all(arm.step_s > 0 and arm.peak_mb > 0 for arm in model.arms)
-    assert model.arms[1].loss_rel_diff < 1e-4
+def test_a_small_run(tmp_path: Path) -> None:
+    options = ComputeOptions(models=("alexnet",), setups=("eager", "deepytorch"), batch_size=2, steps=4, settle=60.0)
+    results = run_benchmark(Compute(), options, tmp_path / "compute.json")
+    assert [row.failed for row in results.rows] == ["", ""]
+    assert all(row.figures["step_s"] > 0 and row.figures["process_mb"] > 0 for row in results.rows)
+    assert results.rows[1].figures["loss_rel_diff"] < 1e-4
 
 
 @pytest.mark.slow
-def test_what_a_benchmark_has_started_ends_with_it() -> None:
+def test_what_a_benchmark_has_started_ends_with_it(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "from deepytorch.cli import main; main()", "bench", "compute"]
-    options = ["--model", "tts_angular", "--arms", "eager", "--steps", "1000"]
+    options = [
+        "--models",
+        "tts_angular",
+        "--setups",
+        "eager",
+        "--steps",
+        "1000",
+        "--out",
+        str(tmp_path / "compute.json"),
+    ]
     bench = subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
     while not (workers := children_of(bench.pid)):
