@@ -35,6 +35,20 @@ class Place:
     flow_rate: str | None = None
     threads: int | None = 1
 
+    @classmethod
+    def of(
+        cls, hosts: int, ranks: int, rate: str | None = None, flow_rate: str | None = None, threads: int | None = 1
+    ) -> Place:
+        """Return all of torchrun's ranks, if it has started this process; else this machine, or hosts of the lab.
+
+        rate: of several hosts; None is 1 Gbit.
+        """
+        shape = torchrun_shape()
+        if shape is not None:
+            return cls(hosts=shape[1], ranks=shape[0], threads=threads)
+        rate = (rate or "1gbit") if hosts > 1 else None
+        return cls(hosts=hosts, ranks=ranks, rate=rate, flow_rate=flow_rate, threads=threads)
+
     @property
     def all_ranks(self) -> int:
         """Return the number of ranks of all hosts."""
@@ -47,7 +61,7 @@ def places(hosts: Sequence[int], ranks: int, rates: Sequence[str]) -> list[Place
     if shape is not None:
         return [Place(hosts=number, ranks=shape[0]) for number in hosts]
     pairs = [(number, rate) for number in hosts for rate in (rates if number > 1 else (None,))]
-    return [Place(hosts=number, ranks=ranks, rate=rate) for number, rate in pairs]
+    return [Place.of(number, ranks, rate) for number, rate in pairs]
 
 
 def torchrun_shape() -> tuple[int, int] | None:

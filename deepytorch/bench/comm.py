@@ -122,7 +122,7 @@ class CommOptions:
             raise ConfigError("There is one rank in all, expected at least 2: give --ranks 2.")
         check_rates(self)
         check_choice(self, "ops", OPS)
-        check_choice(self, "backends", BACKENDS)
+        check_choice(self, "backends", BACKENDS, repeated=True)
         if self.algorithms != (AUTO,):
             from deepytorch.comm.algorithms.select import COLLECTIVES
 
@@ -219,12 +219,7 @@ class Comm(Benchmark[CommOptions]):
 
     def cells(self, options: CommOptions) -> Sequence[Cell]:
         """Return a cell for each op and size: all groups are in the same processes."""
-        place = Place(
-            hosts=options.hosts,
-            ranks=options.ranks,
-            rate=(options.rate or "1gbit") if options.hosts > 1 else None,
-            flow_rate=options.flow_rate,
-        )
+        place = Place.of(options.hosts, options.ranks, options.rate, options.flow_rate)
         itemsize = itemsize_of(options.dtype)
         # at least one element for each rank, and the same number for each
         least = itemsize * place.all_ranks

@@ -123,13 +123,7 @@ class Ddp(Benchmark[DdpOptions]):
 
     def cells(self, options: DdpOptions) -> Sequence[Cell]:
         """Return a cell for each model."""
-        lab = simulated_hosts(options)
-        place = Place(
-            hosts=options.hosts,
-            ranks=options.ranks,
-            rate=None if lab is None else lab.rate,
-            flow_rate=options.flow_rate,
-        )
+        place = Place.of(options.hosts, options.ranks, options.rate, options.flow_rate)
         return [
             Cell(
                 key={

@@ -20,8 +20,11 @@ def check_at_least(options: Any, least: int, *names: str) -> None:
                 raise ConfigError(f"{name} {'has' if value is not given else 'is'} {value}; expected {least} or more.")
 
 
-def check_choice(options: Any, name: str, accepted: Collection[str]) -> None:
-    """Refuse an option that is none of `accepted`; of an option with several values, each has to be one, given once."""
+def check_choice(options: Any, name: str, accepted: Collection[str], *, repeated: bool = False) -> None:
+    """Refuse an option that is none of `accepted`; of several values, each has to be one, and be given once.
+
+    repeated: values may be given more than once.
+    """
     given = getattr(options, name)
     if not given:
         raise ConfigError(f"{name} is empty, expected one or more of {', '.join(accepted)}.")
@@ -29,7 +32,7 @@ def check_choice(options: Any, name: str, accepted: Collection[str]) -> None:
     for value in values:
         if value not in accepted:
             raise ConfigError(f'{name} {verb} "{value}", expected one of {", ".join(accepted)}.')
-    if len(set(values)) != len(values):
+    if len(set(values)) != len(values) and not repeated:
         raise ConfigError(f"{name} is {', '.join(values)}; expected each once.")
 
 

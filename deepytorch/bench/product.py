@@ -106,7 +106,8 @@ class Product(Benchmark[ProductOptions]):
     @staticmethod
     def _cell(options: ProductOptions, name: str) -> Cell:
         line, small = _LINES[name], options.scale == "small"
-        alone = name in _ONE_RANK or options.hosts * options.ranks == 1
+        place = Place(threads=None) if name in _ONE_RANK else Place.of(options.hosts, options.ranks, options.rate)
+        alone = place.all_ranks == 1
         way = replace(line.way, precision=options.precision)
         if way.sharding.startswith("zero") and options.sharding != "as-published":
             way = replace(way, sharding=options.sharding, offload=False)
@@ -124,13 +125,6 @@ class Product(Benchmark[ProductOptions]):
             steps=options.steps,
             warm_up=options.warm_up,
             settle_s=options.settle,
-        )
-        several = options.hosts > 1 and not alone
-        place = Place(
-            hosts=options.hosts if several else 1,
-            ranks=1 if alone else options.ranks,
-            rate=options.rate if several else None,
-            threads=None if alone else 1,
         )
         configuration = ", ".join(
             [

@@ -86,7 +86,7 @@ class Sharded(Benchmark[ShardedOptions]):
 
     def cells(self, options: ShardedOptions) -> Sequence[Cell]:
         """Return one cell."""
-        place = Place(hosts=options.hosts, ranks=options.ranks, rate=options.rate)
+        place = Place.of(options.hosts, options.ranks, options.rate)
         job = TrainingJob(
             model="llama",
             size=options.size,
