@@ -1,4 +1,4 @@
-"""What each rank of `deepytorch bench hosts` does: one script, which nothing but DEEPYTORCH tells whether to import."""
+"""A rank of `deepytorch bench hosts`: the same script with the import and without, as DEEPYTORCH says."""
 
 from __future__ import annotations
 
