@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -70,17 +71,16 @@ HOSTS = {
     "trl": Host("host_loops.SupervisedTrainer", packages=("trl", "datasets"), models=_CAUSAL),
     "megatron": Host("megatron_loop.Megatron", packages=("megatron",), models=_CAUSAL),
 }
-_RECIPES = {
-    "lora-checkpoint": ("CheckpointedLowRank", ("peft", "accelerate"), _CAUSAL),
-    "dpo": ("Preferences", (), _CAUSAL),
-    "grpo": ("PolicyRatios", (), _CAUSAL),
-    "orpo": ("OddsRatios", (), _CAUSAL),
-    "evaluate": ("Evaluation", (), ("llama", "bert")),
-    "sentence-transformers": ("SentenceEmbeddings", ("sentence_transformers",), ("bert",)),
-}
+_recipe = partial(Host, ranks=1, models=_CAUSAL)
 RECIPES = {
-    name: Host(f"host_recipes.{loop}", ranks=1, packages=packages, models=models)
-    for name, (loop, packages, models) in _RECIPES.items()
+    "lora-checkpoint": _recipe("host_recipes.CheckpointedLowRank", packages=("peft", "accelerate")),
+    "dpo": _recipe("host_recipes.Preferences"),
+    "grpo": _recipe("host_recipes.PolicyRatios"),
+    "orpo": _recipe("host_recipes.OddsRatios"),
+    "evaluate": _recipe("host_recipes.Evaluation", models=("llama", "bert")),
+    "sentence-transformers": _recipe(
+        "host_recipes.SentenceEmbeddings", packages=("sentence_transformers",), models=("bert",)
+    ),
 }
 ALL = HOSTS | RECIPES
 _GROUPS = {"all": tuple(HOSTS), "recipes": tuple(RECIPES)}
@@ -145,7 +145,7 @@ class HostJob:
     """The work of one process: train, and leave a checkpoint on the way.
 
     Attributes:
-        host, model, size, data, batch_size, max_length, steps: See the options.
+        host, model: Which of those that `options` names.
         saves: Below `scratch`, the folder of this process's checkpoint.
         begins: The folder of the checkpoint that the training begins with, at the last two steps; empty: from new.
         then: The folder of the one with which these steps are trained once more behind it, without turns.
@@ -153,13 +153,9 @@ class HostJob:
         lowering: Of deepytorch's graphs.
     """
 
+    options: HostsOptions
     host: str
     model: str
-    size: str
-    data: Path | None
-    batch_size: int
-    max_length: int
-    steps: int
     saves: str
     begins: str = ""
     then: str = ""
@@ -169,7 +165,7 @@ class HostJob:
     @property
     def save_at(self) -> int:
         """Return the step before which the checkpoint is written."""
-        return self.steps - CONTINUED
+        return self.options.steps - CONTINUED
 
 
 class Hosts(Benchmark[HostsOptions]):
@@ -186,12 +182,9 @@ class Hosts(Benchmark[HostsOptions]):
     @staticmethod
     def _cell(options: HostsOptions, name: str, model: str) -> Cell:
         host = ALL[name]
-        same: dict[str, Any] = {
-            each: getattr(options, each) for each in ("size", "data", "batch_size", "max_length", "steps")
-        }
 
         def setup(called: str, **given: Any) -> Setup:
-            job = HostJob(host=name, model=model, saves=called, **same, **given)
+            job = HostJob(options=options, host=name, model=model, saves=called, **given)
             environment = {
                 "DEEPYTORCH_COMPILE": "wait",  # compiled from the first step on
                 "DS_ACCELERATOR": "cpu",  # heeded by DeepSpeed alone, which else looks for a GPU's compiler
@@ -283,10 +276,10 @@ class _Found:
         continued = by_setup.get(WITHOUT_AGAIN, rows[0])
         self.losses = self._ours.figures.get("loss_rel_diff")
         self.checkpoints = continued.figures.get("checkpoint_rel_diff")
-        reasons = {row.failed: f"{name}: {row.failed}" for name, row in by_setup.items() if row.failed}
-        if len(reasons) == 1 and all(row.failed for row in rows):
-            reasons = dict.fromkeys(reasons, next(iter(reasons)))  # the same for all: none was started
-        self.named = next(iter(reasons.values()), self._ours.texts.get("fallbacks", ""))
+        failed = [f"{name}: {row.failed}" for name, row in by_setup.items() if row.failed]
+        if len({row.failed for row in rows}) == 1:
+            failed = [rows[0].failed]  # the same of all: none was started, or none failed
+        self.named = failed[0] or self._ours.texts.get("fallbacks", "")
 
     @property
     def agrees(self) -> bool:

@@ -1,4 +1,4 @@
-"""What each rank of `deepytorch bench hosts` does: one script, which nothing but DEEPYTORCH tells whether to import."""
+"""A rank of `deepytorch bench hosts`: the same script with the import and without, as DEEPYTORCH says."""
 
 from __future__ import annotations
 
@@ -59,17 +59,18 @@ def run(job: HostJob, turns: Turns) -> dict[str, Any]:
 
 def _loop(job: HostJob, folder: Path) -> Loop:
     torch.manual_seed(0)
-    rows = load_rows(job.data)
-    tokenizer = train_tokenizer(rows, 512 if job.size == "tiny" else 2048)
-    model = build_model(job.model, job.size, vocab_size=tokenizer.get_vocab_size())
+    options = job.options
+    rows = load_rows(options.data)
+    tokenizer = train_tokenizer(rows, 512 if options.size == "tiny" else 2048)
+    model = build_model(job.model, options.size, vocab_size=tokenizer.get_vocab_size())
     own = batches(
         rows,
         tokenizer,
-        batch_size=job.batch_size,
-        max_length=job.max_length,
+        batch_size=options.batch_size,
+        max_length=options.max_length,
         kind=batch_kind(job.model),
         seed=int(os.environ.get("RANK", "0")),
-        steps=job.steps,
+        steps=options.steps,
     )
     host = ALL[job.host]
     module, _, name = host.loop.rpartition(".")
@@ -83,8 +84,8 @@ def _checkpoint(scratch: Path, name: str) -> Path:
 
 def _whole(job: HostJob, steps: Sequence[Step], first: int) -> Sequence[Step]:
     """Return the steps if none is missing."""
-    if len(steps) != job.steps - first:
-        raise ParityError(f"{job.host} recorded {len(steps)} steps, expected {job.steps - first}")
+    if len(steps) != job.options.steps - first:
+        raise ParityError(f"{job.host} recorded {len(steps)} steps, expected {job.options.steps - first}")
     return steps
 
 
