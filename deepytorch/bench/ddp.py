@@ -187,7 +187,7 @@ def _setup(options: DdpOptions, model: str, name: str) -> Setup:
         device=options.device,
         steps=options.steps,
         settle_s=options.settle,
-        group="stock" if options.backend == "gloo" else "",
+        stock_group=options.backend == "gloo",
         compress=options.compress if ours else None,
         python_reducer=name == "ddp_python_reducer",
     )

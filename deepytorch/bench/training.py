@@ -211,8 +211,8 @@ def _join(job: TrainingJob, device: torch.device) -> int:
         return 0
     if not dist.is_initialized():
         timeout = timedelta(seconds=job.timeout_s)
-        SWITCH.process_groups = job.group != "stock"
-        if job.group == "deepytorch" or job.compress is not None:
+        SWITCH.process_groups = not job.stock_group
+        if job.compress is not None:
             options = Options(compress=job.compress)  # type: ignore[arg-type]
             dist.init_process_group("deepytorch", timeout=timeout, pg_options=options)
         else:
