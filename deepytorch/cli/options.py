@@ -81,7 +81,6 @@ Labels = Annotated[
 ]
 RoundsOfBatch = Annotated[int, typer.Option(min=1, help="How often each batch is timed in each setup.")]
 BatchSize = Annotated[int, typer.Option(min=1, help="Rows in a batch.")]
-BatchSizeOfRank = Annotated[int, typer.Option(min=1, help="Rows in a batch of each rank.")]
 Device = Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...")]
 
 
