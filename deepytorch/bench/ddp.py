@@ -21,6 +21,7 @@ from deepytorch.bench.table import Table
 from deepytorch.bench.timeline import Span, plot_steps, write_trace
 from deepytorch.bench.ways import Parallel
 from deepytorch.bench.zoo import MODELS, SIZES
+from deepytorch.config import process_environment
 from deepytorch.errors import ConfigError
 
 OURS = "deepytorch"
@@ -153,7 +154,7 @@ class Ddp(Benchmark[DdpOptions]):
         beyond that of compute alone; an `overlap_efficiency` of 1 is the best that overlap can reach. `ratio`: the time
         of forward and backward over deepytorch's. `max_grad_rel_diff`, `loss_rel_diff`: from the first setup's.
         """
-        if options.timeline is not None and found:
+        if options.timeline is not None and found and process_environment().get("RANK", "0") == "0":
             spans = {name: [Span(**each) for each in ranks[0]["spans"]] for name, ranks in found.items()}
             plot_steps(options.timeline, f"{options.models[0]}, batch {options.batch_size}: one step of rank 0", spans)
             write_trace(options.timeline.with_suffix(".json"), spans)
@@ -181,7 +182,7 @@ def _setup(options: DdpOptions, model: str, name: str) -> Setup:
         device=options.device,
         steps=options.steps,
         settle_s=options.settle,
-        group="stock" if options.backend == "gloo" else "",
+        stock_group=options.backend == "gloo",
         compress=options.compress if ours else None,
         python_reducer=name == "ddp_python_reducer",
     )

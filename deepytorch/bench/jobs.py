@@ -35,7 +35,7 @@ class TrainingJob:
         warm_up: Steps before them.
         settle_s: The most seconds until deepytorch has compiled and chosen what it runs, where it is imported.
         compiles: Whether deepytorch compiles at all.
-        group: The process group: "", gloo's or nccl's, in whose place the import gives its own; "deepytorch"; "stock".
+        stock_group: Whether the process group is gloo or nccl, in whose place the import else gives its own.
         compress: The type that deepytorch's process group casts sums to between hosts.
         quantize: int8 or fp8: values of fully_shard are rounded to it between hosts, in deepytorch's process group.
         losses: Of so many first steps the losses are kept.
@@ -63,7 +63,7 @@ class TrainingJob:
     warm_up: int = 3
     settle_s: float = 0.0
     compiles: bool = True
-    group: str = ""
+    stock_group: bool = False
     compress: str | None = None
     quantize: str | None = None
     losses: int = 5

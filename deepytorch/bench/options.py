@@ -36,13 +36,6 @@ def check_choice(options: Any, name: str, accepted: Collection[str], *, repeated
         raise ConfigError(f"{name} is {', '.join(values)}; expected each once.")
 
 
-def check_arms(options: Any, accepted: Collection[str]) -> None:
-    """Refuse arms that are none of `accepted`, and one that is named twice."""
-    check_choice(options, "arms", accepted)
-    if len(set(options.arms)) != len(options.arms):
-        raise ConfigError(f"arms is {', '.join(options.arms)}; expected each once.")
-
-
 def check_rates(options: Any) -> None:
     """Refuse `rate` and `flow_rate` where there is one host."""
     if options.hosts == 1 and (options.rate or options.flow_rate):

@@ -32,8 +32,8 @@ SETUPS = (STOCK, "exact", *WIRES)
 class ShardedOptions:
     """Train a sharded Llama (FSDP2) with weights and gradients rounded between hosts; compare step time and losses.
 
-    Each setup trains in processes of its own; they take turns, step by step, on the same batches. Hosts are simulated
-    on this machine, which needs root: see deepytorch lab.
+    Each setup trains in processes of its own, in eager; they take turns, step by step, on the same batches. Hosts are
+    simulated on this machine, which needs root: see deepytorch lab.
     """
 
     size: Annotated[
@@ -99,9 +99,12 @@ class Sharded(Benchmark[ShardedOptions]):
             steps=options.steps - UNTIMED,
             warm_up=UNTIMED,
             losses=options.steps,
-            group="deepytorch",
+            compiles=False,
         )
-        changes: dict[str, dict[str, str]] = {STOCK: {"group": "stock"}, **{wire: {"quantize": wire} for wire in WIRES}}
+        changes: dict[str, dict[str, Any]] = {
+            STOCK: {"stock_group": True},
+            **{wire: {"quantize": wire} for wire in WIRES},
+        }
         return [
             Cell(
                 key={
@@ -112,7 +115,9 @@ class Sharded(Benchmark[ShardedOptions]):
                     "ranks": place.ranks,
                     "rate": place.rate,
                 },
-                setups=[Setup(name=name, job=replace(job, **changes.get(name, {}))) for name in options.setups],  # type: ignore[arg-type]
+                setups=[
+                    Setup(name=name, job=replace(job, **changes.get(name, {})), imports=True) for name in options.setups
+                ],
                 place=place,
             )
         ]

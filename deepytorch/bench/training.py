@@ -25,6 +25,7 @@ from deepytorch.bench.rivals import ordered, with_kernels
 from deepytorch.bench.settling import plan_of, settle, wait_for_code
 from deepytorch.bench.zoo import build_workload
 from deepytorch.comm.group.groups import group_of
+from deepytorch.comm.group.native import native
 from deepytorch.comm.group.options import Options
 from deepytorch.comm.group.quantized import quantize
 from deepytorch.compiler.budget import BUDGET
@@ -67,6 +68,11 @@ def opened(job: TrainingJob) -> Run:
     return Run(job, device, rank)
 
 
+def imports() -> bool:
+    """Return whether this process has the import, switched on."""
+    return SWITCH.enabled and os.environ.get("DEEPYTORCH") != "off"
+
+
 class Run:
     """A model, its batches, and steps on one batch after the other.
 
@@ -76,7 +82,7 @@ class Run:
 
     def __init__(self, job: TrainingJob, device: torch.device, rank: int) -> None:
         self.job, self.device, self.rank = job, device, rank
-        self._imports = SWITCH.enabled and os.environ.get("DEEPYTORCH") != "off"
+        self._imports = imports()
         self.trainer, batches = _trainer(job, device, rank)
         self._batches = [{name: value.to(device) for name, value in batch.items()} for batch in batches]
         steps = len(batches) // job.parallel.accumulate
@@ -218,8 +224,10 @@ def _join(job: TrainingJob, device: torch.device) -> int:
         return 0
     if not dist.is_initialized():
         timeout = timedelta(seconds=job.timeout_s)
-        SWITCH.process_groups = job.group != "stock"
-        if job.group == "deepytorch" or job.compress is not None:
+        SWITCH.process_groups = not job.stock_group
+        if imports() and not job.stock_group:
+            native.load()  # a group waits for no C++ that is yet to be compiled, but is stock's
+        if job.compress is not None:
             options = Options(compress=job.compress)  # type: ignore[arg-type]
             dist.init_process_group("deepytorch", timeout=timeout, pg_options=options)
         else:

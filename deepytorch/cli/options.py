@@ -70,7 +70,6 @@ SizeOf = Annotated[
     ),
 ]
 BatchSize = Annotated[int, typer.Option(min=1, help="Rows in a batch.")]
-BatchSizeOfRank = Annotated[int, typer.Option(min=1, help="Rows in a batch of each rank.")]
 Device = Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...")]
 
 

@@ -58,7 +58,7 @@ def test_setups_are_what_their_names_say() -> None:
     [alone] = Ddp().cells(DdpOptions(ranks=1))
     assert alone.impossible == "one rank has nothing to reduce"
     [stock] = Ddp().cells(DdpOptions(backend="gloo"))
-    assert stock.setups[-1].job.group == "stock"
+    assert stock.setups[-1].job.stock_group
 
 
 @pytest.mark.parametrize(("name", "overlaps"), [("ddp", False), ("ddp_compile", True), ("deepytorch", False)])

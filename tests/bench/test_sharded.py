@@ -57,9 +57,9 @@ def test_figures_are_those_of_the_measured_steps() -> None:
 
 def test_setups_differ_by_the_process_group_alone() -> None:
     [cell] = Sharded().cells(ShardedOptions(setups=("gloo", "exact", "int8", "fp8")))
-    assert [setup.job.group for setup in cell.setups] == ["stock", "deepytorch", "deepytorch", "deepytorch"]
+    assert [setup.job.stock_group for setup in cell.setups] == [True, False, False, False]
     assert [setup.job.quantize for setup in cell.setups] == [None, None, "int8", "fp8"]
-    assert not any(setup.imports for setup in cell.setups)
+    assert all(setup.imports and not setup.job.compiles for setup in cell.setups)
 
 
 @pytest.mark.matrix
