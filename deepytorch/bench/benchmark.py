@@ -1,4 +1,4 @@
-"""What a benchmark is: options, what it measures one after the other, and how results are shown.
+"""The shape of a benchmark: options, what it measures one after the other, and how results are shown.
 
 A benchmark is one file: a frozen dataclass of options, which is the command's option list too, and a class with the
 methods below. Starting ranks, turns, writing and reading results, tables, plots and the report are written elsewhere
@@ -99,7 +99,7 @@ class Setup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
-    """What is measured together: setups that take turns, step by step, on the same work.
+    """A part that is measured together: setups that take turns, step by step, on the same work.
 
     Attributes:
         key: The common part of the keys of its rows.

@@ -1,4 +1,4 @@
-"""What deepytorch's process group chooses for a collective, and what each algorithm is predicted to take, as one rank.
+"""The choices of deepytorch's process group for a collective, and each algorithm's predicted time, as one rank.
 
 The ranks are there for the links: the group chooses by those that it measures, or remembers from an earlier run.
 """

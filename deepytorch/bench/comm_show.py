@@ -1,4 +1,4 @@
-"""What `deepytorch bench comm` shows: rows in the columns of nccl-tests, tables of times and choices, bandwidth."""
+"""The output of `deepytorch bench comm`: rows in the columns of nccl-tests, tables of times and choices, bandwidth."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ KERNELS = ("", "liger", "flash", "flattened")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingJob:
-    """What one rank trains, and how.
+    """The training of one rank: the model, and how it is trained.
 
     Attributes:
         model, size: Of the zoo.
@@ -75,7 +75,7 @@ class TrainingJob:
 
 @dataclass(frozen=True, kw_only=True)
 class OverlapJob(TrainingJob):
-    """What one rank trains under DDP, in parts. python_reducer: torch.compile traces the reduction of gradients too."""
+    """The training of one rank under DDP, timed in parts. python_reducer: torch.compile traces DDP's reducer, too."""
 
     python_reducer: bool = False
 
@@ -130,7 +130,7 @@ class CollectiveJob:
 
 @dataclass(frozen=True, kw_only=True)
 class ChoicesJob:
-    """What a group of deepytorch's chooses for a collective of several sizes, in bytes; else as `CollectiveJob`."""
+    """The choices of deepytorch's group for a collective of several sizes, in bytes; else as `CollectiveJob`."""
 
     op: str
     sizes: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""What `deepytorch bench loss` measures, in one process: see `loss` for its options, rows and table."""
+"""The measuring of `deepytorch bench loss`, in one process: see `loss` for its options, rows and table."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -91,13 +92,14 @@ def divide(model: Any, mesh: DeviceMesh) -> None:
 
 def fill(model: nn.Module, part: nn.Module, device: torch.device) -> None:
     """Draw the weights of a part of the model that has none yet, each module's from a seed of its own."""
-    family, drawn = inner(model), False
+    drawn = False
+    initialize = attrgetter("_init_weights")(inner(model))  # as transformers names it
     names = {module: name for name, module in model.named_modules()}
     for module in part.modules():
         if any(each.is_meta for each in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
             module.to_empty(device=device, recurse=False)
             with seeded(zlib.crc32(names[module].encode())), torch.no_grad():
-                family._init_weights(module)
+                initialize(module)
             drawn = True
     if drawn and part is model:
-        family.tie_weights()
+        inner(model).tie_weights()

@@ -79,7 +79,7 @@ class _Steps:
     def __init__(self, every: Run) -> None:
         self._every = every
         made: Any = every.trainer
-        self._autocast, self._call, self._optimizer = made.autocast, made._call, made._optimizer
+        self._autocast, self._call, self._optimizer = made.autocast, made._call, made.optimizer
         self.model: nn.Module = every.trainer.model
         self._last = 0.0, Parts(0.0, 0.0, 0.0)  # the start and the parts of the last step
 

@@ -12,6 +12,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, cast
 
@@ -22,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
 
 from deepytorch.bench.memory import peak_step_bytes
 from deepytorch.bench.model_parts import blocks, cut, divide, fill, inner
@@ -282,12 +284,11 @@ def _recompute(model: nn.Module) -> None:
     if hasattr(inner(model), "gradient_checkpointing_enable"):
         cast(Any, inner(model)).gradient_checkpointing_enable({"use_reentrant": False})
         return
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
-
     found = blocks(model)
     if not found:
         raise ConfigError(f"{type(model).__name__} has no blocks that are alike, so that nothing can be recomputed.")
-    apply_activation_checkpointing(model, check_fn=lambda each: each in found)
+    for block in found:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
 def _compiled_blocks(model: nn.Module, parallel: Parallel) -> nn.Module:

@@ -50,7 +50,7 @@ th { color: var(--soft); font-weight: 500; position: sticky; top: 0; background:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportOptions:
-    """Where results are, what they are compared with, and where the pages go.
+    """The folder of results, the earlier one they are compared with, and the pages.
 
     Attributes:
         folder: The folder of result files.
@@ -69,7 +69,7 @@ class ReportOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """What was written, and how much was found.
+    """The pages that were written, and how much was found.
 
     Attributes:
         html, markdown: The pages.

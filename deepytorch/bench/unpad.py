@@ -118,7 +118,7 @@ class UnpadOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class UnpadJob:
-    """What the process measures: one model. backend, stock_backend: of the two compiled setups, in torch.compile."""
+    """The measuring of one model in a process. backend, stock_backend: of the two compiled setups, in torch.compile."""
 
     model: str = "llama"
     options: UnpadOptions = field(default_factory=UnpadOptions)

@@ -1,4 +1,4 @@
-"""What `deepytorch bench unpad` measures, in one process: see `unpad` for its options, rows and tables."""
+"""The measuring of `deepytorch bench unpad`, in one process: see `unpad` for its options, rows and tables."""
 
 from __future__ import annotations
 

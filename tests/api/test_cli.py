@@ -192,8 +192,8 @@ def test_commands_are_spelled_in_the_help_as_they_are_typed():
         ("demo",), ("run",), ("verify",), ("profile",), ("doctor",), ("gpu-check",), ("config",), ("build",), ("lab",),
         ("simulate",),
         ("cache",), ("cache", "list"), ("cache", "export"), ("cache", "import"), ("cache", "clear"),
-        ("bench",), ("bench", "hosts"), ("bench", "models"), ("bench", "ddp"), ("bench", "sharded"), ("bench", "comm"),
-        ("bench", "start"), ("bench", "kernels"), ("bench", "roofline"), ("bench", "report"), ("bench", "unpad"),
-        ("bench", "epoch"), ("bench", "loss"), ("bench", "compute"), ("bench", "acspeed"), ("bench", "memory"),
-        ("bench", "deepytorch"), ("bench", "peers"),
+        ("bench",), ("bench", "unpad"), ("bench", "hosts"), ("bench", "ddp"), ("bench", "sharded"), ("bench", "comm"),
+        ("bench", "start"), ("bench", "epoch"), ("bench", "loss"), ("bench", "compute"), ("bench", "acspeed"),
+        ("bench", "scaling"), ("bench", "memory"), ("bench", "deepytorch"), ("bench", "peers"),
+        ("bench", "models"), ("bench", "kernels"), ("bench", "roofline"), ("bench", "report"),
     ]  # fmt: skip

@@ -133,10 +133,11 @@ def test_where_one_process_cannot_continue_two_new_ones_are_compared() -> None:
     assert rows[2].figures["checkpoint_rel_diff"] == pytest.approx(1e-4)
 
 
-def test_the_command_ends_with_1_where_losses_differ(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_losses_that_differ_are_an_error_of_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("deepytorch.bench.run.run_benchmark", lambda *_: results_of(rows_of(found(last=1.1))))
     shown = CliRunner().invoke(app, ["bench", "hosts", "--out", str(tmp_path / "hosts.json")])
-    assert (shown.exit_code, "for no known reason: ddp, llama" in shown.output) == (1, True)
+    assert isinstance(shown.exception, ParityError)
+    assert "for no known reason: ddp, llama" in str(shown.exception)
 
 
 def test_the_page_on_compatibility_has_the_matrix_of_its_result_file() -> None:
