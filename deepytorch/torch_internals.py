@@ -115,6 +115,7 @@ INTERNALS = (
     ),
     Internal("torch._dynamo.config.assume_static_by_default", "whether the user asked for static sizes"),
     Internal("torch._dynamo.config.automatic_dynamic_shapes", "the same"),
+    Internal("torch._dynamo.config.compiled_autograd", "whether stock torch traces DDP's reducer, in `bench ddp` (set)"),
     Internal("torch._dynamo.config.ignore_logging_functions", "calls that are left out of compiled code (patched)"),
     Internal("torch._dynamo.config.optimize_ddp", "whether Dynamo cuts data-parallel models (patched)"),
     Internal(
@@ -183,6 +184,7 @@ INTERNALS = (
     Internal("torch._guards.detect_fake_mode", "the sizes of a graph, as symbols", ((1, ()),)),
     Internal("torch._inductor.compile_fx.compile_fx", "the lowering inductor", ((2, ("config_patches",)),)),
     Internal("torch._inductor.config.get_config_copy", "which options there are", ((0, ()),)),
+    Internal("torch._inductor.config.load_config", "stock torch's overlap of collectives, in benchmarks", ((1, ()),)),
     Internal("torch._inductor.config.get_type", "what type an option has", ((1, ()),)),
     Internal("torch._inductor.config.patch", "compile with stock's overlap in a benchmark", ((1, ()),)),
     Internal("torch._inductor.config.triton.cudagraphs", "whether CUDA graphs are asked for"),
