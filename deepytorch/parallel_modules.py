@@ -37,11 +37,10 @@ def is_divided(module: nn.Module) -> bool:
 
     FSDP2 shards weights over one dimension of a mesh, and gathers them for the forward.
     """
-    gathered = any(is_fsdp(each) for each in module.modules())
+    gathered = {id(weight) for each in module.modules() if is_fsdp(each) for weight in each.parameters()}
     return any(
-        sum(placement.is_shard() for placement in each.placements) > gathered  # type: ignore[attr-defined]
+        sum(not placement.is_replicate() for placement in getattr(each, "placements", ())) > (id(each) in gathered)
         for each in module.parameters()
-        if hasattr(each, "device_mesh")
     )
 
 

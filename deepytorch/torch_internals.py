@@ -115,7 +115,9 @@ INTERNALS = (
     ),
     Internal("torch._dynamo.config.assume_static_by_default", "whether the user asked for static sizes"),
     Internal("torch._dynamo.config.automatic_dynamic_shapes", "the same"),
-    Internal("torch._dynamo.config.compiled_autograd", "whether stock torch traces DDP's reducer, in `bench ddp` (set)"),
+    Internal(
+        "torch._dynamo.config.compiled_autograd", "whether stock torch traces DDP's reducer, in `bench ddp` (set)"
+    ),
     Internal("torch._dynamo.config.ignore_logging_functions", "calls that are left out of compiled code (patched)"),
     Internal("torch._dynamo.config.optimize_ddp", "whether Dynamo cuts data-parallel models (patched)"),
     Internal(
@@ -123,7 +125,6 @@ INTERNALS = (
         "settings for one compile",
         (
             (0, ("capture_scalar_outputs",)),
-            (0, ("compiled_autograd", "optimize_ddp")),
             (0, ("skip_nnmodule_hook_guards", "use_numpy_random_stream")),
         ),
     ),
@@ -186,7 +187,6 @@ INTERNALS = (
     Internal("torch._inductor.config.get_config_copy", "which options there are", ((0, ()),)),
     Internal("torch._inductor.config.load_config", "stock torch's overlap of collectives, in benchmarks", ((1, ()),)),
     Internal("torch._inductor.config.get_type", "what type an option has", ((1, ()),)),
-    Internal("torch._inductor.config.patch", "compile with stock's overlap in a benchmark", ((1, ()),)),
     Internal("torch._inductor.config.triton.cudagraphs", "whether CUDA graphs are asked for"),
     Internal("torch._inductor.cpu_vec_isa.pick_vec_isa", "look at the CPU before compiled code is loaded", ((0, ()),)),
     Internal("torch._inductor.config.custom_partitioner_fn", "whether a script parts forward and backward itself"),

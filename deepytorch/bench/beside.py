@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
-from deepytorch.bench.benchmark import Cell, Place
+from deepytorch.bench.benchmark import Place
 
 _PATIENCE = timedelta(days=2)  # for the slowest rank: a cell that fails ends by its own time limit
 
@@ -65,14 +65,10 @@ class Beside:
             "TORCHELASTIC_USE_AGENT_STORE": "False",  # the store of torchrun itself is for these processes
         }
 
-    def gathered(
-        self, cell: Cell, found: Mapping[str, Sequence[Any]], failed: Mapping[str, str]
-    ) -> tuple[dict[str, list[Any]], dict[str, str]]:
-        """Return what the ranks of all processes have found, in their order, and the first reason of each failure."""
-        answers = self.everyones((dict(found), dict(failed)))
-        reasons = {name: reason for _, each in reversed(answers) for name, reason in each.items()}
-        names = [setup.name for setup in cell.setups if setup.name not in reasons]
-        return {name: [rank for each, _ in answers for rank in each.get(name, [])] for name in names}, reasons
+    def gathered(self, found: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+        """Return what the ranks of all processes have found, in their order, by setup."""
+        answers = self.everyones(dict(found))
+        return {name: [rank for each in answers for rank in each.get(name, [])] for name in found}
 
 
 def _free_port() -> int:

@@ -13,10 +13,13 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 READY, DONE, GO, DOING, FOUND, FAILED = "ready", "done", "go", "doing", "found", "failed"
+ENDED: dict[str, Any] = {"ended": True}  # in place of a message
+NO_MEMORY = "out of memory"  # the error of a rank that finds none
 _BYTES = 1 << 16
 
 
@@ -25,7 +28,8 @@ class Channel:
 
     def __init__(self) -> None:
         self._socket, self.rank_end = socket.socketpair()  # the rank's process inherits its end
-        self._rest = b""
+        self._rest, self._has_ended = b"", False
+        self._inbox: deque[dict[str, Any]] = deque()
 
     def started(self) -> None:
         """Close this process's copy of the rank's end: only then the end of the rank's process is noticed."""
@@ -38,25 +42,32 @@ class Channel:
         except OSError:
             return
 
-    def receive(self, deadline: float) -> dict[str, Any] | None:
-        """Return the next message; None if the rank's process has ended.
+    def next_message(self) -> dict[str, Any] | None:
+        """Return the next message that has come, `ENDED` if the rank's process has ended; None if there is none."""
+        return self._inbox.popleft() if self._inbox else None
 
-        deadline: on `time.monotonic()`. Raises `TimeoutError` if nothing comes by then.
+    @staticmethod
+    def listen(channels: Sequence[Channel], deadline: float) -> bool:
+        """Wait until a message has come from any rank; return whether one has by the deadline, on `time.monotonic()`.
+
+        All ranks are read: one that nobody reads would stop once its socket is full, and others wait for it.
         """
-        while b"\n" not in self._rest:
-            readable, _, _ = select.select([self._socket], [], [], max(deadline - time.monotonic(), 0.0))
-            if not readable:
-                raise TimeoutError
-            try:
-                more = self._socket.recv(_BYTES)
-            except ConnectionError:
-                return None
-            if not more:
-                return None
-            self._rest += more
-        line, _, self._rest = self._rest.partition(b"\n")
-        found: dict[str, Any] = json.loads(line)
-        return found
+        by_socket = {each._socket: each for each in channels if not each._has_ended}
+        readable, _, _ = select.select(list(by_socket), [], [], max(deadline - time.monotonic(), 0.0))
+        for ready in readable:
+            by_socket[ready]._read()
+        return bool(readable)
+
+    def _read(self) -> None:
+        try:
+            more = self._socket.recv(_BYTES)
+        except ConnectionError:
+            more = b""
+        *lines, self._rest = (self._rest + more).split(b"\n")
+        self._inbox.extend(map(json.loads, lines))
+        if not more:
+            self._has_ended = True
+            self._inbox.append(ENDED)
 
     def close(self) -> None:
         """Give no further jobs: a rank that waits for one ends."""

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from typer import Option
 
 from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup
-from deepytorch.bench.figures import training_rows
+from deepytorch.bench.figures import training_rows, whole_passes
 from deepytorch.bench.jobs import TrainingJob
 from deepytorch.bench.options import check_at_least, check_choice
 from deepytorch.bench.results import Results, Row
@@ -90,7 +90,7 @@ class Compute(Benchmark[ComputeOptions]):
             rows=options.batch_size,
             parallel=Parallel(precision=options.precision),
             device=options.device,
-            steps=options.steps,
+            steps=whole_passes(options.steps, 4),
             warm_up=8,
             settle_s=options.settle,
         )

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from typer import Option
 
 from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup
-from deepytorch.bench.figures import line_of, loss_rel_diff, percentiles
+from deepytorch.bench.figures import line_of, loss_rel_diff, percentiles, whole_passes
 from deepytorch.bench.jobs import OverlapJob
 from deepytorch.bench.options import check_at_least, check_choice, check_rates, simulated_hosts
 from deepytorch.bench.results import Results, Row
@@ -180,7 +180,7 @@ def _setup(options: DdpOptions, model: str, name: str) -> Setup:
         ),
         file=options.data,
         device=options.device,
-        steps=options.steps,
+        steps=whole_passes(options.steps, 4),
         settle_s=options.settle,
         stock_group=options.backend == "gloo",
         compress=options.compress if ours else None,

@@ -7,7 +7,6 @@ training; it is the baseline that a user would name.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Annotated, Any
 from typer import Option
 
 from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup
-from deepytorch.bench.figures import loss_rel_diff
+from deepytorch.bench.figures import loss_rel_diff, mean_step_s
 from deepytorch.bench.jobs import TrainingJob
 from deepytorch.bench.options import check_at_least, check_choice
 from deepytorch.bench.results import Results, Row
@@ -88,7 +87,7 @@ class Epoch(Benchmark[EpochOptions]):
         `real_token_fraction` of the positions. `loss_rel_diff`: of the first losses, from Inductor's on the same
         batches. `first_s`: of the first two steps.
         """
-        rates = {name: _tokens_per_s(run, options.batches) for name, [run] in found.items()}
+        rates = {name: run["tokens"] / mean_step_s([run]) for name, [run] in found.items()}
         rows = []
         for name, [run] in found.items():
             figures = {
@@ -129,11 +128,6 @@ def _setup(options: EpochOptions, model: str, name: str) -> Setup:
         settle_s=options.settle,
     )
     return Setup(name=name, job=job, imports=not stock)
-
-
-def _tokens_per_s(run: Mapping[str, Any], batches: int) -> float:
-    seconds = [statistics.median(run["seconds"][batch::batches]) for batch in range(batches)]
-    return float(run["tokens"]) * batches / sum(seconds)
 
 
 def _table(results: Results, model: str) -> Table:

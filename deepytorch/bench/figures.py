@@ -23,11 +23,27 @@ def step_seconds(ranks: Sequence[Rank]) -> list[float]:
     return [max(each) for each in zip(*(rank["seconds"] for rank in ranks), strict=True)]
 
 
+def whole_passes(steps: int, batches: int) -> int:
+    """Return a number of steps that goes through all batches equally often: batches of text differ in their cost."""
+    return -(-steps // batches) * batches
+
+
+def mean_step_s(ranks: Sequence[Rank]) -> float:
+    """Return the mean over the batches of the median over their steps, of which each is as long as the slowest rank's.
+
+    Of batches that differ, a median over all steps would be that of one of them. Where most were there once, it counts.
+    """
+    seconds, batches = step_seconds(ranks), ranks[0]["batches"]
+    if len(seconds) < 2 * batches:
+        return statistics.median(seconds)
+    return statistics.fmean(statistics.median(seconds[at::batches]) for at in range(min(batches, len(seconds))))
+
+
 def loss_rel_diff(expected: Sequence[Rank], found: Sequence[Rank]) -> float:
     """Return the largest relative difference of the first losses, over ranks and steps; 1e9 if one is not finite."""
     largest = 0.0
     for one, other in zip(expected, found, strict=True):
-        for a, b in zip(one["losses"], other["losses"], strict=True):
+        for a, b in zip(one["losses"], other["losses"], strict=False):  # settling makes more steps
             difference = abs(a - b) / max(abs(a), 1e-12)
             largest = max(largest, difference if math.isfinite(difference) else math.inf)
     return largest if math.isfinite(largest) else 1e9
@@ -36,25 +52,27 @@ def loss_rel_diff(expected: Sequence[Rank], found: Sequence[Rank]) -> float:
 def training_rows(cell: Cell, found: Mapping[str, Sequence[Rank]], baseline: str) -> list[Row]:
     """Return a row for each setup.
 
-    Its figures: `step_s`, the median; `examples_per_s` of all ranks, and its standard deviation over the steps;
-    `tokens_per_s`, without pads, where text is learned; `speedup`, the median over pairs of steps of the baseline's
-    time over this one's; `loss_rel_diff` from the baseline's; `peak_mb`, the most memory of tensors in a step, if it
-    was measured; `process_mb`, the most memory that the process ever took; `first_s`, of the first two steps.
+    Its figures: `step_s` (see `mean_step_s`); `examples_per_s` of all ranks, and its standard deviation over steps;
+    `tokens_per_s`, without pads, where text is learned; `speedup`, the median over pairs of steps on the same batches
+    of the baseline's time over this one's; `loss_rel_diff` from the baseline's; `peak_mb`, the most memory of tensors
+    in a step, if it was measured; `process_mb`, the most memory that the process ever took, if it has served this cell
+    alone; `first_s`, of the first two steps.
     """
     rows = []
     for name, ranks in found.items():
-        seconds = step_seconds(ranks)
+        seconds, step_s = step_seconds(ranks), mean_step_s(ranks)
         examples, tokens = (sum(rank[what] for rank in ranks) / _replicas(cell, name) for what in ("rows", "tokens"))
         rates = [examples / each for each in seconds]
         figures = {
-            "step_s": statistics.median(seconds),
-            "examples_per_s": examples / statistics.median(seconds),
+            "step_s": step_s,
+            "examples_per_s": examples / step_s,
             "examples_per_s_deviation": statistics.stdev(rates) if len(rates) > 1 else 0.0,
-            "process_mb": max(rank["process_mb"] for rank in ranks),
             "first_s": max(rank["first_s"] for rank in ranks),
         }
+        if not cell.keeps_processes:
+            figures["process_mb"] = max(rank["process_mb"] for rank in ranks)
         if tokens:
-            figures["tokens_per_s"] = tokens / statistics.median(seconds)
+            figures["tokens_per_s"] = tokens / step_s
         if any(rank["peak_mb"] for rank in ranks):
             figures["peak_mb"] = max(rank["peak_mb"] for rank in ranks)
         if baseline in found:
@@ -62,6 +80,8 @@ def training_rows(cell: Cell, found: Mapping[str, Sequence[Rank]], baseline: str
             figures["speedup"] = statistics.median(theirs / own for theirs, own in pairs)
             figures["loss_rel_diff"] = loss_rel_diff(found[baseline], ranks)
         texts = {"runs": "; ".join(filter(None, [ranks[0]["plan"], *ranks[0]["fallbacks"]]))}
+        if any(rank.get("alone") for rank in ranks):
+            texts["alone"] = "measured alone, since the memory did not suffice for all setups at once"
         slowed = statistics.median(seconds) / statistics.median(ranks[0]["warm_up"][-_LAST:])
         if slowed > DISTURBED:
             texts["disturbed"] = (

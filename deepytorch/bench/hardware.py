@@ -8,49 +8,86 @@ import time
 from types import TracebackType
 from typing import Any
 
-import psutil
+_LEAST_S = 0.02  # of a sample: counters of processors advance by a hundredth of a second
 
 
 class Hardware:
-    """Samples the use of this host, as long as the `with` block runs, in a thread of its own.
+    """Samples the use of this host between `resume` and `pause`, in a thread of its own where that takes long.
 
-    `series[name]`: a value for each sample, by the names of `jobs.HARDWARE`; `seconds`: when it was taken. Network and
-    disk are both directions added up, over all devices that this process sees but the loopback. GPUs are left out if
-    nvidia-ml-py finds none.
+    `found()`: values of each sample by the names of `jobs.HARDWARE`, and `seconds` of sampled time until its end.
+    Network and disk are both directions added up, over all devices that this process sees but the loopback. GPUs are
+    left out if nvidia-ml-py finds none. on: otherwise nothing is sampled.
     """
 
-    def __init__(self, every_s: float = 0.2) -> None:
-        self._every_s = every_s
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._sample, daemon=True)
-        self._gpus = _gpus()
-        self.seconds: list[float] = []
-        self.series: dict[str, list[float]] = {}
+    def __init__(self, on: bool = True, every_s: float = 0.2) -> None:
+        self._on, self._every_s = on, every_s
+        self._over, self._lock, self._runs = threading.Event(), threading.Lock(), False
+        self._thread = threading.Thread(target=self._sample_often, daemon=True)
+        self._gpus = _gpus() if on else []
+        self._series: dict[str, list[float]] = {"seconds": []}
+        self._passed = 0.0
 
     def __enter__(self) -> Hardware:
-        self._thread.start()
+        if self._on:
+            self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._over.set()
-        self._thread.join()
+        if self._on:
+            self._thread.join()
 
-    def _sample(self) -> None:
-        psutil.cpu_percent()  # the next call says the use since this one
-        began = last = time.perf_counter()
-        moved = _moved()
+    def resume(self) -> None:
+        """Begin to sample."""
+        if self._on:
+            with self._lock:
+                self._runs = True
+                self._mark()
+
+    def pause(self) -> None:
+        """Sample what has passed, and sample no more."""
+        if self._on:
+            with self._lock:
+                self._take()
+                self._runs = False
+
+    def found(self) -> dict[str, list[float]]:
+        """Return all samples."""
+        return self._series if self._series["seconds"] else {}
+
+    def _sample_often(self) -> None:
         while not self._over.wait(self._every_s):
-            now, before, moved = time.perf_counter(), moved, _moved()
-            passed, last = now - last, now
-            found = {"cpu_percent": psutil.cpu_percent(), "memory_percent": psutil.virtual_memory().percent}
-            found["disk_mb_per_s"] = max(moved[0] - before[0], 0) / passed / 1e6
-            found["network_mbit_per_s"] = max(moved[1] - before[1], 0) / passed / 1e6 * 8
-            found |= self._gpu_use()
-            self.seconds.append(now - began)
-            for name, value in found.items():
-                self.series.setdefault(name, []).append(float(value))
+            with self._lock:
+                if self._runs:
+                    self._take()
+
+    def _mark(self) -> None:
+        import psutil
+
+        psutil.cpu_percent()  # the next call says the use since this one
+        self._began, self._moved = time.perf_counter(), _moved()
+
+    def _take(self) -> None:
+        import psutil
+
+        passed = time.perf_counter() - self._began
+        if passed < _LEAST_S:
+            return
+        disk, network = (now - before for now, before in zip(_moved(), self._moved, strict=True))
+        self._passed += passed
+        sample = {
+            "seconds": self._passed,
+            "cpu_percent": psutil.cpu_percent(),
+            "memory_percent": psutil.virtual_memory().percent,
+            "disk_mb_per_s": max(disk, 0) / passed / 1e6,
+            "network_mbit_per_s": max(network, 0) / passed / 1e6 * 8,
+            **self._gpu_use(),
+        }
+        for name, value in sample.items():
+            self._series.setdefault(name, []).append(float(value))
+        self._mark()
 
     def _gpu_use(self) -> dict[str, float]:
         if not self._gpus:
@@ -67,6 +104,8 @@ class Hardware:
 
 def _moved() -> tuple[int, int]:
     """Return the bytes that disks and network devices have moved so far."""
+    import psutil
+
     disk = psutil.disk_io_counters()
     devices = psutil.net_io_counters(pernic=True)
     network = sum(each.bytes_sent + each.bytes_recv for name, each in devices.items() if name != "lo")

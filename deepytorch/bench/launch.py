@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from deepytorch.bench.benchmark import Place, Setup
-from deepytorch.bench.channel import DOING, DONE, FAILED, FOUND, GO, READY, Channel
+from deepytorch.bench.channel import DOING, DONE, ENDED, FAILED, FOUND, GO, NO_MEMORY, READY, Channel
 from deepytorch.bench.lab import Lab, LabOptions
 from deepytorch.bench.processes import Program, ending, last_lines, meeting_point, rank_environment
 from deepytorch.config import process_environment
@@ -143,46 +143,52 @@ class Ranks:
     def _expect(self, word: str, notify: Notify) -> list[dict[str, Any]]:
         """Return the next message of each rank that is no sign of life: `word`, or what it has found."""
         heard = time.monotonic()
-        found: list[dict[str, Any]] = []
-        for rank, channel in enumerate(self._channels):
-            while len(found) == rank:
-                try:
-                    message = channel.receive(min(heard + self._timeout_s, time.monotonic() + 1.0))
-                except TimeoutError:
-                    if any(process.poll() is not None for process in self._processes):
-                        raise self._failure() from None
-                    if time.monotonic() > heard + self._timeout_s:
-                        raise self._stalled(rank) from None
-                    continue
+        found: dict[int, dict[str, Any]] = {}
+        while True:
+            for rank, channel in enumerate(self._channels):
+                while rank not in found and (message := channel.next_message()) is not None:
+                    if message is ENDED or FAILED in message:
+                        raise self._failure(rank, message)
+                    if DOING in message:
+                        self._doing = message[DOING]
+                        if rank == 0:
+                            notify(f"{self.name}: {self._doing}")
+                    elif word in message or FOUND in message:
+                        found[rank] = message
+            if len(found) == len(self._channels):
+                return [found[rank] for rank in range(len(self._channels))]
+            if Channel.listen(self._channels, heard + self._timeout_s):
                 heard = time.monotonic()
-                if message is None or FAILED in message:
-                    raise self._failure({} if message is None else {rank: message[FAILED]})
-                if DOING in message:
-                    self._doing = message[DOING]
-                    if rank == 0:
-                        notify(f"{self.name}: {self._doing}")
-                elif word in message or FOUND in message:
-                    found.append(message)
-        return found
+            else:
+                raise self._stalled(next(rank for rank in range(len(self._channels)) if rank not in found))
 
-    def _failure(self, heard: Mapping[int, dict[str, Any]] | None = None) -> RankError:
+    def _failure(self, rank: int, message: dict[str, Any]) -> RankError:
         """Return the error of the rank that failed first: others fail because of it. A killed rank leaves no words."""
-        words = dict(heard or {})
+        words: dict[int, dict[str, Any]] = {}
+        silent: list[int] = []
+
+        def hear(rank: int, message: dict[str, Any]) -> None:
+            if FAILED in message:
+                words[rank] = message[FAILED]
+            elif message is ENDED and rank not in words:
+                silent.append(rank)
+
+        hear(rank, message)
         deadline = time.monotonic() + _LAST_WORDS_S
-        for rank, channel in enumerate(self._channels):
-            with contextlib.suppress(TimeoutError):
-                while rank not in words and (message := channel.receive(deadline)) is not None:
-                    if FAILED in message:
-                        words[rank] = message[FAILED]
-        codes = {rank: process.poll() for rank, process in enumerate(self._processes)}
-        killed = [rank for rank, code in codes.items() if code is not None and rank not in words]
-        first = killed[0] if killed else min(words, key=lambda rank: words[rank]["at_s"])
+        while len(words) + len(silent) < len(self._channels) and Channel.listen(self._channels, deadline):
+            for other, channel in enumerate(self._channels):
+                while (more := channel.next_message()) is not None:
+                    hear(other, more)
+        first = silent[0] if silent else min(words, key=lambda each: words[each]["at_s"])
         if first in words:
             how, reason = "failed", words[first]["error"]
         else:
-            how, reason = ending(codes[first] or 0, "ended with exit status"), "it left no error"
-            if codes[first] == -signal.SIGKILL:
-                reason = "as the system does when memory is short"
+            with contextlib.suppress(subprocess.TimeoutExpired):  # what it held of a GPU may take a while to be freed
+                self._processes[first].wait(_END_S)
+            code = self._processes[first].poll()
+            how, reason = ending(code or 0, "ended with exit status"), "it left no error"
+            if code == -signal.SIGKILL:
+                reason = f"as the system does when it is {NO_MEMORY}"
         where = f"Rank {first} of {len(self._processes)}" if len(self._processes) > 1 else "The process"
         return RankError(
             f"{where} of {self.name} {how} at: {self._doing}. {reason}. All ranks were ended. {self._tail(first)}",

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+_NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
+
 
 def peak_step_bytes(step: Callable[[], object], device: torch.device) -> int:
     """Run `step` and return the most bytes of tensors on `device` that it held at once, beyond those held before it.
@@ -25,6 +27,15 @@ def peak_step_bytes(step: Callable[[], object], device: torch.device) -> int:
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
     return _peak_cpu_bytes(step)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error, or its cause, says that memory did not suffice, on a GPU or on the host."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    if isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _NO_MEMORY):
+        return True
+    return error.__cause__ is not None and is_out_of_memory(error.__cause__)
 
 
 def _peak_cpu_bytes(step: Callable[[], object]) -> int:

@@ -127,7 +127,9 @@ class Memory(Benchmark[MemoryOptions]):
             key=key,
             place=Place(ranks=options.ranks),
             setups=[Setup(name=PLAIN, job=job), Setup(name=OURS, job=job, imports=True)],
-            impossible=unavailable(way, "bert" if model == _BERT else "llama", options.device),
+            impossible="needs several ranks: --ranks 2"
+            if options.ranks == 1 and way.sharding != "none"
+            else unavailable(way, "bert" if model == _BERT else "llama", options.device),
         )
 
     def rows(self, options: MemoryOptions, cell: Cell, found: Mapping[str, list[dict[str, Any]]]) -> list[Row]:

@@ -45,10 +45,11 @@ def run(job: OverlapJob, turns: Turns) -> dict[str, Any]:
     for number in range(job.warm_up):
         turns.say(DOING, f"{job.model}, compute alone, step {number + 1} of the warm-up")
         steps.run(number, sync=False)
+    every.wait_for_code()
     found: dict[str, list[Any]] = {"seconds": [], "parts": [], "alone": [], "communication": []}
     for _ in range(job.steps):
         turns.take()
-        number = every.count
+        number = every.count - every.first_timed
         parts = steps.run(number)
         spans = [asdict(span) for span in steps.spans()]
         every.wait_for_code()
@@ -56,12 +57,13 @@ def run(job: OverlapJob, turns: Turns) -> dict[str, Any]:
         found["parts"].append(asdict(parts))
         found["alone"].append(asdict(steps.run(number, sync=False)))
         found["communication"].append(steps.communication_seconds())
+        every.wait_for_code()
         turns.hand_on()
-    buckets = steps.bucket_bytes()
+    buckets, said = steps.bucket_bytes(), every.found()
     steps.model.load_state_dict(first)
     steps.run(0)
     gradients = projected(steps.model) if every.rank == 0 else {}
-    return every.found() | found | {"spans": spans, "bucket_bytes": buckets, "gradients": gradients}
+    return said | found | {"spans": spans, "bucket_bytes": buckets, "gradients": gradients}
 
 
 @dataclass(frozen=True, slots=True)

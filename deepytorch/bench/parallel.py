@@ -42,7 +42,6 @@ _OVERLAP = {
     "aten_distributed_optimizations.compute_estimator": "analytical",
 }
 _DTYPES = {"fp32": torch.float32, "mixed": torch.bfloat16, "fp16": torch.float16}
-_NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 _nothing = contextlib.nullcontext
 
 
@@ -212,7 +211,7 @@ def trainer(
     Raises `ConfigError` if the way does not fit the ranks or the model.
     """
     replicas = parallel.replicas(dist.get_world_size() if dist.is_initialized() else 1)
-    if parallel.compile == "inductor":
+    if parallel.compile == "inductor" and dist.is_initialized():
         known = inductor_config.get_config_copy()
         inductor_config.load_config({name: value for name, value in _OVERLAP.items() if name in known})
     divided = parallel.tensor > 1 or parallel.pipeline > 1
@@ -257,15 +256,6 @@ def peak_bytes(step: Callable[[], object], device: torch.device) -> int:
             storage = each.untyped_storage()
             held[storage.data_ptr()] = storage.nbytes()
     return sum(held.values()) + peak_step_bytes(step, device)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error, or its cause, says that memory did not suffice, on a GPU or on the host."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    if isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _NO_MEMORY):
-        return True
-    return error.__cause__ is not None and is_out_of_memory(error.__cause__)
 
 
 def _made(model: nn.Module | Callable[[], nn.Module], without_memory: bool) -> nn.Module:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from typer import Option
 
 from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup
-from deepytorch.bench.figures import training_rows
+from deepytorch.bench.figures import training_rows, whole_passes
 from deepytorch.bench.jobs import TrainingJob
 from deepytorch.bench.options import check_at_least, check_choice
 from deepytorch.bench.results import Results, Row
@@ -118,7 +118,7 @@ class Peers(Benchmark[PeersOptions]):
                 file=options.data,
                 device=options.device,
                 batches=options.batches,
-                steps=options.steps,
+                steps=whole_passes(options.steps, options.batches),
                 together=options.together,
                 warm_up=2 * options.batches,
                 settle_s=options.settle,
@@ -145,8 +145,15 @@ class Peers(Benchmark[PeersOptions]):
         return unavailable(way, options.model, options.device)
 
     def rows(self, options: PeersOptions, cell: Cell, found: Mapping[str, list[dict[str, Any]]]) -> list[Row]:
-        """Return a row for each way; `speedup` is over eager's time for the same rows."""
-        return training_rows(cell, found, "eager")
+        """Return a row for each way; `speedup` is over eager's time, where it takes the same batches."""
+        rows = training_rows(cell, found, "eager")
+        for row in rows:
+            peer = PEERS[str(row.key["setup"])]
+            if peer.job:  # other batches
+                row.figures.pop("speedup", None)
+            if peer.job or peer.way.get("sharding"):  # or other weights, which are drawn in parts
+                row.figures.pop("loss_rel_diff", None)
+        return rows
 
     def tables(self, results: Results) -> list[Table]:
         """Return the table, the fastest first, and what did not run."""

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from typer import Option
 
 from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup
-from deepytorch.bench.figures import training_rows
+from deepytorch.bench.figures import training_rows, whole_passes
 from deepytorch.bench.jobs import TrainingJob
 from deepytorch.bench.options import check_at_least, check_choice
 from deepytorch.bench.results import Results, Row
@@ -122,7 +122,7 @@ class Product(Benchmark[ProductOptions]):
             file=options.data,
             device=options.device,
             batches=8,
-            steps=options.steps,
+            steps=whole_passes(options.steps, 8),
             warm_up=options.warm_up,
             settle_s=options.settle,
         )

@@ -24,6 +24,7 @@ from deepytorch.errors import ConfigError, DataError
 
 LAYOUT = 1  # of the result files that are read
 
+_ROUNDING = 1e-5  # differences of losses and gradients below it are those of fp32
 _STYLE = """
 :root { color-scheme: light dark; --page: #fcfcfb; --card: #ffffff; --text: #1b1c1e; --soft: #5c6066; --line: #dfe1e4; }
 @media (prefers-color-scheme: dark) {
@@ -58,6 +59,7 @@ class ReportOptions:
         html: The page as HTML; None is report.html in the folder.
         markdown: The page as Markdown; None is report.md in the folder.
         tolerance: By how much a figure may become worse, as a share, before it is shown; likewise better.
+        title: Of both pages; empty is one with the folder's name.
     """
 
     folder: Path
@@ -65,6 +67,7 @@ class ReportOptions:
     html: Path | None = None
     markdown: Path | None = None
     tolerance: float = 0.05
+    title: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,7 +123,7 @@ def run_report(options: ReportOptions) -> Report:
         failed=sum(_failed(results) for results in found.values()),
         **counts,
     )
-    title = f"Benchmark results: {options.folder.resolve().name}"
+    title = options.title or f"Benchmark results: {options.folder.resolve().name}"
     pictures = options.folder / "plots"
     for section in sections:
         for name, plot in section.plots.items():
@@ -267,7 +270,8 @@ def _worse(old: Row, new: Row) -> Iterator[tuple[float, tuple[str, ...]]]:
     for name, before in old.figures.items():
         now = new.figures.get(name, before)
         change = round(now / before - 1, 9) if before else (math.inf if now else 0.0)
-        if direction(name) and change:
+        is_rounding = name.endswith("_diff") and max(before, now) < _ROUNDING
+        if direction(name) and change and not is_rounding:
             yield -direction(name) * change, (name, _number(before), _number(now), _percent(change))
 
 

@@ -122,11 +122,25 @@ class Results(Record):
 
 
 _MORE_IS_BETTER = ("_per_s", "ratio", "linearity", "ddp_acc", "efficiency", "speedup", "gbps")
+_NEITHER = (
+    "cpu_",
+    "memory_",
+    "disk_",
+    "network_",
+    "gpu_",
+    "copy_",
+    "predicted_",
+    "forward_",
+    "backward_",
+    "optimizer_",
+)
 _LESS_IS_BETTER = ("_s", "_ms", "_us", "_mb", "_bytes", "_diff")
 
 
 def direction(figure: str) -> int:
     """Return 1 for a figure of which more is better, -1 if less is, and 0 if it is neither, by its name."""
+    if figure.startswith(_NEITHER):
+        return 0
     if figure.endswith(_MORE_IS_BETTER):
         return 1
     return -1 if figure.endswith(_LESS_IS_BETTER) else 0

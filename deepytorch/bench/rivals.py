@@ -102,7 +102,7 @@ def with_kernels(model: nn.Module, kernels: str, name: str) -> nn.Module:
     if kernels in ("flash", "flattened"):
         inner.set_attn_implementation(FLASH)
     if kernels in ("liger", "flattened"):
-        patch = _liger(name.partition("_")[0].rstrip("2"))
+        patch = _liger(inner.config.model_type)
         if patch is None:
             raise ConfigError(f"Liger has no kernels for {name}; expected llama or another model that it knows.")
         patch(model=inner, rope=False)
@@ -122,6 +122,11 @@ def ordered(workload: Workload, job: TrainingJob, replica: int, replicas: int, c
     elif job.data == "balanced":
         drawn = [batch for each in range(replicas) for batch in workload.batches(rows, each, count)]
         batches = _balanced(drawn, replica, replicas, job.parallel.accumulate)
+    return batches
+
+
+def arranged(batches: list[Batch], job: TrainingJob) -> list[Batch]:
+    """Return batches as the job's kernels take them: rows laid end to end for flash attention."""
     return [flatten(batch) for batch in batches] if job.kernels in ("flash", "flattened") else batches
 
 

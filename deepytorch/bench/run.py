@@ -24,6 +24,7 @@ from typing import Any
 
 from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup, torchrun_shape
 from deepytorch.bench.beside import Beside
+from deepytorch.bench.channel import NO_MEMORY
 from deepytorch.bench.lab import Lab
 from deepytorch.bench.launch import Notify, RankError, Ranks, lab_of, scratch
 from deepytorch.bench.results import Results, Row, machine, read_result, write_json
@@ -84,13 +85,15 @@ def run_benchmark(
             results = _with(results, rows, out)
             on_rows(rows)
             taken.append(time.monotonic() - began)
+    measured = [row for row in results.rows if row.key.get("kind") != "predicted"]  # none of an earlier run's
+    results = replace(results, rows=measured)
     return _with(results, benchmark.derived(options, results), out)
 
 
 def _measured(benchmark: Benchmark[Any], options: Any, cell: Cell, processes: _Processes, notify: Notify) -> list[Row]:
     impossible = cell.impossible or processes.impossible(cell.place)
     if impossible is not None:
-        return [Row(key={**cell.key, "setup": setup.name}, failed=impossible) for setup in cell.setups]
+        return [Row(key={**cell.key, "setup": name}, failed=impossible) for name in cell.names]
     own = benchmark.measure(options, cell, processes.timeout_s, notify)
     found, failed = processes.measure(cell, notify) if own is None else (own, {})
     rows = benchmark.rows(options, cell, found)
@@ -143,11 +146,13 @@ def _begin(benchmark: Benchmark[Any], options: Any, out: Path | None, again: boo
         raise ConfigError(
             f"{out} holds results of bench {before.benchmark}, expected those of {benchmark.name}: give another --out."
         )
-    differ = sorted(name for name in given if before.options.get(name) != given[name])
+    now = {**given, "machine": fresh.machine, **fresh.versions}
+    then = {**before.options, "machine": before.machine, **before.versions}
+    differ = sorted(name for name in now if then.get(name) != now[name])
     if differ:
         raise ConfigError(
-            f"{out} holds results for {', '.join(f'{name} {before.options.get(name)}' for name in differ)}, asked for "
-            f"{', '.join(f'{name} {given[name]}' for name in differ)}: give another --out, or --again to begin anew."
+            f"{out} holds results for {', '.join(f'{name} {then.get(name)}' for name in differ)}, asked for "
+            f"{', '.join(f'{name} {now[name]}' for name in differ)}: give another --out, or --again to begin anew."
         )
     return replace(before, rows=[row for row in before.rows if not row.failed])
 
@@ -212,39 +217,73 @@ class _Processes:
         return None if self._beside is None else self._beside.impossible(place)
 
     def measure(self, cell: Cell, notify: Notify) -> tuple[dict[str, list[dict[str, Any]]], dict[str, str]]:
-        """Return what the ranks of each setup have found, and why others have failed."""
+        """Return what the ranks of each setup have found, and why others have failed.
+
+        Setups that take turns are in memory at once. Where it does not suffice for all, each is measured alone.
+        """
+        found, failed = self._in_turns(cell, cell.setups, notify)
+        if len(cell.setups) > 1 and any(NO_MEMORY in reason for reason in failed.values()):
+            for setup in cell.setups:
+                self._leave(at_once=False)
+                own, reason = self._in_turns(cell, [setup], notify)
+                for rank in own.get(setup.name, []):
+                    rank["alone"] = True
+                found, failed = (
+                    {**found, **own},
+                    {name: why for name, why in failed.items() if name not in own} | reason,
+                )
+        if not cell.keeps_processes:
+            self._leave(at_once=False)
+        return found, failed
+
+    def _in_turns(
+        self, cell: Cell, setups: Sequence[Setup], notify: Notify
+    ) -> tuple[dict[str, list[dict[str, Any]]], dict[str, str]]:
         if cell.place != self._place or not cell.keeps_processes:
             self._leave(at_once=False)
         if self._lab is None and (hosts := lab_of(cell.place)) is not None:
             self._lab = Lab(replace(hosts, logs=self._folder)).__enter__()
         self._place = cell.place
-        found: dict[str, list[dict[str, Any]]] = {}
         failed: dict[str, str] = {}
         left = []
         shared = tempfile.mkdtemp(dir=self._folder)
-        for setup in cell.setups:
+        for setup in setups:
+            has_steps = False
             with self._failing(setup.name, failed):
                 job = asdict(setup.job)
                 job |= {"scratch": shared} if "scratch" in job else {}
-                if self._start(setup, cell.place, notify).give(cell.kind, job, notify):
-                    left.append(setup.name)
+                has_steps = self._start(setup, cell.place, notify).give(cell.kind, job, notify)
+            self._agree(setup.name, failed)
+            if setup.name not in failed and self._any(has_steps):
+                left.append(setup.name)
         while left:
             for name in [*left]:
-                with self._failing(name, failed, left):
-                    if not self._ranks[name].step(notify):
-                        left.remove(name)
-        for name, ranks in self._ranks.items():
-            if name not in failed and any(setup.name == name for setup in cell.setups):
-                found[name] = ranks.found()
-        if not cell.keeps_processes:
-            self._leave(at_once=False)
+                has_steps = False
+                with self._failing(name, failed):
+                    has_steps = self._ranks[name].step(notify)
+                self._agree(name, failed)
+                if name in failed or not self._any(has_steps):
+                    left.remove(name)
+        found = {setup.name: self._ranks[setup.name].found() for setup in setups if setup.name not in failed}
         shutil.rmtree(shared, ignore_errors=True)
         if self._beside is not None:
-            found, failed = self._beside.gathered(cell, found, failed)
-            for name in failed:  # of another process, too
-                if name in self._ranks:
-                    self._ranks.pop(name).end()
+            found = self._beside.gathered(found)
         return found, failed
+
+    def _agree(self, name: str, failed: dict[str, str]) -> None:
+        """Let a setup that failed in another of torchrun's processes fail in this one; wait for all of these."""
+        if self._beside is None:
+            return
+        reasons = [reason for reason in self._beside.everyones(failed.get(name)) if reason is not None]
+        if reasons:
+            own_faults = [reason for reason in reasons if "Connection" not in reason and "closed by peer" not in reason]
+            failed[name] = (own_faults or reasons)[0]
+            if name in self._ranks:
+                self._ranks.pop(name).end()
+
+    def _any(self, has_steps: bool) -> bool:
+        """Return whether a rank of any of torchrun's processes has a step left: some have no part in a setup."""
+        return has_steps if self._beside is None else any(self._beside.everyones(has_steps))
 
     def _start(self, setup: Setup, place: Place, notify: Notify) -> Ranks:
         if setup.name not in self._ranks:
@@ -254,15 +293,13 @@ class _Processes:
         return self._ranks[setup.name]
 
     @contextlib.contextmanager
-    def _failing(self, name: str, failed: dict[str, str], left: list[str] | None = None) -> Iterator[None]:
+    def _failing(self, name: str, failed: dict[str, str]) -> Iterator[None]:
         """Turn the error of a setup's ranks into its reason, and end them."""
         try:
             yield
         except RankError as error:
             failed[name] = error.reason
             sys.stderr.write(f"{error}\n")
-            if left is not None and name in left:
-                left.remove(name)
             self._ranks.pop(name).end()
 
     def _leave(self, *, at_once: bool) -> None:

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 from typer import Option
 
-from deepytorch.bench.benchmark import Benchmark, Cell, Setup, places
+from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup, places
 from deepytorch.bench.figures import step_seconds, training_rows
 from deepytorch.bench.jobs import HARDWARE, TrainingJob
 from deepytorch.bench.options import check_at_least, check_choice
@@ -47,7 +47,11 @@ class ScalingOptions:
     models: Annotated[tuple[str, ...], Option(help="With commas: resnet50, hf_Bert, gpt2.")] = MODELS
     setups: Annotated[tuple[str, ...], Option(help="With commas: ddp, ddp_compile, deepytorch.")] = SETUPS
     scale: Annotated[
-        str, Option(metavar="full|small", help="full: models as published. small: a quarter of the widths.")
+        str,
+        Option(
+            metavar="full|small",
+            help="full: models as published. small: a quarter of the widths, and the import compiles nothing.",
+        ),
     ] = "full"
     batch_sizes: Annotated[
         tuple[int, ...], Option(help="Examples of a batch of each rank, with commas; 0: those of each model.")
@@ -88,7 +92,7 @@ class Scaling(Benchmark[ScalingOptions]):
     def cells(self, options: ScalingOptions) -> Sequence[Cell]:
         """Return a cell for each model, batch, precision and number of ranks, one rank first."""
         several = places(options.hosts, options.ranks, (options.rate,))
-        alone = [] if any(place.all_ranks == 1 for place in several) else places((1,), 1, ())
+        alone = [] if any(place.all_ranks == 1 for place in several) else [Place()]
         return [
             Cell(
                 key={
@@ -105,9 +109,10 @@ class Scaling(Benchmark[ScalingOptions]):
                     for name in options.setups
                 ],
                 place=place,
+                keeps_processes=options.scale == "small" and COMPILED not in options.setups,
             )
-            for model, rows, precision, place in product(
-                options.models, options.batch_sizes, options.precisions, (*alone, *several)
+            for place, model, rows, precision in product(
+                (*alone, *several), options.models, options.batch_sizes, options.precisions
             )
         ]  # fmt: skip
 
@@ -127,6 +132,7 @@ class Scaling(Benchmark[ScalingOptions]):
             steps=options.steps * options.repeats,
             warm_up=options.skip,
             settle_s=options.settle,
+            compiles=options.scale == "full",
             hardware=True,
             ready=name != COMPILED,
         )
@@ -140,6 +146,7 @@ class Scaling(Benchmark[ScalingOptions]):
             seconds, part = step_seconds(ranks), options.steps
             means = [statistics.fmean(seconds[at : at + part]) for at in range(0, len(seconds), part)]
             row.figures["step_s"] = statistics.median(means)
+            row.figures.pop("tokens_per_s", None)  # of another mean
             row.figures["examples_per_s"] = sum(rank["rows"] for rank in ranks) / row.figures["step_s"]
             hardware = ranks[0]["hardware"]
             row.figures.update({name: statistics.fmean(hardware[name]) for name in HARDWARE if hardware.get(name)})
@@ -150,7 +157,7 @@ class Scaling(Benchmark[ScalingOptions]):
 
     def derived(self, options: ScalingOptions, results: Results) -> list[Row]:
         """Return predicted steps: of the largest measured number of ranks from a smaller one, and of more."""
-        return [row for curve in _curves(results) for row in _predictions(options, curve)]
+        return [row for curve in _curves(results) for row in _predictions(options, results, curve)]
 
     def tables(self, results: Results) -> list[Table]:
         """Return a table for each model, and one of predictions."""
@@ -190,39 +197,49 @@ def _curves(results: Results) -> Iterator[list[Row]]:
         yield sorted(rows, key=all_ranks)
 
 
-def _predictions(options: ScalingOptions, curve: Sequence[Row]) -> Iterator[Row]:
+def _predictions(options: ScalingOptions, results: Results, curve: Sequence[Row]) -> Iterator[Row]:
     from deepytorch.bench.calibrated import SharedCores
 
-    several = [row for row in curve if row.key["hosts"] != 1 and "links" in row.texts]
-    if curve[0].key["setup"] not in _PREDICTED or not several:
+    if curve[0].key["setup"] not in _PREDICTED:
+        return
+    several = [row for row in curve if row.key["hosts"] != 1 and _group(results, row)]
+    if not several or "ready_s" not in curve[0].series:
         return
     largest = several[-1]
     ranks, per_host = all_ranks(largest), int(largest.key["ranks"] or 1)
     for base in several[-2:]:  # a smaller number, and the largest one's own compute and links
         shared = SharedCores(os.cpu_count() or 1, all_ranks(base)) if base.key["rate"] else None
-        found = _simulated(base, base, (ranks,), shared)[ranks]
+        found = _simulated(options, _group(results, base), base, (ranks,), shared)[ranks]
         row = _predicted_row(largest, ranks // per_host, per_host, found, base)
         measured = largest.figures["step_s"]
         row.figures["step_rel_diff"] = abs(row.figures["step_s"] - measured) / measured
         yield row
     more = [number for number in options.predict if number > ranks and number % per_host == 0]
-    for number, found in _simulated(largest, curve[0], more, None).items():
+    for number, found in _simulated(options, _group(results, largest), curve[0], more, None).items():
         yield _predicted_row(largest, number // per_host, per_host, found, curve[0])
 
 
-def _simulated(base: Row, compute: Row, ranks: Sequence[int], shared: Any) -> Mapping[int, Any]:
-    """Return the steps on so many ranks, by the links of one row and the compute of another."""
+def _group(results: Results, row: Row) -> Mapping[str, str]:
+    """Return the topology and links at a row's place: deepytorch's process group tells them, stock ones do not."""
+    same = results.having(**{**row.key, "setup": OURS})
+    return same[0].texts if same and "links" in same[0].texts else {}
+
+
+def _simulated(
+    options: ScalingOptions, group: Mapping[str, str], compute: Row, ranks: Sequence[int], shared: Any
+) -> Mapping[int, Any]:
+    """Return the steps on so many ranks, by the links of a group and the compute of a row."""
     from deepytorch.bench.calibrated import Compute, predicted, profile_of
     from deepytorch.comm.topology.cost import Links
     from deepytorch.comm.topology.topology import Topology
 
     ready = tuple(zip(compute.series["ready_s"], map(int, compute.series["ready_bytes"]), strict=True))
     parts = Compute(**{name: compute.figures[name] for name in _PARTS}, ready=ready)
-    topology = Topology.from_json(json.loads(base.texts["topology"]))
-    links = Links.from_json(json.loads(base.texts["links"]))
-    on_gpus = "gpu_percent" in base.figures
-    profile = profile_of(str(base.key["model"]), parts, device="cuda" if on_gpus else "cpu")
-    return predicted(profile, topology, links, ranks, _PREDICTED[str(base.key["setup"])], shared)
+    topology = Topology.from_json(json.loads(group["topology"]))
+    links = Links.from_json(json.loads(group["links"]))
+    device: Any = options.device
+    profile = profile_of(str(compute.key["model"]), parts, device=device)
+    return predicted(profile, topology, links, ranks, _PREDICTED[str(compute.key["setup"])], shared)
 
 
 def _predicted_row(like: Row, hosts: int, per_host: int, found: Any, base: Row) -> Row:

@@ -72,7 +72,7 @@ def _on_all_ranks(is_over: bool) -> bool:
     """Return whether all ranks say so: they are to make as many steps."""
     if not dist.is_initialized():
         return is_over
-    said = torch.tensor(float(is_over))
+    said = torch.tensor(float(is_over), device="cuda" if dist.get_backend() == "nccl" else "cpu")
     dist.all_reduce(said, dist.ReduceOp.MIN)
     return bool(said)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from html import escape
 
 from rich import box
+from rich.markup import escape as without_markup
 from rich.table import Table as RichTable
 
 
@@ -39,7 +40,7 @@ def table_of(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], 
         else:
             table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(without_markup, row))  # texts of errors may have square brackets
     return table
 
 

@@ -6,7 +6,6 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
@@ -21,8 +20,9 @@ from deepytorch.bench.hardware import Hardware
 from deepytorch.bench.jobs import TrainingJob
 from deepytorch.bench.parallel import Trainer, loss_of, peak_bytes, trainer
 from deepytorch.bench.ready_times import measured_ready_times
-from deepytorch.bench.rivals import ordered, with_kernels
+from deepytorch.bench.rivals import arranged, ordered, with_kernels
 from deepytorch.bench.settling import plan_of, settle, wait_for_code
+from deepytorch.bench.training_step import to_device
 from deepytorch.bench.zoo import build_workload
 from deepytorch.comm.group.groups import group_of
 from deepytorch.comm.group.native import native
@@ -46,15 +46,17 @@ def run(job: TrainingJob, turns: Turns) -> dict[str, Any]:
     """
     run = opened(job)
     run.warm_up(turns)
-    with _sampled(job) as hardware:
+    with Hardware(on=job.hardware and not int(os.environ.get("LOCAL_RANK", "0"))) as hardware:
         for _ in range(job.steps):
             turns.take()
+            hardware.resume()
             run.step()
+            hardware.pause()
             run.wait_for_code()
             turns.hand_on()
     return run.found() | {
         "peak_mb": peak_bytes(run.train, run.device) / 2**20 if job.memory else 0.0,
-        "hardware": hardware,
+        "hardware": hardware.found() if job.hardware else {},
         "ready": _ready(run) if job.ready else {},
     }
 
@@ -77,14 +79,14 @@ class Run:
     """A model, its batches, and steps on one batch after the other.
 
     rows: examples of an optimizer step of this rank. tokens, positions: of such a step, without pads and with them, the
-    mean of the batches. seconds: of each step since the warm-up.
+    mean of the batches. seconds: of each step since the warm-up, of which the first has the number `first_timed`.
     """
 
     def __init__(self, job: TrainingJob, device: torch.device, rank: int) -> None:
         self.job, self.device, self.rank = job, device, rank
         self._imports = imports()
         self.trainer, batches = _trainer(job, device, rank)
-        self._batches = [{name: value.to(device) for name, value in batch.items()} for batch in batches]
+        self._batches = [to_device(batch, device) for batch in arranged(batches, job)]
         steps = len(batches) // job.parallel.accumulate
         self.rows = sum(len(next(iter(batch.values()))) for batch in batches) / steps
         masks = [batch["attention_mask"] for batch in batches if "attention_mask" in batch]
@@ -92,7 +94,7 @@ class Run:
         self.positions = sum(mask.numel() for mask in masks) / steps
         self.seconds: list[float] = []
         self.losses: list[Tensor] = []
-        self.count = 0
+        self.count = self.first_timed = 0
         self._warm_up: list[float] = []
         self._last = torch.zeros(())
 
@@ -108,6 +110,7 @@ class Run:
             turns.say(DOING, f"{self.job.model}, until what runs is chosen")
             settle(lambda: self.step(turns), self.job.settle_s)
         self._warm_up, self.seconds = self.seconds, []
+        self.first_timed = self.count  # setups settle after other numbers of steps, and are timed on the same batches
 
     def wait_for_code(self) -> None:
         """Wait while code is compiled, in the turn of the step that asked for it."""
@@ -116,14 +119,16 @@ class Run:
 
     def found(self) -> dict[str, Any]:
         """Return what is said of any run. Raises `ParityError` if the loss is not finite."""
-        if not math.isfinite(float(self._last)):
-            raise ParityError(f"the loss of {self.job.model} is {float(self._last)} after {self.count} steps")
+        losses = [float(loss) for loss in (*self.losses, self._last)]
+        if not all(map(math.isfinite, losses)):
+            raise ParityError(f"a loss of {self.job.model} is {losses[-1]} after {self.count} steps, or was not finite")
         regions = LEDGER.report().regions if self._imports else []
         return {
             "seconds": self.seconds,
             "warm_up": self._warm_up,
             "first_s": self._first_s,
-            "losses": [float(loss) for loss in self.losses],
+            "losses": losses[:-1],
+            "batches": len(self._batches) // self.job.parallel.accumulate,
             "rows": self.rows,
             "tokens": self.tokens,
             "positions": self.positions,
@@ -156,7 +161,7 @@ class Run:
 
     def next_batches(self) -> list[Batch]:
         """Return the micro-batches of the next step."""
-        return self.batches(self.count)
+        return self.batches(self.count - self.first_timed)
 
     def batches(self, step: int) -> list[Batch]:
         """Return the micro-batches of the step of a number."""
@@ -250,15 +255,3 @@ def _without_dropout(model: nn.Module) -> nn.Module:
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     return model
-
-
-@contextlib.contextmanager
-def _sampled(job: TrainingJob) -> Iterator[dict[str, Any]]:
-    """Give a dictionary that takes the use of hardware, on the first rank of each host."""
-    found: dict[str, Any] = {}
-    if not job.hardware or int(os.environ.get("LOCAL_RANK", "0")):
-        yield found
-        return
-    with Hardware() as hardware:
-        yield found
-    found |= {"seconds": hardware.seconds, **hardware.series}

@@ -15,7 +15,8 @@ from typing import Any
 import torch.distributed as dist
 
 import deepytorch  # noqa: F401, the line that is measured; DEEPYTORCH=off makes it do nothing
-from deepytorch.bench.channel import FAILED, FOUND, Turns
+from deepytorch.bench.channel import FAILED, FOUND, NO_MEMORY, Turns
+from deepytorch.bench.memory import is_out_of_memory
 from deepytorch.bench.results import decoded
 
 KINDS = {  # each module has a dataclass `Job` and `run(job, turns)`, which returns plain JSON values
@@ -47,6 +48,8 @@ def main() -> None:
 
 
 def _in_words(error: BaseException) -> str:
+    if is_out_of_memory(error):
+        return NO_MEMORY
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0].rstrip('.')}"[:300]
 

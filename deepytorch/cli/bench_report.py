@@ -21,6 +21,7 @@ def report(
     tolerance: Annotated[
         float, typer.Option(min=0.0, help="The share by which a figure may be worse and is not said to be.")
     ] = 0.05,
+    title: Annotated[str, typer.Option(help="The title of both pages.", show_default=False)] = "",
 ) -> None:
     """Make one HTML page and one Markdown page of result files: tables, plots, machine, versions, commands.
 
@@ -29,7 +30,10 @@ def report(
     from deepytorch.bench.report import ReportOptions, run_report
 
     output = Output(None)
-    found = run_report(ReportOptions(folder=folder, against=against, html=html, markdown=markdown, tolerance=tolerance))
+    options = ReportOptions(
+        folder=folder, against=against, html=html, markdown=markdown, tolerance=tolerance, title=title
+    )
+    found = run_report(options)
     output.line(
         f"{found.rows} rows of {found.files} files, {found.failed} of them failed: {found.html}, {found.markdown}"
     )

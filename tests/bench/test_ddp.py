@@ -62,10 +62,12 @@ def test_setups_are_what_their_names_say() -> None:
 
 
 @pytest.mark.parametrize(("name", "overlaps"), [("ddp", False), ("ddp_compile", True), ("deepytorch", False)])
-def test_stock_is_compiled_with_torchs_own_overlap(name: str, overlaps: bool) -> None:
+def test_stock_is_compiled_with_torchs_own_overlap(name: str, overlaps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     [cell] = Ddp().cells(DdpOptions(setups=(name,)))
     parallel = replace(cell.setups[0].job.parallel, sharding="none")
     before = inductor_config.get_config_copy()
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 1)
     try:
         trainer(nn.Linear(2, 2), parallel, optimizer=partial(torch.optim.SGD, lr=0.1), device=torch.device("cpu"))
         assert inductor_config.aten_distributed_optimizations.enable_overlap_scheduling is overlaps

@@ -40,7 +40,7 @@ def test_each_setup_has_its_compiler_and_its_order() -> None:
 
 
 def trained(*seconds: float, positions: float = 200.0, losses: tuple[float, ...] = (2.0,)) -> list[dict[str, Any]]:
-    common = {"tokens": 100.0, "first_s": 3.0, "process_mb": 50.0, "plan": "packed"}
+    common = {"tokens": 100.0, "first_s": 3.0, "process_mb": 50.0, "plan": "packed", "batches": 2}
     return [{"seconds": list(seconds), "losses": list(losses), "positions": positions, **common}]
 
 

@@ -41,7 +41,10 @@ class Toy(Benchmark[Toys]):
         ]
 
     def rows(self, options: Toys, cell: Cell, found: Mapping[str, list[dict[str, Any]]]) -> list[Row]:
-        return [Row(key={**cell.key, "setup": name}, figures=dict(ranks[0])) for name, ranks in found.items()]
+        return [
+            Row(key={**cell.key, "setup": name}, figures={"step_s": ranks[0]["step_s"]})
+            for name, ranks in found.items()
+        ]
 
     def tables(self, results: Results) -> list[Table]:
         return []
@@ -143,4 +146,38 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
         run_benchmark(Toy(), Toys(), path)
     path.write_text("{")
     with pytest.raises(DataError, match="cannot be read"):
+        run_benchmark(Toy(), Toys(), path)
+
+
+def test_where_memory_does_not_suffice_for_all_each_is_measured_alone(processes: type[Processes]) -> None:
+    together: list[str] = []
+
+    class Memory(Processes):
+        """In which two are too many at a time."""
+
+        def give(self, kind: str, job: Mapping[str, Any], notify: Any) -> bool:
+            if together and together != [self.name]:
+                raise RankError("A long story.", "out of memory")
+            together.append(self.name)
+            return super().give(kind, job, notify)
+
+        def end(self, *, at_once: bool = True) -> None:
+            if self.name in together:
+                together.remove(self.name)
+            super().end(at_once=at_once)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(running, "Ranks", Memory)
+        results = run_benchmark(Toy(), Toys(toys=("ball",)))
+    assert [(row.key["setup"], row.failed) for row in results.rows] == [("one", ""), ("other", "")]
+
+
+def test_a_run_on_another_machine_or_of_another_torch_is_not_mixed_in(tmp_path: Path) -> None:
+    path = tmp_path / "toy.json"
+    results = run_benchmark(Toy(), Toys(), path)
+    path.write_text(json.dumps(asdict(replace(results, machine="a cluster"))))
+    with pytest.raises(ConfigError, match="holds results for machine a cluster"):
+        run_benchmark(Toy(), Toys(), path)
+    path.write_text(json.dumps(asdict(replace(results, versions={**results.versions, "torch": "1.0"}))))
+    with pytest.raises(ConfigError, match=r"torch 1\.0"):
         run_benchmark(Toy(), Toys(), path)

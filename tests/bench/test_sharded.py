@@ -31,7 +31,16 @@ def test_options_that_make_no_sense_are_refused(changes: dict[str, Any], words: 
 
 
 def rank(seconds: list[float], losses: list[float]) -> dict[str, Any]:
-    plain = {"rows": 2, "tokens": 9.0, "process_mb": 1.0, "peak_mb": 0.0, "first_s": 1.0, "plan": "", "fallbacks": []}
+    plain = {
+        "rows": 2,
+        "tokens": 9.0,
+        "process_mb": 1.0,
+        "peak_mb": 0.0,
+        "first_s": 1.0,
+        "plan": "",
+        "fallbacks": [],
+        "batches": 5,
+    }
     return {"seconds": seconds, "losses": losses, "warm_up": [9.0, 9.0], **plain}
 
 

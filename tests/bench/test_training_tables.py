@@ -161,7 +161,7 @@ def test_scaling_is_predicted_and_the_largest_measured_number_shows_how_well(mon
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     options = ScalingOptions(
         models=("resnet50",),
-        setups=("ddp",),
+        setups=("ddp", "deepytorch"),
         precisions=("fp32",),
         hosts=(2, 4),
         predict=(64, 1000),
@@ -169,7 +169,7 @@ def test_scaling_is_predicted_and_the_largest_measured_number_shows_how_well(mon
         repeats=2,
     )
     results = results_of(Scaling(), options, {scaling.DDP: 2.7}, ready=compute_of)
-    predicted = results.having(kind="predicted")
+    predicted = results.having(kind="predicted", setup=scaling.DDP)
     assert [(row.key["hosts"], row.key["ranks"], row.key["from"]) for row in predicted] == [
         (4, 2, 4), (4, 2, 8), (32, 2, 1), (500, 2, 1),
     ]  # fmt: skip
@@ -179,5 +179,5 @@ def test_scaling_is_predicted_and_the_largest_measured_number_shows_how_well(mon
     assert own.figures["step_rel_diff"] == pytest.approx(abs(own.figures["step_s"] - 2.7) / 2.7)
     assert all(0 < row.figures["scaling_efficiency"] < 1 for row in predicted[2:])
     names = [points.name for plot in Scaling().plots(results) for points in plot.series if points.predicted]
-    assert names == ["ddp, fp32, predicted"] * 2
+    assert names == ["ddp, fp32, predicted", "deepytorch, fp32, predicted"] * 2
     assert Scaling().tables(results)[-1].title == "Predicted, not measured"

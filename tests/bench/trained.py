@@ -14,6 +14,8 @@ def rank(seconds: list[float], **changes: Any) -> dict[str, Any]:
         "losses": [2.0, 1.0],
         "rows": 8.0,
         "tokens": 800.0,
+        "positions": 1600.0,
+        "batches": 1,
         "process_mb": 500.0,
         "peak_mb": 200.0,
         "plan": "",
