@@ -132,7 +132,7 @@ def _begin(benchmark: Benchmark[Any], options: Any, out: Path | None, again: boo
     given = _plain(asdict(options))
     fresh = Results(
         benchmark=benchmark.name,
-        command=shlex.join(["deepytorch", *sys.argv[1:]]),
+        command=_command(),
         options=given,
         machine=machine(),
         versions=versions(),
@@ -155,6 +155,13 @@ def _begin(benchmark: Benchmark[Any], options: Any, out: Path | None, again: boo
             f"{', '.join(f'{name} {now[name]}' for name in differ)}: give another --out, or --again to begin anew."
         )
     return replace(before, rows=[row for row in before.rows if not row.failed])
+
+
+def _command() -> str:
+    """Return this command without the place of its results, which is each user's own."""
+    words = ["deepytorch", *sys.argv[1:]]
+    kept = [word for before, word in zip(["", *words], words, strict=False) if "--out" not in (before, word)]
+    return shlex.join(word for word in kept if word != "--again" and not word.startswith("--out="))
 
 
 def _is_done(results: Results, cell: Cell) -> bool:
