@@ -17,7 +17,7 @@ from typer import Option
 from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup, places
 from deepytorch.bench.figures import line_of, loss_rel_diff, percentiles
 from deepytorch.bench.jobs import TrainingJob
-from deepytorch.bench.options import check_at_least, check_choice
+from deepytorch.bench.options import Device, check_at_least, check_choice
 from deepytorch.bench.plots import Plot, Points
 from deepytorch.bench.results import Results, Row
 from deepytorch.bench.table import Table
@@ -70,7 +70,7 @@ class AcspeedOptions:
     compress: Annotated[
         bool, Option("--compress", help="Measure once more with gradients cast to bf16 between hosts.")
     ] = False
-    device: Annotated[str, Option(metavar="cpu|cuda", help="Where to train.")] = "cpu"
+    device: Device = "cpu"
     steps: Annotated[int, Option(min=1, help="Steps that are timed.")] = 20
     warm_up: Annotated[int, Option(min=2, help="Steps before them.")] = 5
 

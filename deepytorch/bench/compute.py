@@ -16,7 +16,7 @@ from typer import Option
 from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup
 from deepytorch.bench.figures import training_rows, whole_passes
 from deepytorch.bench.jobs import TrainingJob
-from deepytorch.bench.options import check_at_least, check_choice
+from deepytorch.bench.options import Device, Settle, check_at_least, check_choice
 from deepytorch.bench.results import Results, Row
 from deepytorch.bench.table import Table
 from deepytorch.bench.ways import Parallel
@@ -48,11 +48,9 @@ class ComputeOptions:
     size: Annotated[str, Option(metavar="cpu|full", help="full: as published. cpu: a quarter of the width.")] = "cpu"
     precision: Annotated[str, Option(metavar="fp32|mixed", help="mixed: autocast to bf16.")] = "fp32"
     batch_size: Annotated[int, Option(min=0, help="Examples of a batch; 0: those of each model.")] = 0
-    device: Annotated[str, Option(metavar="cpu|cuda", help="Where to train.")] = "cpu"
+    device: Device = "cpu"
     steps: Annotated[int, Option(min=1, help="Steps that are timed, in turns.")] = 20
-    settle: Annotated[
-        float, Option(min=1.0, metavar="SECONDS", help="The most that a setup may take until steps are timed.")
-    ] = 300.0
+    settle: Settle = 300.0
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for options that cannot be run with."""

@@ -15,7 +15,7 @@ from typer import Option
 from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup
 from deepytorch.bench.figures import line_of, loss_rel_diff, percentiles, whole_passes
 from deepytorch.bench.jobs import OverlapJob
-from deepytorch.bench.options import check_at_least, check_choice, check_rates, simulated_hosts
+from deepytorch.bench.options import Settle, check_at_least, check_choice, check_rates, simulated_hosts
 from deepytorch.bench.results import Results, Row
 from deepytorch.bench.table import Table
 from deepytorch.bench.timeline import Span, plot_steps, write_trace
@@ -87,9 +87,7 @@ class DdpOptions:
         str | None, Option(metavar="RATE", help="With --hosts: the rate of one connection. Default: no limit.")
     ] = None
     steps: Annotated[int, Option(min=1, help="Steps that are timed, in turns.")] = 10
-    settle: Annotated[
-        float, Option(metavar="SECONDS", help="The most until deepytorch has compiled and chosen what runs.")
-    ] = 300.0
+    settle: Settle = 300.0
     timeline: Annotated[
         Path | None,
         Option(metavar="PNG", help="Draw one step of each as a picture; a Chrome trace (.json) goes beside it."),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 from typer import Option
@@ -17,7 +16,7 @@ from typer import Option
 from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup
 from deepytorch.bench.figures import loss_rel_diff, mean_step_s
 from deepytorch.bench.jobs import TrainingJob
-from deepytorch.bench.options import check_at_least, check_choice
+from deepytorch.bench.options import Device, Settle, TextFile, check_at_least, check_choice
 from deepytorch.bench.results import Results, Row
 from deepytorch.bench.table import Table
 from deepytorch.bench.ways import Parallel
@@ -39,17 +38,13 @@ class EpochOptions:
     models: Annotated[tuple[str, ...], Option(help=f"Of {', '.join(MODELS)}, with commas.")] = ("llama",)
     setups: Annotated[tuple[str, ...], Option(help="Compiler and order of rows, with commas.")] = SETUPS
     size: Annotated[str, Option(metavar="cpu|full", help="full: as published. cpu: small ones.")] = "cpu"
-    data: Annotated[
-        Path | None, Option(metavar="FILE", help="Texts in Alpaca's layout. Default: the documentation of libraries.")
-    ] = None
+    data: TextFile = None
     batch_size: Annotated[int, Option(min=0, help="Rows in a batch; 0: those of each model.")] = 0
     batches: Annotated[int, Option(min=2, help="Batches of the epoch.")] = 32
     rounds: Annotated[int, Option(min=1, help="How often each batch is timed in each setup.")] = 3
     precision: Annotated[str, Option(metavar="fp32|mixed", help="mixed: autocast to bf16.")] = "fp32"
-    device: Annotated[str, Option(metavar="cpu|cuda", help="Where to train.")] = "cpu"
-    settle: Annotated[
-        float, Option(metavar="SECONDS", help="The most until deepytorch has compiled and chosen what runs.")
-    ] = 300.0
+    device: Device = "cpu"
+    settle: Settle = 300.0
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for options that cannot be run with."""

@@ -15,7 +15,7 @@ from typer import Option
 from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup
 from deepytorch.bench.figures import training_rows
 from deepytorch.bench.jobs import TrainingJob
-from deepytorch.bench.options import check_at_least, check_choice
+from deepytorch.bench.options import Device, Settle, check_at_least, check_choice
 from deepytorch.bench.results import Results, Row
 from deepytorch.bench.table import Table
 from deepytorch.bench.ways import Parallel, unavailable
@@ -47,12 +47,10 @@ class MemoryOptions:
         "fp32",
         "mixed",
     )
-    device: Annotated[str, Option(metavar="cpu|cuda", help="Where to train.")] = "cpu"
+    device: Device = "cpu"
     steps: Annotated[int, Option(min=2, help="Steps that are timed.")] = 20
     warm_up: Annotated[int, Option(min=2, help="Steps before them.")] = 4
-    settle: Annotated[
-        float, Option(metavar="SECONDS", help="The most until deepytorch has compiled and chosen what runs.")
-    ] = 300.0
+    settle: Settle = 300.0
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for a value that is not accepted."""

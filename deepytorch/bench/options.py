@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
+
+from typer import Option
 
 from deepytorch.bench.lab import LabOptions
 from deepytorch.errors import ConfigError
 
 DTYPE_NAMES = ("fp32", "bf16", "fp16")
+
+
+Device = Annotated[str, Option(metavar="cpu|cuda", help="Where to train.")]
+Settle = Annotated[
+    float, Option(min=1.0, metavar="SECONDS", help="The most until deepytorch has compiled and chosen what runs.")
+]
+TextFile = Annotated[
+    Path | None, Option(metavar="FILE", help="Texts in Alpaca's layout. Default: the documentation of libraries.")
+]
 
 
 def check_at_least(options: Any, least: int, *names: str) -> None:

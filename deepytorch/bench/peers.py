@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Annotated, Any
 
 from typer import Option
@@ -13,7 +12,7 @@ from typer import Option
 from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup
 from deepytorch.bench.figures import training_rows, whole_passes
 from deepytorch.bench.jobs import TrainingJob
-from deepytorch.bench.options import check_at_least, check_choice
+from deepytorch.bench.options import Device, Settle, TextFile, check_at_least, check_choice
 from deepytorch.bench.results import Results, Row
 from deepytorch.bench.table import Table
 from deepytorch.bench.ways import Parallel, unavailable
@@ -70,19 +69,15 @@ class PeersOptions:
     peers: Annotated[tuple[str, ...], Option(help="Names, with commas.")] = tuple(PEERS)
     precision: Annotated[str, Option(metavar="fp32|mixed|fp16", help="mixed: autocast to bf16.")] = "fp32"
     batch_size: Annotated[int, Option(min=1, help="Rows in a batch of each rank.")] = 8
-    data: Annotated[
-        Path | None, Option(metavar="FILE", help="Texts in Alpaca's layout. Default: the documentation of libraries.")
-    ] = None
+    data: TextFile = None
     ranks: Annotated[int, Option(min=1, help="Ranks (processes) on this machine; several train under DDP.")] = 1
-    device: Annotated[str, Option(metavar="cpu|cuda", help="Where to train.")] = "cpu"
+    device: Device = "cpu"
     batches: Annotated[int, Option(min=1, help="Batches that are gone through again and again.")] = 8
     steps: Annotated[int, Option(min=2, help="Steps that are timed, in turns.")] = 16
     together: Annotated[
         int, Option(min=1, help="Steps of a turn, which are timed as one: a GPU's host may run ahead in them.")
     ] = 1
-    settle: Annotated[
-        float, Option(metavar="SECONDS", help="The most until deepytorch has compiled and chosen what runs.")
-    ] = 300.0
+    settle: Settle = 300.0
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for a value that is not accepted."""

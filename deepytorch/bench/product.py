@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Annotated, Any
 
 from typer import Option
@@ -16,7 +15,7 @@ from typer import Option
 from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup
 from deepytorch.bench.figures import training_rows, whole_passes
 from deepytorch.bench.jobs import TrainingJob
-from deepytorch.bench.options import check_at_least, check_choice
+from deepytorch.bench.options import Device, Settle, TextFile, check_at_least, check_choice
 from deepytorch.bench.results import Results, Row
 from deepytorch.bench.table import Table
 from deepytorch.bench.ways import Parallel, unavailable
@@ -73,15 +72,11 @@ class ProductOptions:
     hosts: Annotated[int, Option(min=1, help="Hosts; more than one are simulated, which needs root.")] = 1
     ranks: Annotated[int, Option(min=1, help="Ranks (processes) on each host.")] = 2
     rate: Annotated[str, Option(help="Of simulated hosts: bits per second that each may send and receive.")] = "1gbit"
-    data: Annotated[
-        Path | None, Option(metavar="FILE", help="Texts in Alpaca's layout. Default: the documentation of libraries.")
-    ] = None
-    device: Annotated[str, Option(metavar="cpu|cuda", help="Where to train.")] = "cpu"
+    data: TextFile = None
+    device: Device = "cpu"
     steps: Annotated[int, Option(min=2, help="Steps that are timed.")] = 20
     warm_up: Annotated[int, Option(min=2, help="Steps before them.")] = 4
-    settle: Annotated[
-        float, Option(metavar="SECONDS", help="The most until deepytorch has compiled and chosen what runs.")
-    ] = 300.0
+    settle: Settle = 300.0
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for a value that is not accepted."""

@@ -21,7 +21,7 @@ from typer import Option
 from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup, places
 from deepytorch.bench.figures import step_seconds, training_rows
 from deepytorch.bench.jobs import HARDWARE, TrainingJob
-from deepytorch.bench.options import check_at_least, check_choice
+from deepytorch.bench.options import Device, Settle, check_at_least, check_choice
 from deepytorch.bench.plots import Plot, Points
 from deepytorch.bench.results import Results, Row, decoded
 from deepytorch.bench.table import Table
@@ -64,13 +64,11 @@ class ScalingOptions:
     ranks: Annotated[int, Option(min=1, help="Ranks (processes) on each host; one rank alone is measured too.")] = 2
     rate: Annotated[str, Option(help="Of simulated hosts: bits per second that each may send and receive.")] = "1gbit"
     predict: Annotated[tuple[int, ...], Option(help="Numbers of ranks to predict.")] = (8, 64, 256, 1000)
-    device: Annotated[str, Option(metavar="cpu|cuda", help="Where to train.")] = "cpu"
+    device: Device = "cpu"
     skip: Annotated[int, Option(min=2, help="First steps, which are dropped.")] = 20
     steps: Annotated[int, Option(min=1, help="Steps that are averaged.")] = 100
     repeats: Annotated[int, Option(min=1, help="Such averages, of which the median counts.")] = 5
-    settle: Annotated[
-        float, Option(metavar="SECONDS", help="The most until deepytorch has compiled and chosen what runs.")
-    ] = 300.0
+    settle: Settle = 300.0
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for a value that is not accepted."""
