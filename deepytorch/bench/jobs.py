@@ -7,7 +7,6 @@ from pathlib import Path
 
 from deepytorch.bench.ways import Parallel
 
-DATA = ("random", "grouped", "balanced")
 # the figures of `hardware`
 HARDWARE = ("cpu_percent", "memory_percent", "disk_mb_per_s", "network_mbit_per_s", "gpu_percent", "gpu_memory_percent")
 KERNELS = ("", "liger", "flash", "flattened")

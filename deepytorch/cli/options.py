@@ -61,14 +61,6 @@ Data = Annotated[
     ),
 ]
 ModelFamily = Annotated[Model, typer.Option(help="Model architecture; weights are random.")]
-SizeOf = Annotated[
-    ModelSize,
-    typer.Option(
-        "--size",
-        help="Layers x hidden size: tiny 2x64, quarter 12x192, demo 4x256, small 4x512, base 12x768, large 16x2048. "
-        "base and large are for GPUs.",
-    ),
-]
 BatchSize = Annotated[int, typer.Option(min=1, help="Rows in a batch.")]
 Device = Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...")]
 
@@ -93,36 +85,3 @@ JsonFile = Annotated[
 ]
 
 Markdown = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the table as a Markdown page.")]
-
-# Of commands that start ranks.
-RanksOfHost = Annotated[
-    int | None,
-    typer.Option(
-        min=1, help="Ranks (processes) on each host. Default: 2; under torchrun, the ranks that torchrun started."
-    ),
-]
-Hosts = Annotated[
-    int,
-    typer.Option(
-        min=1, help="Hosts (machines). More than one are simulated on this one, which needs root: see deepytorch lab."
-    ),
-]
-Rate = Annotated[
-    str | None,
-    typer.Option(
-        metavar="RATE",
-        help="With several hosts: bits per second that each may send and receive, such as 200mbit or 1gbit. "
-        "Default: 1gbit.",
-    ),
-]
-FlowRate = Annotated[
-    str | None,
-    typer.Option(
-        metavar="RATE",
-        help="With several hosts: bits per second that one TCP connection may carry, such as 100mbit. "
-        "Default: no limit of its own.",
-    ),
-]
-StallTimeout = Annotated[
-    float, typer.Option(metavar="SECONDS", help="End all ranks after so many seconds without progress.")
-]
