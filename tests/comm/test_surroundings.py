@@ -52,7 +52,7 @@ def test_a_group_works_under_the_debug_level_that_wraps_it():
     init("gloo", timeout=30)
     wrapper = dist.group.WORLD._get_backend(torch.device("cpu"))
     assert type(wrapper).__name__ == "_ProcessGroupWrapper" and dist.get_backend() == "gloo", wrapper
-    assert deepytorch.comm.chosen(num_bytes=1 << 20).algorithm == "shared_memory"  # ours is what is wrapped
+    deepytorch.comm.chosen()  # raises where ours is not what is wrapped
     data = torch.full((1000,), rank + 1.0)
     work = dist.all_reduce(data, async_op=True)
     dist.barrier()
