@@ -8,6 +8,7 @@ list is used.
 from __future__ import annotations
 
 import statistics
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -25,6 +26,8 @@ _CHOSEN: dict[tuple[str, str], int] = {}  # (a device's file, a class of shapes)
 
 
 _FILES: dict[int, Path] = {}  # of devices, by their number
+_MEASURES = threading.Event()
+_MEASURES.set()
 
 
 def fastest(
@@ -51,7 +54,7 @@ def fastest(
     if len(settings) == 1 or not torch.cuda.is_available():
         return settings[0]
     found = known(kernel, shape_class, settings)
-    if found is not None or records_a_graph():
+    if found is not None or measures_nothing():
         return settings[0] if found is None else found
     path, name = _place_of(kernel, shape_class, settings)
     place, lasts = _measure(kernel, settings, launch, margin)
@@ -61,9 +64,20 @@ def fastest(
     return settings[place]
 
 
-def records_a_graph() -> bool:
-    """Return whether a CUDA graph is recorded: then nothing is measured, and `fastest`'s result must not be kept."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+def measures_nothing() -> bool:
+    """Return whether nothing is measured now, since a CUDA graph is recorded, or by `measure(False)`.
+
+    Then `fastest`'s result must not be kept.
+    """
+    return not _MEASURES.is_set() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+
+
+def measure(on: bool) -> None:
+    """Switch measuring off, while others use the device at the same time, and on again. Of this process alone."""
+    if on:
+        _MEASURES.set()
+    else:
+        _MEASURES.clear()
 
 
 def known(kernel: str, shape_class: str, settings: Sequence[Setting]) -> Setting | None:

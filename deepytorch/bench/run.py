@@ -27,7 +27,7 @@ from deepytorch.bench.beside import Beside
 from deepytorch.bench.channel import NO_MEMORY
 from deepytorch.bench.lab import Lab
 from deepytorch.bench.launch import Notify, RankError, Ranks, lab_of, scratch
-from deepytorch.bench.results import Results, Row, machine, read_result, write_json
+from deepytorch.bench.results import Record, Results, Row, machine, read_result, write_json
 from deepytorch.errors import ConfigError
 
 _PACKAGES = (
@@ -116,7 +116,7 @@ def _tell(notify: Notify, about: str, text: str) -> None:
     notify(f"{about}; {text}")
 
 
-def write_results(path: Path, results: Results) -> None:
+def write_results(path: Path, results: Record) -> None:
     """Write the file anew, so that at any moment there is a whole one. Raises `DataError`."""
     unfinished = path.with_name(f".{path.name}.unfinished")
     write_json(unfinished, results.to_json())

@@ -26,6 +26,7 @@ KINDS = {  # each module has a dataclass `Job` and `run(job, turns)`, which retu
     "collectives": "deepytorch.bench.collectives",
     "choices": "deepytorch.bench.choices",
     "one_gpu": "deepytorch.bench.ranks_of_one_gpu",
+    "ddp_of_one_gpu": "deepytorch.bench.ddp_of_one_gpu",
     "unpad": "deepytorch.bench.unpad_steps",
     "loss": "deepytorch.bench.linear_loss",
 }

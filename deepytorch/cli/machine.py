@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from deepytorch.bench.table import Table
 from deepytorch.cli.options import JsonFile
 from deepytorch.cli.output import Output
 from deepytorch.errors import ConfigError
@@ -74,33 +75,80 @@ def gpu_check(
     budget: Annotated[
         float, typer.Option(min=1, metavar="SECONDS", help="Checks that are not over by then are left out.")
     ] = 480.0,
-    only: Annotated[list[str] | None, typer.Option(metavar="GROUP", help="Make this group; can be repeated.")] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="GROUP", help="Make this group, subject (what stands before its colon) or GROUP/CHECK; repeatable."
+        ),
+    ] = None,
+    results: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Take each outcome in, and leave out what passed there with the same sources, versions and GPU; what "
+            "failed comes first. Default: docs/results/gpu-NAME.json in a source tree, else none.",
+        ),
+    ] = None,
+    again: Annotated[bool, typer.Option("--again", help="Make also what passed before.")] = False,
+    packages: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Wheels or packages of rivals, such as liger-kernel's. Default: none."),
+    ] = None,
+    plan: Annotated[bool, typer.Option("--plan", help="Print the expected seconds, and make nothing.")] = False,
+    page: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Make nothing but the tables of this page, from results beside it. Default: none."
+        ),
+    ] = None,
     json_file: JsonFile = None,
 ) -> None:
     """Check kernels, models, synchronisations and speed on this machine's GPU; what failed comes first.
 
     Needs no network. Each group of checks runs in a process of its own: a check that crashes or hangs is reported with
-    the others. Ends with status 1 if something failed.
+    the others. What is over when it is stopped is kept. Ends with status 1 if something failed.
     """
-    from deepytorch.gpu_check import gpu_check as check
-    from deepytorch.gpu_check import to_json
+    from deepytorch.gpu_check import run as module
+    from deepytorch.gpu_check.isolated import TOGETHER
+    from deepytorch.gpu_check.outcome import Outcome
+    from deepytorch.gpu_check.packages import packages_from
+    from deepytorch.gpu_check.page import plan_table, report_table, rewrite
 
     output = Output(json_file)
-    outcomes = output.watch(check, device, quick, budget, only or ())
-    words = {True: "[green]ok[/green]", False: "[red]failed[/red]", None: "not made"}
-    rows = [
-        (words[each.passed], each.group, each.name, each.said.partition("\n")[0], f"{each.seconds:.1f}")
-        for each in outcomes
-    ]
-    columns = ("", "what", "check", "found", "seconds")
-    output.table(f"Checks on {device}", columns, rows, left=columns[:-1])
-    failed = [each for each in outcomes if each.passed is False]
+    options = module.Options(device=device, quick=quick, seconds=budget, only=only or (), results=results, again=again)
+    if page is not None:
+        from deepytorch.gpu_check.checks import checks_on
+
+        rewrite(page, checks_on("cuda"))
+        return
+    with packages_from(packages):
+        if plan:
+            expected, seconds = module.plan_of(options)
+            _show(output, plan_table(f"Checks on {device}", expected))
+            output.line(f"{seconds:.0f} s are expected of {budget:.0f} s, {TOGETHER} groups at a time.")
+            return
+        work = module.work_of(options)
+        found: list[Outcome] = []
+        stopped = False
+        try:
+            output.watch(module.gpu_check, work, options, found.append)
+        except KeyboardInterrupt:
+            stopped = True
+            output.line("Stopped: the same command goes on from here." if work.path else "Stopped.")
+        _show(output, report_table(f"Checks on {work.known.device}", module.failed_first(found)))
+    failed = [each for each in found if each.passed is False]
     for each in failed:
         if "\n" in each.said:
             output.line(f"{each.group}, {each.name}:\n{each.said}")
-    output.json(to_json(outcomes, device))
-    if failed:
-        raise typer.Exit(1)
+    if work.num_known:
+        output.line(f"{work.num_known} checks passed before, with the same sources and versions: not made again.")
+    output.json(module.gathered(work, found).to_json())
+    if stopped or failed:
+        raise typer.Exit(130 if stopped else 1)
+
+
+def _show(output: Output, table: Table) -> None:
+    output.table(table.title, table.columns, table.rows, table.left)
 
 
 def build() -> None:

@@ -20,7 +20,7 @@ from deepytorch.passes.ops import varlen_attention_dense as dense
 from deepytorch.passes.ops import varlen_attention_efficient as efficient
 from deepytorch.passes.ops import varlen_attention_flash as flash
 from deepytorch.passes.ops.attention_tile import Call, Gradients, Saved
-from deepytorch.tuning import fastest, known, records_a_graph
+from deepytorch.tuning import fastest, known, measures_nothing
 
 _TRITON_CAPABILITY = (8, 0)  # the tests compile the Triton kernels for this capability and newer ones
 _KERNEL = "varlen_attention_form/1"
@@ -68,7 +68,7 @@ def _form(query: Tensor, key: Tensor, value: Tensor, call: Call) -> ModuleType:
     form = _FORMS.get(kind)
     if form is None:
         form = _choose(query, key, value, call)
-        if not records_a_graph():  # nothing is measured while a graph is recorded
+        if not measures_nothing():  # nothing is measured while a graph is recorded
             _FORMS[kind] = form
     return form
 

@@ -56,6 +56,18 @@ def test_the_first_stays_unless_another_saves_its_margin(kept: Path) -> None:
     assert len(json.loads(kept.read_text())) == 4
 
 
+def test_nothing_is_measured_or_kept_while_it_is_switched_off(kept: Path) -> None:
+    tuning.measure(False)
+    try:
+        assert tuning.measures_nothing()
+        assert fastest("kernel/1", "a", ("first", "second"), refuses("first", AssertionError("launched"))) == "first"
+    finally:
+        tuning.measure(True)
+    assert not kept.exists()
+    assert not tuning.measures_nothing()
+    assert fastest("kernel/1", "a", ("first", "second"), nothing) == "second"
+
+
 def test_what_was_found_without_memory_for_every_launch_is_not_written(kept: Path) -> None:
     settings, launches = ("first", "second"), []
     refused = refuses("second", torch.OutOfMemoryError("of another step's tensors"))

@@ -10,8 +10,8 @@ import torch
 from deepytorch.bench import ranks_of_one_gpu
 from deepytorch.bench.launch import RankError
 from deepytorch.bench.ranks_of_one_gpu import OneGpuFound, OneGpuPlan, WrongSum, compare_sums, many_calls, run_one_gpu
-from deepytorch.gpu_check import checks
-from deepytorch.gpu_check.outcome import Failed, Skipped
+from deepytorch.gpu_check.checks import ranks as checks
+from deepytorch.gpu_check.outcome import Failed
 
 CPU = torch.device("cpu")
 
@@ -83,10 +83,10 @@ def test_gpu_check_tells_what_ranks_found(monkeypatch):
         raise RankError("The ranks [2] stood still for 120 s at: 400 calls.")
 
     monkeypatch.setattr(ranks_of_one_gpu, "run_one_gpu", all_right)
-    assert "60 kinds and 500 calls have the right bits, 100 us a call" in checks._ranks_of_one_gpu(gpu)
+    found = checks.all_reduces(gpu)
+    assert "60 kinds and 500 calls have the right bits, 100 us a call" in found.said
+    assert found.figures == {"call_us": pytest.approx(100.0), "calls": 500.0}
     assert (plans[0].device, plans[0].calls) == ("cuda", 10_000)
     monkeypatch.setattr(ranks_of_one_gpu, "run_one_gpu", hangs)
     with pytest.raises(Failed, match="stood still"):
-        checks._ranks_of_one_gpu(gpu)
-    with pytest.raises(Skipped):
-        checks._ranks_of_one_gpu(torch.device("cpu"))
+        checks.all_reduces(gpu)
