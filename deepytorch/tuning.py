@@ -26,6 +26,7 @@ _CHOSEN: dict[tuple[str, str], int] = {}  # (a device's file, a class of shapes)
 
 
 _FILES: dict[int, Path] = {}  # of devices, by their number
+_FOLDER: list[Path] = []  # instead of the cache, if `keep_in` was called
 _MEASURES = threading.Event()
 _MEASURES.set()
 
@@ -72,6 +73,13 @@ def measures_nothing() -> bool:
     return not _MEASURES.is_set() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
+def keep_in(folder: Path) -> None:
+    """Keep what this process chooses from now on in a folder, not in the cache, whose choices it does not see."""
+    _FOLDER[:] = [folder]
+    _FILES.clear()
+    _CHOSEN.clear()
+
+
 def measure(on: bool) -> None:
     """Switch measuring off, while others use the device at the same time, and on again. Of this process alone."""
     if on:
@@ -98,7 +106,8 @@ def _place_of(kernel: str, shape_class: str, settings: Sequence[Setting]) -> tup
     """Return the file of the current device's choices, and the name of a choice in it."""
     device = torch.cuda.current_device()
     if device not in _FILES:
-        _FILES[device] = cache_directory() / "tuned" / f"{_device_name(device)}-{_VERSION}.json"
+        folder = _FOLDER[0] if _FOLDER else cache_directory() / "tuned"
+        _FILES[device] = folder / f"{_device_name(device)}-{_VERSION}.json"
     return _FILES[device], f"{kernel} {shape_class} of {len(settings)}"
 
 

@@ -22,8 +22,10 @@ from deepytorch.bench.channel import DOING, Turns
 from deepytorch.bench.launch import WORKER, Ranks, scratch
 from deepytorch.bench.models import build_model
 from deepytorch.bench.training_step import DTYPES, Batch, Precision, to_device
+from deepytorch.comm.group.native import native
 from deepytorch.compiler.budget import BUDGET
 from deepytorch.data import text_batches
+from deepytorch.switch import SWITCH
 
 _STEPS, _LR = 4, 0.05
 
@@ -38,7 +40,7 @@ class DdpPlan:
     device: str = "cuda"
     backend: str = "gloo"
     dtype: str = "fp32"
-    timeout_s: float = 120.0
+    timeout_s: float = 180.0
 
 
 Job = DdpPlan
@@ -82,6 +84,11 @@ def run(plan: DdpPlan, turns: Turns) -> dict[str, Any]:
     if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)
     BUDGET.account(1e9)  # compile at once
+    if plan.backend == "deepytorch":
+        turns.say(DOING, "compiling the group's C++")
+        native.load()
+    SWITCH.process_groups = False  # a group is what its name says
+    turns.say(DOING, "joining")
     dist.init_process_group(plan.backend, timeout=timedelta(seconds=plan.timeout_s))
     rank, ranks = dist.get_rank(), dist.get_world_size()
     start: nn.Module = build_model("llama", "tiny", vocab_size=512, seed=0)

@@ -13,7 +13,9 @@ import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from deepytorch.gpu_check.outcome import Check
 from deepytorch.switch import SWITCH
@@ -31,10 +33,11 @@ def serve(checks: Sequence[Check], records: Path, group: str, names: Sequence[st
     SWITCH.enabled = False  # checks say themselves what is compiled
     threading.Thread(target=_listen_to_stdin, daemon=True).start()
     of_group = {check.name: check for check in checks if check.group == group}
-    if any(check.is_timed for check in of_group.values()):
-        _measure(False)  # what is chosen beside others would be what is timed later
-    else:
-        os.environ["XDG_CACHE_HOME"] = str(records.parent / "cache")  # nor is such a choice to last
+    tuning: Any = import_module("deepytorch.tuning") if "torch" in sys.modules else None
+    if tuning is not None and any(check.is_timed for check in of_group.values()):
+        tuning.measure(False)  # what is chosen beside others would be what is timed later
+    elif tuning is not None:
+        tuning.keep_in(records.parent)  # nor is such a choice to last
     with records.open("a", encoding="utf-8") as file:
 
         def say(word: str, value: object) -> None:
@@ -46,18 +49,13 @@ def serve(checks: Sequence[Check], records: Path, group: str, names: Sequence[st
             if check.is_timed and not _IS_ALONE.is_set():
                 say("waits", name)
                 _IS_ALONE.wait()
-                _measure(True)
+                if tuning is not None:
+                    tuning.measure(True)
             say("begins", name)
             outcome = check.made()
             say("outcome", asdict(outcome))
             if outcome.passed is False and any(words in outcome.said for words in _BROKEN):
                 return
-
-
-def _measure(on: bool) -> None:
-    from deepytorch import tuning  # loads torch
-
-    tuning.measure(on)
 
 
 def _listen_to_stdin() -> None:

@@ -68,6 +68,14 @@ def test_nothing_is_measured_or_kept_while_it_is_switched_off(kept: Path) -> Non
     assert fastest("kernel/1", "a", ("first", "second"), nothing) == "second"
 
 
+def test_choices_can_be_kept_elsewhere(kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "_FOLDER", [])
+    tuning.keep_in(tmp_path / "other")
+    assert fastest("kernel/1", "a", ("first", "second"), nothing) == "second"
+    assert not kept.exists()
+    assert (tmp_path / "other" / kept.name).exists()
+
+
 def test_what_was_found_without_memory_for_every_launch_is_not_written(kept: Path) -> None:
     settings, launches = ("first", "second"), []
     refused = refuses("second", torch.OutOfMemoryError("of another step's tensors"))
