@@ -39,6 +39,7 @@ def measured_ready_times(
     names = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
     device = next(parameter.device for parameter in model.parameters())
     found: list[dict[str, Any]] = []
+    cpu_s: list[float] = []
 
     def accumulated(parameter: Tensor) -> None:
         found[-1][names[id(parameter)]] = _now(device)
@@ -50,6 +51,7 @@ def measured_ready_times(
             optimizer.zero_grad()
             begin()
             found.append({})
+            cpu_s.append(-time.process_time())
             found[-1][" start"] = _now(device)
             loss = forward()
             found[-1][" forward"] = _now(device)
@@ -57,6 +59,7 @@ def measured_ready_times(
             found[-1][" backward"] = _now(device)
             optimizer.step()
             found[-1][" optimizer"] = _now(device)
+            cpu_s[-1] += time.process_time()
     finally:
         for hook in hooks:
             hook.remove()
@@ -70,6 +73,7 @@ def measured_ready_times(
         forward_s=between(" start", " forward"),
         backward_s=between(" forward", " backward"),
         optimizer_s=between(" backward", " optimizer"),
+        cpu_s=statistics.median(cpu_s[warm_up:]),
         ready=tuple(sorted(ready)),
     )
 

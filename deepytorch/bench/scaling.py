@@ -31,7 +31,7 @@ DDP, COMPILED, OURS = "ddp", "ddp_compile", "deepytorch"
 SETUPS = (DDP, COMPILED, OURS)
 MODELS = ("resnet50", "hf_Bert", "gpt2")
 _PREDICTED = {DDP: "engine", OURS: "auto"}  # the algorithm of each setup in the simulator
-_PARTS = ("forward_s", "backward_s", "optimizer_s")
+_PARTS = ("forward_s", "backward_s", "optimizer_s", "cpu_s")
 _SAME = ("model", "rows", "precision", "setup")  # what rows of one curve have in common
 
 
@@ -182,6 +182,7 @@ def _keep_compute(row: Row, ranks: Sequence[Mapping[str, Any]]) -> None:
         return
     compute = of_ranks([[decoded(Compute, step) for step in rank["ready"]["steps"]] for rank in ranks])
     row.figures.update({name: getattr(compute, name) for name in _PARTS})
+    row.figures["step_cpu_s"] = statistics.fmean(statistics.median(rank["cpu_seconds"]) for rank in ranks)
     times, sizes = zip(*compute.ready, strict=True)
     row.series.update(ready_s=list(times), ready_bytes=[float(size) for size in sizes])
     row.texts.update({name: json.dumps(value) for name, value in ranks[0]["ready"]["group"].items()})
@@ -206,7 +207,8 @@ def _predictions(options: ScalingOptions, results: Results, curve: Sequence[Row]
     largest = several[-1]
     ranks, per_host = all_ranks(largest), int(largest.key["ranks"] or 1)
     for base in several[-2:]:  # a smaller number, and the largest one's own compute and links
-        shared = SharedCores(os.cpu_count() or 1, all_ranks(base)) if base.key["rate"] else None
+        cpu = (base.figures["cpu_s"], base.figures["step_cpu_s"])
+        shared = SharedCores(os.cpu_count() or 1, *cpu) if base.key["rate"] else None
         found = _simulated(options, _group(results, base), base, (ranks,), shared)[ranks]
         row = _predicted_row(largest, ranks // per_host, per_host, found, base)
         measured = largest.figures["step_s"]
