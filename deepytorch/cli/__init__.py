@@ -15,9 +15,8 @@ from rich.markup import escape
 
 from deepytorch.bench.suite import BENCHMARKS
 from deepytorch.cli import (
-    bench_kernels,
-    bench_models,
     bench_report,
+    bench_roofline,
     cache,
     demo,
     lab,
@@ -57,9 +56,7 @@ app.add_typer(cache.cache, name="cache")
 app.add_typer(bench, name="bench")
 for _benchmark in BENCHMARKS.values():
     add_command(bench, _benchmark)
-bench.command("models")(bench_models.models)
-bench.command("kernels")(bench_kernels.kernels)
-bench.command("roofline")(bench_kernels.roofline)
+bench.command("roofline")(bench_roofline.roofline)
 bench.command("report")(bench_report.report)
 app.command("lab", context_settings=_BEFORE_A_COMMAND)(lab.lab)
 app.command("simulate")(simulate.simulate)
