@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from deepytorch.cli.options import JsonFile, Markdown
+from deepytorch.cli.options import JsonFile
 from deepytorch.cli.output import Output
 
 
@@ -24,12 +24,13 @@ def roofline(
             "Default: none.",
         ),
     ] = None,
-    markdown: Markdown = None,
+    markdown: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the table as a Markdown page.")] = None,
     json_file: JsonFile = None,
 ) -> None:
     """Compute what a training step takes at least on A100, H100, H200 and B200, padded and packed; no GPU needed."""
     from deepytorch.bench import roofline as computing
     from deepytorch.bench.results import write_text
+    from deepytorch.bench.table import table_of
     from deepytorch.errors import DataError
 
     output = Output(json_file)
@@ -57,7 +58,8 @@ def roofline(
         )
         for row in computed
     ]
-    output.table("The least time of a training step (computed)", columns, shown, left=("model", "GPU"))
+    title = "The least time of a training step (computed)"
+    output.console.print(table_of(title, columns, shown, left=("model", "GPU")))
     if markdown is not None:
         command = f"deepytorch bench roofline --rows {rows} --positions {positions} --real {real:g}"
         write_text(markdown, computing.markdown(computed, lengths, command), "--markdown")
