@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from deepytorch.bench.benchmark import Cell
+from deepytorch.bench.benchmark import Cell, Place, Setup
+from deepytorch.bench.model_classes import worker
 from deepytorch.bench.model_classes.batches import IGNORED, Batch, batches_of
 from deepytorch.bench.model_classes.benchmark import ModelJob, Models, ModelsOptions
 from deepytorch.bench.model_classes.catalog import ModelClass, NotBuilt, build_small, forward_arguments, model_classes
@@ -17,7 +18,6 @@ from deepytorch.bench.model_classes.judge import judge
 from deepytorch.bench.model_classes.tables import counts_of, reasons_of, tables_of
 from deepytorch.bench.model_classes.training import move_by_last_bit, train
 from deepytorch.bench.results import Results, Row, read_result
-from deepytorch.bench.run import run_benchmark
 from deepytorch.bench.table import markdown_of
 from deepytorch.errors import ConfigError, ParityError
 from tests.command_line import run
@@ -135,58 +135,57 @@ def test_classes_are_listed_once_a_task_and_found_by_class_or_family() -> None:
         ModelsOptions(task=("cause",))
 
 
-COMMAND = ("bench", "models", "--task", "causal,masked", "--lowering", "eager")
-
-
-def test_models_by_the_command_and_only_what_is_new_when_it_runs_again(monkeypatch, capsys, tmp_path: Path) -> None:
+def test_models_by_the_command_two_at_a_time_and_none_of_them_again(monkeypatch, capsys, tmp_path: Path) -> None:
     out = tmp_path / "models.json"
-    command = [*COMMAND, "--out", str(out), "--only"]
-    assert run(monkeypatch, *command, "OPTForCausalLM") == 0
-    capsys.readouterr()
-    [first] = read_result(Results, out).rows
-    assert first.key == {"task": "causal", "class": "OPTForCausalLM"}
-    texts, figures = first.texts, first.figures
+    command = [
+        "bench",
+        "models",
+        "--lowering",
+        "eager",
+        "--out",
+        str(out),
+        "--only",
+        "OPTForCausalLM,CpmAntForCausalLM",
+    ]
+    assert run(monkeypatch, *command, "--task", "causal", "--jobs", "2") == 0
+    assert "causal: OPTForCausalLM" in capsys.readouterr().out
+    results = read_result(Results, out)
+    opt, cpm = (results.having(**{"class": name})[0] for name in ("OPTForCausalLM", "CpmAntForCausalLM"))
+    texts, figures = opt.texts, opt.figures
+    assert opt.key == {"task": "causal", "class": "OPTForCausalLM"}
     assert (texts["outcome"], texts["where"], texts["notes"]) == ("equal", "in graph", "")
     assert texts["steps"].split()[1:] == ["graph"] * 5
     assert texts["sides"].split()[2:] == ["right", "right", "left", "mixed"]
     assert 0.0 < figures["own_rel_diff"] < 1e-5
     assert figures["rel_diff"] <= figures["allowed_rel_diff"]
     assert figures["eager_s"] + figures["import_s"] < figures["processes_s"]
-    # two at a time, and the file has one of the three
-    classes = "OPTForCausalLM,YosoForMaskedLM,BertForMaskedLM"
-    assert run(monkeypatch, *command, classes, "--jobs", "2") == 0
-    shown = capsys.readouterr().out
-    assert "masked: YosoForMaskedLM" in shown
-    found = read_result(Results, out)
-    assert found.versions.keys() >= {"torch", "transformers"}
-    assert found.rows[0] == first
-    yoso, bert = found.having(**{"class": "YosoForMaskedLM"})[0], found.having(**{"class": "BertForMaskedLM"})[0]
-    assert (yoso.texts["outcome"], yoso.texts["where"]) == ("equal", "declined")
-    assert "FlashAttention" in yoso.texts["reasons"]
-    assert (bert.texts["outcome"], bert.texts["where"]) == ("equal", "in graph")
+    assert results.versions.keys() >= {"torch", "transformers"}
+    assert (cpm.texts["outcome"], cpm.texts["where"]) == ("equal", "declined")
+    assert "no attention was found" in cpm.texts["reasons"]
+    with monkeypatch.context() as patch:
+        patch.setattr("deepytorch.bench.run.Ranks", None)  # nothing is started
+        assert run(patch, *command) == 0
+    assert read_result(Results, out).rows == results.rows
+    assert run(monkeypatch, *command, "--lowering", "inductor") == 2
+    assert "lowering eager, asked for lowering inductor" in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_model_that_is_late_or_dies_or_is_not_built_is_a_row_and_the_next_one_runs(monkeypatch) -> None:
-    cells = Models().cells
-
-    def with_others(self, options: ModelsOptions) -> list[Cell]:
-        found = list(cells(options))
-        for name, limit in (("NoSuchModel", 60), ("Dies", -1)):  # a limit below 0 is an error of the process
-            job = ModelJob(models=(("masked", "bert", name),), lowering=None, limit=limit)
-            setups = [replace(each, job=replace(job, lowering=each.job.lowering)) for each in found[0].setups]
-            found.append(replace(found[0], setups=setups, rows=[name]))
-        return found
-
-    monkeypatch.setattr(Models, "cells", with_others)
-    results = run_benchmark(Models(), ModelsOptions(task=("masked",), only=("bert", "albert"), limit=0.001))
-    found = {row.key["class"]: (row.texts["outcome"], row.texts["error"]) for row in results.rows}
-    outcome, error = found.pop("NoSuchModel")
-    assert (outcome, error.partition(":")[0]) == ("not built", "AttributeError")
-    outcome, error = found.pop("Dies")
-    assert (outcome, error.partition(":")[0]) == ("eager fails", "exit status 1")
-    late = ("eager fails", "not over in 0.001 seconds")
-    assert found == {"AlbertForMaskedLM": late, "BertForMaskedLM": late}
-    Models().verdict(results)
+def test_a_model_that_is_late_or_dies_or_is_not_built_is_a_row(tmp_path: Path) -> None:
+    """A limit below 0 is an error of the process."""
+    found = {}
+    for name, limit in (("BertForMaskedLM", 0.001), ("NoSuchModel", 60), ("AlbertForMaskedLM", -1)):
+        job = ModelJob(models=(("masked", "bert", name),), lowering=None, limit=limit, scratch=tmp_path)
+        setups = [Setup(name="eager", job=job), Setup(name="deepytorch", job=replace(job, lowering="eager"))]
+        cell = Cell(key={"task": "masked"}, setups=setups, place=Place(), rows=[name], row_key="class")
+        answers = {each.name: [worker.run(each.job, None)] for each in setups}
+        [made] = Models().rows(ModelsOptions(), cell, answers)
+        assert made.key == {"task": "masked", "class": name}
+        found[name] = made.texts["outcome"], made.texts["error"].partition(":")[0]
+    assert found == {
+        "BertForMaskedLM": ("eager fails", "not over in 0.001 seconds"),
+        "NoSuchModel": ("not built", "AttributeError"),
+        "AlbertForMaskedLM": ("eager fails", "exit status 1"),
+    }
 
 
 def row(name: str, outcome: str = "equal", where: str = "in graph", task: str = "causal", **given: Any) -> Row:
