@@ -9,8 +9,7 @@ import typer
 from rich.console import Console
 
 from deepytorch.bench.models import MODELS
-from deepytorch.bench.options import TextFile
-from deepytorch.cli.options import DtypeOf
+from deepytorch.bench.options import TextFile, dtype_name
 
 
 def demo(
@@ -19,7 +18,10 @@ def demo(
     steps: Annotated[int, typer.Option(min=4, help="Training steps of each of the three runs.")] = 50,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows in a batch.")] = 8,
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...")] = "cpu",
-    dtype: DtypeOf = "fp32",
+    dtype: Annotated[
+        str,
+        typer.Option(metavar="fp32|bf16|fp16", help="fp32, or autocast to bf16 or fp16 with weights in fp32."),
+    ] = "fp32",
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the plot goes; made if missing.")] = Path(
         "deepytorch-demo"
     ),
@@ -37,7 +39,7 @@ def demo(
         steps=steps,
         batch_size=batch_size,
         device=device,
-        dtype=dtype,
+        dtype=dtype_name(dtype),
         out=out,
     )
     run_demo(options, Console())

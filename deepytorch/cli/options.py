@@ -9,24 +9,9 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
-from deepytorch.bench.options import dtype_name, names
+from deepytorch.bench.options import names
 from deepytorch.errors import ConfigError
 
-
-def dtype_of(text: str) -> str:
-    """Return the dtype that a text names, in our spelling or torch's. Raises `typer.BadParameter`."""
-    try:
-        return dtype_name(text)
-    except ConfigError as error:
-        raise typer.BadParameter(str(error)) from None
-
-
-DtypeOf = Annotated[
-    str,
-    typer.Option(
-        parser=dtype_of, metavar="fp32|bf16|fp16", help="fp32, or autocast to bf16 or fp16 with weights in fp32."
-    ),
-]
 JsonFile = Annotated[
     str | None,
     typer.Option("--json", metavar="FILE|-", help="Write the result as one JSON object to a file; -: to stdout."),

@@ -7,6 +7,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
+from deepytorch.bench.table import print_table
 from deepytorch.cli.options import JsonFile
 from deepytorch.cli.output import Output
 
@@ -71,7 +72,7 @@ def simulate(
         cast(Any, compress),
     )
     output = Output(json_file)
-    output.console.print(showing.step_table(simulation))
+    print_table(output.console, showing.step_table(simulation))
     output.json(simulation.to_json())
     if plot is not None:
         showing.draw(plot, simulation)

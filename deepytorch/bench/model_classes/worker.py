@@ -26,22 +26,11 @@ import transformers.modeling_utils  # noqa: F401, as those above: once, for all 
 
 import deepytorch
 from deepytorch.bench.channel import Turns
+from deepytorch.bench.model_classes import tables
 from deepytorch.bench.model_classes.batches import STEPS_BEFORE, batches_of
 from deepytorch.bench.model_classes.benchmark import ModelJob
 from deepytorch.bench.model_classes.catalog import ModelClass, NotBuilt, build_small, forward_arguments, told
 from deepytorch.bench.model_classes.judge import judge
-from deepytorch.bench.model_classes.tables import (
-    DECLINED,
-    EAGER_FAILS,
-    ENTRY,
-    EQUAL,
-    FAILS,
-    GRAPH,
-    NO_MASK,
-    NOT_BUILT,
-    PART,
-    WRONG,
-)
 from deepytorch.bench.model_classes.training import move_by_last_bit, train
 from deepytorch.bench.processes import ending, last_lines
 
@@ -60,7 +49,7 @@ def run(job: ModelJob, turns: Turns) -> dict[str, Any]:
     if child == 0:
         _work(job, which, folder)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    found: dict[str, Any] = {"figures": {}, "texts": {"outcome": FAILS}}
+    found: dict[str, Any] = {"figures": {}, "texts": {"outcome": tables.FAILS}}
     if status == 0:
         found = json.loads((folder / "found.json").read_text(encoding="utf-8"))
     elif status == -signal.SIGALRM:
@@ -98,7 +87,7 @@ def _in_eager(which: ModelClass, folder: Path) -> tuple[dict[str, float], dict[s
     try:
         model = build_small(which)
     except NotBuilt as reason:
-        return {}, {"outcome": NOT_BUILT, "error": str(reason)}
+        return {}, {"outcome": tables.NOT_BUILT, "error": str(reason)}
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     accepted = forward_arguments(model)
     batches = batches_of(which.task, model.config, accepted)
@@ -107,7 +96,7 @@ def _in_eager(which: ModelClass, folder: Path) -> tuple[dict[str, float], dict[s
     try:
         eager = train(model, batches)
     except Exception as error:
-        return {}, {"outcome": EAGER_FAILS, "error": told(error)}
+        return {}, {"outcome": tables.EAGER_FAILS, "error": told(error)}
     seconds = time.perf_counter() - began
     torch.manual_seed(len(batches) - 1)
     draws = not torch.equal(torch.get_rng_state(), _state_after(model, batches))
@@ -116,7 +105,7 @@ def _in_eager(which: ModelClass, folder: Path) -> tuple[dict[str, float], dict[s
     move_by_last_bit(other)
     torch.save({"weights": weights, "eager": eager, "moved": train(other, batches)}, folder / "eager.pt")
     finite = all(bool(each.isfinite().all()) for numbers in eager for each in numbers.values())
-    notes = [] if "attention_mask" in accepted else [NO_MASK]
+    notes = [] if "attention_mask" in accepted else [tables.NO_MASK]
     notes += ["draws random numbers"] if draws else []  # without dropout: packed steps draw others
     notes += [] if finite else ["eager's numbers are not all finite"]
     return {"eager_s": seconds}, {"notes": "; ".join(notes)}
@@ -152,12 +141,12 @@ def _with_import(which: ModelClass, folder: Path, lowering: str) -> tuple[dict[s
     try:
         ours = train(model, batches, after_step)
     except Exception as error:
-        texts = {"outcome": FAILS, "error": told(error)}
+        texts = {"outcome": tables.FAILS, "error": told(error)}
     else:
         figures["import_s"] = time.perf_counter() - began
         worst = judge(known["eager"], known["moved"], ours)
         figures |= {"rel_diff": worst.difference, "own_rel_diff": worst.own, "allowed_rel_diff": worst.allowed}
-        texts = {"outcome": EQUAL if worst.is_equal else WRONG, "furthest": worst.what}
+        texts = {"outcome": tables.EQUAL if worst.is_equal else tables.WRONG, "furthest": worst.what}
     report = deepytorch.report().to_json()
     figures["compile_s"] = report["compile_seconds"] + report["compile_seconds_in_background"]
     sides = [batch.side for batch in batches]
@@ -173,10 +162,10 @@ def where(steps: Sequence[str], sides: Sequence[str]) -> str:
     kinds = set(right[STEPS_BEFORE:])
     if len(kinds) > 1:  # another length may be traced anew, and its first step is profiled
         kinds.discard("profiled")
-    for kind, how in (("entry", ENTRY), ("graph", GRAPH)):
+    for kind, how in (("entry", tables.ENTRY), ("graph", tables.GRAPH)):
         if kinds and kinds <= {"graph", "entry"} and kind in kinds:
             return how
-    return PART if kinds & {"graph", "entry", "part"} else DECLINED
+    return tables.PART if kinds & {"graph", "entry", "part"} else tables.DECLINED
 
 
 def _kind_of_step(before: dict[str, tuple[int, int, int]]) -> str:
