@@ -67,6 +67,7 @@ def _work(job: ModelJob, which: ModelClass, folder: Path) -> None:
         log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         for stream in (1, 2):
             os.dup2(log, stream)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, job.limit)
         torch.set_num_threads(1)
         if job.lowering is None:
