@@ -82,12 +82,11 @@ class Models(Benchmark[ModelsOptions]):
 
     def cells(self, options: ModelsOptions) -> Sequence[Cell]:
         """Return a cell for each model, or for so many as run at a time."""
-        found = []
+        found: list[Cell] = []
         for _, each in groupby(model_classes(options.task, options.only), attrgetter("task")):
-            of_task = list(each)
-            found += [
-                self._cell(options, of_task[at : at + options.jobs]) for at in range(0, len(of_task), options.jobs)
-            ]
+            models = list(each)
+            starts = range(0, len(models), options.jobs)
+            found += [self._cell(options, models[at : at + options.jobs]) for at in starts]
         return found
 
     @staticmethod
