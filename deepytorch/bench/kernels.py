@@ -115,13 +115,14 @@ class Kernels(Benchmark[KernelsOptions]):
             used = (f"{registers:.0f}", f"{spilled:.0f} B", f"{shared / 1024:.0f} KB", ", ".join(found))
             rows.append((kernel, gpu, str(len(these)), *used, f"{seconds:.1f}"))
         title, left = "Machine code of kernels: the most of all variants", ("kernel", "GPU", "instructions")
-        return [Table(title, columns, tuple(rows), left, tuple(_wrong(results)))]
+        return [Table(title, columns, tuple(rows), left, tuple(faults(results)))]
 
     def verdict(self, results: Results) -> None:
         """Raise `BuildError` if a kernel has a fault."""
-        if wrong := _wrong(results):
+        if wrong := faults(results):
             raise BuildError("\n".join(wrong))
 
 
-def _wrong(results: Results) -> list[str]:
+def faults(results: Results) -> list[str]:
+    """Return what is wrong with which kernel."""
     return [f"{words_of(row.key)}: {row.texts['troubles']}" for row in results.rows if row.texts.get("troubles")]

@@ -217,14 +217,16 @@ ROWS = [
 
 def test_tables_are_made_of_rows() -> None:
     counts = counts_of(ROWS)
-    assert counts[0] == ("Causal language models", "7", "6", "4", "1", "1", "1", "1", "1", "3", "40% of 5")
-    assert counts[-1] == ("all", "8", "7", "5", "1", "1", "2", "1", "1", "3", "50% of 6")
+    assert counts[0] == ("causal", "7", "6", "4", "1", "1", "1", "1", "1", "3", "5", "40%")
+    assert counts[-1] == ("all", "8", "7", "5", "1", "1", "2", "1", "1", "3", "6", "50%")
     assert reasons_of(ROWS)[:2] == [("a loop", ["C", "E"]), ("the class: size N | is read", ["C", "D"])]
     results = Results(
         benchmark="models", command="", options={"lowering": "eager"}, machine="", versions={}, date="", rows=ROWS
     )
     made = "\n".join(line for table in tables_of(results) for line in markdown_of(table))
     assert "8 of 20 classes were run. Lowering eager, fp32, one thread; deepytorch 0.1, commit 1a2b." in made
+    assert "|  | causal | masked | all |" in made
+    assert "| with a mask | 5 | 1 | 6 |" in made
     assert "at least 1e-05 (loss), 2e-05 (output), 1e-04 (gradient), 1e-04 (weight)" in made
     assert "| B | equal (1e-07) | 2e-07 | at entry | 0.0 |  |" in made
     assert "| D | equal (1e-07) | 2e-07 | declined | 0.0 | no attention mask; D: size 13 \\| is read |" in made

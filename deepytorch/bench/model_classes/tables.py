@@ -20,26 +20,14 @@ TITLES = {
     "token": "Token classification",
     "question": "Question answering",
 }
-COUNTS = (
-    "task",
-    "classes",
-    "trained",
-    "equal",
-    "wrong",
-    "fail",
-    "in graph",
-    "at entry",
-    "in part",
-    "declined",
-    "packed",
-)
+COUNTS = ("", "classes", "trained", EQUAL, WRONG, FAILS, GRAPH, ENTRY, PART, DECLINED, "with a mask", "packed")
 _ABOUT = (
     "equal: loss, outputs at tokens, every gradient and the weights, in each step. In brackets: the relative "
     "difference that comes nearest to what is allowed; beside it own, eager's own if every weight is moved by its last "
     "bit. Ten times that is allowed, and at least {bounds}.",
     "where: padding is stripped in the graph, at model entry, in part (in some regions of the model), or not at all "
     "(declined).",
-    "packed: in the graph or at entry, of the classes with an attention mask that eager trains.",
+    "packed: in the graph or at entry, of the classes with an attention mask that eager trains (with a mask).",
 )
 
 
@@ -58,7 +46,8 @@ def tables_of(results: Results) -> list[Table]:
         f"{len(rows)} of {listed:.0f} classes were run. Lowering {results.options['lowering']}, fp32, one thread; "
         f"deepytorch {'; '.join(versions)}.",
     )
-    found = [Table("Model classes", COUNTS, tuple(counts_of(rows)), ("task",), notes)]
+    tasks, *counts = zip(COUNTS, *counts_of(rows), strict=True)
+    found = [Table("Model classes", tasks, tuple(counts), ("",), notes)]
     reasons = tuple((str(len(of)), why) for why, of in reasons_of(rows))
     if reasons:
         found.append(Table("Why not packed", ("classes", "reason"), reasons, ("reason",)))
@@ -72,7 +61,7 @@ def tables_of(results: Results) -> list[Table]:
 
 
 def counts_of(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """Return a line of `COUNTS` for each task that has rows, and one for all."""
+    """Return `COUNTS` of each task that has rows, and of all."""
     lines = []
     for task in (*TITLES, ""):
         these = [row for row in rows if row.key["task"] == task or not task]
@@ -82,11 +71,10 @@ def counts_of(rows: Sequence[Row]) -> list[tuple[str, ...]]:
         outcomes = Counter(row.texts.get("outcome") for row in these)
         masked = [row for row in trained if NO_MASK not in row.texts["notes"]]
         where = Counter(row.texts.get("where", DECLINED) for row in trained)
-        packed = sum(map(_is_packed, masked))
-        share = f"{packed / len(masked):.0%} of {len(masked)}" if masked else "-"
+        packed = f"{sum(map(_is_packed, masked)) / len(masked):.0%}" if masked else "-"
         numbers = (len(these), len(trained), outcomes[EQUAL], outcomes[WRONG], outcomes[FAILS])
         ways = (where[GRAPH], where[ENTRY], where[PART], where[DECLINED])
-        lines.append((TITLES.get(task, "all"), *map(str, (*numbers, *ways)), share))
+        lines.append((task or "all", *map(str, (*numbers, *ways, len(masked))), packed))
     return lines
 
 
