@@ -1,4 +1,4 @@
-"""What was found in model classes, as tables for a terminal and the page of the documentation."""
+"""Tables of model classes, for a terminal and the page of the documentation: counts, reasons, and each class."""
 
 from __future__ import annotations
 
