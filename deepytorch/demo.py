@@ -19,8 +19,8 @@ from torch import nn
 
 import deepytorch
 from deepytorch.bench.back_to_back import Trainee
-from deepytorch.bench.models import MAX_POSITIONS, batch_kind, build_model
-from deepytorch.bench.options import check_at_least
+from deepytorch.bench.models import MAX_POSITIONS, MODELS, batch_kind, build_model
+from deepytorch.bench.options import check_at_least, check_choice
 from deepytorch.bench.plots import new_figure, save_figure
 from deepytorch.bench.table import table_of
 from deepytorch.bench.training_step import (
@@ -85,6 +85,7 @@ class DemoOptions:
         if self.steps <= _WARM_UP_STEPS:
             raise ConfigError(f"steps is {self.steps}, expected more than the {_WARM_UP_STEPS} of the warm-up.")
         check_at_least(self, 1, "batch_size")
+        check_choice(self, "model", MODELS)
         if not 1 <= self.max_length <= MAX_POSITIONS:
             raise ConfigError(f"max_length is {self.max_length}, expected 1 to {MAX_POSITIONS}, the models' positions.")
 

@@ -23,7 +23,7 @@ TextFile = Annotated[
 ]
 
 
-def check_at_least(options: Any, least: int, *names: str) -> None:
+def check_at_least(options: Any, least: float, *names: str) -> None:
     """Refuse options of these names that are below `least`, or that have a value which is."""
     for name in names:
         given = getattr(options, name)

@@ -32,6 +32,7 @@ from deepytorch.errors import ConfigError
 
 _PACKAGES = (
     "torch",
+    "triton",
     "transformers",
     "accelerate",
     "deepspeed",
@@ -93,12 +94,12 @@ def run_benchmark(
 def _measured(benchmark: Benchmark[Any], options: Any, cell: Cell, processes: _Processes, notify: Notify) -> list[Row]:
     impossible = cell.impossible or processes.impossible(cell.place)
     if impossible is not None:
-        return [Row(key={**cell.key, "setup": name}, failed=impossible) for name in cell.names]
+        return [Row(key=key, failed=impossible) for key in cell.keys]
     own = benchmark.measure(options, cell, processes.timeout_s, notify)
     found, failed = processes.measure(cell, notify) if own is None else (own, {})
     rows = benchmark.rows(options, cell, found)
-    if cell.rows:
-        failed = {name: reason for reason in failed.values() for name in cell.names}
+    if cell.rows:  # one setup for all of them
+        return [*rows, *(Row(key=key, failed=reason) for reason in [*failed.values()][:1] for key in cell.keys)]
     return [*rows, *(Row(key={**cell.key, "setup": name}, failed=reason) for name, reason in failed.items())]
 
 
@@ -148,13 +149,13 @@ def _begin(benchmark: Benchmark[Any], options: Any, out: Path | None, again: boo
         )
     now = {**given, "machine": fresh.machine, **fresh.versions}
     then = {**before.options, "machine": before.machine, **before.versions}
-    differ = sorted(name for name in now if then.get(name) != now[name])
+    differ = sorted(name for name in now if then.get(name) != now[name] and name not in benchmark.selects)
     if differ:
         raise ConfigError(
             f"{out} holds results for {', '.join(f'{name} {then.get(name)}' for name in differ)}, asked for "
             f"{', '.join(f'{name} {now[name]}' for name in differ)}: give another --out, or --again to begin anew."
         )
-    return replace(before, rows=[row for row in before.rows if not row.failed])
+    return replace(fresh, notes=before.notes, date=before.date, rows=[row for row in before.rows if not row.failed])
 
 
 def _command() -> str:
@@ -165,7 +166,7 @@ def _command() -> str:
 
 
 def _is_done(results: Results, cell: Cell) -> bool:
-    return bool(cell.setups) and all(results.having(**cell.key, setup=name) for name in cell.names)
+    return bool(cell.setups) and all(results.having(**key) for key in cell.keys)
 
 
 def _plain(value: Any) -> Any:

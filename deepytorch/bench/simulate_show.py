@@ -5,12 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rich.console import Group, RenderableType
-from rich.text import Text
-
 from deepytorch.bench.plots import draw_curve, new_figure, save_figure
 from deepytorch.bench.simulate import Simulation, Step
-from deepytorch.bench.table import table_of
+from deepytorch.bench.table import Table
 from deepytorch.errors import ConfigError
 
 _MOST_RANKS = 1 << 20
@@ -24,27 +21,19 @@ def parse_ranks(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(int(word) for word in words))
 
 
-def step_table(simulation: Simulation) -> RenderableType:
+def step_table(simulation: Simulation) -> Table:
     """Return a table with a line for each number of ranks and each algorithm."""
     num_buckets = max(len(step.transfers) for step in simulation.steps)
     rows = []
     shown = None
     for step in simulation.steps:
-        first = step.num_ranks != shown
+        counts = (f"{step.num_ranks:,}", f"{step.num_hosts:,}") if step.num_ranks != shown else ("", "")
         shown = step.num_ranks
-        times_us = (step.step_us, step.communication_us, step.exposed_us)
-        rows.append(
-            (
-                f"{step.num_ranks:,}" if first else "",
-                f"{step.num_hosts:,}" if first else "",
-                _name(step),
-                *(f"{time_us / 1e3:,.1f}" for time_us in times_us),
-                f"{100 * step.efficiency:.1f} %",
-            )
-        )
+        times_ms = [f"{time_us / 1e3:,.1f}" for time_us in (step.step_us, step.communication_us, step.exposed_us)]
+        rows.append((*counts, _name(step), *times_ms, f"{100 * step.efficiency:.1f} %"))
     columns = ("ranks", "hosts", "algorithm", "step ms", "all-reduce", "exposed", "efficiency")
-    table = table_of(f"{simulation.model}, {num_buckets} buckets", columns, rows, left=("algorithm",))
-    return Group(table, *(Text(line) for line in assumptions(simulation)))
+    title = f"{simulation.model}, {num_buckets} buckets"
+    return Table(title, columns, tuple(rows), ("algorithm",), tuple(assumptions(simulation)))
 
 
 def assumptions(simulation: Simulation) -> list[str]:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from html import escape
 
 from rich import box
-from rich.markup import escape as without_markup
+from rich.console import Console
 from rich.table import Table as RichTable
+from rich.text import Text
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +32,17 @@ class Table:
     notes: tuple[str, ...] = ()
 
 
-def table_of(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[str]) -> RichTable:
-    """Return a table for a terminal. Figures are never wrapped."""
+def print_table(console: Console, table: Table) -> None:
+    """Print a table and its notes."""
+    console.print(table_of(table.title, table.columns, table.rows, table.left))
+    for note in table.notes:
+        console.print(note, highlight=False, markup=False, soft_wrap=True)
+
+
+def table_of(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[str | Text]], left: Collection[str]
+) -> RichTable:
+    """Return a table for a terminal. Figures are never wrapped, and texts are shown as they are."""
     table = RichTable(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in columns:
         if name in left:
@@ -40,7 +50,7 @@ def table_of(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], 
         else:
             table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        table.add_row(*map(without_markup, row))  # texts of errors may have square brackets
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
     return table
 
 
@@ -85,3 +95,15 @@ def html_of(table: Table) -> str:
         f'<h3>{escape(table.title)}</h3><div class="scroll"><table><thead>{line(table.columns, "th")}</thead>'
         f"<tbody>{body}</tbody></table></div>{notes}"
     )
+
+
+def number_text(value: float) -> str:
+    """Return a figure of any kind: whole, or with four digits."""
+    return f"{value:,.0f}" if value == int(value) or value >= 1e4 else f"{value:.4g}"
+
+
+def value_text(value: object) -> str:
+    """Return the value of an option or a key."""
+    if value is None:
+        return "-"
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

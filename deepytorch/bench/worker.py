@@ -28,6 +28,7 @@ KINDS = {  # each module has a dataclass `Job` and `run(job, turns)`, which retu
     "one_gpu": "deepytorch.bench.ranks_of_one_gpu",
     "unpad": "deepytorch.bench.unpad_steps",
     "loss": "deepytorch.bench.linear_loss",
+    "models": "deepytorch.bench.model_classes.worker",
 }
 
 

@@ -8,7 +8,9 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
+from deepytorch.bench.table import table_of
 from deepytorch.cli.options import JsonFile
 from deepytorch.cli.output import Output
 from deepytorch.errors import ConfigError
@@ -87,13 +89,13 @@ def gpu_check(
 
     output = Output(json_file)
     outcomes = output.watch(check, device, quick, budget, only or ())
-    words = {True: "[green]ok[/green]", False: "[red]failed[/red]", None: "not made"}
+    words = {True: Text("ok", "green"), False: Text("failed", "red"), None: Text("not made")}
     rows = [
         (words[each.passed], each.group, each.name, each.said.partition("\n")[0], f"{each.seconds:.1f}")
         for each in outcomes
     ]
     columns = ("", "what", "check", "found", "seconds")
-    output.table(f"Checks on {device}", columns, rows, left=columns[:-1])
+    output.console.print(table_of(f"Checks on {device}", columns, rows, left=columns[:-1]))
     failed = [each for each in outcomes if each.passed is False]
     for each in failed:
         if "\n" in each.said:

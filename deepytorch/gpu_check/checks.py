@@ -75,7 +75,8 @@ def _checks(device: torch.device) -> Iterator[Check]:
 
 
 def _machine_code(device: torch.device) -> str:
-    from deepytorch.bench.kernels import run_kernels
+    from deepytorch.bench.kernels import Kernels, KernelsOptions, faults
+    from deepytorch.bench.run import run_benchmark
     from deepytorch.machine_code import CAPABILITIES
 
     if device.type != "cuda":
@@ -84,11 +85,10 @@ def _machine_code(device: torch.device) -> str:
     nearest = max((each for each in CAPABILITIES if each <= 10 * major + minor), default=None)
     if nearest is None:
         raise Skipped(f"compute capability {major}.{minor}; kernels are for 8.0 and newer")
-    rows = run_kernels([nearest])
-    wrong = [f"{row.kernel}, {row.variant}: {each}" for row in rows for each in row.troubles]
-    if wrong:
+    results = run_benchmark(Kernels(), KernelsOptions(capabilities=(nearest,)))
+    if wrong := faults(results):
         raise Failed("; ".join(wrong))
-    return f"{len(rows)} variants for sm_{nearest}"
+    return f"{len(results.rows)} variants for sm_{nearest}"
 
 
 _LOSSES: dict[str, dict[str, Any]] = {

@@ -149,6 +149,19 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
         run_benchmark(Toy(), Toys(), path)
 
 
+def test_a_file_goes_on_with_other_options_that_only_select(tmp_path: Path) -> None:
+    class Selecting(Toy):
+        selects = ("toys",)
+
+    path = tmp_path / "toy.json"
+    run_benchmark(Selecting(), Toys(toys=("ball",)), path)
+    results = run_benchmark(Selecting(), Toys(toys=("kite",)), path)
+    assert [row.key["toy"] for row in results.rows] == ["ball", "ball", "kite", "kite"]
+    assert results.options["toys"] == ["kite"]
+    with pytest.raises(ConfigError, match=r"holds results for turns 2, asked for turns 3"):
+        run_benchmark(Selecting(), Toys(toys=("kite",), turns=3), path)
+
+
 def test_where_memory_does_not_suffice_for_all_each_is_measured_alone(processes: type[Processes]) -> None:
     together: list[str] = []
 
