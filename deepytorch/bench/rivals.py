@@ -1,8 +1,9 @@
 """Baselines of a good user without deepytorch, measured next to it if they can run; otherwise the reason is reported.
 
 Grouped: stock torch.compile on batches whose rows have similar lengths, as Trainer's `group_by_length` makes them: the
-same rows in as many batches, so that the times of all of them compare. Flattened: transformers' collator without
-padding, flash attention over its row and Liger's kernels, under torch.compile.
+same rows in as many batches, so that the times of all of them compare. Hand-packed: transformers' collator without
+padding, and deepytorch's attention over its row, which has to be registered with transformers; in eager, and for
+decoders only. Flattened: the same collator, flash attention and Liger's kernels, under torch.compile.
 """
 
 from __future__ import annotations
@@ -12,16 +13,18 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from deepytorch.bench.jobs import TrainingJob
-from deepytorch.bench.training_step import Arm, Batch, Precision, compiled_arm
+from deepytorch.bench.model_parts import inner
+from deepytorch.bench.training_step import Batch, Precision
 from deepytorch.bench.zoo.workload import Workload
 from deepytorch.data import IGNORE_INDEX, PAD_ID
 from deepytorch.data.batching import Kind
 from deepytorch.errors import ConfigError
 
-FLASH = "flash_attention_2"  # as transformers names it
+_FLASH = "flash_attention_2"  # as transformers names it
+OWN_ATTENTION = "deepytorch_varlen"
 
 _PACKAGES = {"flash_attn": "flash-attn", "liger_kernel": "liger-kernel"}
 _PADS = {"input_ids": PAD_ID, "attention_mask": 0, "labels": IGNORE_INDEX}
@@ -84,28 +87,51 @@ def flatten(batch: Batch) -> Batch:
     return made
 
 
-def flattened_arm(name: str, model: nn.Module, family: str, backend: str) -> Arm:
-    """Return an arm of `model`, built with `FLASH`, with Liger's kernels, under torch.compile.
+def register_attention() -> None:
+    """Register `OWN_ATTENTION` with transformers, for models built after this call."""
+    from transformers import AttentionInterface
 
-    The arm takes batches of `flatten`. Liger's rotary embedding is left out: it would replace that of every model in
-    this process. The compiler fuses the model's own.
+    AttentionInterface.register(OWN_ATTENTION, _attention)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    cu_seq_lens_q: Tensor,
+    max_length_q: int,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Compute causal attention as transformers calls it.
+
+    The shapes are (1, heads, tokens, head_dim) for the arguments and (1, tokens, heads, head_dim) for the result.
     """
-    patch = _liger(family)
-    assert patch is not None, "asked for where it is not available"
-    patch(model=model, rope=False)
-    return compiled_arm(name, model, backend)
+    from deepytorch.passes.ops.varlen_attention import varlen_attention
+
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    lengths = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
+    output = varlen_attention(q, k, v, *lengths, scale=scaling, window_right=0, dropout_p=dropout)
+    return output[None], None
 
 
 def with_kernels(model: nn.Module, kernels: str, name: str) -> nn.Module:
-    """Return a model of the zoo with the kernels of others: "liger", "flash" (attention), "flattened" (both), or ""."""
-    inner: Any = getattr(model, "model", model)
+    """Return a language model with the kernels of others: "liger", "flash" (attention), "flattened" (both), or "".
+
+    Liger's rotary embedding is left out: it would replace that of every model in this process.
+    """
+    language_model = inner(model)
     if kernels in ("flash", "flattened"):
-        inner.set_attn_implementation(FLASH)
+        language_model.set_attn_implementation(_FLASH)
     if kernels in ("liger", "flattened"):
-        patch = _liger(inner.config.model_type)
+        patch = _liger(language_model.config.model_type)
         if patch is None:
             raise ConfigError(f"Liger has no kernels for {name}; expected llama or another model that it knows.")
-        patch(model=inner, rope=False)
+        patch(model=language_model, rope=False)
     return model
 
 
