@@ -14,13 +14,21 @@ from typing import Annotated, Any
 from typer import Option
 
 from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup
-from deepytorch.bench.figures import loss_rel_diff, mean_step_s
+from deepytorch.bench.figures import loss_rel_diff, mean_step_s, shown
 from deepytorch.bench.jobs import TrainingJob
-from deepytorch.bench.options import Device, Settle, TextFile, check_at_least, check_choice
+from deepytorch.bench.options import (
+    Device,
+    Mixed,
+    Settle,
+    Size,
+    TextFile,
+    check_at_least,
+    check_choice,
+    check_training,
+)
 from deepytorch.bench.results import Results, Row
 from deepytorch.bench.table import Table
 from deepytorch.bench.ways import Parallel
-from deepytorch.bench.zoo import SIZES
 
 MODELS = ("llama", "llama2_13b", "qwen2_14b", "llama_65b")  # those of the zoo that learn from rows of uneven lengths
 BASELINE = "inductor+grouped"
@@ -37,12 +45,12 @@ class EpochOptions:
 
     models: Annotated[tuple[str, ...], Option(help=f"Of {', '.join(MODELS)}, with commas.")] = ("llama",)
     setups: Annotated[tuple[str, ...], Option(help="Compiler and order of rows, with commas.")] = SETUPS
-    size: Annotated[str, Option(metavar="cpu|full", help="full: as published. cpu: small ones.")] = "cpu"
+    size: Size = "cpu"
     data: TextFile = None
     batch_size: Annotated[int, Option(min=0, help="Rows in a batch; 0: those of each model.")] = 0
     batches: Annotated[int, Option(min=2, help="Batches of the epoch.")] = 32
     rounds: Annotated[int, Option(min=1, help="How often each batch is timed in each setup.")] = 3
-    precision: Annotated[str, Option(metavar="fp32|mixed", help="mixed: autocast to bf16.")] = "fp32"
+    precision: Mixed = "fp32"
     device: Device = "cpu"
     settle: Settle = 300.0
 
@@ -50,10 +58,7 @@ class EpochOptions:
         """Raise `ConfigError` for options that cannot be run with."""
         check_choice(self, "models", MODELS)
         check_choice(self, "setups", SETUPS)
-        check_choice(self, "size", SIZES)
-        check_choice(self, "precision", ("fp32", "mixed"))
-        check_choice(self, "device", ("cpu", "cuda"))
-        check_at_least(self, 1, "rounds")
+        check_training(self, ("fp32", "mixed"))
         check_at_least(self, 2, "batches")
 
 
@@ -129,16 +134,16 @@ def _table(results: Results, model: str) -> Table:
     rows = []
     for row in results.having(model=model):
         compiler, _, order = str(row.key["setup"]).partition("+")
-        figures = row.figures
-        shown = ("", "", "", row.failed)
-        if not row.failed:
-            shown = (
-                f"{figures['tokens_per_s']:,.0f}",
-                f"{figures['speedup']:.2f}x" if "speedup" in figures else "",
-                f"{100 * figures['real_token_fraction']:.0f} %",
-                row.texts.get("runs", ""),
+        rows.append(
+            (
+                compiler,
+                order,
+                shown(row, "tokens_per_s", "{:,.0f}"),
+                shown(row, "speedup", "{:.2f}x"),
+                shown(row, "real_token_fraction", "{:.0f} %", 100),
+                row.failed or row.texts.get("runs", ""),
             )
-        rows.append((compiler, order, *shown))
+        )
     options, key = results.options, results.rows[0].key
     title = (
         f"{model}, {key['size']}, {key['precision']}, {options['device']}: an epoch of {options['batches']} batches, "

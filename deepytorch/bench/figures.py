@@ -91,6 +91,14 @@ def training_rows(cell: Cell, found: Mapping[str, Sequence[Rank]], baseline: str
     return rows
 
 
+def shown(row: Row | None, figure: str, form: str, times: float = 1.0, none: str = "") -> str:
+    """Return a figure of a row as text. form: such as "{:.2f}x". times: what the figure is multiplied by.
+
+    none: the text where the row is missing, or has no such figure.
+    """
+    return none if row is None or figure not in row.figures else form.format(times * row.figures[figure])
+
+
 def percentiles(ranks: Sequence[Rank]) -> dict[str, float]:
     """Return those of PyTorch's DDP benchmark over the steps of all ranks: `p50_s`, `p75_s`, `p90_s`, `p95_s`."""
     cuts = quantiles([each for rank in ranks for each in rank["seconds"]], 100)

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from typer import Option
 
 from deepytorch.bench.benchmark import Benchmark, Cell, Place
-from deepytorch.bench.options import DTYPE_NAMES, check_at_least, check_choice
+from deepytorch.bench.options import DTYPE_NAMES, AnyDevice, check_at_least, check_choice
 from deepytorch.bench.results import Results, Row
 from deepytorch.bench.table import Table
 from deepytorch.bench.unpad import EAGER, in_one_process
@@ -34,7 +34,7 @@ class LossOptions:
     vocab_size: Annotated[int, Option(min=2, help="Classes; 128256 are those of Llama 3.")] = 128_256
     ignored: Annotated[float, Option(min=0.0, max=0.99, help="Fraction of the tokens that have no label.")] = 0.0
     dtype: Annotated[str, Option(metavar="fp32|bf16|fp16", help="Of hidden states and weight.")] = "fp32"
-    device: Annotated[str, Option(help="Where to run: cpu, cuda, cuda:1, ...")] = "cpu"
+    device: AnyDevice = "cpu"
     rounds: Annotated[int, Option(min=1, help="How often each setup is timed.")] = 3
 
     def __post_init__(self) -> None:

@@ -38,8 +38,8 @@ class Measurement:
     ) -> Measurement:
         """Take every batch through every setup, `rounds` times.
 
-        The order of the setups is rotated from batch to batch and from round to round, so that a change of the machine's
-        speed affects all setups alike.
+        The order of the setups is rotated from batch to batch and from round to round, so that a change of the
+        machine's speed affects all setups alike.
 
         Args:
             setups: By name, a function that runs the batch of a number and returns its seconds.

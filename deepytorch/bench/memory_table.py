@@ -15,7 +15,7 @@ from typer import Option
 from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup
 from deepytorch.bench.figures import training_rows
 from deepytorch.bench.jobs import TrainingJob
-from deepytorch.bench.options import Device, Settle, check_at_least, check_choice
+from deepytorch.bench.options import Device, Scale, Settle, check_choice, check_training
 from deepytorch.bench.results import Results, Row
 from deepytorch.bench.table import Table
 from deepytorch.bench.ways import Parallel, unavailable
@@ -39,9 +39,7 @@ class MemoryOptions:
     """
 
     tables: Annotated[tuple[str, ...], Option(help="With commas: precision, sharding, parallelism, compile.")] = TABLES
-    scale: Annotated[str, Option(metavar="full|small", help="full: sizes as published. small: sizes for a CPU.")] = (
-        "full"
-    )
+    scale: Scale = "full"
     ranks: Annotated[int, Option(min=1, help="Ranks (processes) on this machine.")] = 4
     precisions: Annotated[tuple[str, ...], Option(help="With commas: fp32, mixed (autocast to bf16), fp16 (GPUs).")] = (
         "fp32",
@@ -55,10 +53,7 @@ class MemoryOptions:
     def __post_init__(self) -> None:
         """Raise `ConfigError` for a value that is not accepted."""
         check_choice(self, "tables", TABLES)
-        check_choice(self, "scale", ("full", "small"))
-        check_choice(self, "precisions", ("fp32", "mixed", "fp16"))
-        check_choice(self, "device", ("cpu", "cuda"))
-        check_at_least(self, 1, "ranks")
+        check_training(self)
 
 
 class Memory(Benchmark[MemoryOptions]):

@@ -18,8 +18,22 @@ Device = Annotated[str, Option(metavar="cpu|cuda", help="Where to train.")]
 Settle = Annotated[
     float, Option(min=1.0, metavar="SECONDS", help="The most until deepytorch has compiled and chosen what runs.")
 ]
+AnyDevice = Annotated[str, Option(help="Where to run: cpu, cuda, cuda:1, ...")]
 TextFile = Annotated[
-    Path | None, Option(metavar="FILE", help="Texts in Alpaca's layout. Default: the documentation of libraries.")
+    Path | None,
+    Option(
+        metavar="FILE",
+        help="JSON file of instruction, input and output texts, laid out as Stanford Alpaca's. "
+        "Default: the docstrings of Python's standard library and of torch.",
+    ),
+]
+Size = Annotated[str, Option(metavar="cpu|full", help="full: as published. cpu: smaller ones.")]
+Scale = Annotated[
+    str, Option(metavar="full|small", help="full: as published. small: the same training of small models.")
+]
+Mixed = Annotated[str, Option(metavar="fp32|mixed", help="mixed: autocast to bf16.")]
+AnyPrecision = Annotated[
+    str, Option(metavar="fp32|mixed|fp16", help="mixed: autocast to bf16. fp16: autocast to it, on GPUs.")
 ]
 
 
@@ -46,6 +60,22 @@ def check_choice(options: Any, name: str, accepted: Collection[str], *, repeated
             raise ConfigError(f'{name} {verb} "{value}", expected one of {", ".join(accepted)}.')
     if len(set(values)) != len(values) and not repeated:
         raise ConfigError(f"{name} is {', '.join(values)}; expected each once.")
+
+
+def check_training(options: Any, precisions: Collection[str] = ("fp32", "mixed", "fp16")) -> None:
+    """Refuse values of options of trainings, of those that there are, which no training takes."""
+    accepted = {
+        "size": ("cpu", "full"),
+        "scale": ("full", "small"),
+        "precision": precisions,
+        "precisions": precisions,
+        "device": ("cpu", "cuda"),
+    }
+    for name, values in accepted.items():
+        if hasattr(options, name):
+            check_choice(options, name, values)
+    counts = ("hosts", "ranks", "steps", "warm_up", "rounds", "batches", "together")
+    check_at_least(options, 1, *(name for name in counts if hasattr(options, name)))
 
 
 def check_rates(options: Any) -> None:

@@ -12,7 +12,7 @@ from typer import Option
 from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup
 from deepytorch.bench.figures import training_rows, whole_passes
 from deepytorch.bench.jobs import TrainingJob
-from deepytorch.bench.options import Device, Settle, TextFile, check_at_least, check_choice
+from deepytorch.bench.options import AnyPrecision, Device, Settle, Size, TextFile, check_choice, check_training
 from deepytorch.bench.results import Results, Row
 from deepytorch.bench.table import Table
 from deepytorch.bench.ways import Parallel, unavailable
@@ -65,9 +65,9 @@ class PeersOptions:
     """
 
     model: Annotated[str, Option(metavar="NAME", help="llama, or another model that learns from text.")] = "llama"
-    size: Annotated[str, Option(metavar="cpu|full", help="full: as published. cpu: for a CPU.")] = "cpu"
+    size: Size = "cpu"
     peers: Annotated[tuple[str, ...], Option(help="Names, with commas.")] = tuple(PEERS)
-    precision: Annotated[str, Option(metavar="fp32|mixed|fp16", help="mixed: autocast to bf16.")] = "fp32"
+    precision: AnyPrecision = "fp32"
     batch_size: Annotated[int, Option(min=1, help="Rows in a batch of each rank.")] = 8
     data: TextFile = None
     ranks: Annotated[int, Option(min=1, help="Ranks (processes) on this machine; several train under DDP.")] = 1
@@ -82,10 +82,7 @@ class PeersOptions:
     def __post_init__(self) -> None:
         """Raise `ConfigError` for a value that is not accepted."""
         check_choice(self, "peers", PEERS)
-        check_choice(self, "size", ("cpu", "full"))
-        check_choice(self, "precision", ("fp32", "mixed", "fp16"))
-        check_choice(self, "device", ("cpu", "cuda"))
-        check_at_least(self, 1, "ranks", "batches")
+        check_training(self)
 
 
 class Peers(Benchmark[PeersOptions]):

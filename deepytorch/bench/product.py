@@ -15,7 +15,7 @@ from typer import Option
 from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup
 from deepytorch.bench.figures import training_rows, whole_passes
 from deepytorch.bench.jobs import TrainingJob
-from deepytorch.bench.options import Device, Settle, TextFile, check_at_least, check_choice
+from deepytorch.bench.options import AnyPrecision, Device, Scale, Settle, TextFile, check_choice, check_training
 from deepytorch.bench.results import Results, Row
 from deepytorch.bench.table import Table
 from deepytorch.bench.ways import Parallel, unavailable
@@ -55,12 +55,7 @@ class ProductOptions:
     """
 
     models: Annotated[tuple[str, ...], Option(help="Lines of the table, with commas.")] = tuple(_LINES)
-    scale: Annotated[
-        str,
-        Option(
-            metavar="full|small", help="full: as published, for a cluster. small: the same training of small models."
-        ),
-    ] = "full"
+    scale: Scale = "full"
     sharding: Annotated[
         str,
         Option(
@@ -68,7 +63,7 @@ class ProductOptions:
             help="What shards the language models: DeepSpeed's ZeRO, or another way where that is not installed.",
         ),
     ] = "as-published"
-    precision: Annotated[str, Option(metavar="fp32|mixed|fp16", help="mixed: autocast to bf16.")] = "mixed"
+    precision: AnyPrecision = "mixed"
     hosts: Annotated[int, Option(min=1, help="Hosts; more than one are simulated, which needs root.")] = 1
     ranks: Annotated[int, Option(min=1, help="Ranks (processes) on each host.")] = 2
     rate: Annotated[str, Option(help="Of simulated hosts: bits per second that each may send and receive.")] = "1gbit"
@@ -81,11 +76,8 @@ class ProductOptions:
     def __post_init__(self) -> None:
         """Raise `ConfigError` for a value that is not accepted."""
         check_choice(self, "models", _LINES)
-        check_choice(self, "scale", ("full", "small"))
         check_choice(self, "sharding", ("as-published", "fsdp2", "ddp"))
-        check_choice(self, "precision", ("fp32", "mixed", "fp16"))
-        check_choice(self, "device", ("cpu", "cuda"))
-        check_at_least(self, 1, "hosts", "ranks")
+        check_training(self)
 
 
 class Product(Benchmark[ProductOptions]):

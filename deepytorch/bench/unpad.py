@@ -8,15 +8,15 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any
 
 from typer import Option
 
 from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup
+from deepytorch.bench.figures import shown
 from deepytorch.bench.measurement import Measurement
 from deepytorch.bench.models import MAX_POSITIONS, MODELS, SIZES, batch_kind
-from deepytorch.bench.options import check_at_least, check_choice
+from deepytorch.bench.options import AnyDevice, TextFile, check_at_least, check_choice
 from deepytorch.bench.results import Results, Row
 from deepytorch.bench.table import Table
 from deepytorch.errors import ConfigError
@@ -65,14 +65,7 @@ class UnpadOptions:
             "padding. everywhere: the same, with labels at padding too.",
         ),
     ] = "model"
-    data: Annotated[
-        Path | None,
-        Option(
-            metavar="FILE",
-            help="JSON file of instruction, input and output texts, laid out as Stanford Alpaca's. "
-            "Default: the docstrings of Python's standard library and of torch.",
-        ),
-    ] = None
+    data: TextFile = None
     batch_size: Annotated[int, Option(min=1, help="Rows in a batch.")] = 8
     steps: Annotated[int, Option(min=1, help="Number of batches; each is timed in every setup.")] = 8
     rounds: Annotated[int, Option(min=1, help="How often each batch is timed in each setup.")] = 3
@@ -94,7 +87,7 @@ class UnpadOptions:
             "without an optimizer, for itself. Default: back to back on a CUDA device.",
         ),
     ] = None
-    device: Annotated[str, Option(help="Where to run: cpu, cuda, cuda:1, ...")] = "cpu"
+    device: AnyDevice = "cpu"
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for options that cannot be run with."""
@@ -201,19 +194,19 @@ _OF_EACH = ("loss_rel_diff", "grad_rel_diff", "compile_s", "peak_mb")
 def _table(results: Results, model: str) -> Table:
     rows, notes = [], []
     for row in results.having(model=model):
-        figures, quartiles = row.figures, row.series.get("ratio_quartiles")
+        quartiles = row.series.get("ratio_quartiles")
         if row.failed:
             notes.append(f"{model}: {row.failed}.")
             continue
         rows.append(
             (
                 str(row.key["setup"]),
-                f"{1e3 * figures['step_s']:,.1f}",
-                f"{figures['tokens_per_s']:,.0f}" if "tokens_per_s" in figures else "",
-                f"{figures['ratio']:.2f}x" if "ratio" in figures else "",
+                shown(row, "step_s", "{:,.1f}", 1e3),
+                shown(row, "tokens_per_s", "{:,.0f}"),
+                shown(row, "ratio", "{:.2f}x"),
                 f"{quartiles[0]:.2f} - {quartiles[2]:.2f}" if quartiles else "",
-                f"{figures['compile_s']:.1f}" if "compile_s" in figures else "",
-                f"{figures['peak_mb']:,.0f}" if "peak_mb" in figures else "",
+                shown(row, "compile_s", "{:.1f}"),
+                shown(row, "peak_mb", "{:,.0f}"),
             )
         )
     key, texts = results.having(model=model)[0].key, {}

@@ -64,9 +64,10 @@ def measure(job: UnpadJob, notify: Notify = lambda text: None) -> dict[str, Any]
        by hand is not in the time of the hand-packed setup, since a collator would do it.
     3. Losses and gradients of the first round are compared with eager's. Weights do not change in it.
     4. Back to back, step 2 is for that comparison alone. Then every setup trains with AdamW on batches that come from
-       the host, and passes over all batches take turns; see `back_to_back`. Rivals run where they are installed (`rivals`).
+       the host, and passes over all batches take turns; see `back_to_back`. Rivals run where they are installed:
+       `rivals`.
 
-    Returns what `unpad.rows_of` takes: `seconds[setup][batch]`, a list of the rounds; figures by setup; and shared ones.
+    Returns what `unpad.rows_of` takes: `seconds[setup][batch]`, a list of the rounds; figures by setup; shared ones.
     Raises `ConfigError`, `DataError`, and `ParityError` when a loss or gradient is not finite.
     """
     options = job.options

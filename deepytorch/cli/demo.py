@@ -8,15 +8,16 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from deepytorch.cli.options import BatchSize, Data, Device, DtypeOf, Model, ModelFamily
+from deepytorch.bench.options import AnyDevice, TextFile
+from deepytorch.cli.options import BatchSize, DtypeOf, Model, ModelFamily
 
 
 def demo(
-    data: Data = None,
+    data: TextFile = None,
     model: ModelFamily = Model.llama,
     steps: Annotated[int, typer.Option(min=4, help="Training steps of each of the three runs.")] = 50,
     batch_size: BatchSize = 8,
-    device: Device = "cpu",
+    device: AnyDevice = "cpu",
     dtype: DtypeOf = "fp32",
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the plot goes; made if missing.")] = Path(
         "deepytorch-demo"

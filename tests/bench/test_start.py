@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from deepytorch.bench.launch import RankError
 from deepytorch.bench.results import Results, read_result
 from deepytorch.bench.run import run_benchmark
 from deepytorch.bench.start import COLD, EAGER, WARM, Start, StartOptions, compared
@@ -102,7 +103,9 @@ def test_a_script_is_timed_in_every_way(script: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_script_that_fails_is_quoted_and_one_that_does_not_train_is_refused(script: str) -> None:
-    with pytest.raises(ScriptError, match=r"(?s)train\.py \(eager\) ended with 1.*ValueError: as it was told"):
+    with pytest.raises(
+        RankError, match=r"(?s)train\.py \(eager\) ended with exit status 1.*ValueError: as it was told"
+    ):
         run_benchmark(Start(), StartOptions(command=(script, "fail"), steps=5, rounds=1))
     with pytest.raises(ScriptError, match="made no step of an optimizer"):
         run_benchmark(Start(), StartOptions(command=(script,), steps=5, rounds=1))

@@ -30,7 +30,7 @@ class Report:
 
 @pytest.fixture(autouse=True)
 def counters(monkeypatch):
-    """Replace the backend's counters: the arms of these tests run without it."""
+    """Replace the backend's counters: the setups of these tests run without it."""
     monkeypatch.setitem(vars(deepytorch), "report", lambda reset=False: Report())
 
 
@@ -51,7 +51,7 @@ def figures_of(job, told=lambda text: None):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["llama", "bart"])
-def test_every_arm_is_measured_on_the_same_batches(job, model):
+def test_every_setup_is_measured_on_the_same_batches(job, model):
     told = []
     found = figures_of(job(model), told.append)
     ours, eager = found[OURS], found["eager"]
@@ -79,28 +79,28 @@ def test_labels_decide_what_is_labelled(job):
 
 
 def test_a_wrong_gradient_shows(job, monkeypatch):
-    arms = unpad_steps.build_arms
+    build = unpad_steps.build_setups
 
     def spoilt(*arguments):
-        made = arms(*arguments)
+        made = build(*arguments)
         made["deepytorch"].model.lm_head.weight.register_hook(lambda grad: grad * 1.01)
         return made
 
-    monkeypatch.setattr(unpad_steps, "build_arms", spoilt)
+    monkeypatch.setattr(unpad_steps, "build_setups", spoilt)
     ours = figures_of(job(steps=1, rounds=1))[OURS]
     assert ours["grad_rel_diff"] == pytest.approx(0.01, rel=0.05)
     assert ours["loss_rel_diff"] < 1e-6
 
 
 def test_a_loss_that_is_not_a_number_stops_the_measurement(job, monkeypatch):
-    arms = unpad_steps.build_arms
+    build = unpad_steps.build_setups
 
     def spoilt(*arguments):
-        made = arms(*arguments)
+        made = build(*arguments)
         torch.nn.init.constant_(made["deepytorch"].model.lm_head.weight, torch.nan)
         return made
 
-    monkeypatch.setattr(unpad_steps, "build_arms", spoilt)
+    monkeypatch.setattr(unpad_steps, "build_setups", spoilt)
     with pytest.raises(ParityError, match="the loss in deepytorch is nan"):
         measure(job(steps=1, rounds=1))
 
