@@ -1,4 +1,4 @@
-"""Rivals train on the same rows, with the same losses, and who cannot run is named: else they were no fair opponents."""
+"""Rivals train on the same rows with the same losses, and who cannot run is named: else they were no fair ones."""
 
 from __future__ import annotations
 
