@@ -16,7 +16,7 @@ from typer import Option
 from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup
 from deepytorch.bench.figures import shown, training_rows, whole_passes
 from deepytorch.bench.jobs import TrainingJob
-from deepytorch.bench.options import Device, Mixed, Settle, Size, check_choice, check_training
+from deepytorch.bench.options import Device, Mixed, ModelSize, Settle, check_choice, check_declared
 from deepytorch.bench.results import Results, Row
 from deepytorch.bench.table import Table
 from deepytorch.bench.ways import Parallel
@@ -45,7 +45,7 @@ class ComputeOptions:
             "deepytorch.",
         ),
     ] = (EAGER, INDUCTOR, OURS)
-    size: Size = "cpu"
+    size: ModelSize = "cpu"
     precision: Mixed = "fp32"
     batch_size: Annotated[int, Option(min=0, help="Examples of a batch; 0: those of each model.")] = 0
     device: Device = "cpu"
@@ -54,9 +54,9 @@ class ComputeOptions:
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for options that cannot be run with."""
+        check_declared(self)
         check_choice(self, "models", MODELS)
         check_choice(self, "setups", SETUPS)
-        check_training(self, ("fp32", "mixed"))
 
 
 class Compute(Benchmark[ComputeOptions]):

@@ -8,24 +8,15 @@ training; it is the baseline that a user would name.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from typer import Option
 
 from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup
-from deepytorch.bench.figures import loss_rel_diff, mean_step_s, shown
+from deepytorch.bench.figures import loss_rel_diff, mean_step_s, shown, training_rows
 from deepytorch.bench.jobs import TrainingJob
-from deepytorch.bench.options import (
-    Device,
-    Mixed,
-    Settle,
-    Size,
-    TextFile,
-    check_at_least,
-    check_choice,
-    check_training,
-)
+from deepytorch.bench.options import Device, Mixed, ModelSize, Settle, TextFile, check_choice, check_declared
 from deepytorch.bench.results import Results, Row
 from deepytorch.bench.table import Table
 from deepytorch.bench.ways import Parallel
@@ -45,7 +36,7 @@ class EpochOptions:
 
     models: Annotated[tuple[str, ...], Option(help=f"Of {', '.join(MODELS)}, with commas.")] = ("llama",)
     setups: Annotated[tuple[str, ...], Option(help="Compiler and order of rows, with commas.")] = SETUPS
-    size: Size = "cpu"
+    size: ModelSize = "cpu"
     data: TextFile = None
     batch_size: Annotated[int, Option(min=0, help="Rows in a batch; 0: those of each model.")] = 0
     batches: Annotated[int, Option(min=2, help="Batches of the epoch.")] = 32
@@ -56,10 +47,9 @@ class EpochOptions:
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for options that cannot be run with."""
+        check_declared(self)
         check_choice(self, "models", MODELS)
         check_choice(self, "setups", SETUPS)
-        check_training(self, ("fp32", "mixed"))
-        check_at_least(self, 2, "batches")
 
 
 class Epoch(Benchmark[EpochOptions]):
@@ -85,24 +75,20 @@ class Epoch(Benchmark[EpochOptions]):
 
         `tokens_per_s`, without pads: of all batches, each at the median of the rounds. `speedup`: over the baseline's.
         `real_token_fraction` of the positions. `loss_rel_diff`: of the first losses, from Inductor's on the same
-        batches. `first_s`: of the first two steps.
+        batches. Else as `training_rows`.
         """
-        rates = {name: run["tokens"] / mean_step_s([run]) for name, [run] in found.items()}
         rows = []
-        for name, [run] in found.items():
-            figures = {
-                "tokens_per_s": rates[name],
-                "real_token_fraction": run["tokens"] / run["positions"],
-                "first_s": run["first_s"],
-                "process_mb": run["process_mb"],
-            }
-            if BASELINE in rates:
-                figures["speedup"] = rates[name] / rates[BASELINE]
+        for row in training_rows(cell, found, ""):
+            name = str(row.key["setup"])
+            [run] = found[name]
+            figures = {**row.figures, "real_token_fraction": run["tokens"] / run["positions"]}
+            if BASELINE in found:
+                baseline = found[BASELINE][0]["tokens"] / mean_step_s(found[BASELINE])
+                figures["speedup"] = figures["tokens_per_s"] / baseline
             stock = name.replace("deepytorch", "inductor")
             if stock in found and stock != name:
                 figures["loss_rel_diff"] = loss_rel_diff(found[stock], [run])
-            texts = {"runs": run["plan"]} if run["plan"] else {}
-            rows.append(Row(key={**cell.key, "setup": name}, figures=figures, texts=texts))
+            rows.append(replace(row, figures=figures))
         return rows
 
     def tables(self, results: Results) -> list[Table]:
@@ -141,7 +127,7 @@ def _table(results: Results, model: str) -> Table:
                 shown(row, "tokens_per_s", "{:,.0f}"),
                 shown(row, "speedup", "{:.2f}x"),
                 shown(row, "real_token_fraction", "{:.0f} %", 100),
-                row.failed or row.texts.get("runs", ""),
+                row.failed or row.texts.get("disturbed", "") or row.texts.get("runs", ""),
             )
         )
     options, key = results.options, results.rows[0].key

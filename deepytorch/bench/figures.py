@@ -91,14 +91,6 @@ def training_rows(cell: Cell, found: Mapping[str, Sequence[Rank]], baseline: str
     return rows
 
 
-def shown(row: Row | None, figure: str, form: str, times: float = 1.0, none: str = "") -> str:
-    """Return a figure of a row as text. form: such as "{:.2f}x". times: what the figure is multiplied by.
-
-    none: the text where the row is missing, or has no such figure.
-    """
-    return none if row is None or figure not in row.figures else form.format(times * row.figures[figure])
-
-
 def percentiles(ranks: Sequence[Rank]) -> dict[str, float]:
     """Return those of PyTorch's DDP benchmark over the steps of all ranks: `p50_s`, `p75_s`, `p90_s`, `p95_s`."""
     cuts = quantiles([each for rank in ranks for each in rank["seconds"]], 100)
@@ -117,6 +109,14 @@ def line_of(row: Row) -> str:
         seconds = row.figures[f"p{part}_s"]
         parts.append(f"p{part}: {seconds:7.3f}s {rows / seconds:6.{0 if rows / seconds > 10 else 1}f}/s")
     return f"{what}:  {'  '.join(parts)}"
+
+
+def shown(row: Row | None, figure: str, form: str, times: float = 1.0, none: str = "") -> str:
+    """Return a figure of a row as text. form: such as "{:.2f}x". times: what the figure is multiplied by.
+
+    none: the text where the row is missing, or has no such figure.
+    """
+    return none if row is None or figure not in row.figures else form.format(times * row.figures[figure])
 
 
 def _replicas(cell: Cell, name: str) -> int:

@@ -8,9 +8,8 @@ from dataclasses import asdict, dataclass
 from importlib import import_module
 from typing import Any
 
-from deepytorch.bench.table import Table
 from deepytorch.errors import ConfigError
-from deepytorch.machine_code import CAPABILITIES, MachineCode, Variant, compile_for, troubles
+from deepytorch.machine_code import CAPABILITIES, Variant, compile_for, troubles
 
 MODULES = (
     "deepytorch.comm.kernels.buckets_triton",
@@ -23,11 +22,16 @@ MODULES = (
 
 
 @dataclass(frozen=True)
-class KernelRow(MachineCode):
+class KernelRow:
     """One way to launch a kernel, compiled for one compute capability; `troubles` is empty if all is well."""
 
     kernel: str
     variant: str
+    capability: int
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+    instructions: tuple[str, ...]
     compile_seconds: float
     troubles: tuple[str, ...]
 
@@ -61,31 +65,20 @@ def run_kernels(
             notify(f"{name}, {variant.label}, sm_{capability}")
             begin = time.perf_counter()
             code = compile_for(variant, capability)
-            seconds = round(time.perf_counter() - begin, 2)
-            found = tuple(troubles(variant, code))
             rows.append(
-                KernelRow(**asdict(code), kernel=name, variant=variant.label, compile_seconds=seconds, troubles=found)
+                KernelRow(
+                    name,
+                    variant.label,
+                    capability,
+                    code.registers,
+                    code.spilled_bytes,
+                    code.shared_bytes,
+                    code.instructions,
+                    round(time.perf_counter() - begin, 2),
+                    tuple(troubles(variant, code)),
+                )
             )
     return rows
-
-
-def table(rows: Sequence[KernelRow]) -> Table:
-    """Return the table that is printed."""
-    shown = tuple(
-        (
-            row.kernel,
-            row.variant,
-            f"sm_{row.capability}",
-            str(row.registers),
-            f"{row.spilled_bytes} B",
-            f"{row.shared_bytes / 1024:.0f} KB",
-            ", ".join(row.instructions),
-            f"{row.compile_seconds:.1f}",
-        )
-        for row in rows
-    )
-    columns = ("kernel", "variant", "GPU", "registers", "spilled", "shared", "instructions", "seconds")
-    return Table("Machine code of kernels", columns, shown, ("kernel", "variant", "instructions"))
 
 
 def to_json(rows: Sequence[KernelRow]) -> dict[str, Any]:

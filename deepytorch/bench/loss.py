@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from typer import Option
 
 from deepytorch.bench.benchmark import Benchmark, Cell, Place
-from deepytorch.bench.options import DTYPE_NAMES, AnyDevice, check_at_least, check_choice
+from deepytorch.bench.options import AnyDevice, check_declared
 from deepytorch.bench.results import Results, Row
 from deepytorch.bench.table import Table
 from deepytorch.bench.unpad import EAGER, in_one_process
@@ -39,9 +39,8 @@ class LossOptions:
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for options that cannot be run with."""
-        check_at_least(self, 1, "rows", "hidden_size", "vocab_size", "rounds")
-        check_choice(self, "dtype", DTYPE_NAMES)
-        if not 0.0 <= self.ignored < 1.0:
+        check_declared(self)
+        if self.ignored >= 1.0:
             raise ConfigError(f"ignored is {self.ignored:g}, expected a fraction from 0 to below 1.")
 
 

@@ -15,7 +15,7 @@ from typer import Option
 from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup
 from deepytorch.bench.figures import training_rows
 from deepytorch.bench.jobs import TrainingJob
-from deepytorch.bench.options import Device, Scale, Settle, check_choice, check_training
+from deepytorch.bench.options import Device, RanksOfHost, Scale, Settle, check_choice, check_declared
 from deepytorch.bench.results import Results, Row
 from deepytorch.bench.table import Table
 from deepytorch.bench.ways import Parallel, unavailable
@@ -40,7 +40,7 @@ class MemoryOptions:
 
     tables: Annotated[tuple[str, ...], Option(help="With commas: precision, sharding, parallelism, compile.")] = TABLES
     scale: Scale = "full"
-    ranks: Annotated[int, Option(min=1, help="Ranks (processes) on this machine.")] = 4
+    ranks: RanksOfHost = 4
     precisions: Annotated[tuple[str, ...], Option(help="With commas: fp32, mixed (autocast to bf16), fp16 (GPUs).")] = (
         "fp32",
         "mixed",
@@ -52,8 +52,9 @@ class MemoryOptions:
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for a value that is not accepted."""
+        check_declared(self)
         check_choice(self, "tables", TABLES)
-        check_training(self)
+        check_choice(self, "precisions", ("fp32", "mixed", "fp16"))
 
 
 class Memory(Benchmark[MemoryOptions]):
@@ -120,9 +121,7 @@ class Memory(Benchmark[MemoryOptions]):
             key=key,
             place=Place(ranks=options.ranks),
             setups=[Setup(name=PLAIN, job=job), Setup(name=OURS, job=job, imports=True)],
-            impossible="needs several ranks: --ranks 2"
-            if options.ranks == 1 and way.sharding != "none"
-            else unavailable(way, "bert" if model == _BERT else "llama", options.device),
+            impossible=unavailable(way, "bert" if model == _BERT else "llama", options.device, options.ranks),
         )
 
     def rows(self, options: MemoryOptions, cell: Cell, found: Mapping[str, list[dict[str, Any]]]) -> list[Row]:

@@ -12,7 +12,15 @@ from typer import Option
 from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup
 from deepytorch.bench.figures import training_rows, whole_passes
 from deepytorch.bench.jobs import TrainingJob
-from deepytorch.bench.options import AnyPrecision, Device, Settle, Size, TextFile, check_choice, check_training
+from deepytorch.bench.options import (
+    Device,
+    ModelSize,
+    Precision,
+    Settle,
+    TextFile,
+    check_choice,
+    check_declared,
+)
 from deepytorch.bench.results import Results, Row
 from deepytorch.bench.table import Table
 from deepytorch.bench.ways import Parallel, unavailable
@@ -65,9 +73,9 @@ class PeersOptions:
     """
 
     model: Annotated[str, Option(metavar="NAME", help="llama, or another model that learns from text.")] = "llama"
-    size: Size = "cpu"
+    size: ModelSize = "cpu"
     peers: Annotated[tuple[str, ...], Option(help="Names, with commas.")] = tuple(PEERS)
-    precision: AnyPrecision = "fp32"
+    precision: Precision = "fp32"
     batch_size: Annotated[int, Option(min=1, help="Rows in a batch of each rank.")] = 8
     data: TextFile = None
     ranks: Annotated[int, Option(min=1, help="Ranks (processes) on this machine; several train under DDP.")] = 1
@@ -81,8 +89,8 @@ class PeersOptions:
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for a value that is not accepted."""
+        check_declared(self)
         check_choice(self, "peers", PEERS)
-        check_training(self)
 
 
 class Peers(Benchmark[PeersOptions]):
@@ -132,9 +140,7 @@ class Peers(Benchmark[PeersOptions]):
             return f"not installed: {', '.join(missing)}"
         if peer.gpu and options.device != "cuda":
             return "needs a GPU"
-        if options.ranks == 1 and way.sharding not in ("none", "ddp"):
-            return "needs several ranks: --ranks 2"
-        return unavailable(way, options.model, options.device)
+        return unavailable(way, options.model, options.device, options.ranks)
 
     def rows(self, options: PeersOptions, cell: Cell, found: Mapping[str, list[dict[str, Any]]]) -> list[Row]:
         """Return a row for each way; `speedup` is over eager's time, where it takes the same batches."""

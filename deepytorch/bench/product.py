@@ -15,7 +15,17 @@ from typer import Option
 from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup
 from deepytorch.bench.figures import training_rows, whole_passes
 from deepytorch.bench.jobs import TrainingJob
-from deepytorch.bench.options import AnyPrecision, Device, Scale, Settle, TextFile, check_choice, check_training
+from deepytorch.bench.options import (
+    Device,
+    NumHosts,
+    Precision,
+    RanksOfHost,
+    Scale,
+    Settle,
+    TextFile,
+    check_choice,
+    check_declared,
+)
 from deepytorch.bench.results import Results, Row
 from deepytorch.bench.table import Table
 from deepytorch.bench.ways import Parallel, unavailable
@@ -63,9 +73,9 @@ class ProductOptions:
             help="What shards the language models: DeepSpeed's ZeRO, or another way where that is not installed.",
         ),
     ] = "as-published"
-    precision: AnyPrecision = "mixed"
-    hosts: Annotated[int, Option(min=1, help="Hosts; more than one are simulated, which needs root.")] = 1
-    ranks: Annotated[int, Option(min=1, help="Ranks (processes) on each host.")] = 2
+    precision: Precision = "mixed"
+    hosts: NumHosts = 1
+    ranks: RanksOfHost = 2
     rate: Annotated[str, Option(help="Of simulated hosts: bits per second that each may send and receive.")] = "1gbit"
     data: TextFile = None
     device: Device = "cpu"
@@ -75,9 +85,8 @@ class ProductOptions:
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for a value that is not accepted."""
+        check_declared(self)
         check_choice(self, "models", _LINES)
-        check_choice(self, "sharding", ("as-published", "fsdp2", "ddp"))
-        check_training(self)
 
 
 class Product(Benchmark[ProductOptions]):

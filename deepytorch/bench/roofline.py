@@ -9,11 +9,10 @@ the head with its loss. Nothing is measured here; `measured` puts a measured ste
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from deepytorch.bench.table import Table, markdown_of
 from deepytorch.errors import ConfigError
 
 _ELEMENT = 2  # bytes, of bf16
@@ -324,31 +323,21 @@ def markdown(rows: Sequence[RooflineRow], lengths: Sequence[int], command: str) 
         "- **launches** of a packed step; **collectives**: all-reduces of 25 MiB of gradients between ranks.",
         "- **measured**: a step that was run, where there is one.",
         "",
+        "| model | GPU | TFLOP padded / packed | GB padded / packed | launches | collectives | ms padded / packed "
+        "| gain | measured, ms |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    return "\n".join([*lines, *markdown_of(table(rows))[2:]]) + "\n"
+    for row in rows:
+        lines.append(
+            f"| {row.model} | {row.gpu} | {row.padded_tflop:.3g} / {row.packed_tflop:.3g} "
+            f"| {row.padded_gb:.3g} / {row.packed_gb:.3g} | {row.launches} | {row.collectives} "
+            f"| {row.padded_ms:.4g} / {row.packed_ms:.4g} | {row.gain:.2f}x | {measured_text(row)} |"
+        )
+    return "\n".join(lines) + "\n"
 
 
-_COLUMNS: dict[str, Callable[[RooflineRow], str]] = {
-    "model": lambda row: row.model,
-    "GPU": lambda row: row.gpu,
-    "TFLOP padded / packed": lambda row: f"{row.padded_tflop:.3g} / {row.packed_tflop:.3g}",
-    "GB padded / packed": lambda row: f"{row.padded_gb:.3g} / {row.packed_gb:.3g}",
-    "launches": lambda row: str(row.launches),
-    "collectives": lambda row: str(row.collectives),
-    "ms padded / packed": lambda row: f"{row.padded_ms:.4g} / {row.packed_ms:.4g}",
-    "gain": lambda row: f"{row.gain:.2f}x",
-    "measured, ms": lambda row: _measured(row),
-}
-BRIEFLY = ("model", "GPU", "launches", "collectives", "ms padded / packed", "gain")
-
-
-def table(rows: Sequence[RooflineRow], columns: Sequence[str] = tuple(_COLUMNS)) -> Table:
-    """Return a table of all columns, or of some."""
-    shown = tuple(tuple(_COLUMNS[name](row) for name in columns) for row in rows)
-    return Table("The least time of a training step (computed)", tuple(columns), shown, ("model", "GPU"))
-
-
-def _measured(row: RooflineRow) -> str:
+def measured_text(row: RooflineRow) -> str:
+    """Return the measured times of a row, for people to read."""
     if row.measured_padded_ms is None and row.measured_packed_ms is None:
         return "none yet"
     found = ("-" if each is None else f"{each:.3g}" for each in (row.measured_padded_ms, row.measured_packed_ms))

@@ -15,8 +15,8 @@ from typer import Option
 from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup
 from deepytorch.bench.figures import shown
 from deepytorch.bench.measurement import Measurement
-from deepytorch.bench.models import MAX_POSITIONS, MODELS, SIZES, batch_kind
-from deepytorch.bench.options import AnyDevice, TextFile, check_at_least, check_choice
+from deepytorch.bench.models import MAX_POSITIONS, MODELS, batch_kind
+from deepytorch.bench.options import AnyDevice, TextFile, TextSize, check_choice, check_declared
 from deepytorch.bench.results import Results, Row
 from deepytorch.bench.table import Table
 from deepytorch.errors import ConfigError
@@ -43,14 +43,7 @@ class UnpadOptions:
     models: Annotated[tuple[str, ...], Option(help="Model architectures, with commas; weights are random.")] = (
         "llama",
     )
-    size: Annotated[
-        str,
-        Option(
-            metavar="|".join(SIZES),
-            help="Layers x hidden size: tiny 2x64, quarter 12x192, demo 4x256, small 4x512, base 12x768, large "
-            "16x2048. base and large are for GPUs.",
-        ),
-    ] = "small"
+    size: TextSize = "small"
     labels: Annotated[
         str,
         Option(
@@ -91,12 +84,8 @@ class UnpadOptions:
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for options that cannot be run with."""
+        check_declared(self)
         check_choice(self, "models", MODELS)
-        check_choice(self, "size", SIZES)
-        check_choice(self, "labels", ("response", "all"))
-        check_choice(self, "loss", LOSSES)
-        check_choice(self, "precision", PRECISIONS)
-        check_at_least(self, 1, "batch_size", "steps", "rounds")
         if self.trains and self.precision == "fp16":
             raise ConfigError("precision is fp16, which trains under a gradient scaler; expected another back to back.")
         others = [model for model in self.models if batch_kind(model) != "causal"]

@@ -68,10 +68,12 @@ class Parallel:
         return rank // (self.tensor * self.pipeline)
 
 
-def unavailable(parallel: Parallel, family: str, device: str = "cpu") -> str | None:
+def unavailable(parallel: Parallel, family: str, device: str = "cpu", ranks: int = 2) -> str | None:
     """Return why `family`, a model of `bench.models` or `bench.zoo`, cannot be trained so here; None if it can."""
     family = family.removeprefix("hf_").lower()
     deepspeed, divided = parallel.sharding.startswith("zero"), parallel.tensor > 1 or parallel.pipeline > 1
+    if ranks == 1 and parallel.sharding not in ("none", "ddp"):
+        return "needs several ranks: --ranks 2"
     if deepspeed and find_spec("deepspeed") is None:
         return "deepspeed is not installed"
     if divided and (deepspeed or parallel.sharding == "oss"):

@@ -24,7 +24,7 @@ def kernels(
 
     Ends with status 1 where one spills, takes more shared memory than there is, or multiplies without tensor cores.
     """
-    from deepytorch.bench.kernels import run_kernels, table, to_json
+    from deepytorch.bench.kernels import run_kernels, to_json
     from deepytorch.errors import ConfigError
 
     output = Output(json_file)
@@ -33,7 +33,21 @@ def kernels(
     except ValueError:
         raise ConfigError(f"--capabilities is {capabilities!r}; expected numbers with commas, as in 80,90.") from None
     rows = output.watch(run_kernels, asked, named)
-    output.show(table(rows))
+    columns = ("kernel", "variant", "GPU", "registers", "spilled", "shared", "instructions", "seconds")
+    shown = [
+        (
+            row.kernel,
+            row.variant,
+            f"sm_{row.capability}",
+            str(row.registers),
+            f"{row.spilled_bytes} B",
+            f"{row.shared_bytes / 1024:.0f} KB",
+            ", ".join(row.instructions),
+            f"{row.compile_seconds:.1f}",
+        )
+        for row in rows
+    ]
+    output.table("Machine code of kernels", columns, shown, left=("kernel", "variant", "instructions"))
     wrong = [f"{row.kernel}, {row.variant}, sm_{row.capability}: {each}" for row in rows for each in row.troubles]
     for each in wrong:
         output.console.print(f"[red]{each}[/red]")
@@ -73,8 +87,21 @@ def roofline(
             raise DataError(f"{measured} holds no object of objects; expected it as --help shows.")
     lengths = computing.row_lengths(rows, positions, real)
     computed = computing.roofline(lengths, found)
-    columns = (*computing.BRIEFLY, *(["measured, ms"] if found else []))
-    output.show(computing.table(computed, columns))
+    columns = ["model", "GPU", "padded", "packed", "gain", "launches", "collectives", *(["measured"] if found else [])]
+    shown = [
+        (
+            row.model,
+            row.gpu,
+            f"{row.padded_ms:.4g} ms",
+            f"{row.packed_ms:.4g} ms",
+            f"{row.gain:.2f}x",
+            str(row.launches),
+            str(row.collectives),
+            *((computing.measured_text(row),) if found else ()),
+        )
+        for row in computed
+    ]
+    output.table("The least time of a training step (computed)", columns, shown, left=("model", "GPU"))
     if markdown is not None:
         command = f"deepytorch bench roofline --rows {rows} --positions {positions} --real {real:g}"
         write_text(markdown, computing.markdown(computed, lengths, command), "--markdown")

@@ -83,7 +83,7 @@ def run_and_show(benchmark: Benchmark[Any], options: Any, out: Path | None, *, a
     if process_environment().get("RANK", "0") != "0":  # of torchrun's processes the first has the results
         return
     for table in benchmark.tables(results):
-        output.show(table)
+        output.table(table.title, table.columns, table.rows, table.left)
         for note in table.notes:
             output.line(note)
     if path is not None:

@@ -8,16 +8,15 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from deepytorch.bench.options import AnyDevice, TextFile
-from deepytorch.cli.options import BatchSize, DtypeOf, Model, ModelFamily
+from deepytorch.cli.options import BatchSize, Data, Device, DtypeOf, Model, ModelFamily
 
 
 def demo(
-    data: TextFile = None,
+    data: Data = None,
     model: ModelFamily = Model.llama,
     steps: Annotated[int, typer.Option(min=4, help="Training steps of each of the three runs.")] = 50,
     batch_size: BatchSize = 8,
-    device: AnyDevice = "cpu",
+    device: Device = "cpu",
     dtype: DtypeOf = "fp32",
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the plot goes; made if missing.")] = Path(
         "deepytorch-demo"

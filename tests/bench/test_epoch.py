@@ -10,6 +10,7 @@ from deepytorch.bench.epoch import SETUPS, Epoch, EpochOptions
 from deepytorch.bench.results import Results
 from deepytorch.bench.run import run_benchmark
 from deepytorch.errors import ConfigError
+from tests.bench.trained import rank
 
 
 @pytest.mark.parametrize(
@@ -39,9 +40,9 @@ def test_each_setup_has_its_compiler_and_its_order() -> None:
     assert {(setup.job.warm_up, setup.job.steps, setup.job.optimizer) for setup in cell.setups} == {(5, 10, "adamw")}
 
 
-def trained(*seconds: float, positions: float = 200.0, losses: tuple[float, ...] = (2.0,)) -> list[dict[str, Any]]:
-    common = {"tokens": 100.0, "first_s": 3.0, "process_mb": 50.0, "plan": "packed", "batches": 2}
-    return [{"seconds": list(seconds), "losses": list(losses), "positions": positions, **common}]
+def trained(*seconds: float, **changes: Any) -> list[dict[str, Any]]:
+    given = {"tokens": 100.0, "positions": 200.0, "batches": 2, "plan": "packed", "losses": [2.0]}
+    return [rank([*seconds], warm_up=[9.0], **given | changes)]
 
 
 def test_rates_are_of_whole_passes_and_losses_of_the_same_batches() -> None:
@@ -49,8 +50,8 @@ def test_rates_are_of_whole_passes_and_losses_of_the_same_batches() -> None:
     [cell] = bench.cells(options)
     found = {
         "inductor+grouped": trained(1.0, 3.0, 1.0, 3.0, 50.0, 3.0, positions=125.0),
-        "inductor+random": trained(4.0, 4.0, 4.0, 4.0, 4.0, 4.0, losses=(4.0,)),
-        "deepytorch+random": trained(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, losses=(4.4,)),
+        "inductor+random": trained(4.0, 4.0, 4.0, 4.0, 4.0, 4.0, losses=[4.0]),
+        "deepytorch+random": trained(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, losses=[4.4]),
     }
     rows = bench.rows(options, cell, found)
     figures = {str(row.key["setup"]): row.figures for row in rows}
