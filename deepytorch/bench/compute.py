@@ -14,8 +14,8 @@ from typing import Annotated, Any
 from typer import Option
 
 from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup
-from deepytorch.bench.figures import shown, training_rows, whole_passes
-from deepytorch.bench.jobs import TrainingJob
+from deepytorch.bench.figures import by_setup, shown, training_rows, whole_passes
+from deepytorch.bench.jobs import TrainingJob, asked
 from deepytorch.bench.options import Device, Mixed, ModelSize, Settle, check_choice, check_declared
 from deepytorch.bench.results import Results, Row
 from deepytorch.bench.table import Table
@@ -81,13 +81,10 @@ class Compute(Benchmark[ComputeOptions]):
     def _setup(options: ComputeOptions, model: str, name: str) -> Setup:
         job = TrainingJob(
             model=model,
-            size=options.size,
-            rows=options.batch_size,
+            **asked(options),
             parallel=Parallel(precision=options.precision),
-            device=options.device,
             steps=whole_passes(options.steps, 4),
             warm_up=8,
-            settle_s=options.settle,
         )
         if name == "recipe":
             job = replace(job, channels_last=True, fused=True)
@@ -114,8 +111,8 @@ class Compute(Benchmark[ComputeOptions]):
     def tables(self, results: Results) -> list[Table]:
         """Return one table, a line for each model."""
         rows, notes = [], []
-        for model in dict.fromkeys(row.key["model"] for row in results.rows):
-            measured = {str(row.key["setup"]): row for row in results.having(model=model)}
+        for together in results.together():
+            model, measured = together[0].key["model"], by_setup(together)
             rows.append((str(model), *_line(measured, results.options["setups"])))
             for name, row in measured.items():
                 if row.failed or "disturbed" in row.texts:

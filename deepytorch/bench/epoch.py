@@ -15,7 +15,7 @@ from typer import Option
 
 from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup
 from deepytorch.bench.figures import loss_rel_diff, mean_step_s, shown, training_rows
-from deepytorch.bench.jobs import TrainingJob
+from deepytorch.bench.jobs import TrainingJob, asked
 from deepytorch.bench.options import Device, Mixed, ModelSize, Settle, TextFile, check_choice, check_declared
 from deepytorch.bench.results import Results, Row
 from deepytorch.bench.table import Table
@@ -93,7 +93,7 @@ class Epoch(Benchmark[EpochOptions]):
 
     def tables(self, results: Results) -> list[Table]:
         """Return a table for each model."""
-        return [_table(results, str(model)) for model in dict.fromkeys(row.key["model"] for row in results.rows)]
+        return [_table(rows, results.options) for rows in results.together()]
 
 
 def _setup(options: EpochOptions, model: str, name: str) -> Setup:
@@ -101,24 +101,19 @@ def _setup(options: EpochOptions, model: str, name: str) -> Setup:
     stock = compiler == "inductor"
     job = TrainingJob(
         model=model,
-        size=options.size,
-        rows=options.batch_size,
+        **asked(options),
         parallel=Parallel(precision=options.precision, compile=compiler if stock else ""),
         optimizer="adamw",
         data=order,
-        file=options.data,
-        device=options.device,
-        batches=options.batches,
         steps=options.batches * options.rounds,
         warm_up=options.batches,  # every shape: what compiles comes first and is not timed
-        settle_s=options.settle,
     )
     return Setup(name=name, job=job, imports=not stock)
 
 
-def _table(results: Results, model: str) -> Table:
+def _table(measured: Sequence[Row], options: Mapping[str, Any]) -> Table:
     rows = []
-    for row in results.having(model=model):
+    for row in measured:
         compiler, _, order = str(row.key["setup"]).partition("+")
         rows.append(
             (
@@ -130,10 +125,10 @@ def _table(results: Results, model: str) -> Table:
                 row.failed or row.texts.get("disturbed", "") or row.texts.get("runs", ""),
             )
         )
-    options, key = results.options, results.rows[0].key
+    key = measured[0].key
     title = (
-        f"{model}, {key['size']}, {key['precision']}, {options['device']}: an epoch of {options['batches']} batches, "
-        f"each timed {options['rounds']} times"
+        f"{key['model']}, {key['size']}, {key['precision']}, {options['device']}: an epoch of {options['batches']} "
+        f"batches, each timed {options['rounds']} times"
     )
     words = ("compiled by", "rows", "runs")
     return Table(title, (*words[:2], "real tokens/s", "ratio", "real tokens", "runs"), tuple(rows), words)

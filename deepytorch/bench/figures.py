@@ -111,6 +111,11 @@ def line_of(row: Row) -> str:
     return f"{what}:  {'  '.join(parts)}"
 
 
+def by_setup(rows: Sequence[Row]) -> dict[str, Row]:
+    """Return rows that were measured together by the names of their setups."""
+    return {str(row.key["setup"]): row for row in rows}
+
+
 def shown(row: Row | None, figure: str, form: str, times: float = 1.0, none: str = "") -> str:
     """Return a figure of a row as text. form: such as "{:.2f}x". times: what the figure is multiplied by.
 

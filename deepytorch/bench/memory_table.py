@@ -13,8 +13,8 @@ from typing import Annotated, Any
 from typer import Option
 
 from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup
-from deepytorch.bench.figures import training_rows
-from deepytorch.bench.jobs import TrainingJob
+from deepytorch.bench.figures import by_setup, shown, training_rows
+from deepytorch.bench.jobs import TrainingJob, asked
 from deepytorch.bench.options import Device, RanksOfHost, Scale, Settle, check_choice, check_declared
 from deepytorch.bench.results import Results, Row
 from deepytorch.bench.table import Table
@@ -98,14 +98,11 @@ class Memory(Benchmark[MemoryOptions]):
         small = options.scale == "small"
         job = TrainingJob(
             model=model,
-            size="cpu" if small else "full",
+            **asked(options),
             rows=(_BERT_ROWS if model == _BERT else _GPT_ROWS)[small],
             parallel=way,
             optimizer="adamw",
-            device=options.device,
             steps=options.steps,
-            warm_up=options.warm_up,
-            settle_s=options.settle,
             memory=True,
         )
         key = {
@@ -135,12 +132,14 @@ class Memory(Benchmark[MemoryOptions]):
 
 def _table(results: Results, table: str) -> Table:
     rows = []
-    for row in results.having(table=table, setup=PLAIN):
-        same = {name: value for name, value in row.key.items() if name != "setup"}
-        ours = next(iter(results.having(**same, setup=OURS)), None)
-        what = (same["sharding"], same["tensor x pipeline"], same["precision"], same["compile"] or "eager")
-        gain = "" if ours is None or ours.failed or row.failed else f"{ours.figures['speedup']:.2f}x"
-        rows.append((*map(str, what), *_shown(row), *_shown(ours), gain))
+    for measured in results.together():
+        key = measured[0].key
+        if key["table"] != table:
+            continue
+        plain, ours = (by_setup(measured)[name] for name in (PLAIN, OURS))
+        what = (key["sharding"], key["tensor x pipeline"], key["precision"], key["compile"] or "eager")
+        gain = "" if plain.failed else shown(ours, "speedup", "{:.2f}x")
+        rows.append((*map(str, what), *_shown(plain), *_shown(ours), gain))
     model = results.having(table=table)[0].key["model"]
     columns = ("sharding", "tensor x pipeline", "precision", "compiler", "samples/s", "peak MB")
     return Table(
@@ -151,9 +150,7 @@ def _table(results: Results, table: str) -> Table:
     )
 
 
-def _shown(row: Row | None) -> tuple[str, str]:
-    if row is None:
-        return "", ""
+def _shown(row: Row) -> tuple[str, str]:
     if row.failed:
         return row.failed, ""
     figures = row.figures

@@ -11,7 +11,7 @@ from typer import Option
 
 from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup
 from deepytorch.bench.figures import training_rows, whole_passes
-from deepytorch.bench.jobs import TrainingJob
+from deepytorch.bench.jobs import TrainingJob, asked
 from deepytorch.bench.options import (
     Device,
     ModelSize,
@@ -111,17 +111,11 @@ class Peers(Benchmark[PeersOptions]):
             way = Parallel(**{**peer.way, "sharding": sharding, "precision": options.precision})
             job = TrainingJob(
                 model=options.model,
-                size=options.size,
-                rows=options.batch_size,
+                **asked(options),
                 parallel=way,
                 optimizer="adamw",
-                file=options.data,
-                device=options.device,
-                batches=options.batches,
                 steps=whole_passes(options.steps, options.batches),
-                together=options.together,
                 warm_up=2 * options.batches,
-                settle_s=options.settle,
                 memory=True,
                 **peer.job,
             )

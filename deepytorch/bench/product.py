@@ -13,8 +13,8 @@ from typing import Annotated, Any
 from typer import Option
 
 from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup
-from deepytorch.bench.figures import training_rows, whole_passes
-from deepytorch.bench.jobs import TrainingJob
+from deepytorch.bench.figures import by_setup, training_rows, whole_passes
+from deepytorch.bench.jobs import TrainingJob, asked
 from deepytorch.bench.options import (
     Device,
     NumHosts,
@@ -111,16 +111,12 @@ class Product(Benchmark[ProductOptions]):
             way = replace(way, sharding="none", offload=False)
         job = TrainingJob(
             model=line.model,
-            size="cpu" if small else "full",
+            **asked(options),
             rows=line.rows[small],
             parallel=way,
             optimizer="sgd" if line.model == "resnet50" else "adamw",
-            file=options.data,
-            device=options.device,
             batches=8,
             steps=whole_passes(options.steps, 8),
-            warm_up=options.warm_up,
-            settle_s=options.settle,
         )
         configuration = ", ".join(
             [
@@ -149,9 +145,9 @@ class Product(Benchmark[ProductOptions]):
     def tables(self, results: Results) -> list[Table]:
         """Return the table, with the published gain beside the measured one."""
         rows = []
-        for ours in results.having(setup=OURS):
+        for measured in results.together():
+            native, ours = (by_setup(measured)[name] for name in (NATIVE, OURS))
             key = ours.key
-            native = results.having(**{**key, "setup": NATIVE})[0]
             where = f"{key['hosts']} x {key['ranks']}" + (f" at {key['rate']}" if key["rate"] else "")
             shown = [
                 row.failed or f"{row.figures.get('tokens_per_s', row.figures['examples_per_s']):,.1f}"

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from typer import Option
 
 from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup
-from deepytorch.bench.figures import shown
+from deepytorch.bench.figures import by_setup, shown
 from deepytorch.bench.measurement import Measurement
 from deepytorch.bench.models import MAX_POSITIONS, MODELS, batch_kind
 from deepytorch.bench.options import AnyDevice, TextFile, TextSize, check_choice, check_declared
@@ -138,7 +138,7 @@ class Unpad(Benchmark[UnpadOptions]):
 
     def tables(self, results: Results) -> list[Table]:
         """Return a table for each model."""
-        return [_table(results, str(model)) for model in dict.fromkeys(row.key["model"] for row in results.rows)]
+        return [_table(rows) for rows in results.together()]
 
 
 def in_one_process(job: Any) -> Setup:
@@ -180,13 +180,16 @@ def rows_of(run: Mapping[str, Any], key: Mapping[str, Any] | None = None) -> lis
 _OF_EACH = ("loss_rel_diff", "grad_rel_diff", "compile_s", "peak_mb")
 
 
-def _table(results: Results, model: str) -> Table:
-    rows, notes = [], []
-    for row in results.having(model=model):
+def _table(measured: Sequence[Row]) -> Table:
+    rows, notes, texts, key = [], [], {}, measured[0].key
+    for row in measured:
         quartiles = row.series.get("ratio_quartiles")
         if row.failed:
-            notes.append(f"{model}: {row.failed}.")
+            notes.append(f"{key['model']}: {row.failed}.")
             continue
+        if row.key["setup"] == OURS:
+            texts = row.texts
+            notes += _remarks(row, by_setup(measured)[EAGER].figures["peak_mb"])
         rows.append(
             (
                 str(row.key["setup"]),
@@ -198,12 +201,8 @@ def _table(results: Results, model: str) -> Table:
                 shown(row, "peak_mb", "{:,.0f}"),
             )
         )
-    key, texts = results.having(model=model)[0].key, {}
-    for ours in results.having(model=model, setup=OURS):
-        texts = ours.texts
-        notes += [] if ours.failed else _remarks(ours, results.having(model=model, setup=EAGER)[0].figures["peak_mb"])
     where = [texts[name] for name in ("device", "timing") if name in texts]
-    size = f"{model}, {key['size']}, batch {key['batch_size']}, labels {key['labels']}, loss {key['loss']}"
+    size = f"{key['model']}, {key['size']}, batch {key['batch_size']}, labels {key['labels']}, loss {key['loss']}"
     columns = ("setup", "step ms", "tokens/s", "deepytorch is", "quartiles", "compile s", "peak MB")
     return Table(", ".join([size, str(key["precision"]), *where]), columns, tuple(rows), ("setup",), tuple(notes))
 
