@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
@@ -13,26 +10,12 @@ import deepytorch
 from deepytorch.bench import back_to_back, rivals, unpad_steps
 from deepytorch.bench.back_to_back import Clock, Trainee, train_in_turns, trainees
 from deepytorch.bench.training_step import ModelSetup, Precision
-from deepytorch.bench.unpad import PRECISIONS, UnpadJob, UnpadOptions, rows_of
+from deepytorch.bench.unpad import PRECISIONS, UnpadOptions, rows_of
 from deepytorch.bench.unpad_steps import measure
 from deepytorch.compiler.report import LEDGER
 from deepytorch.errors import ConfigError, ParityError
 
 CPU = Precision(torch.device("cpu"))
-
-
-@pytest.fixture
-def job(rows_file, monkeypatch):
-    counts = {"recompiles": 0, "steps_packed": 0, "steps_padded": 0, "host_ms_per_step": 0.0}
-    report = SimpleNamespace(to_json=lambda: counts)
-    monkeypatch.setitem(vars(deepytorch), "report", lambda reset=False: report)
-    smallest = {"size": "tiny", "steps": 2, "rounds": 1, "batch_size": 4, "vocab_size": 400, "data": rows_file}
-    return partial(_job, smallest)
-
-
-def _job(smallest, model="llama", backend="eager", **changes):
-    options = UnpadOptions(models=(model,), **smallest | changes)
-    return UnpadJob(model=model, options=options, max_length=256, backend=backend, stock_backend="eager")
 
 
 def regression(value: float = 1.0) -> tuple[Trainee, list[str]]:

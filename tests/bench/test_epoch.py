@@ -9,23 +9,7 @@ import pytest
 from deepytorch.bench.epoch import SETUPS, Epoch, EpochOptions
 from deepytorch.bench.results import Results
 from deepytorch.bench.run import run_benchmark
-from deepytorch.errors import ConfigError
 from tests.bench.trained import rank
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"models": ("hf_Bert",)}, 'models has "hf_Bert"'),
-        ({"setups": ("eager+random",)}, 'setups has "eager'),
-        ({"precision": "fp16"}, 'precision is "fp16"'),
-        ({"batches": 1}, "batches is 1"),
-        ({"rounds": 0}, "rounds is 0"),
-    ],
-)
-def test_options_that_cannot_be_run_are_refused(wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        EpochOptions(**wrong)
 
 
 def test_each_setup_has_its_compiler_and_its_order() -> None:

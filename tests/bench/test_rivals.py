@@ -10,7 +10,6 @@ from deepytorch.bench.gradients import max_relative_difference
 from deepytorch.bench.models import batch_kind, build_model
 from deepytorch.bench.rivals import OWN_ATTENTION, flatten, flattened_unavailable, grouped, register_attention
 from deepytorch.bench.training_step import Precision, compiled_setup, forward_backward
-from deepytorch.bench.unpad import UnpadJob, UnpadOptions
 from deepytorch.bench.unpad_steps import draw_batches
 from deepytorch.data import IGNORE_INDEX, num_labels, num_positions, num_tokens
 
@@ -63,10 +62,9 @@ def texts_of(batch):
 
 
 @pytest.mark.parametrize("model", ["llama", "bart"])
-def test_grouped_batches_hold_the_same_rows_with_fewer_pads(rows_file, model):
+def test_grouped_batches_hold_the_same_rows_with_fewer_pads(job, model):
     kind = batch_kind(model)
-    options = UnpadOptions(models=(model,), steps=4, batch_size=4, vocab_size=400, data=rows_file)
-    data = draw_batches(UnpadJob(model=model, options=options, max_length=256), CPU.device)
+    data = draw_batches(job(model, steps=4), CPU.device)
     made = grouped(data, kind)
     assert [len(batch["input_ids"]) for batch in made] == [4] * 4
     assert sorted(row for batch in made for row in texts_of(batch)) == sorted(

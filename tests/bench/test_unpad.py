@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 
@@ -20,29 +18,6 @@ from deepytorch.data import IGNORE_INDEX, num_labels, num_positions, num_tokens
 from deepytorch.errors import ConfigError, ParityError
 
 CPU = torch.device("cpu")
-COUNTS = {"recompiles": 1, "steps_packed": 7, "steps_padded": 2, "host_ms_per_step": 0.25}
-
-
-class Report:
-    def to_json(self):
-        return COUNTS
-
-
-@pytest.fixture(autouse=True)
-def counters(monkeypatch):
-    """Replace the backend's counters: the setups of these tests run without it."""
-    monkeypatch.setitem(vars(deepytorch), "report", lambda reset=False: Report())
-
-
-@pytest.fixture
-def job(rows_file):
-    return partial(_job, data=rows_file)
-
-
-def _job(model="llama", backend="eager", **changes) -> UnpadJob:
-    smallest = {"size": "tiny", "steps": 2, "rounds": 2, "batch_size": 4, "vocab_size": 400}
-    options = UnpadOptions(models=(model,), **smallest | changes)
-    return UnpadJob(model=model, options=options, max_length=256, backend=backend, stock_backend="eager")  # traced only
 
 
 def figures_of(job, told=lambda text: None):
@@ -53,7 +28,7 @@ def figures_of(job, told=lambda text: None):
 @pytest.mark.parametrize("model", ["llama", "bart"])
 def test_every_setup_is_measured_on_the_same_batches(job, model):
     told = []
-    found = figures_of(job(model), told.append)
+    found = figures_of(job(model, rounds=2), told.append)
     ours, eager = found[OURS], found["eager"]
     assert set(found) == {"eager", "inductor", "deepytorch"} | ({"handpacked"} if model == "llama" else set())
     assert ours["loss_rel_diff"] < 1e-6
@@ -87,7 +62,7 @@ def test_a_wrong_gradient_shows(job, monkeypatch):
         return made
 
     monkeypatch.setattr(unpad_steps, "build_setups", spoilt)
-    ours = figures_of(job(steps=1, rounds=1))[OURS]
+    ours = figures_of(job(steps=1))[OURS]
     assert ours["grad_rel_diff"] == pytest.approx(0.01, rel=0.05)
     assert ours["loss_rel_diff"] < 1e-6
 
@@ -102,7 +77,7 @@ def test_a_loss_that_is_not_a_number_stops_the_measurement(job, monkeypatch):
 
     monkeypatch.setattr(unpad_steps, "build_setups", spoilt)
     with pytest.raises(ParityError, match="the loss in deepytorch is nan"):
-        measure(job(steps=1, rounds=1))
+        measure(job(steps=1))
 
 
 @pytest.mark.parametrize("model", ["llama", "bert", "t5"])
@@ -214,7 +189,7 @@ def test_the_table_has_the_gains_and_the_remarks():
 def test_the_backend_packs_every_batch_without_a_recompile(job, monkeypatch):
     monkeypatch.delitem(vars(deepytorch), "report")  # its own counters
     LEDGER.forget()
-    found = figures_of(job(backend="deepytorch"))
+    found = figures_of(job(backend="deepytorch", rounds=2))
     ours = found[OURS]
     # one was watched
     assert (ours["steps_packed"], ours["steps_padded"], ours["recompiles"]) == (2 + 2 * 2 - 1, 0, 0)
