@@ -10,7 +10,6 @@ from deepytorch.bench.ways import Parallel
 
 # the figures of `hardware`
 HARDWARE = ("cpu_percent", "memory_percent", "disk_mb_per_s", "network_mbit_per_s", "gpu_percent", "gpu_memory_percent")
-KERNELS = ("", "liger", "flash", "flattened")
 
 
 @dataclass(frozen=True, kw_only=True)

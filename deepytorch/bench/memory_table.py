@@ -15,7 +15,7 @@ from typer import Option
 from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup
 from deepytorch.bench.figures import by_setup, shown, training_rows
 from deepytorch.bench.jobs import TrainingJob, asked
-from deepytorch.bench.options import Device, RanksOfHost, Scale, Settle, check_choice, check_declared
+from deepytorch.bench.options import Device, Scale, Settle, check_choice, check_declared
 from deepytorch.bench.results import Results, Row
 from deepytorch.bench.table import Table
 from deepytorch.bench.ways import Parallel, unavailable
@@ -40,7 +40,7 @@ class MemoryOptions:
 
     tables: Annotated[tuple[str, ...], Option(help="With commas: precision, sharding, parallelism, compile.")] = TABLES
     scale: Scale = "full"
-    ranks: RanksOfHost = 4
+    ranks: Annotated[int, Option(min=1, help="Ranks (processes) on this machine.")] = 4
     precisions: Annotated[tuple[str, ...], Option(help="With commas: fp32, mixed (autocast to bf16), fp16 (GPUs).")] = (
         "fp32",
         "mixed",

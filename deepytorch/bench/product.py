@@ -20,6 +20,7 @@ from deepytorch.bench.options import (
     NumHosts,
     Precision,
     RanksOfHost,
+    Rate,
     Scale,
     Settle,
     TextFile,
@@ -76,7 +77,7 @@ class ProductOptions:
     precision: Precision = "mixed"
     hosts: NumHosts = 1
     ranks: RanksOfHost = 2
-    rate: Annotated[str, Option(help="Of simulated hosts: bits per second that each may send and receive.")] = "1gbit"
+    rate: Rate = "1gbit"
     data: TextFile = None
     device: Device = "cpu"
     steps: Annotated[int, Option(min=2, help="Steps that are timed.")] = 20
