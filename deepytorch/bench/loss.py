@@ -13,6 +13,7 @@ from typing import Annotated, Any
 from typer import Option
 
 from deepytorch.bench.benchmark import Benchmark, Cell, Place
+from deepytorch.bench.figures import shown
 from deepytorch.bench.options import AnyDevice, check_declared
 from deepytorch.bench.results import Results, Row
 from deepytorch.bench.table import Table
@@ -68,23 +69,18 @@ class Loss(Benchmark[LossOptions]):
 
     def tables(self, results: Results) -> list[Table]:
         """Return the one table."""
-        rows = []
-        eager = {name: value for row in results.having(setup=EAGER) for name, value in row.figures.items()}
-        for row in results.rows:
-            if row.failed:
-                rows.append((str(row.key["setup"]), "", "", "", "", row.failed))
-                continue
-            figures = row.figures
-            rows.append(
-                (
-                    str(row.key["setup"]),
-                    f"{1e3 * figures['step_s']:,.1f}",
-                    f"{1 / figures['speedup']:.2f}",
-                    f"{figures['peak_mb']:,.0f}",
-                    f"{figures['peak_mb'] / eager['peak_mb']:.2f}" if eager["peak_mb"] else "-",
-                    f"{figures['loss']:.5f}",
-                )
+        eager = next((row.figures for row in results.having(setup=EAGER) if not row.failed), {})
+        rows = tuple(
+            (
+                str(row.key["setup"]),
+                shown(row, "step_s", "{:,.1f}", 1e3),
+                shown(row, "step_s", "{:.2f}", 1 / eager.get("step_s", 1.0)),
+                shown(row, "peak_mb", "{:,.0f}"),
+                shown(row, "peak_mb", "{:.2f}", 1 / eager["peak_mb"]) if eager.get("peak_mb") else "-",
+                row.failed or shown(row, "loss", "{:.5f}"),
             )
+            for row in results.rows
+        )
         asked = results.options
         title = (
             f"Linear and cross-entropy, {asked['rows']} x {asked['hidden_size']} x {asked['vocab_size']}, "
@@ -93,4 +89,4 @@ class Loss(Benchmark[LossOptions]):
         if eager:
             title += f"; gradients {eager['gradients_mb']:,.0f} MiB"
         columns = ("setup", "ms", "of eager's", "peak, MiB", "of eager's", "loss")
-        return [Table(title, columns, tuple(rows), ("setup", "loss"))] if rows else []
+        return [Table(title, columns, rows, ("setup", "loss"))] if rows else []

@@ -108,11 +108,6 @@ class UnpadJob:
     backend: str = "deepytorch"
     stock_backend: str = "inductor"
 
-    def __post_init__(self) -> None:
-        """Raise `ConfigError` for rows that the models have no positions for."""
-        if not 1 <= self.max_length <= MAX_POSITIONS:
-            raise ConfigError(f"max_length is {self.max_length}, expected 1 to {MAX_POSITIONS}, the models' positions.")
-
 
 class Unpad(Benchmark[UnpadOptions]):
     """See this module."""

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from deepytorch.bench.epoch import SETUPS, Epoch, EpochOptions
-from deepytorch.bench.results import Results
 from deepytorch.bench.run import run_benchmark
-from tests.bench.trained import rank
+from tests.bench.trained import rank, results
 
 
 def test_each_setup_has_its_compiler_and_its_order() -> None:
@@ -44,9 +43,7 @@ def test_rates_are_of_whole_passes_and_losses_of_the_same_batches() -> None:
     assert figures["inductor+grouped"]["real_token_fraction"] == 0.8
     assert figures["deepytorch+random"]["loss_rel_diff"] == pytest.approx(0.1)
     assert "loss_rel_diff" not in figures["inductor+random"]
-    asked = {"device": "cpu", "batches": 2, "rounds": 3}
-    results = Results(benchmark="epoch", command="", options=asked, machine="", versions={}, date="", rows=rows)
-    [table] = bench.tables(results)
+    [table] = bench.tables(results("epoch", rows, device="cpu", batches=2, rounds=3))
     assert table.rows[2] == ("deepytorch", "random", "100", "2.00x", "50 %", "packed")
 
 

@@ -15,6 +15,7 @@ from deepytorch.bench.run import run_benchmark
 from deepytorch.bench.start import COLD, EAGER, WARM, Start, StartOptions, compared
 from deepytorch.cli import app
 from deepytorch.errors import ConfigError, ScriptError
+from tests.bench.trained import results
 
 SCRIPT = """
 import os
@@ -57,10 +58,8 @@ def test_rows_and_the_table_are_of_medians() -> None:
     warm = runs(4.5, 5.0, first_packed=4.5, compiles=1, change_over_seconds=4.8)
     rows = Start().rows(options, cell, {EAGER: runs(6.0, 8.0), COLD: runs(7.0, 8.0), WARM: warm})
     assert [row.series["over_s"] for row in rows] == [[4.0, 6.0, 8.0], [4.0, 7.0, 8.0], [4.0, 4.5, 5.0]]
-    results = Results(
-        benchmark="start", command="", options=asdict(options), machine="", versions={}, date="", rows=rows
-    )
-    [table] = Start().tables(results)
+    found = results("start", rows, **asdict(options))
+    [table] = Start().tables(found)
     assert table.title == "script start_script.py, ranks 2: seconds since the process began, medians of 3"
     assert table.columns[4] == "step 3"
     assert table.rows == (
@@ -68,7 +67,7 @@ def test_rows_and_the_table_are_of_medians() -> None:
         (COLD, "4.0", "-", "-", "8.0", "1.17x", "3", "0"),
         (WARM, "4.0", "4.5", "4.8", "5.0", "1.00x", "1", "1"),
     )
-    [plot] = Start().plots(results)
+    [plot] = Start().plots(found)
     assert [(each.name, each.x[-1], each.y[-1]) for each in plot.series] == [
         (EAGER, 8.0, 3),
         (COLD, 8.0, 3),

@@ -9,13 +9,14 @@ import deepytorch
 from deepytorch.bench import unpad_steps
 from deepytorch.bench.measurement import Measurement
 from deepytorch.bench.models import batch_kind
-from deepytorch.bench.results import Results, Row
+from deepytorch.bench.results import Row
 from deepytorch.bench.training_step import Step
-from deepytorch.bench.unpad import OURS, Unpad, UnpadJob, UnpadOptions, rows_of
+from deepytorch.bench.unpad import OURS, Unpad, UnpadOptions, rows_of
 from deepytorch.bench.unpad_steps import draw_batches, full_batches, measure
 from deepytorch.compiler.report import LEDGER
 from deepytorch.data import IGNORE_INDEX, num_labels, num_positions, num_tokens
 from deepytorch.errors import ConfigError, ParityError
+from tests.bench.trained import results
 
 CPU = torch.device("cpu")
 
@@ -127,11 +128,6 @@ def test_options_that_cannot_be_run_are_refused(wrong, message):
         UnpadOptions(**wrong)
 
 
-def test_rows_that_are_longer_than_the_models_positions_are_refused():
-    with pytest.raises(ConfigError, match="max_length is 5000"):
-        UnpadJob(max_length=5000)
-
-
 RUN = {
     "seconds": {
         "eager": [[0.2, 0.2, 9.0], [0.4, 0.4, 0.4]],
@@ -172,8 +168,7 @@ def test_the_table_has_the_gains_and_the_remarks():
     llama, gpt2 = bench.cells(options)
     rows = bench.rows(options, llama, {OURS: [RUN]})
     failed = Row(key={**gpt2.key, "setup": OURS}, failed="out of memory")
-    results = Results(benchmark="unpad", command="", options={}, machine="", versions={}, date="", rows=[*rows, failed])
-    one, other = bench.tables(results)
+    one, other = bench.tables(results("unpad", [*rows, failed]))
     assert one.title == "llama, small, batch 8, labels response, loss model, fp32, cpu, one by one"
     assert one.rows[0] == ("eager", "300.0", "167", "3.00x", "2.50 - 3.50", "", "10")
     assert (
