@@ -36,24 +36,30 @@ def grouped(data: Sequence[Batch], kind: Kind) -> list[Batch]:
     An epoch's groups are sorted within 50 batches at a time; fewer are sorted as a whole. data: padded on the right, as
     `deepytorch.data.batches` gives them.
     """
-    rows = [{name: each[name][row] for name in _PADS} for each in data for row in range(len(each["input_ids"]))]
-    spans = [_spans(row, kind) for row in rows]
-    order = sorted(range(len(rows)), key=lambda row: spans[row]["input_ids"], reverse=True)
-    made, size = [], len(data[0]["input_ids"])
-    for begin in range(0, len(order), size):
-        chosen = order[begin : begin + size]
-        made.append({name: _padded(name, [rows[at][name][: spans[at][name]] for at in chosen]) for name in _PADS})
-    return made
+    rows, size = sorted(_rows_of(data, kind), key=_length, reverse=True), len(data[0]["input_ids"])
+    return [_padded(rows[begin : begin + size]) for begin in range(0, len(rows), size)]
 
 
-def _spans(row: dict[str, torch.Tensor], kind: Kind) -> dict[str, int]:
-    """Return the number of positions of a row that are in use, on each side of an encoder-decoder."""
-    spans = dict.fromkeys(_PADS, int(row["attention_mask"].sum()))
-    return spans | {"labels": int((row["labels"] != IGNORE_INDEX).sum())} if kind == "seq2seq" else spans
+def _rows_of(data: Sequence[Batch], kind: Kind) -> list[Batch]:
+    """Return all rows, cut to the positions that are in use, on each side of an encoder-decoder."""
+    rows = []
+    for row in ({name: each[name][at] for name in _PADS} for each in data for at in range(len(each["input_ids"]))):
+        spans = dict.fromkeys(_PADS, int(row["attention_mask"].sum()))
+        if kind == "seq2seq":
+            spans["labels"] = int((row["labels"] != IGNORE_INDEX).sum())
+        rows.append({name: row[name][: spans[name]] for name in _PADS})
+    return rows
 
 
-def _padded(name: str, rows: list[torch.Tensor]) -> torch.Tensor:
-    return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=_PADS[name])
+def _length(row: Batch) -> int:
+    return len(row["input_ids"])
+
+
+def _padded(rows: Sequence[Batch]) -> Batch:
+    return {
+        name: nn.utils.rnn.pad_sequence([row[name] for row in rows], batch_first=True, padding_value=pad)
+        for name, pad in _PADS.items()
+    }
 
 
 def flattened_unavailable(kind: Kind, loss: str, model: str, precision: Precision) -> str | None:
@@ -159,13 +165,11 @@ def arranged(batches: list[Batch], job: TrainingJob) -> list[Batch]:
 def _balanced(drawn: Sequence[Batch], replica: int, replicas: int, accumulate: int) -> list[Batch]:
     from transformers.trainer_pt_utils import BatchRebalanceSampler
 
-    rows = [{name: each[name][row] for name in _PADS} for each in drawn for row in range(len(each["input_ids"]))]
-    lengths = [int(row["attention_mask"].sum()) for row in rows]
+    rows = _rows_of(drawn, "causal")
     together = len(drawn[0]["input_ids"]) * replicas * accumulate
+    lengths = [_length(row) for row in rows]
     dealt = BatchRebalanceSampler(lengths, together, replicas, accumulate, shuffle=False, rank=replica)
-    return [
-        {name: _padded(name, [rows[at][name][: lengths[at]] for at in chosen]) for name in _PADS} for chosen in dealt
-    ]
+    return [_padded([rows[at] for at in chosen]) for chosen in dealt]
 
 
 def _liger(family: str) -> Any:
