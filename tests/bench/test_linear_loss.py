@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -52,7 +53,7 @@ def test_the_table_compares_with_eager() -> None:
     rows = bench.rows(SMALLEST, bench.cells(SMALLEST)[0], {"deepytorch": [measured]})
     assert [row.figures["speedup"] for row in rows] == [1.0, 2.0]
     asked = {"rows": 8, "hidden_size": 4, "vocab_size": 10, "ignored": 0.0, "dtype": "fp32", "device": "cpu"}
-    [table] = bench.tables(results("loss", rows, **asked))
+    [table] = bench.tables(replace(results("loss", rows), options=asked))
     assert table.title == "Linear and cross-entropy, 8 x 4 x 10, 0 % ignored, fp32, cpu; gradients 100 MiB"
     assert table.rows[1] == ("deepytorch", "1,000.0", "0.50", "100", "0.25", "12.25000")
 
