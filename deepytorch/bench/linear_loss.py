@@ -63,7 +63,8 @@ def measure(options: LossOptions, notify: Callable[[str], None] = lambda text: N
 
 
 def _loss_of(loss: Loss, leaves: nn.ParameterList, batch: Batch) -> Tensor:
-    return loss(*leaves, batch["target"])
+    hidden, weight = leaves
+    return loss(hidden, weight, batch["target"])
 
 
 def _inputs(options: LossOptions, precision: Precision) -> tuple[Tensor, Tensor, Tensor]:
