@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
@@ -291,8 +291,6 @@ def _shard(model: nn.Module, parallel: Parallel, device: torch.device, mesh: Dev
         options["mesh"] = mesh["dp"] if parallel.sharding == "fsdp2" else mesh["dp", "one"]
     if parallel.sharding == "fsdp2" and parallel.precision != "fp32":
         options["mp_policy"] = MixedPrecisionPolicy(_DTYPES[parallel.precision], torch.float32)
-    if parallel.offload:
-        options["offload_policy"] = CPUOffloadPolicy()
     for part in (*blocks(model), model):
         fill(model, part, device)
         fully_shard(part, **options)

@@ -219,7 +219,6 @@ def test_what_cannot_run_says_why() -> None:
         (Parallel(pipeline=2), "bert", "one weight"),
         (Parallel(sharding="oss", pipeline=2), "llama", "not combined"),
         (Parallel(sharding="ddp", offload=True), "llama", "no offload"),
-        (Parallel(sharding="fsdp2", offload=True), "llama", "from a GPU"),
         (Parallel(tensor=2, precision="fp16"), "llama", "overflow"),
         (Parallel(precision="fp16"), "llama", "for GPUs"),
     ]
