@@ -111,6 +111,19 @@ def line_of(row: Row) -> str:
     return f"{what}:  {'  '.join(parts)}"
 
 
+def by_setup(rows: Sequence[Row]) -> dict[str, Row]:
+    """Return rows that were measured together by the names of their setups."""
+    return {str(row.key["setup"]): row for row in rows}
+
+
+def shown(row: Row | None, figure: str, form: str, times: float = 1.0, none: str = "") -> str:
+    """Return a figure of a row as text. form: such as "{:.2f}x". times: what the figure is multiplied by.
+
+    none: the text where the row is missing, or has no such figure.
+    """
+    return none if row is None or figure not in row.figures else form.format(times * row.figures[figure])
+
+
 def _replicas(cell: Cell, name: str) -> int:
     """Return the number of ranks that get the same examples, since they share a replica of the model."""
     [setup] = (each for each in cell.setups if each.name == name)

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from deepytorch.bench.channel import DOING, Turns
 from deepytorch.bench.hardware import Hardware
 from deepytorch.bench.jobs import TrainingJob
-from deepytorch.bench.parallel import Trainer, loss_of, peak_bytes, trainer
+from deepytorch.bench.memory import peak_bytes
+from deepytorch.bench.parallel import Trainer, loss_of, trainer
 from deepytorch.bench.ready_times import measured_ready_times
 from deepytorch.bench.rivals import arranged, ordered, with_kernels
 from deepytorch.bench.settling import plan_of, settle, wait_for_code

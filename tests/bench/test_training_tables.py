@@ -11,6 +11,7 @@ import pytest
 from deepytorch.bench import peers, product, scaling
 from deepytorch.bench.benchmark import Benchmark, Cell
 from deepytorch.bench.compute import Compute, ComputeOptions
+from deepytorch.bench.epoch import EpochOptions
 from deepytorch.bench.memory_table import Memory, MemoryOptions
 from deepytorch.bench.peers import Peers, PeersOptions
 from deepytorch.bench.plots import svg_of
@@ -96,6 +97,10 @@ def test_jobs_survive_json_and_pages_can_be_made(benchmark: Benchmark[Any], opti
         (lambda: ComputeOptions(setups=("jax",)), "expected one of eager, inductor"),
         (lambda: ComputeOptions(precision="fp8"), "expected one of fp32, mixed"),
         (lambda: ComputeOptions(steps=0), "expected 1 or more"),
+        (lambda: EpochOptions(models=("hf_Bert",)), 'models has "hf_Bert"'),
+        (lambda: EpochOptions(setups=("eager+random",)), 'setups has "eager'),
+        (lambda: EpochOptions(precision="fp16"), 'precision is "fp16"'),
+        (lambda: EpochOptions(batches=1), "batches is 1"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(make: Any, words: str) -> None:
