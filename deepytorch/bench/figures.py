@@ -91,6 +91,11 @@ def training_rows(cell: Cell, found: Mapping[str, Sequence[Rank]], baseline: str
     return rows
 
 
+def all_ranks(row: Row) -> int:
+    """Return the number of ranks of all hosts."""
+    return int(row.key["hosts"] or 1) * int(row.key["ranks"] or 1)
+
+
 def percentiles(ranks: Sequence[Rank]) -> dict[str, float]:
     """Return those of PyTorch's DDP benchmark over the steps of all ranks: `p50_s`, `p75_s`, `p90_s`, `p95_s`."""
     cuts = quantiles([each for rank in ranks for each in rank["seconds"]], 100)
@@ -99,8 +104,8 @@ def percentiles(ranks: Sequence[Rank]) -> dict[str, float]:
 
 def line_of(row: Row) -> str:
     """Return a row in the line format of PyTorch's DDP benchmark: seconds, and examples of a rank per second."""
-    hosts, per_host = int(row.key["hosts"] or 1), int(row.key["ranks"] or 1)
-    what = f"{row.key['model']:>24} {row.key['setup']:<31} {hosts * per_host} ranks -- {hosts}M/{per_host}R"
+    shape = f"{all_ranks(row)} ranks -- {row.key['hosts']}M/{row.key['ranks']}R"
+    what = f"{row.key['model']:>24} {row.key['setup']:<31} {shape}"
     if row.failed:
         return f"{what}:  {row.failed}"
     rows = row.figures["examples_per_s"] * row.figures["p50_s"]

@@ -19,9 +19,9 @@ from typing import Annotated, Any
 from typer import Option
 
 from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup, places
-from deepytorch.bench.figures import step_seconds, training_rows
+from deepytorch.bench.figures import all_ranks, step_seconds, training_rows
 from deepytorch.bench.jobs import HARDWARE, TrainingJob
-from deepytorch.bench.options import Device, Settle, check_at_least, check_choice
+from deepytorch.bench.options import Device, Settle, check_at_least, check_choice, check_declared
 from deepytorch.bench.plots import Plot, Points
 from deepytorch.bench.results import Results, Row, decoded
 from deepytorch.bench.table import Table
@@ -72,11 +72,10 @@ class ScalingOptions:
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for a value that is not accepted."""
+        check_declared(self)
         check_choice(self, "models", MODELS)
         check_choice(self, "setups", SETUPS)
-        check_choice(self, "scale", ("full", "small"))
         check_choice(self, "precisions", ("fp32", "mixed"))
-        check_choice(self, "device", ("cpu", "cuda"))
         check_at_least(self, 0, "batch_sizes")
         check_at_least(self, 1, "hosts", "predict")
 
@@ -167,11 +166,6 @@ class Scaling(Benchmark[ScalingOptions]):
         return [
             plot for model in dict.fromkeys(row.key["model"] for row in results.rows) for plot in _plots(results, model)
         ]
-
-
-def all_ranks(row: Row) -> int:
-    """Return the number of ranks of all hosts."""
-    return int(row.key["hosts"] or 1) * int(row.key["ranks"] or 1)
 
 
 def _keep_compute(row: Row, ranks: Sequence[Mapping[str, Any]]) -> None:

@@ -8,11 +8,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from deepytorch.cli.options import BatchSize, Data, Device, DtypeOf, Model, ModelFamily
+from deepytorch.bench.options import TextFile
+from deepytorch.cli.options import BatchSize, Device, DtypeOf, Model, ModelFamily
 
 
 def demo(
-    data: Data = None,
+    data: TextFile = None,
     model: ModelFamily = Model.llama,
     steps: Annotated[int, typer.Option(min=4, help="Training steps of each of the three runs.")] = 50,
     batch_size: BatchSize = 8,

@@ -52,14 +52,6 @@ class Lowering(str, Enum):
     eager = "eager"
 
 
-Data = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="JSON file of instruction, input and output texts, laid out as Stanford Alpaca's. "
-        "Default: the docstrings of Python's standard library and of torch.",
-    ),
-]
 ModelFamily = Annotated[Model, typer.Option(help="Model architecture; weights are random.")]
 BatchSize = Annotated[int, typer.Option(min=1, help="Rows in a batch.")]
 Device = Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...")]
