@@ -12,7 +12,6 @@ from statistics import median
 
 from deepytorch.bench.model_profile import BackwardPiece, ModelProfile
 from deepytorch.bench.simulate import AUTO, Step, simulate
-from deepytorch.comm.algorithms.base import DeviceKind
 from deepytorch.comm.topology.cost import Link, Links, hop_link
 from deepytorch.comm.topology.topology import Topology
 from deepytorch.errors import DataError
@@ -60,7 +59,7 @@ def of_ranks(ranks: Sequence[Sequence[Compute]]) -> Compute:
     )
 
 
-def profile_of(name: str, compute: Compute, device: DeviceKind = "cpu") -> ModelProfile:
+def profile_of(name: str, compute: Compute, device: str = "cpu") -> ModelProfile:
     """Return the simulator's input for a measured step, each bucket of gradients as one piece of the backward pass.
 
     Gradients fill buckets whole and in the order in which they become ready, as DDP has them from its second step on: a

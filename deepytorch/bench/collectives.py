@@ -70,14 +70,19 @@ def open_group(setup: GroupSetup, timeout_s: float, tell: Callable[[str], None])
         options: Any = None
         tell(f"opening the group {setup.name}")
         if setup.backend == "deepytorch":
-            if not native.is_built():
-                tell("compiling the C++ of the process group, once; it takes about half a minute")
-                native.load()
+            build_native(tell)
             options = comm.Options(algorithm=setup.algorithm, compress=setup.compress)  # type: ignore[arg-type]
         group = dist.new_group(backend=setup.backend, pg_options=options, timeout=timedelta(seconds=timeout_s))
         assert isinstance(group, ProcessGroup)  # every rank is in it
         _GROUPS[setup] = group
     return _GROUPS[setup]
+
+
+def build_native(tell: Callable[[str], None]) -> None:
+    """Compile the C++ of deepytorch's group, and tell so, if it is not there yet; else its first group would wait."""
+    if not native.is_built():
+        tell("compiling the C++ of the process group, once: it takes up to half a minute on two cores")
+        native.load()
 
 
 def run_collective(op: str, buffers: Buffers, redop: str, group: ProcessGroup) -> None:

@@ -65,8 +65,9 @@ def check_declared(options: Any) -> None:
             continue
         if told.min is not None:
             check_at_least(options, told.min, name)
-        if re.fullmatch(r"[a-z0-9|-]+[|][a-z0-9|-]+", told.metavar or ""):
-            check_choice(options, name, told.metavar.split("|"))
+        choices = (told.metavar or "").split("|")
+        if len(choices) > 1 and all(re.fullmatch("[a-z0-9-]+", choice) for choice in choices):
+            check_choice(options, name, choices)
 
 
 def check_at_least(options: Any, least: float, *names: str) -> None:

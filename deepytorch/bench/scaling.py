@@ -229,8 +229,7 @@ def _simulated(
     parts = Compute(**{name: compute.figures[name] for name in _PARTS}, ready=ready)
     topology = Topology.from_json(json.loads(group["topology"]))
     links = Links.from_json(json.loads(group["links"]))
-    device: Any = options.device
-    profile = profile_of(str(compute.key["model"]), parts, device=device)
+    profile = profile_of(str(compute.key["model"]), parts, options.device)
     return predicted(profile, topology, links, ranks, _PREDICTED[str(compute.key["setup"])], shared)
 
 

@@ -83,9 +83,7 @@ def run_and_show(benchmark: Benchmark[Any], options: Any, out: Path | None, *, a
     if process_environment().get("RANK", "0") != "0":  # of torchrun's processes the first has the results
         return
     for table in benchmark.tables(results):
-        output.table(table.title, table.columns, table.rows, table.left)
-        for note in table.notes:
-            output.line(note)
+        output.show(table)
     if path is not None:
         output.line(f"Results: {path}. As a page: deepytorch bench report {path.parent}")
     if stopped:

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from deepytorch.bench.results import write_json
-from deepytorch.bench.table import table_of
+from deepytorch.bench.table import Table, table_of
 
 T = TypeVar("T")
 
@@ -35,6 +35,12 @@ class Output:
     def table(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[str]) -> None:
         """Print a table. left: the columns of words; figures stand on the right of theirs."""
         self.console.print(table_of(title, columns, rows, left))
+
+    def show(self, table: Table) -> None:
+        """Print a table and its notes."""
+        self.table(table.title, table.columns, table.rows, table.left)
+        for note in table.notes:
+            self.line(note)
 
     def json(self, content: dict[str, Any]) -> None:
         """Write the result where --json says, if it was given."""

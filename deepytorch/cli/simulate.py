@@ -66,7 +66,7 @@ def simulate(
         None if compress is None else compress.value,
     )
     output = Output(json_file)
-    output.console.print(showing.step_table(simulation))
+    output.show(showing.step_table(simulation))
     output.json(simulation.to_json())
     if plot is not None:
         showing.draw(plot, simulation)

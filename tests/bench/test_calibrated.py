@@ -13,6 +13,7 @@ from torch import nn
 from deepytorch.bench.calibrated import Compute, SharedCores, links_of_large, of_ranks, predicted, profile_of
 from deepytorch.bench.model_profile import ModelProfile, read_profile
 from deepytorch.bench.ready_times import measured_ready_times
+from deepytorch.bench.results import decoded
 from deepytorch.bench.simulate import Step, buckets, simulate
 from deepytorch.comm.topology.cost import Link, Links
 from deepytorch.comm.topology.host import Host
@@ -70,9 +71,9 @@ def test_profile_has_the_compute_that_was_measured():
 def test_profile_can_be_written_and_read():
     profile = profile_of("toy", COMPUTE)
     written = json.loads(json.dumps(asdict(profile)))
-    assert ModelProfile.from_json(written) == profile
-    with pytest.raises(DataError, match=r"pieces_are_buckets is 1, expected true or false"):
-        ModelProfile.from_json(written | {"pieces_are_buckets": 1})
+    assert decoded(ModelProfile, written) == profile
+    with pytest.raises(DataError, match=r"pieces_are_buckets of the model profile is 1, expected true or false"):
+        decoded(ModelProfile, written | {"pieces_are_buckets": 1})
 
 
 def test_step_is_compute_and_what_is_exposed():

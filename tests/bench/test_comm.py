@@ -14,11 +14,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from deepytorch.bench import collectives
 from deepytorch.bench import run as running
 from deepytorch.bench.choices import settings
 from deepytorch.bench.comm import Comm, CommOptions, parse_sizes
@@ -30,6 +32,7 @@ from deepytorch.bench.results import Results, Row, read_result
 from deepytorch.bench.run import run_benchmark
 from deepytorch.comm.algorithms.base import Choice
 from deepytorch.errors import ConfigError, DeepytorchError, ParityError
+from tests.bench.trained import results
 from tests.command_line import run
 from tests.processes import children_of, is_running
 
@@ -69,9 +72,7 @@ def options(**changes: Any) -> CommOptions:
 
 
 def result(*rows: Row) -> Results:
-    return Results(
-        benchmark="comm", command="", options={}, machine="", versions={}, date="2026-11-29", rows=list(rows)
-    )
+    return results("comm", rows)
 
 
 def changed(row: Row, figures: dict[str, float] | None = None, **key: Any) -> Row:
@@ -367,6 +368,16 @@ def test_choices_are_rows_with_every_algorithm_or_its_reason() -> None:
 
 
 # Runs
+
+
+@pytest.mark.parametrize("is_built", [False, True])
+def test_a_wait_for_the_compiler_is_told(monkeypatch: pytest.MonkeyPatch, is_built: bool) -> None:
+    said: list[str] = []
+    found = SimpleNamespace(is_built=lambda: is_built, load=lambda: said.append("loaded"))
+    monkeypatch.setattr(collectives, "native", found)
+    collectives.build_native(said.append)
+    assert is_built or (said[0].startswith("compiling the C++") and said[1:] == ["loaded"])
+    assert bool(said) != is_built
 
 
 RANK_SCRIPT = """
