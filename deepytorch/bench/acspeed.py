@@ -92,9 +92,7 @@ class Acspeed(Benchmark[AcspeedOptions]):
             Cell(
                 key={
                     "model": model,
-                    "hosts": place.hosts,
-                    "ranks": place.ranks,
-                    "rate": place.rate,
+                    **place.key,
                     "precision": options.precision,
                 },
                 place=place,
@@ -200,10 +198,5 @@ def _table(results: Results, hosts: int, rate: str | None) -> Table:
     where = f"{hosts} hosts at {rate}" if rate else "one host" if hosts == 1 else f"{hosts} hosts"
     ranks = results.rows[0].key["ranks"]
     columns = ("model", "ddp", "ddp_acc", "ours", "ours_acc", "acc_ratio", "bf16", "bf16_acc", "bf16_ratio")
-    used = [at for at, _ in enumerate(columns) if any(row[at] for row in rows)]
-    return Table(
-        title=f"{where}, {ranks} ranks each; examples of a rank per second, at the median step",
-        columns=tuple(columns[at] for at in used),
-        rows=tuple(tuple(row[at] for at in used) for row in rows),
-        left=("model",),
-    )
+    title = f"{where}, {ranks} ranks each; examples of a rank per second, at the median step"
+    return Table(title, columns, tuple(rows), ("model",)).without_empty_columns()

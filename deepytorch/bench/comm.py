@@ -219,7 +219,7 @@ class Comm(Benchmark[CommOptions]):
         cells = []
         for op in options.ops:
             given: dict[str, Any] = {"op": op, "dtype": options.dtype, "redop": options.redop}
-            where = {"ranks": place.ranks, "hosts": place.hosts, "rate": place.rate, "flow_rate": place.flow_rate}
+            where = place.key | {"flow_rate": place.flow_rate}
             key = given | where | {"redop": options.redop if op in REDUCING_OPS else "none"}  # as nccl-tests shows it
             if options.explain:
                 for compress in options.compress:

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from itertools import groupby
 
-from deepytorch.bench.figures import all_ranks
+from deepytorch.bench.figures import all_ranks, place_in_words
 from deepytorch.bench.jobs import OPS
 from deepytorch.bench.plots import Plot, Points
 from deepytorch.bench.results import Results, Row
@@ -77,11 +77,7 @@ def are_choices(rows: Sequence[Row]) -> bool:
 
 
 def _what(row: Row) -> str:
-    key = row.key
-    shape = f"{key['ranks']} ranks" if key["hosts"] == 1 else f"{key['hosts']} hosts of {key['ranks']} ranks"
-    rate = f" at {key['rate']}" if key["rate"] else ""
-    flow = f", {key['flow_rate']} a connection" if key["flow_rate"] else ""
-    return f"{key['op']}, {shape}{rate}{flow}"
+    return f"{row.key['op']}, {place_in_words(row.key)}"
 
 
 def _width(rows: Sequence[Row]) -> int:

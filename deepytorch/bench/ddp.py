@@ -118,9 +118,7 @@ class Ddp(Benchmark[DdpOptions]):
                     "model": model,
                     "size": options.size,
                     "batch size": options.batch_size,
-                    "hosts": place.hosts,
-                    "ranks": place.ranks,
-                    "rate": place.rate,
+                    **place.key,
                     "flow rate": place.flow_rate,
                     "precision": options.precision,
                     "group": options.compress or options.backend,
@@ -231,19 +229,13 @@ _NOTE = (
 
 
 def _table(rows: Sequence[Row]) -> Table:
-    shown = [_shown(row) for row in rows]
-    used = [at for at, _ in enumerate(_COLUMNS) if any(row[at] for row in shown)]
     key = rows[0].key
     rates = [f"{name} {key[name]}" for name in ("rate", "flow rate") if key[name]]
     group = [] if key["group"] == OURS else [f"deepytorch on {key['group']}"]
     where = ", ".join([f"{key['hosts']} x {key['ranks']} ranks", *rates, *group])
-    return Table(
-        title=f"{key['model']} ({key['size']}), batch {key['batch size']}, {key['precision']}, {where}",
-        columns=tuple(_COLUMNS[at] for at in used),
-        rows=tuple(tuple(row[at] for at in used) for row in shown),
-        left=("setup", "runs"),
-        notes=(_NOTE,),
-    )
+    title = f"{key['model']} ({key['size']}), batch {key['batch size']}, {key['precision']}, {where}"
+    shown = tuple(_shown(row) for row in rows)
+    return Table(title, _COLUMNS, shown, ("setup", "runs"), (_NOTE,)).without_empty_columns()
 
 
 def _shown(row: Row) -> tuple[str, ...]:

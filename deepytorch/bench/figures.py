@@ -96,6 +96,13 @@ def all_ranks(row: Row) -> int:
     return int(row.key["hosts"] or 1) * int(row.key["ranks"] or 1)
 
 
+def place_in_words(key: Mapping[str, Any]) -> str:
+    """Return where rows of a key were measured: 4 ranks; 2 hosts of 2 ranks at 1gbit, 200mbit a connection."""
+    shape = f"{key['ranks']} ranks" if key["hosts"] == 1 else f"{key['hosts']} hosts of {key['ranks']} ranks"
+    flow = f", {key['flow_rate']} a connection" if key.get("flow_rate") else ""
+    return f"{shape}{' at ' + key['rate'] if key['rate'] else ''}{flow}"
+
+
 def percentiles(ranks: Sequence[Rank]) -> dict[str, float]:
     """Return those of PyTorch's DDP benchmark over the steps of all ranks: `p50_s`, `p75_s`, `p90_s`, `p95_s`."""
     cuts = quantiles([each for rank in ranks for each in rank["seconds"]], 100)

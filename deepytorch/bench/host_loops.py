@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepytorch.bench.channel import Turns
+from deepytorch.bench.model_parts import blocks
 
 Batch = dict[str, Tensor]
 LEARNING_RATE = 1e-3
-BLOCKS = ("LlamaDecoderLayer", "BertLayer", "T5Block")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +135,8 @@ class FullyShard(OwnLoop):
         from torch.distributed.fsdp import fully_shard
 
         dist.init_process_group("gloo")
-        for name, block in model.named_modules():
-            if type(block).__name__ in BLOCKS and name.rpartition(".")[2].isdigit():
-                fully_shard(block)
+        for block in blocks(model):
+            fully_shard(block)
         super().__init__(fully_shard(model), batches, folder)
 
     def _state(self) -> dict[str, Any]:

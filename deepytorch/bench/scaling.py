@@ -96,9 +96,7 @@ class Scaling(Benchmark[ScalingOptions]):
                     "model": model,
                     "rows": rows or None,
                     "precision": precision,
-                    "hosts": place.hosts,
-                    "ranks": place.ranks,
-                    "rate": place.rate,
+                    **place.key,
                     "kind": "measured",
                 },
                 setups=[

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from typer import Option
 
 from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup
-from deepytorch.bench.figures import training_rows
+from deepytorch.bench.figures import place_in_words, training_rows
 from deepytorch.bench.jobs import TrainingJob
 from deepytorch.bench.options import (
     NumHosts,
@@ -100,9 +100,7 @@ class Sharded(Benchmark[ShardedOptions]):
                     "model": "llama",
                     "size": options.size,
                     "batch size": options.batch_size,
-                    "hosts": place.hosts,
-                    "ranks": place.ranks,
-                    "rate": place.rate,
+                    **place.key,
                 },
                 setups=[
                     Setup(name=name, job=replace(job, **changes.get(name, {})), imports=True) for name in options.setups
@@ -154,7 +152,7 @@ def _table(measured: Sequence[Row], options: Mapping[str, Any]) -> Table:
             )
         )
     key = measured[0].key
-    where = f"{key['hosts']} hosts of {key['ranks']} ranks at {key['rate']}, {options['steps']} steps"
+    where = f"{place_in_words(key)}, {options['steps']} steps"
     return Table(
         title=f"FSDP2, Llama ({key['size']}), {where}",
         columns=("setup", "step", f"against {baseline}", "loss at the end", "of it"),
