@@ -25,17 +25,6 @@ class Model(str, Enum):
     t5 = "t5"
 
 
-class ModelSize(str, Enum):
-    """Widths and depths of the models, from a size for tests to a billion weights."""
-
-    tiny = "tiny"
-    quarter = "quarter"
-    demo = "demo"
-    small = "small"
-    base = "base"
-    large = "large"
-
-
 class Compress(str, Enum):
     """Types to which values may be cast between hosts."""
 

@@ -19,7 +19,8 @@ from deepytorch.bench.models import MODELS, SIZES
 from deepytorch.bench.options import DTYPE_NAMES
 from deepytorch.bench.results import Results, read_result
 from deepytorch.bench.unpad import OURS
-from deepytorch.cli.options import Model, ModelSize
+from deepytorch.bench.zoo import TEXT_SIZES
+from deepytorch.cli.options import Model
 from deepytorch.errors import DataError, ParityError
 from tests.bench.test_unpad import RUN
 from tests.command_line import run
@@ -66,7 +67,7 @@ def test_models_and_dtypes_of_the_options_are_those_that_exist():
     from deepytorch.bench.training_step import DTYPES
 
     assert tuple(model.value for model in Model) == MODELS
-    assert tuple(size.value for size in ModelSize) == tuple(SIZES)
+    assert tuple(SIZES) == TEXT_SIZES
     assert tuple(DTYPES) == DTYPE_NAMES
 
 
