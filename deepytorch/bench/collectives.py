@@ -79,7 +79,7 @@ def open_group(setup: GroupSetup, timeout_s: float, tell: Callable[[str], None])
 
 
 def build_native(tell: Callable[[str], None]) -> None:
-    """Compile the C++ of deepytorch's group, and tell so, if it is not there yet; else its first group would wait."""
+    """Compile the C++ of deepytorch's group, unless that has been done, and tell so: its first group waits for it."""
     if not native.is_built():
         tell("compiling the C++ of the process group, once: it takes up to half a minute on two cores")
         native.load()
