@@ -40,11 +40,14 @@ RanksOfHost = Annotated[int, Option(min=1, help="Ranks (processes) on each host.
 NumHosts = Annotated[
     int, Option(min=1, help="Hosts. More than one are simulated on this one, which needs root: see deepytorch lab.")
 ]
-Rate = Annotated[
+LabRate = Annotated[
+    str, Option(metavar="RATE", help="Bits per second that each host may send, and receive: 200mbit, 1gbit.")
+]
+Rate = Annotated[  # where there may be one host, which has none
     str | None,
     Option(
         metavar="RATE",
-        help="Of simulated hosts: bits per second that each may send, and receive: 200mbit. Without it, 1gbit.",
+        help="Of simulated hosts: bits per second that each may send, and receive, such as 200mbit. Default: 1gbit.",
     ),
 ]
 FlowRate = Annotated[

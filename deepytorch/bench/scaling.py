@@ -21,7 +21,7 @@ from typer import Option
 from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup, places
 from deepytorch.bench.figures import all_ranks, step_seconds, training_rows
 from deepytorch.bench.jobs import HARDWARE, TrainingJob
-from deepytorch.bench.options import Device, Settle, check_at_least, check_choice, check_declared
+from deepytorch.bench.options import Device, LabRate, Settle, check_at_least, check_choice, check_declared
 from deepytorch.bench.plots import Plot, Points
 from deepytorch.bench.results import Results, Row, decoded
 from deepytorch.bench.table import Table
@@ -62,7 +62,7 @@ class ScalingOptions:
     )
     hosts: Annotated[tuple[int, ...], Option(help="Numbers of hosts, with commas; those after 1 are simulated.")] = (1,)
     ranks: Annotated[int, Option(min=1, help="Ranks (processes) on each host; one rank alone is measured too.")] = 2
-    rate: Annotated[str, Option(help="Of simulated hosts: bits per second that each may send and receive.")] = "1gbit"
+    rate: LabRate = "1gbit"
     predict: Annotated[tuple[int, ...], Option(help="Numbers of ranks to predict.")] = (8, 64, 256, 1000)
     device: Device = "cpu"
     skip: Annotated[int, Option(min=2, help="First steps, which are dropped.")] = 20

@@ -13,9 +13,9 @@ from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup
 from deepytorch.bench.figures import place_in_words, training_rows
 from deepytorch.bench.jobs import TrainingJob
 from deepytorch.bench.options import (
+    LabRate,
     NumHosts,
     RanksOfHost,
-    Rate,
     TextFile,
     TextSize,
     check_at_least,
@@ -56,7 +56,7 @@ class ShardedOptions:
     data: TextFile = None
     ranks: RanksOfHost = 2
     hosts: NumHosts = 2
-    rate: Rate = "200mbit"
+    rate: LabRate = "200mbit"
     steps: Annotated[int, Option(min=UNTIMED + 1, help="Training steps of each.")] = 100
 
     def __post_init__(self) -> None:

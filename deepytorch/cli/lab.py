@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from deepytorch.bench.options import FlowRate, RanksOfHost
+from deepytorch.bench.options import FlowRate, LabRate, RanksOfHost
 
 
 def lab(
@@ -20,9 +20,7 @@ def lab(
     ],
     hosts: Annotated[int, typer.Option(min=1, help="Simulated hosts (machines), up to 250.")] = 2,
     ranks: RanksOfHost = 1,
-    rate: Annotated[
-        str, typer.Option(metavar="RATE", help="Bits per second that a host may send, and receive: 200mbit, 1gbit.")
-    ] = "1gbit",
+    rate: LabRate = "1gbit",
     flow_rate: FlowRate = None,
     logs: Annotated[
         Path | None,
