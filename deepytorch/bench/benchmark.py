@@ -54,6 +54,11 @@ class Place:
         """Return the number of ranks of all hosts."""
         return self.hosts * self.ranks
 
+    @property
+    def key(self) -> dict[str, Any]:
+        """Return what the keys of rows say of it."""
+        return {"hosts": self.hosts, "ranks": self.ranks, "rate": self.rate}
+
 
 def places(hosts: Sequence[int], ranks: int, rates: Sequence[str]) -> list[Place]:
     """Return the places of so many hosts: one without a network, several at each rate; torchrun's as they are."""

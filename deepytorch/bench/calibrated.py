@@ -12,7 +12,6 @@ from statistics import fmean, median
 
 from deepytorch.bench.model_profile import BackwardPiece, ModelProfile
 from deepytorch.bench.simulate import AUTO, Step, simulate
-from deepytorch.comm.algorithms.base import DeviceKind
 from deepytorch.comm.topology.cost import Links
 from deepytorch.comm.topology.topology import Topology
 from deepytorch.errors import DataError
@@ -63,31 +62,22 @@ def of_ranks(ranks: Sequence[Sequence[Compute]]) -> Compute:
     )
 
 
-def profile_of(
-    name: str,
-    compute: Compute,
-    *,
-    bucket_cap_bytes: int = BUCKET_CAP_BYTES,
-    first_bucket_bytes: int = FIRST_BUCKET_BYTES,
-    dtype: str = "fp32",
-    device: DeviceKind = "cpu",
-    note: str = "",
-) -> ModelProfile:
+def profile_of(name: str, compute: Compute, device: str = "cpu") -> ModelProfile:
     """Return the simulator's input for a measured step, each bucket of gradients as one piece of the backward pass.
 
     Gradients fill buckets whole and in the order in which they become ready, as DDP has them from its second step on: a
-    bucket is full when it has its cap or more. Gradients that come after the end of the backward pass count as ready
-    then. Raises `DataError` if there are none.
+    bucket is full when it has stock DDP's cap or more. Gradients that come after the end of the backward pass count as
+    ready then. Raises `DataError` if there are none.
     """
     if not compute.ready:
         raise DataError(f"{name} has no gradient that became ready, expected one or more.")
     pieces: list[BackwardPiece] = []
-    begin_s, now_s, waiting, limit = 0.0, 0.0, 0, first_bucket_bytes
+    begin_s, now_s, waiting, limit = 0.0, 0.0, 0, FIRST_BUCKET_BYTES
     for at_s, num_bytes in sorted(compute.ready):
         now_s, waiting = min(at_s, compute.backward_s), waiting + num_bytes
         if waiting >= limit:
             pieces.append(BackwardPiece(f"bucket {len(pieces)}", (now_s - begin_s) * 1e6, waiting))
-            begin_s, waiting, limit = now_s, 0, bucket_cap_bytes
+            begin_s, waiting, limit = now_s, 0, BUCKET_CAP_BYTES
     if waiting:
         pieces.append(BackwardPiece(f"bucket {len(pieces)}", (now_s - begin_s) * 1e6, waiting))
         begin_s = now_s
@@ -96,11 +86,9 @@ def profile_of(
         name=name,
         forward_us=compute.forward_s * 1e6,
         backward=tuple(pieces),
-        bucket_cap_bytes=bucket_cap_bytes,
+        bucket_cap_bytes=BUCKET_CAP_BYTES,
         optimizer_us=compute.optimizer_s * 1e6,
-        dtype=dtype,
         device=device,
-        note=note,
         pieces_are_buckets=True,
     )
 

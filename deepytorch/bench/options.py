@@ -47,11 +47,14 @@ RanksOfHost = Annotated[int, Option(min=1, help="Ranks (processes) on each host.
 NumHosts = Annotated[
     int, Option(min=1, help="Hosts. More than one are simulated on this one, which needs root: see deepytorch lab.")
 ]
-Rate = Annotated[
+LabRate = Annotated[
+    str, Option(metavar="RATE", help="Bits per second that each host may send, and receive: 200mbit, 1gbit.")
+]
+Rate = Annotated[  # where there may be one host, which has none
     str | None,
     Option(
         metavar="RATE",
-        help="Of simulated hosts: bits per second that each may send, and receive: 200mbit. Without it, 1gbit.",
+        help="Of simulated hosts: bits per second that each may send, and receive, such as 200mbit. Default: 1gbit.",
     ),
 ]
 FlowRate = Annotated[
@@ -102,18 +105,12 @@ def check_choice(options: Any, name: str, accepted: Collection[str], *, repeated
         raise ConfigError(f"{name} is {', '.join(values)}; expected each once.")
 
 
-def check_rates(options: Any) -> None:
-    """Refuse `rate` and `flow_rate` where there is one host."""
-    if options.hosts == 1 and (options.rate or options.flow_rate):
+def check_hosts(options: Any) -> None:
+    """Refuse `hosts`, `ranks`, `rate` and `flow_rate` that make no lab, and rates where there is one host."""
+    rates = {name: given for name in ("rate", "flow_rate") if (given := getattr(options, name, None)) is not None}
+    if options.hosts == 1 and rates:
         raise ConfigError("A rate shapes links between simulated hosts, found one host; expected --hosts 2 or more.")
-
-
-def simulated_hosts(options: Any) -> LabOptions | None:
-    """Return the hosts that `hosts`, `ranks`, `rate` and `flow_rate` ask for; None for this machine alone."""
-    if options.hosts == 1:
-        return None
-    given = {name: getattr(options, name) for name in ("rate", "flow_rate") if getattr(options, name) is not None}
-    return LabOptions(hosts=options.hosts, ranks=options.ranks, **given)
+    LabOptions(hosts=options.hosts, ranks=options.ranks, **rates)
 
 
 def dtype_name(text: str) -> str:

@@ -19,9 +19,9 @@ from typing import Annotated, Any
 from typer import Option
 
 from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup, places
-from deepytorch.bench.figures import step_seconds, training_rows
+from deepytorch.bench.figures import all_ranks, step_seconds, training_rows
 from deepytorch.bench.jobs import HARDWARE, TrainingJob
-from deepytorch.bench.options import Device, Settle, check_at_least, check_choice
+from deepytorch.bench.options import Device, LabRate, Settle, check_at_least, check_choice, check_declared
 from deepytorch.bench.plots import Plot, Points
 from deepytorch.bench.results import Results, Row, decoded
 from deepytorch.bench.table import Table
@@ -62,7 +62,7 @@ class ScalingOptions:
     )
     hosts: Annotated[tuple[int, ...], Option(help="Numbers of hosts, with commas; those after 1 are simulated.")] = (1,)
     ranks: Annotated[int, Option(min=1, help="Ranks (processes) on each host; one rank alone is measured too.")] = 2
-    rate: Annotated[str, Option(help="Of simulated hosts: bits per second that each may send and receive.")] = "1gbit"
+    rate: LabRate = "1gbit"
     predict: Annotated[tuple[int, ...], Option(help="Numbers of ranks to predict.")] = (8, 64, 256, 1000)
     device: Device = "cpu"
     skip: Annotated[int, Option(min=2, help="First steps, which are dropped.")] = 20
@@ -72,11 +72,10 @@ class ScalingOptions:
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for a value that is not accepted."""
+        check_declared(self)
         check_choice(self, "models", MODELS)
         check_choice(self, "setups", SETUPS)
-        check_choice(self, "scale", ("full", "small"))
         check_choice(self, "precisions", ("fp32", "mixed"))
-        check_choice(self, "device", ("cpu", "cuda"))
         check_at_least(self, 0, "batch_sizes")
         check_at_least(self, 1, "hosts", "predict")
 
@@ -97,9 +96,7 @@ class Scaling(Benchmark[ScalingOptions]):
                     "model": model,
                     "rows": rows or None,
                     "precision": precision,
-                    "hosts": place.hosts,
-                    "ranks": place.ranks,
-                    "rate": place.rate,
+                    **place.key,
                     "kind": "measured",
                 },
                 setups=[
@@ -169,11 +166,6 @@ class Scaling(Benchmark[ScalingOptions]):
         ]
 
 
-def all_ranks(row: Row) -> int:
-    """Return the number of ranks of all hosts."""
-    return int(row.key["hosts"] or 1) * int(row.key["ranks"] or 1)
-
-
 def _keep_compute(row: Row, ranks: Sequence[Mapping[str, Any]]) -> None:
     """Keep what predictions start from: the compute of a rank, and the process group's topology and links."""
     from deepytorch.bench.calibrated import Compute, of_ranks
@@ -237,8 +229,7 @@ def _simulated(
     parts = Compute(**{name: compute.figures[name] for name in _PARTS}, ready=ready)
     topology = Topology.from_json(json.loads(group["topology"]))
     links = Links.from_json(json.loads(group["links"]))
-    device: Any = options.device
-    profile = profile_of(str(compute.key["model"]), parts, device=device)
+    profile = profile_of(str(compute.key["model"]), parts, options.device)
     return predicted(profile, topology, links, ranks, _PREDICTED[str(compute.key["setup"])], shared)
 
 

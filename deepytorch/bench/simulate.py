@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from deepytorch.bench.model_profile import ModelProfile
-from deepytorch.comm.algorithms.base import Choice, Compression
+from deepytorch.comm.algorithms.base import Choice, Compression, DeviceKind
 from deepytorch.comm.algorithms.select import COLLECTIVES, ENGINE, Explanation, Prediction, explain
 from deepytorch.comm.topology.cost import Links
 from deepytorch.comm.topology.nominal import complete, scaled_links
@@ -96,17 +96,18 @@ def simulate(
     `scaled_links`). Raises `DataError` for ranks that would fill a host in part.
     """
     sizes = sorted({bucket.num_bytes for bucket in buckets(profile)})
+    device: DeviceKind = "cpu" if profile.device == "cpu" else "cuda"
     steps: list[Step] = []
     nominal: dict[int, tuple[str, ...]] = {}
     for num_ranks in ranks:
         scaled = topology if num_ranks == topology.num_ranks else scaled_topology(topology, num_ranks)
-        known = complete(scaled_links(links, topology, scaled, profile.device), scaled, profile.device)
+        known = complete(scaled_links(links, topology, scaled, device), scaled, device)
         nominal[num_ranks] = tuple(sorted(known.nominal))
         rows = explain(
             scaled,
             known,
             dtype=profile.dtype,
-            device=profile.device,
+            device=device,
             allow_compress=allow_compress,
             sizes=sizes,
         )

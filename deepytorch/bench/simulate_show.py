@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from deepytorch.bench.plots import draw_curve, new_figure, save_figure
+from deepytorch.bench.plots import new_figure, save_figure
 from deepytorch.bench.simulate import Simulation, Step
 from deepytorch.bench.table import Table
 from deepytorch.errors import ConfigError
@@ -22,7 +22,7 @@ def parse_ranks(text: str) -> tuple[int, ...]:
 
 
 def step_table(simulation: Simulation) -> Table:
-    """Return a table with a line for each number of ranks and each algorithm."""
+    """Return a table with a line for each number of ranks and each algorithm, and what was assumed."""
     num_buckets = max(len(step.transfers) for step in simulation.steps)
     rows = []
     shown = None
@@ -56,7 +56,10 @@ def draw(path: Path, simulation: Simulation) -> None:
     left, right = figure.subplots(1, 2, width_ratios=(2, 3))
     for name in dict.fromkeys(step.algorithm for step in simulation.steps):
         steps = sorted((step for step in simulation.steps if step.algorithm == name), key=lambda step: step.num_ranks)
-        draw_curve(left, name, [step.num_ranks for step in steps], [step.efficiency for step in steps])
+        ranks, efficiencies = [step.num_ranks for step in steps], [step.efficiency for step in steps]
+        left.plot(ranks, efficiencies, label=name, marker="o", markersize=3.5, linewidth=1.5)
+    left.grid(visible=True, alpha=0.3)
+    left.legend()
     left.set_xscale("log")
     left.set(ylim=(0, 1.05), xlabel="ranks", ylabel="compute of one rank / step", title="Scaling efficiency")
     for at, step in enumerate(rows):

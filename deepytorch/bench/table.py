@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 
 from rich import box
@@ -30,6 +30,12 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
     left: tuple[str, ...]
     notes: tuple[str, ...] = ()
+
+    def without_empty_columns(self) -> Table:
+        """Return the table without the columns in which no row has a text."""
+        used = [at for at, _ in enumerate(self.columns) if any(row[at] for row in self.rows)]
+        rows = tuple(tuple(row[at] for at in used) for row in self.rows)
+        return replace(self, columns=tuple(self.columns[at] for at in used), rows=rows)
 
 
 def print_table(console: Console, table: Table) -> None:

@@ -187,7 +187,7 @@ def _ready(run: Run) -> dict[str, Any]:
     for _ in range(_READY_STEPS):
         run.train()
         with made.model.no_sync() if hasattr(made.model, "no_sync") else contextlib.nullcontext():
-            found = measured_ready_times(made.model, forward, made.optimizer, steps=1, warm_up=0, begin=begin)
+            found = measured_ready_times(made.model, forward, made.optimizer, begin)
         steps.append(asdict(found))
     group: dict[str, Any] = {}
     with contextlib.suppress(ConfigError):  # stock groups tell nothing

@@ -13,6 +13,7 @@ from torch import nn
 from deepytorch.bench.calibrated import Compute, SharedCores, of_ranks, predicted, profile_of
 from deepytorch.bench.model_profile import ModelProfile, read_profile
 from deepytorch.bench.ready_times import measured_ready_times
+from deepytorch.bench.results import decoded
 from deepytorch.bench.simulate import buckets, simulate
 from deepytorch.comm.topology.cost import Link, Links
 from deepytorch.comm.topology.host import Host
@@ -43,8 +44,6 @@ def test_gradients_fill_buckets_whole_as_in_ddp():
         (pytest.approx(110e3), 30 * MIB),
         (pytest.approx(140e3), 30 * MIB),
     ]
-    one = profile_of("toy", COMPUTE, bucket_cap_bytes=1 << 30, first_bucket_bytes=1 << 30)
-    assert [bucket.num_bytes for bucket in buckets(one)] == [62 * MIB + 4_000]
 
 
 def test_slowest_rank_of_each_step_counts():
@@ -71,11 +70,11 @@ def test_profile_has_the_compute_that_was_measured():
 
 
 def test_profile_can_be_written_and_read():
-    profile = profile_of("toy", COMPUTE, note="measured")
+    profile = profile_of("toy", COMPUTE)
     written = json.loads(json.dumps(asdict(profile)))
-    assert ModelProfile.from_json(written) == profile
-    with pytest.raises(DataError, match=r"pieces_are_buckets is 1, expected true or false"):
-        ModelProfile.from_json(written | {"pieces_are_buckets": 1})
+    assert decoded(ModelProfile, written) == profile
+    with pytest.raises(DataError, match=r"pieces_are_buckets of the model profile is 1, expected true or false"):
+        decoded(ModelProfile, written | {"pieces_are_buckets": 1})
 
 
 def test_step_is_compute_and_what_is_exposed():
@@ -117,10 +116,8 @@ def test_ready_times_are_in_the_order_of_the_backward_pass():
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     before, begun = model.last.weight.detach().clone(), []
-    found = measured_ready_times(
-        model, lambda: model(torch.ones(4, 64)), optimizer, steps=2, begin=lambda: begun.append(1)
-    )
-    assert len(begun) == 3
+    found = measured_ready_times(model, lambda: model(torch.ones(4, 64)), optimizer, begin=lambda: begun.append(1))
+    assert begun == [1]
     assert sorted(size for _, size in found.ready) == sorted(4 * size for size in (64 * 256, 256, 256 * 8, 8))
     assert max(at for at, size in found.ready if size in (4 * 256 * 8, 32)) < max(at for at, _ in found.ready)
     assert 0 < found.ready[0][0] <= found.ready[-1][0] <= found.backward_s * 1.5
