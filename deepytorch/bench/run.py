@@ -25,9 +25,10 @@ from typing import Any
 from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup, torchrun_shape
 from deepytorch.bench.beside import Beside
 from deepytorch.bench.channel import NO_MEMORY
+from deepytorch.bench.hardware import machine
 from deepytorch.bench.lab import Lab
 from deepytorch.bench.launch import Notify, RankError, Ranks, lab_of, scratch
-from deepytorch.bench.results import Results, Row, machine, read_result, write_json
+from deepytorch.bench.results import Results, Row, read_result, write_json
 from deepytorch.errors import ConfigError
 
 _PACKAGES = (
