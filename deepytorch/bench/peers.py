@@ -58,7 +58,7 @@ PEERS = {
         {"sharding": "zero3", "compile": "deepcompile"}, {}, ("deepspeed",), gpu=True
     ),
     OURS: _Peer({}, {}),
-    "deepytorch, FSDP2": _Peer({"sharding": "fsdp2"}, {}),
+    "deepytorch + FSDP2": _Peer({"sharding": "fsdp2"}, {}),
     "deepytorch + group_by_length": _Peer({}, {"data": "grouped"}, ("transformers",)),
 }
 
