@@ -12,7 +12,7 @@ import torch
 from deepytorch.compiler.code.worker.graph_data import CannotSend
 from deepytorch.torch_internals import inductor_config
 
-_CONTEXT_BYTES = 1 << 30  # free on the device, or no process is sent there; a context takes 300 to 600 MB (as reported)
+_CONTEXT_BYTES = 1 << 30  # free on the device, or no process is sent there; a context takes 300 to 500 MB (as reported)
 _MOST_BYTES = 64 << 20  # of tensors in that process: constants of graphs, and torch's own of one element
 # Options with which Inductor runs kernels while it compiles, to time them.
 _TIMES = (
