@@ -6,11 +6,15 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from html import escape
+from textwrap import wrap
 
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table as RichTable
 from rich.text import Text
+
+_WORDS_WIDTH, _FIGURES_WIDTH = 12, 10  # of columns in narrow terminals, the latter of their names
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +43,10 @@ class Table:
 
 
 def print_table(console: Console, table: Table) -> None:
-    """Print a table and its notes."""
-    console.print(table_of(table.title, table.columns, table.rows, table.left))
+    """Print a table and its notes. Lines may be longer than the terminal's: no figure is cut off."""
+    shown = table_of(table.title, table.columns, table.rows, table.left)
+    least = Measurement.get(console, console.options.update(width=1000), shown).minimum
+    console.print(shown, width=max(console.width, least), crop=False)
     for note in table.notes:
         console.print(note, highlight=False, markup=False, soft_wrap=True)
 
@@ -50,11 +56,13 @@ def table_of(
 ) -> RichTable:
     """Return a table for a terminal. Figures are never wrapped, and texts are shown as they are."""
     table = RichTable(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in columns:
+    rows = list(rows)
+    for at, name in enumerate(columns):
         if name in left:
-            table.add_column(name, overflow="fold")
+            longest = max(len(text) for text in (*name.split(), *(str(row[at]) for row in rows), ""))
+            table.add_column(name, overflow="fold", min_width=min(longest, _WORDS_WIDTH))
         else:
-            table.add_column(name, justify="right", no_wrap=True)
+            table.add_column("\n".join(wrap(name, _FIGURES_WIDTH)), justify="right", no_wrap=True)
     for row in rows:
         table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
     return table
