@@ -97,7 +97,8 @@ def _first_call(module: nn.Module, args: Any, kwargs: Any, config: CompilerConfi
     kind = type(module)
     _CALLED.add(kind)
     prepare_dynamo()
-    if not config.waits and all(each.device.type == "cpu" for each in module.parameters()):
+    kinds = ("cpu", "cuda") if config.compiles_from_sizes else ("cpu",)
+    if not config.waits and all(each.device.type in kinds for each in module.parameters()):
         expect(kind.__name__)
     with marked_ahead(module, args, kwargs) if config.unpad else contextlib.nullcontext():
         yield

@@ -43,6 +43,9 @@ class CompilerConfig:
     `torch.use_deterministic_algorithms`, or among ranks of another kind, compiled code runs once it is there.
     `wait`: compile before a step runs, as `torch.compile` does; else steps run in eager until another process, or for
     a GPU this one, has compiled them. None: as `DEEPYTORCH_COMPILE` says.
+    `gpu_background`: for a GPU, too, another process compiles while steps run in eager: from sizes and properties of
+    the device alone, with a CUDA context of its own; matrix products that cannot be timed there are not padded. Not yet
+    run on a GPU. None: as `DEEPYTORCH_GPU_COMPILE` says.
     `dump_graphs`: a directory that gets every graph before and after each pass.
     `inductor`: Inductor's own options, by the names of `torch._inductor.config`; they may stand among the others.
     """
@@ -59,13 +62,14 @@ class CompilerConfig:
     reduce_gradients: bool = True
     tune: bool = True
     wait: bool | None = None
+    gpu_background: bool | None = None
     dump_graphs: str | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _expect("lowering", self.lowering, self.lowering in LOWERINGS, f"one of {', '.join(LOWERINGS)}")
         _expect("mode", self.mode, self.mode is None or self.mode in MODES, f"one of {', '.join(MODES)}")
-        for name in ("wait", "round_sizes", "fuse_loss"):
+        for name in ("wait", "gpu_background", "round_sizes", "fuse_loss"):
             value = getattr(self, name)
             _expect(name, value, value is None or isinstance(value, bool), "True, False or None")
         for name in ("unpad", "loss_rows", "defer_outputs", "reduce_gradients", "tune"):
@@ -128,11 +132,13 @@ class CompilerConfig:
 
     def inductor_options(self) -> dict[str, Any]:
         """Return the options for Inductor: those that the mode stands for, overridden by the user's."""
-        if self.mode in (None, "default"):
-            return dict(self.inductor)
-        from deepytorch.torch_internals import list_mode_options
+        # Whether padded matrix products are faster is timed on the device, while Inductor compiles.
+        options: dict[str, Any] = {"shape_padding": False} if self.compiles_from_sizes else {}
+        if self.mode not in (None, "default"):
+            from deepytorch.torch_internals import list_mode_options
 
-        return {**list_mode_options(self.mode), **self.inductor}
+            options |= list_mode_options(self.mode)
+        return {**options, **self.inductor}
 
     @property
     def records_graphs(self) -> bool:
@@ -153,6 +159,12 @@ class CompilerConfig:
         if self.lowering != "inductor":
             return True
         return Environment.read().wait if self.wait is None else self.wait
+
+    @property
+    def compiles_from_sizes(self) -> bool:
+        """Return whether the process in the background compiles from sizes alone, which it can do for a GPU, too."""
+        asked = Environment.read().gpu_background if self.gpu_background is None else self.gpu_background
+        return asked and not self.waits
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON. Objects among Inductor's options stand as their `uuid()` or `repr`."""

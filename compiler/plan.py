@@ -47,7 +47,9 @@ class Plan:
         nothing here, and may differ from rank to rank.
         """
         decisions = self.to_json()
-        for name in ("dump_graphs", "tune", "wait"):
+        for name in ("dump_graphs", "tune", "wait", "gpu_background"):
             del decisions["config"][name]
+        if self.config.compiles_from_sizes:
+            decisions["compiles_from_sizes"] = True  # Inductor decides less: see `inductor_options`
         canonical = json.dumps(decisions, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()

@@ -68,6 +68,7 @@ class RegionRecord:
     host_seconds: float = 0.0
     compile_seconds: float = 0.0
     compiled_by: str = ""  # "a process", "this process", "an earlier run"; empty: not yet, or at the first call
+    compiled_here: list[str] = field(default_factory=list)  # why this process has compiled what another one was to
     compile_seconds_in_background: float = 0.0
     compile_peak_mb_in_background: float = 0.0
     change_over_seconds: float = 0.0  # since the process began; 0: not yet, or at the first call

@@ -223,7 +223,7 @@ class Summary:
                 "" if fraction is None else f"{fraction:.0%}",
                 f"{region.compiles}" + (f" ({region.recompiles} again)" if region.recompiles else ""),
                 f"{1e3 * region.host_seconds / region.steps:.2f}" if region.steps else "",
-                "\n".join([*reasons, *region.trials, *region.declined, *region.fallbacks]),
+                "\n".join([*reasons, *region.trials, *region.declined, *region.fallbacks, *region.compiled_here]),
             )
         profiled = sum(region.steps_profiled for region in self._report.regions)
         again = sum(region.steps_replayed for region in self._report.regions)

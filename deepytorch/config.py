@@ -22,6 +22,8 @@ class Environment:
     `verify` (`DEEPYTORCH=verify`): on, and steps are compared with eager from time to time, not only once.
     `verify_every` (`DEEPYTORCH_VERIFY_EVERY=K`): with `DEEPYTORCH=verify`, one step in so many is compared; unset: 50.
     `wait` (`DEEPYTORCH_COMPILE=background|wait`): whether steps wait until they are compiled, unless said otherwise.
+    `gpu_background` (`DEEPYTORCH_GPU_COMPILE=wait|background`): whether another process compiles for a GPU, too; not
+    yet run on one.
     `started_by_run` (`DEEPYTORCH_RUN=on|off`): set by `deepytorch run`; off leaves a process, and what it
     starts, without the import.
     `profile` (`DEEPYTORCH_PROFILE=FOLDER`): set by `deepytorch profile`; where a process writes the times of its steps.
@@ -35,6 +37,7 @@ class Environment:
     verify: bool = False
     verify_every: int = 50
     wait: bool = False
+    gpu_background: bool = False
     started_by_run: bool = False
     profile: str | None = None
     cache_mb: int = 2048
@@ -56,6 +59,7 @@ class Environment:
             cache_mb=_positive(variables, "DEEPYTORCH_CACHE_MB", cls.cache_mb),
             # "beside" is the earlier name of "background"
             wait=_choice(variables, "DEEPYTORCH_COMPILE", ("background", "beside", "wait")) == "wait",
+            gpu_background=_choice(variables, "DEEPYTORCH_GPU_COMPILE", ("wait", "background")) == "background",
             keep_memory=_choice(variables, "DEEPYTORCH_MEMORY", ("keep", "release")) != "release",
             verify_every=_positive(variables, "DEEPYTORCH_VERIFY_EVERY", cls.verify_every),
         )

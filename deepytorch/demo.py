@@ -19,14 +19,14 @@ from torch import nn
 
 import deepytorch
 from deepytorch.bench.back_to_back import Trainee
-from deepytorch.bench.models import MAX_POSITIONS, batch_kind, build_model
-from deepytorch.bench.options import check_at_least
+from deepytorch.bench.models import MAX_POSITIONS, MODELS, batch_kind, build_model
+from deepytorch.bench.options import check_at_least, check_choice
 from deepytorch.bench.plots import new_figure, save_figure
 from deepytorch.bench.table import table_of
 from deepytorch.bench.training_step import (
     Batch,
     Precision,
-    compiled_arm,
+    compiled_setup,
     empty_compile_caches,
     start_compiler,
     to_device,
@@ -85,13 +85,14 @@ class DemoOptions:
         if self.steps <= _WARM_UP_STEPS:
             raise ConfigError(f"steps is {self.steps}, expected more than the {_WARM_UP_STEPS} of the warm-up.")
         check_at_least(self, 1, "batch_size")
+        check_choice(self, "model", MODELS)
         if not 1 <= self.max_length <= MAX_POSITIONS:
             raise ConfigError(f"max_length is {self.max_length}, expected 1 to {MAX_POSITIONS}, the models' positions.")
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One arm's training: loss and seconds of every step, and the indices of steps in which something compiled."""
+    """One setup's training: loss and seconds of every step, and the indices of steps in which something compiled."""
 
     name: str
     losses: list[float]
@@ -108,7 +109,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class DemoResult:
-    """The result: the arms that ran to the end, why others failed, and each step's number of real tokens."""
+    """The result: the setups that ran to the end, why others failed, and each step's number of real tokens."""
 
     runs: list[Run]
     failures: dict[str, str]
@@ -117,12 +118,12 @@ class DemoResult:
     tolerance: float
 
     def counted_steps(self) -> list[int]:
-        """Return the steps whose times are in the table: after the warm-up, and without a compilation in any arm."""
+        """Return the steps whose times are in the table: after the warm-up, and without a compilation in any setup."""
         compiled = set[int]().union(*(run.compiled_steps for run in self.runs))
         warm = range(_WARM_UP_STEPS, len(self.num_tokens))
         return [step for step in warm if step not in compiled] or list(warm)
 
-    # Medians throughout: the arms run one after another, and a machine that is busy for a while must not decide.
+    # Medians throughout: the setups run one after another, and a machine that is busy for a while must not decide.
 
     def tokens_per_second(self, run: Run) -> float:
         """Return the median, over the counted steps, of real tokens a second in `run`."""
@@ -133,17 +134,17 @@ class DemoResult:
         return 1e3 * statistics.median(run.seconds[step] for step in self.counted_steps())
 
     def speedup(self, run: Run) -> float:
-        """Return the median, over the counted steps, of the first arm's time over `run`'s for the same batch."""
+        """Return the median, over the counted steps, of the first setup's time over `run`'s for the same batch."""
         first = self.runs[0]
         return statistics.median(first.seconds[step] / run.seconds[step] for step in self.counted_steps())
 
     def loss_difference(self, run: Run) -> float:
-        """Return the largest |loss - first arm's| / |first arm's| of all steps; infinite when a loss is not finite."""
+        """Return the largest |loss - first's| / |first's| of all steps; infinite when a loss is not finite."""
         pairs = zip(run.losses, self.runs[0].losses, strict=True)
         return max(abs(a - b) / abs(b) if math.isfinite(a) and math.isfinite(b) else math.inf for a, b in pairs)
 
     def check(self, reference: str) -> None:
-        """Raise `ParityError` when an arm failed, or lost the path of the arm `reference`."""
+        """Raise `ParityError` when a setup failed, or lost the path of the setup `reference`."""
         problems = [f"{name} failed: {reason}" for name, reason in self.failures.items()]
         for run in self.runs if reference not in self.failures else ():
             difference = self.loss_difference(run)
@@ -157,10 +158,10 @@ class DemoResult:
 
 
 def run_demo(options: DemoOptions, console: Console) -> DemoResult:
-    """Train every arm, one after another, from the same weights on the same batches; show progress, table and plot.
+    """Train every setup, one after another, from the same weights on the same batches; show progress, table and plot.
 
     Raises `ConfigError` or `DataError` for options or data that cannot be run, and `ParityError`, after everything has
-    been shown, if an arm failed or its losses left eager's.
+    been shown, if a setup failed or its losses left eager's.
     """
     precision = Precision.parse(options.device, options.dtype)
     data, result = _prepare(options, precision)
@@ -201,7 +202,7 @@ def _prepare(options: DemoOptions, precision: Precision) -> tuple[list[Batch], D
 def _run_way(
     way: Way, options: DemoOptions, precision: Precision, data: Sequence[Batch], result: DemoResult, progress: Progress
 ) -> None:
-    """Train one arm and enter its run, or why it failed, into `result`."""
+    """Train one setup and enter its run, or why it failed, into `result`."""
     task = progress.add_task(way.name, total=len(data), detail="compiling" if way.backend else "")
 
     def show(loss: float, seconds: float) -> None:
@@ -209,7 +210,7 @@ def _run_way(
 
     try:
         result.runs.append(_train(way, options, precision, data, show))
-    except Exception as error:  # one arm may fail: the others are still worth seeing
+    except Exception as error:  # one setup may fail: the others are still worth seeing
         result.failures[way.name] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         progress.update(task, detail="failed")
 
@@ -226,10 +227,10 @@ def _train(
     with empty_compile_caches():
         model: nn.Module = build_model(options.model, options.size, vocab_size=options.vocab_size, seed=options.seed)
         model.to(precision.device)
-        arm = compiled_arm(way.name, model, way.backend)
+        setup = compiled_setup(way.name, model, way.backend)
         optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
         scaler = torch.amp.GradScaler(precision.device.type, enabled=precision.dtype == torch.float16)
-        trainee, run = Trainee(arm, optimizer, data, scaler), Run(way.name, [], [], set())
+        trainee, run = Trainee(setup, optimizer, data, scaler), Run(way.name, [], [], set())
         for index, batch in enumerate(data):
             precision.synchronize()
             compiled_steps = trainee.compiled_steps
@@ -257,7 +258,7 @@ def _headline(options: DemoOptions, result: DemoResult) -> str:
 
 
 def _plot(path: Path, options: DemoOptions, result: DemoResult) -> None:
-    """Write a PNG: the arms' losses on the left, their step times in ms on the right (logarithmic).
+    """Write a PNG: the setups' losses on the left, their step times in ms on the right (logarithmic).
 
     Raises `ConfigError` when the file cannot be written or matplotlib is not installed.
     """
@@ -291,10 +292,10 @@ def _table(result: DemoResult) -> Group:
         )
         for run in result.runs
     ]
-    columns = ("arm", "step ms", "tokens/s", "speedup", "compile s", "final loss", "loss diff.")
-    table = table_of("The same batches, the same weights at the start", columns, rows, left=("arm",))
+    columns = ("setup", "step ms", "tokens/s", "speedup", "compile s", "final loss", "loss diff.")
+    table = table_of("The same batches, the same weights at the start", columns, rows, left=("setup",))
     note = (
-        f"Times: medians over the {len(result.counted_steps())} steps after the warm-up in which no arm compiled. "
+        f"Times: medians over the {len(result.counted_steps())} steps after the warm-up in which no setup compiled. "
         f"speedup: the median, too, of each batch's time in {result.runs[0].name} over its own. "
         "compile s: what steps that compiled took beyond the median. "
         f"loss diff.: the largest of all steps, relative to {result.runs[0].name}."

@@ -25,6 +25,7 @@ from deepytorch.extension import Extension
 from deepytorch.passes.ops.native import can_run
 from deepytorch.passes.ops.native import native as operators
 from deepytorch.patches import ledger
+from deepytorch.process_facts import cpu_model
 from deepytorch.run_hook import FOLDER
 from deepytorch.supported_versions import PYTHON, TORCH, TRANSFORMERS, TRITON_OF_TORCH, Tested
 from deepytorch.torch_internals import INTERNALS, troubles
@@ -284,22 +285,13 @@ def _cpu() -> dict[str, Any]:
     import torch
 
     return {
-        "model": _cpu_model(),
+        "model": cpu_model(),
         "architecture": platform.machine(),
         "cores": os.cpu_count(),
         "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
         "capability": torch.backends.cpu.get_cpu_capability(),
     }
-
-
-def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _cuda() -> dict[str, Any]:

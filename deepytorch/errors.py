@@ -32,7 +32,7 @@ class DeferredError(DeepytorchError, RuntimeError):
 
 
 class BuildError(DeepytorchError, RuntimeError):
-    """The native code cannot be compiled or loaded here."""
+    """Native code cannot be compiled or loaded here, or is not as it has to be."""
 
 
 class CommunicationError(DeepytorchError, RuntimeError):

@@ -1,12 +1,14 @@
-"""The age of this process, against which the cost of a pause is measured, and the most memory that it has taken."""
+"""The age of this process, against which the cost of a pause is measured, the memory that it has taken, and its CPU."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import resource
 import sys
 import time
+from pathlib import Path
 
 
 def _process_start() -> float:
@@ -49,3 +51,13 @@ def _memory(name: str) -> int | None:
             if line.startswith(f"{name}:"):
                 return int(line.split()[1]) << 10
     return None
+
+
+def cpu_model() -> str:
+    """Return the name of the CPU's model, or of its architecture if the system does not tell."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

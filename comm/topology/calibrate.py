@@ -33,14 +33,15 @@ _SIZES = (1 << 10, 1 << 16, 1 << 22)  # within one host
 # Between hosts: one size for latency, and for the rate one that takes about this long.
 _SMALL, _LARGE_SECONDS = 1 << 14, 0.1
 _LEAST_LARGE, _MOST_LARGE, _MOST_LARGE_OF_A_RANK = 1 << 19, 1 << 23, 1 << 22
-_LOOK = 1 << 18  # the time of this size predicts the larger size
+_LOOK = 1 << 18  # the size whose time is the first to predict the larger size
 _ROUNDS, _IN_A_ROW = 3, 16
 _SHORT = 1 << 16  # sizes up to this are run several times in a row, within one host
 _NO_GAIN = 0.9  # more streams count as a gain only below this part of the time
 _COPY_BYTES = 1 << 23
 _COPY_PART = 0.25  # part of a copy's time: no collective takes less per byte, although caches are faster
 _MISS = 2.0  # a run this many times slower than the cached times shows another machine
-_VERSION = 5  # version of the cached files
+_MOST_LATENCY = 0.1  # a line is through two sizes if latency is no more than this part of the large one's time
+_VERSION = 6  # version of the cached files
 
 # Trials among the group's own collectives: size of their copy, number of collectives before the first, number of
 # trials, and the part of the time that trials may take.
@@ -144,8 +145,12 @@ def to_try(links: Links, topology: Topology, in_memory: bool, num_connections: i
         if connections <= num_connections:
             hop = known.network_link(per_host * connections)
             expected[over_network(connections)] = all_reduce_link(hop, hosts).scaled(rate=per_host)
+    sizes = {
+        name: _SIZES if hosts == 1 or name == "memory" else (_SMALL, _large(name, link.us_per_byte))
+        for name, link in expected.items()
+    }
     return {
-        name: links.times_us.get(name) or {size: link.time_us(size) for size in _sizes(name, link.us_per_byte, hosts)}
+        name: links.times_us.get(name) or {size: link.time_us(size) for size in sizes[name]}
         for name, link in expected.items()
     }
 
@@ -195,13 +200,16 @@ def _line(times_us: Mapping[int, float], least_us_per_byte: float, assumed: Link
     """Return the line through times, each of which is the fastest of its size.
 
     The larger of two payloads sets the upper limit of the smaller one's time. If there is no valid line, the largest
-    size determines the rate.
+    size determines the rate. So it does where a small payload takes a large part of the large one's time: on cores that
+    are shared, small payloads wait for ranks to be scheduled, which large ones do while bytes travel.
     """
     sizes = sorted(times_us)
     rising = [min(times_us[larger] for larger in sizes if larger >= size) for size in sizes]
     link = fit_link(sizes, rising)
-    if link.us_per_byte >= least_us_per_byte:
+    if link.us_per_byte >= least_us_per_byte and link.latency_us <= _MOST_LATENCY * rising[-1]:
         return link
+    if link.us_per_byte >= least_us_per_byte:
+        return Link(link.latency_us, rising[-1] / sizes[-1])
     latency_us = min(assumed.latency_us, rising[0])
     return Link(latency_us, max(least_us_per_byte, (rising[-1] - latency_us) / sizes[-1]))
 
@@ -255,7 +263,7 @@ def _over(between: Callable[[torch.Tensor, int], None], connections: int) -> _Ru
 def _fastest_rounds(bench: Bench, runs: Mapping[str, _Run]) -> dict[str, dict[int, float]]:
     """Return the fastest rounds of the slowest rank, in us. Rounds of one size are spread over time."""
     hosts = bench.topology.num_hosts
-    sizes = {name: _sizes(name, _look(bench, name, run), hosts) for name, run in runs.items()}
+    sizes = {name: _sizes(bench, name, run) for name, run in runs.items()}
     seconds: dict[str, dict[int, list[float]]] = {name: {size: [] for size in sizes[name]} for name in runs}
     for number in range(-1, _ROUNDS):  # round -1 is a warm-up; sizes that take long skip it
         for name, run in runs.items():
@@ -272,20 +280,23 @@ def _fastest_rounds(bench: Bench, runs: Mapping[str, _Run]) -> dict[str, dict[in
     }
 
 
-def _sizes(name: str, us_per_byte: float, num_hosts: int) -> Sequence[int]:
-    """Return the sizes to be timed for that name, given the time of a byte."""
-    if num_hosts == 1 or name == "memory":
+def _sizes(bench: Bench, name: str, run: _Run) -> Sequence[int]:
+    """Return the sizes to be timed for that name."""
+    if bench.topology.num_hosts == 1 or name == "memory":
         return _SIZES
+    large = _LOOK
+    while True:  # a small payload's time is mostly latency, so that the next look may allow for more
+        found = _large(name, 1e6 * bench.agree([_round(bench, run, large)])[0] / large)
+        if found <= large:
+            return _SMALL, max(_LEAST_LARGE, found)
+        large = found
+
+
+def _large(name: str, us_per_byte: float) -> int:
+    """Return the size to be timed between hosts for the rate, given the approximate time of a byte."""
     most = _MOST_LARGE_OF_A_RANK if connections_of(name) else _MOST_LARGE
     worth = int(_LARGE_SECONDS * 1e6 / us_per_byte) if us_per_byte > 0 else most
-    return _SMALL, min(most, max(_LEAST_LARGE, 1 << (worth.bit_length() - 1)))
-
-
-def _look(bench: Bench, name: str, run: _Run) -> float:
-    """Return the approximate time of a byte, in us, or 0 if nothing depends on it."""
-    if bench.topology.num_hosts == 1 or name == "memory":
-        return 0.0
-    return 1e6 * bench.agree([_round(bench, run, _LOOK)])[0] / _LOOK
+    return min(most, max(_LEAST_LARGE, 1 << (worth.bit_length() - 1)))
 
 
 def _round(bench: Bench, run: _Run, num_bytes: int, times: int = 1) -> float:

@@ -203,13 +203,20 @@ def ring_share(num_members: int) -> float:
     return 2 * (num_members - 1) / num_members
 
 
-def pipeline_us(stages_us: Sequence[float], num_chunks: float) -> float:
+def pipeline_us(stages_us: Sequence[float], num_chunks: float, overlap: float = 1.0) -> float:
     """Return the time of `num_chunks` equal chunks through stages that overlap.
 
     Stages that cannot overlap count as one. The first chunk passes through all stages; after that, one chunk is
     completed in each turn of the slowest stage.
+
+    Args:
+        stages_us: The time of a chunk in each stage.
+        num_chunks: The number of chunks.
+        overlap: The part of the possible overlap that there is; 0: one stage runs at a time.
     """
-    return sum(stages_us[1:], stages_us[0]) + (num_chunks - 1) * largest(stages_us)
+    one_chunk_us = sum(stages_us[1:], stages_us[0])
+    hidden_us = (num_chunks - 1) * (one_chunk_us - largest(stages_us))
+    return num_chunks * one_chunk_us - overlap * hidden_us
 
 
 def largest(values: Sequence[float]) -> float:

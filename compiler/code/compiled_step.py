@@ -18,7 +18,8 @@ from deepytorch.compiler.budget import BUDGET
 from deepytorch.compiler.code.compilers import IN_PLACE, WORKER, Compiler, Graph, compile_seconds
 from deepytorch.compiler.code.lower_region import RegionLowering
 from deepytorch.compiler.code.nested import compile_nested, prepare_nested
-from deepytorch.compiler.code.worker.queue import HERE, Compilation
+from deepytorch.compiler.code.worker import keys
+from deepytorch.compiler.code.worker.queue import HERE, Compilation, differences_of_key
 from deepytorch.compiler.dynamo.trace_gate import current_trace
 from deepytorch.compiler.report import RegionRecord
 from deepytorch.fused_optimizers import fuse_for
@@ -50,7 +51,7 @@ class CompiledStep:
         self._is_budgeted = current_trace() is not None  # else somebody has asked for `torch.compile`
         self._boundary, self._calls = StepBoundary(), 0  # of the script's steps; calls since its code is there
         self._is_there = self._begun = self._failed = False
-        self._waits = lowering.config.waits
+        self._waits, self._from_sizes = lowering.config.waits, lowering.config.compiles_from_sizes
         self._graph = Graph(record.name, module, varying, lowering, self._prepare)
         self._compiler: Compiler = WORKER
         self.recomputes = recomputes(module)
@@ -95,15 +96,19 @@ class CompiledStep:
                 return False
             self._is_there = True
             self._record.compile_seconds += self._compilation.seconds if self._compilation.where == HERE else 0.0
-        if self._compilation.error is not None:
+        if self._compilation.error is not None and self._from_sizes and self._compiler is WORKER:
+            self._record.compiled_here.append(f"another process could not: {self._compilation.error}")
+            self._is_there = False
+            self._start(arguments, (IN_PLACE,))  # as for a GPU otherwise
+        elif self._compilation.error is not None:
             self._give_up(self._compilation.error)
         elif self._is_at_boundary() and self._lowering.may_begin():
             self._begin(self._compilation)
         return self._begun
 
-    def _start(self, arguments: Sequence[Any]) -> None:
+    def _start(self, arguments: Sequence[Any], compilers: Sequence[Compiler] = (WORKER, IN_PLACE)) -> None:
         """Have the graph compiled: in the background, else in place."""
-        for self._compiler in (WORKER, IN_PLACE):
+        for self._compiler in compilers:
             self._compilation = self._compiler.start(self._graph, arguments)
             if self._compilation is not None:
                 return
@@ -111,6 +116,11 @@ class CompiledStep:
     def _prepare(self, arguments: Sequence[Any]) -> Callable[..., Any]:
         """Compile the graph in this process, and run nothing."""
         return prepare_nested(self._module, self._backend, arguments, self._varying, self._may_recompile)
+
+    def _expects_hit(self) -> bool:
+        """Return whether another process has just compiled what is to be compiled, and differences are to be told."""
+        compilation = self._compilation
+        return self._from_sizes and not self.compiles and compilation is not None and compilation.where != HERE
 
     def _may_recompile(self) -> bool:
         return self._affords(compile_seconds(self._module))
@@ -148,8 +158,12 @@ class CompiledStep:
     def _backend(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         _carry_tags(self._module.graph, module.graph)
         known = compiler_counters["aot_autograd"]["autograd_cache_hit"]
-        compiled = self._lowering.compile(module, example_inputs)
+        with keys.seen(self._expects_hit()) as key:
+            compiled = self._lowering.compile(module, example_inputs)
         if compiler_counters["aot_autograd"]["autograd_cache_hit"] == known:
+            if self._expects_hit() and self._compilation is not None:
+                told = "; ".join(differences_of_key(self._compilation, key))
+                self._record.compiled_here.append(f"the key that another process gave it was not found: {told}")
             self._record.compiles += 1
             self._record.recompiles += self.compiles > 0
         self.compiles += 1

@@ -17,7 +17,7 @@ from typer import Option
 from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup, places
 from deepytorch.bench.figures import line_of, loss_rel_diff, percentiles
 from deepytorch.bench.jobs import TrainingJob
-from deepytorch.bench.options import Device, check_at_least, check_choice
+from deepytorch.bench.options import Device, check_at_least, check_choice, check_declared
 from deepytorch.bench.plots import Plot, Points
 from deepytorch.bench.results import Results, Row
 from deepytorch.bench.table import Table
@@ -37,7 +37,6 @@ ROWS = {
     "speech_transformer": (32, 4),
     "tts_angular": (64, 8),
 }
-SCALES = ("full", "small")
 DDP, OURS, HALF = "ddp", "deepytorch", "deepytorch, bf16 between hosts"
 
 
@@ -76,11 +75,9 @@ class AcspeedOptions:
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for a value that is not accepted."""
+        check_declared(self)
         check_choice(self, "models", ROWS)
-        check_choice(self, "scale", SCALES)
-        check_choice(self, "precision", ("fp32", "mixed"))
-        check_choice(self, "device", ("cpu", "cuda"))
-        check_at_least(self, 1, "hosts", "ranks", "steps")
+        check_at_least(self, 1, "hosts")
 
 
 class Acspeed(Benchmark[AcspeedOptions]):
@@ -95,9 +92,7 @@ class Acspeed(Benchmark[AcspeedOptions]):
             Cell(
                 key={
                     "model": model,
-                    "hosts": place.hosts,
-                    "ranks": place.ranks,
-                    "rate": place.rate,
+                    **place.key,
                     "precision": options.precision,
                 },
                 place=place,
@@ -203,10 +198,5 @@ def _table(results: Results, hosts: int, rate: str | None) -> Table:
     where = f"{hosts} hosts at {rate}" if rate else "one host" if hosts == 1 else f"{hosts} hosts"
     ranks = results.rows[0].key["ranks"]
     columns = ("model", "ddp", "ddp_acc", "ours", "ours_acc", "acc_ratio", "bf16", "bf16_acc", "bf16_ratio")
-    used = [at for at, _ in enumerate(columns) if any(row[at] for row in rows)]
-    return Table(
-        title=f"{where}, {ranks} ranks each; examples of a rank per second, at the median step",
-        columns=tuple(columns[at] for at in used),
-        rows=tuple(tuple(row[at] for at in used) for row in rows),
-        left=("model",),
-    )
+    title = f"{where}, {ranks} ranks each; examples of a rank per second, at the median step"
+    return Table(title, columns, tuple(rows), ("model",)).without_empty_columns()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from deepytorch.bench.measurement import rotated
-from deepytorch.bench.training_step import Arm, Batch, Precision, num_compilations
+from deepytorch.bench.training_step import Batch, ModelSetup, Precision, num_compilations
 from deepytorch.errors import ParityError
 from deepytorch.loading import prefetch
 
@@ -52,9 +52,9 @@ class Clock:
 
 @dataclass(slots=True)
 class Trainee:
-    """An arm in training. batches: on the host; each is moved while the step before runs, as a data loader does."""
+    """A setup in training. batches: on the host; each is moved while the step before runs, as a data loader does."""
 
-    arm: Arm
+    setup: ModelSetup
     optimizer: torch.optim.Optimizer
     batches: Sequence[Batch]
     scaler: torch.amp.GradScaler = field(default_factory=partial(torch.amp.GradScaler, enabled=False))  # for fp16
@@ -65,7 +65,7 @@ class Trainee:
         before = num_compilations()
         self.optimizer.zero_grad(set_to_none=True)
         with precision.autocast():
-            loss = self.arm.loss(batch)
+            loss = self.setup.loss(batch)
         self.scaler.scale(loss).backward()
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -88,21 +88,21 @@ class Trainee:
             clock.mark()
             seconds = clock.seconds()
             if not math.isfinite(float(loss)):
-                raise ParityError(f"The loss in {self.arm.name} is {float(loss)} after some steps of training.")
+                raise ParityError(f"The loss in {self.setup.name} is {float(loss)} after some steps of training.")
             if self.compiled_steps == compiled_steps:
                 break
         return seconds
 
 
-def trainees(arms: Mapping[str, Arm], inputs: Mapping[str, Sequence[Batch]]) -> dict[str, Trainee]:
+def trainees(setups: Mapping[str, ModelSetup], inputs: Mapping[str, Sequence[Batch]]) -> dict[str, Trainee]:
     """Return a trainee for each of `inputs`, with AdamW. Trainees with the same model share its optimizer."""
     optimizers: dict[int, torch.optim.Optimizer] = {}
     found = {}
     for name, batches in inputs.items():
-        model = arms[name].model
+        model = setups[name].model
         if id(model) not in optimizers:
             optimizers[id(model)] = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, fused=True)
-        found[name] = Trainee(arms[name], optimizers[id(model)], batches)
+        found[name] = Trainee(setups[name], optimizers[id(model)], batches)
     return found
 
 

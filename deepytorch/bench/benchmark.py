@@ -54,6 +54,11 @@ class Place:
         """Return the number of ranks of all hosts."""
         return self.hosts * self.ranks
 
+    @property
+    def key(self) -> dict[str, Any]:
+        """Return what the keys of rows say of it."""
+        return {"hosts": self.hosts, "ranks": self.ranks, "rate": self.rate}
+
 
 def places(hosts: Sequence[int], ranks: int, rates: Sequence[str]) -> list[Place]:
     """Return the places of so many hosts: one without a network, several at each rate; torchrun's as they are."""
@@ -110,6 +115,7 @@ class Cell:
         keeps_processes: Whether the processes of a setup may serve the next cell as well, which saves their start; not
             where compiled code of one would be in the way of the other.
         rows: The setups of its rows, where processes of one setup compare several ways by themselves; else the setups.
+        row_key: What those are named by in the keys of rows.
     """
 
     key: Mapping[str, Any]  # texts, numbers or None
@@ -119,18 +125,23 @@ class Cell:
     impossible: str | None = None
     keeps_processes: bool = False
     rows: Sequence[str] = ()
+    row_key: str = "setup"
 
     @property
-    def names(self) -> Sequence[str]:
-        """Return the setups of its rows."""
-        return self.rows or [setup.name for setup in self.setups]
+    def keys(self) -> list[dict[str, Any]]:
+        """Return the keys of its rows."""
+        return [{**self.key, self.row_key: name} for name in self.rows or [setup.name for setup in self.setups]]
 
 
 class Benchmark(ABC, Generic[OptionsOf]):
-    """A benchmark: see this module. The docstring of its options' class is the command's help."""
+    """A benchmark: see this module. The docstring of its options' class is the command's help.
+
+    selects: The options that say what is measured, and not how: a run that goes on with a file may have others.
+    """
 
     name: ClassVar[str]
     options: ClassVar[type]
+    selects: ClassVar[Sequence[str]] = ()
 
     @abstractmethod
     def cells(self, options: OptionsOf) -> Sequence[Cell]:

@@ -5,12 +5,12 @@ So the setups of a cell have processes of their own and take turns on a cluster,
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 from deepytorch.bench.benchmark import Place
+from deepytorch.bench.processes import free_port, rank_environment
 
 _PATIENCE = timedelta(days=2)  # for the slowest rank: a cell that fails ends by its own time limit
 
@@ -49,18 +49,14 @@ class Beside:
 
     def variables(self, place: Place) -> dict[str, str]:
         """Return the environment of the rank that this process starts for a setup; empty if it starts none."""
-        port = self.told(_free_port() if self.rank == 0 else None)
+        port = self.told(free_port() if self.rank == 0 else None)
         host, local = divmod(self.rank, self.per_host)
         if host >= place.hosts or local >= place.ranks:
             return {}
         if place.all_ranks == 1:
             return {"LOCAL_RANK": "0"}
         return {
-            "RANK": str(host * place.ranks + local),
-            "WORLD_SIZE": str(place.all_ranks),
-            "LOCAL_RANK": str(local),
-            "LOCAL_WORLD_SIZE": str(place.ranks),
-            "GROUP_RANK": str(host),
+            **rank_environment(host * place.ranks + local, place.all_ranks, place.ranks),
             "MASTER_PORT": str(port),
             "TORCHELASTIC_USE_AGENT_STORE": "False",  # the store of torchrun itself is for these processes
         }
@@ -69,9 +65,3 @@ class Beside:
         """Return what the ranks of all processes have found, in their order, by setup."""
         answers = self.everyones(dict(found))
         return {name: [rank for each in answers for rank in each.get(name, [])] for name in found}
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+from statistics import fmean, median
 
 from deepytorch.bench.model_profile import BackwardPiece, ModelProfile
 from deepytorch.bench.simulate import AUTO, Step, simulate
-from deepytorch.comm.algorithms.base import DeviceKind
-from deepytorch.comm.topology.cost import Link, Links, hop_link
+from deepytorch.comm.topology.cost import Links
 from deepytorch.comm.topology.topology import Topology
 from deepytorch.errors import DataError
 
 FIRST_BUCKET_BYTES = 1 << 20  # stock DDP's, so that the first all-reduce starts early
 BUCKET_CAP_BYTES = 25 << 20  # stock DDP's
-_OVER_NETWORK = "network/"  # and the number of connections: names in `Links.times_us`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,20 +28,23 @@ class Compute:
         forward_s: The time of the forward pass.
         backward_s: That of the backward pass.
         optimizer_s: That of the optimizer.
+        cpu_s: The CPU time of the step, of all threads of the rank's process.
         ready: For each gradient, the time since the backward pass began when it was accumulated, and its bytes.
     """
 
     forward_s: float
     backward_s: float
     optimizer_s: float
+    cpu_s: float
     ready: Sequence[tuple[float, int]]
 
 
 def of_ranks(ranks: Sequence[Sequence[Compute]]) -> Compute:
     """Return the compute of a step among ranks, of which each has measured the same steps: medians over the steps.
 
-    The slowest rank of each step counts, since an all-reduce waits for all. Its gradients are ready at the medians of
-    their parts of the backward pass. Raises `DataError` if numbers of steps or of gradients differ or are 0.
+    The slowest rank of each step counts, since an all-reduce waits for all; of CPU time, the ranks' mean. Its gradients
+    are ready at the medians of their parts of the backward pass. Raises `DataError` if numbers of steps or of gradients
+    differ or are 0.
     """
     if len({len(steps) for steps in ranks}) != 1 or len({len(each.ready) for steps in ranks for each in steps}) != 1:
         raise DataError(f"{len(ranks)} ranks measured no step, or steps of several models; expected one model's steps.")
@@ -56,35 +57,27 @@ def of_ranks(ranks: Sequence[Sequence[Compute]]) -> Compute:
         forward_s=median(each.forward_s for each in slowest),
         backward_s=backward_s,
         optimizer_s=median(each.optimizer_s for each in slowest),
+        cpu_s=fmean(median(each.cpu_s for each in steps) for steps in ranks),
         ready=[(backward_s * median(part), size) for part, size in zip(parts, sizes, strict=True)],
     )
 
 
-def profile_of(
-    name: str,
-    compute: Compute,
-    *,
-    bucket_cap_bytes: int = BUCKET_CAP_BYTES,
-    first_bucket_bytes: int = FIRST_BUCKET_BYTES,
-    dtype: str = "fp32",
-    device: DeviceKind = "cpu",
-    note: str = "",
-) -> ModelProfile:
+def profile_of(name: str, compute: Compute, device: str = "cpu") -> ModelProfile:
     """Return the simulator's input for a measured step, each bucket of gradients as one piece of the backward pass.
 
     Gradients fill buckets whole and in the order in which they become ready, as DDP has them from its second step on: a
-    bucket is full when it has its cap or more. Gradients that come after the end of the backward pass count as ready
-    then. Raises `DataError` if there are none.
+    bucket is full when it has stock DDP's cap or more. Gradients that come after the end of the backward pass count as
+    ready then. Raises `DataError` if there are none.
     """
     if not compute.ready:
         raise DataError(f"{name} has no gradient that became ready, expected one or more.")
     pieces: list[BackwardPiece] = []
-    begin_s, now_s, waiting, limit = 0.0, 0.0, 0, first_bucket_bytes
+    begin_s, now_s, waiting, limit = 0.0, 0.0, 0, FIRST_BUCKET_BYTES
     for at_s, num_bytes in sorted(compute.ready):
         now_s, waiting = min(at_s, compute.backward_s), waiting + num_bytes
         if waiting >= limit:
             pieces.append(BackwardPiece(f"bucket {len(pieces)}", (now_s - begin_s) * 1e6, waiting))
-            begin_s, waiting, limit = now_s, 0, bucket_cap_bytes
+            begin_s, waiting, limit = now_s, 0, BUCKET_CAP_BYTES
     if waiting:
         pieces.append(BackwardPiece(f"bucket {len(pieces)}", (now_s - begin_s) * 1e6, waiting))
         begin_s = now_s
@@ -93,63 +86,51 @@ def profile_of(
         name=name,
         forward_us=compute.forward_s * 1e6,
         backward=tuple(pieces),
-        bucket_cap_bytes=bucket_cap_bytes,
+        bucket_cap_bytes=BUCKET_CAP_BYTES,
         optimizer_us=compute.optimizer_s * 1e6,
-        dtype=dtype,
         device=device,
-        note=note,
         pieces_are_buckets=True,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class SharedCores:
-    """The cores of the one machine on which all ranks of a lab are, of one thread each.
+    """The cores of the one machine on which all ranks of a lab are, and the CPU time of a rank's step in seconds.
 
-    `measured_ranks` computed on them at the same time when compute was measured.
+    Attributes:
+        cores: Their number.
+        compute_cpu_s: The CPU time of a step without communication.
+        step_cpu_s: That of a step with it: hops and sums of collectives need cores, too.
     """
 
     cores: int
-    measured_ranks: int
+    compute_cpu_s: float
+    step_cpu_s: float
 
-    def compute_scale(self, ranks: int) -> float:
-        """Return how many times as long as measured a rank computes: K ranks on C cores take K / C times as long."""
-        return max(1.0, ranks / self.cores) / max(1.0, self.measured_ranks / self.cores)
+    def compute_us(self, ranks: int) -> float:
+        """Return the time that so many ranks compute when none waits for the network."""
+        return 1e6 * self._share(ranks) * self.compute_cpu_s
 
-    def overlap(self, ranks: int) -> float:
-        """Return the speed of collectives beside compute: none with more ranks than cores, full speed with fewer.
+    def slowed(self, profile: ModelProfile, ranks: int) -> ModelProfile:
+        """Return the profile of a rank among so many: its compute waits for that of others, and for their collectives.
 
-        A collective's hops and sums need a core. Where each has a rank that computes, they wait for it, or compute
-        waits for them. Steps were measured to take as long as compute and all collectives one after the other.
+        While the gradients of one piece travel, the next piece computes, and is slowed by the CPU time that collectives
+        take. Those of the last piece slow nothing.
         """
-        return 0.0 if ranks > self.cores else 1.0
+        found = profile.slowed(self.compute_us(ranks) / profile.compute_us)
+        taken_s = max(0.0, self.step_cpu_s - self.compute_cpu_s)
+        us_per_byte = 1e6 * self._share(ranks) * taken_s / max(1, profile.gradient_bytes)
+        before = [0, *(piece.gradient_bytes for piece in found.backward)]
+        backward = [
+            replace(piece, compute_us=piece.compute_us + us_per_byte * num_bytes)
+            for piece, num_bytes in zip(found.backward, before, strict=False)
+        ]
+        if not found.backward[-1].gradient_bytes and len(backward) > 1:  # what computes behind the last bucket
+            backward[-1] = found.backward[-1]
+        return replace(found, backward=tuple(backward))
 
-
-def links_of_large(links: Links, topology: Topology) -> Links:
-    """Return the links for payloads as large as the largest that was timed, or larger, as buckets of gradients are.
-
-    Between hosts, calibration times 16 KB and a size that takes a tenth of a second at the most, and fits a line. On
-    cores that are shared, the small size waits for ranks to be scheduled, which the large one does while bytes travel:
-    the line's slope is then less than the wire allows, and a bucket beyond the large size would be too fast. Here a
-    byte takes as long as on the average of the large size. The latency stays, which grows with the number of hosts.
-    Links without times stay as they are.
-    """
-
-    def us_per_byte(name: str) -> float:
-        times = links.times_us[name]
-        return times[max(times)] / max(times)
-
-    def slower(name: str, link: Link | None) -> Link | None:
-        return link and (Link(link.latency_us, us_per_byte(name)) if name in links.times_us else link)
-
-    per_host, network = topology.ranks_per_host, dict(links.network)
-    for name in links.times_us:
-        streams = per_host * int(name.removeprefix(_OVER_NETWORK)) if name.startswith(_OVER_NETWORK) else 0
-        if streams in network:  # the local ranks' tensors together are the payload of a host
-            hop = hop_link(Link(0.0, us_per_byte(name) / per_host), topology.num_hosts)
-            network[streams] = replace(hop, latency_us=network[streams].latency_us)
-    engine, memory = slower("engine", links.engine), slower("memory", links.memory)
-    return replace(links, engine=engine, memory=memory, network=network, times_us={})
+    def _share(self, ranks: int) -> float:
+        return max(1.0, ranks / self.cores)
 
 
 def predicted(
@@ -165,18 +146,19 @@ def predicted(
     Args:
         profile: The compute of a rank.
         topology: Of the group that measured the links; scaled to other numbers of ranks by whole hosts.
-        links: Of that group; those of `links_of_large` are used.
+        links: Of that group.
         ranks: The numbers of ranks.
         algorithm: `simulate.AUTO` for deepytorch's choices, "engine" for the backend as stock DDP uses it.
         shared: Of a lab; the efficiency then compares the step with compute at that number of ranks. None: each host
             has cores or GPUs of its own, and its ranks compute as those of the measured hosts did.
     """
-    found, links = {}, links_of_large(links, topology)
+    found = {}
     for number in ranks:
-        slowed = profile if shared is None else profile.slowed(shared.compute_scale(number))
-        overlap = 1.0 if shared is None else shared.overlap(number)
-        steps = simulate(slowed, topology, links, (number,), overlap=overlap).steps
+        slowed = profile if shared is None else shared.slowed(profile, number)
+        steps = simulate(slowed, topology, links, (number,)).steps
         # an algorithm that cannot do any bucket here, such as those for several hosts on one, leaves it to the engine
         names = {step.algorithm: step for step in steps}
-        found[number] = names.get(algorithm, names["engine"])
+        step = names.get(algorithm, names["engine"])
+        compute_us = slowed.compute_us if shared is None else shared.compute_us(number)
+        found[number] = replace(step, efficiency=compute_us / step.step_us)
     return found

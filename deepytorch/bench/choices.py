@@ -6,17 +6,17 @@ The ranks are there for the links: the group chooses by those that it measures, 
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from deepytorch import comm
 from deepytorch.bench.channel import DOING, Turns
 from deepytorch.bench.collectives import join, open_group
 from deepytorch.bench.jobs import ChoicesJob
-from deepytorch.comm.algorithms.base import KINDS, Choice, dtype_name
-from deepytorch.comm.algorithms.select import explain
+from deepytorch.bench.prediction import explained
+from deepytorch.comm.algorithms.base import Choice
 from deepytorch.comm.group.groups import group_of
 from deepytorch.comm.topology.cost import Links
 from deepytorch.comm.topology.discover import discover_host
@@ -32,8 +32,7 @@ def run(job: ChoicesJob, turns: Turns) -> dict[str, Any]:
     Where the native code cannot be built, the links are nominal, and `measured` is False.
     """
     join(job.timeout_s)
-    turns.say(DOING, "measuring the links")
-    group = open_group(job.group, job.timeout_s)
+    group = open_group(job.group, job.timeout_s, partial(turns.say, DOING))
     try:
         known = group_of(group)
         topology, links, measured = known.topology, known.links, True
@@ -41,18 +40,9 @@ def run(job: ChoicesJob, turns: Turns) -> dict[str, Any]:
         host = Topology((discover_host(),), (0,) * int(os.environ["LOCAL_WORLD_SIZE"]))
         topology = scaled_topology(host, dist.get_world_size())
         links, measured = Links(), False
-    kind = next(kind for kind in KINDS if kind == job.op)
-    explained = explain(
-        topology,
-        links,
-        kind=kind,
-        dtype=dtype_name(getattr(torch, job.dtype)),
-        reduce_op=job.redop,
-        allow_compress=job.group.compress,  # type: ignore[arg-type]
-        sizes=job.sizes,
-    )
     sizes = []
-    for num_bytes, row in zip(job.sizes, explained, strict=True):
+    rows = explained(job, job.group.compress, job.sizes, topology, links)
+    for num_bytes, row in zip(job.sizes, rows, strict=True):
         choice = comm.chosen(group, job.op, num_bytes) if measured else row.choice
         sizes.append(
             {

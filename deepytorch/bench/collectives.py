@@ -24,8 +24,9 @@ from deepytorch.bench.channel import DOING, Turns
 from deepytorch.bench.comm_patterns import Buffers, Pattern
 from deepytorch.bench.jobs import PREDICTED_OPS, CollectiveJob, GroupSetup
 from deepytorch.bench.measurement import rotated
-from deepytorch.bench.prediction import prediction_errors
+from deepytorch.bench.prediction import predicted_us
 from deepytorch.comm.group.groups import group_of
+from deepytorch.comm.group.native import native
 from deepytorch.errors import ConfigError
 from deepytorch.switch import SWITCH
 
@@ -63,16 +64,25 @@ def join(timeout_s: float) -> None:
         dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
 
 
-def open_group(setup: GroupSetup, timeout_s: float) -> ProcessGroup:
-    """Return a setup's group, of all ranks; they call this in the same order."""
+def open_group(setup: GroupSetup, timeout_s: float, tell: Callable[[str], None]) -> ProcessGroup:
+    """Return a setup's group, of all ranks; they call this in the same order. tell: is told what takes a while."""
     if setup not in _GROUPS:
         options: Any = None
+        tell(f"opening the group {setup.name}")
         if setup.backend == "deepytorch":
+            build_native(tell)
             options = comm.Options(algorithm=setup.algorithm, compress=setup.compress)  # type: ignore[arg-type]
         group = dist.new_group(backend=setup.backend, pg_options=options, timeout=timedelta(seconds=timeout_s))
         assert isinstance(group, ProcessGroup)  # every rank is in it
         _GROUPS[setup] = group
     return _GROUPS[setup]
+
+
+def build_native(tell: Callable[[str], None]) -> None:
+    """Compile the C++ of deepytorch's group, unless that has been done, and tell so: its first group waits for it."""
+    if not native.is_built():
+        tell("compiling the C++ of the process group, once: it takes up to half a minute on two cores")
+        native.load()
 
 
 def run_collective(op: str, buffers: Buffers, redop: str, group: ProcessGroup) -> None:
@@ -105,8 +115,7 @@ class _Bench:
         self.num_bytes = job.count * self.dtype.itemsize
         self.tell = lambda text: turns.say(DOING, f"{job.op}, {self.num_bytes} bytes: {text}")
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self.tell("opening groups")
-        self.groups = [open_group(setup, job.timeout_s) for setup in job.groups]
+        self.groups = [open_group(setup, job.timeout_s, self.tell) for setup in job.groups]
         self.pattern = Pattern(self.dtype, job.redop, self.ranks, any(setup.compress for setup in job.groups))
         shared = self._buffers(lambda count: torch.empty(count, dtype=self.dtype))
         self.buffers = [
@@ -188,15 +197,13 @@ class _Bench:
         algorithm = self._algorithm(setup, group)
         if setup.allocated or algorithm == "delegated" or self.job.op not in PREDICTED_OPS:
             return {"algorithm": algorithm}
-        cell = {"op": self.job.op, "algorithm": algorithm, "bytes": self.num_bytes, "ranks": self.ranks}
-        cell |= {"dtype": self.job.dtype, "redop": self.job.redop, "compress": setup.compress, "time_us": 1.0}
         for one, opened in zip(self.job.groups, self.groups, strict=True):
-            with contextlib.suppress(ConfigError):
+            with contextlib.suppress(ConfigError):  # of a group that is not deepytorch's
                 known = group_of(opened)
                 if one.algorithm is None:
-                    cell["hosts"] = known.topology.num_hosts
-                    (found,) = prediction_errors([cell], known.topology, known.links)
-                    return {"algorithm": algorithm, "predicted_us": found.predicted_us}
+                    given = (algorithm, setup.compress, known.topology, known.links)
+                    found = predicted_us(self.job, self.num_bytes, *given)
+                    return {"algorithm": algorithm} | ({} if found is None else {"predicted_us": found})
         return {"algorithm": algorithm}
 
     def _algorithm(self, setup: GroupSetup, group: ProcessGroup) -> str:

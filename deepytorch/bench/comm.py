@@ -16,11 +16,21 @@ from typing import Annotated, Any
 from typer import Option
 
 from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup
-from deepytorch.bench.comm_show import are_choices, by_op, choices_table, head_of, itemsize_of, lines_of, plot, table
+from deepytorch.bench.comm_show import (
+    are_choices,
+    bus_factor,
+    by_op,
+    choices_table,
+    head_of,
+    itemsize_of,
+    lines_of,
+    plot,
+    table,
+)
 from deepytorch.bench.figures import step_seconds
 from deepytorch.bench.jobs import DTYPES, OPS, PREDICTED_OPS, REDUCING_OPS, ChoicesJob, CollectiveJob, GroupSetup
 from deepytorch.bench.measurement import quantiles
-from deepytorch.bench.options import check_at_least, check_choice, check_rates
+from deepytorch.bench.options import FlowRate, NumHosts, RanksOfHost, Rate, check_choice, check_declared, check_hosts
 from deepytorch.bench.plots import Plot
 from deepytorch.bench.results import Results, Row
 from deepytorch.bench.table import Table
@@ -29,7 +39,6 @@ from deepytorch.errors import ConfigError, DeepytorchError, ParityError
 AUTO, OURS = "auto", "deepytorch"
 BACKENDS = (OURS, "gloo")
 COMPRESS = ("none", "bf16", "fp16")
-REDOPS = ("sum", "avg", "min", "max")
 MAX_SIZE_BYTES = 4 << 30
 RANKS = "comm"  # the one setup of a cell: processes that hold the groups of all
 
@@ -85,26 +94,10 @@ class CommOptions:
     redop: Annotated[
         str, Option(metavar="sum|avg|min|max", help="How all_reduce and reduce_scatter combine values.")
     ] = "sum"
-    ranks: Annotated[int, Option(min=1, help="Ranks (processes) on each host.")] = 2
-    hosts: Annotated[
-        int,
-        Option(min=1, help="Hosts. More than one are simulated on this one, which needs root: see deepytorch lab."),
-    ] = 1
-    rate: Annotated[
-        str | None,
-        Option(
-            metavar="RATE",
-            help="Of simulated hosts: bits per second that each may send and receive, such as 200mbit. Default: 1gbit.",
-        ),
-    ] = None
-    flow_rate: Annotated[
-        str | None,
-        Option(
-            metavar="RATE",
-            help="Of simulated hosts: bits per second that one TCP connection may carry, such as 100mbit. Default: no "
-            "limit of its own.",
-        ),
-    ] = None
+    ranks: RanksOfHost = 2
+    hosts: NumHosts = 1
+    rate: Rate = None
+    flow_rate: FlowRate = None
     rounds: Annotated[int, Option(min=1, help="How often each size of each is timed, in turn with the others.")] = 5
     min_time_ms: Annotated[
         float, Option(metavar="MS", help="Milliseconds for which each size is timed at least, all rounds together.")
@@ -115,12 +108,12 @@ class CommOptions:
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for options that cannot be run."""
-        check_at_least(self, 1, "ranks", "hosts", "rounds")
+        check_declared(self)
+        check_hosts(self)
         if not 0 < self.min_time_ms < math.inf:
             raise ConfigError(f"min_time_ms is {self.min_time_ms}, expected a number above 0.")
         if self.ranks * self.hosts < 2:
             raise ConfigError("There is one rank in all, expected at least 2: give --ranks 2.")
-        check_rates(self)
         check_choice(self, "ops", OPS)
         check_choice(self, "backends", BACKENDS, repeated=True)
         if self.algorithms != (AUTO,):
@@ -129,7 +122,6 @@ class CommOptions:
             check_choice(self, "algorithms", (AUTO, *(collective.name for collective in COLLECTIVES)))
         check_choice(self, "compress", COMPRESS)
         check_choice(self, "dtype", DTYPES)
-        check_choice(self, "redop", REDOPS)
         parse_sizes(self.sizes)
         settled = [op for op in self.ops if op not in PREDICTED_OPS]
         if self.explain and settled:
@@ -227,7 +219,7 @@ class Comm(Benchmark[CommOptions]):
         cells = []
         for op in options.ops:
             given: dict[str, Any] = {"op": op, "dtype": options.dtype, "redop": options.redop}
-            where = {"ranks": place.ranks, "hosts": place.hosts, "rate": place.rate, "flow_rate": place.flow_rate}
+            where = place.key | {"flow_rate": place.flow_rate}
             key = given | where | {"redop": options.redop if op in REDUCING_OPS else "none"}  # as nccl-tests shows it
             if options.explain:
                 for compress in options.compress:
@@ -320,16 +312,6 @@ def _cell(key: dict[str, Any], place: Place, kind: str, job: Any, rows: Sequence
 def _of(ranks: Sequence[Mapping[str, Any]], name: str) -> list[Mapping[str, Any]]:
     """Return what each rank has found of a group."""
     return [rank["groups"][name] for rank in ranks]
-
-
-def bus_factor(op: str, ranks: int) -> float:
-    """Return bus bandwidth / algorithm bandwidth: the share of a buffer that one rank's link has to carry.
-
-    The definition is that of nccl-tests, so that figures of different numbers of ranks compare with the hardware's.
-    """
-    if op in ("broadcast", "barrier"):
-        return float(op == "broadcast")
-    return (2 if op == "all_reduce" else 1) * (ranks - 1) / ranks
 
 
 def _explained(cell: Cell, job: ChoicesJob, found: Mapping[str, Any]) -> list[Row]:

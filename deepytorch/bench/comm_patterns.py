@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deepytorch.bench.jobs import REDUCING_OPS
 from deepytorch.errors import ConfigError
 
 TILE = 65_521
@@ -67,21 +66,19 @@ class Pattern:
 
     def num_wrong(self, op: str, buffers: Buffers, rank: int) -> int:
         """Return the number of elements of the output that differ from the result of `op` on `rank`."""
-        output = buffers.output
+        output, tolerance = buffers.output, 0.0
         if op == "barrier":
             return 0
-        if op == "all_to_all":
-            chunks = output.chunk(self.ranks)
-            tiles = [self._tile(k).roll(-(rank * chunks[0].numel() % TILE)).to(self.dtype) for k in range(self.ranks)]
-            return sum(_num_different(chunk, tile, 0.0) for chunk, tile in zip(chunks, tiles, strict=True))
         if op == "broadcast":
-            return _num_different(output, self._tile(0).to(self.dtype), 0.0)
-        if op == "all_gather":
-            chunks = output.chunk(self.ranks)
-            return sum(_num_different(chunk, self._tile(k).to(self.dtype), 0.0) for k, chunk in enumerate(chunks))
-        assert op in REDUCING_OPS
-        offset = rank * output.numel() if op == "reduce_scatter" else 0
-        return _num_different(output, self._reduced().roll(-(offset % TILE)), self._tolerance)
+            tiles = [self._tile(0)]
+        elif op in ("all_gather", "all_to_all"):
+            start = rank * output.numel() // self.ranks if op == "all_to_all" else 0
+            tiles = [self._tile(k).roll(-start % TILE) for k in range(self.ranks)]
+        else:
+            start = rank * output.numel() if op == "reduce_scatter" else 0
+            tiles, tolerance = [self._reduced().roll(-start % TILE)], self._tolerance
+        chunks = zip(output.chunk(len(tiles)), tiles, strict=True)
+        return sum(_num_different(chunk, tile.to(self.dtype), tolerance) for chunk, tile in chunks)
 
     @property
     def _tolerance(self) -> float:
@@ -101,14 +98,11 @@ class Pattern:
 
     def _reduced(self) -> Tensor:
         """Return the (TILE,) reduced numbers in the dtype."""
-        reduced = self._tile(0)
-        for rank in range(1, self.ranks):
-            if self.redop == "min":
-                reduced = torch.minimum(reduced, self._tile(rank))
-            elif self.redop == "max":
-                reduced = torch.maximum(reduced, self._tile(rank))
-            else:
-                reduced = reduced + self._tile(rank)
+        tiles = torch.stack([self._tile(rank) for rank in range(self.ranks)])
+        if self.redop in ("min", "max"):
+            reduced = tiles.amin(0) if self.redop == "min" else tiles.amax(0)
+        else:
+            reduced = tiles.sum(0)
         return (reduced.double() / self.ranks if self.redop == "avg" else reduced).to(self.dtype)
 
 

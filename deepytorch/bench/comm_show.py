@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Sequence
 from itertools import groupby
 
+from deepytorch.bench.figures import all_ranks, place_in_words
 from deepytorch.bench.jobs import OPS
 from deepytorch.bench.plots import Plot, Points
 from deepytorch.bench.results import Results, Row
@@ -48,8 +49,17 @@ def limit(op: str, ranks: int, hosts: int, rate: str | None, copy_gb_per_s: floa
         return copy_gb_per_s / _MOVED.get(op, 1 + 1 / ranks), "copy bandwidth of memory"
     if rate is None:
         return None, ""
-    crossing = {"all_reduce": 2 * (hosts - 1) / hosts, "broadcast": 1.0}.get(op, (hosts - 1) / hosts)
-    return parse_rate(rate) / 8e9 / crossing, "link between hosts"
+    return parse_rate(rate) / 8e9 / bus_factor(op, hosts), "link between hosts"
+
+
+def bus_factor(op: str, ranks: int) -> float:
+    """Return bus bandwidth / algorithm bandwidth: the share of a buffer that one rank's link has to carry.
+
+    The definition is that of nccl-tests, so that figures of different numbers of ranks compare with the hardware's.
+    """
+    if op in ("broadcast", "barrier"):
+        return float(op == "broadcast")
+    return (2 if op == "all_reduce" else 1) * (ranks - 1) / ranks
 
 
 def by_op(results: Results) -> list[list[Row]]:
@@ -66,16 +76,8 @@ def are_choices(rows: Sequence[Row]) -> bool:
     return any("chosen" in row.texts for row in rows)
 
 
-def _all_ranks(row: Row) -> int:
-    return int(row.key["ranks"] or 1) * int(row.key["hosts"] or 1)
-
-
 def _what(row: Row) -> str:
-    key = row.key
-    shape = f"{key['ranks']} ranks" if key["hosts"] == 1 else f"{key['hosts']} hosts of {key['ranks']} ranks"
-    rate = f" at {key['rate']}" if key["rate"] else ""
-    flow = f", {key['flow_rate']} a connection" if key["flow_rate"] else ""
-    return f"{key['op']}, {shape}{rate}{flow}"
+    return f"{row.key['op']}, {place_in_words(row.key)}"
 
 
 def _width(rows: Sequence[Row]) -> int:
@@ -90,7 +92,7 @@ def _line(width: int, setup: str, algorithm: str, *figures: str) -> str:
 
 def _shown(row: Row) -> tuple[str, ...]:
     key, figures = row.key, row.figures
-    share = _all_ranks(row) if key["op"] in ("all_gather", "reduce_scatter") else 1
+    share = all_ranks(row) if key["op"] in ("all_gather", "reduce_scatter") else 1
     count = int(key["bytes"] or 0) // itemsize_of(str(key["dtype"])) // share
     return (
         *(str(key["setup"]), row.texts["algorithm"], str(key["bytes"]), str(count), str(key["dtype"])),
@@ -137,7 +139,7 @@ def _notes(rows: Sequence[Row]) -> list[str]:
         "vs gloo: gloo's time / this one; above 1 is faster. "
         + (f"Wrong elements: {wrong}." if wrong else "Every element was right."),
         f"Copy bandwidth, all ranks at a time, read and written: {copied:.1f} GB/s a rank, "
-        f"{copied * _all_ranks(rows[0]):.1f} GB/s in all.",
+        f"{copied * all_ranks(rows[0]):.1f} GB/s in all.",
     ]
     errors = [
         abs(row.figures["predicted_us"] / row.figures["time_us"] - 1)
@@ -173,7 +175,7 @@ def plot(rows: Sequence[Row]) -> Plot:
         copied = statistics.median(row.figures["copy_gb_per_s"] for row in measured)
         key = measured[0].key
         rate = None if key["rate"] is None else str(key["rate"])
-        most, name = limit(str(key["op"]), _all_ranks(measured[0]), int(key["hosts"] or 1), rate, copied)
+        most, name = limit(str(key["op"]), all_ranks(measured[0]), int(key["hosts"] or 1), rate, copied)
         if most is not None:
             sizes = [each for points in series for each in points.x]
             series.append(Points(f"limit: {name}", (min(sizes), max(sizes)), (most, most), predicted=True))

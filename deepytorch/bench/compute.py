@@ -14,13 +14,13 @@ from typing import Annotated, Any
 from typer import Option
 
 from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup
-from deepytorch.bench.figures import training_rows, whole_passes
-from deepytorch.bench.jobs import TrainingJob
-from deepytorch.bench.options import Device, Settle, check_at_least, check_choice
+from deepytorch.bench.figures import by_setup, shown, training_rows, whole_passes
+from deepytorch.bench.jobs import TrainingJob, asked
+from deepytorch.bench.options import Device, Mixed, ModelSize, Settle, check_choice, check_declared
 from deepytorch.bench.results import Results, Row
 from deepytorch.bench.table import Table
 from deepytorch.bench.ways import Parallel
-from deepytorch.bench.zoo import MODELS, SIZES
+from deepytorch.bench.zoo import MODELS
 
 EAGER, INDUCTOR, OURS = "eager", "inductor", "deepytorch"
 SETUPS = (EAGER, INDUCTOR, "max-autotune", "recipe", OURS)
@@ -45,8 +45,8 @@ class ComputeOptions:
             "deepytorch.",
         ),
     ] = (EAGER, INDUCTOR, OURS)
-    size: Annotated[str, Option(metavar="cpu|full", help="full: as published. cpu: a quarter of the width.")] = "cpu"
-    precision: Annotated[str, Option(metavar="fp32|mixed", help="mixed: autocast to bf16.")] = "fp32"
+    size: ModelSize = "cpu"
+    precision: Mixed = "fp32"
     batch_size: Annotated[int, Option(min=0, help="Examples of a batch; 0: those of each model.")] = 0
     device: Device = "cpu"
     steps: Annotated[int, Option(min=1, help="Steps that are timed, in turns.")] = 20
@@ -54,12 +54,9 @@ class ComputeOptions:
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for options that cannot be run with."""
+        check_declared(self)
         check_choice(self, "models", MODELS)
         check_choice(self, "setups", SETUPS)
-        check_choice(self, "size", SIZES)
-        check_choice(self, "precision", ("fp32", "mixed"))
-        check_choice(self, "device", ("cpu", "cuda"))
-        check_at_least(self, 1, "steps")
 
 
 class Compute(Benchmark[ComputeOptions]):
@@ -84,13 +81,10 @@ class Compute(Benchmark[ComputeOptions]):
     def _setup(options: ComputeOptions, model: str, name: str) -> Setup:
         job = TrainingJob(
             model=model,
-            size=options.size,
-            rows=options.batch_size,
+            **asked(options),
             parallel=Parallel(precision=options.precision),
-            device=options.device,
             steps=whole_passes(options.steps, 4),
             warm_up=8,
-            settle_s=options.settle,
         )
         if name == "recipe":
             job = replace(job, channels_last=True, fused=True)
@@ -117,8 +111,8 @@ class Compute(Benchmark[ComputeOptions]):
     def tables(self, results: Results) -> list[Table]:
         """Return one table, a line for each model."""
         rows, notes = [], []
-        for model in dict.fromkeys(row.key["model"] for row in results.rows):
-            measured = {str(row.key["setup"]): row for row in results.having(model=model)}
+        for together in results.together():
+            model, measured = together[0].key["model"], by_setup(together)
             rows.append((str(model), *_line(measured, results.options["setups"])))
             for name, row in measured.items():
                 if row.failed or "disturbed" in row.texts:
@@ -131,19 +125,16 @@ class Compute(Benchmark[ComputeOptions]):
 
 def _line(measured: Mapping[str, Row], setups: Sequence[str]) -> Iterator[str]:
     for name in setups:
-        row = measured.get(name)
-        yield "" if row is None or row.failed else f"{1e3 * row.figures['step_s']:,.1f}"
+        yield shown(measured.get(name), "step_s", "{:,.1f}", 1e3)
     ours, eager = measured.get(OURS), measured.get(EAGER)
     for name in (EAGER, INDUCTOR):
-        row = measured.get(name)
-        yield "" if row is None or "ratio" not in row.figures else f"{row.figures['ratio']:.2f}x"
+        yield shown(measured.get(name), "ratio", "{:.2f}x")
     if ours is None or ours.failed:
         yield from ("", "", "", "" if ours is None else ours.failed)
         return
-    yield f"{ours.figures['ahead_s']:,.0f}" if "ahead_s" in ours.figures else "never"
-    held = None if eager is None or eager.failed else ours.figures["process_mb"] / eager.figures["process_mb"]
-    yield "" if held is None else f"{held:.2f}"
-    yield f"{ours.figures['loss_rel_diff']:.0e}" if "loss_rel_diff" in ours.figures else ""
+    yield shown(ours, "ahead_s", "{:,.0f}", none="never")
+    yield "" if eager is None or eager.failed else shown(ours, "process_mb", "{:.2f}", 1 / eager.figures["process_mb"])
+    yield shown(ours, "loss_rel_diff", "{:.0e}")
     yield ours.texts.get("runs", "")
 
 

@@ -15,12 +15,22 @@ from typer import Option
 from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup
 from deepytorch.bench.figures import line_of, loss_rel_diff, percentiles, whole_passes
 from deepytorch.bench.jobs import OverlapJob
-from deepytorch.bench.options import Settle, check_at_least, check_choice, check_rates, simulated_hosts
+from deepytorch.bench.options import (
+    FlowRate,
+    NumHosts,
+    RanksOfHost,
+    Rate,
+    Settle,
+    TextFile,
+    check_choice,
+    check_declared,
+    check_hosts,
+)
 from deepytorch.bench.results import Results, Row
 from deepytorch.bench.table import Table
 from deepytorch.bench.timeline import Span, plot_steps, write_trace
 from deepytorch.bench.ways import Parallel
-from deepytorch.bench.zoo import MODELS, SIZES
+from deepytorch.bench.zoo import MODELS
 from deepytorch.config import process_environment
 from deepytorch.errors import ConfigError
 
@@ -38,8 +48,8 @@ class DdpOptions:
     each, the parts that were timed alone, what of the communication is exposed, and overlap_efficiency: (forward +
     the longer of backward and communication) / step.
 
-    Under torchrun it runs on the ranks that are there; else it starts
-    ranks on this machine, and several hosts are simulated, which needs root.
+    Under torchrun it runs on the ranks that are there; else it starts ranks on this machine, and several hosts are
+    simulated, which needs root. Llama learns from the texts of --data; batches of other models are random.
     """
 
     models: Annotated[tuple[str, ...], Option(help="Models of the zoo, with commas; weights are random.")] = ("vgg16",)
@@ -67,25 +77,11 @@ class DdpOptions:
         ),
     ] = None
     device: Annotated[str, Option(metavar="cpu|cuda", help="Where to train; cuda needs torchrun.")] = "cpu"
-    data: Annotated[
-        Path | None,
-        Option(
-            metavar="FILE",
-            help="With --models llama: JSON file of texts, laid out as Stanford Alpaca's. Default: the docstrings of "
-            "Python's standard library and of torch. Other models have random batches.",
-        ),
-    ] = None
-    ranks: Annotated[int, Option(min=1, help="Ranks (processes) on each host.")] = 2
-    hosts: Annotated[
-        int, Option(min=1, help="Hosts; above 1 they are simulated on this machine: see deepytorch lab.")
-    ] = 1
-    rate: Annotated[
-        str | None,
-        Option(help="With --hosts: bits per second that each host may send, and receive: 200mbit. Default: 1gbit."),
-    ] = None
-    flow_rate: Annotated[
-        str | None, Option(metavar="RATE", help="With --hosts: the rate of one connection. Default: no limit.")
-    ] = None
+    data: TextFile = None
+    ranks: RanksOfHost = 2
+    hosts: NumHosts = 1
+    rate: Rate = None
+    flow_rate: FlowRate = None
     steps: Annotated[int, Option(min=1, help="Steps that are timed, in turns.")] = 10
     settle: Settle = 300.0
     timeline: Annotated[
@@ -95,19 +91,12 @@ class DdpOptions:
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for a value that is not accepted."""
+        check_declared(self)
         check_choice(self, "models", MODELS)
-        check_choice(self, "size", SIZES)
-        check_choice(self, "precision", ("fp32", "mixed"))
         check_choice(self, "setups", SETUPS)
-        check_choice(self, "backend", ("deepytorch", "gloo"))
-        check_choice(self, "device", ("cpu", "cuda"))
-        check_at_least(self, 1, "batch_size", "ranks", "hosts", "steps")
-        check_rates(self)
-        simulated_hosts(self)  # reads the rates
-        if self.compress is not None:
-            check_choice(self, "compress", ("bf16", "fp16"))
-            if self.backend == "gloo":
-                raise ConfigError("compress is of deepytorch's process group, found backend gloo; expected deepytorch.")
+        check_hosts(self)
+        if self.compress is not None and self.backend == "gloo":
+            raise ConfigError("compress is of deepytorch's process group, found backend gloo; expected deepytorch.")
         if self.data is not None and set(self.models) - set(_DATA):
             raise ConfigError(f"Data was given for {', '.join(self.models)}; expected llama, which learns from texts.")
         if self.timeline is not None and len(self.models) > 1:
@@ -129,9 +118,7 @@ class Ddp(Benchmark[DdpOptions]):
                     "model": model,
                     "size": options.size,
                     "batch size": options.batch_size,
-                    "hosts": place.hosts,
-                    "ranks": place.ranks,
-                    "rate": place.rate,
+                    **place.key,
                     "flow rate": place.flow_rate,
                     "precision": options.precision,
                     "group": options.compress or options.backend,
@@ -242,19 +229,13 @@ _NOTE = (
 
 
 def _table(rows: Sequence[Row]) -> Table:
-    shown = [_shown(row) for row in rows]
-    used = [at for at, _ in enumerate(_COLUMNS) if any(row[at] for row in shown)]
     key = rows[0].key
     rates = [f"{name} {key[name]}" for name in ("rate", "flow rate") if key[name]]
     group = [] if key["group"] == OURS else [f"deepytorch on {key['group']}"]
     where = ", ".join([f"{key['hosts']} x {key['ranks']} ranks", *rates, *group])
-    return Table(
-        title=f"{key['model']} ({key['size']}), batch {key['batch size']}, {key['precision']}, {where}",
-        columns=tuple(_COLUMNS[at] for at in used),
-        rows=tuple(tuple(row[at] for at in used) for row in shown),
-        left=("setup", "runs"),
-        notes=(_NOTE,),
-    )
+    title = f"{key['model']} ({key['size']}), batch {key['batch size']}, {key['precision']}, {where}"
+    shown = tuple(_shown(row) for row in rows)
+    return Table(title, _COLUMNS, shown, ("setup", "runs"), (_NOTE,)).without_empty_columns()
 
 
 def _shown(row: Row) -> tuple[str, ...]:

@@ -8,19 +8,18 @@ training; it is the baseline that a user would name.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from typer import Option
 
 from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup
-from deepytorch.bench.figures import loss_rel_diff, mean_step_s
-from deepytorch.bench.jobs import TrainingJob
-from deepytorch.bench.options import Device, Settle, TextFile, check_at_least, check_choice
+from deepytorch.bench.figures import loss_rel_diff, mean_step_s, shown, training_rows
+from deepytorch.bench.jobs import TrainingJob, asked
+from deepytorch.bench.options import Device, Mixed, ModelSize, Settle, TextFile, check_choice, check_declared
 from deepytorch.bench.results import Results, Row
 from deepytorch.bench.table import Table
 from deepytorch.bench.ways import Parallel
-from deepytorch.bench.zoo import SIZES
 
 MODELS = ("llama", "llama2_13b", "qwen2_14b", "llama_65b")  # those of the zoo that learn from rows of uneven lengths
 BASELINE = "inductor+grouped"
@@ -37,24 +36,20 @@ class EpochOptions:
 
     models: Annotated[tuple[str, ...], Option(help=f"Of {', '.join(MODELS)}, with commas.")] = ("llama",)
     setups: Annotated[tuple[str, ...], Option(help="Compiler and order of rows, with commas.")] = SETUPS
-    size: Annotated[str, Option(metavar="cpu|full", help="full: as published. cpu: small ones.")] = "cpu"
+    size: ModelSize = "cpu"
     data: TextFile = None
     batch_size: Annotated[int, Option(min=0, help="Rows in a batch; 0: those of each model.")] = 0
     batches: Annotated[int, Option(min=2, help="Batches of the epoch.")] = 32
     rounds: Annotated[int, Option(min=1, help="How often each batch is timed in each setup.")] = 3
-    precision: Annotated[str, Option(metavar="fp32|mixed", help="mixed: autocast to bf16.")] = "fp32"
+    precision: Mixed = "fp32"
     device: Device = "cpu"
     settle: Settle = 300.0
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for options that cannot be run with."""
+        check_declared(self)
         check_choice(self, "models", MODELS)
         check_choice(self, "setups", SETUPS)
-        check_choice(self, "size", SIZES)
-        check_choice(self, "precision", ("fp32", "mixed"))
-        check_choice(self, "device", ("cpu", "cuda"))
-        check_at_least(self, 1, "rounds")
-        check_at_least(self, 2, "batches")
 
 
 class Epoch(Benchmark[EpochOptions]):
@@ -80,29 +75,25 @@ class Epoch(Benchmark[EpochOptions]):
 
         `tokens_per_s`, without pads: of all batches, each at the median of the rounds. `speedup`: over the baseline's.
         `real_token_fraction` of the positions. `loss_rel_diff`: of the first losses, from Inductor's on the same
-        batches. `first_s`: of the first two steps.
+        batches. Else as `training_rows`.
         """
-        rates = {name: run["tokens"] / mean_step_s([run]) for name, [run] in found.items()}
         rows = []
-        for name, [run] in found.items():
-            figures = {
-                "tokens_per_s": rates[name],
-                "real_token_fraction": run["tokens"] / run["positions"],
-                "first_s": run["first_s"],
-                "process_mb": run["process_mb"],
-            }
-            if BASELINE in rates:
-                figures["speedup"] = rates[name] / rates[BASELINE]
+        for row in training_rows(cell, found, ""):
+            name = str(row.key["setup"])
+            [run] = found[name]
+            figures = {**row.figures, "real_token_fraction": run["tokens"] / run["positions"]}
+            if BASELINE in found:
+                baseline = found[BASELINE][0]["tokens"] / mean_step_s(found[BASELINE])
+                figures["speedup"] = figures["tokens_per_s"] / baseline
             stock = name.replace("deepytorch", "inductor")
             if stock in found and stock != name:
                 figures["loss_rel_diff"] = loss_rel_diff(found[stock], [run])
-            texts = {"runs": run["plan"]} if run["plan"] else {}
-            rows.append(Row(key={**cell.key, "setup": name}, figures=figures, texts=texts))
+            rows.append(replace(row, figures=figures))
         return rows
 
     def tables(self, results: Results) -> list[Table]:
         """Return a table for each model."""
-        return [_table(results, str(model)) for model in dict.fromkeys(row.key["model"] for row in results.rows)]
+        return [_table(rows, results.options) for rows in results.together()]
 
 
 def _setup(options: EpochOptions, model: str, name: str) -> Setup:
@@ -110,39 +101,34 @@ def _setup(options: EpochOptions, model: str, name: str) -> Setup:
     stock = compiler == "inductor"
     job = TrainingJob(
         model=model,
-        size=options.size,
-        rows=options.batch_size,
+        **asked(options),
         parallel=Parallel(precision=options.precision, compile=compiler if stock else ""),
         optimizer="adamw",
         data=order,
-        file=options.data,
-        device=options.device,
-        batches=options.batches,
         steps=options.batches * options.rounds,
         warm_up=options.batches,  # every shape: what compiles comes first and is not timed
-        settle_s=options.settle,
     )
     return Setup(name=name, job=job, imports=not stock)
 
 
-def _table(results: Results, model: str) -> Table:
+def _table(measured: Sequence[Row], options: Mapping[str, Any]) -> Table:
     rows = []
-    for row in results.having(model=model):
+    for row in measured:
         compiler, _, order = str(row.key["setup"]).partition("+")
-        figures = row.figures
-        shown = ("", "", "", row.failed)
-        if not row.failed:
-            shown = (
-                f"{figures['tokens_per_s']:,.0f}",
-                f"{figures['speedup']:.2f}x" if "speedup" in figures else "",
-                f"{100 * figures['real_token_fraction']:.0f} %",
-                row.texts.get("runs", ""),
+        rows.append(
+            (
+                compiler,
+                order,
+                shown(row, "tokens_per_s", "{:,.0f}"),
+                shown(row, "speedup", "{:.2f}x"),
+                shown(row, "real_token_fraction", "{:.0f} %", 100),
+                row.failed or row.texts.get("disturbed", "") or row.texts.get("runs", ""),
             )
-        rows.append((compiler, order, *shown))
-    options, key = results.options, results.rows[0].key
+        )
+    key = measured[0].key
     title = (
-        f"{model}, {key['size']}, {key['precision']}, {options['device']}: an epoch of {options['batches']} batches, "
-        f"each timed {options['rounds']} times"
+        f"{key['model']}, {key['size']}, {key['precision']}, {options['device']}: an epoch of {options['batches']} "
+        f"batches, each timed {options['rounds']} times"
     )
     words = ("compiled by", "rows", "runs")
     return Table(title, (*words[:2], "real tokens/s", "ratio", "real tokens", "runs"), tuple(rows), words)

@@ -91,6 +91,18 @@ def training_rows(cell: Cell, found: Mapping[str, Sequence[Rank]], baseline: str
     return rows
 
 
+def all_ranks(row: Row) -> int:
+    """Return the number of ranks of all hosts."""
+    return int(row.key["hosts"] or 1) * int(row.key["ranks"] or 1)
+
+
+def place_in_words(key: Mapping[str, Any]) -> str:
+    """Return where rows of a key were measured: 4 ranks; 2 hosts of 2 ranks at 1gbit, 200mbit a connection."""
+    shape = f"{key['ranks']} ranks" if key["hosts"] == 1 else f"{key['hosts']} hosts of {key['ranks']} ranks"
+    flow = f", {key['flow_rate']} a connection" if key.get("flow_rate") else ""
+    return f"{shape}{' at ' + key['rate'] if key['rate'] else ''}{flow}"
+
+
 def percentiles(ranks: Sequence[Rank]) -> dict[str, float]:
     """Return those of PyTorch's DDP benchmark over the steps of all ranks: `p50_s`, `p75_s`, `p90_s`, `p95_s`."""
     cuts = quantiles([each for rank in ranks for each in rank["seconds"]], 100)
@@ -99,8 +111,8 @@ def percentiles(ranks: Sequence[Rank]) -> dict[str, float]:
 
 def line_of(row: Row) -> str:
     """Return a row in the line format of PyTorch's DDP benchmark: seconds, and examples of a rank per second."""
-    hosts, per_host = int(row.key["hosts"] or 1), int(row.key["ranks"] or 1)
-    what = f"{row.key['model']:>24} {row.key['setup']:<31} {hosts * per_host} ranks -- {hosts}M/{per_host}R"
+    shape = f"{all_ranks(row)} ranks -- {row.key['hosts']}M/{row.key['ranks']}R"
+    what = f"{row.key['model']:>24} {row.key['setup']:<31} {shape}"
     if row.failed:
         return f"{what}:  {row.failed}"
     rows = row.figures["examples_per_s"] * row.figures["p50_s"]
@@ -109,6 +121,19 @@ def line_of(row: Row) -> str:
         seconds = row.figures[f"p{part}_s"]
         parts.append(f"p{part}: {seconds:7.3f}s {rows / seconds:6.{0 if rows / seconds > 10 else 1}f}/s")
     return f"{what}:  {'  '.join(parts)}"
+
+
+def by_setup(rows: Sequence[Row]) -> dict[str, Row]:
+    """Return rows that were measured together by the names of their setups."""
+    return {str(row.key["setup"]): row for row in rows}
+
+
+def shown(row: Row | None, figure: str, form: str, times: float = 1.0, none: str = "") -> str:
+    """Return a figure of a row as text. form: such as "{:.2f}x". times: what the figure is multiplied by.
+
+    none: the text where the row is missing, or has no such figure.
+    """
+    return none if row is None or figure not in row.figures else form.format(times * row.figures[figure])
 
 
 def _replicas(cell: Cell, name: str) -> int:

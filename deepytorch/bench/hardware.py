@@ -1,12 +1,16 @@
-"""The use of a host's hardware while steps run: processors, memory, disk, network, GPU."""
+"""A host's hardware, and its use while steps run: processors, memory, disk, network, GPU."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import platform
 import threading
 import time
 from types import TracebackType
 from typing import Any
+
+from deepytorch.process_facts import cpu_model
 
 _LEAST_S = 0.02  # of a sample: counters of processors advance by a hundredth of a second
 
@@ -119,3 +123,17 @@ def _gpus() -> list[Any]:
         pynvml.nvmlInit()
         return [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
     return []
+
+
+def machine() -> str:
+    """Return this machine in words: CPU, memory, GPUs."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    parts = [platform.machine(), f"{os.cpu_count()} CPUs ({cpu_model()})", f"{memory:.0f} GiB"]
+    gpus = [_name(each) for each in _gpus()]
+    return ", ".join(parts + [f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)])
+
+
+def _name(gpu: Any) -> str:
+    import pynvml
+
+    return str(pynvml.nvmlDeviceGetName(gpu))

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepytorch.bench.channel import Turns
+from deepytorch.bench.model_parts import blocks
 
 Batch = dict[str, Tensor]
 LEARNING_RATE = 1e-3
-BLOCKS = ("LlamaDecoderLayer", "BertLayer", "T5Block")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,18 +76,29 @@ class OwnLoop(Loop):
                 self.save(save)
             if dist.is_initialized():
                 dist.barrier()
-            began = self.begin()
-            loss = float(self.step(self.batches[number]).detach())
-            steps.append(Step(loss, self.end(began)))
+            steps.append(self.timed(number))
         return steps
+
+    def timed(self, number: int) -> Step:
+        """Run the step on the batch of a number, in its turn."""
+        began = self.begin()
+        loss = float(self.step(self.batches[number]).detach())
+        return Step(loss, self.end(began))
 
     def step(self, batch: Batch) -> Tensor:
         """Run one optimizer step; return the loss."""
-        loss = self.model(**batch).loss
-        loss.backward()
+        return self.stepped(self.model(**batch).loss)
+
+    def stepped(self, loss: Tensor) -> Tensor:
+        """Run the backward pass of a loss and an optimizer step; return the loss."""
+        self.backward(loss)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss
+
+    def backward(self, loss: Tensor) -> None:
+        """Run the backward pass."""
+        loss.backward()  # type: ignore[no-untyped-call]
 
     def _inner(self) -> nn.Module:
         return self.model.module if isinstance(self.model, nn.parallel.DistributedDataParallel) else self.model
@@ -124,37 +135,36 @@ class FullyShard(OwnLoop):
         from torch.distributed.fsdp import fully_shard
 
         dist.init_process_group("gloo")
-        for name, block in model.named_modules():
-            if type(block).__name__ in BLOCKS and name.rpartition(".")[2].isdigit():
-                fully_shard(block)
+        for block in blocks(model):
+            fully_shard(block)
         super().__init__(fully_shard(model), batches, folder)
 
-    def save(self, path: Path) -> None:
-        import torch.distributed.checkpoint as checkpoint
+    def _state(self) -> dict[str, Any]:
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
         model, optimizer = get_state_dict(self.model, self.optimizer)
-        checkpoint.save({"model": model, "optimizer": optimizer}, checkpoint_id=path)
+        return {"model_state_dict": model, "optim_state_dict": optimizer}
+
+    def save(self, path: Path) -> None:
+        import torch.distributed.checkpoint as checkpoint
+
+        checkpoint.save(self._state(), checkpoint_id=path)
 
     def load(self, path: Path) -> None:
         import torch.distributed.checkpoint as checkpoint
-        from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+        from torch.distributed.checkpoint.state_dict import set_state_dict
 
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        checkpoint.load({"model": model, "optimizer": optimizer}, checkpoint_id=path)
-        set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+        state = self._state()
+        checkpoint.load(state, checkpoint_id=path)
+        set_state_dict(self.model, self.optimizer, **state)
 
 
 class LowRank(OwnLoop):
     """PEFT: LoRA adapters on the attention's projections."""
 
     def __init__(self, model: Any, batches: Sequence[Batch], folder: Path) -> None:
-        from peft import LoraConfig, get_peft_model
-
         targets = {"llama": ["q_proj", "v_proj"], "bert": ["query", "value"], "t5": ["q", "v"]}
-        torch.manual_seed(0)
-        config = LoraConfig(r=8, lora_dropout=0.0, target_modules=targets[model.config.model_type])
-        super().__init__(get_peft_model(model, config), batches, folder)
+        super().__init__(with_adapters(model, targets[model.config.model_type]), batches, folder)
 
     def save(self, path: Path) -> None:
         self.model.save_pretrained(path)
@@ -177,12 +187,8 @@ class Accelerated(OwnLoop):
         super().__init__(model, batches, folder)
         self.model, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
 
-    def step(self, batch: Batch) -> Tensor:
-        loss = self.model(**batch).loss
+    def backward(self, loss: Tensor) -> None:
         self.accelerator.backward(loss)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss
 
     def save(self, path: Path) -> None:
         self.accelerator.save_state(str(path))
@@ -208,22 +214,22 @@ class Zero(OwnLoop):
             "zero_optimization": {"stage": stage, **{part: {"device": "cpu"} for part in offload}},
             "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's own optimizer would have to be built
             "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "torch_adam": True}},
+            "gradient_clipping": 0.0,  # the default is 1.0
             "steps_per_print": 10**9,
         }
-        Loop.__init__(self, model, batches, folder)
-        self.engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        Loop.__init__(self, engine, batches, folder)
 
-    def step(self, batch: Batch) -> Tensor:
-        loss = self.engine(**batch).loss
-        self.engine.backward(loss)
-        self.engine.step()
+    def stepped(self, loss: Tensor) -> Tensor:
+        self.model.backward(loss)
+        self.model.step()
         return loss
 
     def save(self, path: Path) -> None:
-        self.engine.save_checkpoint(str(path), tag="bench")
+        self.model.save_checkpoint(str(path), tag="bench")
 
     def load(self, path: Path) -> None:
-        self.engine.load_checkpoint(str(path), tag="bench")
+        self.model.load_checkpoint(str(path), tag="bench")
 
 
 class Trainer(Loop):
@@ -276,20 +282,16 @@ class SupervisedTrainer(Trainer):
 
     def _trainer(self, save: Path, save_steps: int) -> Any:
         from datasets import Dataset
-        from tokenizers import Tokenizer
-        from tokenizers.models import WordLevel
-        from transformers import PreTrainedTokenizerFast
         from trl import SFTConfig, SFTTrainer
 
         dataset = self._dataset()
-        words = Tokenizer(WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))  # batches hold ids already
         settings = self.arguments(save, save_steps) | {"dataset_kwargs": {"skip_prepare_dataset": True}, "bf16": False}
         return SFTTrainer(
             self.model,
             SFTConfig(**settings),
             lambda rows: dataset[rows[0]["number"]],
             train_dataset=Dataset.from_dict({"number": list(range(len(dataset)))}),
-            processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"),
+            processing_class=tokenizer_of_ids(),
         )
 
 
@@ -315,21 +317,28 @@ class Lightning(Loop):
             default_root_dir=self.folder,
             callbacks=[_lightning_recorder(self, steps, save_at, save)],
         )
-        loader: Any = torch.utils.data.DataLoader(_Listed(self.batches), batch_size=1, collate_fn=_only)
+        loader: Any = torch.utils.data.DataLoader(list(self.batches), batch_size=1, collate_fn=_only)  # type: ignore[arg-type]
         path = None if resume is None else str(resume / "state.ckpt")
         trainer.fit(_lightning_module(self.model), loader, ckpt_path=path, weights_only=False)
         return steps[-(len(self.batches) - first) :]
 
 
-class _Listed(torch.utils.data.Dataset[Batch]):
-    def __init__(self, batches: Sequence[Batch]) -> None:
-        self._batches = batches
+def with_adapters(model: Any, layers: str | list[str], **given: Any) -> Any:
+    """Return a model with PEFT's LoRA adapters on layers of these names, equal in every process."""
+    from peft import LoraConfig, get_peft_model
 
-    def __len__(self) -> int:
-        return len(self._batches)
+    torch.manual_seed(0)
+    return get_peft_model(model, LoraConfig(r=8, lora_dropout=0.0, target_modules=layers, **given))
 
-    def __getitem__(self, number: int) -> Batch:
-        return self._batches[number]
+
+def tokenizer_of_ids() -> Any:
+    """Return a tokenizer for packages that ask for one, though batches hold ids already."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
 
 
 def _only(batches: list[Batch]) -> Batch:

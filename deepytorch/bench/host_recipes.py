@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deepytorch.bench.host_loops import Batch, OwnLoop, Step, Trainer
+from deepytorch.bench.host_loops import Batch, OwnLoop, Step, Trainer, tokenizer_of_ids, with_adapters
 
 _BETA = 0.1  # of DPO and ORPO
 _CLIPPED = 0.2  # of GRPO's ratio
@@ -23,11 +23,7 @@ class CheckpointedLowRank(Trainer):
     """LoRA with gradient checkpointing in Hugging Face's Trainer."""
 
     def __init__(self, model: Any, batches: Sequence[Batch], folder: Path) -> None:
-        from peft import LoraConfig, get_peft_model
-
-        torch.manual_seed(0)
-        config = LoraConfig(r=8, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
-        adapted = get_peft_model(model, config)
+        adapted = with_adapters(model, "all-linear", task_type="CAUSAL_LM")
         adapted.enable_input_require_grads()
         super().__init__(adapted, batches, folder)
 
@@ -48,20 +44,11 @@ class Preferences(OwnLoop):
         with torch.no_grad():
             expected = _log_probs(self._reference, batch).sum(1)
         ratios = _log_probs(self.model, batch).sum(1) - expected
-        return self._stepped(-F.logsigmoid(_BETA * (ratios[::2] - ratios[1::2])).mean())
-
-    def _stepped(self, loss: Tensor) -> Tensor:
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss
+        return self.stepped(-F.logsigmoid(_BETA * (ratios[::2] - ratios[1::2])).mean())
 
 
-class OddsRatios(Preferences):
+class OddsRatios(OwnLoop):
     """ORPO, with TRL's metrics: the mean of all logits, pads among them, which takes one more forward."""
-
-    def __init__(self, model: Any, batches: Sequence[Batch], folder: Path) -> None:
-        OwnLoop.__init__(self, model, batches, folder)
 
     def step(self, batch: Batch) -> Tensor:
         logits = self.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
@@ -70,14 +57,11 @@ class OddsRatios(Preferences):
         odds = means - torch.log1p(-means.exp().clamp(max=1 - 1e-6))
         loss = -means[::2].mean() - _BETA * F.logsigmoid(odds[::2] - odds[1::2]).mean()
         self.mean_logits = float(logits.detach().mean())
-        return self._stepped(loss)
+        return self.stepped(loss)
 
 
-class PolicyRatios(Preferences):
+class PolicyRatios(OwnLoop):
     """GRPO without its generation: log-probabilities of before, then two steps by the clipped ratio to these."""
-
-    def __init__(self, model: Any, batches: Sequence[Batch], folder: Path) -> None:
-        OwnLoop.__init__(self, model, batches, folder)
 
     def step(self, batch: Batch) -> Tensor:
         mask = (batch["labels"][:, 1:] != -100).float()
@@ -87,59 +71,48 @@ class PolicyRatios(Preferences):
         for _ in range(2):
             ratio = torch.exp(_log_probs(self.model, batch) - before)
             gain = torch.minimum(ratio * advantages, ratio.clamp(1 - _CLIPPED, 1 + _CLIPPED) * advantages)
-            loss = self._stepped(-((gain * mask).sum(1) / mask.sum(1).clamp(min=1)).mean())
+            loss = self.stepped(-((gain * mask).sum(1) / mask.sum(1).clamp(min=1)).mean())
         return loss
 
 
 class Evaluation(OwnLoop):
     """Evaluations behind each training step; they alone are timed, and theirs is the loss."""
 
-    def train(self, first: int, save_at: int | None, save: Path, resume: Path | None) -> list[Step]:
-        if resume is not None:
-            self.load(resume)
-        steps = []
-        for number in range(first, len(self.batches)):
-            if number == save_at:
-                self.save(save)
-            began = self.begin()
-            self.step(self.batches[number])
-            self.model.eval()
-            started = time.perf_counter()
-            with torch.no_grad():
-                asked = [self.batches[(number + more) % len(self.batches)] for more in range(_EVALUATIONS)]
-                losses = [float(self.model(**batch).loss) for batch in asked]
-            seconds = time.perf_counter() - started
-            self.model.train()
-            self.end(began)
-            steps.append(Step(sum(losses) / len(losses), seconds))
-        return steps
+    def timed(self, number: int) -> Step:
+        began = self.begin()
+        self.step(self.batches[number])
+        self.model.eval()
+        started = time.perf_counter()
+        with torch.no_grad():
+            asked = [self.batches[(number + more) % len(self.batches)] for more in range(_EVALUATIONS)]
+            losses = [float(self.model(**batch).loss) for batch in asked]
+        seconds = time.perf_counter() - started
+        self.model.train()
+        self.end(began)
+        return Step(sum(losses) / len(losses), seconds)
 
 
-class SentenceEmbeddings(Preferences):
+class SentenceEmbeddings(OwnLoop):
     """sentence-transformers: rows of the batch's first half against the second half, all of them negatives."""
 
     def __init__(self, model: Any, batches: Sequence[Batch], folder: Path) -> None:
         from sentence_transformers import SentenceTransformer
         from sentence_transformers.losses import MultipleNegativesRankingLoss
         from sentence_transformers.models import Pooling, Transformer
-        from tokenizers import Tokenizer
-        from tokenizers.models import WordLevel
-        from transformers import PreTrainedTokenizerFast
 
         path = folder / "encoder"
-        words = Tokenizer(WordLevel({"[PAD]": 0, "[UNK]": 1}, unk_token="[UNK]"))  # batches hold ids already
         model.base_model.save_pretrained(path)
-        PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]").save_pretrained(path)
+        tokenizer_of_ids().save_pretrained(path)
         pooling = Pooling(model.config.hidden_size)
         embedder: nn.Module = SentenceTransformer(modules=[Transformer(str(path)), pooling], device="cpu").train()
-        OwnLoop.__init__(self, embedder, batches, folder)
+        super().__init__(embedder, batches, folder)
         self._loss: Any = MultipleNegativesRankingLoss(embedder)
 
     def step(self, batch: Batch) -> Tensor:
         rows = {name: batch[name] for name in ("input_ids", "attention_mask")}
         half = len(batch["input_ids"]) // 2
         sides = [{name: each[part] for name, each in rows.items()} for part in (slice(half), slice(half, 2 * half))]
-        return self._stepped(self._loss(sides, None))
+        return self.stepped(self._loss(sides, None))
 
 
 def _of_labels(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

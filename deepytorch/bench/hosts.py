@@ -20,10 +20,10 @@ from typer import Option
 
 from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup
 from deepytorch.bench.figures import loss_rel_diff
-from deepytorch.bench.options import check_at_least, check_choice
+from deepytorch.bench.options import TextFile, TextSize, check_choice, check_declared
 from deepytorch.bench.results import Results, Row
 from deepytorch.bench.table import Table
-from deepytorch.errors import ConfigError, DataError, ParityError
+from deepytorch.errors import DataError, ParityError
 
 MODELS = ("llama", "bert", "t5")
 WITHOUT, WITH = "without", "with the import"
@@ -106,36 +106,19 @@ class HostsOptions:
     models: Annotated[
         tuple[str, ...], Option(help="Model architectures, with commas: llama, bert, t5; weights are random.")
     ] = MODELS
-    size: Annotated[
-        str,
-        Option(
-            metavar="tiny|quarter|demo|small|base|large",
-            help="Layers x hidden size: tiny 2x64, quarter 12x192, demo 4x256, small 4x512, base 12x768, large "
-            "16x2048.",
-        ),
-    ] = "demo"
-    data: Annotated[
-        Path | None,
-        Option(
-            metavar="FILE",
-            help="JSON file of instruction, input and output texts, laid out as Stanford Alpaca's. Default: the "
-            "docstrings of Python's standard library and of torch.",
-        ),
-    ] = None
+    size: TextSize = "demo"
+    data: TextFile = None
     batch_size: Annotated[int, Option(min=1, help="Rows in a batch.")] = 8
     max_length: Annotated[int, Option(min=8, help="Tokens that longer rows are cut to.")] = 384
-    steps: Annotated[int, Option(min=4, help="Training steps of each run.")] = 20
+    steps: Annotated[
+        int, Option(min=4, help="Training steps of each run; the last two are repeated from checkpoints.")
+    ] = 20
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for a value that is not accepted, `DataError` for a file that is not there."""
-        from deepytorch.bench.models import SIZES  # loads torch
-
+        check_declared(self)
         check_choice(self, "hosts", (*ALL, *_GROUPS))
         check_choice(self, "models", MODELS)
-        check_choice(self, "size", tuple(SIZES))
-        check_at_least(self, 1, "batch_size")
-        if self.steps < 4:
-            raise ConfigError(f"steps is {self.steps}; expected 4 or more: the last two are repeated from checkpoints.")
         if self.data is not None and not self.data.is_file():
             raise DataError(f"The data file {self.data} is not there; expected a JSON file in Alpaca layout.")
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from deepytorch.bench.ways import Parallel
 
 # the figures of `hardware`
 HARDWARE = ("cpu_percent", "memory_percent", "disk_mb_per_s", "network_mbit_per_s", "gpu_percent", "gpu_memory_percent")
-KERNELS = ("", "liger", "flash", "flattened")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +70,14 @@ class TrainingJob:
     memory: bool = False
     ready: bool = False
     timeout_s: float = 600.0
+
+
+def asked(options: Any) -> dict[str, Any]:
+    """Return the fields of a `TrainingJob` that options of a benchmark say, those that it has."""
+    named = {"size": "size", "rows": "batch_size", "file": "data", "device": "device", "settle_s": "settle"}
+    named |= {name: name for name in ("batches", "together", "warm_up")}
+    found = {field: getattr(options, name) for field, name in named.items() if hasattr(options, name)}
+    return found | ({"size": "cpu" if options.scale == "small" else "full"} if hasattr(options, "scale") else {})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from deepytorch.bench import namespaces
-from deepytorch.bench.processes import Program, ending, last_lines
+from deepytorch.bench.processes import Program, ending, last_lines, rank_environment
 from deepytorch.bench.shaping import MTU_BYTES, flow_commands, link_commands, parse_rate, segment_bytes
 from deepytorch.errors import ConfigError
 from deepytorch.log import logger
@@ -161,11 +161,11 @@ class Lab:
         except OSError as error:
             raise ConfigError(f"The folder for logs is {logs}, expected one that can be made: {error}.") from error
         common = self._common_environment({**os.environ, **(env or {})})
-        started = []
-        for index in range(self.options.hosts * self.options.ranks):
-            host, local = divmod(index, self.options.ranks)
-            environment = {**common, "RANK": str(index), "LOCAL_RANK": str(local)}
-            environment.update(GROUP_RANK=str(host), NODE_RANK=str(host))
+        started, ranks = [], self.options.hosts * self.options.ranks
+        for index in range(ranks):
+            host = index // self.options.ranks
+            own = rank_environment(index, ranks, self.options.ranks)
+            environment = {**common, **own, "NODE_RANK": str(host)}
             log = logs / f"host{host}-rank{index}.log"
             stdin = subprocess.DEVNULL if stdins is None else stdins[index]
             program = self.inside(host, partial(Program, command, log, env=environment, stdin=stdin))
@@ -223,7 +223,6 @@ class Lab:
 
     def _common_environment(self, environment: Mapping[str, str]) -> dict[str, str]:
         """Return the variables that torchrun would set equally for all ranks, on top of `environment`."""
-        hosts, ranks = self.options.hosts, self.options.ranks
         # an outer torchrun's store and identity are not these ranks'
         kept = {name: value for name, value in environment.items() if not name.startswith("TORCHELASTIC_")}
         return {
@@ -231,9 +230,7 @@ class Lab:
             "PYTHONUNBUFFERED": "1",  # logs can be followed, and are complete when a rank is killed
             "DEEPYTORCH_LINKS": "measure",  # this network is not the one of the last lab, nor of the machine
             **kept,
-            "WORLD_SIZE": str(hosts * ranks),
-            "LOCAL_WORLD_SIZE": str(ranks),
-            "GROUP_WORLD_SIZE": str(hosts),
+            "GROUP_WORLD_SIZE": str(self.options.hosts),
             "MASTER_ADDR": self.addresses[0],
             "MASTER_PORT": str(self.inside(0, lambda: _free_port(self._ports))),
             "GLOO_SOCKET_IFNAME": DEVICE,

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
 
 from deepytorch.bench.channel import DOING, Turns
 from deepytorch.bench.loss import LossOptions
 from deepytorch.bench.measurement import Measurement
-from deepytorch.bench.memory import peak_step_bytes
-from deepytorch.bench.training_step import Precision
+from deepytorch.bench.training_step import Batch, ModelSetup, Precision, forward_backward, peak_bytes_of
 from deepytorch.errors import ParityError
 from deepytorch.passes.ops.linear_cross_entropy import linear_cross_entropy
 from deepytorch.switch import SWITCH
@@ -33,39 +31,40 @@ def run(job: LossOptions, turns: Turns) -> dict[str, Any]:
 
 
 def measure(options: LossOptions, notify: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
-    """Measure every arm on the same tensors, in turns; return by name its figures: see `loss.Loss.rows`.
+    """Measure every setup on the same tensors, in turns; return by name its figures: see `loss.Loss.rows`.
 
     Raises `ParityError` if their losses differ.
     """
     precision = Precision.parse(options.device, options.dtype, options.dtype)
-    inputs = _inputs(options, precision)
-    arms: dict[str, Loss] = {"eager": _plain, "inductor": torch.compile(_plain), "deepytorch": _fused}
-    losses, peaks = {}, {}
-    for name, loss in arms.items():
+    hidden, weight, target = _inputs(options, precision)
+    leaves, batch = nn.ParameterList([hidden, weight]), {"target": target}
+    setups, losses, peaks = {}, {}, {}
+    for name, loss in {"eager": _plain, "inductor": torch.compile(_plain), "deepytorch": _fused}.items():
+        setups[name] = ModelSetup(name, leaves, partial(_loss_of, loss, leaves))
         notify(f"Once, which is not timed: {name}")
-        losses[name] = _step(loss, inputs, precision)
-        for each in inputs[:2]:
-            each.grad = None  # the peak is to hold them
-        peaks[name] = peak_step_bytes(partial(_step, loss, inputs, precision), precision.device)
+        losses[name] = forward_backward(setups[name], batch, precision).loss
+        peaks[name] = peak_bytes_of(setups[name], batch, precision)
     _compare(losses, precision.dtype)
 
-    def timed(loss: Loss, _: int) -> float:
-        begin = time.perf_counter()
-        _step(loss, inputs, precision)
-        return time.perf_counter() - begin
+    def timed(setup: ModelSetup, _: int) -> float:
+        return forward_backward(setup, batch, precision).seconds
 
-    in_turns = {name: partial(timed, loss) for name, loss in arms.items()}
+    in_turns = {name: partial(timed, setup) for name, setup in setups.items()}
     measured = Measurement.in_turns(in_turns, 1, options.rounds, notify)
-    gradients_mb = sum(each.nbytes for each in inputs[:2]) / 2**20
     return {
         name: {
             "step_s": measured.steady(name)[0],
             "peak_mb": peak / 2**20,
             "loss": losses[name],
-            "gradients_mb": gradients_mb,
+            "gradients_mb": (hidden.nbytes + weight.nbytes) / 2**20,
         }
         for name, peak in peaks.items()
     }
+
+
+def _loss_of(loss: Loss, leaves: nn.ParameterList, batch: Batch) -> Tensor:
+    hidden, weight = leaves
+    return loss(hidden, weight, batch["target"])
 
 
 def _inputs(options: LossOptions, precision: Precision) -> tuple[Tensor, Tensor, Tensor]:
@@ -75,7 +74,7 @@ def _inputs(options: LossOptions, precision: Precision) -> tuple[Tensor, Tensor,
     weight = torch.randn(options.vocab_size, options.hidden_size, generator=generator) / options.hidden_size**0.5
     target = torch.randint(options.vocab_size, (options.rows,), generator=generator)
     target[torch.randperm(options.rows, generator=generator)[: round(options.ignored * options.rows)]] = _IGNORED
-    hidden, weight = (each.to(precision.device, precision.dtype).requires_grad_() for each in (hidden, weight))
+    hidden, weight = (each.to(precision.device, precision.dtype) for each in (hidden, weight))
     return hidden, weight, target.to(precision.device)
 
 
@@ -85,16 +84,6 @@ def _plain(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 def _fused(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     return linear_cross_entropy(hidden, weight, target, ignore_index=_IGNORED)
-
-
-def _step(loss: Loss, inputs: tuple[Tensor, Tensor, Tensor], precision: Precision) -> float:
-    """Run forward and backward, starting without gradients; return the loss."""
-    for each in inputs[:2]:
-        each.grad = None
-    found = loss(*inputs)
-    found.backward()
-    precision.synchronize()
-    return float(found.detach())
 
 
 def _compare(losses: Mapping[str, float], dtype: torch.dtype) -> None:

@@ -13,7 +13,8 @@ from typing import Annotated, Any
 from typer import Option
 
 from deepytorch.bench.benchmark import Benchmark, Cell, Place
-from deepytorch.bench.options import DTYPE_NAMES, check_at_least, check_choice
+from deepytorch.bench.figures import shown
+from deepytorch.bench.options import AnyDevice, check_declared
 from deepytorch.bench.results import Results, Row
 from deepytorch.bench.table import Table
 from deepytorch.bench.unpad import EAGER, in_one_process
@@ -34,14 +35,13 @@ class LossOptions:
     vocab_size: Annotated[int, Option(min=2, help="Classes; 128256 are those of Llama 3.")] = 128_256
     ignored: Annotated[float, Option(min=0.0, max=0.99, help="Fraction of the tokens that have no label.")] = 0.0
     dtype: Annotated[str, Option(metavar="fp32|bf16|fp16", help="Of hidden states and weight.")] = "fp32"
-    device: Annotated[str, Option(help="Where to run: cpu, cuda, cuda:1, ...")] = "cpu"
+    device: AnyDevice = "cpu"
     rounds: Annotated[int, Option(min=1, help="How often each setup is timed.")] = 3
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for options that cannot be run with."""
-        check_at_least(self, 1, "rows", "hidden_size", "vocab_size", "rounds")
-        check_choice(self, "dtype", DTYPE_NAMES)
-        if not 0.0 <= self.ignored < 1.0:
+        check_declared(self)
+        if self.ignored >= 1.0:
             raise ConfigError(f"ignored is {self.ignored:g}, expected a fraction from 0 to below 1.")
 
 
@@ -69,23 +69,18 @@ class Loss(Benchmark[LossOptions]):
 
     def tables(self, results: Results) -> list[Table]:
         """Return the one table."""
-        rows = []
-        eager = {name: value for row in results.having(setup=EAGER) for name, value in row.figures.items()}
-        for row in results.rows:
-            if row.failed:
-                rows.append((str(row.key["setup"]), "", "", "", "", row.failed))
-                continue
-            figures = row.figures
-            rows.append(
-                (
-                    str(row.key["setup"]),
-                    f"{1e3 * figures['step_s']:,.1f}",
-                    f"{1 / figures['speedup']:.2f}",
-                    f"{figures['peak_mb']:,.0f}",
-                    f"{figures['peak_mb'] / eager['peak_mb']:.2f}" if eager["peak_mb"] else "-",
-                    f"{figures['loss']:.5f}",
-                )
+        eager = next((row.figures for row in results.having(setup=EAGER) if not row.failed), {})
+        rows = tuple(
+            (
+                str(row.key["setup"]),
+                shown(row, "step_s", "{:,.1f}", 1e3),
+                shown(row, "step_s", "{:.2f}", 1 / eager.get("step_s", 1.0)),
+                shown(row, "peak_mb", "{:,.0f}"),
+                shown(row, "peak_mb", "{:.2f}", 1 / eager["peak_mb"]) if eager.get("peak_mb") else "-",
+                row.failed or shown(row, "loss", "{:.5f}"),
             )
+            for row in results.rows
+        )
         asked = results.options
         title = (
             f"Linear and cross-entropy, {asked['rows']} x {asked['hidden_size']} x {asked['vocab_size']}, "
@@ -94,4 +89,4 @@ class Loss(Benchmark[LossOptions]):
         if eager:
             title += f"; gradients {eager['gradients_mb']:,.0f} MiB"
         columns = ("setup", "ms", "of eager's", "peak, MiB", "of eager's", "loss")
-        return [Table(title, columns, tuple(rows), ("setup", "loss"))] if rows else []
+        return [Table(title, columns, rows, ("setup", "loss"))] if rows else []

@@ -1,4 +1,4 @@
-"""The timing of several arms in turns, and statistics of their times."""
+"""The timing of several setups in turns, and statistics of their times."""
 
 from __future__ import annotations
 
@@ -24,47 +24,47 @@ def quantiles(values: list[float], parts: int) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Times of arms on the same batches: `seconds[arm][batch]` holds one time per round."""
+    """Times of setups on the same batches: `seconds[setup][batch]` holds one time per round."""
 
     seconds: Mapping[str, Sequence[list[float]]]
 
     @staticmethod
     def in_turns(
-        arms: Mapping[str, Callable[[int], float]],
+        setups: Mapping[str, Callable[[int], float]],
         num_batches: int,
         rounds: int,
         notify: Callable[[str], None] = lambda text: None,
         after_batch: Callable[[int, int], None] = lambda turn, index: None,
     ) -> Measurement:
-        """Take every batch through every arm, `rounds` times.
+        """Take every batch through every setup, `rounds` times.
 
-        The order of the arms is rotated from batch to batch and from round to round, so that a change of the machine's
-        speed affects all arms alike.
+        The order of the setups is rotated from batch to batch and from round to round, so that a change of the
+        machine's speed affects all setups alike.
 
         Args:
-            arms: By name, a function that runs the batch of a number and returns its seconds.
+            setups: By name, a function that runs the batch of a number and returns its seconds.
             num_batches: The number of batches.
-            rounds: How often each batch is run in each arm.
+            rounds: How often each batch is run in each setup.
             notify: Is told the current activity.
-            after_batch: Called with the numbers of the round and of the batch, once all arms have run it.
+            after_batch: Called with the numbers of the round and of the batch, once all setups have run it.
         """
-        found = Measurement({name: [[] for _ in range(num_batches)] for name in arms})
+        found = Measurement({name: [[] for _ in range(num_batches)] for name in setups})
         for turn, index in product(range(rounds), range(num_batches)):
             notify(f"Measuring: round {turn + 1} of {rounds}, batch {index + 1} of {num_batches}")
-            for name in rotated(list(arms), turn + index):
-                found.seconds[name][index].append(arms[name](index))
+            for name in rotated(list(setups), turn + index):
+                found.seconds[name][index].append(setups[name](index))
             after_batch(turn, index)
         return found
 
-    def steady(self, arm: str) -> list[float]:
+    def steady(self, setup: str) -> list[float]:
         """Return the median over the rounds, in seconds, of each batch."""
-        return [statistics.median(rounds) for rounds in self.seconds[arm]]
+        return [statistics.median(rounds) for rounds in self.seconds[setup]]
 
-    def ratio(self, arm: str, against: str = "deepytorch") -> float:
-        """Return the time of all batches in `arm` over their time in `against`."""
-        return sum(self.steady(arm)) / sum(self.steady(against))
+    def ratio(self, setup: str, against: str = "deepytorch") -> float:
+        """Return the time of all batches in `setup` over their time in `against`."""
+        return sum(self.steady(setup)) / sum(self.steady(against))
 
-    def ratio_quartiles(self, arm: str, against: str = "deepytorch") -> list[float]:
+    def ratio_quartiles(self, setup: str, against: str = "deepytorch") -> list[float]:
         """Return the quartiles, over the batches, of one batch's ratio: how evenly the gain is spread."""
-        ratios = [time / other for time, other in zip(self.steady(arm), self.steady(against), strict=True)]
+        ratios = [time / other for time, other in zip(self.steady(setup), self.steady(against), strict=True)]
         return quantiles(ratios, 4)

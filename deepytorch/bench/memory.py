@@ -1,13 +1,15 @@
-"""The peak memory of a step, beyond the memory held before it."""
+"""The peak memory of a step: beyond the memory held before it, or with it."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
 
 import torch
+from torch import Tensor, nn
 
 _NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
@@ -27,6 +29,23 @@ def peak_step_bytes(step: Callable[[], object], device: torch.device) -> int:
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
     return _peak_cpu_bytes(step)
+
+
+def peak_bytes(step: Callable[[], object], device: torch.device) -> int:
+    """Run `step` and return the most bytes of tensors on `device` that this process held at once, weights included.
+
+    On the CPU, what is held before the step are the tensors that Python reaches. The resident size would count the
+    interpreter, libraries and compilers as well.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        return torch.cuda.memory_allocated(device) + peak_step_bytes(step, device)
+    held = {}
+    for each in gc.get_objects():
+        if type(each) in (Tensor, nn.Parameter) and each.device == device:  # subclasses hold tensors
+            storage = each.untyped_storage()
+            held[storage.data_ptr()] = storage.nbytes()
+    return sum(held.values()) + peak_step_bytes(step, device)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -13,9 +13,9 @@ from typing import Annotated, Any
 from typer import Option
 
 from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup
-from deepytorch.bench.figures import training_rows
-from deepytorch.bench.jobs import TrainingJob
-from deepytorch.bench.options import Device, Settle, check_at_least, check_choice
+from deepytorch.bench.figures import by_setup, shown, training_rows
+from deepytorch.bench.jobs import TrainingJob, asked
+from deepytorch.bench.options import Device, Scale, Settle, check_choice, check_declared
 from deepytorch.bench.results import Results, Row
 from deepytorch.bench.table import Table
 from deepytorch.bench.ways import Parallel, unavailable
@@ -39,9 +39,7 @@ class MemoryOptions:
     """
 
     tables: Annotated[tuple[str, ...], Option(help="With commas: precision, sharding, parallelism, compile.")] = TABLES
-    scale: Annotated[str, Option(metavar="full|small", help="full: sizes as published. small: sizes for a CPU.")] = (
-        "full"
-    )
+    scale: Scale = "full"
     ranks: Annotated[int, Option(min=1, help="Ranks (processes) on this machine.")] = 4
     precisions: Annotated[tuple[str, ...], Option(help="With commas: fp32, mixed (autocast to bf16), fp16 (GPUs).")] = (
         "fp32",
@@ -54,11 +52,9 @@ class MemoryOptions:
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for a value that is not accepted."""
+        check_declared(self)
         check_choice(self, "tables", TABLES)
-        check_choice(self, "scale", ("full", "small"))
         check_choice(self, "precisions", ("fp32", "mixed", "fp16"))
-        check_choice(self, "device", ("cpu", "cuda"))
-        check_at_least(self, 1, "ranks")
 
 
 class Memory(Benchmark[MemoryOptions]):
@@ -102,14 +98,11 @@ class Memory(Benchmark[MemoryOptions]):
         small = options.scale == "small"
         job = TrainingJob(
             model=model,
-            size="cpu" if small else "full",
+            **asked(options),
             rows=(_BERT_ROWS if model == _BERT else _GPT_ROWS)[small],
             parallel=way,
             optimizer="adamw",
-            device=options.device,
             steps=options.steps,
-            warm_up=options.warm_up,
-            settle_s=options.settle,
             memory=True,
         )
         key = {
@@ -125,9 +118,7 @@ class Memory(Benchmark[MemoryOptions]):
             key=key,
             place=Place(ranks=options.ranks),
             setups=[Setup(name=PLAIN, job=job), Setup(name=OURS, job=job, imports=True)],
-            impossible="needs several ranks: --ranks 2"
-            if options.ranks == 1 and way.sharding != "none"
-            else unavailable(way, "bert" if model == _BERT else "llama", options.device),
+            impossible=unavailable(way, "bert" if model == _BERT else "llama", options.device, options.ranks),
         )
 
     def rows(self, options: MemoryOptions, cell: Cell, found: Mapping[str, list[dict[str, Any]]]) -> list[Row]:
@@ -141,12 +132,14 @@ class Memory(Benchmark[MemoryOptions]):
 
 def _table(results: Results, table: str) -> Table:
     rows = []
-    for row in results.having(table=table, setup=PLAIN):
-        same = {name: value for name, value in row.key.items() if name != "setup"}
-        ours = next(iter(results.having(**same, setup=OURS)), None)
-        what = (same["sharding"], same["tensor x pipeline"], same["precision"], same["compile"] or "eager")
-        gain = "" if ours is None or ours.failed or row.failed else f"{ours.figures['speedup']:.2f}x"
-        rows.append((*map(str, what), *_shown(row), *_shown(ours), gain))
+    for measured in results.together():
+        key = measured[0].key
+        if key["table"] != table:
+            continue
+        plain, ours = (by_setup(measured)[name] for name in (PLAIN, OURS))
+        what = (key["sharding"], key["tensor x pipeline"], key["precision"], key["compile"] or "eager")
+        gain = "" if plain.failed else shown(ours, "speedup", "{:.2f}x")
+        rows.append((*map(str, what), *_shown(plain), *_shown(ours), gain))
     model = results.having(table=table)[0].key["model"]
     columns = ("sharding", "tensor x pipeline", "precision", "compiler", "samples/s", "peak MB")
     return Table(
@@ -157,9 +150,7 @@ def _table(results: Results, table: str) -> Table:
     )
 
 
-def _shown(row: Row | None) -> tuple[str, str]:
-    if row is None:
-        return "", ""
+def _shown(row: Row) -> tuple[str, str]:
     if row.failed:
         return row.failed, ""
     figures = row.figures

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from deepytorch.bench.calibrated import BUCKET_CAP_BYTES
 from deepytorch.bench.channel import DOING, Turns
 from deepytorch.bench.jobs import OverlapJob
 from deepytorch.bench.parallel import loss_of
@@ -25,7 +26,6 @@ from deepytorch.torch_internals import dynamo_config
 Job = OverlapJob
 _PROJECTIONS = 8  # of each gradient
 _PIECE = 1 << 17  # values that are projected at once
-_BUCKET_BYTES = 25 << 20  # of stock DDP
 
 
 def run(job: OverlapJob, turns: Turns) -> dict[str, Any]:
@@ -123,7 +123,7 @@ class _Steps:
 
     def _stock_bytes(self) -> list[int]:
         total = sum(each.numel() * each.element_size() for each in self.model.parameters() if each.requires_grad)
-        return [min(_BUCKET_BYTES, total - start) for start in range(0, total, _BUCKET_BYTES)]
+        return [min(BUCKET_CAP_BYTES, total - start) for start in range(0, total, BUCKET_CAP_BYTES)]
 
     def communication_seconds(self) -> float:
         """Return the seconds of the buckets alone, one after the other.

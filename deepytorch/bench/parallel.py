@@ -7,7 +7,6 @@ how these are combined; DeepSpeed's. The group exists already.
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -20,12 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from deepytorch.bench.memory import peak_step_bytes
 from deepytorch.bench.model_parts import blocks, cut, divide, fill, inner
 from deepytorch.bench.ways import Parallel
 from deepytorch.errors import ConfigError
@@ -238,26 +236,6 @@ def loss_of(found: Any) -> Tensor:
     return found if isinstance(found, Tensor) else found.loss
 
 
-def peak_bytes(step: Callable[[], object], device: torch.device) -> int:
-    """Run `step` and return the most bytes of tensors on `device` that this process held at once, weights included.
-
-    On the CPU these are the tensors that Python reaches before the step and what the allocator reports during it. The
-    resident size would count the interpreter, libraries and compilers as well.
-    """
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        step()
-        torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device)
-    held = {}
-    for each in gc.get_objects():
-        if type(each) in (Tensor, nn.Parameter) and each.device == device:  # subclasses hold tensors
-            storage = each.untyped_storage()
-            held[storage.data_ptr()] = storage.nbytes()
-    return sum(held.values()) + peak_step_bytes(step, device)
-
-
 def _made(model: nn.Module | Callable[[], nn.Module], without_memory: bool) -> nn.Module:
     if isinstance(model, nn.Module):
         return model
@@ -313,8 +291,6 @@ def _shard(model: nn.Module, parallel: Parallel, device: torch.device, mesh: Dev
         options["mesh"] = mesh["dp"] if parallel.sharding == "fsdp2" else mesh["dp", "one"]
     if parallel.sharding == "fsdp2" and parallel.precision != "fp32":
         options["mp_policy"] = MixedPrecisionPolicy(_DTYPES[parallel.precision], torch.float32)
-    if parallel.offload:
-        options["offload_policy"] = CPUOffloadPolicy()
     for part in (*blocks(model), model):
         fill(model, part, device)
         fully_shard(part, **options)

@@ -11,8 +11,16 @@ from typer import Option
 
 from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup
 from deepytorch.bench.figures import training_rows, whole_passes
-from deepytorch.bench.jobs import TrainingJob
-from deepytorch.bench.options import Device, Settle, TextFile, check_at_least, check_choice
+from deepytorch.bench.jobs import TrainingJob, asked
+from deepytorch.bench.options import (
+    Device,
+    ModelSize,
+    Precision,
+    Settle,
+    TextFile,
+    check_choice,
+    check_declared,
+)
 from deepytorch.bench.results import Results, Row
 from deepytorch.bench.table import Table
 from deepytorch.bench.ways import Parallel, unavailable
@@ -50,7 +58,7 @@ PEERS = {
         {"sharding": "zero3", "compile": "deepcompile"}, {}, ("deepspeed",), gpu=True
     ),
     OURS: _Peer({}, {}),
-    "deepytorch, FSDP2": _Peer({"sharding": "fsdp2"}, {}),
+    "deepytorch + FSDP2": _Peer({"sharding": "fsdp2"}, {}),
     "deepytorch + group_by_length": _Peer({}, {"data": "grouped"}, ("transformers",)),
 }
 
@@ -65,9 +73,9 @@ class PeersOptions:
     """
 
     model: Annotated[str, Option(metavar="NAME", help="llama, or another model that learns from text.")] = "llama"
-    size: Annotated[str, Option(metavar="cpu|full", help="full: as published. cpu: for a CPU.")] = "cpu"
+    size: ModelSize = "cpu"
     peers: Annotated[tuple[str, ...], Option(help="Names, with commas.")] = tuple(PEERS)
-    precision: Annotated[str, Option(metavar="fp32|mixed|fp16", help="mixed: autocast to bf16.")] = "fp32"
+    precision: Precision = "fp32"
     batch_size: Annotated[int, Option(min=1, help="Rows in a batch of each rank.")] = 8
     data: TextFile = None
     ranks: Annotated[int, Option(min=1, help="Ranks (processes) on this machine; several train under DDP.")] = 1
@@ -81,11 +89,8 @@ class PeersOptions:
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for a value that is not accepted."""
+        check_declared(self)
         check_choice(self, "peers", PEERS)
-        check_choice(self, "size", ("cpu", "full"))
-        check_choice(self, "precision", ("fp32", "mixed", "fp16"))
-        check_choice(self, "device", ("cpu", "cuda"))
-        check_at_least(self, 1, "ranks", "batches")
 
 
 class Peers(Benchmark[PeersOptions]):
@@ -106,17 +111,11 @@ class Peers(Benchmark[PeersOptions]):
             way = Parallel(**{**peer.way, "sharding": sharding, "precision": options.precision})
             job = TrainingJob(
                 model=options.model,
-                size=options.size,
-                rows=options.batch_size,
+                **asked(options),
                 parallel=way,
                 optimizer="adamw",
-                file=options.data,
-                device=options.device,
-                batches=options.batches,
                 steps=whole_passes(options.steps, options.batches),
-                together=options.together,
                 warm_up=2 * options.batches,
-                settle_s=options.settle,
                 memory=True,
                 **peer.job,
             )
@@ -135,9 +134,7 @@ class Peers(Benchmark[PeersOptions]):
             return f"not installed: {', '.join(missing)}"
         if peer.gpu and options.device != "cuda":
             return "needs a GPU"
-        if options.ranks == 1 and way.sharding not in ("none", "ddp"):
-            return "needs several ranks: --ranks 2"
-        return unavailable(way, options.model, options.device)
+        return unavailable(way, options.model, options.device, options.ranks)
 
     def rows(self, options: PeersOptions, cell: Cell, found: Mapping[str, list[dict[str, Any]]]) -> list[Row]:
         """Return a row for each way; `speedup` is over eager's time, where it takes the same batches."""

@@ -68,13 +68,6 @@ def save_figure(figure: Any, path: Path, remedy: str) -> None:
         raise ConfigError(f"The plot {path} cannot be written: {error.strerror}. {remedy}") from error
 
 
-def draw_curve(axes: Any, name: str, x: Sequence[float], y: Sequence[float]) -> None:
-    """Draw one of several curves, with a mark at each point."""
-    axes.plot(x, y, label=name, marker="o", markersize=3.5, linewidth=1.5)
-    axes.grid(visible=True, alpha=0.3)
-    axes.legend()
-
-
 def draw(plot: Plot) -> Any:
     """Return a figure of matplotlib with a plot. Raises `ConfigError` when that is not installed."""
     figure = new_figure(6.8, 4.6)

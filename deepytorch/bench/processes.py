@@ -73,13 +73,25 @@ def ending(code: int, failed: str) -> str:
         return f"was ended by signal {-code}"
 
 
-def rank_environment(rank: int, ranks: int) -> dict[str, str]:
-    """Return the variables that torchrun sets for a rank, where all are on one host."""
-    return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+def rank_environment(rank: int, ranks: int, per_host: int | None = None) -> dict[str, str]:
+    """Return the variables that torchrun sets for a rank. per_host: ranks of each host; None: all are on one."""
+    host, local = divmod(rank, per_host or ranks)
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_RANK": str(local),
+        "LOCAL_WORLD_SIZE": str(per_host or ranks),
+        "GROUP_RANK": str(host),
+    }
+
+
+def free_port() -> int:
+    """Return a port of this host that no process has."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
 
 
 def meeting_point() -> dict[str, str]:
     """Return the variables that say where ranks meet: at a free port of this host."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

@@ -13,9 +13,20 @@ from typing import Annotated, Any
 from typer import Option
 
 from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup
-from deepytorch.bench.figures import training_rows, whole_passes
-from deepytorch.bench.jobs import TrainingJob
-from deepytorch.bench.options import Device, Settle, TextFile, check_at_least, check_choice
+from deepytorch.bench.figures import by_setup, training_rows, whole_passes
+from deepytorch.bench.jobs import TrainingJob, asked
+from deepytorch.bench.options import (
+    Device,
+    NumHosts,
+    Precision,
+    RanksOfHost,
+    Rate,
+    Scale,
+    Settle,
+    TextFile,
+    check_choice,
+    check_declared,
+)
 from deepytorch.bench.results import Results, Row
 from deepytorch.bench.table import Table
 from deepytorch.bench.ways import Parallel, unavailable
@@ -55,12 +66,7 @@ class ProductOptions:
     """
 
     models: Annotated[tuple[str, ...], Option(help="Lines of the table, with commas.")] = tuple(_LINES)
-    scale: Annotated[
-        str,
-        Option(
-            metavar="full|small", help="full: as published, for a cluster. small: the same training of small models."
-        ),
-    ] = "full"
+    scale: Scale = "full"
     sharding: Annotated[
         str,
         Option(
@@ -68,10 +74,10 @@ class ProductOptions:
             help="What shards the language models: DeepSpeed's ZeRO, or another way where that is not installed.",
         ),
     ] = "as-published"
-    precision: Annotated[str, Option(metavar="fp32|mixed|fp16", help="mixed: autocast to bf16.")] = "mixed"
-    hosts: Annotated[int, Option(min=1, help="Hosts; more than one are simulated, which needs root.")] = 1
-    ranks: Annotated[int, Option(min=1, help="Ranks (processes) on each host.")] = 2
-    rate: Annotated[str, Option(help="Of simulated hosts: bits per second that each may send and receive.")] = "1gbit"
+    precision: Precision = "mixed"
+    hosts: NumHosts = 1
+    ranks: RanksOfHost = 2
+    rate: Rate = "1gbit"
     data: TextFile = None
     device: Device = "cpu"
     steps: Annotated[int, Option(min=2, help="Steps that are timed.")] = 20
@@ -80,12 +86,8 @@ class ProductOptions:
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for a value that is not accepted."""
+        check_declared(self)
         check_choice(self, "models", _LINES)
-        check_choice(self, "scale", ("full", "small"))
-        check_choice(self, "sharding", ("as-published", "fsdp2", "ddp"))
-        check_choice(self, "precision", ("fp32", "mixed", "fp16"))
-        check_choice(self, "device", ("cpu", "cuda"))
-        check_at_least(self, 1, "hosts", "ranks")
 
 
 class Product(Benchmark[ProductOptions]):
@@ -110,16 +112,12 @@ class Product(Benchmark[ProductOptions]):
             way = replace(way, sharding="none", offload=False)
         job = TrainingJob(
             model=line.model,
-            size="cpu" if small else "full",
+            **asked(options),
             rows=line.rows[small],
             parallel=way,
             optimizer="sgd" if line.model == "resnet50" else "adamw",
-            file=options.data,
-            device=options.device,
             batches=8,
             steps=whole_passes(options.steps, 8),
-            warm_up=options.warm_up,
-            settle_s=options.settle,
         )
         configuration = ", ".join(
             [
@@ -148,9 +146,9 @@ class Product(Benchmark[ProductOptions]):
     def tables(self, results: Results) -> list[Table]:
         """Return the table, with the published gain beside the measured one."""
         rows = []
-        for ours in results.having(setup=OURS):
+        for measured in results.together():
+            native, ours = (by_setup(measured)[name] for name in (NATIVE, OURS))
             key = ours.key
-            native = results.having(**{**key, "setup": NATIVE})[0]
             where = f"{key['hosts']} x {key['ranks']}" + (f" at {key['rate']}" if key["rate"] else "")
             shown = [
                 row.failed or f"{row.figures.get('tokens_per_s', row.figures['examples_per_s']):,.1f}"

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,58 +16,54 @@ def measured_ready_times(
     model: nn.Module,
     forward: Callable[[], Tensor],
     optimizer: torch.optim.Optimizer,
-    *,
-    steps: int = 3,
-    warm_up: int = 1,
     begin: Callable[[], object] = lambda: None,
 ) -> Compute:
-    """Measure steps of `model`, and when in the backward pass each gradient is accumulated; medians over `steps`.
-
-    Every step trains: the optimizer steps too. Where other work disturbs the machine, single steps that take turns with
-    steps that communicate compare better: `steps=1, warm_up=0`.
+    """Measure a step of `model`, and when in the backward pass each gradient is accumulated. The optimizer steps too.
 
     Args:
         model: Its parameters get hooks, which are removed at the end. A DDP is to be inside of its `no_sync`.
         forward: Computes the loss of a batch, which is differentiated.
         optimizer: Of the model.
-        steps: The number of steps that count.
-        warm_up: The number of steps in front of them, which do not.
-        begin: Called before each step and not timed, such as a barrier of ranks that share cores.
+        begin: Called before the step and not timed, such as a barrier of ranks that share cores.
     """
-    names = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    device = next(parameter.device for parameter in model.parameters())
-    found: list[dict[str, Any]] = []
+    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    device = next(iter(parameters.values())).device
+    times: dict[str, Any] = {}
 
-    def accumulated(parameter: Tensor) -> None:
-        found[-1][names[id(parameter)]] = _now(device)
+    def mark(name: str) -> None:
+        times[name] = _now(device)
 
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    hooks = [parameter.register_post_accumulate_grad_hook(accumulated) for parameter in parameters]
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: mark(name))
+        for name, parameter in parameters.items()
+    ]
     try:
-        for _ in range(warm_up + steps):
-            optimizer.zero_grad()
-            begin()
-            found.append({})
-            found[-1][" start"] = _now(device)
-            loss = forward()
-            found[-1][" forward"] = _now(device)
-            loss.backward()  # type: ignore[no-untyped-call]
-            found[-1][" backward"] = _now(device)
-            optimizer.step()
-            found[-1][" optimizer"] = _now(device)
+        optimizer.zero_grad()
+        begin()
+        cpu_s = time.process_time()
+        mark(" start")
+        loss = forward()
+        mark(" forward")
+        loss.backward()  # type: ignore[no-untyped-call]
+        mark(" backward")
+        optimizer.step()
+        mark(" optimizer")
+        cpu_s = time.process_time() - cpu_s
     finally:
         for hook in hooks:
             hook.remove()
-    between = partial(_median, device, found[warm_up:])
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     ready = [
-        (between(" forward", names[id(parameter)]), parameter.numel() * parameter.element_size())
-        for parameter in parameters
-        if names[id(parameter)] in found[-1]  # unused ones have no gradient
+        (_seconds(times[" forward"], times[name]), parameter.numel() * parameter.element_size())
+        for name, parameter in parameters.items()
+        if name in times  # unused ones have no gradient
     ]
     return Compute(
-        forward_s=between(" start", " forward"),
-        backward_s=between(" forward", " backward"),
-        optimizer_s=between(" backward", " optimizer"),
+        forward_s=_seconds(times[" start"], times[" forward"]),
+        backward_s=_seconds(times[" forward"], times[" backward"]),
+        optimizer_s=_seconds(times[" backward"], times[" optimizer"]),
+        cpu_s=cpu_s,
         ready=tuple(sorted(ready)),
     )
 
@@ -83,9 +77,6 @@ def _now(device: torch.device) -> Any:
     return event
 
 
-def _median(device: torch.device, steps: list[dict[str, Any]], begin: str, end: str) -> float:
-    """Return the seconds between two times of a step."""
-    if device.type != "cuda":
-        return statistics.median(step[end] - step[begin] for step in steps)
-    torch.cuda.synchronize(device)
-    return statistics.median(step[begin].elapsed_time(step[end]) / 1e3 for step in steps)
+def _seconds(begin: Any, end: Any) -> float:
+    """Return the seconds between two such times."""
+    return float(end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3)

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import platform
 from dataclasses import MISSING, asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -48,12 +46,6 @@ class Record:
         """Raise `DataError`, which names the field, unless `condition` holds."""
         if not condition:
             raise DataError(f"{name} of the {self.what} is {getattr(self, name)!r}, expected {expected}.")
-
-    @classmethod
-    def of(cls: type[T], options: Any, **values: Any) -> T:
-        """Return the record of these values, and of the options that have the names of its other fields."""
-        same = {name: getattr(options, name) for name in get_type_hints(cls) if hasattr(options, name)}
-        return cls(**same | values)
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as plain JSON values."""
@@ -121,7 +113,7 @@ class Results(Record):
         return list(found.values())
 
 
-_MORE_IS_BETTER = ("_per_s", "ratio", "linearity", "ddp_acc", "efficiency", "speedup", "gbps")
+_MORE_IS_BETTER = ("_per_s", "ratio", "linearity", "ddp_acc", "efficiency", "speedup")
 _NEITHER = (
     "cpu_",
     "memory_",
@@ -186,11 +178,6 @@ def write_text(path: Path, text: str, option: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise DataError(f"The file {path} cannot be written: {error.strerror}. Give another {option} path.") from error
-
-
-def machine() -> str:
-    """Return this machine in words."""
-    return f"{platform.machine()}, {os.cpu_count()} CPUs"
 
 
 def _has_default(kind: Any, name: str) -> bool:

@@ -1,8 +1,9 @@
 """Baselines of a good user without deepytorch, measured next to it if they can run; otherwise the reason is reported.
 
 Grouped: stock torch.compile on batches whose rows have similar lengths, as Trainer's `group_by_length` makes them: the
-same rows in as many batches, so that the times of all of them compare. Flattened: transformers' collator without
-padding, flash attention over its row and Liger's kernels, under torch.compile.
+same rows in as many batches, so that the times of all of them compare. Hand-packed: transformers' collator without
+padding, and deepytorch's attention over its row, which has to be registered with transformers; in eager, and for
+decoders only. Flattened: the same collator, flash attention and Liger's kernels, under torch.compile.
 """
 
 from __future__ import annotations
@@ -12,16 +13,18 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from deepytorch.bench.jobs import TrainingJob
-from deepytorch.bench.training_step import Arm, Batch, Precision, compiled_arm
+from deepytorch.bench.model_parts import inner
+from deepytorch.bench.training_step import Batch, Precision
 from deepytorch.bench.zoo.workload import Workload
 from deepytorch.data import IGNORE_INDEX, PAD_ID
 from deepytorch.data.batching import Kind
 from deepytorch.errors import ConfigError
 
-FLASH = "flash_attention_2"  # as transformers names it
+_FLASH = "flash_attention_2"  # as transformers names it
+OWN_ATTENTION = "deepytorch_varlen"
 
 _PACKAGES = {"flash_attn": "flash-attn", "liger_kernel": "liger-kernel"}
 _PADS = {"input_ids": PAD_ID, "attention_mask": 0, "labels": IGNORE_INDEX}
@@ -33,24 +36,30 @@ def grouped(data: Sequence[Batch], kind: Kind) -> list[Batch]:
     An epoch's groups are sorted within 50 batches at a time; fewer are sorted as a whole. data: padded on the right, as
     `deepytorch.data.batches` gives them.
     """
-    rows = [{name: each[name][row] for name in _PADS} for each in data for row in range(len(each["input_ids"]))]
-    spans = [_spans(row, kind) for row in rows]
-    order = sorted(range(len(rows)), key=lambda row: spans[row]["input_ids"], reverse=True)
-    made, size = [], len(data[0]["input_ids"])
-    for begin in range(0, len(order), size):
-        chosen = order[begin : begin + size]
-        made.append({name: _padded(name, [rows[at][name][: spans[at][name]] for at in chosen]) for name in _PADS})
-    return made
+    rows, size = sorted(_rows_of(data, kind), key=_length, reverse=True), len(data[0]["input_ids"])
+    return [_padded(rows[begin : begin + size]) for begin in range(0, len(rows), size)]
 
 
-def _spans(row: dict[str, torch.Tensor], kind: Kind) -> dict[str, int]:
-    """Return the number of positions of a row that are in use, on each side of an encoder-decoder."""
-    spans = dict.fromkeys(_PADS, int(row["attention_mask"].sum()))
-    return spans | {"labels": int((row["labels"] != IGNORE_INDEX).sum())} if kind == "seq2seq" else spans
+def _rows_of(data: Sequence[Batch], kind: Kind) -> list[Batch]:
+    """Return all rows, cut to the positions that are in use, on each side of an encoder-decoder."""
+    rows = []
+    for row in ({name: each[name][at] for name in _PADS} for each in data for at in range(len(each["input_ids"]))):
+        spans = dict.fromkeys(_PADS, int(row["attention_mask"].sum()))
+        if kind == "seq2seq":
+            spans["labels"] = int((row["labels"] != IGNORE_INDEX).sum())
+        rows.append({name: row[name][: spans[name]] for name in _PADS})
+    return rows
 
 
-def _padded(name: str, rows: list[torch.Tensor]) -> torch.Tensor:
-    return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=_PADS[name])
+def _length(row: Batch) -> int:
+    return len(row["input_ids"])
+
+
+def _padded(rows: Sequence[Batch]) -> Batch:
+    return {
+        name: nn.utils.rnn.pad_sequence([row[name] for row in rows], batch_first=True, padding_value=pad)
+        for name, pad in _PADS.items()
+    }
 
 
 def flattened_unavailable(kind: Kind, loss: str, model: str, precision: Precision) -> str | None:
@@ -84,28 +93,51 @@ def flatten(batch: Batch) -> Batch:
     return made
 
 
-def flattened_arm(name: str, model: nn.Module, family: str, backend: str) -> Arm:
-    """Return an arm of `model`, built with `FLASH`, with Liger's kernels, under torch.compile.
+def register_attention() -> None:
+    """Register `OWN_ATTENTION` with transformers, for models built after this call."""
+    from transformers import AttentionInterface
 
-    The arm takes batches of `flatten`. Liger's rotary embedding is left out: it would replace that of every model in
-    this process. The compiler fuses the model's own.
+    AttentionInterface.register(OWN_ATTENTION, _attention)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    cu_seq_lens_q: Tensor,
+    max_length_q: int,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Compute causal attention as transformers calls it.
+
+    The shapes are (1, heads, tokens, head_dim) for the arguments and (1, tokens, heads, head_dim) for the result.
     """
-    patch = _liger(family)
-    assert patch is not None, "asked for where it is not available"
-    patch(model=model, rope=False)
-    return compiled_arm(name, model, backend)
+    from deepytorch.passes.ops.varlen_attention import varlen_attention
+
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    lengths = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
+    output = varlen_attention(q, k, v, *lengths, scale=scaling, window_right=0, dropout_p=dropout)
+    return output[None], None
 
 
 def with_kernels(model: nn.Module, kernels: str, name: str) -> nn.Module:
-    """Return a model of the zoo with the kernels of others: "liger", "flash" (attention), "flattened" (both), or ""."""
-    inner: Any = getattr(model, "model", model)
+    """Return a language model with the kernels of others: "liger", "flash" (attention), "flattened" (both), or "".
+
+    Liger's rotary embedding is left out: it would replace that of every model in this process.
+    """
+    language_model = inner(model)
     if kernels in ("flash", "flattened"):
-        inner.set_attn_implementation(FLASH)
+        language_model.set_attn_implementation(_FLASH)
     if kernels in ("liger", "flattened"):
-        patch = _liger(inner.config.model_type)
+        patch = _liger(language_model.config.model_type)
         if patch is None:
             raise ConfigError(f"Liger has no kernels for {name}; expected llama or another model that it knows.")
-        patch(model=inner, rope=False)
+        patch(model=language_model, rope=False)
     return model
 
 
@@ -133,13 +165,11 @@ def arranged(batches: list[Batch], job: TrainingJob) -> list[Batch]:
 def _balanced(drawn: Sequence[Batch], replica: int, replicas: int, accumulate: int) -> list[Batch]:
     from transformers.trainer_pt_utils import BatchRebalanceSampler
 
-    rows = [{name: each[name][row] for name in _PADS} for each in drawn for row in range(len(each["input_ids"]))]
-    lengths = [int(row["attention_mask"].sum()) for row in rows]
+    rows = _rows_of(drawn, "causal")
     together = len(drawn[0]["input_ids"]) * replicas * accumulate
+    lengths = [_length(row) for row in rows]
     dealt = BatchRebalanceSampler(lengths, together, replicas, accumulate, shuffle=False, rank=replica)
-    return [
-        {name: _padded(name, [rows[at][name][: lengths[at]] for at in chosen]) for name in _PADS} for chosen in dealt
-    ]
+    return [_padded([rows[at] for at in chosen]) for chosen in dealt]
 
 
 def _liger(family: str) -> Any:

@@ -25,13 +25,15 @@ from typing import Any
 from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup, torchrun_shape
 from deepytorch.bench.beside import Beside
 from deepytorch.bench.channel import NO_MEMORY
+from deepytorch.bench.hardware import machine
 from deepytorch.bench.lab import Lab
 from deepytorch.bench.launch import Notify, RankError, Ranks, lab_of, scratch
-from deepytorch.bench.results import Record, Results, Row, machine, read_result, write_json
+from deepytorch.bench.results import Record, Results, Row, read_result, write_json
 from deepytorch.errors import ConfigError
 
 _PACKAGES = (
     "torch",
+    "triton",
     "transformers",
     "accelerate",
     "deepspeed",
@@ -93,12 +95,12 @@ def run_benchmark(
 def _measured(benchmark: Benchmark[Any], options: Any, cell: Cell, processes: _Processes, notify: Notify) -> list[Row]:
     impossible = cell.impossible or processes.impossible(cell.place)
     if impossible is not None:
-        return [Row(key={**cell.key, "setup": name}, failed=impossible) for name in cell.names]
+        return [Row(key=key, failed=impossible) for key in cell.keys]
     own = benchmark.measure(options, cell, processes.timeout_s, notify)
     found, failed = processes.measure(cell, notify) if own is None else (own, {})
     rows = benchmark.rows(options, cell, found)
-    if cell.rows:
-        failed = {name: reason for reason in failed.values() for name in cell.names}
+    if cell.rows:  # one setup for all of them
+        return [*rows, *(Row(key=key, failed=reason) for reason in [*failed.values()][:1] for key in cell.keys)]
     return [*rows, *(Row(key={**cell.key, "setup": name}, failed=reason) for name, reason in failed.items())]
 
 
@@ -148,13 +150,13 @@ def _begin(benchmark: Benchmark[Any], options: Any, out: Path | None, again: boo
         )
     now = {**given, "machine": fresh.machine, **fresh.versions}
     then = {**before.options, "machine": before.machine, **before.versions}
-    differ = sorted(name for name in now if then.get(name) != now[name])
+    differ = sorted(name for name in now if then.get(name) != now[name] and name not in benchmark.selects)
     if differ:
         raise ConfigError(
             f"{out} holds results for {', '.join(f'{name} {then.get(name)}' for name in differ)}, asked for "
             f"{', '.join(f'{name} {now[name]}' for name in differ)}: give another --out, or --again to begin anew."
         )
-    return replace(before, rows=[row for row in before.rows if not row.failed])
+    return replace(fresh, notes=before.notes, date=before.date, rows=[row for row in before.rows if not row.failed])
 
 
 def _command() -> str:
@@ -165,7 +167,7 @@ def _command() -> str:
 
 
 def _is_done(results: Results, cell: Cell) -> bool:
-    return bool(cell.setups) and all(results.having(**cell.key, setup=name) for name in cell.names)
+    return bool(cell.setups) and all(results.having(**key) for key in cell.keys)
 
 
 def _plain(value: Any) -> Any:

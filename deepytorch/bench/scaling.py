@@ -19,9 +19,9 @@ from typing import Annotated, Any
 from typer import Option
 
 from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup, places
-from deepytorch.bench.figures import step_seconds, training_rows
+from deepytorch.bench.figures import all_ranks, step_seconds, training_rows
 from deepytorch.bench.jobs import HARDWARE, TrainingJob
-from deepytorch.bench.options import Device, Settle, check_at_least, check_choice
+from deepytorch.bench.options import Device, LabRate, Settle, check_at_least, check_choice, check_declared
 from deepytorch.bench.plots import Plot, Points
 from deepytorch.bench.results import Results, Row, decoded
 from deepytorch.bench.table import Table
@@ -31,7 +31,7 @@ DDP, COMPILED, OURS = "ddp", "ddp_compile", "deepytorch"
 SETUPS = (DDP, COMPILED, OURS)
 MODELS = ("resnet50", "hf_Bert", "gpt2")
 _PREDICTED = {DDP: "engine", OURS: "auto"}  # the algorithm of each setup in the simulator
-_PARTS = ("forward_s", "backward_s", "optimizer_s")
+_PARTS = ("forward_s", "backward_s", "optimizer_s", "cpu_s")
 _SAME = ("model", "rows", "precision", "setup")  # what rows of one curve have in common
 
 
@@ -62,7 +62,7 @@ class ScalingOptions:
     )
     hosts: Annotated[tuple[int, ...], Option(help="Numbers of hosts, with commas; those after 1 are simulated.")] = (1,)
     ranks: Annotated[int, Option(min=1, help="Ranks (processes) on each host; one rank alone is measured too.")] = 2
-    rate: Annotated[str, Option(help="Of simulated hosts: bits per second that each may send and receive.")] = "1gbit"
+    rate: LabRate = "1gbit"
     predict: Annotated[tuple[int, ...], Option(help="Numbers of ranks to predict.")] = (8, 64, 256, 1000)
     device: Device = "cpu"
     skip: Annotated[int, Option(min=2, help="First steps, which are dropped.")] = 20
@@ -72,11 +72,10 @@ class ScalingOptions:
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for a value that is not accepted."""
+        check_declared(self)
         check_choice(self, "models", MODELS)
         check_choice(self, "setups", SETUPS)
-        check_choice(self, "scale", ("full", "small"))
         check_choice(self, "precisions", ("fp32", "mixed"))
-        check_choice(self, "device", ("cpu", "cuda"))
         check_at_least(self, 0, "batch_sizes")
         check_at_least(self, 1, "hosts", "predict")
 
@@ -97,9 +96,7 @@ class Scaling(Benchmark[ScalingOptions]):
                     "model": model,
                     "rows": rows or None,
                     "precision": precision,
-                    "hosts": place.hosts,
-                    "ranks": place.ranks,
-                    "rate": place.rate,
+                    **place.key,
                     "kind": "measured",
                 },
                 setups=[
@@ -169,11 +166,6 @@ class Scaling(Benchmark[ScalingOptions]):
         ]
 
 
-def all_ranks(row: Row) -> int:
-    """Return the number of ranks of all hosts."""
-    return int(row.key["hosts"] or 1) * int(row.key["ranks"] or 1)
-
-
 def _keep_compute(row: Row, ranks: Sequence[Mapping[str, Any]]) -> None:
     """Keep what predictions start from: the compute of a rank, and the process group's topology and links."""
     from deepytorch.bench.calibrated import Compute, of_ranks
@@ -182,6 +174,7 @@ def _keep_compute(row: Row, ranks: Sequence[Mapping[str, Any]]) -> None:
         return
     compute = of_ranks([[decoded(Compute, step) for step in rank["ready"]["steps"]] for rank in ranks])
     row.figures.update({name: getattr(compute, name) for name in _PARTS})
+    row.figures["step_cpu_s"] = statistics.fmean(statistics.median(rank["cpu_seconds"]) for rank in ranks)
     times, sizes = zip(*compute.ready, strict=True)
     row.series.update(ready_s=list(times), ready_bytes=[float(size) for size in sizes])
     row.texts.update({name: json.dumps(value) for name, value in ranks[0]["ready"]["group"].items()})
@@ -206,7 +199,8 @@ def _predictions(options: ScalingOptions, results: Results, curve: Sequence[Row]
     largest = several[-1]
     ranks, per_host = all_ranks(largest), int(largest.key["ranks"] or 1)
     for base in several[-2:]:  # a smaller number, and the largest one's own compute and links
-        shared = SharedCores(os.cpu_count() or 1, all_ranks(base)) if base.key["rate"] else None
+        cpu = (base.figures["cpu_s"], base.figures["step_cpu_s"])
+        shared = SharedCores(os.cpu_count() or 1, *cpu) if base.key["rate"] else None
         found = _simulated(options, _group(results, base), base, (ranks,), shared)[ranks]
         row = _predicted_row(largest, ranks // per_host, per_host, found, base)
         measured = largest.figures["step_s"]
@@ -235,8 +229,7 @@ def _simulated(
     parts = Compute(**{name: compute.figures[name] for name in _PARTS}, ready=ready)
     topology = Topology.from_json(json.loads(group["topology"]))
     links = Links.from_json(json.loads(group["links"]))
-    device: Any = options.device
-    profile = profile_of(str(compute.key["model"]), parts, device=device)
+    profile = profile_of(str(compute.key["model"]), parts, options.device)
     return predicted(profile, topology, links, ranks, _PREDICTED[str(compute.key["setup"])], shared)
 
 

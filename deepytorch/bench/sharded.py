@@ -5,21 +5,28 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Annotated, Any
 
 from typer import Option
 
 from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup
-from deepytorch.bench.figures import training_rows
+from deepytorch.bench.figures import place_in_words, training_rows
 from deepytorch.bench.jobs import TrainingJob
-from deepytorch.bench.lab import LabOptions
-from deepytorch.bench.options import check_at_least, check_choice
+from deepytorch.bench.options import (
+    LabRate,
+    NumHosts,
+    RanksOfHost,
+    TextFile,
+    TextSize,
+    check_at_least,
+    check_choice,
+    check_declared,
+    check_hosts,
+)
 from deepytorch.bench.plots import Plot, Points
 from deepytorch.bench.results import Results, Row
 from deepytorch.bench.table import Table
 from deepytorch.bench.ways import Parallel
-from deepytorch.bench.zoo import TEXT_SIZES
 
 UNTIMED = 2  # first steps, which allocate buffers
 LAST_LOSSES = 10  # steps over which the loss at the end is averaged
@@ -36,14 +43,7 @@ class ShardedOptions:
     simulated on this machine, which needs root: see deepytorch lab.
     """
 
-    size: Annotated[
-        str,
-        Option(
-            metavar="|".join(TEXT_SIZES),
-            help="Layers x hidden size: tiny 2x64, quarter 12x192, demo 4x256, small 4x512, base 12x768, large "
-            "16x2048.",
-        ),
-    ] = "demo"
+    size: TextSize = "demo"
     batch_size: Annotated[int, Option(min=1, help="Rows in a batch of each rank.")] = 2
     setups: Annotated[
         tuple[str, ...],
@@ -53,29 +53,18 @@ class ShardedOptions:
             "compared with.",
         ),
     ] = ("exact", "int8")
-    data: Annotated[
-        Path | None,
-        Option(
-            metavar="FILE",
-            help="JSON file of texts, laid out as Stanford Alpaca's. Default: the docstrings of Python's standard "
-            "library and of torch.",
-        ),
-    ] = None
-    ranks: Annotated[int, Option(min=1, help="Ranks (processes) on each host.")] = 2
-    hosts: Annotated[int, Option(min=2, help="Hosts (machines).")] = 2
-    rate: Annotated[
-        str, Option(metavar="RATE", help="Bits per second that each host may send, and receive: 200mbit, 1gbit.")
-    ] = "200mbit"
+    data: TextFile = None
+    ranks: RanksOfHost = 2
+    hosts: NumHosts = 2
+    rate: LabRate = "200mbit"
     steps: Annotated[int, Option(min=UNTIMED + 1, help="Training steps of each.")] = 100
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for a value that is not accepted."""
-        check_choice(self, "size", TEXT_SIZES)
+        check_declared(self)
         check_choice(self, "setups", SETUPS)
-        check_at_least(self, 1, "batch_size", "ranks")
         check_at_least(self, 2, "hosts")
-        check_at_least(self, UNTIMED + 1, "steps")
-        LabOptions(hosts=self.hosts, ranks=self.ranks, rate=self.rate)  # reads the rate
+        check_hosts(self)
 
 
 class Sharded(Benchmark[ShardedOptions]):
@@ -111,9 +100,7 @@ class Sharded(Benchmark[ShardedOptions]):
                     "model": "llama",
                     "size": options.size,
                     "batch size": options.batch_size,
-                    "hosts": place.hosts,
-                    "ranks": place.ranks,
-                    "rate": place.rate,
+                    **place.key,
                 },
                 setups=[
                     Setup(name=name, job=replace(job, **changes.get(name, {})), imports=True) for name in options.setups
@@ -165,7 +152,7 @@ def _table(measured: Sequence[Row], options: Mapping[str, Any]) -> Table:
             )
         )
     key = measured[0].key
-    where = f"{key['hosts']} hosts of {key['ranks']} ranks at {key['rate']}, {options['steps']} steps"
+    where = f"{place_in_words(key)}, {options['steps']} steps"
     return Table(
         title=f"FSDP2, Llama ({key['size']}), {where}",
         columns=("setup", "step", f"against {baseline}", "loss at the end", "of it"),

@@ -1,8 +1,7 @@
 """Simulation of the timeline of a data-parallel step, compute and collectives, on a topology of any size.
 
 One queue of collectives overlaps with the backward pass: a bucket's all-reduce starts when its gradients are ready and
-the queue is free. The model assumes that communication does not slow compute down, and that compute slows communication
-down as far as it is told (`overlap`).
+the queue is free. The model assumes that neither slows the other down.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from deepytorch.bench.model_profile import ModelProfile
-from deepytorch.comm.algorithms.base import Choice, Compression
+from deepytorch.comm.algorithms.base import Choice, Compression, DeviceKind
 from deepytorch.comm.algorithms.select import COLLECTIVES, ENGINE, Explanation, Prediction, explain
 from deepytorch.comm.topology.cost import Links
 from deepytorch.comm.topology.nominal import complete, scaled_links
@@ -90,33 +89,32 @@ def simulate(
     links: Links,
     ranks: Sequence[int],
     allow_compress: Compression | None = None,
-    overlap: float = 1.0,
 ) -> Simulation:
     """Simulate a step on each number of ranks, by `select`'s choices and by each algorithm that can do a bucket.
 
     `links` are those of `topology` as given; for other numbers of ranks both are scaled (see `scaled_topology` and
-    `scaled_links`). `overlap`: the speed of a collective while forward and backward run, over its speed alone; 0 where
-    it makes progress only after them. Raises `DataError` for ranks that would fill a host in part.
+    `scaled_links`). Raises `DataError` for ranks that would fill a host in part.
     """
     sizes = sorted({bucket.num_bytes for bucket in buckets(profile)})
+    device: DeviceKind = "cpu" if profile.device == "cpu" else "cuda"
     steps: list[Step] = []
     nominal: dict[int, tuple[str, ...]] = {}
     for num_ranks in ranks:
         scaled = topology if num_ranks == topology.num_ranks else scaled_topology(topology, num_ranks)
-        known = complete(scaled_links(links, topology, scaled, profile.device), scaled, profile.device)
+        known = complete(scaled_links(links, topology, scaled, device), scaled, device)
         nominal[num_ranks] = tuple(sorted(known.nominal))
         rows = explain(
             scaled,
             known,
             dtype=profile.dtype,
-            device=profile.device,
+            device=device,
             allow_compress=allow_compress,
             sizes=sizes,
         )
         names = [found.name for at, found in enumerate(COLLECTIVES) if any(row.predictions[at].choice for row in rows)]
         for name in (AUTO, *names):
             costs = {row.operation.num_bytes: _cost(row, name) for row in rows}
-            steps.append(play(profile, scaled, name, costs.__getitem__, overlap))
+            steps.append(play(profile, scaled, name, costs.__getitem__))
     return Simulation(profile.name, tuple(steps), nominal)
 
 
@@ -144,18 +142,14 @@ def play(
     topology: Topology,
     algorithm: str,
     cost_of: Callable[[int], tuple[float, Choice]],
-    overlap: float = 1.0,
 ) -> Step:
-    """Simulate one step. `cost_of` gives the us of an all-reduce of a number of bytes, and how it is carried out.
-
-    `overlap`: see `simulate`.
-    """
+    """Simulate one step. `cost_of` gives the us of an all-reduce of a number of bytes, and how it is carried out."""
     free_us, transfers = 0.0, []
     backward_us = profile.forward_us + sum(piece.compute_us for piece in profile.backward)
     for bucket in buckets(profile) if topology.num_ranks > 1 else ():
         cost_us, choice = cost_of(bucket.num_bytes)
         start_us = max(free_us, bucket.ready_us)
-        free_us = _end_us(start_us, cost_us, backward_us, overlap)
+        free_us = start_us + cost_us
         transfers.append(Transfer(bucket.ready_us, start_us, free_us, bucket.num_bytes, choice))
     exposed_us = max(0.0, free_us - backward_us)
     step_us = backward_us + exposed_us + profile.optimizer_us
@@ -171,13 +165,6 @@ def play(
         efficiency=profile.compute_us / step_us,
         transfers=tuple(transfers),
     )
-
-
-def _end_us(start_us: float, cost_us: float, compute_until_us: float, overlap: float) -> float:
-    """Return when a collective ends that takes `cost_us` alone, and `overlap` of its speed beside compute."""
-    beside_us = max(0.0, compute_until_us - start_us)
-    left_us = cost_us - overlap * beside_us
-    return start_us + (beside_us + left_us if left_us > 0 else cost_us / overlap if cost_us else 0.0)
 
 
 def _cost(row: Explanation, algorithm: str) -> tuple[float, Choice]:

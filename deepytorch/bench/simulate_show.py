@@ -5,12 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rich.console import Group, RenderableType
-from rich.text import Text
-
-from deepytorch.bench.plots import draw_curve, new_figure, save_figure
+from deepytorch.bench.plots import new_figure, save_figure
 from deepytorch.bench.simulate import Simulation, Step
-from deepytorch.bench.table import table_of
+from deepytorch.bench.table import Table
 from deepytorch.errors import ConfigError
 
 _MOST_RANKS = 1 << 20
@@ -24,27 +21,19 @@ def parse_ranks(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(int(word) for word in words))
 
 
-def step_table(simulation: Simulation) -> RenderableType:
-    """Return a table with a line for each number of ranks and each algorithm."""
+def step_table(simulation: Simulation) -> Table:
+    """Return a table with a line for each number of ranks and each algorithm, and what was assumed."""
     num_buckets = max(len(step.transfers) for step in simulation.steps)
     rows = []
     shown = None
     for step in simulation.steps:
-        first = step.num_ranks != shown
+        counts = (f"{step.num_ranks:,}", f"{step.num_hosts:,}") if step.num_ranks != shown else ("", "")
         shown = step.num_ranks
-        times_us = (step.step_us, step.communication_us, step.exposed_us)
-        rows.append(
-            (
-                f"{step.num_ranks:,}" if first else "",
-                f"{step.num_hosts:,}" if first else "",
-                _name(step),
-                *(f"{time_us / 1e3:,.1f}" for time_us in times_us),
-                f"{100 * step.efficiency:.1f} %",
-            )
-        )
+        times_ms = [f"{time_us / 1e3:,.1f}" for time_us in (step.step_us, step.communication_us, step.exposed_us)]
+        rows.append((*counts, _name(step), *times_ms, f"{100 * step.efficiency:.1f} %"))
     columns = ("ranks", "hosts", "algorithm", "step ms", "all-reduce", "exposed", "efficiency")
-    table = table_of(f"{simulation.model}, {num_buckets} buckets", columns, rows, left=("algorithm",))
-    return Group(table, *(Text(line) for line in assumptions(simulation)))
+    title = f"{simulation.model}, {num_buckets} buckets"
+    return Table(title, columns, tuple(rows), ("algorithm",), tuple(assumptions(simulation)))
 
 
 def assumptions(simulation: Simulation) -> list[str]:
@@ -67,7 +56,10 @@ def draw(path: Path, simulation: Simulation) -> None:
     left, right = figure.subplots(1, 2, width_ratios=(2, 3))
     for name in dict.fromkeys(step.algorithm for step in simulation.steps):
         steps = sorted((step for step in simulation.steps if step.algorithm == name), key=lambda step: step.num_ranks)
-        draw_curve(left, name, [step.num_ranks for step in steps], [step.efficiency for step in steps])
+        ranks, efficiencies = [step.num_ranks for step in steps], [step.efficiency for step in steps]
+        left.plot(ranks, efficiencies, label=name, marker="o", markersize=3.5, linewidth=1.5)
+    left.grid(visible=True, alpha=0.3)
+    left.legend()
     left.set_xscale("log")
     left.set(ylim=(0, 1.05), xlabel="ranks", ylabel="compute of one rank / step", title="Scaling efficiency")
     for at, step in enumerate(rows):

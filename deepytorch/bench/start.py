@@ -8,7 +8,6 @@ take turns as a whole, since what is measured is how they begin.
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import sys
@@ -21,10 +20,10 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup
-from deepytorch.bench.launch import scratch
+from deepytorch.bench.figures import shown
+from deepytorch.bench.launch import Ranks, scratch
 from deepytorch.bench.options import check_at_least
 from deepytorch.bench.plots import Plot, Points
-from deepytorch.bench.processes import Program, last_lines, meeting_point, rank_environment
 from deepytorch.bench.results import Results, Row
 from deepytorch.bench.run import words_of
 from deepytorch.bench.table import Table
@@ -35,8 +34,7 @@ EAGER, COLD, WARM = "eager", "cold", "warm"
 _IMPORTS = {EAGER: "", COLD: "fill", WARM: "import"}  # see start_worker
 _REST_SECONDS = 2.0  # after a run: its child processes end within a second, and must not disturb the next run
 _CACHES = ("XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
-_WORKER = Path(__file__).with_name("start_worker.py")
-_LAST_LINES = 12
+_WORKER, _ROOT = Path(__file__).with_name("start_worker.py"), Path(__file__).parents[2]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +89,7 @@ class Start(Benchmark[StartOptions]):
     ) -> dict[str, list[dict[str, Any]]]:
         """Run the script `rounds` times in each way, and return the records of rank 0 by round.
 
-        Raises `ScriptError` if the script fails or is not over in time.
+        Raises `RankError` if the script fails or is not over in time, `ScriptError` if it trains nothing.
         """
         found: dict[str, list[dict[str, Any]]] = {name: [] for name in _IMPORTS}
         notify("once in eager, which is not counted: files are read from the disk")
@@ -165,59 +163,33 @@ def compared(over: Sequence[float], eager: Sequence[float]) -> dict[str, float]:
 
 
 def _shown(row: Row) -> tuple[str, ...]:
-    figures, name = row.figures, str(row.key["setup"])
-
-    def shown(figure: str, form: str = ".1f") -> str:
-        return format(figures[figure], form) if figure in figures else "-"
-
-    seconds = [shown(each) for each in ("first_s", "first_packed_s", "compiled_from_s", "last_s")]
+    name = str(row.key["setup"])
+    marks = ("first_s", "first_packed_s", "compiled_from_s", "last_s")
+    seconds = [shown(row, mark, "{:.1f}", none="-") for mark in marks]
     if name == EAGER:
         return (name, *seconds, "", "", "")
-    behind = f"{1 / figures['least_ratio']:.2f}x" if "least_ratio" in figures else row.failed
-    return (name, *seconds, behind, shown("ahead_from_step", ".0f"), shown("compiles", ".0f"))
+    behind = f"{1 / row.figures['least_ratio']:.2f}x" if "least_ratio" in row.figures else row.failed
+    return (name, *seconds, behind, *(shown(row, each, "{:.0f}", none="-") for each in ("ahead_from_step", "compiles")))
 
 
 def _run(options: StartOptions, name: str, folder: Path, steps: int, timeout_s: float) -> dict[str, Any]:
     """Run the script once; return the record of its rank 0."""
-    environment = dict(process_environment())
-    environment["DEEPYTORCH"] = "off" if name == EAGER else "on"
-    environment["DEEPYTORCH_COMPILE"] = "background"  # unlike other benchmarks, which wait for compilation
-    paths = [str(Path(__file__).parents[2]), environment.get("PYTHONPATH")]
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    known, script = process_environment(), options.script
+    environment = {"PYTHONPATH": os.pathsep.join(filter(None, [str(_ROOT), known.get("PYTHONPATH")]))}
     for variable in _CACHES:
         (folder / variable.lower()).mkdir(mode=0o700, exist_ok=True)
         environment[variable] = str(folder / variable.lower())
-    if options.threads is not None:
-        environment["OMP_NUM_THREADS"] = str(options.threads)
-    if options.ranks > 1:
-        environment |= meeting_point()
-        environment.setdefault("OMP_NUM_THREADS", "1")
-    record = folder / f"{name}.json"
-    programs: list[Program] = []
+    shares_cores = options.ranks > 1 and "OMP_NUM_THREADS" not in known
+    place = Place(ranks=options.ranks, threads=options.threads or (1 if shares_cores else None))
+    called = f"{Path(script[0]).name} ({name})"
+    setup = Setup(name=called, job=None, imports=name != EAGER, environment=environment)
+    ranks = Ranks(setup, place, folder, timeout_s, command=(sys.executable, str(_WORKER)))
     try:
-        for rank in range(options.ranks):
-            own = rank_environment(rank, options.ranks) if options.ranks > 1 else {}
-            file = record if rank == 0 else f"{record}.{rank}"
-            command = [sys.executable, str(_WORKER), str(file), str(steps), _IMPORTS[name], *options.script]
-            programs.append(Program(command, folder / f"rank{rank}.log", env=environment | own))
-        _wait(programs, f"{options.script[0]} ({name})", timeout_s)
+        ranks.give("start", {"steps": steps, "imports": _IMPORTS[name], "script": script}, lambda text: None)
+        found = ranks.found()[0]
     finally:
-        for program in programs:
-            program.end()
+        ranks.end()
         time.sleep(_REST_SECONDS)
-    found: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))
     if not found["seconds"]:
-        raise ScriptError(f"{options.script[0]} made no step of an optimizer of torch.optim; expected one that trains.")
+        raise ScriptError(f"{script[0]} made no step of an optimizer of torch.optim; expected one that trains.")
     return found
-
-
-def _wait(programs: list[Program], what: str, timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while programs[0].process.poll() != 0:  # then rank 0 has written its record; others, in their last step, fail
-        for program in programs:
-            if program.process.poll():
-                said = "\n".join(last_lines(program.log, _LAST_LINES))
-                raise ScriptError(f"{what} ended with {program.process.returncode}. Its last lines:\n{said}")
-        if time.monotonic() > deadline:
-            raise ScriptError(f"{what} was not over in {timeout_s:g} seconds; --timeout gives it more.")
-        time.sleep(0.05)

@@ -1,45 +1,46 @@
-"""One run of a script for `deepytorch bench start`: `python start_worker.py RECORD STEPS IMPORT SCRIPT [ARGUMENTS]`.
+"""One run of a script for `deepytorch bench start`, in a process that gets its job as any rank of a benchmark does.
 
-The worker is run by its path: without the import nothing of deepytorch is loaded with the script. RECORD takes the
-seconds since this process began at which each step of an optimizer was over. IMPORT is "import", "fill" or "". With
-"fill" the run waits, after the steps that count, until everything that is compiled in the background is stored.
+The worker is run by its path: without the import nothing of deepytorch is loaded with the script. It finds the seconds
+since this process began at which each step of an optimizer was over. `imports` is "import", "fill" or "". With "fill"
+the run waits, after the steps that count, until everything that is compiled in the background is stored.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import runpy
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
-# Loads only this file, without the package around it.
-seconds_since_start = runpy.run_path(str(Path(__file__).parents[1] / "process_facts.py"))["seconds_since_start"]
+# Loads only these files, without the package around them.
+_FOLDER = Path(__file__).parent
+seconds_since_start = runpy.run_path(str(_FOLDER.parent / "process_facts.py"))["seconds_since_start"]
+_CHANNEL = runpy.run_path(str(_FOLDER / "channel.py"))
 
 
 def main() -> None:
     """Run the script, and leave it after its last step that counts."""
-    record, steps, imports, script, *arguments = sys.argv[1:]
+    turns = _CHANNEL["Turns"]()
+    job = turns.next_job()["job"]
+    script, *arguments = job["script"]
     sys.argv, sys.path[0] = [script, *arguments], str(Path(script).resolve().parent)
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
-    watch = _Watch(Path(record), int(steps), fills=imports == "fill")
+    watch = _Watch(turns, job["steps"], fills=job["imports"] == "fill")
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     register_optimizer_step_post_hook(watch)
-    if imports:
+    if job["imports"]:
         import deepytorch  # noqa: F401, what it does is what is measured
     runpy.run_path(script, run_name="__main__")
     watch.finish()
 
 
 class _Watch:
-    """Records when steps are over, and ends the process after the last one."""
+    """Records when steps are over, and keeps the process at its last one, until the benchmark ends it."""
 
-    def __init__(self, record: Path, steps: int, fills: bool) -> None:
-        self._record, self._steps, self._fills = record, steps, fills
+    def __init__(self, turns: Any, steps: int, fills: bool) -> None:
+        self._turns, self._steps, self._fills = turns, steps, fills
         self._seconds: list[float] = []
         self._first_packed: float | None = None
 
@@ -50,28 +51,21 @@ class _Watch:
                 self._first_packed = self._seconds[-1]
         if len(self._seconds) == self._steps:
             self.finish()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(0)
 
     def finish(self) -> None:
-        """Write the record; if caches are to be filled, wait for that."""
+        """Hand over what was found, once caches are filled if they are to be, and wait to be ended."""
         found = {"seconds": self._seconds, "first_packed": self._first_packed, "report": self._report()}
-        unfinished = self._record.with_suffix(".unfinished")
-        unfinished.write_text(json.dumps(found), encoding="utf-8")
-        unfinished.replace(self._record)
         while self._fills and self._compiles_in_background():
             time.sleep(0.2)
+        self._turns.say(_CHANNEL["FOUND"], found)
+        self._turns.next_job()
+        os._exit(0)
 
-    def _compiles_in_background(self) -> bool:
-        """Return whether more is to be stored.
-
-        Rank 0 decides when this is over; the other ranks are ended with it.
-        """
-        if os.environ.get("RANK", "0") != "0":
-            return True
+    @staticmethod
+    def _compiles_in_background() -> bool:
+        """Return whether more is to be stored. Rank 0 decides when this is over: the others are ended with it."""
         beside = sys.modules.get("deepytorch.background")
-        return beside is not None and beside.is_working()
+        return os.environ.get("RANK", "0") == "0" and beside is not None and beside.is_working()
 
     @staticmethod
     def _has_packed() -> bool:
@@ -86,12 +80,6 @@ class _Watch:
     def _report() -> dict[str, Any]:
         ours = sys.modules.get("deepytorch")
         return {} if ours is None else dict(ours.report().to_json())
-
-
-def _end_with_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(1)
 
 
 if __name__ == "__main__":

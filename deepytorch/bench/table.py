@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
+from textwrap import wrap
 
 from rich import box
-from rich.markup import escape as without_markup
+from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table as RichTable
+from rich.text import Text
+
+_WORDS_WIDTH, _FIGURES_WIDTH = 12, 10  # of columns in narrow terminals, the latter of their names
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +35,36 @@ class Table:
     left: tuple[str, ...]
     notes: tuple[str, ...] = ()
 
+    def without_empty_columns(self) -> Table:
+        """Return the table without the columns in which no row has a text."""
+        used = [at for at, _ in enumerate(self.columns) if any(row[at] for row in self.rows)]
+        rows = tuple(tuple(row[at] for at in used) for row in self.rows)
+        return replace(self, columns=tuple(self.columns[at] for at in used), rows=rows)
 
-def table_of(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[str]) -> RichTable:
-    """Return a table for a terminal. Figures are never wrapped."""
+
+def print_table(console: Console, table: Table) -> None:
+    """Print a table and its notes. Lines may be longer than the terminal's: no figure is cut off."""
+    shown = table_of(table.title, table.columns, table.rows, table.left)
+    least = Measurement.get(console, console.options.update(width=1000), shown).minimum
+    console.print(shown, width=max(console.width, least), crop=False)
+    for note in table.notes:
+        console.print(note, highlight=False, markup=False, soft_wrap=True)
+
+
+def table_of(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[str | Text]], left: Collection[str]
+) -> RichTable:
+    """Return a table for a terminal. Figures are never wrapped, and texts are shown as they are."""
     table = RichTable(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in columns:
+    rows = list(rows)
+    for at, name in enumerate(columns):
         if name in left:
-            table.add_column(name, overflow="fold")
+            longest = max(len(text) for text in (*name.split(), *(str(row[at]) for row in rows), ""))
+            table.add_column(name, overflow="fold", min_width=min(longest, _WORDS_WIDTH))
         else:
-            table.add_column(name, justify="right", no_wrap=True)
+            table.add_column("\n".join(wrap(name, _FIGURES_WIDTH)), justify="right", no_wrap=True)
     for row in rows:
-        table.add_row(*map(without_markup, row))  # texts of errors may have square brackets
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
     return table
 
 
@@ -85,3 +109,15 @@ def html_of(table: Table) -> str:
         f'<h3>{escape(table.title)}</h3><div class="scroll"><table><thead>{line(table.columns, "th")}</thead>'
         f"<tbody>{body}</tbody></table></div>{notes}"
     )
+
+
+def number_text(value: float) -> str:
+    """Return a figure of any kind: whole, or with four digits."""
+    return f"{value:,.0f}" if value == int(value) or value >= 1e4 else f"{value:.4g}"
+
+
+def value_text(value: object) -> str:
+    """Return the value of an option or a key."""
+    if value is None:
+        return "-"
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

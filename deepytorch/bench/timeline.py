@@ -27,8 +27,8 @@ class Span:
     end_s: float
 
 
-def chrome_trace(steps: Mapping[str, Sequence[Span]]) -> dict[str, Any]:
-    """Return the steps of several arms in the Trace Event Format.
+def write_trace(path: Path, steps: Mapping[str, Sequence[Span]]) -> None:
+    """Write the steps of several arms to `path` in the Trace Event Format. Raises `DataError` when it cannot.
 
     An arm is a process, a lane a thread, and times are in us.
     """
@@ -41,12 +41,7 @@ def chrome_trace(steps: Mapping[str, Sequence[Span]]) -> dict[str, Any]:
             times = {"ts": 1e6 * span.begin_s, "dur": 1e6 * (span.end_s - span.begin_s)}
             thread = list(_LANES).index(span.lane)
             events.append({"ph": "X", "name": span.name, "cat": span.lane, "pid": process, "tid": thread, **times})
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def write_trace(path: Path, steps: Mapping[str, Sequence[Span]]) -> None:
-    """Write `chrome_trace` to `path`. Raises `DataError` when the file cannot be written."""
-    write_json(path, chrome_trace(steps))
+    write_json(path, {"traceEvents": events, "displayTimeUnit": "ms"})
 
 
 def plot_steps(path: Path, title: str, steps: Mapping[str, Sequence[Span]]) -> None:

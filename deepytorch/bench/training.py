@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from deepytorch.bench.channel import DOING, Turns
 from deepytorch.bench.hardware import Hardware
 from deepytorch.bench.jobs import TrainingJob
-from deepytorch.bench.parallel import Trainer, loss_of, peak_bytes, trainer
+from deepytorch.bench.memory import peak_bytes
+from deepytorch.bench.parallel import Trainer, loss_of, trainer
 from deepytorch.bench.ready_times import measured_ready_times
 from deepytorch.bench.rivals import arranged, ordered, with_kernels
 from deepytorch.bench.settling import plan_of, settle, wait_for_code
@@ -79,7 +80,8 @@ class Run:
     """A model, its batches, and steps on one batch after the other.
 
     rows: examples of an optimizer step of this rank. tokens, positions: of such a step, without pads and with them, the
-    mean of the batches. seconds: of each step since the warm-up, of which the first has the number `first_timed`.
+    mean of the batches. seconds, cpu_seconds: of each step since the warm-up, of which the first has the number
+    `first_timed`; CPU time is that of all threads of this process.
     """
 
     def __init__(self, job: TrainingJob, device: torch.device, rank: int) -> None:
@@ -93,6 +95,7 @@ class Run:
         self.tokens = sum(int(mask.sum()) for mask in masks) / steps
         self.positions = sum(mask.numel() for mask in masks) / steps
         self.seconds: list[float] = []
+        self.cpu_seconds: list[float] = []
         self.losses: list[Tensor] = []
         self.count = self.first_timed = 0
         self._warm_up: list[float] = []
@@ -109,7 +112,7 @@ class Run:
         if self._imports and self.job.compiles and self.job.settle_s:
             turns.say(DOING, f"{self.job.model}, until what runs is chosen")
             settle(lambda: self.step(turns), self.job.settle_s)
-        self._warm_up, self.seconds = self.seconds, []
+        self._warm_up, self.seconds, self.cpu_seconds = self.seconds, [], []
         self.first_timed = self.count  # setups settle after other numbers of steps, and are timed on the same batches
 
     def wait_for_code(self) -> None:
@@ -125,6 +128,7 @@ class Run:
         regions = LEDGER.report().regions if self._imports else []
         return {
             "seconds": self.seconds,
+            "cpu_seconds": self.cpu_seconds,
             "warm_up": self._warm_up,
             "first_s": self._first_s,
             "losses": losses[:-1],
@@ -141,12 +145,13 @@ class Run:
         """Run as many steps as are timed together."""
         if turns is not None and self.count % 10 == 0:
             turns.say(DOING, f"{self.job.model}, step {self.count}")
-        began = time.perf_counter()
+        began, cpu_began = time.perf_counter(), time.process_time()
         for _ in range(self.job.together):
             self.train()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.seconds.append((time.perf_counter() - began) / self.job.together)
+        self.cpu_seconds.append((time.process_time() - cpu_began) / self.job.together)
 
     def train(self) -> None:
         """Run one step, without waiting for a GPU."""
@@ -182,7 +187,7 @@ def _ready(run: Run) -> dict[str, Any]:
     for _ in range(_READY_STEPS):
         run.train()
         with made.model.no_sync() if hasattr(made.model, "no_sync") else contextlib.nullcontext():
-            found = measured_ready_times(made.model, forward, made.optimizer, steps=1, warm_up=0, begin=begin)
+            found = measured_ready_times(made.model, forward, made.optimizer, begin)
         steps.append(asdict(found))
     group: dict[str, Any] = {}
     with contextlib.suppress(ConfigError):  # stock groups tell nothing

@@ -1,4 +1,4 @@
-"""The arms of a comparison: the same model, run in different ways, one training step at a time."""
+"""The setups of a comparison in one process: a model, run in different ways, one training step at a time."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from deepytorch.bench.memory import peak_step_bytes
 from deepytorch.bench.options import dtype_name
 from deepytorch.errors import ConfigError
 from deepytorch.torch_internals import lookup_backend, reset_dynamo
@@ -67,7 +69,7 @@ class Precision:
 
 
 @dataclass(frozen=True, slots=True)
-class Arm:
+class ModelSetup:
     """One way to run a model. `loss` maps a batch to a scalar; the gradients arrive in `model`'s own parameters."""
 
     name: str
@@ -84,35 +86,41 @@ class Step:
     compiled: bool
 
 
-def compiled_arm(name: str, model: nn.Module, backend: str | None, loss: str = "model") -> Arm:
-    """Return an arm that runs `model` through `torch.compile(backend=...)`, or unchanged when `backend` is None.
+def compiled_setup(name: str, model: nn.Module, backend: str | None, loss: str = "model") -> ModelSetup:
+    """Return a setup that runs `model` through `torch.compile(backend=...)`, or unchanged when `backend` is None.
 
     loss: the loss that is trained on, one of `unpad.LOSSES`.
     """
     callable_model = model if backend is None else torch.compile(model, backend=backend)
     if loss == "model":
-        return Arm(name, model, lambda batch: callable_model(**batch).loss)
+        return ModelSetup(name, model, lambda batch: callable_model(**batch).loss)
 
     def outside(batch: Batch) -> Tensor:
         logits = callable_model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
         targets = batch["labels"] if loss == "outside" else batch["input_ids"]
         return cross_entropy(logits[:, :-1].float().reshape(-1, logits.shape[-1]), targets[:, 1:].reshape(-1))
 
-    return Arm(name, model, outside)
+    return ModelSetup(name, model, outside)
 
 
-def forward_backward(arm: Arm, batch: Batch, precision: Precision) -> Step:
-    """Run one step and leave the gradients in `arm.model`; timed are zeroing the gradients, forward and backward."""
+def forward_backward(setup: ModelSetup, batch: Batch, precision: Precision) -> Step:
+    """Run one step and leave the gradients in `setup.model`; timed are zeroing the gradients, forward and backward."""
     precision.synchronize()
     compilations = num_compilations()
     start = time.perf_counter()
-    arm.model.zero_grad(set_to_none=True)
+    setup.model.zero_grad(set_to_none=True)
     with precision.autocast():
-        loss = arm.loss(batch)
+        loss = setup.loss(batch)
     loss.backward()
     precision.synchronize()
     seconds = time.perf_counter() - start
     return Step(float(loss.detach()), seconds, compiled=num_compilations() > compilations)
+
+
+def peak_bytes_of(setup: ModelSetup, batch: Batch, precision: Precision) -> int:
+    """Return the most bytes that one step held at once, beyond the model's weights."""
+    setup.model.zero_grad(set_to_none=True)
+    return peak_step_bytes(partial(forward_backward, setup, batch, precision), precision.device)
 
 
 def num_compilations() -> int:
@@ -147,7 +155,7 @@ def empty_compile_caches() -> Iterator[None]:
 
 
 def start_compiler(backend: str, precision: Precision) -> None:
-    """Compile something small, so that imports and worker processes do not count as the compile time of an arm.
+    """Compile something small, so that imports and worker processes do not count as the compile time of a setup.
 
     deepytorch lowers through Inductor: loading it and starting Inductor is enough, and its counters stay untouched.
     """

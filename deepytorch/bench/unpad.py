@@ -8,15 +8,15 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any
 
 from typer import Option
 
 from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup
+from deepytorch.bench.figures import by_setup, shown
 from deepytorch.bench.measurement import Measurement
-from deepytorch.bench.models import MAX_POSITIONS, MODELS, SIZES, batch_kind
-from deepytorch.bench.options import check_at_least, check_choice
+from deepytorch.bench.models import MAX_POSITIONS, MODELS, batch_kind
+from deepytorch.bench.options import AnyDevice, TextFile, TextSize, check_choice, check_declared
 from deepytorch.bench.results import Results, Row
 from deepytorch.bench.table import Table
 from deepytorch.errors import ConfigError
@@ -43,14 +43,7 @@ class UnpadOptions:
     models: Annotated[tuple[str, ...], Option(help="Model architectures, with commas; weights are random.")] = (
         "llama",
     )
-    size: Annotated[
-        str,
-        Option(
-            metavar="|".join(SIZES),
-            help="Layers x hidden size: tiny 2x64, quarter 12x192, demo 4x256, small 4x512, base 12x768, large "
-            "16x2048. base and large are for GPUs.",
-        ),
-    ] = "small"
+    size: TextSize = "small"
     labels: Annotated[
         str,
         Option(
@@ -65,14 +58,7 @@ class UnpadOptions:
             "padding. everywhere: the same, with labels at padding too.",
         ),
     ] = "model"
-    data: Annotated[
-        Path | None,
-        Option(
-            metavar="FILE",
-            help="JSON file of instruction, input and output texts, laid out as Stanford Alpaca's. "
-            "Default: the docstrings of Python's standard library and of torch.",
-        ),
-    ] = None
+    data: TextFile = None
     batch_size: Annotated[int, Option(min=1, help="Rows in a batch.")] = 8
     steps: Annotated[int, Option(min=1, help="Number of batches; each is timed in every setup.")] = 8
     rounds: Annotated[int, Option(min=1, help="How often each batch is timed in each setup.")] = 3
@@ -94,16 +80,12 @@ class UnpadOptions:
             "without an optimizer, for itself. Default: back to back on a CUDA device.",
         ),
     ] = None
-    device: Annotated[str, Option(help="Where to run: cpu, cuda, cuda:1, ...")] = "cpu"
+    device: AnyDevice = "cpu"
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for options that cannot be run with."""
+        check_declared(self)
         check_choice(self, "models", MODELS)
-        check_choice(self, "size", SIZES)
-        check_choice(self, "labels", ("response", "all"))
-        check_choice(self, "loss", LOSSES)
-        check_choice(self, "precision", PRECISIONS)
-        check_at_least(self, 1, "batch_size", "steps", "rounds")
         if self.trains and self.precision == "fp16":
             raise ConfigError("precision is fp16, which trains under a gradient scaler; expected another back to back.")
         others = [model for model in self.models if batch_kind(model) != "causal"]
@@ -125,11 +107,6 @@ class UnpadJob:
     max_length: int = MAX_POSITIONS
     backend: str = "deepytorch"
     stock_backend: str = "inductor"
-
-    def __post_init__(self) -> None:
-        """Raise `ConfigError` for rows that the models have no positions for."""
-        if not 1 <= self.max_length <= MAX_POSITIONS:
-            raise ConfigError(f"max_length is {self.max_length}, expected 1 to {MAX_POSITIONS}, the models' positions.")
 
 
 class Unpad(Benchmark[UnpadOptions]):
@@ -156,7 +133,7 @@ class Unpad(Benchmark[UnpadOptions]):
 
     def tables(self, results: Results) -> list[Table]:
         """Return a table for each model."""
-        return [_table(results, str(model)) for model in dict.fromkeys(row.key["model"] for row in results.rows)]
+        return [_table(rows) for rows in results.together()]
 
 
 def in_one_process(job: Any) -> Setup:
@@ -198,30 +175,29 @@ def rows_of(run: Mapping[str, Any], key: Mapping[str, Any] | None = None) -> lis
 _OF_EACH = ("loss_rel_diff", "grad_rel_diff", "compile_s", "peak_mb")
 
 
-def _table(results: Results, model: str) -> Table:
-    rows, notes = [], []
-    for row in results.having(model=model):
-        figures, quartiles = row.figures, row.series.get("ratio_quartiles")
+def _table(measured: Sequence[Row]) -> Table:
+    rows, notes, texts, key = [], [], {}, measured[0].key
+    for row in measured:
+        quartiles = row.series.get("ratio_quartiles")
         if row.failed:
-            notes.append(f"{model}: {row.failed}.")
+            notes.append(f"{key['model']}: {row.failed}.")
             continue
+        if row.key["setup"] == OURS:
+            texts = row.texts
+            notes += _remarks(row, by_setup(measured)[EAGER].figures["peak_mb"])
         rows.append(
             (
                 str(row.key["setup"]),
-                f"{1e3 * figures['step_s']:,.1f}",
-                f"{figures['tokens_per_s']:,.0f}" if "tokens_per_s" in figures else "",
-                f"{figures['ratio']:.2f}x" if "ratio" in figures else "",
+                shown(row, "step_s", "{:,.1f}", 1e3),
+                shown(row, "tokens_per_s", "{:,.0f}"),
+                shown(row, "ratio", "{:.2f}x"),
                 f"{quartiles[0]:.2f} - {quartiles[2]:.2f}" if quartiles else "",
-                f"{figures['compile_s']:.1f}" if "compile_s" in figures else "",
-                f"{figures['peak_mb']:,.0f}" if "peak_mb" in figures else "",
+                shown(row, "compile_s", "{:.1f}"),
+                shown(row, "peak_mb", "{:,.0f}"),
             )
         )
-    key, texts = results.having(model=model)[0].key, {}
-    for ours in results.having(model=model, setup=OURS):
-        texts = ours.texts
-        notes += [] if ours.failed else _remarks(ours, results.having(model=model, setup=EAGER)[0].figures["peak_mb"])
     where = [texts[name] for name in ("device", "timing") if name in texts]
-    size = f"{model}, {key['size']}, batch {key['batch_size']}, labels {key['labels']}, loss {key['loss']}"
+    size = f"{key['model']}, {key['size']}, batch {key['batch_size']}, labels {key['labels']}, loss {key['loss']}"
     columns = ("setup", "step ms", "tokens/s", "deepytorch is", "quartiles", "compile s", "peak MB")
     return Table(", ".join([size, str(key["precision"]), *where]), columns, tuple(rows), ("setup",), tuple(notes))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -15,19 +14,25 @@ import deepytorch
 from deepytorch.bench.back_to_back import train_in_turns, trainees
 from deepytorch.bench.channel import DOING, Turns
 from deepytorch.bench.gradients import max_relative_difference
-from deepytorch.bench.hand_packed import ATTENTION_NAME, hand_packed_arm, pack, register_attention
 from deepytorch.bench.measurement import Measurement
-from deepytorch.bench.memory import peak_step_bytes
 from deepytorch.bench.models import batch_kind, build_model
-from deepytorch.bench.rivals import FLASH, flatten, flattened_arm, flattened_unavailable, grouped
+from deepytorch.bench.rivals import (
+    OWN_ATTENTION,
+    flatten,
+    flattened_unavailable,
+    grouped,
+    register_attention,
+    with_kernels,
+)
 from deepytorch.bench.training_step import (
-    Arm,
     Batch,
+    ModelSetup,
     Precision,
     Step,
-    compiled_arm,
+    compiled_setup,
     empty_compile_caches,
     forward_backward,
+    peak_bytes_of,
     start_compiler,
     to_device,
 )
@@ -50,18 +55,19 @@ def run(job: UnpadJob, turns: Turns) -> dict[str, Any]:
 
 
 def measure(job: UnpadJob, notify: Notify = lambda text: None) -> dict[str, Any]:
-    """Measure every arm on the same batches and weights; `notify` is told the current activity.
+    """Measure every setup on the same batches and weights; `notify` is told the current activity.
 
-    1. Each compiled arm runs all batches once, alone, from empty compile caches. Its compile time is the time of the
+    1. Each compiled setup runs all batches once, alone, from empty compile caches. Its compile time is the time of the
        steps that compile minus the steady times of the same batches. Both compilers were started before.
-    2. Every batch goes through every arm, the order rotated from batch to batch and round to round, so that a change
-       of the machine's speed affects all arms alike. A step is zeroing the gradients, forward and backward; packing by
-       hand is not in the time of the hand-packed arm, since a collator would do it.
+    2. Every batch goes through every setup, the order rotated from batch to batch and round to round, so that a change
+       of the machine's speed affects all setups alike. A step is zeroing the gradients, forward and backward; packing
+       by hand is not in the time of the hand-packed setup, since a collator would do it.
     3. Losses and gradients of the first round are compared with eager's. Weights do not change in it.
-    4. Back to back, step 2 is for that comparison alone. Then every arm trains with AdamW on batches that come from the
-       host, and passes over all batches take turns; see `back_to_back`. Rivals run where they are installed (`rivals`).
+    4. Back to back, step 2 is for that comparison alone. Then every setup trains with AdamW on batches that come from
+       the host, and passes over all batches take turns; see `back_to_back`. Rivals run where they are installed:
+       `rivals`.
 
-    Returns what `unpad.rows_of` takes: `seconds[arm][batch]`, a list of the rounds; figures by arm; and shared ones.
+    Returns what `unpad.rows_of` takes: `seconds[setup][batch]`, a list of the rounds; figures by setup; shared ones.
     Raises `ConfigError`, `DataError`, and `ParityError` when a loss or gradient is not finite.
     """
     options = job.options
@@ -69,10 +75,7 @@ def measure(job: UnpadJob, notify: Notify = lambda text: None) -> dict[str, Any]
     notify("Preparing data and models")
     data = draw_batches(job, precision.device)
     not_run = rivals_not_run(job, precision)
-    arms = build_arms(job, precision)
-    if FLATTENED not in not_run:
-        model = _build(job, precision, FLASH)
-        arms[FLATTENED] = flattened_arm(FLATTENED, model, job.model, job.stock_backend)
+    setups = build_setups(job, precision)
     for backend in (job.stock_backend, job.backend):
         start_compiler(backend, precision)
 
@@ -80,7 +83,7 @@ def measure(job: UnpadJob, notify: Notify = lambda text: None) -> dict[str, Any]
         steps = []
         for number, batch in enumerate(data, 1):
             notify(f"Compiling {name}, from empty caches: batch {number} of {len(data)}")
-            steps.append(forward_backward(arms[name], batch, precision))
+            steps.append(forward_backward(setups[name], batch, precision))
         return steps
 
     with empty_compile_caches():
@@ -89,23 +92,22 @@ def measure(job: UnpadJob, notify: Notify = lambda text: None) -> dict[str, Any]
         deepytorch.report(reset=True)
         first_ours = first_pass(OURS)
         for batch in data[:_NUM_WARM_BATCHES]:
-            forward_backward(arms[STOCK], batch, precision)
-        compared, differences = _measure(arms, data, 1 if options.trains else options.rounds, precision, notify)
-        measured = Measurement(_train(job, arms, precision, notify)) if options.trains else compared
+            forward_backward(setups[STOCK], batch, precision)
+        compared, differences = _compared(setups, data, 1 if options.trains else options.rounds, precision, notify)
+        measured = Measurement(_train(job, setups, precision, notify)) if options.trains else compared
         counts = deepytorch.report().to_json()
         notify("Measuring batches without padding")
-        unpadded = _measure_unpadded(arms, data, job, precision)
+        unpadded = _measure_unpadded(setups, data, job, precision)
         notify("Measuring memory")
         kind = batch_kind(job.model)
-        peaks = {name: _peak_bytes(arms[name], data, kind, precision) / 2**20 for name in (EAGER, STOCK, OURS)}
+        peaks = {name: _peak_bytes(setups[name], data, kind, precision) / 2**20 for name in (EAGER, STOCK, OURS)}
     tokens = sum(num_tokens(batch, kind) for batch in data)
     positions = sum(num_positions(batch, kind) for batch in data)
     reasons = "; ".join(f"{name}, {reason}" for name, reason in not_run.items())
     return {
         "seconds": measured.seconds,
         "tokens": tokens,
-        "loss_rel_diff": differences.losses,
-        "grad_rel_diff": differences.gradients,
+        **differences,
         "compile_s": {
             STOCK: _compile_seconds(first_stock, compared.steady(STOCK)),
             OURS: _compile_seconds(first_ours, compared.steady(OURS)),
@@ -127,16 +129,8 @@ def measure(job: UnpadJob, notify: Notify = lambda text: None) -> dict[str, Any]
     }
 
 
-@dataclass(slots=True)
-class Differences:
-    """The largest relative differences to eager over all batches, by other arm: of losses, and of gradients."""
-
-    losses: dict[str, float] = field(default_factory=dict)
-    gradients: dict[str, float] = field(default_factory=dict)
-
-
 def rivals_not_run(job: UnpadJob, precision: Precision) -> dict[str, str]:
-    """Return the arms that are not measured, each with the reason."""
+    """Return the setups that are not measured, each with the reason."""
     kind, loss = batch_kind(job.model), job.options.loss
     found = {}
     if kind != "causal" or loss != "model":
@@ -149,27 +143,28 @@ def rivals_not_run(job: UnpadJob, precision: Precision) -> dict[str, str]:
     return found
 
 
-def _build(job: UnpadJob, precision: Precision, attn_implementation: str = "sdpa") -> nn.Module:
-    """Return the model, with weights drawn anew but always equal."""
-    vocab_size = job.options.vocab_size
-    made: nn.Module = build_model(
-        job.model, job.options.size, vocab_size=vocab_size, attn_implementation=attn_implementation
-    )
-    return made.to(precision.device, precision.weights)
+def build_setups(job: UnpadJob, precision: Precision) -> dict[str, ModelSetup]:
+    """Return the setups that can run, by name, each with a model of its own, whose weights are always equal."""
+    options, not_run = job.options, rivals_not_run(job, precision)
 
+    def model(attention: str = "sdpa") -> nn.Module:
+        made: nn.Module = build_model(
+            job.model, options.size, vocab_size=options.vocab_size, attn_implementation=attention
+        )
+        return made.to(precision.device, precision.weights)
 
-def build_arms(job: UnpadJob, precision: Precision) -> dict[str, Arm]:
-    """Return the arms by name, each with a copy of the same weights."""
-    model, loss = partial(_build, job, precision), job.options.loss
-    arms = [
-        compiled_arm(EAGER, model(), None, loss),
-        compiled_arm(STOCK, model(), job.stock_backend, loss),
-        compiled_arm(OURS, model(), job.backend, loss),
+    setups = [
+        compiled_setup(EAGER, model(), None, options.loss),
+        compiled_setup(STOCK, model(), job.stock_backend, options.loss),
+        compiled_setup(OURS, model(), job.backend, options.loss),
     ]
-    if batch_kind(job.model) == "causal" and loss == "model":
+    if HAND_PACKED not in not_run:
         register_attention()
-        arms.append(hand_packed_arm(HAND_PACKED, model(ATTENTION_NAME)))
-    return {arm.name: arm for arm in arms}
+        setups.append(compiled_setup(HAND_PACKED, model(OWN_ATTENTION), None))
+    if FLATTENED not in not_run:
+        with_liger = with_kernels(model(), "flattened", job.model)
+        setups.append(compiled_setup(FLATTENED, with_liger, job.stock_backend))
+    return {setup.name: setup for setup in setups}
 
 
 def full_batches(data: Sequence[Batch], kind: Kind) -> list[Batch]:
@@ -214,10 +209,10 @@ def draw_batches(job: UnpadJob, device: torch.device) -> list[Batch]:
     return [to_device(batch, device) for batch in drawn]
 
 
-def _steady_step(arm: Arm, batch: Batch, precision: Precision) -> Step:
+def _steady_step(setup: ModelSetup, batch: Batch, precision: Precision) -> Step:
     """Run one step, and once more if it compiled: compile times are those of the first passes, not part of a ratio."""
-    step = forward_backward(arm, batch, precision)
-    return forward_backward(arm, batch, precision) if step.compiled else step
+    step = forward_backward(setup, batch, precision)
+    return forward_backward(setup, batch, precision) if step.compiled else step
 
 
 def _compile_seconds(first: Sequence[Step], steady: Sequence[float]) -> float:
@@ -225,87 +220,95 @@ def _compile_seconds(first: Sequence[Step], steady: Sequence[float]) -> float:
     return sum(max(0.0, step.seconds - later) for step, later in zip(first, steady, strict=True) if step.compiled)
 
 
-def _measure(
-    arms: Mapping[str, Arm], data: Sequence[Batch], rounds: int, precision: Precision, notify: Notify
-) -> tuple[Measurement, Differences]:
-    """Run every batch through every arm, in turns, `rounds` times; compare with eager in the first round."""
-    inputs = arm_inputs(arms, data)
+def _compared(
+    setups: Mapping[str, ModelSetup], data: Sequence[Batch], rounds: int, precision: Precision, notify: Notify
+) -> tuple[Measurement, dict[str, dict[str, float]]]:
+    """Run every batch through every setup, in turns, `rounds` times; compare with eager in the first round.
+
+    Returns with the times the largest relative differences over all batches, of losses and of gradients, by setup.
+    """
+    inputs = setup_inputs(setups, data)
+    inputs = {name: [to_device(batch, precision.device) for batch in batches] for name, batches in inputs.items()}
     for name in (EAGER, HAND_PACKED):
-        if name in arms:  # the compiled arms have run before
-            forward_backward(arms[name], inputs[name][0], precision)
+        if name in setups:  # the compiled setups have run before
+            forward_backward(setups[name], inputs[name][0], precision)
+    found: dict[str, dict[str, float]] = {"loss_rel_diff": {}, "grad_rel_diff": {}}
+    return _in_turns(setups, inputs, rounds, precision, notify, partial(_compare, found, setups)), found
+
+
+def _in_turns(
+    setups: Mapping[str, ModelSetup],
+    inputs: Mapping[str, Sequence[Batch]],
+    rounds: int,
+    precision: Precision,
+    notify: Notify = lambda text: None,
+    compare: Callable[[Mapping[str, float], int], None] = lambda losses, index: None,
+) -> Measurement:
+    """Time steps in turns. compare: gets the losses of a batch by setup, and its number, in the first round."""
     losses: dict[str, float] = {}
-    found = Differences()
 
     def timed(name: str, index: int) -> float:
-        step = _steady_step(arms[name], to_device(inputs[name][index], precision.device), precision)
+        step = _steady_step(setups[name], inputs[name][index], precision)
         losses[name] = step.loss
         return step.seconds
 
-    def compare(turn: int, index: int) -> None:
+    def after_batch(turn: int, index: int) -> None:
         if turn == 0:
-            _compare(found, arms, losses, index)
+            compare(losses, index)
 
-    steps = {name: partial(timed, name) for name in arms}
-    return Measurement.in_turns(steps, len(data), rounds, notify, compare), found
+    steps = {name: partial(timed, name) for name in setups}
+    return Measurement.in_turns(steps, len(inputs[OURS]), rounds, notify, after_batch)
 
 
-def arm_inputs(arms: Mapping[str, Arm], data: Sequence[Batch]) -> dict[str, list[Batch]]:
-    """Return the batches as each arm takes them: the work of a collator is in no arm's time."""
-    collators = {HAND_PACKED: pack, FLATTENED: flatten}
-    return {name: [collators[name](batch) for batch in data] if name in collators else [*data] for name in arms}
+def setup_inputs(setups: Mapping[str, ModelSetup], data: Sequence[Batch]) -> dict[str, list[Batch]]:
+    """Return the batches as each setup takes them: the work of a collator is in no setup's time."""
+    return {name: [flatten(batch) if name in (HAND_PACKED, FLATTENED) else batch for batch in data] for name in setups}
 
 
 def _train(
-    job: UnpadJob, arms: Mapping[str, Arm], precision: Precision, notify: Notify
+    job: UnpadJob, setups: Mapping[str, ModelSetup], precision: Precision, notify: Notify
 ) -> dict[str, list[list[float]]]:
-    """Return the seconds of steps back to back, by arm, batch and round.
+    """Return the seconds of steps back to back, by setup, batch and round.
 
     Stock torch.compile runs on grouped batches, too.
     """
     data = draw_batches(job, torch.device("cpu"))
-    inputs = arm_inputs(arms, data) | {GROUPED: grouped(data, batch_kind(job.model))}
-    training = trainees({**arms, GROUPED: arms[STOCK]}, inputs)
+    inputs = setup_inputs(setups, data) | {GROUPED: grouped(data, batch_kind(job.model))}
+    training = trainees({**setups, GROUPED: setups[STOCK]}, inputs)
     return train_in_turns(training, job.options.rounds, precision, notify)
 
 
-def _compare(found: Differences, arms: Mapping[str, Arm], losses: Mapping[str, float], index: int) -> None:
-    """Record the differences of each arm's loss and gradients to eager's. Raises `ParityError` for NaN."""
-    for name, arm in arms.items():
+def _compare(
+    found: Mapping[str, dict[str, float]], setups: Mapping[str, ModelSetup], losses: Mapping[str, float], index: int
+) -> None:
+    """Record the differences of each setup's loss and gradients to eager's. Raises `ParityError` for NaN."""
+    for name, setup in setups.items():
         if name == EAGER:
             continue
         loss = abs(losses[name] - losses[EAGER]) / abs(losses[EAGER])
-        gradient = max_relative_difference(arm.model, arms[EAGER].model)
+        gradient = max_relative_difference(setup.model, setups[EAGER].model)
         if not math.isfinite(loss + gradient):
             raise ParityError(
                 f"Batch {index}: the loss in {name} is {losses[name]}, in eager {losses[EAGER]}, and the relative "
                 f"difference of the gradients {gradient}; expected finite numbers. Times would mean nothing."
             )
-        found.losses[name] = max(found.losses.get(name, 0.0), loss)
-        found.gradients[name] = max(found.gradients.get(name, 0.0), gradient)
+        for what, difference in (("loss_rel_diff", loss), ("grad_rel_diff", gradient)):
+            found[what][name] = max(found[what].get(name, 0.0), difference)
 
 
 def _measure_unpadded(
-    arms: Mapping[str, Arm], data: Sequence[Batch], job: UnpadJob, precision: Precision
+    setups: Mapping[str, ModelSetup], data: Sequence[Batch], job: UnpadJob, precision: Precision
 ) -> Measurement:
     """Measure stock torch.compile and deepytorch on batches with nothing to strip; compiling for them is not timed."""
-    compared = {name: arms[name] for name in (STOCK, OURS)}
+    compared = {name: setups[name] for name in (STOCK, OURS)}
     full = full_batches(data, batch_kind(job.model))
-    for arm in compared.values():
+    for setup in compared.values():
         for batch in full[:1] * 2:
-            forward_backward(arm, batch, precision)
-
-    def timed(arm: Arm, index: int) -> float:
-        return _steady_step(arm, full[index], precision).seconds
-
-    steps = {name: partial(timed, arm) for name, arm in compared.items()}
-    return Measurement.in_turns(steps, len(full), job.options.rounds)
+            forward_backward(setup, batch, precision)
+    return _in_turns(compared, dict.fromkeys(compared, full), job.options.rounds, precision)
 
 
-def _peak_bytes(arm: Arm, data: Sequence[Batch], kind: Kind, precision: Precision) -> int:
-    """Return the most bytes beyond the weights that one step of `arm` held, over the batches with most positions."""
+def _peak_bytes(setup: ModelSetup, data: Sequence[Batch], kind: Kind, precision: Precision) -> int:
+    """Return the most bytes beyond the weights that one step of `setup` held, of the batches with most positions."""
     largest = sorted(data, key=lambda batch: num_positions(batch, kind), reverse=True)[:_MAX_MEMORY_BATCHES]
-    peaks = []
-    for batch in largest:
-        arm.model.zero_grad(set_to_none=True)
-        peaks.append(peak_step_bytes(partial(forward_backward, arm, batch, precision), precision.device))
-    return max(peaks)
+    return max(peak_bytes_of(setup, batch, precision) for batch in largest)

@@ -31,7 +31,7 @@ class Parallel:
             sharding's own setting where it has one (DeepSpeed, fully_shard).
         compile: A backend of torch.compile; "" for eager. mode: Its mode.
         recompute: Whether activations of blocks are computed again in the backward.
-        offload: Whether the optimizer's state, and weights where they are sharded, are in the host's memory.
+        offload: Whether the optimizer's state, and weights where they are sharded, are in the host's memory: DeepSpeed.
         accumulate: Micro-batches of an optimizer step.
     """
 
@@ -68,10 +68,12 @@ class Parallel:
         return rank // (self.tensor * self.pipeline)
 
 
-def unavailable(parallel: Parallel, family: str, device: str = "cpu") -> str | None:
+def unavailable(parallel: Parallel, family: str, device: str = "cpu", ranks: int = 2) -> str | None:
     """Return why `family`, a model of `bench.models` or `bench.zoo`, cannot be trained so here; None if it can."""
     family = family.removeprefix("hf_").lower()
     deepspeed, divided = parallel.sharding.startswith("zero"), parallel.tensor > 1 or parallel.pipeline > 1
+    if ranks == 1 and parallel.sharding not in ("none", "ddp"):
+        return "needs several ranks: --ranks 2"
     if deepspeed and find_spec("deepspeed") is None:
         return "deepspeed is not installed"
     if divided and (deepspeed or parallel.sharding == "oss"):
@@ -86,8 +88,6 @@ def unavailable(parallel: Parallel, family: str, device: str = "cpu") -> str | N
         return "torch's gradient scaler would find overflow in the gradients of one rank alone; mixed needs none"
     if parallel.precision == "fp16" and device == "cpu":
         return "fp16 is for GPUs"
-    if parallel.offload and not deepspeed and parallel.sharding != "fsdp2":
-        return f"{parallel.sharding} has no offload"
-    if parallel.offload and parallel.sharding == "fsdp2" and device == "cpu":
-        return "fsdp2 offloads from a GPU only"
+    if parallel.offload and not deepspeed:
+        return f"{parallel.sharding} has no offload here"
     return None

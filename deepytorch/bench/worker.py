@@ -29,6 +29,7 @@ KINDS = {  # each module has a dataclass `Job` and `run(job, turns)`, which retu
     "ddp_of_one_gpu": "deepytorch.bench.ddp_of_one_gpu",
     "unpad": "deepytorch.bench.unpad_steps",
     "loss": "deepytorch.bench.linear_loss",
+    "models": "deepytorch.bench.model_classes.worker",
 }
 
 

@@ -13,11 +13,11 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from deepytorch.bench.report import ReportOptions
 from deepytorch.bench.suite import BENCHMARKS
 from deepytorch.cli import (
-    bench_kernels,
-    bench_models,
     bench_report,
+    bench_roofline,
     cache,
     demo,
     lab,
@@ -27,10 +27,12 @@ from deepytorch.cli import (
     simulate,
     verify,
 )
-from deepytorch.cli.benchmark import add_command
+from deepytorch.cli.benchmark import add_benchmark
+from deepytorch.cli.options import JsonFile, add_command
 from deepytorch.config import process_environment
 from deepytorch.errors import DeepytorchError
 from deepytorch.switch import SWITCH
+from deepytorch.verify.records import VerifyOptions
 from deepytorch.version import __version__
 
 _BEFORE_A_COMMAND = {"allow_interspersed_args": False}  # later arguments belong to the command that is started
@@ -47,7 +49,7 @@ bench = typer.Typer(help="Measure what deepytorch gains on this machine.", no_ar
 
 app.command("demo")(demo.demo)
 app.command("run", context_settings=_BEFORE_A_COMMAND)(run.run)
-app.command("verify", context_settings=_BEFORE_A_COMMAND)(verify.verify)
+add_command(app, "verify", VerifyOptions, verify.verify, ("json_file", JsonFile, None))
 app.command("profile", context_settings=_BEFORE_A_COMMAND)(profile.profile)
 app.command("doctor")(machine.doctor)
 app.command("gpu-check")(machine.gpu_check)
@@ -56,11 +58,9 @@ app.command("build")(machine.build)
 app.add_typer(cache.cache, name="cache")
 app.add_typer(bench, name="bench")
 for _benchmark in BENCHMARKS.values():
-    add_command(bench, _benchmark)
-bench.command("models")(bench_models.models)
-bench.command("kernels")(bench_kernels.kernels)
-bench.command("roofline")(bench_kernels.roofline)
-bench.command("report")(bench_report.report)
+    add_benchmark(bench, _benchmark)
+bench.command("roofline")(bench_roofline.roofline)
+add_command(bench, "report", ReportOptions, bench_report.report)
 app.command("lab", context_settings=_BEFORE_A_COMMAND)(lab.lab)
 app.command("simulate")(simulate.simulate)
 

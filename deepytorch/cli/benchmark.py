@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import fields
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any
 
 import typer
 
 from deepytorch.bench.benchmark import Benchmark
+from deepytorch.bench.table import print_table
+from deepytorch.cli.options import add_command
 from deepytorch.cli.output import Output
 from deepytorch.config import process_environment
-from deepytorch.errors import ConfigError
 
 _Out = Annotated[
     Path | None,
@@ -29,31 +28,14 @@ _Timeout = Annotated[
 ]
 
 
-def add_command(app: typer.Typer, benchmark: Benchmark[Any]) -> None:
-    """Add the command of a benchmark. What follows its first argument, if it takes any, is no option of it."""
-    kinds = get_type_hints(benchmark.options, include_extras=True).values()
-    settings = {"allow_interspersed_args": False} if any(map(_is_argument, kinds)) else None
-    app.command(benchmark.name, context_settings=settings)(command_of(benchmark))
+def add_benchmark(app: typer.Typer, benchmark: Benchmark[Any]) -> None:
+    """Add the command of a benchmark."""
 
+    def command(options: Any, out: Path | None, again: bool, timeout: float) -> None:
+        run_and_show(benchmark, options, out, again=again, timeout_s=timeout)
 
-def command_of(benchmark: Benchmark[Any]) -> Callable[..., None]:
-    """Return the command of a benchmark: an option for each field of its options, of that name and default.
-
-    A field whose type has a `typer.Argument` takes all arguments behind the options.
-    """
-    kinds = get_type_hints(benchmark.options, include_extras=True)
-    own = [_parameter(each.name, kinds[each.name], each.default) for each in fields(benchmark.options)]
-    common = [("out", _Out, None), ("again", _Again, False), ("timeout", _Timeout, 600.0)]
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    parameters = [inspect.Parameter(name, keyword, default=default, annotation=kind) for name, kind, default in common]
-
-    def command(out: Path | None, again: bool, timeout: float, **given: Any) -> None:
-        texts = {name: _value(kinds[name], value, name) for name, value in given.items()}
-        run_and_show(benchmark, benchmark.options(**texts), out, again=again, timeout_s=timeout)
-
-    command.__signature__ = inspect.Signature([*own, *parameters])  # type: ignore[attr-defined]
-    command.__doc__ = inspect.getdoc(benchmark.options)
-    return command
+    common = (("out", _Out, None), ("again", _Again, False), ("timeout", _Timeout, 600.0))
+    add_command(app, benchmark.name, benchmark.options, command, *common)
 
 
 def run_and_show(benchmark: Benchmark[Any], options: Any, out: Path | None, *, again: bool, timeout_s: float) -> None:
@@ -83,49 +65,10 @@ def run_and_show(benchmark: Benchmark[Any], options: Any, out: Path | None, *, a
     if process_environment().get("RANK", "0") != "0":  # of torchrun's processes the first has the results
         return
     for table in benchmark.tables(results):
-        output.table(table.title, table.columns, table.rows, table.left)
-        for note in table.notes:
-            output.line(note)
+        print_table(output.console, table)
     if path is not None:
         output.line(f"Results: {path}. As a page: deepytorch bench report {path.parent}")
     if stopped:
         output.line("Stopped: the same command goes on from here.")
         raise typer.Exit(130)
     benchmark.verdict(results)
-
-
-def _is_argument(kind: Any) -> bool:
-    return any(isinstance(extra, typer.models.ArgumentInfo) for extra in get_args(kind))
-
-
-def _parameter(name: str, kind: Any, default: Any) -> inspect.Parameter:
-    inner, *extras = get_args(kind)
-    if _is_argument(kind):
-        inner, default = list[str] | None, None
-    elif get_origin(inner) is tuple:
-        inner, default = str, ",".join(map(str, default))
-        extras[0].metavar = extras[0].metavar or "LIST"
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=_annotated(inner, extras)
-    )
-
-
-def _annotated(kind: Any, extras: Sequence[Any]) -> Any:
-    return Annotated[(kind, *extras)]  # type: ignore[valid-type]
-
-
-def _value(kind: Any, value: Any, name: str) -> Any:
-    """Return the parts of a list where an option has several values."""
-    inner = get_args(kind)[0]
-    if _is_argument(kind):
-        return tuple(value or ())
-    if get_origin(inner) is not tuple:
-        return value
-    of = get_args(inner)[0]
-    parts = [part.strip() for part in value.split(",") if part.strip()]
-    try:
-        return tuple(of(part) for part in parts)
-    except ValueError:
-        raise ConfigError(
-            f"--{name.replace('_', '-')} is {value!r}; expected numbers with commas, as in 1,2."
-        ) from None

@@ -8,16 +8,20 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from deepytorch.cli.options import BatchSize, Data, Device, DtypeOf, Model, ModelFamily
+from deepytorch.bench.models import MODELS
+from deepytorch.bench.options import TextFile, dtype_name
 
 
 def demo(
-    data: Data = None,
-    model: ModelFamily = Model.llama,
+    data: TextFile = None,
+    model: Annotated[str, typer.Option(metavar="|".join(MODELS), help="The model; its weights are random.")] = "llama",
     steps: Annotated[int, typer.Option(min=4, help="Training steps of each of the three runs.")] = 50,
-    batch_size: BatchSize = 8,
-    device: Device = "cpu",
-    dtype: DtypeOf = "fp32",
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows in a batch.")] = 8,
+    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...")] = "cpu",
+    dtype: Annotated[
+        str,
+        typer.Option(metavar="fp32|bf16|fp16", help="fp32, or autocast to bf16 or fp16 with weights in fp32."),
+    ] = "fp32",
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the plot goes; made if missing.")] = Path(
         "deepytorch-demo"
     ),
@@ -31,11 +35,11 @@ def demo(
 
     options = DemoOptions(
         data=data,
-        model=model.value,
+        model=model,
         steps=steps,
         batch_size=batch_size,
         device=device,
-        dtype=dtype,
+        dtype=dtype_name(dtype),
         out=out,
     )
     run_demo(options, Console())

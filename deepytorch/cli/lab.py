@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from deepytorch.bench.options import FlowRate, LabRate, RanksOfHost
+
 
 def lab(
     command: Annotated[
@@ -17,17 +19,9 @@ def lab(
         ),
     ],
     hosts: Annotated[int, typer.Option(min=1, help="Simulated hosts (machines), up to 250.")] = 2,
-    ranks: Annotated[int, typer.Option(min=1, help="Ranks (processes) on each host.")] = 1,
-    rate: Annotated[
-        str, typer.Option(metavar="RATE", help="Bits per second that a host may send, and receive: 200mbit, 1gbit.")
-    ] = "1gbit",
-    flow_rate: Annotated[
-        str | None,
-        typer.Option(
-            metavar="RATE",
-            help="Bits per second that one TCP connection may carry each way. Default: no limit but --rate.",
-        ),
-    ] = None,
+    ranks: RanksOfHost = 1,
+    rate: LabRate = "1gbit",
+    flow_rate: FlowRate = None,
     logs: Annotated[
         Path | None,
         typer.Option(metavar="FOLDER", help="Where each rank's output goes. Default: a new temporary folder, printed."),

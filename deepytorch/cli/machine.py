@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from deepytorch.bench.table import Table
+from deepytorch.bench.table import print_table
 from deepytorch.cli.options import JsonFile
 from deepytorch.cli.output import Output
 from deepytorch.errors import ConfigError
@@ -124,7 +124,7 @@ def gpu_check(
     with packages_from(packages):
         if plan:
             expected, seconds = module.plan_of(options)
-            _show(output, plan_table(f"Checks on {device}", expected))
+            print_table(output.console, plan_table(f"Checks on {device}", expected))
             output.line(f"{seconds:.0f} s are expected of {budget:.0f} s, {TOGETHER} groups at a time.")
             return
         work = module.work_of(options)
@@ -135,7 +135,7 @@ def gpu_check(
         except KeyboardInterrupt:
             stopped = True
             output.line("Stopped: the same command goes on from here." if work.path else "Stopped.")
-        _show(output, report_table(f"Checks on {work.known.device}", module.failed_first(found)))
+        print_table(output.console, report_table(f"Checks on {work.known.device}", module.failed_first(found)))
     failed = [each for each in found if each.passed is False]
     for each in failed:
         if "\n" in each.said:
@@ -145,10 +145,6 @@ def gpu_check(
     output.json(module.gathered(work, found).to_json())
     if stopped or failed:
         raise typer.Exit(130 if stopped else 1)
-
-
-def _show(output: Output, table: Table) -> None:
-    output.table(table.title, table.columns, table.rows, table.left)
 
 
 def build() -> None:

@@ -1,87 +1,90 @@
-"""Options and habits that several commands share."""
+"""Commands that are made of a dataclass of options, and options that several commands share."""
 
 from __future__ import annotations
 
-from enum import Enum
-from pathlib import Path
-from typing import Annotated
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, fields
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
-from deepytorch.bench.options import dtype_name
+from deepytorch.bench.options import names
 from deepytorch.errors import ConfigError
 
-
-class Model(str, Enum):
-    """Families of Hugging Face models, made with random weights."""
-
-    llama = "llama"
-    qwen2 = "qwen2"
-    qwen3_moe = "qwen3_moe"
-    gpt_oss = "gpt_oss"
-    gpt2 = "gpt2"
-    bert = "bert"
-    bart = "bart"
-    t5 = "t5"
-
-
-class ModelSize(str, Enum):
-    """Widths and depths of the models, from a size for tests to a billion weights."""
-
-    tiny = "tiny"
-    quarter = "quarter"
-    demo = "demo"
-    small = "small"
-    base = "base"
-    large = "large"
-
-
-class Compress(str, Enum):
-    """Types to which values may be cast between hosts."""
-
-    bf16 = "bf16"
-    fp16 = "fp16"
-    fp8 = "fp8"
-
-
-class Lowering(str, Enum):
-    """Lowerings of the rewritten graph."""
-
-    inductor = "inductor"
-    aot_eager = "aot_eager"
-    eager = "eager"
-
-
-Data = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="JSON file of instruction, input and output texts, laid out as Stanford Alpaca's. "
-        "Default: the docstrings of Python's standard library and of torch.",
-    ),
-]
-ModelFamily = Annotated[Model, typer.Option(help="Model architecture; weights are random.")]
-BatchSize = Annotated[int, typer.Option(min=1, help="Rows in a batch.")]
-Device = Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...")]
-
-
-def dtype_of(text: str) -> str:
-    """Return the dtype that a text names, in our spelling or torch's. Raises `typer.BadParameter`."""
-    try:
-        return dtype_name(text)
-    except ConfigError as error:
-        raise typer.BadParameter(str(error)) from None
-
-
-DtypeOf = Annotated[
-    str,
-    typer.Option(
-        parser=dtype_of, metavar="fp32|bf16|fp16", help="fp32, or autocast to bf16 or fp16 with weights in fp32."
-    ),
-]
 JsonFile = Annotated[
     str | None,
     typer.Option("--json", metavar="FILE|-", help="Write the result as one JSON object to a file; -: to stdout."),
 ]
 
-Markdown = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the table as a Markdown page.")]
+
+def add_command(
+    app: typer.Typer, name: str, options: type, call: Callable[..., None], *common: tuple[str, Any, Any]
+) -> None:
+    """Add a command: an option for each field of a dataclass, of that name and default. Its docstring is the help.
+
+    A field whose type is a tuple takes a list with commas; with a `typer.Argument`, all words behind the options, of
+    which none is an option of the command then.
+
+    Args:
+        app: What gets the command.
+        name: Its name.
+        options: The dataclass, whose fields' types are `Annotated` with typer's options.
+        call: What it does with an object of that class, and with the values of `common` by name.
+        common: (name, type, default) of further options.
+    """
+    kinds = get_type_hints(options, include_extras=True)
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    own = [_parameter(each.name, kinds[each.name], each.default) for each in fields(options)]
+    others = [inspect.Parameter(each, keyword, default=default, annotation=kind) for each, kind, default in common]
+
+    def command(**given: Any) -> None:
+        values = {each.name: _value(kinds[each.name], given.pop(each.name), each.name) for each in fields(options)}
+        call(options(**values), **given)
+
+    command.__signature__ = inspect.Signature([*own, *others])  # type: ignore[attr-defined]
+    command.__doc__ = inspect.getdoc(options)
+    takes_words = any(_is_argument(kind) and _is_tuple(kind) for kind in kinds.values())
+    app.command(name, context_settings={"allow_interspersed_args": False} if takes_words else None)(command)
+
+
+def _is_argument(kind: Any) -> bool:
+    return any(isinstance(extra, typer.models.ArgumentInfo) for extra in get_args(kind))
+
+
+def _is_tuple(kind: Any) -> bool:
+    return get_origin(get_args(kind)[0]) is tuple
+
+
+def _parameter(name: str, kind: Any, default: Any) -> inspect.Parameter:
+    inner, *extras = get_args(kind)
+    if _is_tuple(kind) and _is_argument(kind):
+        inner, default = list[str] | None, None
+    elif _is_tuple(kind):
+        inner, default = str, ",".join(map(str, default))
+        extras[0].metavar = extras[0].metavar or "LIST"
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=inspect.Parameter.empty if default is MISSING else default,
+        annotation=_annotated(inner, extras),
+    )
+
+
+def _annotated(kind: Any, extras: Sequence[Any]) -> Any:
+    return Annotated[(kind, *extras)]  # type: ignore[valid-type]
+
+
+def _value(kind: Any, value: Any, name: str) -> Any:
+    """Return the parts of a list where an option has several values."""
+    if not _is_tuple(kind):
+        return value
+    if _is_argument(kind):
+        return tuple(value or ())
+    of = get_args(get_args(kind)[0])[0]
+    try:
+        return tuple(of(part) for part in names(value))
+    except ValueError:
+        raise ConfigError(
+            f"--{name.replace('_', '-')} is {value!r}; expected numbers with commas, as in 1,2."
+        ) from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,7 +11,6 @@ import typer
 from rich.console import Console
 
 from deepytorch.bench.results import write_json
-from deepytorch.bench.table import table_of
 
 T = TypeVar("T")
 
@@ -31,10 +30,6 @@ class Output:
     def line(self, text: str) -> None:
         """Print text as it is, however long its lines."""
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-    def table(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[str]) -> None:
-        """Print a table. left: the columns of words; figures stand on the right of theirs."""
-        self.console.print(table_of(title, columns, rows, left))
 
     def json(self, content: dict[str, Any]) -> None:
         """Write the result where --json says, if it was given."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import typer
 
-from deepytorch.cli.options import Compress, JsonFile
+from deepytorch.bench.table import print_table
+from deepytorch.cli.options import JsonFile
 from deepytorch.cli.output import Output
 
 
@@ -38,8 +39,11 @@ def simulate(
         ),
     ] = None,
     compress: Annotated[
-        Compress | None,
-        typer.Option(help="Cast gradients to this type between hosts. Default: none, they are sent as they are."),
+        str | None,
+        typer.Option(
+            metavar="bf16|fp16|fp8",
+            help="Cast gradients to this type between hosts. Default: none, they are sent as they are.",
+        ),
     ] = None,
     json_file: JsonFile = None,
     plot: Annotated[
@@ -54,19 +58,21 @@ def simulate(
     from deepytorch.bench import simulate as playing
     from deepytorch.bench import simulate_show as showing
     from deepytorch.bench.model_profile import read_profile
+    from deepytorch.comm.group.wire import COMPRESS
     from deepytorch.comm.topology.cost import Links, read_links
     from deepytorch.comm.topology.topology import read_topology
 
     numbers = showing.parse_ranks(ranks)
+    COMPRESS.check_type(compress)
     simulation = playing.simulate(
         read_profile(model_profile),
         read_topology(topology),
         Links() if links is None else read_links(links),
         numbers,
-        None if compress is None else compress.value,
+        cast(Any, compress),
     )
     output = Output(json_file)
-    output.console.print(showing.step_table(simulation))
+    print_table(output.console, showing.step_table(simulation))
     output.json(simulation.to_json())
     if plot is not None:
         showing.draw(plot, simulation)

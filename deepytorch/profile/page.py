@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from html import escape
 
+from deepytorch.bench.pages import html_page
+from deepytorch.bench.table import html_of
 from deepytorch.profile.advice import advise
 from deepytorch.profile.records import COMPILE, GROUPS, Part, Rank
-from deepytorch.profile.show import NOTHING_STANDS_OUT, remarks, rows, title
-from deepytorch.profile.summary import Profile, reasons
+from deepytorch.profile.show import NOTHING_STANDS_OUT, parts_table, regions_table, title
+from deepytorch.profile.summary import Profile
 
 _WIDTH, _BAR, _HEIGHT, _LEFT = 860, 26, 160, 64  # of drawings, in px
 _MOST_BARS = 200
@@ -17,29 +20,17 @@ _CUT_AT = 3.0  # medians: longer steps, such as those that compile, are drawn up
 _CUT = f"Steps of more than {_CUT_AT:g} times the median, mostly those that compile, are cut off at the top."
 
 _STYLE = """
-:root { color-scheme: light dark; --page: #fcfcfb; --card: #ffffff; --text: #1b1c1e; --soft: #5c6066; --line: #dfe1e4;
-  --compute: #2f6fbd; --communication: #d9822b; --data-loader: #9a4fb0; --optimizer: #4d9a6a; --host: #c94f4f;
+:root { --compute: #2f6fbd; --communication: #d9822b; --data-loader: #9a4fb0; --optimizer: #4d9a6a; --host: #c94f4f;
   --compile: #8a8f98; --rest: #b9a24b; }
-@media (prefers-color-scheme: dark) { :root { --page: #17181a; --card: #202225; --text: #e8e9eb; --soft: #a3a8af;
-  --line: #383b40; --compute: #6fa3e6; --communication: #e9a45c; --data-loader: #c189d3; --optimizer: #7cc397;
-  --host: #e58181; --compile: #9ba0a8; --rest: #d3bf70; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 960px; padding: 24px 20px 48px; background: var(--page); color: var(--text);
-  font: 15px/1.5 system-ui, sans-serif; }
-h1 { font-size: 22px; margin: 0 0 2px; } h2 { font-size: 16px; margin: 32px 0 8px; }
-p, li { max-width: 80ch; } .soft, figcaption { color: var(--soft); font-size: 13px; }
-figure { margin: 0; padding: 12px; background: var(--card); border: 1px solid var(--line); border-radius: 8px;
-  overflow-x: auto; }
-svg { display: block; width: 100%; min-width: 560px; height: auto; } svg text { fill: var(--soft); font-size: 12px; }
+@media (prefers-color-scheme: dark) { :root { --compute: #6fa3e6; --communication: #e9a45c; --data-loader: #c189d3;
+  --optimizer: #7cc397; --host: #e58181; --compile: #9ba0a8; --rest: #d3bf70; } }
+body { max-width: 960px; } figcaption { color: var(--soft); font-size: 13px; }
+svg { max-width: none; min-width: 560px; } svg text { fill: var(--soft); font-size: 12px; }
 .axis { stroke: var(--line); } .gap { stroke: var(--card); stroke-width: 1; }
 .legend { display: flex; flex-wrap: wrap; gap: 4px 16px; padding: 0; margin: 0 0 8px; list-style: none;
   font-size: 13px; }
 .legend i, td i { display: inline-block; width: 10px; height: 10px; border-radius: 2px; margin-right: 6px; }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: 14px; }
-th, td { text-align: left; padding: 5px 12px 5px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
-th { color: var(--soft); font-weight: 500; } .n { text-align: right; font-variant-numeric: tabular-nums;
-  white-space: nowrap; }
-tr.total td { font-weight: 600; border-bottom: none; }
+table { width: 100%; } td { white-space: pre-line; } .parts tr:last-child td { font-weight: 600; border-bottom: none; }
 """
 
 
@@ -51,25 +42,22 @@ def page(profile: Profile, trace: str | None) -> str:
         f'<p>A few steps, operator by operator: <a href="{escape(trace)}">{escape(trace)}</a>, for ui.perfetto.dev or '
         "chrome://tracing.</p>"
     )  # fmt: skip
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>deepytorch profile: {escape(profile.command)}</title><style>{_STYLE}</style></head><body>
-<h1>A step takes {1e3 * profile.seconds:.1f} ms</h1>
+    parts = html_of(replace(parts_table(profile, len(profile.ranks)), title="The parts of a step"))
+    for group in GROUPS:
+        parts = parts.replace(f"<tr><td>{group}<", f"<tr><td>{_dot(group)}{group}<")
+    body = f"""<h1>A step takes {1e3 * profile.seconds:.1f} ms</h1>
 <p class="soft">{escape(title(profile))}</p>
 <h2>Where it goes</h2>
 <figure>{_legend(profile)}{_bars(profile)}</figure>
 <h2>What follows</h2>
 {f"<ul>{advice}</ul>" if advice else f"<p>{NOTHING_STANDS_OUT}</p>"}
-<h2>The parts of a step</h2>
-{_parts(profile)}
-{"".join(f'<p class="soft">{escape(line)}</p>' for line in remarks(profile))}
+<div class="parts">{parts}</div>
 <h2>Step by step</h2>
 <figure>{_steps(profile.ranks[profile.slowest])}
 <figcaption>Rank {profile.ranks[profile.slowest].rank}. {_CUT}</figcaption></figure>
 {link}
-{_regions(profile)}
-</body></html>
-"""
+{html_of(regions_table(profile)) if profile.regions() else ""}"""
+    return html_page(f"deepytorch profile: {profile.command}", body, _STYLE)
 
 
 def _legend(profile: Profile) -> str:
@@ -146,38 +134,3 @@ def _grouped(steps: Sequence[dict[Part, float]]) -> dict[str, float]:
         for part, seconds in parts.items():
             found[part.group] = found.get(part.group, 0.0) + seconds / len(steps)
     return found
-
-
-def _table(
-    heads: Sequence[str], numbers: Sequence[int], lines: Iterable[Sequence[str]], total: Sequence[str] = ()
-) -> str:
-    """Return a table. numbers: the places of columns of figures. Cells are HTML."""
-
-    def line(cells: Sequence[str], tag: str, kind: str = "") -> str:
-        shown = [f"<{tag}{' class=n' * (place in numbers)}>{cell}</{tag}>" for place, cell in enumerate(cells)]
-        return f"<tr{kind}>{''.join(shown)}</tr>"
-
-    last = line(total, "td", " class=total") if total else ""
-    body = "".join(line(cells, "td") for cells in lines)
-    return f'<div class="scroll"><table><thead>{line(heads, "th")}</thead><tbody>{body}{last}</tbody></table></div>'
-
-
-def _parts(profile: Profile) -> str:
-    several = len(profile.ranks) > 1
-    heads = ["part", "", "ms", "share", *(f"rank {rank.rank}" for rank in profile.ranks if several)]
-    lines = [
-        [_dot(group) + group, escape(label), f"{1e3 * mean:.2f}", f"{mean / profile.seconds:.1%}"]
-        + [f"{1e3 * seconds:.2f}" for seconds in by_rank if several]
-        for group, label, by_rank, mean in rows(profile)
-    ]
-    own = [f"{1e3 * sum(means.values()):.2f}" for means in profile.means if several]
-    return _table(heads, range(2, len(heads)), lines, ["step", "", f"{1e3 * profile.seconds:.2f}", "100.0%", *own])
-
-
-def _regions(profile: Profile) -> str:
-    lines = []
-    for region in profile.regions():
-        cells = [region["name"], region["outcome"], ", ".join(region["forms"]), f"{1e3 * region['seconds']:.2f}"]
-        lines.append([*map(escape, cells), "<br>".join(map(escape, reasons(region)))])
-    heads = ["region", "outcome", "runs", "ms a step", "why padded or in eager"]
-    return f"<h2>Regions</h2>{_table(heads, [3], lines)}" if lines else ""

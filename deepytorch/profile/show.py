@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rich.console import Console
-from rich.table import Table
 
-from deepytorch.bench.table import table_of
+from deepytorch.bench.table import Table, print_table
 from deepytorch.profile.advice import advise
 from deepytorch.profile.summary import Profile, beginning, reasons
 
@@ -19,11 +18,9 @@ NOTHING_STANDS_OUT = "Nothing stands out: most of a step is compiled computation
 def show(profile: Profile, console: Console) -> None:
     """Print a profile."""
     console.print()
-    console.print(_parts(profile))
+    print_table(console, parts_table(profile, MOST_COLUMNS))
     if profile.regions():
-        console.print(_regions(profile))
-    for line in remarks(profile):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        print_table(console, regions_table(profile))
     found = advise(profile)
     console.print("\n[bold]What follows[/]" if found else NOTHING_STANDS_OUT)
     for each in found:
@@ -36,12 +33,6 @@ def title(profile: Profile) -> str:
     number, ranks = len(profile.used), len(profile.ranks)
     kind = "settled steps" if profile.settled else "steps, none of them settled"
     return f"{profile.command}: {steps} steps; a mean of {number} {kind}" + f", {ranks} ranks" * (ranks > 1)
-
-
-def rows(profile: Profile) -> Iterator[tuple[str, str, list[float], float]]:
-    """Yield, for each part, its group, its name, its seconds on each rank, and its mean."""
-    for part, mean in profile.parts.items():
-        yield part.group, part.label, [means.get(part, 0.0) for means in profile.means], mean
 
 
 def remarks(profile: Profile) -> Iterator[str]:
@@ -59,25 +50,27 @@ def remarks(profile: Profile) -> Iterator[str]:
     )
 
 
-def _parts(profile: Profile) -> Table:
-    own = [f"rank {rank.rank}" for rank in profile.ranks] if 1 < len(profile.ranks) <= MOST_COLUMNS else []
-    columns = ["part of a step", "", "ms", "share", *own]
+def parts_table(profile: Profile, most_ranks: int) -> Table:
+    """Return the table of the parts of a step. most_ranks: more than so many have no columns of their own."""
+    means = profile.means if 1 < len(profile.ranks) <= most_ranks else []
+    own = [f"rank {rank.rank}" for rank, _ in zip(profile.ranks, means, strict=False)]
     content, group = [], ""
-    for name, label, by_rank, mean in rows(profile):
-        shown = [f"{1e3 * seconds:.2f}" for seconds in by_rank] if own else []
-        content.append(
-            (name if name != group else "", label, f"{1e3 * mean:.2f}", f"{mean / profile.seconds:.1%}", *shown)
-        )
-        group = name
-    steps = [f"{1e3 * sum(means.values()):.2f}" for means in profile.means] if own else []
+    for part, mean in profile.parts.items():
+        shown = [f"{1e3 * each.get(part, 0.0):.2f}" for each in means]
+        name = part.group if part.group != group else ""
+        content.append((name, part.label, f"{1e3 * mean:.2f}", f"{mean / profile.seconds:.1%}", *shown))
+        group = part.group
+    steps = [f"{1e3 * sum(each.values()):.2f}" for each in means]
     content.append(("step", "", f"{1e3 * profile.seconds:.2f}", "100.0%", *steps))
-    return table_of(title(profile), columns, content, ("part of a step", ""))
+    columns = ("part of a step", "", "ms", "share", *own)
+    return Table(title(profile), columns, tuple(content), columns[:2], tuple(remarks(profile)))
 
 
-def _regions(profile: Profile) -> Table:
+def regions_table(profile: Profile) -> Table:
+    """Return the table of a step's regions."""
     content = []
     for region in profile.regions():
         ms = f"{1e3 * region['seconds']:.2f}"
         content.append((region["name"], region["outcome"], ", ".join(region["forms"]), ms, "\n".join(reasons(region))))
     columns = ("region", "outcome", "runs", "ms a step", "why padded or in eager")
-    return table_of("Regions", columns, content, ("region", "outcome", "runs", "why padded or in eager"))
+    return Table("Regions", columns, tuple(content), ("region", "outcome", "runs", "why padded or in eager"))

@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from typer import Argument, Option
 
 from deepytorch.bench.results import decoded
 from deepytorch.compiler.config import LOWERINGS
@@ -21,27 +23,41 @@ WITHOUT, WITH, MOVED = "without", "with", "moved"  # MOVED: without the import, 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerifyOptions:
-    """The options of a verification.
+    """Run your training script with `import deepytorch` and without it; compare losses, gradients and weights.
 
-    Attributes:
-        command: The script, or the name of a module if `is_module`, and its arguments.
-        is_module: Whether the command names a module.
-        steps: The number of optimizer steps after which a run ends.
-        seed: The seed of random numbers.
-        tolerance: The relative difference that is always allowed.
-        timeout_s: The time limit of each of the three processes.
-        lowering: The lowering of what the import compiles; None leaves it to the script.
-        dropout: False sets every dropout to zero in all three runs.
+    Each run is a process of its own with the same seeds. A third run, without the import and with every weight moved by
+    its last bit, shows how much rounding alone changes. Exits with 1 if something differs or the script fails only with
+    the import, with 2 if it fails without it.
     """
 
-    command: tuple[str, ...]
-    is_module: bool = False
-    steps: int = 10
-    seed: int = 0
-    tolerance: float = 1e-4
-    timeout_s: float = 1800.0
-    lowering: str | None = None
-    dropout: bool = True
+    command: Annotated[
+        tuple[str, ...],
+        Argument(metavar="SCRIPT [ARGS]", help="Your training script, unchanged, and its arguments."),
+    ]
+    is_module: Annotated[bool, Option("-m", help="SCRIPT is a module's name, as for python -m.")] = False
+    steps: Annotated[
+        int, Option(min=1, help="End the script after so many optimizer steps, all of its optimizers together.")
+    ] = 10
+    seed: Annotated[int, Option(min=0, help="Seed of random, numpy and torch, set before the script starts.")] = 0
+    tolerance: Annotated[
+        float,
+        Option(help="Relative difference that is always allowed. Ten times what rounding alone causes is allowed too."),
+    ] = 1e-4
+    timeout_s: Annotated[
+        float, Option("--timeout", metavar="SECONDS", help="Time limit of each of the three runs.")
+    ] = 1800.0
+    lowering: Annotated[
+        str | None,
+        Option(
+            metavar="|".join(LOWERINGS),
+            help="What runs the compiled graphs: inductor; aot_eager, without Inductor; eager, without AOTAutograd "
+            "either: the last two for debugging. Default: inductor.",
+        ),
+    ] = None
+    dropout: Annotated[
+        bool,
+        Option(" /--no-dropout", show_default=False, help="Set every dropout probability to zero, in all three runs."),
+    ] = True
 
     def __post_init__(self) -> None:
         if not self.command:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from deepytorch.bench.table import table_of
 from deepytorch.verify.compare import COUNT, LOSS, NORM, SENSITIVITIES, TOTAL, WEIGHT, Compared
@@ -79,7 +80,7 @@ def _summary(verdict: Verdict) -> Table:
             continue
         worst = max(of_kind, key=lambda each: each.relative / each.allowed if each.allowed else each.relative)
         differ = sum(not each.agrees for each in of_kind)
-        said = f"[bold red]{differ:,} differ[/]" if differ else "[green]agree[/]"
+        said = Text(f"{differ:,} differ", "bold red") if differ else Text("agree", "green")
         rows.append((told, f"{len(of_kind):,}", f"{worst.relative:.1e}", _own(worst), f"{worst.allowed:.1e}", said))
     columns = ("compared", "numbers", "difference", "eager's own", "allowed", "")
     return table_of(escape(title), columns, rows, left=("compared", ""))
@@ -92,7 +93,7 @@ def _differences(verdict: Verdict) -> Table:
     rows = [
         (
             each.where,
-            escape(_what(each)),
+            _what(each),
             f"{each.without:.6g}",
             f"{each.with_import:.6g}",
             f"{each.relative:.1e}",
@@ -108,9 +109,9 @@ def _regions(verdict: Verdict) -> Table:
     rows = []
     for region in verdict.with_import.report["regions"]:
         reasons = [f"{count} x {reason}" for reason, count in region["padded_because"].items()]
-        why = escape("\n".join([*reasons, *region["declined"], *region["fallbacks"]]))
+        why = "\n".join([*reasons, *region["declined"], *region["fallbacks"]])
         steps = (str(region["steps_packed"]), str(region["steps_padded"]))
-        rows.append((escape(region["name"]), region["outcome"], *steps, why))
+        rows.append((region["name"], region["outcome"], *steps, why))
     columns = ("region", "outcome", "steps packed", "padded", "why padded or declined")
     return table_of("What deepytorch compiled", columns, rows, left=("region", "outcome", "why padded or declined"))
 

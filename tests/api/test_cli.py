@@ -15,11 +15,11 @@ import typer
 import deepytorch
 from deepytorch import cli
 from deepytorch.bench import run as run_module
-from deepytorch.bench.models import MODELS, SIZES
+from deepytorch.bench.models import SIZES
 from deepytorch.bench.options import DTYPE_NAMES
 from deepytorch.bench.results import Results, read_result
 from deepytorch.bench.unpad import OURS
-from deepytorch.cli.options import Model, ModelSize
+from deepytorch.bench.zoo import TEXT_SIZES
 from deepytorch.errors import DataError, ParityError
 from tests.bench.test_unpad import RUN
 from tests.command_line import run
@@ -62,11 +62,10 @@ def test_no_command_shows_the_commands(monkeypatch, capsys):
     assert all(command in shown.out + shown.err for command in ("demo", "bench", "doctor"))
 
 
-def test_models_and_dtypes_of_the_options_are_those_that_exist():
+def test_dtypes_of_the_options_are_those_that_exist():
     from deepytorch.bench.training_step import DTYPES
 
-    assert tuple(model.value for model in Model) == MODELS
-    assert tuple(size.value for size in ModelSize) == tuple(SIZES)
+    assert tuple(SIZES) == TEXT_SIZES
     assert tuple(DTYPES) == DTYPE_NAMES
 
 

@@ -32,6 +32,7 @@ def test_every_field_has_a_meaning() -> None:
         "DEEPYTORCH",
         "DEEPYTORCH_VERIFY_EVERY",
         "DEEPYTORCH_COMPILE",
+        "DEEPYTORCH_GPU_COMPILE",
         "DEEPYTORCH_RUN",
         "DEEPYTORCH_PROFILE",
         "DEEPYTORCH_CACHE_MB",

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
+
+import deepytorch
+from deepytorch.bench.unpad import UnpadJob, UnpadOptions
 
 
 @pytest.fixture(autouse=True)
@@ -31,3 +35,17 @@ def rows_file(tmp_path_factory):
     ]
     path.write_text(json.dumps(rows))
     return path
+
+
+@pytest.fixture
+def job(rows_file, monkeypatch):
+    """Return what makes a small job of `bench unpad`, with the backend's counters replaced: its setups run without."""
+    counts = {"recompiles": 1, "steps_packed": 7, "steps_padded": 2, "host_ms_per_step": 0.25}
+    monkeypatch.setitem(vars(deepytorch), "report", lambda reset=False: SimpleNamespace(to_json=lambda: counts))
+
+    def make(model="llama", backend="eager", **changes) -> UnpadJob:
+        smallest = {"size": "tiny", "steps": 2, "rounds": 1, "batch_size": 4, "vocab_size": 400, "data": rows_file}
+        options = UnpadOptions(models=(model,), **smallest | changes)
+        return UnpadJob(model=model, options=options, max_length=256, backend=backend, stock_backend="eager")
+
+    return make

@@ -1,9 +1,6 @@
-"""Steps back to back, and rivals beside: nobody waits in between, all have the same rows, who is left out is named."""
+"""Steps back to back: nobody waits in between, and who is left out is named."""
 
 from __future__ import annotations
-
-from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,33 +9,13 @@ from torch import nn
 import deepytorch
 from deepytorch.bench import back_to_back, rivals, unpad_steps
 from deepytorch.bench.back_to_back import Clock, Trainee, train_in_turns, trainees
-from deepytorch.bench.gradients import max_relative_difference
-from deepytorch.bench.hand_packed import pack
-from deepytorch.bench.models import build_model
-from deepytorch.bench.rivals import flatten, flattened_unavailable, grouped
-from deepytorch.bench.training_step import Arm, Precision, compiled_arm, forward_backward
-from deepytorch.bench.unpad import PRECISIONS, UnpadJob, UnpadOptions, rows_of
+from deepytorch.bench.training_step import ModelSetup, Precision
+from deepytorch.bench.unpad import PRECISIONS, UnpadOptions, rows_of
 from deepytorch.bench.unpad_steps import measure
 from deepytorch.compiler.report import LEDGER
-from deepytorch.data import IGNORE_INDEX, num_labels, num_positions, num_tokens
 from deepytorch.errors import ConfigError, ParityError
 
 CPU = Precision(torch.device("cpu"))
-GPU_BF16 = Precision(torch.device("cuda"), torch.bfloat16)
-
-
-@pytest.fixture
-def job(rows_file, monkeypatch):
-    counts = {"recompiles": 0, "steps_packed": 0, "steps_padded": 0, "host_ms_per_step": 0.0}
-    report = SimpleNamespace(to_json=lambda: counts)
-    monkeypatch.setitem(vars(deepytorch), "report", lambda reset=False: report)
-    smallest = {"size": "tiny", "steps": 2, "rounds": 1, "batch_size": 4, "vocab_size": 400, "data": rows_file}
-    return partial(_job, smallest)
-
-
-def _job(smallest, model="llama", backend="eager", **changes):
-    options = UnpadOptions(models=(model,), **smallest | changes)
-    return UnpadJob(model=model, options=options, max_length=256, backend=backend, stock_backend="eager")
 
 
 def regression(value: float = 1.0) -> tuple[Trainee, list[str]]:
@@ -51,8 +28,8 @@ def regression(value: float = 1.0) -> tuple[Trainee, list[str]]:
         said.append("step")
         return model(batch["x"]).square().mean()
 
-    arm = Arm("regression", model, loss)
-    return trainees({"it": arm}, {"it": [{"x": torch.ones(2, 1)}, {"x": torch.ones(3, 1)}]})["it"], said
+    setup = ModelSetup("regression", model, loss)
+    return trainees({"it": setup}, {"it": [{"x": torch.ones(2, 1)}, {"x": torch.ones(3, 1)}]})["it"], said
 
 
 def test_every_step_is_timed_and_none_waits_for_the_one_before(monkeypatch):
@@ -88,7 +65,7 @@ def test_a_pass_trains_on_every_batch_and_moves_the_weights():
     assert len(seconds) == 2
     assert all(each > 0 for each in seconds)
     assert said == ["step", "step"]
-    assert 0.99 < trainee.arm.model.weight.item() < 1.0
+    assert 0.99 < trainee.setup.model.weight.item() < 1.0
 
 
 def test_a_pass_in_which_something_compiled_is_run_again(monkeypatch):
@@ -117,9 +94,9 @@ def test_passes_take_turns_after_one_that_is_not_timed():
     assert [text.rpartition(", ")[2] for text in told[2:]] == ["one", "other", "other", "one", "one", "other"]
 
 
-def test_arms_with_the_same_model_share_its_optimizer():
-    arm = regression()[0].arm
-    made = trainees({"a": arm, "b": arm}, {"a": [], "b": []})
+def test_setups_with_the_same_model_share_its_optimizer():
+    setup = regression()[0].setup
+    made = trainees({"a": setup, "b": setup}, {"a": [], "b": []})
     assert made["a"].optimizer is made["b"].optimizer
 
 
@@ -138,22 +115,22 @@ def test_back_to_back_measures_grouped_rows_too_and_says_what_it_does_not(job, m
     assert texts["not measured"] == "flattened, flash-attn and liger-kernel not installed"
     assert found["deepytorch"].figures["loss_rel_diff"] < 1e-6  # compared before any weight has moved
     tokens = [row.figures["tokens_per_s"] * row.figures["step_s"] for row in found.values()]
-    assert tokens == pytest.approx(tokens[:1] * 5)  # every arm has trained on as many
+    assert tokens == pytest.approx(tokens[:1] * 5)  # every setup has trained on as many
 
 
 @pytest.mark.slow
 def test_packed_steps_train_without_a_recompile(job, monkeypatch):
     monkeypatch.delitem(vars(deepytorch), "report")  # its own counters
     LEDGER.forget()
-    made = unpad_steps.compiled_arm
+    made = unpad_steps.compiled_setup
 
     def operator_by_operator(name, model, backend, loss="model"):
         if backend != "deepytorch":
             return made(name, model, backend, loss)
         compiled = torch.compile(model, backend=backend, options={"lowering": "aot_eager"})
-        return Arm(name, model, lambda batch: compiled(**batch).loss)
+        return ModelSetup(name, model, lambda batch: compiled(**batch).loss)
 
-    monkeypatch.setattr(unpad_steps, "compiled_arm", operator_by_operator)
+    monkeypatch.setattr(unpad_steps, "compiled_setup", operator_by_operator)
     monkeypatch.setattr(unpad_steps, "start_compiler", lambda *_: None)
     found = {row.key["setup"]: row.figures for row in rows_of(measure(job(backend="deepytorch", back_to_back=True)))}
     ours = found["deepytorch"]
@@ -173,8 +150,8 @@ def test_one_by_one_names_what_it_leaves_out(job):
 
 def test_weights_in_bf16_run_without_autocast(job):
     precision = Precision.parse("cpu", *PRECISIONS["bf16"])
-    arms = unpad_steps.build_arms(job(precision="bf16"), precision)
-    assert {each.dtype for arm in arms.values() for each in arm.model.parameters()} == {torch.bfloat16}
+    setups = unpad_steps.build_setups(job(precision="bf16"), precision)
+    assert {each.dtype for setup in setups.values() for each in setup.model.parameters()} == {torch.bfloat16}
     with precision.autocast():
         assert not torch.is_autocast_enabled("cpu")
     with Precision.parse("cpu", *PRECISIONS["mixed"]).autocast():
@@ -184,66 +161,3 @@ def test_weights_in_bf16_run_without_autocast(job):
 def test_weights_in_another_dtype_than_the_steps_are_refused():
     with pytest.raises(ConfigError, match="weights is bf16 and dtype fp32"):
         Precision.parse("cpu", "float32", "bfloat16")
-
-
-# ---------------------------------------------------------------- rivals
-
-
-def texts_of(batch):
-    keep = [row[row != IGNORE_INDEX].tolist() for row in batch["labels"]]
-    ids = [row[on.bool()].tolist() for row, on in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
-    return list(zip(ids, keep, strict=True))
-
-
-@pytest.mark.parametrize("model", ["llama", "bart"])
-def test_grouped_batches_hold_the_same_rows_with_fewer_pads(job, model):
-    kind = unpad_steps.batch_kind(model)
-    data = unpad_steps.draw_batches(job(model, steps=4), CPU.device)
-    made = grouped(data, kind)
-    assert [len(batch["input_ids"]) for batch in made] == [4] * 4
-    assert sorted(row for batch in made for row in texts_of(batch)) == sorted(
-        row for batch in data for row in texts_of(batch)
-    )
-    for count in (num_positions, num_tokens):
-        one, other = (sum(count(batch, kind) for batch in each) for each in (made, data))
-        assert one < other if count is num_positions else one == other
-    assert sum(map(num_labels, made)) == sum(map(num_labels, data))
-
-
-def test_flattened_rows_are_those_packed_by_hand(job):
-    batch = unpad_steps.draw_batches(job(), CPU.device)[0]
-    made, packed = flatten(batch), pack(batch)
-    for name in ("input_ids", "position_ids"):
-        assert torch.equal(made[name], packed[name])
-    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
-        assert torch.equal(made[name], packed["cu_seqlens"])
-    assert made["max_length_q"] == made["max_length_k"] == packed["max_length"]
-
-
-def test_a_flattened_batch_has_the_loss_and_the_gradients_of_the_padded_one(job):
-    batch = unpad_steps.draw_batches(job(), CPU.device)[0]
-    arms = [compiled_arm("x", build_model("llama", "tiny", vocab_size=400), None) for _ in range(2)]
-    losses = [forward_backward(arm, x, CPU).loss for arm, x in zip(arms, (batch, flatten(batch)), strict=True)]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-    assert max_relative_difference(arms[1].model, arms[0].model) < 1e-4
-
-
-def test_who_is_not_installed_is_named(monkeypatch):
-    monkeypatch.setattr(rivals, "find_spec", lambda name: None if name == "liger_kernel" else "there")
-    assert flattened_unavailable("causal", "model", "llama", GPU_BF16) == "liger-kernel not installed"
-    monkeypatch.setattr(rivals, "find_spec", lambda name: "there")
-    monkeypatch.setattr(rivals, "_liger", lambda family: None if family == "gpt2" else "a patch")
-    assert flattened_unavailable("causal", "model", "llama", GPU_BF16) is None
-    assert flattened_unavailable("causal", "model", "gpt2", GPU_BF16) == "Liger has no kernels for gpt2"
-    assert "CUDA" in flattened_unavailable("causal", "model", "llama", CPU)
-    assert "bf16" in flattened_unavailable("causal", "model", "llama", Precision(GPU_BF16.device))
-    assert "decoders" in flattened_unavailable("masked", "model", "bert", GPU_BF16)
-
-
-def test_ligers_kernels_leave_other_models_alone(monkeypatch):
-    asked = []
-    monkeypatch.setattr(rivals, "_liger", lambda family: lambda **given: asked.append((family, given)))
-    model = nn.Linear(1, 1)
-    arm = rivals.flattened_arm("flattened", model, "llama", "eager")
-    assert arm.model is model
-    assert asked == [("llama", {"model": model, "rope": False})]

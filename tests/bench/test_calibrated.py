@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from deepytorch.bench.calibrated import Compute, SharedCores, links_of_large, of_ranks, predicted, profile_of
+from deepytorch.bench.calibrated import Compute, SharedCores, of_ranks, predicted, profile_of
 from deepytorch.bench.model_profile import ModelProfile, read_profile
 from deepytorch.bench.ready_times import measured_ready_times
-from deepytorch.bench.simulate import Step, buckets, simulate
+from deepytorch.bench.results import decoded
+from deepytorch.bench.simulate import buckets, simulate
 from deepytorch.comm.topology.cost import Link, Links
 from deepytorch.comm.topology.host import Host
 from deepytorch.comm.topology.nominal import complete
@@ -25,7 +26,7 @@ V100 = PROFILES / "v100_8x_100gbit.json"
 MIB = 1 << 20
 # The head's two gradients, two layers, an embedding that comes last; the third is measured as out of order.
 READY = ((0.01, 4_000), (0.02, 2 * MIB), (0.06, 20 * MIB), (0.04, 10 * MIB), (0.09, 30 * MIB))
-COMPUTE = Compute(forward_s=0.05, backward_s=0.10, optimizer_s=0.01, ready=READY)
+COMPUTE = Compute(forward_s=0.05, backward_s=0.10, optimizer_s=0.01, cpu_s=0.16, ready=READY)
 
 
 def hosts(num_hosts: int, per_host: int = 1) -> Topology:
@@ -43,16 +44,15 @@ def test_gradients_fill_buckets_whole_as_in_ddp():
         (pytest.approx(110e3), 30 * MIB),
         (pytest.approx(140e3), 30 * MIB),
     ]
-    one = profile_of("toy", COMPUTE, bucket_cap_bytes=1 << 30, first_bucket_bytes=1 << 30)
-    assert [bucket.num_bytes for bucket in buckets(one)] == [62 * MIB + 4_000]
 
 
 def test_slowest_rank_of_each_step_counts():
-    slow = Compute(forward_s=0.1, backward_s=0.2, optimizer_s=0.02, ready=((0.1, 4), (0.2, 8)))
-    quick = Compute(forward_s=0.04, backward_s=0.1, optimizer_s=0.01, ready=((0.02, 4), (0.1, 8)))
-    usual = Compute(forward_s=0.05, backward_s=0.1, optimizer_s=0.015, ready=((0.03, 4), (0.1, 8)))
+    slow = Compute(forward_s=0.1, backward_s=0.2, optimizer_s=0.02, cpu_s=0.1, ready=((0.1, 4), (0.2, 8)))
+    quick = Compute(forward_s=0.04, backward_s=0.1, optimizer_s=0.01, cpu_s=0.06, ready=((0.02, 4), (0.1, 8)))
+    usual = Compute(forward_s=0.05, backward_s=0.1, optimizer_s=0.015, cpu_s=0.08, ready=((0.03, 4), (0.1, 8)))
     found = of_ranks([[slow, quick, quick], [usual, usual, quick]])  # the slowest: slow, usual, quick
     assert (found.forward_s, found.backward_s, found.optimizer_s) == (0.05, 0.1, 0.015)
+    assert found.cpu_s == pytest.approx(0.07)  # of quick and usual: the cores are shared by all
     assert found.ready == [(pytest.approx(0.03), 4), (pytest.approx(0.1), 8)]
     for wrong in ([], [[]], [[slow], [COMPUTE]], [[slow], [slow, slow]]):
         with pytest.raises(DataError, match="expected one model's steps"):
@@ -70,11 +70,11 @@ def test_profile_has_the_compute_that_was_measured():
 
 
 def test_profile_can_be_written_and_read():
-    profile = profile_of("toy", COMPUTE, note="measured")
+    profile = profile_of("toy", COMPUTE)
     written = json.loads(json.dumps(asdict(profile)))
-    assert ModelProfile.from_json(written) == profile
-    with pytest.raises(DataError, match=r"pieces_are_buckets is 1, expected true or false"):
-        ModelProfile.from_json(written | {"pieces_are_buckets": 1})
+    assert decoded(ModelProfile, written) == profile
+    with pytest.raises(DataError, match=r"pieces_are_buckets of the model profile is 1, expected true or false"):
+        decoded(ModelProfile, written | {"pieces_are_buckets": 1})
 
 
 def test_step_is_compute_and_what_is_exposed():
@@ -85,56 +85,22 @@ def test_step_is_compute_and_what_is_exposed():
     assert steps[2].efficiency == pytest.approx(160e3 / steps[2].step_us)
 
 
-def test_ranks_of_a_lab_share_cores():
-    shared = SharedCores(cores=2, measured_ranks=4)
-    assert [shared.compute_scale(ranks) for ranks in (1, 2, 4, 8)] == [0.5, 0.5, 1.0, 2.0]
-    assert SharedCores(cores=2, measured_ranks=1).compute_scale(8) == 4.0
-    profile = profile_of("toy", COMPUTE)
-    for ranks, compute_us in ((4, 160e3), (8, 320e3)):  # nothing overlaps
-        step = predicted(profile, hosts(2, 2), links(1e-3, 2), (ranks,), shared=shared)[ranks]
-        assert step.step_us == pytest.approx(compute_us + step_of_collectives(step))
-
-
-def step_of_collectives(step: Step) -> float:
-    """Return the time of the collectives when each begins as soon as the one before has ended."""
-    alone = predicted(profile_of("toy", COMPUTE), hosts(2, 2), links(1e-3, 2), (step.num_ranks,))[step.num_ranks]
-    return alone.communication_us
-
-
-def test_collective_beside_compute_has_its_part_of_the_speed():
-    small = replace(COMPUTE, ready=((0.02, 2 * MIB), (0.1, 2 * MIB)))
-    one_us = 1e-2 * 2 * MIB  # alone; from 70 ms on, when compute has 80 ms left
-    steps = {
-        overlap: simulate(profile_of("toy", small), hosts(2), links(1e-2), (2,), overlap=overlap).steps[1]
-        for overlap in (0.0, 0.1, 0.5, 1.0)
-    }
-    assert {step.algorithm for step in steps.values()} == {"engine"}
-    first = {overlap: step.transfers[0].end_us for overlap, step in steps.items()}
-    assert first[1.0] == pytest.approx(70e3 + one_us)
-    assert first[0.5] == pytest.approx(70e3 + 2 * one_us)
-    assert first[0.1] == pytest.approx(150e3 + one_us - 8e3)
-    assert first[0.0] == pytest.approx(150e3 + one_us)
-    assert steps[0.0].step_us == pytest.approx(160e3 + 2 * one_us)
-
-
-def test_links_of_large_payloads_take_what_the_largest_took():
-    """A small payload that waits for busy cores would make a line that is faster than the wire."""
-    topology = hosts(4, 2)
-    times = {
-        "copy": {8 << 20: 700.0},
-        "engine": {1 << 14: 12e3, 1 << 20: 82e3},
-        "memory": {1 << 10: 340.0, 1 << 22: 11e3},
-        "network/1": {1 << 14: 5e3, 1 << 19: 72e3},
-        "network/8": {1 << 14: 42e3, 1 << 19: 72e3},
-    }
-    fitted = Links(Link(10e3, 0.06), None, Link(300, 2e-3), {2: Link(1e3, 0.04), 16: Link(7e3, 0.02)}, times_us=times)
-    large = links_of_large(fitted, topology)
-    assert large.link("engine") == Link(10e3, pytest.approx(82e3 / (1 << 20)))
-    assert large.link("memory") == Link(300, pytest.approx(11e3 / (1 << 22)))
-    for streams, latency_us in ((2, 1e3), (16, 7e3)):  # two local ranks send 2 (4 - 1) / 4 of half a megabyte each
-        assert large.network_link(streams) == Link(latency_us, pytest.approx(72e3 / (2 * 1.5 * (1 << 19))))
-    without = Links(Link(1, 2), None, Link(3, 4), {1: Link(5, 6)})
-    assert links_of_large(without, topology) == without
+def test_ranks_of_a_lab_share_cores() -> None:
+    """Their compute takes turns, and what collectives take of the cores is taken from the compute beside them."""
+    small = replace(COMPUTE, ready=((0.02, 2 * MIB), (0.1, 10 * MIB)))
+    profile, fast = profile_of("toy", small), links(1e-6, 2)
+    alone = SharedCores(cores=2, compute_cpu_s=0.12, step_cpu_s=0.12)
+    for ranks, compute_us in ((2, 120e3), (4, 240e3), (8, 480e3)):
+        step = predicted(profile, hosts(2, 2), fast, (ranks,), shared=alone)[ranks]
+        assert step.step_us == pytest.approx(compute_us, rel=1e-3)
+        assert step.efficiency == pytest.approx(1.0, rel=1e-3)
+    taking = replace(alone, step_cpu_s=0.18)  # 0.06 s, a sixth of it for the first bucket, the rest behind the backward
+    step = predicted(profile, hosts(2, 2), fast, (8,), shared=taking)[8]
+    assert step.step_us == pytest.approx(480e3 + 4 * 10e3, rel=1e-3)
+    assert step.efficiency == pytest.approx(480 / 520, rel=1e-3)
+    slow = predicted(profile, hosts(2, 2), links(1e-2), (8,), "engine", taking)[8]
+    assert slow.exposed_us == pytest.approx(slow.transfers[-1].end_us - slow.backward_us)
+    assert slow.step_us == pytest.approx(520e3 + slow.exposed_us)
 
 
 class Model(nn.Module):
@@ -150,14 +116,12 @@ def test_ready_times_are_in_the_order_of_the_backward_pass():
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     before, begun = model.last.weight.detach().clone(), []
-    found = measured_ready_times(
-        model, lambda: model(torch.ones(4, 64)), optimizer, steps=2, begin=lambda: begun.append(1)
-    )
-    assert len(begun) == 3
+    found = measured_ready_times(model, lambda: model(torch.ones(4, 64)), optimizer, begin=lambda: begun.append(1))
+    assert begun == [1]
     assert sorted(size for _, size in found.ready) == sorted(4 * size for size in (64 * 256, 256, 256 * 8, 8))
     assert max(at for at, size in found.ready if size in (4 * 256 * 8, 32)) < max(at for at, _ in found.ready)
     assert 0 < found.ready[0][0] <= found.ready[-1][0] <= found.backward_s * 1.5
-    assert min(found.forward_s, found.backward_s, found.optimizer_s) > 0
+    assert min(found.forward_s, found.backward_s, found.optimizer_s, found.cpu_s) > 0
     assert not torch.equal(before, model.last.weight)
     assert not model.last.weight._post_accumulate_grad_hooks
     assert profile_of("model", found).gradient_bytes == sum(size for _, size in found.ready)

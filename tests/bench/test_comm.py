@@ -14,22 +14,25 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from deepytorch.bench import collectives
 from deepytorch.bench import run as running
 from deepytorch.bench.choices import settings
-from deepytorch.bench.comm import Comm, CommOptions, bus_factor, parse_sizes
+from deepytorch.bench.comm import Comm, CommOptions, parse_sizes
 from deepytorch.bench.comm_patterns import TILE, Buffers, Pattern
-from deepytorch.bench.comm_show import itemsize_of, limit
+from deepytorch.bench.comm_show import bus_factor, itemsize_of, limit
 from deepytorch.bench.jobs import DTYPES, OPS
 from deepytorch.bench.launch import Ranks
 from deepytorch.bench.results import Results, Row, read_result
 from deepytorch.bench.run import run_benchmark
 from deepytorch.comm.algorithms.base import Choice
 from deepytorch.errors import ConfigError, DeepytorchError, ParityError
+from tests.bench.trained import results
 from tests.command_line import run
 from tests.processes import children_of, is_running
 
@@ -69,9 +72,7 @@ def options(**changes: Any) -> CommOptions:
 
 
 def result(*rows: Row) -> Results:
-    return Results(
-        benchmark="comm", command="", options={}, machine="", versions={}, date="2026-11-29", rows=list(rows)
-    )
+    return results("comm", rows)
 
 
 def changed(row: Row, figures: dict[str, float] | None = None, **key: Any) -> Row:
@@ -369,6 +370,16 @@ def test_choices_are_rows_with_every_algorithm_or_its_reason() -> None:
 # Runs
 
 
+@pytest.mark.parametrize("is_built", [False, True])
+def test_a_wait_for_the_compiler_is_told(monkeypatch: pytest.MonkeyPatch, is_built: bool) -> None:
+    said: list[str] = []
+    found = SimpleNamespace(is_built=lambda: is_built, load=lambda: said.append("loaded"))
+    monkeypatch.setattr(collectives, "native", found)
+    collectives.build_native(said.append)
+    assert is_built or (said[0].startswith("compiling the C++") and said[1:] == ["loaded"])
+    assert bool(said) != is_built
+
+
 RANK_SCRIPT = """
 import os, sys
 sys.path.insert(0, {root!r})
@@ -475,34 +486,13 @@ def test_wrong_results_are_counted(ranks_do) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("body", "reason", "words"),
-    [
-        (
-            "if rank == 1:\n    raise ValueError('no such luck')\nrun_collective(op, buffers, redop, group)",
-            "ValueError: no such luck",
-            "Rank 1 of 2 of comm failed at: all_reduce, 1024 bytes: first check. ValueError: no such luck. All ranks",
-        ),
-        (
-            "os.kill(os.getpid(), 9) if rank == 1 else __import__('time').sleep(60)",
-            "was ended by SIGKILL, as the system does when memory is short",
-            "Rank 1 of 2 of comm was ended by SIGKILL",
-        ),
-    ],
-    ids=["an error", "a kill"],
-)
-def test_ranks_that_fail_are_rows_that_say_why_for_each_setup(ranks_do, capsys, body, reason, words) -> None:
-    ranks_do(body)
+def test_ranks_that_fail_are_a_row_for_each_setup_which_says_why(ranks_do, capsys) -> None:
+    ranks_do("if rank == 1:\n    raise ValueError('no such luck')\nrun_collective(op, buffers, redop, group)")
     rows = run_benchmark(Comm(), options(backends=("gloo", "gloo"))).rows
+    reason = "ValueError: no such luck"
     assert [(row.key["setup"], row.failed) for row in rows] == [("gloo", reason), ("gloo#2", reason)]
+    words = "Rank 1 of 2 of comm failed at: all_reduce, 1024 bytes: first check. ValueError: no such luck. All ranks"
     assert words in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_ranks_that_stand_still_are_ended(ranks_do) -> None:
-    ranks_do("__import__('time').sleep(600)")
-    (row,) = run_benchmark(Comm(), options(), timeout_s=30.0).rows  # long enough for a start
-    assert row.failed == "stood still for 30 s at: all_reduce, 1024 bytes: first check"
 
 
 @pytest.mark.slow

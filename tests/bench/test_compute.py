@@ -17,7 +17,7 @@ from deepytorch.bench.results import Results, Row
 from deepytorch.bench.run import run_benchmark
 from deepytorch.bench.settling import plan_of
 from deepytorch.compiler.report import RegionRecord
-from tests.bench.trained import rank
+from tests.bench.trained import rank, results
 from tests.processes import children_of, is_running
 
 
@@ -26,12 +26,11 @@ def rows_of(found: dict[str, Any], **options: Any) -> Results:
     asked = ComputeOptions(models=("vgg16",), setups=("eager", "inductor", "recipe", "deepytorch"), **options)
     [cell] = Compute().cells(asked)
     rows = Compute().rows(asked, cell, found)
-    given = asdict(asked)
-    return Results(benchmark="compute", command="", options=given, machine="", versions={}, date="", rows=rows)
+    return results("compute", rows, **asdict(asked))
 
 
 def test_ratios_are_medians_over_pairs_of_steps() -> None:
-    results = rows_of(
+    found = rows_of(
         {
             "eager": [rank([2.0, 2.0, 9.0], process_mb=100.0)],
             "inductor": [rank([1.5, 1.5, 1.5], losses=[2.0, 1.1])],
@@ -39,9 +38,9 @@ def test_ratios_are_medians_over_pairs_of_steps() -> None:
             "deepytorch": [rank([1.0, 1.0, 1.0], process_mb=150.0, plan="channels last")],
         }
     )
-    assert [row.figures["ratio"] for row in results.rows] == [2.0, 1.5, 0.5, 1.0]
-    assert results.rows[1].figures["loss_rel_diff"] == pytest.approx(0.1)
-    [table] = Compute().tables(results)
+    assert [row.figures["ratio"] for row in found.rows] == [2.0, 1.5, 0.5, 1.0]
+    assert found.rows[1].figures["loss_rel_diff"] == pytest.approx(0.1)
+    [table] = Compute().tables(found)
     # ahead of eager: a first step of 3 s is a second late, made up in the first of the next steps
     assert table.rows == (
         ("vgg16", "2,000.0", "1,500.0", "500.0", "1,000.0", "2.00x", "1.50x", "4", "1.50", "0e+00", "channels last"),
@@ -49,16 +48,16 @@ def test_ratios_are_medians_over_pairs_of_steps() -> None:
 
 
 def test_a_setup_that_was_faster_alone_is_named() -> None:
-    results = rows_of({"eager": [rank([9.0, 3.0, 3.0], warm_up=[1.5] * 6)], "deepytorch": [rank([1.0] * 3)]})
-    [table] = Compute().tables(results)
+    found = rows_of({"eager": [rank([9.0, 3.0, 3.0], warm_up=[1.5] * 6)], "deepytorch": [rank([1.0] * 3)]})
+    [table] = Compute().tables(found)
     [note] = table.notes
     assert note.startswith("vgg16, eager: 2.0 times as long in turns as alone before")
 
 
 def test_a_setup_that_failed_is_named() -> None:
-    results = rows_of({"eager": [rank([2.0])], "deepytorch": [rank([1.0])]})
-    failed = Row(key={**results.rows[0].key, "setup": "inductor"}, failed="out of memory")
-    [table] = Compute().tables(Results(**{**asdict(results), "rows": [*results.rows, failed]}))
+    found = rows_of({"eager": [rank([2.0])], "deepytorch": [rank([1.0])]})
+    failed = Row(key={**found.rows[0].key, "setup": "inductor"}, failed="out of memory")
+    [table] = Compute().tables(Results(**{**asdict(found), "rows": [*found.rows, failed]}))
     assert table.rows[0][1:7] == ("2,000.0", "", "", "1,000.0", "2.00x", "")
     assert table.notes == ("vgg16, inductor: out of memory.",)
 
@@ -98,10 +97,10 @@ def test_the_plan_says_which_forms_run(regions: list[RegionRecord], plan: str) -
 @pytest.mark.slow
 def test_a_small_run(tmp_path: Path) -> None:
     options = ComputeOptions(models=("alexnet",), setups=("eager", "deepytorch"), batch_size=2, steps=4, settle=60.0)
-    results = run_benchmark(Compute(), options, tmp_path / "compute.json")
-    assert [row.failed for row in results.rows] == ["", ""]
-    assert all(row.figures["step_s"] > 0 and row.figures["process_mb"] > 0 for row in results.rows)
-    assert results.rows[1].figures["loss_rel_diff"] < 1e-4
+    found = run_benchmark(Compute(), options, tmp_path / "compute.json")
+    assert [row.failed for row in found.rows] == ["", ""]
+    assert all(row.figures["step_s"] > 0 and row.figures["process_mb"] > 0 for row in found.rows)
+    assert found.rows[1].figures["loss_rel_diff"] < 1e-4
 
 
 @pytest.mark.slow

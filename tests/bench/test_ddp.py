@@ -15,11 +15,11 @@ from torch import nn
 from deepytorch.bench.ddp import Ddp, DdpOptions, grad_rel_diff
 from deepytorch.bench.overlap import projected
 from deepytorch.bench.parallel import trainer
-from deepytorch.bench.results import Results
 from deepytorch.bench.run import run_benchmark
 from deepytorch.bench.zoo import build_workload
 from deepytorch.errors import ConfigError
 from deepytorch.torch_internals import inductor_config
+from tests.bench.trained import results
 
 
 @pytest.mark.parametrize(
@@ -112,8 +112,7 @@ def test_figures_are_those_of_the_measured_times() -> None:
     [_, line] = Ddp().lines(rows)
     assert "p50:   0.640s     12/s" in line
     assert "2 ranks -- 1M/2R" in line
-    one = {"benchmark": "ddp", "command": "", "options": {}, "machine": "", "versions": {}, "date": ""}
-    [table] = Ddp().tables(Results(**one, rows=rows))
+    [table] = Ddp().tables(results("ddp", rows))
     assert [dict(zip(table.columns, row, strict=True))["ratio"] for row in table.rows] == ["1.25x", ""]
 
 

@@ -1,4 +1,4 @@
-"""The demo shows every arm, and does not pass when one fails or leaves eager's path."""
+"""The demo shows every setup, and does not pass when one fails or leaves eager's path."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from deepytorch.demo import DemoOptions, DemoResult, Run, Way, run_demo
 from deepytorch.errors import ConfigError, ParityError
 
 EAGER, COMPILED = Way("eager", None), Way("compiled", "aot_eager")
-UNCOMPILED = Way("compiled", None)  # another arm, where it does not matter what it runs
+UNCOMPILED = Way("compiled", None)  # another setup, where it does not matter what it runs
 
 
 class Report:

@@ -7,24 +7,8 @@ from typing import Any
 import pytest
 
 from deepytorch.bench.epoch import SETUPS, Epoch, EpochOptions
-from deepytorch.bench.results import Results
 from deepytorch.bench.run import run_benchmark
-from deepytorch.errors import ConfigError
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"models": ("hf_Bert",)}, 'models has "hf_Bert"'),
-        ({"setups": ("eager+random",)}, 'setups has "eager'),
-        ({"precision": "fp16"}, 'precision is "fp16"'),
-        ({"batches": 1}, "batches is 1"),
-        ({"rounds": 0}, "rounds is 0"),
-    ],
-)
-def test_options_that_cannot_be_run_are_refused(wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        EpochOptions(**wrong)
+from tests.bench.trained import rank, results
 
 
 def test_each_setup_has_its_compiler_and_its_order() -> None:
@@ -39,9 +23,9 @@ def test_each_setup_has_its_compiler_and_its_order() -> None:
     assert {(setup.job.warm_up, setup.job.steps, setup.job.optimizer) for setup in cell.setups} == {(5, 10, "adamw")}
 
 
-def trained(*seconds: float, positions: float = 200.0, losses: tuple[float, ...] = (2.0,)) -> list[dict[str, Any]]:
-    common = {"tokens": 100.0, "first_s": 3.0, "process_mb": 50.0, "plan": "packed", "batches": 2}
-    return [{"seconds": list(seconds), "losses": list(losses), "positions": positions, **common}]
+def trained(*seconds: float, **changes: Any) -> list[dict[str, Any]]:
+    given = {"tokens": 100.0, "positions": 200.0, "batches": 2, "plan": "packed", "losses": [2.0]}
+    return [rank([*seconds], warm_up=[9.0], **given | changes)]
 
 
 def test_rates_are_of_whole_passes_and_losses_of_the_same_batches() -> None:
@@ -49,8 +33,8 @@ def test_rates_are_of_whole_passes_and_losses_of_the_same_batches() -> None:
     [cell] = bench.cells(options)
     found = {
         "inductor+grouped": trained(1.0, 3.0, 1.0, 3.0, 50.0, 3.0, positions=125.0),
-        "inductor+random": trained(4.0, 4.0, 4.0, 4.0, 4.0, 4.0, losses=(4.0,)),
-        "deepytorch+random": trained(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, losses=(4.4,)),
+        "inductor+random": trained(4.0, 4.0, 4.0, 4.0, 4.0, 4.0, losses=[4.0]),
+        "deepytorch+random": trained(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, losses=[4.4]),
     }
     rows = bench.rows(options, cell, found)
     figures = {str(row.key["setup"]): row.figures for row in rows}
@@ -59,9 +43,7 @@ def test_rates_are_of_whole_passes_and_losses_of_the_same_batches() -> None:
     assert figures["inductor+grouped"]["real_token_fraction"] == 0.8
     assert figures["deepytorch+random"]["loss_rel_diff"] == pytest.approx(0.1)
     assert "loss_rel_diff" not in figures["inductor+random"]
-    asked = {"device": "cpu", "batches": 2, "rounds": 3}
-    results = Results(benchmark="epoch", command="", options=asked, machine="", versions={}, date="", rows=rows)
-    [table] = bench.tables(results)
+    [table] = bench.tables(results("epoch", rows, device="cpu", batches=2, rounds=3))
     assert table.rows[2] == ("deepytorch", "random", "100", "2.00x", "50 %", "packed")
 
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from deepytorch.bench.hardware import Hardware
+from deepytorch.bench.hardware import Hardware, machine
 from deepytorch.bench.jobs import HARDWARE
 
 
@@ -32,3 +32,13 @@ def test_nothing_is_sampled_unless_it_is_asked_for() -> None:
         hardware.resume()
         hardware.pause()
     assert hardware.found() == {}
+
+
+def test_a_machine_is_told_by_its_processors_memory_and_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deepytorch.bench.hardware._gpus", lambda: [0, 1, 2])
+    monkeypatch.setattr("deepytorch.bench.hardware._name", lambda gpu: "NVIDIA H200" if gpu < 2 else "NVIDIA L4")
+    monkeypatch.setattr("deepytorch.bench.hardware.cpu_model", lambda: "Xeon")
+    monkeypatch.setattr("os.cpu_count", lambda: 16)
+    monkeypatch.setattr("os.sysconf", lambda name: {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 1 << 23}[name])
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    assert machine() == "x86_64, 16 CPUs (Xeon), 32 GiB, 2 x NVIDIA H200, 1 x NVIDIA L4"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -10,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from deepytorch.bench.kernels import MODULES, run_kernels, variants
-from deepytorch.errors import ConfigError
+from deepytorch.bench.kernels import MODULES, Kernels, KernelsOptions, variants
+from deepytorch.bench.results import Results, Row, read_result
+from deepytorch.errors import BuildError, ConfigError
 from deepytorch.machine_code import MachineCode, Variant, troubles
 
 ROOT = Path(__file__).parents[2]
@@ -52,19 +52,42 @@ def test_unknown_names_and_gpus_are_refused():
     with pytest.raises(ConfigError, match="'no such kernel'"):
         list(variants("no such kernel"))
     with pytest.raises(ConfigError, match="capability 75; expected some of 80, 90, 100"):
-        run_kernels([75])
+        KernelsOptions(capabilities=(75,))
+
+
+def test_the_table_has_the_most_of_all_variants_and_a_fault_is_an_error():
+    def row(variant: str, gpu: str, registers: float, **texts: str) -> Row:
+        figures = {"registers": registers, "spilled_bytes": 0.0, "shared_bytes": 2048.0, "compile_s": 1.25}
+        key = {"kernel": "move", "variant": variant, "gpu": gpu}
+        return Row(key=key, figures=figures, texts={"instructions": "", "troubles": ""} | texts)
+
+    rows = [
+        row("fp32", "sm_80", 57.0, instructions="mma.sync"),
+        row("bf16", "sm_80", 48.0, instructions="mma.sync, cp.async"),
+        row("fp32", "sm_90", 40.0),
+    ]
+    given = {"benchmark": "kernels", "command": "", "options": {}, "machine": "", "versions": {}, "date": ""}
+    [table] = Kernels().tables(Results(rows=rows, **given))
+    assert table.rows == (
+        ("move", "sm_80", "2", "57", "0 B", "2 KB", "mma.sync, cp.async", "2.5"),
+        ("move", "sm_90", "1", "40", "0 B", "2 KB", "", "1.2"),
+    )
+    Kernels().verdict(Results(rows=rows, **given))
+    with pytest.raises(BuildError, match="kernel move, variant fp16, gpu sm_80: it spills"):
+        Kernels().verdict(Results(rows=[*rows, row("fp16", "sm_80", 255.0, troubles="it spills")], **given))
 
 
 @pytest.mark.slow
-def test_the_command_prints_what_the_compiler_says():
+def test_the_command_writes_what_the_compiler_says(tmp_path: Path):
     pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     call = "import sys; from deepytorch.cli import main; sys.argv[0] = 'deepytorch'; main()"
-    arguments = ["bench", "kernels", "--named", "buckets_triton", "--capabilities", "80,90", "--json", "-"]
+    out = tmp_path / "kernels.json"
+    arguments = ["bench", "kernels", "--named", "buckets_triton", "--capabilities", "80,90", "--out", str(out)]
     done = subprocess.run(
         [sys.executable, "-c", call, *arguments], env=environment, capture_output=True, text=True, timeout=500
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    rows = json.loads(done.stdout)["kernels"]
-    assert {row["capability"] for row in rows} == {80, 90}
-    assert all(row["registers"] > 0 and row["troubles"] == [] for row in rows), rows
+    results = read_result(Results, out)
+    assert {row.key["gpu"] for row in results.rows} == {"sm_80", "sm_90"}
+    assert all(row.figures["registers"] > 0 and row.texts["troubles"] == "" for row in results.rows), results.rows

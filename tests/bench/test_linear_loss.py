@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,9 +10,9 @@ import torch
 
 from deepytorch.bench import linear_loss
 from deepytorch.bench.loss import Loss, LossOptions
-from deepytorch.bench.results import Results
 from deepytorch.bench.run import run_benchmark
 from deepytorch.errors import ConfigError, ParityError
+from tests.bench.trained import results
 
 SMALLEST = LossOptions(rows=8, hidden_size=4, vocab_size=10, rounds=1)
 
@@ -38,9 +39,9 @@ def test_time_memory_and_loss_of_every_setup() -> None:
 @pytest.mark.slow  # one Inductor compile
 @pytest.mark.matrix
 def test_a_small_run() -> None:
-    results = run_benchmark(Loss(), SMALLEST)
-    assert [row.key["setup"] for row in results.rows] == ["eager", "inductor", "deepytorch"]
-    assert not any(row.failed for row in results.rows)
+    measured = run_benchmark(Loss(), SMALLEST)
+    assert [row.key["setup"] for row in measured.rows] == ["eager", "inductor", "deepytorch"]
+    assert not any(row.failed for row in measured.rows)
 
 
 def test_the_table_compares_with_eager() -> None:
@@ -52,8 +53,7 @@ def test_the_table_compares_with_eager() -> None:
     rows = bench.rows(SMALLEST, bench.cells(SMALLEST)[0], {"deepytorch": [measured]})
     assert [row.figures["speedup"] for row in rows] == [1.0, 2.0]
     asked = {"rows": 8, "hidden_size": 4, "vocab_size": 10, "ignored": 0.0, "dtype": "fp32", "device": "cpu"}
-    results = Results(benchmark="loss", command="", options=asked, machine="", versions={}, date="", rows=rows)
-    [table] = bench.tables(results)
+    [table] = bench.tables(replace(results("loss", rows), options=asked))
     assert table.title == "Linear and cross-entropy, 8 x 4 x 10, 0 % ignored, fp32, cpu; gradients 100 MiB"
     assert table.rows[1] == ("deepytorch", "1,000.0", "0.50", "100", "0.25", "12.25000")
 

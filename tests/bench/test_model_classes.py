@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
+from deepytorch.bench.benchmark import Cell, Place, Setup
+from deepytorch.bench.model_classes import worker
 from deepytorch.bench.model_classes.batches import IGNORED, Batch, batches_of
+from deepytorch.bench.model_classes.benchmark import ModelJob, Models, ModelsOptions
 from deepytorch.bench.model_classes.catalog import ModelClass, NotBuilt, build_small, forward_arguments, model_classes
 from deepytorch.bench.model_classes.judge import judge
-from deepytorch.bench.model_classes.page import counts_of, page, reasons_of
-from deepytorch.bench.model_classes.run import Line, ModelsOptions, _Server, read_lines, run_models
+from deepytorch.bench.model_classes.tables import counts_of, reasons_of, tables_of
 from deepytorch.bench.model_classes.training import move_by_last_bit, train
-from deepytorch.cli import app
-from deepytorch.errors import ConfigError, DataError
+from deepytorch.bench.results import Results, Row, read_result
+from deepytorch.bench.table import markdown_of
+from deepytorch.errors import ConfigError, ParityError
+from tests.command_line import run
 
 
 class Rows(torch.nn.Module):
@@ -122,105 +126,115 @@ def test_models_are_small_and_keep_each_kind_of_their_layers() -> None:
 
 def test_classes_are_listed_once_a_task_and_found_by_class_or_family() -> None:
     found = model_classes()
-    assert len({each.key for each in found}) == len(found) > 400
+    assert len({(each.task, each.name) for each in found}) == len(found) > 400
     assert [each.name for each in model_classes(("causal",), ("llama",))] == ["LlamaForCausalLM"]
     assert [each.family for each in model_classes(("causal",), ("GPT2LMHeadModel",))] == ["gpt2"]
     with pytest.raises(ConfigError, match="lama3 is no class or family of causal"):
         model_classes(("causal",), ("lama3",))
-    with pytest.raises(ConfigError, match='tasks has "cause"'):
-        ModelsOptions(out=Path("x"), tasks=("cause",))
+    with pytest.raises(ConfigError, match='task has "cause"'):
+        ModelsOptions(task=("cause",))
 
 
-COMMAND = ("bench", "models", "--task", "causal,masked", "--lowering", "eager")
-
-
-def test_two_models_by_the_command_and_only_what_is_new_when_it_runs_again(tmp_path: Path) -> None:
-    out, made = tmp_path / "lines.jsonl", tmp_path / "models.md"
-    command = [*COMMAND, "--out", str(out), "--page", str(made), "--only"]
-    shown = CliRunner().invoke(app, [*command, "OPTForCausalLM"], catch_exceptions=False)
-    assert shown.exit_code == 0, shown.output
-    [first] = read_lines(out)
-    assert (first.outcome, first.how, first.has_mask) == ("equal", "in graph", True)
-    assert first.steps[1:] == ["graph"] * 5
-    assert first.sides[2:] == ["right", "right", "left", "mixed"]
-    assert first.own is not None
-    assert 0.0 < first.own < 1e-5
-    assert first.versions.keys() >= {"torch", "transformers", "deepytorch"}
-    shown = CliRunner().invoke(app, [*command, "OPTForCausalLM", "--only", "YosoForMaskedLM"], catch_exceptions=False)
-    assert shown.exit_code == 0, shown.output
-    assert "OPTForCausalLM" not in shown.output
-    assert "masked: YosoForMaskedLM" in shown.output
-    assert len(out.read_text().splitlines()) == 2
-    [opt, yoso] = read_lines(out)
-    assert opt == first
-    assert (yoso.outcome, yoso.how) == ("equal", "declined")
-    assert any("FlashAttention" in reason for reason in yoso.reasons)
-    assert "| OPTForCausalLM | equal (" in made.read_text()
-
-
-def test_a_model_that_is_not_over_in_time_is_a_line_and_the_next_one_runs(tmp_path: Path) -> None:
-    options = ModelsOptions(out=tmp_path / "lines", tasks=("masked",), only=("bert", "albert"), timeout_s=0.001)
-    found = list(run_models(options))
-    assert [(line.outcome, line.error) for line in found] == [("eager fails", "not over in 0.001 seconds")] * 2
-
-
-def test_a_job_that_dies_leaves_the_server_alive(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    with _Server() as server:
-        given = {"environment": {"DEEPYTORCH": "off"}, "log": str(log), "timeout_s": 60}
-        assert server.run(arguments={}, **given) == 1
-        assert "KeyError: 'folder'" in log.read_text()
-        which = ["masked", "bert", "NoSuchModel"]
-        assert server.run(arguments={"folder": str(tmp_path), "part": "eager", "which": which}, **given) == 0
-    assert json.loads((tmp_path / "eager.json").read_text())["outcome"] == "not built"
-
-
-def line(name: str, outcome: str = "equal", how: str = "graph", task: str = "causal", **given) -> Line:
-    given = {
-        "has_mask": True,
-        "sides": [*["right"] * 4, "left"],
-        "difference": 1e-7,
-        "own": 2e-7,
-        "lowering": "eager",
-    } | given
-    return Line(
-        task=task, family="x", name=name, outcome=outcome, steps=["eager", "profiled", how, how, "padded"], **given
-    )
-
-
-def test_a_page_is_made_of_lines() -> None:
-    lines = [
-        line("A", how="graph"),
-        line("B", how="entry", reasons=["not in 3 graphs"]),
-        line("C", how="padded", reasons=["C: size 12 | is read"]),
-        line("D", how="padded", reasons=["D: size 13 | is read"], has_mask=False),
-        line("E", outcome="wrong", how="part", difference=0.5, reasons=["a loop"]),
-        line("F", outcome="not built", error="too large"),
-        line("G", outcome="fails", how="padded", difference=None, error="ValueError: no"),
-        line("H", task="masked", finite=False),
+def test_models_by_the_command_two_at_a_time_and_none_of_them_again(monkeypatch, capsys, tmp_path: Path) -> None:
+    out = tmp_path / "models.json"
+    command = [
+        "bench",
+        "models",
+        "--lowering",
+        "eager",
+        "--out",
+        str(out),
+        "--only",
+        "OPTForCausalLM,CpmAntForCausalLM",
     ]
-    rows = counts_of(lines)
-    assert rows[0] == ("Causal language models", "7", "6", "4", "1", "1", "1", "1", "1", "3", "40% of 5")
-    assert rows[-1] == ("all", "8", "7", "5", "1", "1", "2", "1", "1", "3", "50% of 6")
-    assert reasons_of(lines)[0] == ("the class: size N | is read", ["C", "D"])
-    made = page(lines, 20)
-    assert "8 of 20 classes were run." in made
+    assert run(monkeypatch, *command, "--task", "causal", "--jobs", "2") == 0
+    assert "causal: OPTForCausalLM" in capsys.readouterr().out
+    results = read_result(Results, out)
+    opt, cpm = (results.having(**{"class": name})[0] for name in ("OPTForCausalLM", "CpmAntForCausalLM"))
+    texts, figures = opt.texts, opt.figures
+    assert opt.key == {"task": "causal", "class": "OPTForCausalLM"}
+    assert (texts["outcome"], texts["where"], texts["notes"]) == ("equal", "in graph", "")
+    assert texts["steps"].split()[1:] == ["graph"] * 5
+    assert texts["sides"].split()[2:] == ["right", "right", "left", "mixed"]
+    assert 0.0 < figures["own_rel_diff"] < 1e-5
+    assert figures["rel_diff"] <= figures["allowed_rel_diff"]
+    assert figures["eager_s"] + figures["import_s"] < figures["processes_s"]
+    assert results.versions.keys() >= {"torch", "transformers"}
+    assert (cpm.texts["outcome"], cpm.texts["where"]) == ("equal", "declined")
+    assert "no attention was found" in cpm.texts["reasons"]
+    with monkeypatch.context() as patch:
+        patch.setattr("deepytorch.bench.run.Ranks", None)  # nothing is started
+        assert run(patch, *command) == 0
+    assert read_result(Results, out).rows == results.rows
+    assert run(monkeypatch, *command, "--lowering", "inductor") == 2
+    assert "lowering eager, asked for lowering inductor" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_model_that_is_late_or_dies_or_is_not_built_is_a_row(tmp_path: Path) -> None:
+    """A limit below 0 is an error of the process."""
+    found = {}
+    for name, limit in (("BertForMaskedLM", 0.001), ("NoSuchModel", 60), ("AlbertForMaskedLM", -1)):
+        job = ModelJob(models=(("masked", "bert", name),), lowering=None, limit=limit, scratch=tmp_path)
+        setups = [Setup(name="eager", job=job), Setup(name="deepytorch", job=replace(job, lowering="eager"))]
+        cell = Cell(key={"task": "masked"}, setups=setups, place=Place(), rows=[name], row_key="class")
+        answers = {each.name: [worker.run(each.job, None)] for each in setups}
+        [made] = Models().rows(ModelsOptions(), cell, answers)
+        assert made.key == {"task": "masked", "class": name}
+        found[name] = made.texts["outcome"], made.texts["error"].partition(":")[0]
+    assert found == {
+        "BertForMaskedLM": ("eager fails", "not over in 0.001 seconds"),
+        "NoSuchModel": ("not built", "AttributeError"),
+        "AlbertForMaskedLM": ("eager fails", "exit status 1"),
+    }
+
+
+def row(name: str, outcome: str = "equal", where: str = "in graph", task: str = "causal", **given: Any) -> Row:
+    texts = {
+        "outcome": outcome,
+        "where": where,
+        "notes": "",
+        "reasons": "",
+        "error": "",
+        "deepytorch": "0.1, commit 1a2b",
+    }
+    texts |= {key: value for key, value in given.items() if isinstance(value, str)}
+    figures = {"rel_diff": 1e-7, "own_rel_diff": 2e-7, "listed": 20.0}
+    figures = {key: value for key, value in (figures | given).items() if isinstance(value, float)}
+    return Row(key={"task": task, "class": name}, figures=figures, texts=texts)
+
+
+ROWS = [
+    row("A"),
+    row("B", where="at entry", reasons="not in 3 graphs"),
+    row("C", where="declined", reasons="C: size 12 | is read\nC: size 14 | is read\na loop"),
+    row("D", where="declined", reasons="D: size 13 | is read", notes="no attention mask"),
+    row("E", outcome="wrong", where="in part", rel_diff=0.5, reasons="a loop"),
+    row("F", outcome="not built", error="too large"),
+    row("G", outcome="fails", where="declined", rel_diff=None, error="ValueError: no"),
+    row("H", task="masked", notes="eager's numbers are not all finite"),
+]
+
+
+def test_tables_are_made_of_rows() -> None:
+    counts = counts_of(ROWS)
+    assert counts[0] == ("causal", "7", "6", "4", "1", "1", "1", "1", "1", "3", "5", "40%")
+    assert counts[-1] == ("all", "8", "7", "5", "1", "1", "2", "1", "1", "3", "6", "50%")
+    assert reasons_of(ROWS)[:2] == [("a loop", ["C", "E"]), ("the class: size N | is read", ["C", "D"])]
+    results = Results(
+        benchmark="models", command="", options={"lowering": "eager"}, machine="", versions={}, date="", rows=ROWS
+    )
+    made = "\n".join(line for table in tables_of(results) for line in markdown_of(table))
+    assert "8 of 20 classes were run. Lowering eager, fp32, one thread; deepytorch 0.1, commit 1a2b." in made
+    assert "|  | causal | masked | all |" in made
+    assert "| with a mask | 5 | 1 | 6 |" in made
+    assert "at least 1e-05 (loss), 2e-05 (output), 1e-04 (gradient), 1e-04 (weight)" in made
     assert "| B | equal (1e-07) | 2e-07 | at entry | 0.0 |  |" in made
-    assert "| C | equal (1e-07) | 2e-07 | declined | 0.0 | C: size 12 \\| is read |" in made
+    assert "| D | equal (1e-07) | 2e-07 | declined | 0.0 | no attention mask; D: size 13 \\| is read |" in made
     assert "| E | wrong (5e-01) | 2e-07 | in part | 0.0 | a loop |" in made
     assert "| F | not built |  |  |  | too large |" in made
     assert "| G | fails | 2e-07 | declined | 0.0 | ValueError: no |" in made
     assert "| H | equal (1e-07) | 2e-07 | in graph | 0.0 | eager's numbers are not all finite |" in made
-    assert "## Masked language models" in made
-    assert "## Question answering" not in made
-
-
-def test_the_last_line_of_a_model_counts_and_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "lines"
-    texts = [json.dumps(each.to_json()) for each in (line("A", "wrong"), line("B", task="masked"), line("A"))]
-    file.write_text("\n".join(texts))
-    assert [(each.name, each.outcome) for each in read_lines(file)] == [("A", "equal"), ("B", "equal")]
-    file.write_text("{}\nno JSON")
-    with pytest.raises(DataError):
-        read_lines(file)
-    assert read_lines(tmp_path / "none") == []
+    assert "**Masked language models**" in made
+    assert "Question answering" not in made
+    with pytest.raises(ParityError, match="with the import alone: E, G"):
+        Models().verdict(results)

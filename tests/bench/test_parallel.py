@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from deepytorch.bench.memory import is_out_of_memory
+from deepytorch.bench.memory import is_out_of_memory, peak_bytes
 from deepytorch.bench.model_parts import blocks
 from deepytorch.bench.models import build_model
-from deepytorch.bench.parallel import loss_of, peak_bytes, trainer
+from deepytorch.bench.parallel import loss_of, trainer
 from deepytorch.bench.ways import Parallel, unavailable
 from deepytorch.errors import ConfigError
 from tests.comm import ranks
@@ -219,7 +219,6 @@ def test_what_cannot_run_says_why() -> None:
         (Parallel(pipeline=2), "bert", "one weight"),
         (Parallel(sharding="oss", pipeline=2), "llama", "not combined"),
         (Parallel(sharding="ddp", offload=True), "llama", "no offload"),
-        (Parallel(sharding="fsdp2", offload=True), "llama", "from a GPU"),
         (Parallel(tensor=2, precision="fp16"), "llama", "overflow"),
         (Parallel(precision="fp16"), "llama", "for GPUs"),
     ]

@@ -99,11 +99,3 @@ def test_files_that_cannot_be_read_or_written_are_named(tmp_path):
         read_result(Outer, tmp_path / "none.json")
     with pytest.raises(DataError, match=r"page\.md cannot be written: .*Give another --markdown path"):
         write_text(tmp_path / "no" / "page.md", "", "--markdown")
-
-
-def test_results_take_what_options_say_by_name():
-    class Options:
-        steps, name, other = 7, "of the options", None
-
-    made = Outer.of(Options(), name="given", ratio=1.0, packed=False, arms=[], ms={}, quartiles={})
-    assert (made.steps, made.name) == (7, "given")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -14,8 +14,10 @@ from typer import Option
 from deepytorch.bench import run as running
 from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup
 from deepytorch.bench.launch import RankError
+from deepytorch.bench.options import names
 from deepytorch.bench.results import Results, Row, read_result
 from deepytorch.bench.run import run_benchmark
+from deepytorch.bench.suite import BENCHMARKS
 from deepytorch.bench.table import Table
 from deepytorch.errors import ConfigError, DataError
 
@@ -149,6 +151,19 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
         run_benchmark(Toy(), Toys(), path)
 
 
+def test_a_file_goes_on_with_other_options_that_only_select(tmp_path: Path) -> None:
+    class Selecting(Toy):
+        selects = ("toys",)
+
+    path = tmp_path / "toy.json"
+    run_benchmark(Selecting(), Toys(toys=("ball",)), path)
+    results = run_benchmark(Selecting(), Toys(toys=("kite",)), path)
+    assert [row.key["toy"] for row in results.rows] == ["ball", "ball", "kite", "kite"]
+    assert results.options["toys"] == ["kite"]
+    with pytest.raises(ConfigError, match=r"holds results for turns 2, asked for turns 3"):
+        run_benchmark(Selecting(), Toys(toys=("kite",), turns=3), path)
+
+
 def test_where_memory_does_not_suffice_for_all_each_is_measured_alone(processes: type[Processes]) -> None:
     together: list[str] = []
 
@@ -181,3 +196,9 @@ def test_a_run_on_another_machine_or_of_another_torch_is_not_mixed_in(tmp_path: 
     path.write_text(json.dumps(asdict(replace(results, versions={**results.versions, "torch": "1.0"}))))
     with pytest.raises(ConfigError, match=r"torch 1\.0"):
         run_benchmark(Toy(), Toys(), path)
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_the_defaults_of_a_list_can_be_written_with_commas(name: str) -> None:
+    lists = [given for each in fields(BENCHMARKS[name].options) if isinstance(given := each.default, tuple)]
+    assert all(names(",".join(map(str, given))) == tuple(map(str, given)) for given in lists)

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from deepytorch.bench.results import Results
 from deepytorch.bench.run import run_benchmark
 from deepytorch.bench.sharded import Sharded, ShardedOptions
 from deepytorch.errors import ConfigError
+from tests.bench.trained import rank, results
 
 
 @pytest.mark.parametrize(
@@ -30,38 +30,24 @@ def test_options_that_make_no_sense_are_refused(changes: dict[str, Any], words: 
         ShardedOptions(**changes)
 
 
-def rank(seconds: list[float], losses: list[float]) -> dict[str, Any]:
-    plain = {
-        "rows": 2,
-        "tokens": 9.0,
-        "process_mb": 1.0,
-        "peak_mb": 0.0,
-        "first_s": 1.0,
-        "plan": "",
-        "fallbacks": [],
-        "batches": 5,
-    }
-    return {"seconds": seconds, "losses": losses, "warm_up": [9.0, 9.0], **plain}
-
-
 def test_figures_are_those_of_the_measured_steps() -> None:
     options = ShardedOptions(steps=5)
     [cell] = Sharded().cells(options)
+    first = (5.0, 4.0, 3.0, 2.0)
     found = {
-        "exact": [rank([2.0, 1.0, 3.0], [5.0, 4.0, 3.0, 2.0, 1.0]), rank([1.0, 1.0, 1.0], [5.0, 4.0, 3.0, 2.0, 1.0])],
-        "int8": [rank([1.0, 1.0, 4.0], [5.0, 4.0, 3.0, 2.0, 1.3]), rank([1.0, 0.5, 1.0], [5.0, 4.0, 3.0, 2.0, 1.1])],
+        "exact": [rank([2.0, 1.0, 3.0], losses=[*first, 1.0]), rank([1.0, 1.0, 1.0], losses=[*first, 1.0])],
+        "int8": [rank([1.0, 1.0, 4.0], losses=[*first, 1.3]), rank([1.0, 0.5, 1.0], losses=[*first, 1.1])],
     }
     exact, rounded = Sharded().rows(options, cell, found)
     assert exact.figures["step_s"] == 2.0
     assert rounded.figures["speedup"] == 1.0  # the median over pairs of steps
     assert rounded.series["losses"] == pytest.approx([5.0, 4.0, 3.0, 2.0, 1.2])
     assert rounded.figures["last_loss"] == pytest.approx(15.2 / 5)
-    one = {"benchmark": "sharded", "command": "", "machine": "", "versions": {}, "date": ""}
-    results = Results(**one, options={"setups": ["exact", "int8"], "steps": 5}, rows=[exact, rounded])
-    [table] = Sharded().tables(results)
+    measured = results("sharded", [exact, rounded], setups=["exact", "int8"], steps=5)
+    [table] = Sharded().tables(measured)
     assert table.columns[2] == "against exact"
     assert table.rows[1] == ("int8", "1,000 ms", "1.00x", "3.0400", f"{15.2 / 15:.4f}")
-    assert [points.name for points in Sharded().plots(results)[0].series] == ["exact", "int8"]
+    assert [points.name for points in Sharded().plots(measured)[0].series] == ["exact", "int8"]
 
 
 def test_setups_differ_by_the_process_group_alone() -> None:

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from deepytorch.bench.jobs import CollectiveJob
 from deepytorch.bench.model_profile import BackwardPiece, ModelProfile, read_profile
-from deepytorch.bench.prediction import median_error, prediction_errors
+from deepytorch.bench.prediction import predicted_us
 from deepytorch.bench.simulate import AUTO, buckets, play, simulate
 from deepytorch.bench.simulate_show import assumptions, parse_ranks
 from deepytorch.cli import app
@@ -179,16 +180,16 @@ def test_example_profile_is_read():
     ("changes", "words"),
     [
         ({"forward_us": 0}, ["forward_us", "0", "above 0"]),
-        ({"backward": []}, ["backward is empty"]),
-        ({"backward": [{"name": "a", "compute_us": 1}]}, ["backward[0]", "['gradient_bytes']"]),
+        ({"backward": []}, ["backward", "()", "one piece or more"]),
+        ({"backward": [{"name": "a", "compute_us": 1}]}, ["piece of the backward pass", "['gradient_bytes']"]),
         (
             {"backward": [{"name": "a", "compute_us": -1, "gradient_bytes": 0}]},
-            ["backward[0], compute_us", "-1", ">= 0"],
+            ["compute_us of the piece of the backward pass", "-1", "0 or more"],
         ),
-        ({"bucket_cap_bytes": 2.5}, ["bucket_cap_bytes", "2.5", "whole number"]),
+        ({"bucket_cap_bytes": 2.5}, ["bucket_cap_bytes", "2.5", "a count"]),
         ({"dtype": "float32"}, ["dtype", "'float32'", "fp32"]),
         ({"device": "tpu"}, ["device", "'tpu'", "cpu, cuda"]),
-        ({"cap": 1}, ["unknown ['cap']", "bucket_cap_bytes"]),
+        ({"cap": 1}, ["unknown ['cap']"]),
     ],
 )
 def test_wrong_profile_says_what_is_wrong(tmp_path, changes, words):
@@ -232,78 +233,32 @@ def test_measured_links_replace_the_assumed_ones(tmp_path):
     assert "engine" not in slow["nominal"]["8"]
 
 
-def cell(took_us: float, **changes) -> dict:
-    return {
-        "op": "all_reduce",
-        "algorithm": "engine",
-        "bytes": 8 << 20,
-        "ranks": 4,
-        "hosts": 2,
-        "time_us": took_us,
-    } | changes
+def collective(op: str = "all_reduce", dtype: str = "float32") -> CollectiveJob:
+    return CollectiveJob(op=op, dtype=dtype, count=1, groups=())
 
 
-def test_cells_of_the_model_itself_have_no_error():
-    topology = hosts(2, 2)
+def test_a_collective_is_predicted_by_what_runs_it():
     links = Links(
         engine=Link(1e3, 0.06),
         memory=Link(50, 3e-4),
         network={1: Link(100, 0.04), 2: Link(100, 0.04), 4: Link(100, 0.02)},
         copy_bytes_per_s=5e9,
     )
-    cells = [
-        cell(predict_us(Operation("all_reduce", size), topology, links, Choice("engine")), bytes=size, algorithm=name)
-        for size in (1 << 16, 1 << 23)
-        for name in ("engine", "gloo's own")
-    ]
-    cells.append(
-        cell(links.link("memory").time_us(1 << 20), bytes=1 << 20, hosts=1, ranks=2, algorithm="shared_memory")
-    )
-    errors = prediction_errors(cells, topology, links)
-    assert [error.algorithm for error in errors] == ["engine"] * 4 + ["shared_memory"]
-    assert median_error(errors) == pytest.approx(0)
-    assert max(error.relative_error for error in errors) == pytest.approx(0)
+    size, two = 1 << 23, hosts(2, 2)
+    engine_us = predict_us(Operation("all_reduce", size), two, links, Choice("engine"))
+    for name in ("engine", "gloo's own"):
+        assert predicted_us(collective(), size, name, None, two, links) == pytest.approx(engine_us)
+    one_us = predicted_us(collective(), size, "shared_memory", None, hosts(1, 2), links)
+    assert one_us == pytest.approx(links.link("memory").time_us(size))
+    assert predicted_us(collective(), size, "shared_memory", None, two, links) is None  # works on one host
+    assert predicted_us(collective("broadcast"), size, "engine", None, two, links) < engine_us
 
 
-def test_errors_are_relative_to_what_was_measured():
-    topology, links = hosts(2, 2), Links(engine=Link(0, 1e-3))
-    size = 1 << 20
-    truth = 1e-3 * size
-    cells = [cell(truth * factor, bytes=size) for factor in (0.5, 1.0, 2.0)]
-    errors = prediction_errors(cells, topology, links)
-    assert [error.relative_error for error in errors] == pytest.approx([1.0, 0.0, 0.5])
-    assert median_error(errors) == pytest.approx(0.5)
-
-
-def test_settings_of_a_cell_are_heeded():
-    topology = hosts(2, 2)
+def test_a_prediction_heeds_type_and_compression():
     links = Links(engine=Link(0, 0.06), memory=Link(0, 1e-5), network={2: Link(0, 0.04)}, copy_bytes_per_s=1e12)
-    exact, rounded = (
-        error.predicted_us
-        for error in prediction_errors(
-            [cell(1.0, algorithm="hierarchical", compress=compress, dtype="float32") for compress in (None, "bf16")],
-            topology,
-            links,
-        )
+    exact, rounded, half = (
+        predicted_us(collective(dtype=dtype), 8 << 20, "hierarchical", compress, hosts(2, 2), links)
+        for dtype, compress in (("float32", None), ("float32", "bf16"), ("bfloat16", "bf16"))
     )
     assert exact == pytest.approx(2 * rounded, rel=0.05)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"ranks": 3}, ["3 ranks on 2 hosts"]),
-        ({"op": "all_to_all"}, ["cell 0, op", "'all_to_all'"]),
-        ({"algorithm": "shared_memory"}, ["shared_memory", "works on one host, found 2"]),
-        ({"time_us": 0}, ["time_us", "above 0"]),
-    ],
-)
-def test_cell_that_cannot_be_is_refused(changes, words):
-    with pytest.raises(DataError) as error:
-        prediction_errors([cell(1.0, **changes)], hosts(2, 2), Links())
-    assert all(word in str(error.value) for word in words), str(error.value)
-
-
-def test_no_cell_has_no_median():
-    with pytest.raises(DataError, match="no measured cell"):
-        median_error(())
+    assert half == pytest.approx(exact)

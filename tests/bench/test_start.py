@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from deepytorch.bench.launch import RankError
 from deepytorch.bench.results import Results, read_result
 from deepytorch.bench.run import run_benchmark
 from deepytorch.bench.start import COLD, EAGER, WARM, Start, StartOptions, compared
 from deepytorch.cli import app
 from deepytorch.errors import ConfigError, ScriptError
+from tests.bench.trained import results
 
 SCRIPT = """
 import os
@@ -56,10 +58,8 @@ def test_rows_and_the_table_are_of_medians() -> None:
     warm = runs(4.5, 5.0, first_packed=4.5, compiles=1, change_over_seconds=4.8)
     rows = Start().rows(options, cell, {EAGER: runs(6.0, 8.0), COLD: runs(7.0, 8.0), WARM: warm})
     assert [row.series["over_s"] for row in rows] == [[4.0, 6.0, 8.0], [4.0, 7.0, 8.0], [4.0, 4.5, 5.0]]
-    results = Results(
-        benchmark="start", command="", options=asdict(options), machine="", versions={}, date="", rows=rows
-    )
-    [table] = Start().tables(results)
+    found = results("start", rows, **asdict(options))
+    [table] = Start().tables(found)
     assert table.title == "script start_script.py, ranks 2: seconds since the process began, medians of 3"
     assert table.columns[4] == "step 3"
     assert table.rows == (
@@ -67,7 +67,7 @@ def test_rows_and_the_table_are_of_medians() -> None:
         (COLD, "4.0", "-", "-", "8.0", "1.17x", "3", "0"),
         (WARM, "4.0", "4.5", "4.8", "5.0", "1.00x", "1", "1"),
     )
-    [plot] = Start().plots(results)
+    [plot] = Start().plots(found)
     assert [(each.name, each.x[-1], each.y[-1]) for each in plot.series] == [
         (EAGER, 8.0, 3),
         (COLD, 8.0, 3),
@@ -102,7 +102,9 @@ def test_a_script_is_timed_in_every_way(script: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_script_that_fails_is_quoted_and_one_that_does_not_train_is_refused(script: str) -> None:
-    with pytest.raises(ScriptError, match=r"(?s)train\.py \(eager\) ended with 1.*ValueError: as it was told"):
+    with pytest.raises(
+        RankError, match=r"(?s)train\.py \(eager\) ended with exit status 1.*ValueError: as it was told"
+    ):
         run_benchmark(Start(), StartOptions(command=(script, "fail"), steps=5, rounds=1))
     with pytest.raises(ScriptError, match="made no step of an optimizer"):
         run_benchmark(Start(), StartOptions(command=(script,), steps=5, rounds=1))

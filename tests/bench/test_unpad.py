@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 
@@ -11,38 +9,16 @@ import deepytorch
 from deepytorch.bench import unpad_steps
 from deepytorch.bench.measurement import Measurement
 from deepytorch.bench.models import batch_kind
-from deepytorch.bench.results import Results, Row
+from deepytorch.bench.results import Row
 from deepytorch.bench.training_step import Step
-from deepytorch.bench.unpad import OURS, Unpad, UnpadJob, UnpadOptions, rows_of
+from deepytorch.bench.unpad import OURS, Unpad, UnpadOptions, rows_of
 from deepytorch.bench.unpad_steps import draw_batches, full_batches, measure
 from deepytorch.compiler.report import LEDGER
 from deepytorch.data import IGNORE_INDEX, num_labels, num_positions, num_tokens
 from deepytorch.errors import ConfigError, ParityError
+from tests.bench.trained import results
 
 CPU = torch.device("cpu")
-COUNTS = {"recompiles": 1, "steps_packed": 7, "steps_padded": 2, "host_ms_per_step": 0.25}
-
-
-class Report:
-    def to_json(self):
-        return COUNTS
-
-
-@pytest.fixture(autouse=True)
-def counters(monkeypatch):
-    """Replace the backend's counters: the arms of these tests run without it."""
-    monkeypatch.setitem(vars(deepytorch), "report", lambda reset=False: Report())
-
-
-@pytest.fixture
-def job(rows_file):
-    return partial(_job, data=rows_file)
-
-
-def _job(model="llama", backend="eager", **changes) -> UnpadJob:
-    smallest = {"size": "tiny", "steps": 2, "rounds": 2, "batch_size": 4, "vocab_size": 400}
-    options = UnpadOptions(models=(model,), **smallest | changes)
-    return UnpadJob(model=model, options=options, max_length=256, backend=backend, stock_backend="eager")  # traced only
 
 
 def figures_of(job, told=lambda text: None):
@@ -51,9 +27,9 @@ def figures_of(job, told=lambda text: None):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["llama", "bart"])
-def test_every_arm_is_measured_on_the_same_batches(job, model):
+def test_every_setup_is_measured_on_the_same_batches(job, model):
     told = []
-    found = figures_of(job(model), told.append)
+    found = figures_of(job(model, rounds=2), told.append)
     ours, eager = found[OURS], found["eager"]
     assert set(found) == {"eager", "inductor", "deepytorch"} | ({"handpacked"} if model == "llama" else set())
     assert ours["loss_rel_diff"] < 1e-6
@@ -79,30 +55,30 @@ def test_labels_decide_what_is_labelled(job):
 
 
 def test_a_wrong_gradient_shows(job, monkeypatch):
-    arms = unpad_steps.build_arms
+    build = unpad_steps.build_setups
 
     def spoilt(*arguments):
-        made = arms(*arguments)
+        made = build(*arguments)
         made["deepytorch"].model.lm_head.weight.register_hook(lambda grad: grad * 1.01)
         return made
 
-    monkeypatch.setattr(unpad_steps, "build_arms", spoilt)
-    ours = figures_of(job(steps=1, rounds=1))[OURS]
+    monkeypatch.setattr(unpad_steps, "build_setups", spoilt)
+    ours = figures_of(job(steps=1))[OURS]
     assert ours["grad_rel_diff"] == pytest.approx(0.01, rel=0.05)
     assert ours["loss_rel_diff"] < 1e-6
 
 
 def test_a_loss_that_is_not_a_number_stops_the_measurement(job, monkeypatch):
-    arms = unpad_steps.build_arms
+    build = unpad_steps.build_setups
 
     def spoilt(*arguments):
-        made = arms(*arguments)
+        made = build(*arguments)
         torch.nn.init.constant_(made["deepytorch"].model.lm_head.weight, torch.nan)
         return made
 
-    monkeypatch.setattr(unpad_steps, "build_arms", spoilt)
+    monkeypatch.setattr(unpad_steps, "build_setups", spoilt)
     with pytest.raises(ParityError, match="the loss in deepytorch is nan"):
-        measure(job(steps=1, rounds=1))
+        measure(job(steps=1))
 
 
 @pytest.mark.parametrize("model", ["llama", "bert", "t5"])
@@ -152,11 +128,6 @@ def test_options_that_cannot_be_run_are_refused(wrong, message):
         UnpadOptions(**wrong)
 
 
-def test_rows_that_are_longer_than_the_models_positions_are_refused():
-    with pytest.raises(ConfigError, match="max_length is 5000"):
-        UnpadJob(max_length=5000)
-
-
 RUN = {
     "seconds": {
         "eager": [[0.2, 0.2, 9.0], [0.4, 0.4, 0.4]],
@@ -197,8 +168,7 @@ def test_the_table_has_the_gains_and_the_remarks():
     llama, gpt2 = bench.cells(options)
     rows = bench.rows(options, llama, {OURS: [RUN]})
     failed = Row(key={**gpt2.key, "setup": OURS}, failed="out of memory")
-    results = Results(benchmark="unpad", command="", options={}, machine="", versions={}, date="", rows=[*rows, failed])
-    one, other = bench.tables(results)
+    one, other = bench.tables(results("unpad", [*rows, failed]))
     assert one.title == "llama, small, batch 8, labels response, loss model, fp32, cpu, one by one"
     assert one.rows[0] == ("eager", "300.0", "167", "3.00x", "2.50 - 3.50", "", "10")
     assert (
@@ -214,7 +184,7 @@ def test_the_table_has_the_gains_and_the_remarks():
 def test_the_backend_packs_every_batch_without_a_recompile(job, monkeypatch):
     monkeypatch.delitem(vars(deepytorch), "report")  # its own counters
     LEDGER.forget()
-    found = figures_of(job(backend="deepytorch"))
+    found = figures_of(job(backend="deepytorch", rounds=2))
     ours = found[OURS]
     # one was watched
     assert (ours["steps_packed"], ours["steps_padded"], ours["recompiles"]) == (2 + 2 * 2 - 1, 0, 0)

@@ -138,6 +138,26 @@ def test_hosts_that_are_never_slow_are_measured_as_they_are(monkeypatch):
     assert machine.now_us < 2e6
 
 
+def test_the_large_payload_is_sought_until_it_takes_its_time(monkeypatch):
+    """A first look at 256 KB that is mostly latency would leave it at 1 MB, of which latency is half."""
+    truth = TRUTH_BETWEEN | {"engine": Link(15e3, 15e-3), "network/1": Link(8e3, 20e-3)}
+    links = Machine(monkeypatch, lambda *_: 1.0, truth).measured_between()
+    assert max(links.times_us["engine"]) == 4 << 20
+    assert max(links.times_us["network/1"]) == 4 << 20  # 92 ms
+    assert max(links.times_us["network/2"]) == calibrate._MOST_LARGE_OF_A_RANK
+
+
+def test_waiting_that_is_hidden_in_a_large_payload_does_not_make_the_wire_faster():
+    """16 KB waited 21 ms for busy ranks, and 4 MB took 70 ms of which the wire took all."""
+    times = {"copy": {calibrate.TRIAL_COPY_BYTES: COPY_US}, "engine": {1 << 14: 21e3, 4 << 20: 70e3}}
+    link = fitted(times, HOSTS).link("engine")
+    assert link.us_per_byte == pytest.approx(70e3 / (4 << 20))
+    assert link.latency_us == pytest.approx(21e3, rel=0.02)
+    short = fitted(times | {"engine": {1 << 14: 1e3, 4 << 20: 70e3}}, HOSTS).link("engine")
+    assert short.time_us(4 << 20) == pytest.approx(70e3)  # a line through both
+    assert short.us_per_byte < 70e3 / (4 << 20)
+
+
 @pytest.mark.parametrize("name", ["engine", "network/1", "network/2"])
 def test_a_slow_window_between_hosts_does_not_count(monkeypatch, name):
     """It is as long as all rounds of the largest size in a row."""

@@ -22,7 +22,7 @@ from deepytorch.comm.algorithms.base import (
     dtype_name,
 )
 from deepytorch.comm.algorithms.cpu_reduce import TURN_US, cpu_reduce_us, reduce_us_per_byte
-from deepytorch.comm.algorithms.hierarchical import hierarchical_us
+from deepytorch.comm.algorithms.hierarchical import hierarchical_us, overlap_of_stages
 from deepytorch.comm.algorithms.select import COLLECTIVES, collective, predict_us
 from deepytorch.comm.algorithms.streams import streams_us
 from deepytorch.comm.topology.cost import (
@@ -187,6 +187,19 @@ def test_chunks_hide_the_faster_stage_and_pay_latency():
     )  # two equal stages: (2 + 3) / 4 of one
     costly = Link(1e4, 1e-3)
     assert hierarchical_us(MB, 4, 2, slow, costly) > hierarchical_us(MB, 1, 2, slow, costly)
+
+
+@pytest.mark.parametrize(
+    ("device", "per_host", "overlap"), [("cpu", 4, 0.25), ("cpu", 3, 1 / 3), ("cpu", 1, 1.0), ("cuda", 4, 1.0)]
+)
+def test_stages_overlap_as_far_as_cores_are_free(device, per_host, overlap):
+    """Of four cores a host, on each of which a rank may compute."""
+    operation = Operation("all_reduce", 16 * MB, device=device)
+    assert overlap_of_stages(operation, hosts(2, per_host)) == pytest.approx(overlap)
+    link = Link(0, 1e-3)
+    alone, beside, part = (hierarchical_us(MB, 4, 2, link, link, overlap=each) for each in (0, 1, overlap))
+    assert alone == pytest.approx(4 / 5 * 2 * beside)
+    assert part == pytest.approx(alone - overlap * (alone - beside))
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=4), st.integers(1, 64))

@@ -9,4 +9,7 @@ differs after all, it compiles in place: slow, and right.
 
 The worker has low priority, no terminal, and ends when its parent does. A graph that cannot be sent, because it is on a
 GPU or has operators that only this process knows, is compiled by this process, and training waits.
+
+With the option `gpu_background` a graph on a GPU is sent, too. The worker then compiles from fake tensors, and both
+sides keep the parts of the key (`keys`), so that a report can say why code was not found.
 """

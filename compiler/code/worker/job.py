@@ -10,7 +10,7 @@ import platform
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -20,13 +20,15 @@ from deepytorch.compiler.code import inductor_faults
 from deepytorch.compiler.code.data_parallel import Members, layout
 from deepytorch.compiler.code.lower_region import RegionLowering
 from deepytorch.compiler.code.nested import prepare_nested
+from deepytorch.compiler.code.worker.gpu import Gpu
 from deepytorch.compiler.code.worker.graph_data import CannotSend, GraphData
 from deepytorch.passes.ops import reduce
-from deepytorch.torch_internals import dynamo_config, functorch_config, inductor_config
+from deepytorch.torch_internals import FakeTensor, FakeTensorMode, dynamo_config, functorch_config, inductor_config
 from deepytorch.version import __version__
 
 _LARGEST_CONSTANT = 1 << 20  # values of a tensor that a graph holds, and that is sent
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_CPU = torch.device("cpu")
 _STATIC = "_dynamo_static_input_type"
 _CONFIGS = {"dynamo": dynamo_config, "functorch": functorch_config, "inductor": inductor_config}
 
@@ -48,10 +50,14 @@ class Argument:
     storage_bytes: int = 0
     requires_grad: bool = False
     static: str | None = None  # Dynamo's mark on buffers, whose memory stays where it is
+    device: torch.device = field(default=_CPU, repr=False)
 
     @classmethod
-    def of(cls, value: Any) -> Argument:
-        """Return the description of a value. Raises `CannotSend` for a tensor that another process cannot make up."""
+    def of(cls, value: Any, kinds: Sequence[str] = ("cpu",)) -> Argument:
+        """Return the description of a value. Raises `CannotSend` for a tensor that another process cannot make up.
+
+        kinds: of devices for which another process may compile.
+        """
         if not isinstance(value, torch.Tensor):
             if not isinstance(value, (int, float, bool, str, type(None))):
                 raise CannotSend(f"an argument is a {type(value).__name__}")
@@ -59,7 +65,7 @@ class Argument:
         is_parameter = isinstance(value, torch.nn.Parameter)
         if type(value) is not torch.Tensor and type(value) is not torch.nn.Parameter:
             raise CannotSend(f"an argument is a {type(value).__name__}")
-        if value.device.type != "cpu":
+        if value.device.type not in kinds:
             raise CannotSend(f"an argument is on {value.device.type}, which another process would take memory of")
         if value.layout is not torch.strided or value.is_quantized or value.is_conj() or value.is_neg():
             raise CannotSend("an argument is no plain dense tensor")
@@ -73,6 +79,7 @@ class Argument:
             storage_bytes=value.untyped_storage().nbytes(),
             requires_grad=value.requires_grad,
             static=getattr(value, _STATIC, None),
+            device=value.device,
         )
 
     def known_by(self, varying: tuple[int, ...]) -> str:
@@ -87,18 +94,25 @@ class Argument:
         stride = "dense" if dense else repr(self.stride)
         return repr((size, stride, self.is_parameter, self.is_leaf, self.dtype, self.requires_grad, self.static))
 
-    def make(self) -> Any:
-        """Return an argument of this description. Its memory is allocated and not touched, so that it costs none."""
+    def make(self, is_fake: bool = False) -> Any:
+        """Return an argument of this description. Its memory is allocated and not touched, so that it costs none.
+
+        is_fake: in a mode of fake tensors, in which it has none; needed for devices other than the CPU.
+        """
         if self.dtype is None:
             return self.value
-        storage = torch.UntypedStorage(self.storage_bytes)
-        tensor = torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)
+        if is_fake:
+            storage = torch.empty(self.storage_bytes, dtype=torch.uint8, device=self.device).untyped_storage()
+        else:
+            storage = torch.UntypedStorage(self.storage_bytes)
+        empty = torch.empty(0, dtype=self.dtype, device=self.device)
+        tensor = empty.set_(storage, self.offset, self.size, self.stride)
         if self.static is not None:
             setattr(tensor, _STATIC, self.static)
         if self.is_parameter:
             return torch.nn.Parameter(tensor, requires_grad=self.requires_grad)
         if self.requires_grad and not self.is_leaf:
-            leaf = torch.empty(0, dtype=self.dtype, requires_grad=True)
+            leaf = torch.empty(0, dtype=self.dtype, device=self.device, requires_grad=True)
             computed = leaf.clone()  # not a view of a leaf, into which a graph could not write
             computed.data = tensor
             return computed
@@ -166,6 +180,7 @@ class Job:
     lowering: RegionLowering  # without the gradients of this process
     gradients: tuple[str, tuple[tuple[int, int], ...]] | None
     settings: Settings
+    gpu: Gpu | None = None
 
     @classmethod
     def of(
@@ -176,7 +191,9 @@ class Job:
         lowering: RegionLowering,
     ) -> Job:
         """Return the job for a graph. Raises `CannotSend` if another process could not compile the same."""
-        given = tuple(Argument.of(value) for value in arguments)
+        kinds = ("cpu", "cuda") if lowering.config.compiles_from_sizes else ("cpu",)
+        given = tuple(Argument.of(value, kinds) for value in arguments)
+        gpu = Gpu.of([each.device for each in given], lowering.config.inductor_options())
         storages = [value.untyped_storage() for value in arguments if isinstance(value, torch.Tensor)]
         memory = [each.data_ptr() for each in storages if each.nbytes()]  # those of size 0 all stand at 0
         if len(set(memory)) != len(memory):
@@ -187,7 +204,7 @@ class Job:
         gradients = lowering.gradients
         named = None if gradients is None else (gradients.name, gradients.members(arguments))
         code = module.graph.python_code("self").src
-        return cls(graph, code, given, tuple(varying), lowering.with_gradients(None), named, Settings.here())
+        return cls(graph, code, given, tuple(varying), lowering.with_gradients(None), named, Settings.here(), gpu)
 
     def digest(self) -> str:
         """Return a digest that is equal for jobs that compile to the same code, in any process of this machine."""
@@ -198,19 +215,39 @@ class Job:
             repr(self.varying), self.lowering.plan.digest(), repr(self.gradients), repr(self.graph.constants()),
             json.dumps(_plain(asdict(self.settings)), sort_keys=True),
         ]  # fmt: skip
+        if self.gpu is not None:
+            parts += [repr(self.gpu), repr([each.device for each in self.arguments])]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
     def compile(self) -> None:
         """Compile the graph, which fills the caches. To be called in a process that does not train."""
         self.settings.apply()
-        arguments = [each.make() for each in self.arguments]
+        if self.gpu is not None:
+            self.gpu.enter()
+        is_fake = self.lowering.config.compiles_from_sizes
+        with FakeTensorMode() if is_fake else contextlib.nullcontext():
+            arguments = [each.make(is_fake) for each in self.arguments]
         gradients = None
         if self.gradients is not None:
             name, members = self.gradients
             gradients = Members(name, {id(arguments[place]): member for place, member in members})
             reduce.EXPECTED[name] = {member: layout(arguments[place]) for place, member in members}
         lowering = self.lowering.with_gradients(gradients)
-        prepare_nested(self.graph.module(), lowering.lower, arguments, self.varying)
+
+        def lower(traced: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+            if is_fake:
+                _name_types(traced, example_inputs)
+            return lowering.lower(traced, example_inputs)
+
+        prepare_nested(self.graph.module(), lower, arguments, self.varying)
+
+
+def _name_types(traced: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+    """Call fake inputs of Dynamo's graph what they stand for: their classes are in the code, which is in the key."""
+    for node, value in zip(traced.graph.find_nodes(op="placeholder"), example_inputs, strict=True):
+        if node.type is FakeTensor:
+            node.type = torch.nn.Parameter if isinstance(value, torch.nn.Parameter) else torch.Tensor
+    traced.recompile()
 
 
 @functools.cache

@@ -21,7 +21,7 @@ from typing import IO
 from filelock import FileLock
 
 from deepytorch.background import end_with_parent
-from deepytorch.compiler.code.worker import store
+from deepytorch.compiler.code.worker import keys, store
 from deepytorch.config import process_environment
 from deepytorch.process_facts import peak_memory
 
@@ -47,6 +47,8 @@ def main(parent: int) -> None:
         end_with_parent(parent, Path(scratch))
         _import_compilers()  # before the temporary folder is set: headers that are compiled once are for all workers
         tempfile.tempdir = process_environment()["TMPDIR"] = scratch
+        # Triton writes paths into its files, which are no use elsewhere. Inductor keeps each kernel with its graph.
+        process_environment().setdefault("TRITON_CACHE_DIR", str(Path(scratch) / "triton"))
         while (found := queue.get()) is not None:
             answers.write(json.dumps(_compile(*found, place, Path(scratch))) + "\n")
             answers.flush()
@@ -80,7 +82,8 @@ def _compile(digest: str, model: str, job: bytes, place: Path | None, scratch: P
                 if store.find(digest) is None:
                     made = scratch / "entry"
                     process_environment()["TORCHINDUCTOR_CACHE_DIR"] = str(store.files_of(made))
-                    _run(job)
+                    key = _run(job)
+                    store.write_key(made, key)
                     seconds = time.perf_counter() - started
                     store.keep(made, place / digest, {"model": model, "seconds": seconds, "torch": _torch()})
                     store.trim()
@@ -94,14 +97,17 @@ def _compile(digest: str, model: str, job: bytes, place: Path | None, scratch: P
     }
 
 
-def _run(job: bytes) -> None:
+def _run(job: bytes) -> keys.Key:
+    """Compile a graph; return the parts of the key by which its code is found, where these are wanted."""
     from deepytorch.compiler.code.worker.job import Job
     from deepytorch.torch_internals import clear_inductor_caches
 
     clear_inductor_caches()  # code that an earlier job left in memory would be missing in this job's entry
     found = pickle.loads(job)
     assert isinstance(found, Job)
-    found.compile()
+    with keys.seen(found.lowering.config.compiles_from_sizes) as key:
+        found.compile()
+    return key
 
 
 def _torch() -> str:

@@ -20,7 +20,7 @@ from torch import fx
 
 from deepytorch.background import start
 from deepytorch.compiler.code.lower_region import RegionLowering
-from deepytorch.compiler.code.worker import store
+from deepytorch.compiler.code.worker import keys, store
 from deepytorch.compiler.code.worker.graph_data import to_bytes
 from deepytorch.compiler.code.worker.job import Job
 from deepytorch.compiler.code.worker.process import send
@@ -33,11 +33,12 @@ HERE = "this process"  # compiles while training waits, see `compilers.InPlace`
 class Compilation:
     """One graph that is being compiled. Its fields may be set by another thread; `done` last.
 
-    error: why it came to nothing. seconds: of compiling. peak_mb: memory of the process that compiled. where: who
-    compiles it. compiled: what runs it, where this process has compiled it.
+    digest: the entry's on disk. error: why it came to nothing. seconds: of compiling. peak_mb: memory of the process
+    that compiled. where: who compiles it. compiled: what runs it, where this process has compiled it.
     """
 
     name: str
+    digest: str = ""
     asked: float = field(default_factory=time.perf_counter)
     error: str | None = None
     seconds: float = 0.0
@@ -63,12 +64,15 @@ def compile_in_worker(
 
     Raises `CannotSend` where no other process can compile it.
     """
-    compilation = Compilation(name)
     described = Job.of(module, arguments, varying, lowering)
     digest, job = described.digest(), to_bytes(described)
+    is_kept = store.find(digest) is not None
+    if described.gpu is not None and not is_kept:
+        described.gpu.expect_memory()
+    compilation = Compilation(name, digest)
     logger.info("%s is compiled in the background; training goes on in eager meanwhile", name)
     asked = _Asked(compilation, digest, MODEL.get(), job)
-    if store.find(digest) is None:
+    if not is_kept:
         _hand_over(asked)
     else:
         compilation.where = "an earlier run"
@@ -85,6 +89,12 @@ def _hand_over(asked: _Asked) -> None:
             _WORKER = _Worker()
             _WORKER.take(asked)
             _WORKER.start()
+
+
+def differences_of_key(compilation: Compilation, key: keys.Key) -> list[str]:
+    """Return how the key by which torch looks for a graph's code differs from that under which it was kept."""
+    entry = store.find(compilation.digest)
+    return keys.differences({} if entry is None else entry.key(), key)
 
 
 def expect(model: str) -> None:

@@ -12,7 +12,7 @@ import os
 import shutil
 import tarfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from deepytorch.log import logger
 from deepytorch.private_files import cache_directory, prepare_private, replace_file
 from deepytorch.torch_internals import inductor_cache_dir
 
-_FILES, _ABOUT = "torch", "entry.json"
+_FILES, _ABOUT, _KEY = "torch", "entry.json", "key.json"
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,13 @@ class Entry:
     def used(self) -> float:
         """Return the time of the entry's last use, or of its making, as `time.time()` counts."""
         return (self.path / _ABOUT).stat().st_mtime
+
+    def key(self) -> dict[str, list[str]]:
+        """Return the parts of the key by which torch finds the entry's code; empty if they were not written."""
+        try:
+            return dict(json.loads((self.path / _KEY).read_text(encoding="utf-8")))
+        except (OSError, ValueError):
+            return {}
 
     def install(self) -> None:
         """Let torch find the entry's files. Raises `OSError` if torch's cache folder cannot be written."""
@@ -93,6 +100,12 @@ def keep(made: Path, place: Path, about: dict[str, Any]) -> None:
     if place.exists():  # not a whole entry, or it would have been used
         shutil.rmtree(place)
     made.rename(place)
+
+
+def write_key(made: Path, key: Mapping[str, Sequence[str]]) -> None:
+    """Write the parts of the key of what the folder `made` holds, if there are any."""
+    if key:
+        replace_file(made / _KEY, json.dumps(key))
 
 
 def files_of(made: Path) -> Path:

@@ -7,12 +7,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from deepytorch.bench.model_classes.small_config import small_config
 from deepytorch.errors import ConfigError
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel
 
 # task -> the mapping of transformers that lists its classes
@@ -40,11 +39,6 @@ class ModelClass:
     task: str
     family: str
     name: str
-
-    @property
-    def key(self) -> str:
-        """Return the name in results: some classes learn two tasks."""
-        return f"{self.task} {self.name}"
 
 
 def model_classes(tasks: tuple[str, ...] = tuple(TASKS), only: tuple[str, ...] = ()) -> list[ModelClass]:
@@ -79,6 +73,8 @@ def build_small(which: ModelClass, weights: Mapping[str, torch.Tensor] | None = 
 
     Raises `NotBuilt` if the class has no small model.
     """
+    import torch  # lists of classes, which the benchmark needs, load none
+
     try:
         import transformers
 

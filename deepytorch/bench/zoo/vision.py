@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -28,16 +29,16 @@ def workload(name: str, size: str) -> Workload:
     scale, rows = (1, _ROWS[name][0]) if size == "full" else (4, _ROWS[name][1])
     if name == "pytorch_unet":
         pixels = 512 if size == "full" else 256
-        return Workload(_Classifier(_UNet(64 // scale)), lambda *which: _masks(pixels, *which), rows)
+        return Workload(_Classifier(_UNet(64 // scale)), partial(_images, pixels, 2, (pixels, pixels)), rows)
     builders: dict[str, Callable[[int], nn.Module]] = {
         "alexnet": _alexnet,
-        "resnet18": _resnet18,
-        "resnet50": _resnet50,
+        "resnet18": partial(_resnet, _Basic, (2, 2, 2, 2)),
+        "resnet50": partial(_resnet, _Bottleneck, (3, 4, 6, 3)),
         "vgg16": _vgg16,
         "timm_vovnet": _vovnet39,
         "timm_vision_transformer": _vit_small,
     }
-    return Workload(_Classifier(builders[name](scale)), _images, rows)
+    return Workload(_Classifier(builders[name](scale)), partial(_images, PIXELS, NUM_CLASSES, ()), rows)
 
 
 class _Classifier(nn.Module):
@@ -51,23 +52,15 @@ class _Classifier(nn.Module):
         return F.cross_entropy(self.network(images), labels)
 
 
-def _images(rows: int, seed: int, count: int) -> list[dict[str, Tensor]]:
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        {
-            "images": torch.randn(rows, 3, PIXELS, PIXELS, generator=generator),
-            "labels": torch.randint(0, NUM_CLASSES, (rows,), generator=generator),
-        }
-        for _ in range(count)
-    ]
-
-
-def _masks(pixels: int, rows: int, seed: int, count: int) -> list[dict[str, Tensor]]:
+def _images(
+    pixels: int, classes: int, labelled: tuple[int, ...], rows: int, seed: int, count: int
+) -> list[dict[str, Tensor]]:
+    """Return batches of images, with a label for each (`labelled` is empty) or for each of so many pixels."""
     generator = torch.Generator().manual_seed(seed)
     return [
         {
             "images": torch.randn(rows, 3, pixels, pixels, generator=generator),
-            "labels": torch.randint(0, 2, (rows, pixels, pixels), generator=generator),
+            "labels": torch.randint(0, classes, (rows, *labelled), generator=generator),
         }
         for _ in range(count)
     ]
@@ -105,30 +98,20 @@ def _head(inputs: int, hidden: int) -> list[nn.Module]:
 # ---------------------------------------------------------------------- residual networks
 
 
-def _resnet18(scale: int) -> nn.Module:
-    """Return the network of He et al. 2015 with two convolutions a block."""
-    width = 64 // scale
-    layers: list[nn.Module] = _stem(width)
-    channels = width
-    for stage in range(4):
-        inner = width << stage
-        for block in range(2):
-            layers.append(_Basic(channels, inner, 2 if stage > 0 and block == 0 else 1))
-            channels = inner
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, NUM_CLASSES))
+def _resnet(block: type[_Basic | _Bottleneck], depths: Sequence[int], scale: int) -> nn.Module:
+    """Return the network of He et al. 2015 with so many blocks a stage; a bottleneck's stride is in its 3x3 one."""
+    channels = 64 // scale
+    layers: list[nn.Module] = _stem(channels)
+    for stage, depth in enumerate(depths):
+        inner = 64 // scale << stage
+        for number in range(depth):
+            layers.append(block(channels, inner, 2 if stage > 0 and number == 0 else 1))
+            channels = block.widens * inner
+    return nn.Sequential(*layers, *_classes(channels))
 
 
-def _resnet50(scale: int) -> nn.Module:
-    """Return the network of He et al. 2015, with the stride in the 3x3 convolution."""
-    width = 64 // scale
-    layers: list[nn.Module] = _stem(width)
-    channels = width
-    for stage, depth in enumerate((3, 4, 6, 3)):
-        inner = width << stage
-        for block in range(depth):
-            layers.append(_Bottleneck(channels, inner, 2 if stage > 0 and block == 0 else 1))
-            channels = 4 * inner
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, NUM_CLASSES))
+def _classes(channels: int) -> list[nn.Module]:
+    return [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, NUM_CLASSES)]
 
 
 def _stem(width: int) -> list[nn.Module]:
@@ -154,6 +137,8 @@ class _Residual(nn.Module):
 
 
 class _Basic(_Residual):
+    widens = 1
+
     def __init__(self, channels: int, width: int, stride: int) -> None:
         body = nn.Sequential(
             nn.Conv2d(channels, width, 3, stride=stride, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
@@ -163,6 +148,8 @@ class _Basic(_Residual):
 
 
 class _Bottleneck(_Residual):
+    widens = 4
+
     def __init__(self, channels: int, inner: int, stride: int) -> None:
         body = nn.Sequential(
             nn.Conv2d(channels, inner, 1, bias=False), nn.BatchNorm2d(inner), nn.ReLU(),
@@ -186,7 +173,7 @@ def _vovnet39(scale: int) -> nn.Module:
         for _ in range(depth):
             layers.append(_OneShot(channels, inner // scale, width // scale))
             channels = width // scale
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, NUM_CLASSES))
+    return nn.Sequential(*layers, *_classes(channels))
 
 
 class _OneShot(nn.Module):

@@ -6,7 +6,16 @@ from dataclasses import replace
 
 import torch
 
-from deepytorch.gpu_check.checks import attention, graphs, loss, machine_code, models, packing, ranks
+from deepytorch.gpu_check.checks import (
+    attention,
+    background_compile,
+    graphs,
+    loss,
+    machine_code,
+    models,
+    packing,
+    ranks,
+)
 from deepytorch.gpu_check.figures import SUBJECTS
 from deepytorch.gpu_check.outcome import Check
 
@@ -14,5 +23,5 @@ from deepytorch.gpu_check.outcome import Check
 def checks_on(device: str) -> list[Check]:
     """Return every check on `device`, those of a group behind each other. No device of that kind need be there."""
     of = torch.device(device)
-    modules = (machine_code, loss, attention, packing, models, ranks, graphs, *SUBJECTS)
+    modules = (machine_code, loss, attention, packing, models, ranks, graphs, background_compile, *SUBJECTS)
     return [replace(check, module=module.__name__) for module in modules for check in module.checks(of)]

@@ -56,7 +56,7 @@ Compile = Callable[[nn.Module], Callable[..., Any]]
 
 def compared(trainee: Trainee, dtype: str) -> str:
     """Train, and copies of the model in eager, in float32 and in `dtype`; compare as `as_near` does."""
-    start, data = copy.deepcopy(trainee.arm.model), trainee.batches
+    start, data = copy.deepcopy(trainee.setup.model), trainee.batches
     with paused():
         exact = _trained(trainee_of(copy.deepcopy(start), data, None), torch.float32)
         eager = _trained(trainee_of(copy.deepcopy(start), data, None), DTYPES[dtype])
@@ -65,7 +65,7 @@ def compared(trainee: Trainee, dtype: str) -> str:
 
 
 def _trained(trainee: Trainee, dtype: torch.dtype) -> list[Tensor]:
-    model = trainee.arm.model
+    model = trainee.setup.model
     before = [each.detach().clone() for each in model.parameters()]
     precision = Precision(trainee.batches[0]["input_ids"].device, dtype)
     losses = [trainee.step(batch, precision).float() for batch in trainee.batches]

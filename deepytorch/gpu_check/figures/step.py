@@ -25,7 +25,7 @@ from deepytorch.bench.training_step import (
     Arm,
     Batch,
     Precision,
-    compiled_arm,
+    compiled_setup,
     empty_compile_caches,
     forward_backward,
     start_compiler,
@@ -170,7 +170,7 @@ def _build(device: torch.device, setup: str) -> Arm:
         from liger_kernel.transformers import apply_liger_kernel_to_llama
 
         apply_liger_kernel_to_llama(model=model)
-    return compiled_arm(setup, model, {OURS: "deepytorch", _INDUCTOR: "inductor"}.get(setup))
+    return compiled_setup(setup, model, {OURS: "deepytorch", _INDUCTOR: "inductor"}.get(setup))
 
 
 def _model(device: torch.device, attention: str = "sdpa") -> nn.Module:

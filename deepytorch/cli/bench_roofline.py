@@ -1,4 +1,4 @@
-"""`deepytorch bench kernels` and `roofline`: GPUs that need not be there."""
+"""`deepytorch bench roofline`: GPUs that need not be there."""
 
 from __future__ import annotations
 
@@ -8,52 +8,8 @@ from typing import Annotated
 
 import typer
 
-from deepytorch.cli.options import JsonFile, Markdown
+from deepytorch.cli.options import JsonFile
 from deepytorch.cli.output import Output
-
-
-def kernels(
-    named: Annotated[str, typer.Option(metavar="TEXT", help="Only kernels with this in their names.")] = "",
-    capabilities: Annotated[
-        str,
-        typer.Option(metavar="LIST", help="Compute capabilities of GPUs, with commas: 80 is A100, 90 H100 and H200."),
-    ] = "80,90,100",
-    json_file: JsonFile = None,
-) -> None:
-    """Compile every Triton kernel to machine code, no GPU needed: registers, spills, shared memory, instructions.
-
-    Ends with status 1 where one spills, takes more shared memory than there is, or multiplies without tensor cores.
-    """
-    from deepytorch.bench.kernels import run_kernels, to_json
-    from deepytorch.errors import ConfigError
-
-    output = Output(json_file)
-    try:
-        asked = [int(each) for each in capabilities.split(",")]
-    except ValueError:
-        raise ConfigError(f"--capabilities is {capabilities!r}; expected numbers with commas, as in 80,90.") from None
-    rows = output.watch(run_kernels, asked, named)
-    columns = ("kernel", "variant", "GPU", "registers", "spilled", "shared", "instructions", "seconds")
-    shown = [
-        (
-            row.kernel,
-            row.variant,
-            f"sm_{row.capability}",
-            str(row.registers),
-            f"{row.spilled_bytes} B",
-            f"{row.shared_bytes / 1024:.0f} KB",
-            ", ".join(row.instructions),
-            f"{row.compile_seconds:.1f}",
-        )
-        for row in rows
-    ]
-    output.table("Machine code of kernels", columns, shown, left=("kernel", "variant", "instructions"))
-    wrong = [f"{row.kernel}, {row.variant}, sm_{row.capability}: {each}" for row in rows for each in row.troubles]
-    for each in wrong:
-        output.console.print(f"[red]{each}[/red]")
-    output.json(to_json(rows))
-    if wrong:
-        raise typer.Exit(1)
 
 
 def roofline(
@@ -68,12 +24,13 @@ def roofline(
             "Default: none.",
         ),
     ] = None,
-    markdown: Markdown = None,
+    markdown: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the table as a Markdown page.")] = None,
     json_file: JsonFile = None,
 ) -> None:
     """Compute what a training step takes at least on A100, H100, H200 and B200, padded and packed; no GPU needed."""
     from deepytorch.bench import roofline as computing
     from deepytorch.bench.results import write_text
+    from deepytorch.bench.table import table_of
     from deepytorch.errors import DataError
 
     output = Output(json_file)
@@ -101,7 +58,8 @@ def roofline(
         )
         for row in computed
     ]
-    output.table("The least time of a training step (computed)", columns, shown, left=("model", "GPU"))
+    title = "The least time of a training step (computed)"
+    output.console.print(table_of(title, columns, shown, left=("model", "GPU")))
     if markdown is not None:
         command = f"deepytorch bench roofline --rows {rows} --positions {positions} --real {real:g}"
         write_text(markdown, computing.markdown(computed, lengths, command), "--markdown")

@@ -1,4 +1,4 @@
-"""Steps, precisions, the order of arms, and the instruments: gradients, memory, compilations."""
+"""Steps, precisions, the order of setups, and the instruments: gradients, memory, compilations."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from deepytorch.bench.gradients import max_relative_difference
 from deepytorch.bench.measurement import rotated
 from deepytorch.bench.memory import peak_step_bytes
 from deepytorch.bench.training_step import (
-    Arm,
+    ModelSetup,
     Precision,
-    compiled_arm,
+    compiled_setup,
     empty_compile_caches,
     forward_backward,
 )
@@ -44,20 +44,20 @@ class Output(NamedTuple):
 
 def test_a_step_starts_from_no_gradients_and_leaves_its_own():
     model = Regression()
-    arm, batch = compiled_arm("eager", model, None), {"x": torch.ones(4, 3)}
-    first = forward_backward(arm, batch, CPU)
+    setup, batch = compiled_setup("eager", model, None), {"x": torch.ones(4, 3)}
+    first = forward_backward(setup, batch, CPU)
     gradient = model.layer.weight.grad.clone()
-    second = forward_backward(arm, batch, CPU)
+    second = forward_backward(setup, batch, CPU)
     assert first.loss == second.loss == model(**batch).loss.item()
     assert torch.equal(model.layer.weight.grad, gradient)
     assert first.seconds > 0
 
 
 def test_a_step_that_compiled_says_so_and_the_next_does_not():
-    arm, batch = compiled_arm("compiled", Regression(), "aot_eager"), {"x": torch.ones(4, 3)}
-    assert [forward_backward(arm, batch, CPU).compiled for _ in range(3)] == [True, False, False]
-    assert forward_backward(arm, {"x": torch.ones(5, 3)}, CPU).compiled
-    assert not forward_backward(compiled_arm("eager", Regression(), None), batch, CPU).compiled
+    setup, batch = compiled_setup("compiled", Regression(), "aot_eager"), {"x": torch.ones(4, 3)}
+    assert [forward_backward(setup, batch, CPU).compiled for _ in range(3)] == [True, False, False]
+    assert forward_backward(setup, {"x": torch.ones(5, 3)}, CPU).compiled
+    assert not forward_backward(compiled_setup("eager", Regression(), None), batch, CPU).compiled
 
 
 def test_lower_precision_is_autocast_with_fp32_weights():
@@ -70,7 +70,7 @@ def test_lower_precision_is_autocast_with_fp32_weights():
         return output.loss
 
     for dtype in ("fp32", "bf16"):
-        forward_backward(Arm("x", model, loss), {"x": torch.ones(4, 3)}, Precision.parse("cpu", dtype))
+        forward_backward(ModelSetup("x", model, loss), {"x": torch.ones(4, 3)}, Precision.parse("cpu", dtype))
     assert seen == [torch.float32, torch.bfloat16]
     assert model.layer.weight.grad.dtype == torch.float32
 
@@ -84,7 +84,7 @@ def test_unusable_precisions_are_refused(device, dtype, message):
         Precision.parse(device, dtype)
 
 
-def test_every_arm_comes_first_in_turn():
+def test_every_setup_comes_first_in_turn():
     assert [rotated("abc", turn) for turn in range(4)] == [list("abc"), list("bca"), list("cab"), list("abc")]
 
 
