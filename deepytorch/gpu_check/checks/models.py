@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from deepytorch import paused
 from deepytorch.bench.back_to_back import Trainee
 from deepytorch.bench.models import batch_kind, build_model
-from deepytorch.bench.training_step import DTYPES, Arm, Batch, Precision, to_device
+from deepytorch.bench.training_step import DTYPES, Batch, ModelSetup, Precision, to_device
 from deepytorch.data import text_batches
 from deepytorch.gpu_check.nearness import as_near
 from deepytorch.gpu_check.outcome import Check
@@ -76,5 +76,5 @@ def _trained(trainee: Trainee, dtype: torch.dtype) -> list[Tensor]:
 def trainee_of(model: nn.Module, data: Sequence[Batch], compiled: Compile | None) -> Trainee:
     """Return a model in training with SGD. compiled: None: in eager."""
     call = model if compiled is None else compiled(model)
-    arm = Arm("", model, lambda batch: call(**batch).loss)
-    return Trainee(arm, torch.optim.SGD(model.parameters(), lr=0.05), data)
+    built = ModelSetup("", model, lambda batch: call(**batch).loss)
+    return Trainee(built, torch.optim.SGD(model.parameters(), lr=0.05), data)

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from deepytorch import paused
 from deepytorch.bench.back_to_back import Trainee
 from deepytorch.bench.memory import peak_step_bytes
-from deepytorch.bench.training_step import Arm, Batch, Precision, forward_backward, to_device
+from deepytorch.bench.training_step import Batch, ModelSetup, Precision, forward_backward, to_device
 from deepytorch.bench.zoo import build_workload
 from deepytorch.gpu_check.figures.timing import OURS, memory_may_not_suffice, timed
 from deepytorch.gpu_check.outcome import Check, Failed, Found
@@ -26,7 +26,7 @@ _COMPILING_S = {  # of the first step, for a plan
 _BACKENDS = {OURS: "deepytorch", "eager": None, "Inductor": "inductor"}
 _BATCHES, _ROUNDS = 4, 2
 _LOSS_OFF = 2e-2
-_MADE: dict[tuple[str, str], tuple[Arm, list[Batch]]] = {}  # in this process
+_MADE: dict[tuple[str, str], tuple[ModelSetup, list[Batch]]] = {}  # in this process
 
 
 def checks(device: torch.device) -> Iterator[Check]:
@@ -46,12 +46,12 @@ def prepare(device: torch.device, model: str, setup: str) -> Found:
     """Compile, and see that the first loss is near eager's. The figure is the time until a step has run that way."""
     precision = Precision(device, torch.bfloat16)
     with memory_may_not_suffice(setup):
-        arm, data = _made(device, model, setup)
+        built, data = _made(device, model, setup)
         batch = to_device(data[0], device)
         with paused(), torch.no_grad(), precision.autocast():
-            eager = float(arm.model(**batch))
+            eager = float(built.model(**batch))
         began = time.perf_counter()
-        loss = forward_backward(arm, batch, precision).loss
+        loss = forward_backward(built, batch, precision).loss
         first_s = time.perf_counter() - began
     if not abs(loss - eager) <= _LOSS_OFF * abs(eager):
         raise Failed(f"the first loss is {loss:.5g}, and {eager:.5g} in eager")
@@ -63,20 +63,20 @@ def timed_network(device: torch.device, model: str, setup: str) -> Found:
     """Time steps back to back with SGD. The limit is that of the arithmetic alone."""
     precision = Precision(device, torch.bfloat16)
     with memory_may_not_suffice(setup):
-        arm, data = _made(device, model, setup)
-        trainee = Trainee(arm, torch.optim.SGD(arm.model.parameters(), lr=1e-4, momentum=0.9, fused=True), data)
+        built, data = _made(device, model, setup)
+        trainee = Trainee(built, torch.optim.SGD(built.model.parameters(), lr=1e-4, momentum=0.9, fused=True), data)
         trainee.train(precision)
         passes = [trainee.train(precision) for _ in range(_ROUNDS)]
         seconds = [min(each) for each in zip(*passes, strict=True)]
         batch = to_device(data[0], device)
-        peak = peak_step_bytes(partial(forward_backward, arm, batch, precision), device)
-        flops = _flops(arm.model, batch, precision)
+        peak = peak_step_bytes(partial(forward_backward, built, batch, precision), device)
+        flops = _flops(built.model, batch, precision)
     rows = len(next(iter(batch.values())))
     mean_s = sum(seconds) / len(seconds)
     return timed(device, 1e3 * mean_s, flops=flops, examples_per_s=rows / mean_s, peak_mb=peak / 2**20)
 
 
-def _made(device: torch.device, model: str, setup: str) -> tuple[Arm, list[Batch]]:
+def _made(device: torch.device, model: str, setup: str) -> tuple[ModelSetup, list[Batch]]:
     if (model, setup) not in _MADE:
         full = device.type == "cuda"
         made = build_workload(model, "full" if full else "cpu")
@@ -84,7 +84,7 @@ def _made(device: torch.device, model: str, setup: str) -> tuple[Arm, list[Batch
         backend = _BACKENDS[setup]
         call = network if backend is None else torch.compile(network, backend=backend)
         data = made.batches(made.rows if full else 2, 0, _BATCHES if full else 2)
-        _MADE[model, setup] = (Arm(setup, network, lambda batch: call(**batch)), data)
+        _MADE[model, setup] = (ModelSetup(setup, network, lambda batch: call(**batch)), data)
     return _MADE[model, setup]
 
 

@@ -19,11 +19,11 @@ from deepytorch import paused
 from deepytorch.bench.back_to_back import Trainee, trainees
 from deepytorch.bench.memory import peak_step_bytes
 from deepytorch.bench.models import SIZES, build_model
-from deepytorch.bench.rivals import FLASH, flatten, flattened_arm, grouped
+from deepytorch.bench.rivals import flatten, grouped, with_kernels
 from deepytorch.bench.roofline import Gpu, Shape, Work, step_of
 from deepytorch.bench.training_step import (
-    Arm,
     Batch,
+    ModelSetup,
     Precision,
     compiled_setup,
     empty_compile_caches,
@@ -45,7 +45,7 @@ _ROUNDS = 2
 _MORE = 8  # steps until one has to be packed
 _LOSS_OFF = 2e-2  # relative, of the first loss, from eager's
 _ADAMW_BYTES = 14  # a parameter: weight, gradient and moments read, weight and moments written, all in bf16
-_MADE: dict[str, Arm] = {}  # by setup, in this process
+_MADE: dict[str, ModelSetup] = {}  # by setup, in this process
 
 
 @dataclass(frozen=True)
@@ -92,16 +92,16 @@ def prepare(device: torch.device, setup: str) -> Found:
         LEDGER.forget()
         with empty_compile_caches():
             began = time.perf_counter()
-            arm = _arm(device, setup)
+            built = _built(device, setup)
             built_s = time.perf_counter() - began
-            loss = _first_step(arm, batch, precision, setup)
+            loss = _first_step(built, batch, precision, setup)
             for _ in range(_MORE if setup == OURS else 0):  # where code is compiled in the background
                 if LEDGER.report().total("steps_packed"):
                     break
-                loss = forward_backward(arm, batch, precision).loss
+                loss = forward_backward(built, batch, precision).loss
             first_s = time.perf_counter() - began - built_s
         with paused(), torch.no_grad():
-            eager = float(_plain(device, arm, setup)(**batch).loss)
+            eager = float(_plain(device, built, setup)(**batch).loss)
     if not abs(loss - eager) <= _LOSS_OFF * eager:
         raise Failed(f"the first loss is {loss:.5g}, and {eager:.5g} in eager")
     packed = LEDGER.report().total("steps_packed")
@@ -122,13 +122,13 @@ def timed_step(device: torch.device, setup: str, rows: int, order: str) -> Found
         data = grouped(data, "causal")
     given = [flatten(batch) for batch in data] if setup == _FLATTENED else data
     with memory_may_not_suffice(setup):
-        arm = _arm(device, setup)
-        trainee = trainees({setup: arm}, {setup: given})[setup]
+        built = _built(device, setup)
+        trainee = trainees({setup: built}, {setup: given})[setup]
         seconds = _steady(trainee, precision)
         largest = max(given, key=lambda batch: batch["input_ids"].numel())
-        arm.model.zero_grad(set_to_none=True)
-        peak = peak_step_bytes(partial(forward_backward, arm, to_device(largest, device), precision), device)
-    arm.model.zero_grad(set_to_none=True)
+        built.model.zero_grad(set_to_none=True)
+        peak = peak_step_bytes(partial(forward_backward, built, to_device(largest, device), precision), device)
+    built.model.zero_grad(set_to_none=True)
     del trainee
     _free(device)
     tokens = sum(num_tokens(batch, "causal") for batch in data)
@@ -137,13 +137,13 @@ def timed_step(device: torch.device, setup: str, rows: int, order: str) -> Found
     return timed(device, 1e3 * sum(seconds) / len(seconds), limit_s=limit, **rate)
 
 
-def _first_step(arm: Arm, batch: Batch, precision: Precision, setup: str) -> float:
+def _first_step(built: ModelSetup, batch: Batch, precision: Precision, setup: str) -> float:
     if setup == _INDUCTOR:  # as batches of other sizes make it, without a compile for this one alone
         for value in batch.values():
             maybe_mark_dynamic(value, [0, 1])
     if setup == _FLATTENED:
         batch = to_device(flatten(batch), precision.device)
-    return forward_backward(arm, batch, precision).loss
+    return forward_backward(built, batch, precision).loss
 
 
 def _steady(trainee: Trainee, precision: Precision) -> list[float]:
@@ -153,36 +153,30 @@ def _steady(trainee: Trainee, precision: Precision) -> list[float]:
     return [min(each) for each in zip(*passes, strict=True)]
 
 
-def _arm(device: torch.device, setup: str) -> Arm:
+def _built(device: torch.device, setup: str) -> ModelSetup:
     if setup not in _MADE:
         _MADE.clear()
         _MADE[setup] = _build(device, setup)
     return _MADE[setup]
 
 
-def _build(device: torch.device, setup: str) -> Arm:
+def _build(device: torch.device, setup: str) -> ModelSetup:
     if setup in (_LIGER, _FLATTENED):
         require_gpu(device)
-    if setup == _FLATTENED:
-        return flattened_arm(setup, _model(device, FLASH), "llama", "inductor")
-    model = _model(device)
-    if setup == _LIGER:
-        from liger_kernel.transformers import apply_liger_kernel_to_llama
-
-        apply_liger_kernel_to_llama(model=model)
-    return compiled_setup(setup, model, {OURS: "deepytorch", _INDUCTOR: "inductor"}.get(setup))
+    model = with_kernels(_model(device), {_LIGER: "liger", _FLATTENED: "flattened"}.get(setup, ""), "llama")
+    return compiled_setup(setup, model, {OURS: "deepytorch", _INDUCTOR: "inductor", _FLATTENED: "inductor"}.get(setup))
 
 
-def _model(device: torch.device, attention: str = "sdpa") -> nn.Module:
+def _model(device: torch.device) -> nn.Module:
     scale = scale_of(device)
     with torch.device(device):  # weights of a billion are drawn there in a moment
-        made: nn.Module = build_model("llama", scale.size, vocab_size=scale.vocab_size, attn_implementation=attention)
+        made: nn.Module = build_model("llama", scale.size, vocab_size=scale.vocab_size)
     return made.to(torch.bfloat16)
 
 
-def _plain(device: torch.device, arm: Arm, setup: str) -> nn.Module:
+def _plain(device: torch.device, built: ModelSetup, setup: str) -> nn.Module:
     """Return the model in eager; one with kernels of others is built anew without them."""
-    return _model(device) if setup in (_LIGER, _FLATTENED) else arm.model
+    return _model(device) if setup in (_LIGER, _FLATTENED) else built.model
 
 
 def _few_short_rows(scale: Scale) -> Batch:
