@@ -1,4 +1,4 @@
-"""What the cost model of deepytorch's process group says of a benchmark's collective."""
+"""The prediction that the cost model of deepytorch's process group makes of a benchmark's collective."""
 
 from __future__ import annotations
 

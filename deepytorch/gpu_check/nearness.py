@@ -1,4 +1,4 @@
-"""How far results may be from the exact ones: not much further than eager's in the same dtype."""
+"""The distance that results may have from the exact ones: not much further than eager's in the same dtype."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class Outcome(Record):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a check has found: in words, and figures as an `Outcome` has them."""
+    """The findings of a check: in words, and figures as an `Outcome` has them."""
 
     said: str
     figures: dict[str, float] = field(default_factory=dict)

@@ -35,7 +35,7 @@ def expected(checks: Sequence[Check], before: Mapping[tuple[str, str], Outcome])
 
 @dataclass(eq=False, slots=True)
 class _Group:
-    """What a group is expected to take beside others, and what alone."""
+    """The seconds that a group is expected to take beside others, and alone."""
 
     is_first: bool = False
     is_timed: bool = False

@@ -24,7 +24,7 @@ _DECIDE = ("triton", "transformers")  # besides torch and its CUDA
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceResults(Record):
-    """What is known of one device.
+    """All that is known of one device.
 
     device: its name. capability: compute capability, as "9.0". memory_gb: of 2^30 bytes. checks: in no order.
     """

@@ -30,7 +30,7 @@ SECONDS = 480.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """What is checked.
+    """The checks that were asked for.
 
     Attributes:
         device: The device to check.
