@@ -66,7 +66,7 @@ def run_groups(
 
 
 class Place(Protocol):
-    """The facts that decide when a group may begin: whether it has a check that is to be first, and whether it has timed ones.
+    """The facts that decide when a group may begin: whether one of its checks is to be first, or is timed.
 
     prepares_s: for how long it is expected to prepare what will be timed.
     """
