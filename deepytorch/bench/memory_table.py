@@ -75,7 +75,7 @@ class Memory(Benchmark[MemoryOptions]):
             for precision in options.precisions
             for compiler in ("", "inductor")
         ]
-        return [self._cell(options, *each) for each in asked if each[0] in options.tables]
+        return [self._cell(options, *each) for each in dict.fromkeys(asked) if each[0] in options.tables]
 
     @staticmethod
     def _divided(ranks: int, precision: str) -> Iterator[Parallel]:

@@ -114,6 +114,10 @@ def test_memory_has_the_published_ways_and_says_what_cannot_be() -> None:
     assert ways == ["1x1", "2x1", "4x1", "1x2", "1x4", "2x2"]  # 4x4 takes sixteen ranks
     shardings = [cell.key["sharding"] for cell in cells if cell.key["table"] == "sharding"]
     assert shardings == ["ddp", "ddp", "oss", "zero1", "zero2", "zero3", "fsdp2"]
+    of_one = [
+        cell.key["sharding"] for cell in Memory().cells(MemoryOptions(tables=("sharding",), precisions=("fp32",)))
+    ]
+    assert of_one == shardings[1:]
     results = results_of(Memory(), MemoryOptions(ranks=4, tables=("precision",)), {"with the import": 0.5})
     [table] = Memory().tables(results)
     # four ranks of eight examples a second, and twice that
